@@ -1,0 +1,451 @@
+"""The whole truth of a run: a tree of frozen dataclasses, and the relations its fields must keep.
+
+Nothing here imports jax. `ExperimentConfig` is the root; `experiments.flags` turns every leaf into a
+flag `--group.leaf` whose help text is the comment beside the field, so a comment here is read by users.
+`Config.validate()` raises `ValueError` with both numbers of a conflict, before any work starts.
+
+Letters: B batch, L segment length, M memory length, K = M + L keys, D model width, H heads, E head
+width, F inner width, V vocabulary, N layers, C clusters of the adaptive softmax, S segments per call.
+"""
+
+import dataclasses
+import difflib
+import enum
+import types
+import typing
+from typing import Any, Iterator
+
+
+class DType(enum.StrEnum):
+    """Type of the activations, of the memory and of the matrix products."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"  # For checks against reference values; needs JAX_ENABLE_X64.
+
+
+class NormPlace(enum.StrEnum):
+    """Where the layer norm of a residual branch stands."""
+
+    POST = "post"  # LN(x + f(x)), as the paper.
+    PRE = "pre"  # x + f(LN(x)).
+
+
+class Remat(enum.StrEnum):
+    """What the backward pass of a layer recomputes instead of keeping."""
+
+    NONE = "none"
+    DOTS = "dots"  # Keep matrix products with weights, recompute the rest.
+    FULL = "full"  # Keep only each layer's input.
+
+
+class LossPart(enum.StrEnum):
+    """Which positions of a training segment are scored (table 6 of the paper)."""
+
+    FULL = "full"
+    HALF = "half"  # The last L - L // 2 positions.
+
+
+class MemoryStart(enum.StrEnum):
+    """What a row's memory holds before its first segment."""
+
+    MASKED = "masked"  # Unfilled slots take no part in the softmax.
+    ZEROS = "zeros"  # Zero rows that are attended to.
+
+
+class Window(enum.StrEnum):
+    """How many keys a query sees under same_length, itself included."""
+
+    MEM_LEN = "mem_len"
+    MEM_LEN_PLUS_ONE = "mem_len_plus_one"
+
+
+class ScheduleOffset(enum.StrEnum):
+    """Where the cosine of the learning rate starts."""
+
+    AFTER_WARMUP = "after_warmup"  # At the end of the warm-up: no jump.
+    ORIGINAL = "original"  # At step 0, so the rate jumps down where the warm-up ends.
+
+
+class CorpusName(enum.StrEnum):
+    """Where the text comes from."""
+
+    ENWIK8 = "enwik8"
+    TEXT = "text"  # The user's own files.
+    PYTHON_STDLIB = "python_stdlib"  # Source text of the standard library of this Python.
+
+
+class Newlines(enum.StrEnum):
+    """What becomes of newline bytes."""
+
+    KEEP = "keep"
+    DROP = "drop"  # As the original's preparation of enwik8 (V = 204 instead of 205).
+
+
+# A field marked so may differ when a run is resumed: it does not touch the training trajectory.
+FREE_ON_RESUME = {"free_on_resume": True}
+
+
+def free(default: Any) -> Any:
+    """A field that a resumed run may change."""
+    return dataclasses.field(default=default, metadata=FREE_ON_RESUME)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and parts of the network. Lengths are not here: the parameters do not depend on them."""
+
+    n_layer: int = 12  # N, layers.
+    d_model: int = 512  # D, width of the residual stream.
+    n_head: int = 8  # H, attention heads; H * E need not be D.
+    d_head: int = 64  # E, width of a head.
+    d_inner: int = 2048  # F, inner width of the feed-forward part.
+    d_embed: int = 0  # Width of the first cluster's embedding; 0: d_model.
+    dropout: float = 0.1  # On embedding, positions, attention output, both feed-forward layers, last layer.
+    attention_dropout: float = 0.0  # On the attention probabilities (the original's dropatt).
+    layer_norm: NormPlace = NormPlace.POST  # Where the layer norm stands.
+    untie_r: bool = False  # u and v (r_w_bias, r_r_bias) per layer instead of shared by all.
+    tie_weight: bool = True  # Embedding and softmax share their tables.
+    cutoffs: tuple[int, ...] = ()  # First token of each tail cluster of the adaptive softmax; empty: full softmax.
+    div_val: int = 1  # Cluster c is embedded in d_embed // div_val**c numbers.
+    tie_projs: tuple[bool, ...] = ()  # Per cluster: softmax shares the embedding's projection; empty: none does.
+    init_std: float = 0.02  # Standard deviation of initial weights.
+    projection_init_std: float = 0.01  # The same for the projections of embedding and softmax.
+    dtype: DType = DType.FLOAT32  # Compute type; parameters stay float32.
+    remat: Remat = Remat.NONE  # What the backward pass recomputes to save memory.
+
+    @property
+    def embed_width(self) -> int:
+        return self.d_embed or self.d_model
+
+    @property
+    def n_cluster(self) -> int:
+        """C: the head and the tails."""
+        return len(self.cutoffs) + 1
+
+    def cluster_width(self, cluster: int) -> int:
+        """Width of a cluster's embedding."""
+        return self.embed_width // self.div_val**cluster
+
+    def validate(self) -> None:
+        for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "div_val"):
+            _require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        _require(self.d_model % 2 == 0, f"model.d_model is {self.d_model}; sinusoids come in pairs, so it must be even")
+        _require(self.d_embed >= 0, f"model.d_embed is {self.d_embed}; give a width, or 0 for d_model")
+        for name in ("dropout", "attention_dropout"):
+            rate = getattr(self, name)
+            _require(0 <= rate < 1, f"model.{name} is {rate}; it must be at least 0 and below 1")
+        _require(
+            list(self.cutoffs) == sorted(set(self.cutoffs)) and all(c > 0 for c in self.cutoffs),
+            f"model.cutoffs are {list(self.cutoffs)}; they must be positive and increase",
+        )
+        _require(
+            len(self.tie_projs) in (0, self.n_cluster),
+            f"model.tie_projs has {len(self.tie_projs)} entries and model.cutoffs make {self.n_cluster} clusters; "
+            "give one entry per cluster, or none",
+        )
+        _require(
+            self.div_val == 1 or self.cutoffs,
+            f"model.div_val is {self.div_val} and model.cutoffs is empty; narrower tails need cutoffs",
+        )
+        last = self.n_cluster - 1
+        _require(
+            self.cluster_width(last) >= 1,
+            f"model.div_val {self.div_val} leaves cluster {last} no width of the embedding's {self.embed_width}",
+        )
+
+    def validate_vocabulary(self, vocab_size: int) -> None:
+        """Raises `ValueError` if the clusters do not fit a vocabulary of `vocab_size` tokens."""
+        if self.cutoffs:
+            _require(
+                self.cutoffs[-1] < vocab_size,
+                f"model.cutoffs end at {self.cutoffs[-1]} and the vocabulary has {vocab_size} tokens; "
+                "the last cutoff must lie below that",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompatConfig:
+    """What differs between implementations of the same model; `COMPAT_PRESETS` names the combinations."""
+
+    memory_start: MemoryStart = MemoryStart.MASKED  # What the memory holds before the first segment.
+    same_length_window: Window = Window.MEM_LEN  # Keys that a query sees under same_length.
+    layer_norm_eps: float = 1e-5  # Added to the variance.
+    final_norm: bool = True  # With layer_norm=pre: a layer norm after the last layer.
+    schedule_offset: ScheduleOffset = ScheduleOffset.AFTER_WARMUP  # Where the cosine starts.
+    lr_floor: float = 0.0  # Last learning rate as a fraction of the peak.
+
+    def validate(self) -> None:
+        _require(self.layer_norm_eps > 0, f"compat.layer_norm_eps is {self.layer_norm_eps}; it must be positive")
+        _require(0 <= self.lr_floor <= 1, f"compat.lr_floor is {self.lr_floor}; it is a fraction of the peak, 0 to 1")
+
+
+COMPAT_PRESETS = {
+    "ours": CompatConfig(),
+    # The authors' PyTorch release.
+    "pytorch": CompatConfig(final_norm=False, schedule_offset=ScheduleOffset.ORIGINAL),
+    # The authors' TensorFlow release, as run on TPU.
+    "tf": CompatConfig(
+        memory_start=MemoryStart.ZEROS,
+        same_length_window=Window.MEM_LEN_PLUS_ONE,
+        layer_norm_eps=1e-12,
+        final_norm=False,
+        lr_floor=0.01,
+    ),
+    # Hugging Face's TransfoXLLMHeadModel.
+    "hf": CompatConfig(memory_start=MemoryStart.ZEROS, final_norm=False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which text, and how it is read."""
+
+    corpus: CorpusName = CorpusName.ENWIK8  # Where the text comes from.
+    file: str = ""  # One file, split 90/5/5 by position; with enwik8: a prefix, which must be asked for by name.
+    train: tuple[str, ...] = ()  # Own text: training files, read in this order.
+    valid: tuple[str, ...] = ()  # Own text: validation files.
+    test: tuple[str, ...] = ()  # Own text: test files.
+    newlines: Newlines = Newlines.KEEP  # What becomes of newline bytes.
+
+    def validate(self) -> None:
+        own = {name: getattr(self, name) for name in ("train", "valid", "test")}
+        given = [f"data.{name}" for name, files in own.items() if files]
+        missing = [f"data.{name}" for name, files in own.items() if not files]
+        if self.corpus is CorpusName.TEXT:
+            _require(
+                bool(self.file) != bool(given),
+                f"own text is one file (data.file is {self.file!r}) or three lists (given: {', '.join(given) or 'none'});"
+                " give exactly one of the two, --data.file=PATH or --data.train=... --data.valid=... --data.test=...",
+            )
+            _require(not given or not missing, f"{', '.join(given)} given without {', '.join(missing)}")
+        else:
+            _require(not given, f"{', '.join(given)} given, but data.corpus is {self.corpus}; they go with text")
+        if self.corpus is CorpusName.PYTHON_STDLIB:
+            _require(not self.file, f"data.file is {self.file!r}, but data.corpus {self.corpus} reads no file")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam with linear warm-up, cosine decay and clipping by the global norm."""
+
+    learning_rate: float = 2.5e-4  # Peak.
+    warmup_steps: int = 0  # Updates over which the rate rises linearly from 0.
+    adam_b1: float = 0.9  # Decay of the first moment.
+    adam_b2: float = 0.999  # Decay of the second moment.
+    adam_eps: float = 1e-8  # Added to the root of the second moment.
+    clip_norm: float = 0.25  # Largest global norm of the gradient.
+
+    def validate(self) -> None:
+        for name in ("learning_rate", "adam_eps", "clip_norm"):
+            _require(getattr(self, name) > 0, f"optimizer.{name} is {getattr(self, name)}; it must be positive")
+        for name in ("adam_b1", "adam_b2"):
+            decay = getattr(self, name)
+            _require(0 <= decay < 1, f"optimizer.{name} is {decay}; it must be at least 0 and below 1")
+        _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}; it cannot be negative")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the mesh; their product is the number of devices in use."""
+
+    data: int = 0  # Copies of the model, each with its rows of the batch; 0: all devices that the others leave.
+    fsdp: int = 1  # Devices that share the parameters of one copy.
+    model: int = 1  # Devices that share heads, inner width and vocabulary.
+
+    def validate(self) -> None:
+        _require(self.data >= 0, f"mesh.data is {self.data}; give a number of devices, or 0 for all")
+        for name in ("fsdp", "model"):
+            _require(getattr(self, name) >= 1, f"mesh.{name} is {getattr(self, name)}; it must be at least 1")
+
+
+def _validate_span(group: str, span: "TrainConfig | EvalConfig") -> None:
+    """The checks that training and evaluation lengths share."""
+    for name in ("batch_size", "segment_len", "segments_per_call"):
+        _require(getattr(span, name) >= 1, f"{group}.{name} is {getattr(span, name)}; it must be at least 1")
+    for name in ("mem_len", "clamp_len"):
+        _require(getattr(span, name) >= 0, f"{group}.{name} is {getattr(span, name)}; it cannot be negative")
+    _require(
+        not span.same_length or span.mem_len > 0,
+        f"{group}.same_length is on and {group}.mem_len is {span.mem_len}; the window would be empty",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The training walk, and what happens how often. All intervals count updates, one per segment."""
+
+    steps: int = 400_000  # Updates in all.
+    batch_size: int = 22  # B, rows over all devices.
+    segment_len: int = 512  # L, tokens per row and update (the original's tgt_len).
+    mem_len: int = 512  # M, slots of memory.
+    clamp_len: int = 0  # Distances above this share one position code; 0: off.
+    same_length: bool = False  # Every query sees the same number of keys.
+    loss: LossPart = LossPart.FULL  # Positions of the segment that are scored.
+    segments_per_call: int = 1  # S, updates per dispatch; larger hides the host's work, the numbers stay the same.
+    log_every: int = free(200)  # Updates between progress lines.
+    eval_every: int = free(4000)  # Updates between evaluations on the validation text.
+    checkpoint_every: int = free(4000)  # Updates between checkpoints.
+    keep_checkpoints: int = free(2)  # Newest checkpoints kept, beside the best.
+
+    def validate(self) -> None:
+        _validate_span("train", self)
+        _require(self.keep_checkpoints >= 1, f"train.keep_checkpoints is {self.keep_checkpoints}; keep at least 1")
+        for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
+            interval = getattr(self, name)
+            _require(interval >= 1, f"train.{name} is {interval}; it must be at least 1")
+            _require(
+                interval % self.segments_per_call == 0,
+                f"train.{name} is {interval}, no multiple of train.segments_per_call, {self.segments_per_call}",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """The evaluation walk. Lengths are usually not those of training: short segments, long memory."""
+
+    batch_size: int = free(1)  # B, streams read side by side; each starts from an empty memory.
+    segment_len: int = free(80)  # L, tokens per row and step.
+    mem_len: int = free(2100)  # M, slots of memory.
+    clamp_len: int = free(820)  # Distances above this share one position code; 0: off.
+    same_length: bool = free(True)  # Every query sees the same number of keys.
+    segments_per_call: int = free(8)  # S, segments per dispatch.
+    valid_tokens: int = free(0)  # Tokens of the validation text scored during training; 0: all.
+
+    def validate(self) -> None:
+        _validate_span("eval", self)
+        _require(
+            self.valid_tokens == 0 or self.valid_tokens >= 2,
+            f"eval.valid_tokens is {self.valid_tokens}; give at least 2, or 0 for all",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """How text is written."""
+
+    prompt: str = free("")  # Text to go on from; none: the model starts from an empty memory.
+    prompt_file: str = free("")  # File whose whole text is the prompt.
+    length: int = free(500)  # Tokens to write.
+    samples: int = free(1)  # Texts written side by side from the same prompt.
+    temperature: float = free(1.0)  # Logits are divided by this; 0: always the likeliest token.
+    top_k: int = free(40)  # Draw among the k likeliest tokens (40: the paper's appendix E); 0: among all.
+    top_p: float = free(1.0)  # Draw among the likeliest tokens that together reach this probability.
+    seed: int = free(0)  # The same seed writes the same text.
+
+    def validate(self) -> None:
+        _require(not (self.prompt and self.prompt_file), "generate.prompt and generate.prompt_file are both given")
+        for name in ("length", "samples"):
+            _require(getattr(self, name) >= 1, f"generate.{name} is {getattr(self, name)}; it must be at least 1")
+        _require(self.temperature >= 0, f"generate.temperature is {self.temperature}; it cannot be negative")
+        _require(self.top_k >= 0, f"generate.top_k is {self.top_k}; give a number of tokens, or 0 for all")
+        _require(0 < self.top_p <= 1, f"generate.top_p is {self.top_p}; it must be above 0 and at most 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperimentConfig:
+    """One run."""
+
+    seed: int = 1111  # Of initial weights and dropout.
+    model: ModelConfig = ModelConfig()
+    compat: CompatConfig = CompatConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    generate: GenerateConfig = GenerateConfig()
+
+    def validate(self) -> None:
+        """Raises `ValueError`, one sentence with both numbers, for values that cannot go together."""
+        for group in dataclasses.fields(self):
+            if dataclasses.is_dataclass(group.type):
+                getattr(self, group.name).validate()
+        _require(
+            self.optimizer.warmup_steps < self.train.steps,
+            f"optimizer.warmup_steps is {self.optimizer.warmup_steps} and train.steps is {self.train.steps}; "
+            "the warm-up must end before the training does",
+        )
+
+
+def _require(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One setting of the tree: its dotted name, declared type and owning dataclass field."""
+
+    name: str
+    type: Any
+    field: dataclasses.Field
+    owner: type
+
+
+def leaves(cls: type = ExperimentConfig, prefix: str = "") -> Iterator[Leaf]:
+    """The settings below a config class, in order."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from leaves(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield Leaf(f"{prefix}{field.name}", hints[field.name], field, cls)
+
+
+def get(config: Any, name: str) -> Any:
+    """The value of a dotted name: `get(config, "model.n_layer")`."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def replace(config: Any, values: dict[str, Any]) -> Any:
+    """A copy of the tree with the dotted names in `values` changed."""
+    groups: dict[str, dict[str, Any]] = {}
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            groups.setdefault(head, {})[rest] = value
+        else:
+            flat[head] = value
+    nested = {head: replace(getattr(config, head), rest) for head, rest in groups.items()}
+    return dataclasses.replace(config, **flat, **nested)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Dotted names of a tree, or of a group of one, to JSON values."""
+    values = {leaf.name: get(config, leaf.name) for leaf in leaves(type(config))}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def from_dict(values: dict[str, Any]) -> ExperimentConfig:
+    """The inverse of `to_dict`.
+
+    Raises:
+      ValueError: a name that no setting has (with the nearest ones).
+    """
+    known = {leaf.name: leaf for leaf in leaves()}
+    for name in values:
+        if name not in known:
+            raise ValueError(f"no setting is called {name!r}{did_you_mean(name, known)}")
+    return replace(ExperimentConfig(), {name: _decode(known[name].type, value) for name, value in values.items()})
+
+
+def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[tuple[Leaf, Any, Any]]:
+    """The settings in which two configs differ, with both values."""
+    pairs = ((leaf, get(old, leaf.name), get(new, leaf.name)) for leaf in leaves())
+    return [(leaf, before, after) for leaf, before, after in pairs if before != after]
+
+
+def did_you_mean(name: str, known: Any) -> str:
+    """'; did you mean a, b?' with the nearest known names, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    if isinstance(kind, types.GenericAlias):
+        return tuple(value)
+    return kind(value) if isinstance(kind, type) and issubclass(kind, enum.Enum) else value
