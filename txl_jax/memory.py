@@ -1,0 +1,61 @@
+"""The memory that a Transformer-XL carries from segment to segment.
+
+Layer l reads the inputs that it had at the M positions before the segment (Dai et al., 2019, section
+3.2). Shapes are fixed; `valid` says how many slots of a row are filled. The only `stop_gradient` of the
+recurrence is in `update`.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from txl_jax.config import MemoryStart
+
+
+@flax.struct.dataclass
+class Memory:
+    """States of the last M positions.
+
+    Attributes:
+      hidden: [N, B, M, D], the inputs of the layers, oldest position first.
+      valid: int32 [B], filled slots of each row; they are the last ones.
+    """
+
+    hidden: jax.Array
+    valid: jax.Array
+
+    @property
+    def mem_len(self) -> int:
+        """M."""
+        return self.hidden.shape[2]
+
+
+def init(*, n_layer: int, batch_size: int, mem_len: int, d_model: int, dtype: jnp.dtype, start: MemoryStart) -> Memory:
+    """The memory before the first segment: zeros, that are masked or attended to as `start` says."""
+    return Memory(
+        hidden=jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype),
+        valid=jnp.full((batch_size,), _start_valid(mem_len, start), jnp.int32),
+    )
+
+
+def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
+    """Appends a segment's layer inputs [N, B, L, D] and drops the oldest rows."""
+    mem_len, segment_len = memory.mem_len, layer_inputs.shape[2]
+    kept = memory.hidden[:, :, min(segment_len, mem_len) :]
+    new = jax.lax.stop_gradient(layer_inputs[:, :, max(segment_len - mem_len, 0) :]).astype(kept.dtype)
+    return Memory(
+        hidden=jnp.concatenate([kept, new], axis=2),
+        valid=jnp.minimum(memory.valid + segment_len, mem_len),
+    )
+
+
+def reset(memory: Memory, rows: jax.Array, start: MemoryStart) -> Memory:
+    """Sets the rows marked in `rows` (bool [B]) back to the state of `init`."""
+    hidden = memory.hidden
+    if start is MemoryStart.ZEROS:  # Masked slots need no clearing, and a memory can be gigabytes.
+        hidden = jnp.where(rows[None, :, None, None], 0, hidden)
+    return Memory(hidden=hidden, valid=jnp.where(rows, _start_valid(memory.mem_len, start), memory.valid))
+
+
+def _start_valid(mem_len: int, start: MemoryStart) -> int:
+    return mem_len if start is MemoryStart.ZEROS else 0

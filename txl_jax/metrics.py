@@ -1,0 +1,37 @@
+"""From summed nats to what is reported. Sums and counts travel; only here are they divided."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Losses summed over scored tokens; `a + b` scores both texts.
+
+    >>> total = Totals(nats=math.log(2) * 10, tokens=10) + Totals(nats=math.log(8) * 10, tokens=10)
+    >>> total.bpc
+    2.0
+    >>> round(total.perplexity, 3)
+    4.0
+    """
+
+    nats: float = 0.0
+    tokens: float = 0.0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(self.nats + other.nats, self.tokens + other.tokens)
+
+    @property
+    def nll(self) -> float:
+        """Nats per token; nan if nothing was scored."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def bpc(self) -> float:
+        """Bits per token: bits per character if tokens are characters."""
+        return self.nll / math.log(2)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean over tokens; inf where that overflows, nan where the mean is nan."""
+        return math.inf if self.nll >= 700 else math.exp(self.nll)

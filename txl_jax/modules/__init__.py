@@ -1,0 +1,1 @@
+"""Flax linen modules: they own parameters and call `txl_jax.ops`."""

@@ -1,0 +1,105 @@
+"""One layer, and the stack of N layers as one `nn.scan`."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from txl_jax import axes
+from txl_jax.config import CompatConfig, ModelConfig, NormPlace, Remat
+from txl_jax.modules import parameters
+from txl_jax.modules.attention import PositionBiases, RelativeAttention
+from txl_jax.modules.feed_forward import FeedForward
+
+
+class LayerContext(NamedTuple):
+    """What every layer reads alike."""
+
+    position_codes: jax.Array  # [K, D], distances K - 1, .., 0
+    mask: jax.Array  # bool [B, L, K]
+    biases: tuple[jax.Array, jax.Array] | None  # u and v, [H, E] each; None: each layer has its own
+
+
+def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.LayerNorm:
+    """A layer norm over D, computed in at least float32, with an output of type `dtype`.
+
+    The variance is taken of the centred values; flax's default, E[x^2] - E[x]^2, cancels in float32.
+    """
+    return nn.LayerNorm(
+        epsilon=compat.layer_norm_eps,
+        dtype=dtype,
+        use_fast_variance=False,
+        scale_init=parameters.ones(axes.NORM),
+        bias_init=parameters.zeros(axes.NORM),
+        name=name,
+    )
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each with a residual path and a layer norm."""
+
+    config: ModelConfig
+    compat: CompatConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+        """One layer: inputs [B, L, D] and memory [B, M, D] -> outputs [B, L, D], and the inputs again.
+
+        The second result is what the memory will keep. Only this segment's rows leave the layer: handing
+        the whole memory through the scan would copy it once per layer.
+        """
+        c = self.config
+        dtype = inputs.dtype
+        attention = RelativeAttention(c, self.deterministic, name="attention")
+        feed_forward = FeedForward(c, self.deterministic, name="feed_forward")
+        attention_norm = layer_norm("attention_norm", compat=self.compat, dtype=dtype)
+        feed_forward_norm = layer_norm("feed_forward_norm", compat=self.compat, dtype=dtype)
+        biases = PositionBiases(c, name="biases")() if c.untie_r else context.biases
+
+        def attend(segment: jax.Array, keys_from: jax.Array) -> jax.Array:
+            return attention(segment, keys_from, context.position_codes, context.mask, biases)
+
+        both = jnp.concatenate([memory, inputs], axis=1)
+        if c.layer_norm is NormPlace.POST:
+            middle = attention_norm(inputs + attend(inputs, both))
+            outputs = feed_forward_norm(middle + feed_forward(middle))
+        else:  # The memory holds values before the norm and is normalised with the segment.
+            normed = attention_norm(both)
+            middle = inputs + attend(normed[:, memory.shape[1] :], normed)
+            outputs = middle + feed_forward(feed_forward_norm(middle))
+        return outputs, inputs
+
+
+class Stack(nn.Module):
+    """N layers with stacked parameters: compile time does not grow with N."""
+
+    config: ModelConfig
+    compat: CompatConfig
+
+    @nn.compact
+    def __call__(
+        self, inputs: jax.Array, memory: jax.Array, context: LayerContext, *, deterministic: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """[B, L, D] and memory [N, B, M, D] -> outputs [B, L, D] and layer inputs [N, B, L, D]."""
+        if not self.config.untie_r:
+            context = context._replace(biases=PositionBiases(self.config, name="biases")())
+        layers = nn.scan(
+            _with_remat(Block, self.config.remat),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=(0, nn.broadcast),
+            length=self.config.n_layer,
+            metadata_params={nn.PARTITION_NAME: axes.LAYERS},
+        )
+        return layers(self.config, self.compat, deterministic, name="layers")(inputs, memory, context)
+
+
+def _with_remat(block: type[nn.Module], remat: Remat) -> type[nn.Module]:
+    if remat is Remat.NONE:
+        return block
+    policies = {Remat.FULL: None, Remat.DOTS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    # Inside a scan the compiler cannot merge the recomputation with the forward pass, so the barrier
+    # that prevents it would only cost time.
+    return nn.remat(block, policy=policies[remat], prevent_cse=False)

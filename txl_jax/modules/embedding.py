@@ -1,0 +1,54 @@
+"""The adaptive input: tokens to vectors."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from txl_jax import axes
+from txl_jax.config import ModelConfig
+from txl_jax.modules import parameters
+from txl_jax.ops import adaptive
+
+
+def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
+    """Tokens in the head and in each tail."""
+    bounds = [0, *config.cutoffs, vocab_size]
+    return [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+class Embedding(nn.Module):
+    """Tables and projections per cluster; with div_val 1 all clusters lie in one table.
+
+    Parameters: `table_c` [rows, width of c] and, where a projection exists, `projection_c` [width, D]. A
+    projection exists for every cluster if div_val > 1, even where its width is D, and for the single
+    table if d_embed is not d_model. Both are public, as a tied softmax reads them.
+    """
+
+    config: ModelConfig
+    vocab_size: int
+
+    def setup(self) -> None:
+        c = self.config
+        sizes = cluster_sizes(c, self.vocab_size) if c.div_val > 1 else [self.vocab_size]
+        widths = [c.cluster_width(i) for i in range(len(sizes))]
+        table = parameters.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
+        self.tables = [
+            self.param(f"table_{i}", table, (size, width))
+            for i, (size, width) in enumerate(zip(sizes, widths, strict=True))
+        ]
+        projection = parameters.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
+        projected = c.div_val > 1 or c.embed_width != c.d_model
+        self.projections = [
+            self.param(f"projection_{i}", projection, (width, c.d_model)) if projected else None
+            for i, width in enumerate(widths)
+        ]
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """int [B, L] -> [B, L, D] in the compute type, scaled by sqrt(D)."""
+        c = self.config
+        clusters = [
+            adaptive.Cluster(table, None, projection)
+            for table, projection in zip(self.tables, self.projections, strict=True)
+        ]
+        cutoffs = c.cutoffs if len(clusters) > 1 else ()
+        return adaptive.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype)) * c.d_model**0.5

@@ -1,0 +1,86 @@
+"""The adaptive softmax: hidden states to losses or log probabilities."""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+
+from txl_jax import axes
+from txl_jax.config import ModelConfig
+from txl_jax.modules import parameters
+from txl_jax.modules.embedding import cluster_sizes
+from txl_jax.ops import adaptive
+
+
+class Softmax(nn.Module):
+    """Owns biases, tail entries, and the tables and projections that are not tied to the embedding.
+
+    Parameters: `bias` [V]; `table_c` as the embedding's unless `tie_weight`; `projection_c` [width, D] for
+    each cluster, laid out as the embedding's and used the other way round, unless `tie_projs[c]`, and only
+    where div_val > 1 or d_embed is not d_model; with cutoffs `tail_table` [C - 1, d_embed] and
+    `tail_bias` [C - 1].
+    """
+
+    config: ModelConfig
+    vocab_size: int
+
+    def setup(self) -> None:
+        c = self.config
+        self.sizes = cluster_sizes(c, self.vocab_size)
+        self.bias = self.param("bias", parameters.zeros(axes.VOCAB), (self.vocab_size,))
+        table = parameters.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
+        table_sizes = self.sizes if c.div_val > 1 else [self.vocab_size]
+        self.own_tables = [
+            None if c.tie_weight else self.param(f"table_{i}", table, (size, c.cluster_width(i)))
+            for i, size in enumerate(table_sizes)
+        ]
+        projection = parameters.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
+        self.projected = c.div_val > 1 or c.embed_width != c.d_model
+        tied = c.tie_projs or (False,) * c.n_cluster
+        self.own_projections = [
+            self.param(f"projection_{i}", projection, (c.cluster_width(i), c.d_model))
+            if self.projected and not tied[i]
+            else None
+            for i in range(c.n_cluster)
+        ]
+        if c.cutoffs:
+            n_tail = len(c.cutoffs)
+            tail_table = parameters.normal(c.init_std, axes.CLUSTERS, axes.CLUSTER_EMBED)
+            self.tail_table = self.param("tail_table", tail_table, (n_tail, c.embed_width))
+            self.tail_bias = self.param("tail_bias", parameters.zeros(axes.CLUSTERS), (n_tail,))
+
+    def nll(
+        self,
+        hidden: jax.Array,
+        targets: jax.Array,
+        tables: Sequence[jax.Array],
+        projections: Sequence[jax.Array | None],
+    ) -> jax.Array:
+        """Nats of each target, [B, L], in token order; `tables`, `projections` are the embedding's."""
+        clusters, tails = self._weights(tables, projections)
+        return adaptive.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs)
+
+    def log_probabilities(
+        self, hidden: jax.Array, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
+    ) -> jax.Array:
+        """[B, L, V], tokens in order."""
+        clusters, tails = self._weights(tables, projections)
+        return adaptive.log_probabilities(hidden, clusters, tails)
+
+    def _weights(
+        self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
+    ) -> tuple[list[adaptive.Cluster], adaptive.TailEntries | None]:
+        """The clusters' weights in the compute type, tied ones taken from the embedding."""
+        c = self.config
+        tables = [tied if own is None else own for own, tied in zip(self.own_tables, tables, strict=True)]
+        clusters, start = [], 0
+        for i, size in enumerate(self.sizes):
+            table = tables[i] if c.div_val > 1 else tables[0][start : start + size]
+            projection = None
+            if self.projected:
+                own, tied = self.own_projections[i], projections[i if c.div_val > 1 else 0]
+                projection = (tied if own is None else own).astype(c.dtype)
+            clusters.append(adaptive.Cluster(table.astype(c.dtype), self.bias[start : start + size], projection))
+            start += size
+        tails = adaptive.TailEntries(self.tail_table.astype(c.dtype), self.tail_bias) if c.cutoffs else None
+        return clusters, tails

@@ -1,0 +1,100 @@
+"""Adaptive input and softmax (Grave et al., 2017; Baevski and Auli, 2019), in token order.
+
+The vocabulary, sorted by frequency, is cut at the cutoffs into a head and tails. The head's softmax runs
+over its own tokens and, after them, one entry per tail, first tail first; a token of tail c has
+log p = log p_head(c) + log p_c(token). Without cutoffs the head is the whole vocabulary: the full softmax.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class Cluster(NamedTuple):
+    """The weights of one cluster."""
+
+    table: jax.Array  # [rows, width]
+    bias: jax.Array | None  # [rows]; None on the input side.
+    projection: jax.Array | None  # [width, D]; None: width is D.
+
+
+class TailEntries(NamedTuple):
+    """What the head's softmax knows of the tails, in the head's projected space."""
+
+    table: jax.Array  # [C - 1, width of the head]
+    bias: jax.Array  # [C - 1]
+
+
+def embed(tokens: jax.Array, clusters: Sequence[Cluster], cutoffs: Sequence[int], *, dtype: jnp.dtype) -> jax.Array:
+    """Embeds tokens: int [...] -> [..., D] of type `dtype`, not yet scaled by sqrt(D).
+
+    Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the table's
+    type: in bfloat16 a sum of ones stops at 256.
+    """
+    bounds = [0, *cutoffs]
+    total = None
+    for start, cluster in zip(bounds, clusters, strict=True):
+        rows = cluster.table.shape[0]
+        inside = (tokens >= start) & (tokens < start + rows)
+        vectors = jnp.take(cluster.table, jnp.clip(tokens - start, 0, rows - 1), axis=0).astype(dtype)
+        if cluster.projection is not None:
+            vectors = vectors @ cluster.projection.astype(dtype)
+        if len(clusters) > 1:
+            vectors = jnp.where(inside[..., None], vectors, 0)
+        total = vectors if total is None else total + vectors
+    return total
+
+
+def negative_log_likelihood(
+    hidden: jax.Array,
+    targets: jax.Array,
+    clusters: Sequence[Cluster],
+    tails: TailEntries | None,
+    cutoffs: Sequence[int],
+) -> jax.Array:
+    """Nats of each target: [..., D] and int [...] -> [...], in at least float32.
+
+    Every tail is evaluated for every position.
+    """
+    bounds = [0, *cutoffs]
+    cluster_of_target = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
+    n_head_token = clusters[0].table.shape[0]
+    head_target = jnp.where(cluster_of_target == 0, targets, n_head_token + cluster_of_target - 1)
+    nll = optax.softmax_cross_entropy_with_integer_labels(_head_logits(hidden, clusters[0], tails), head_target)
+    for c in range(1, len(clusters)):
+        rows = clusters[c].table.shape[0]
+        within = jnp.clip(targets - bounds[c], 0, rows - 1)
+        tail = optax.softmax_cross_entropy_with_integer_labels(_logits(hidden, clusters[c]), within)
+        nll += jnp.where(cluster_of_target == c, tail, 0)
+    return nll
+
+
+def log_probabilities(hidden: jax.Array, clusters: Sequence[Cluster], tails: TailEntries | None) -> jax.Array:
+    """Log probabilities of all tokens: [..., D] -> [..., V], in at least float32."""
+    head = jax.nn.log_softmax(_head_logits(hidden, clusters[0], tails))
+    n_head_token = clusters[0].table.shape[0]
+    parts = [head[..., :n_head_token]]
+    for c, cluster in enumerate(clusters[1:]):
+        entry = head[..., n_head_token + c, None]
+        parts.append(entry + jax.nn.log_softmax(_logits(hidden, cluster)))
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _head_logits(hidden: jax.Array, head: Cluster, tails: TailEntries | None) -> jax.Array:
+    if tails is None:
+        return _logits(hidden, head)
+    table = jnp.concatenate([head.table, tails.table])
+    bias = jnp.concatenate([head.bias, tails.bias])
+    return _logits(hidden, Cluster(table, bias, head.projection))
+
+
+def _logits(hidden: jax.Array, cluster: Cluster) -> jax.Array:
+    """[..., D] -> [..., rows], in at least float32."""
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    if cluster.projection is not None:
+        hidden = jnp.einsum("...d,wd->...w", hidden, cluster.projection)
+    logits = jnp.einsum("...w,vw->...v", hidden, cluster.table, preferred_element_type=wide)
+    return logits + jnp.broadcast_to(cluster.bias.astype(wide), logits.shape)
