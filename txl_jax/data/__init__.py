@@ -1,0 +1,1 @@
+"""From files to segments: bytes are read (sources), become tokens (vocabulary, corpus) and are dealt out (segments)."""
