@@ -1,0 +1,208 @@
+"""What a run says about itself: `metrics.jsonl`, `log.txt` and TensorBoard files in its folder.
+
+A resumed run repeats the steps after its last checkpoint. Opening the log drops what was recorded of them, so that
+`metrics.jsonl` reads as if the run had never stopped; `log.txt` keeps everything, being the story rather than the
+numbers. With several processes, only one should open a RunLog.
+"""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
+
+METRICS = "metrics.jsonl"
+
+
+class RunLogError(RuntimeError):
+    """The log of a run cannot be written or read; the message is one sentence that says what to do."""
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Replaces the file at `path` by `value` as JSON, or leaves it as it was.
+
+    Raises:
+      TypeError, ValueError: a value that JSON cannot hold (nan and infinities among them).
+      RunLogError: the file cannot be written.
+    """
+    _replace(Path(path), json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+    """The records of a run in the order written; empty if there are none. A torn last line is left out.
+
+    Numbers that JSON cannot hold come as "nan", "inf" and "-inf": `float()` takes them as it takes numbers.
+
+    Raises:
+      RunLogError: a line before the last is no record, or the file cannot be read.
+    """
+    return list(_records(Path(workdir) / METRICS))
+
+
+class RunLog:
+    """Records, lines and TensorBoard scalars of one run. Use it as a context manager.
+
+    Args:
+      workdir: the run's folder; made if missing.
+      first_step: the step that the run starts after (that of the checkpoint it resumes from). Records of later
+        steps are dropped.
+
+    Every method raises RunLogError when a file cannot be written.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, *, first_step: int = 0):
+        self._workdir = Path(workdir)
+        with _Writing(self._workdir):
+            self._workdir.mkdir(parents=True, exist_ok=True)
+            _drop_after(self._workdir / METRICS, first_step)
+            self._metrics = open(self._workdir / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (close() closes it)
+            self._lines = open(self._workdir / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
+            self._events = _open_events(self._workdir / "tensorboard", first_step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files; nothing happens the second time."""
+        with _Writing(self._workdir):
+            self._metrics.close()
+            self._lines.close()
+            if self._events is not None:
+                self._events.close()
+                self._events = None
+
+    def record(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """Adds one record: a line `{"kind": kind, "step": step, **values}` and a scalar `kind/name` per value.
+
+        Raises:
+          ValueError: a value named "kind" or "step".
+        """
+        if taken := {"kind", "step"} & values.keys():
+            raise ValueError(f"a record's values are named {sorted(taken)}, which the record itself uses; rename them")
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+        # allow_nan=False: json would write NaN, which is no JSON, and other readers would stop at the line.
+        record = {"kind": kind, "step": int(step)} | {name: _plain(number) for name, number in numbers.items()}
+        line = json.dumps(record, allow_nan=False)
+        event = Event(wall_time=time.time(), step=int(step))
+        for name, number in numbers.items():
+            event.summary.value.extend(scalar(f"{kind}/{name}", number).value)
+        with _Writing(self._workdir):
+            self._metrics.write(line + "\n")
+            self._metrics.flush()
+            self._events.write_event(event)
+            self._events.flush()
+
+    def say(self, line: str) -> None:
+        """Prints a line, and adds it to log.txt."""
+        print(line, flush=True)
+        with _Writing(self._workdir):
+            self._lines.write(line + "\n")
+            self._lines.flush()
+
+
+class _Writing:
+    """Turns the OSError of a block into one sentence."""
+
+    def __init__(self, place: Path):
+        self._place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, OSError):
+            raise RunLogError(
+                f"cannot write to {error.filename or self._place} ({error.strerror or error}); "
+                "free space or allow writing there, or give another folder"
+            ) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a whole file under a temporary name in the same folder, and only then gives it its own name."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _Writing(path):
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename last through a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a file, without a torn last line."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunLogError(f"cannot read {path} ({error.strerror}); allow reading, or move it away") from error
+    for number, line in enumerate(lines, start=1):
+        record = _record(line)
+        if record is not None:
+            yield record
+        elif number < len(lines):
+            raise RunLogError(
+                f"line {number} of {path} is damaged (expected a JSON object with kind and step); "
+                "repair or delete that line, or move the file away to start a new one"
+            )
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A line's record; None for a torn line. Without its newline a line is torn even if what is left parses."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    whole = line.endswith(b"\n") and isinstance(record, dict) and {"kind", "step"} <= record.keys()
+    return record if whole else None
+
+
+def _drop_after(path: Path, last_step: int) -> None:
+    """Takes torn and repeated records out of a metrics file, and leaves a file without any untouched."""
+    kept = "".join(json.dumps(record) + "\n" for record in _records(path) if record["step"] <= last_step)
+    if path.exists() and path.read_bytes() != kept.encode():
+        _replace(path, kept)
+
+
+def _open_events(folder: Path, first_step: int) -> EventsWriter:
+    """A TensorBoard file that hides what earlier files in the folder hold of later steps.
+
+    tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later
+    its queue is full and the training loop waits forever. And its files are named by the second, so that a run which
+    is resumed within that second overwrites the file before: hence the number in the suffix.
+    """
+    folder.mkdir(exist_ok=True)
+    events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+    start = Event(wall_time=time.time(), step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
+    events.write_event(start)
+    events.flush()
+    return events
+
+
+def _plain(number: float) -> float | str:
+    return number if math.isfinite(number) else str(number)
