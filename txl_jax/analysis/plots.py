@@ -1,0 +1,52 @@
+"""Pictures, as PNG files. matplotlib is an extra (`plots`) and is imported only when a picture is drawn."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def learning_curve(
+    records: Sequence[Mapping[str, Any]], path: Path, *, title: str, levels: Mapping[str, float]
+) -> None:
+    """Draws bpc against updates.
+
+    Args:
+      records: those of metrics.jsonl; kinds "train" and "valid" are drawn.
+      levels: name and bpc of horizontal lines to compare with.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    plot = figure.add_subplot()
+    styles = {
+        "train": {"color": "#9aa7b8", "linewidth": 1.2},
+        "valid": {"color": "#c0392b", "marker": "o", "markersize": 4},
+    }
+    for kind, style in styles.items():
+        points = [(record["step"], record["bpc"]) for record in records if record["kind"] == kind]
+        if points:
+            plot.plot(*zip(*points, strict=True), label=kind, **style)
+    last_step = max((record["step"] for record in records), default=1)
+    for color, (name, level) in zip(("#2c3e50", "#2980b9", "#27ae60", "#8e44ad"), levels.items(), strict=False):
+        plot.axhline(level, linestyle="--", linewidth=1, color=color)
+        plot.annotate(f"{name} {level:.2f}", (last_step, level), ha="right", va="bottom", fontsize=9, color=color)
+    plot.set(title=title, xlabel="updates", ylabel="bits per byte", xlim=(0, last_step))
+    plot.set_ylim(bottom=max(0, min([*levels.values(), *_bpcs(records)]) - 0.3), top=min(max(_bpcs(records)), 5.5))
+    plot.grid(alpha=0.25)
+    plot.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _bpcs(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [record["bpc"] for record in records if record["kind"] in ("train", "valid")]

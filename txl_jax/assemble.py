@@ -1,0 +1,143 @@
+"""Wires the parts of a run: model, optimiser, mesh, and the compiled functions with their shardings."""
+
+import dataclasses
+import functools
+import time
+
+import flax.linen as nn
+import jax
+import optax
+from jax.sharding import Mesh
+
+from txl_jax import axes, sharding
+from txl_jax.config import ExperimentConfig
+from txl_jax.data.segments import Segments
+from txl_jax.evaluation.streaming import EvalStep, make_eval_step
+from txl_jax.memory import Memory
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.training import optimizer as optimizer_lib
+from txl_jax.training.state import TrainState, init_state
+from txl_jax.training.step import TrainStep, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a job is made of."""
+
+    config: ExperimentConfig
+    model: TransformerXL
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    mesh: Mesh
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and shardings of the training state; no memory is touched."""
+        boxed = jax.eval_shape(self._init_boxed)
+        shardings = sharding.of_boxed(self.mesh, boxed)
+        shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
+        return jax.tree.map(
+            lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
+            nn.unbox(boxed),
+            shardings,
+        )
+
+    @property
+    def n_parameter(self) -> int:
+        """Numbers that are trained."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
+
+    def init_state(self) -> TrainState:
+        """The state before the first update, made in place on the devices."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        return jax.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
+
+    def compile_train_step(self) -> tuple[TrainStep, "Compilation"]:
+        """The compiled step of S updates, and what its compilation tells."""
+        step = make_train_step(self.model, self.optimizer, self.schedule, self.config)
+        lowered = jax.jit(step, donate_argnums=0).lower(self.abstract_state, self._abstract_segments())
+        began = time.monotonic()
+        compiled = lowered.compile()
+        analysis = compiled.memory_analysis()
+        return compiled, Compilation(
+            seconds=time.monotonic() - began,
+            temporary_bytes=None if analysis is None else analysis.temp_size_in_bytes,
+        )
+
+    @functools.cached_property
+    def eval_step(self) -> EvalStep:
+        """The jitted evaluation of S segments; the memory is donated."""
+        return jax.jit(make_eval_step(self.model, self.config.eval), donate_argnums=1)
+
+    def eval_memory(self) -> Memory:
+        """An empty memory of the evaluation's shape."""
+        span = self.config.eval
+        memory = self.model.init_memory(batch_size=span.batch_size, mem_len=span.mem_len)
+        return jax.device_put(memory, self._memory_shardings(span.batch_size))
+
+    def place(self, segments: Segments) -> Segments:
+        """Puts segments on the devices, their rows spread as those of the memory."""
+        return jax.device_put(segments, self._segment_shardings(segments.inputs.shape[1]))
+
+    def _init_boxed(self) -> TrainState:
+        train = self.config.train
+        return init_state(
+            self.model, self.optimizer, seed=self.config.seed, batch_size=train.batch_size, mem_len=train.mem_len
+        )
+
+    def _memory_shardings(self, batch_size: int) -> Memory:
+        rows = sharding.rows(self.mesh, batch_size)
+        return Memory(
+            hidden=sharding.named(self.mesh, axes.LAYERS, rows, axes.LENGTH, None),
+            valid=sharding.named(self.mesh, rows),
+        )
+
+    def _segment_shardings(self, batch_size: int) -> Segments:
+        rows = sharding.rows(self.mesh, batch_size)
+        tokens = sharding.named(self.mesh, None, rows, axes.LENGTH)
+        return Segments(inputs=tokens, targets=tokens, weights=tokens, reset=sharding.named(self.mesh, None, rows))
+
+    def _abstract_segments(self) -> Segments:
+        train = self.config.train
+        shape = (train.segments_per_call, train.batch_size, train.segment_len)
+        shapes = Segments(inputs=shape, targets=shape, weights=shape, reset=shape[:2])
+        dtypes = Segments(inputs="int32", targets="int32", weights="float32", reset="bool")
+        return Segments(
+            *(
+                jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+                for shape, dtype, placed in zip(shapes, dtypes, self._segment_shardings(train.batch_size), strict=True)
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """What compiling a step told."""
+
+    seconds: float
+    temporary_bytes: int | None  # Activations and other scratch, per device; None: the backend does not say.
+
+
+def assemble(config: ExperimentConfig, *, vocab_size: int) -> Parts:
+    """The parts of a run.
+
+    Raises:
+      ValueError: settings that do not fit each other, the vocabulary or the devices.
+    """
+    config.validate()
+    config.model.validate_vocabulary(vocab_size)
+    mesh = sharding.make_mesh(config.mesh)
+    groups = sharding.row_groups(mesh)
+    if config.train.batch_size % groups:
+        raise ValueError(
+            f"train.batch_size is {config.train.batch_size} and the rows are spread over {groups} devices "
+            f"(mesh.data x mesh.fsdp); choose a multiple of {groups}, or fewer devices with --mesh.data"
+        )
+    schedule = optimizer_lib.learning_rate(config.optimizer, config.compat, steps=config.train.steps)
+    return Parts(
+        config=config,
+        model=TransformerXL(config.model, config.compat, vocab_size),
+        optimizer=optimizer_lib.make_optimizer(config.optimizer, schedule),
+        schedule=schedule,
+        mesh=mesh,
+    )

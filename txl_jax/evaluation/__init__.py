@@ -1,0 +1,1 @@
+"""Ways to score a text with a trained model."""

@@ -1,0 +1,81 @@
+"""How many tokens a second a configuration trains on and scores, on this machine."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from txl_jax.assemble import Parts
+from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Tokens per second over all devices, each timing one call of S segments."""
+
+    median: float
+    slowest: float
+    fastest: float
+    calls: int
+    compile_seconds: float  # Of the first call, which compiles.
+
+
+def training_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
+    """Speed of the whole update: forward, backward, optimiser and memory."""
+    span = parts.config.train
+    began = time.monotonic()
+    train_step, _ = parts.compile_train_step()
+    compile_seconds = time.monotonic() - began
+    state = parts.init_state()
+    segments = _random_segments(training_segments, parts, span.batch_size, span.segment_len, span.segments_per_call)
+
+    def call() -> None:
+        nonlocal state
+        state, metrics = train_step(state, segments)
+        jax.block_until_ready((state, metrics))
+
+    tokens = span.batch_size * span.segment_len * span.segments_per_call
+    return _measure(call, tokens, warmup=warmup, calls=calls, compile_seconds=compile_seconds)
+
+
+def evaluation_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
+    """Speed of streaming evaluation at the evaluation lengths, with a full memory."""
+    span = parts.config.eval
+    params = parts.init_state().params
+    memory = parts.eval_memory()
+    memory = memory.replace(valid=memory.valid + span.mem_len)
+    segments = _random_segments(evaluation_segments, parts, span.batch_size, span.segment_len, span.segments_per_call)
+    segments = segments._replace(reset=segments.reset & False)
+
+    def call() -> None:
+        nonlocal memory
+        memory, *sums = parts.eval_step(params, memory, segments)
+        jax.block_until_ready((memory, sums))
+
+    began = time.monotonic()
+    call()
+    compile_seconds = time.monotonic() - began
+    tokens = span.batch_size * span.segment_len * span.segments_per_call
+    return _measure(call, tokens, warmup=warmup, calls=calls, compile_seconds=compile_seconds)
+
+
+def _random_segments(reader: Callable[..., SegmentReader], parts: Parts, batch_size: int, segment_len: int, count: int):
+    """S segments of random tokens on the devices."""
+    tokens = np.random.default_rng(0).integers(parts.model.vocab_size, size=batch_size * segment_len * count + 1)
+    made = reader(tokens, batch_size=batch_size, segment_len=segment_len)
+    return parts.place(made.segments(0, count))
+
+
+def _measure(call: Callable[[], None], tokens: int, *, warmup: int, calls: int, compile_seconds: float) -> Speed:
+    """Times `calls` calls that handle `tokens` tokens each, after `warmup` untimed ones."""
+    for _ in range(warmup):
+        call()
+    rates = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        call()
+        rates.append(tokens / (time.perf_counter() - began))
+    return Speed(statistics.median(rates), min(rates), max(rates), calls, compile_seconds)

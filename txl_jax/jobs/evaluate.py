@@ -1,0 +1,47 @@
+"""The evaluation job: a trained run's parameters on the validation and test text."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from txl_jax import config as config_lib
+from txl_jax import report
+from txl_jax.assemble import assemble
+from txl_jax.config import ExperimentConfig
+from txl_jax.data.corpus import Corpus
+from txl_jax.jobs.parameters import load_parameters
+from txl_jax.jobs.score import as_record, score
+from txl_jax.run_log import write_json
+from txl_jax.workdir import Workdir
+
+
+def run(
+    config: ExperimentConfig,
+    corpus: Corpus,
+    workdir: Workdir,
+    *,
+    say: Callable[[str], None] = print,
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> dict[str, Any]:
+    """Scores both texts at the evaluation lengths of `config`; returns and writes evaluation.json.
+
+    Raises:
+      FileNotFoundError: the workdir holds no checkpoint.
+      Interrupted: a stop was requested.
+    """
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    step, params = load_parameters(parts, workdir, say=say)
+    results: dict[str, Any] = {
+        "text": corpus.description,
+        "step": step,
+        "eval": config_lib.to_dict(config.eval),
+        **report.environment(),
+    }
+    for name, tokens in (("valid", corpus.valid), ("test", corpus.test)):
+        began = time.monotonic()
+        totals = score(parts, params, tokens, name=name, say=say, stop_requested=stop_requested)
+        say(report.timed(f"{name} {report.scores(totals)}", time.monotonic() - began))
+        results[name] = as_record(totals)
+    write_json(workdir.path / "evaluation.json", results)
+    say(f"results   {workdir.path / 'evaluation.json'}")
+    return results

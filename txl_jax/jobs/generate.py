@@ -1,0 +1,77 @@
+"""The generation job: a trained run writes text, streamed as it comes."""
+
+import codecs
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from txl_jax.assemble import assemble
+from txl_jax.config import ExperimentConfig, GenerateConfig
+from txl_jax.data.vocabulary import ByteVocabulary
+from txl_jax.generation import Generator
+from txl_jax.jobs.parameters import load_parameters
+from txl_jax.workdir import Workdir
+
+
+def run(
+    config: ExperimentConfig,
+    vocabulary: ByteVocabulary,
+    workdir: Workdir,
+    *,
+    say: Callable[[str], None] = print,
+    write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+) -> list[bytes]:
+    """Writes `generate.samples` texts, the first one streamed, and saves them all beside the run.
+
+    Returns:
+      The texts without the prompt.
+
+    Raises:
+      FileNotFoundError: the workdir holds no checkpoint, or there is no prompt file.
+      ValueError: the prompt has bytes outside the vocabulary.
+    """
+    prompt = read_prompt(config.generate)
+    ids = vocabulary.encode(prompt or start_of_text(vocabulary))
+    parts = assemble(config, vocab_size=vocabulary.size)
+    step, params = load_parameters(parts, workdir, say=say)
+    generator = Generator(parts.model, config.eval, config.generate)
+    say(f"--- step {step}, seed {config.generate.seed}, {config.generate.length} tokens ---")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    write(decoder.decode(prompt))
+    blocks = []
+    for block_BxS in generator.tokens(params, ids):
+        blocks.append(block_BxS)
+        write(decoder.decode(vocabulary.decode(block_BxS[0])))
+    write(decoder.decode(b"", final=True) + "\n")
+    texts = [vocabulary.decode(row) for row in np.concatenate(blocks, axis=1)]
+    for number, text in enumerate(texts[1:], start=2):
+        say(f"--- sample {number} ---")
+        write((prompt + text).decode(errors="replace") + "\n")
+    _save(workdir.path / f"sample-seed{config.generate.seed}.txt", prompt, texts)
+    return texts
+
+
+def read_prompt(config: GenerateConfig) -> bytes:
+    """The prompt as bytes; empty if none was given.
+
+    Raises:
+      FileNotFoundError: `prompt_file` cannot be read.
+    """
+    if not config.prompt_file:
+        return config.prompt.encode()
+    try:
+        return Path(config.prompt_file).read_bytes()
+    except OSError as error:
+        raise FileNotFoundError(
+            f"cannot read the prompt file {config.prompt_file} ({error.strerror}); check --generate.prompt_file"
+        ) from error
+
+
+def start_of_text(vocabulary: ByteVocabulary) -> bytes:
+    """What an unprompted text is taken to follow: a newline, else a space, else the first symbol."""
+    return next(symbol for symbol in (b"\n", b" ", vocabulary.symbols[:1]) if symbol in vocabulary.symbols)
+
+
+def _save(path: Path, prompt: bytes, texts: list[bytes]) -> None:
+    path.write_bytes(b"\n\n--- next sample ---\n\n".join(prompt + text for text in texts) + b"\n")

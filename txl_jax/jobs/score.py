@@ -1,0 +1,66 @@
+"""Scoring a text, with a progress line and a way out."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from txl_jax.assemble import Parts
+from txl_jax.data.segments import evaluation_segments
+from txl_jax.evaluation.streaming import evaluate
+from txl_jax.metrics import Totals
+from txl_jax.training.progress import duration
+
+_SECONDS_BETWEEN_LINES = 20.0
+
+
+class Interrupted(Exception):
+    """A stop was requested while a text was being scored."""
+
+
+def score(
+    parts: Parts,
+    params: Any,
+    tokens: Any,
+    *,
+    name: str,
+    say: Callable[[str], None],
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> Totals:
+    """Losses of a text [T] at the evaluation lengths.
+
+    Raises:
+      Interrupted: a stop was requested before the end.
+    """
+    span = parts.config.eval
+    reader = evaluation_segments(tokens, batch_size=span.batch_size, segment_len=span.segment_len)
+    began = last_line = time.monotonic()
+
+    def after_call(done: int, totals: Totals) -> None:
+        nonlocal last_line
+        if stop_requested():
+            raise Interrupted(name)
+        now = time.monotonic()
+        if now - last_line >= _SECONDS_BETWEEN_LINES:
+            last_line = now
+            remaining = (now - began) / done * (reader.n_segments - done)
+            say(f"{name}: {done / reader.n_segments:.0%}  bpc so far {totals.bpc:.4f}  ETA {duration(remaining)}")
+
+    return evaluate(
+        parts.eval_step,
+        params,
+        parts.eval_memory(),
+        reader,
+        segments_per_call=span.segments_per_call,
+        place=parts.place,
+        after_call=after_call,
+    )
+
+
+def as_record(totals: Totals) -> dict[str, float]:
+    """The fields of a result in metrics.jsonl and results.json."""
+    return {
+        "loss": totals.nll,
+        "bpc": totals.bpc,
+        "perplexity": totals.perplexity,
+        "tokens": totals.tokens,
+    }

@@ -1,0 +1,216 @@
+"""The training job: from config and text to checkpoints and results.json.
+
+Starting goes in this order, so that the cheap failures come first and nothing is written before them:
+  1. the parts are assembled and the text is cut: settings that do not fit fail here;
+  2. the workdir is made, locked, and compared with what an earlier start left in it;
+  3. the newest sound checkpoint is read, or the state initialised;
+  4. the opening lines are printed, and the step is compiled;
+  5. the loop runs, with evaluation and checkpoints as hooks;
+  6. the best parameters are scored on the test text.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from txl_jax import config as config_lib
+from txl_jax import report
+from txl_jax.assemble import Parts, assemble
+from txl_jax.checkpoint import Checkpointer
+from txl_jax.config import ExperimentConfig
+from txl_jax.data.corpus import Corpus
+from txl_jax.data.segments import SegmentReader, training_segments
+from txl_jax.jobs.score import Interrupted, as_record, score
+from txl_jax.metrics import Totals
+from txl_jax.run_log import RunLog, write_json
+from txl_jax.training.loop import Hook, train
+from txl_jax.training.progress import NonFiniteError, Progress
+from txl_jax.training.state import TrainState
+from txl_jax.workdir import TextInfo, Workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a training job ended."""
+
+    finished: bool  # False: stopped on request, everything saved.
+    step: int
+    results: dict[str, Any] | None  # What results.json holds.
+
+
+def run(
+    config: ExperimentConfig,
+    corpus: Corpus,
+    workdir: Workdir,
+    *,
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> Outcome:
+    """Trains to the end, or until a stop is requested; in a used workdir it goes on where that stopped.
+
+    Raises:
+      ValueError: settings, text and workdir do not fit together.
+      OSError: the workdir cannot be used.
+      NonFiniteError: a loss or gradient was not finite; the last checkpoint is from before it.
+      CheckpointError: there are checkpoints, but none can be read.
+    """
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    span = config.train
+    reader = training_segments(corpus.train, batch_size=span.batch_size, segment_len=span.segment_len)
+    text = TextInfo.of(corpus)
+    workdir.check_same_run(config, text)
+    with workdir.create().lock():
+        changes = workdir.check_same_run(config, text)
+        workdir.record(config, text)
+        return _Run(parts, corpus, reader, workdir, stop_requested).run(changes)
+
+
+class _Run:
+    """One start of the job."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        corpus: Corpus,
+        reader: SegmentReader,
+        workdir: Workdir,
+        stop_requested: Callable[[], Any],
+    ):
+        self.parts = parts
+        self.config = parts.config.train
+        self.corpus = corpus
+        self.reader = reader
+        self.workdir = workdir
+        self.stop_requested = stop_requested
+        self.saved_step = -1
+        self.evaluation_pending = False
+
+    def run(self, changes: list[str]) -> Outcome:
+        messages: list[str] = []
+        with (
+            Checkpointer(self.workdir.latest, keep=self.config.keep_checkpoints, report=messages.append) as self.latest,
+            Checkpointer(self.workdir.best, keep=1, report=messages.append) as self.best,
+        ):
+            step, state, notes = self._restore_or_init()
+            with RunLog(self.workdir.path, first_step=step) as self.log:
+                self._open(step, changes + messages)
+                train_step, compilation = self.parts.compile_train_step()
+                self.log.say(report.memory_line(self.parts, compilation))
+                step, state = self._train(train_step, step, state, notes)
+                return self._finish(step, state)
+
+    def _restore_or_init(self) -> tuple[int, TrainState, dict[str, Any]]:
+        restored = self.latest.restore(self.parts.abstract_state)
+        if restored is None:
+            return 0, self.parts.init_state(), {}
+        self.saved_step = restored[0]
+        return restored
+
+    def _open(self, step: int, messages: list[str]) -> None:
+        for line in report.opening(self.parts, self.corpus, self.reader):
+            self.log.say(line)
+        for line in messages:
+            self.log.say(f"note      {line}")
+        if step:
+            epoch, index = divmod(step, self.reader.n_segments)
+            self.log.say(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
+
+    def _train(self, train_step: Any, step: int, state: TrainState, notes: dict[str, Any]) -> tuple[int, TrainState]:
+        span = self.config
+        self.progress = Progress(
+            self.log,
+            steps=span.steps,
+            log_every=span.log_every,
+            tokens_per_step=span.batch_size * span.segment_len,
+            window=notes.get("window"),
+        )
+        if notes.get("evaluation_pending"):
+            self._evaluate(step, state)
+        try:
+            return train(
+                state,
+                train_step,
+                lambda done: self.parts.place(self.reader.segments(done, span.segments_per_call)),
+                first_step=step,
+                steps=span.steps,
+                segments_per_call=span.segments_per_call,
+                progress=self.progress,
+                # Evaluation first: a checkpoint of a step implies that its evaluation is on disk.
+                hooks=[Hook(span.eval_every, self._evaluate), Hook(span.checkpoint_every, self._save)],
+                stop_requested=self.stop_requested,
+            )
+        except NonFiniteError as error:
+            good = self.latest.latest_step()
+            kept = "no checkpoint had been written" if good is None else f"the checkpoint of step {good} is kept"
+            raise NonFiniteError(
+                f"{error}; {kept}. Try a lower --optimizer.learning_rate or a longer warm-up"
+            ) from None
+
+    def _evaluate(self, step: int, state: TrainState) -> None:
+        """Scores the validation text, and keeps the parameters if no earlier ones were better."""
+        began = time.monotonic()
+        valid = self.corpus.valid[: self.parts.config.eval.valid_tokens or None]
+        self.evaluation_pending = True  # Until it is done: a checkpoint written now must say so.
+        try:
+            totals = self._score(state.params, valid, f"step {step}: valid")
+        except Interrupted:
+            return
+        self.evaluation_pending = False
+        best = self._best()
+        better = best is None or totals.nll < best["loss"]
+        self.log.record("valid", step, as_record(totals))
+        self.log.say(
+            report.timed(f"step {step}: valid {report.scores(totals)}", time.monotonic() - began)
+            + ("  best so far" if better else f"  best {best['bpc']:.4f} at step {best['step']}")
+        )
+        if better:
+            self.best.save(step, {"params": state.params}, {"step": step, **as_record(totals)})
+
+    def _best(self) -> dict[str, Any] | None:
+        step = self.best.latest_step()
+        return None if step is None else self.best.notes(step)
+
+    def _save(self, step: int, state: TrainState) -> None:
+        self.best.wait()  # Else a kill could leave a checkpoint whose evaluation's best is lost.
+        window = dataclasses.asdict(self.progress.window)
+        self.latest.save(step, state, {"window": window, "evaluation_pending": self.evaluation_pending})
+        self.saved_step = step
+
+    def _finish(self, step: int, state: TrainState) -> Outcome:
+        finished = step >= self.config.steps and not self.evaluation_pending
+        if self.saved_step != step:
+            self._save(step, state)
+        self.latest.wait()
+        self.best.wait()
+        if finished:
+            try:
+                return Outcome(True, step, self._test(state))
+            except Interrupted:
+                pass
+        self.log.say(f"stopped   on request after step {step}; everything is saved, the same command goes on from here")
+        return Outcome(False, step, None)
+
+    def _test(self, state: TrainState) -> dict[str, Any]:
+        best = self._best()
+        restored = self.best.restore({"params": self.parts.abstract_state.params})
+        params = state.params if restored is None else restored[1]["params"]
+        began = time.monotonic()
+        totals = self._score(params, self.corpus.test, "test")
+        self.log.record("test", best["step"], as_record(totals))
+        self.log.say(report.timed(f"test {report.scores(totals)}", time.monotonic() - began))
+        results = {
+            "corpus": self.corpus.name,
+            "text": self.corpus.description,
+            "parameters": self.parts.n_parameter,
+            "steps": self.config.steps,
+            "best_valid": best,
+            "test": {"step": best["step"], **as_record(totals)},
+            "eval": config_lib.to_dict(self.parts.config.eval),
+            **report.environment(),
+        }
+        write_json(self.workdir.path / "results.json", results)
+        self.log.say(f"results   {self.workdir.path / 'results.json'}")
+        return results
+
+    def _score(self, params: Any, tokens: Any, name: str) -> Totals:
+        return score(self.parts, params, tokens, name=name, say=self.log.say, stop_requested=self.stop_requested)

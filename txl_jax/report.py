@@ -1,0 +1,113 @@
+"""What a run says of itself: the opening lines, and the facts that stand beside every result."""
+
+import datetime
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import txl_jax
+from txl_jax.assemble import Compilation, Parts
+from txl_jax.data.corpus import Corpus
+from txl_jax.data.segments import SegmentReader
+from txl_jax.training.progress import duration
+
+
+def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
+    """Text, model, work per step, devices."""
+    c, train = parts.config.model, parts.config.train
+    tokens_per_step = train.batch_size * train.segment_len
+    epochs = train.steps / reader.n_segments
+    span = parts.config.eval
+    return [
+        f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} tokens "
+        f"to train / validate / test on, vocabulary {corpus.vocabulary.size}",
+        f"model     {c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}, "
+        f"{c.dtype}: {parts.n_parameter:,} parameters",
+        f"training  {train.batch_size} rows x {train.segment_len} = {tokens_per_step:,} tokens per step, memory "
+        f"{train.mem_len}; {train.steps:,} steps = {epochs:.2f} epochs of {reader.n_segments:,} steps "
+        f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
+        f"scoring   segments of {span.segment_len}, memory {span.mem_len}, "
+        f"{f'distances clamped at {span.clamp_len}' if span.clamp_len else 'no clamp'}, "
+        f"{span.batch_size} row{'s' if span.batch_size > 1 else ''}",
+        f"devices   {parts.mesh.size} x {device_kind()} ({', '.join(f'{k} {n}' for k, n in parts.mesh.shape.items())})",
+    ]
+
+
+def memory_line(parts: Parts, compilation: Compilation) -> str:
+    """Estimated memory per device, and how long compiling took."""
+    state = parts.abstract_state
+    sizes = {
+        "parameters": _bytes(state.params),
+        "optimiser": _bytes(state.opt_state),
+        "segment memory": _bytes(state.memory),
+    }
+    if compilation.temporary_bytes is not None:
+        sizes["activations and gradients"] = compilation.temporary_bytes
+    parts_text = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
+    return (
+        f"memory    {megabytes(sum(sizes.values()))} per device, estimated: {parts_text} "
+        f"(compiled in {compilation.seconds:.1f} s)"
+    )
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions and date: what a number needs beside it."""
+    return {
+        "device": device_kind(),
+        "devices": jax.device_count(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "txl_jax": txl_jax.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def device_kind() -> str:
+    """The first device's name; for a CPU the processor's and its cores, as jax only says "cpu"."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    return f"CPU ({_processor()}, {os.cpu_count()} cores)"
+
+
+def _processor() -> str:
+    """The processor's model where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def megabytes(size: float) -> str:
+    """Bytes for people.
+
+    >>> megabytes(52_428_800), megabytes(4.8e9)
+    ('52 MB', '4.8 GB')
+    """
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def scores(totals: Any) -> str:
+    """One line of a result."""
+    return f"bpc {totals.bpc:.4f}  loss {totals.nll:.4f}  perplexity {totals.perplexity:.3f}  ({totals.tokens:,.0f} tokens)"
+
+
+def timed(line: str, seconds: float) -> str:
+    """A line with the time that it took."""
+    return f"{line}  in {duration(seconds)}"
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes on one device."""
+    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree))
+    total = 0
+    for shape, itemsize in shards:
+        for size in shape:
+            itemsize *= size
+        total += itemsize
+    return total

@@ -1,0 +1,1 @@
+"""Optimiser, state, step, and the loop that drives them."""

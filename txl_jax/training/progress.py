@@ -1,0 +1,119 @@
+"""From the metrics of updates to progress lines, records, and the alarm when a number is not finite."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from txl_jax.metrics import Totals
+from txl_jax.run_log import RunLog
+from txl_jax.training.step import UpdateMetrics
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient norm that is nan or infinite."""
+
+
+@dataclasses.dataclass
+class Window:
+    """Sums since the last progress line; part of a checkpoint, so that resuming changes no line."""
+
+    nats: float = 0.0
+    tokens: float = 0.0
+    grad_norm: float = 0.0
+    updates: int = 0
+
+
+class Progress:
+    """Collects updates, and reports each time `log_every` of them are complete."""
+
+    def __init__(
+        self,
+        log: RunLog,
+        *,
+        steps: int,
+        log_every: int,
+        tokens_per_step: int,
+        window: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.window = Window(**(window or {}))
+        self._log = log
+        self._steps = steps
+        self._log_every = log_every
+        self._tokens_per_step = tokens_per_step
+        self._clock = clock
+        self._since = clock()
+        self._timed_updates = 0  # Unlike the window's, these were all made by this process.
+
+    def update(self, first_step: int, metrics: UpdateMetrics) -> None:
+        """Takes the metrics [S], on the host, of the updates after the first `first_step`.
+
+        Raises:
+          NonFiniteError: a loss or gradient norm is not finite; names the first such update.
+        """
+        check_finite(first_step, metrics)
+        window = self.window
+        window.nats += float(np.sum(metrics.nats, dtype=np.float64))
+        window.tokens += float(np.sum(metrics.tokens, dtype=np.float64))
+        window.grad_norm += float(np.sum(metrics.grad_norm, dtype=np.float64))
+        window.updates += len(metrics.nats)
+        self._timed_updates += len(metrics.nats)
+        done = first_step + len(metrics.nats)
+        if done % self._log_every == 0 or done == self._steps:
+            self._report(done, float(metrics.learning_rate[-1]))
+
+    def exclude(self, seconds: float) -> None:
+        """Leaves time spent on something else out of the next tokens/s."""
+        self._since += seconds
+
+    def _report(self, step: int, learning_rate: float) -> None:
+        window, now = self.window, self._clock()
+        seconds = max(now - self._since, 1e-9)
+        rate = self._timed_updates * self._tokens_per_step / seconds
+        remaining = (self._steps - step) * seconds / max(self._timed_updates, 1)
+        totals, grad_norm = Totals(window.nats, window.tokens), window.grad_norm / window.updates
+        self._log.record(
+            "train",
+            step,
+            {
+                "loss": totals.nll,
+                "bpc": totals.bpc,
+                "grad_norm": grad_norm,
+                "learning_rate": learning_rate,
+                "tokens_per_second": rate,
+            },
+        )
+        self._log.say(
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {totals.nll:.4f}  bpc {totals.bpc:.4f}  "
+            f"grad norm {grad_norm:.3f}  lr {learning_rate:.2e}  {rate:,.0f} tokens/s  ETA {duration(remaining)}"
+        )
+        self.window, self._since, self._timed_updates = Window(), now, 0
+
+
+def check_finite(first_step: int, metrics: UpdateMetrics) -> None:
+    """Raises `NonFiniteError` that names the first update whose loss or gradient norm is not finite."""
+    finite = np.isfinite(metrics.nats) & np.isfinite(metrics.grad_norm)
+    if not finite.all():
+        bad = int(np.argmin(finite))
+        raise NonFiniteError(
+            f"update {first_step + bad + 1}: summed loss {metrics.nats[bad]}, gradient norm {metrics.grad_norm[bad]}, "
+            f"learning rate {metrics.learning_rate[bad]:.2e}; training stops here"
+        )
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss, or days before that.
+
+    >>> duration(3723), duration(200000)
+    ('1:02:03', '2d 7:33:20')
+    """
+    if not math.isfinite(seconds):
+        return "unknown"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"

@@ -1,0 +1,54 @@
+"""Everything that training carries from update to update."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from txl_jax.memory import Memory
+from txl_jax.modules.transformer_xl import TransformerXL
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Saved whole in a checkpoint, so that a resumed run goes on exactly.
+
+    The position in the text is a function of `step`, and so is the randomness: neither has state.
+
+    Attributes:
+      step: int32 [], updates done.
+      params: the parameters, float32.
+      opt_state: state of the optimiser.
+      memory: M slots for each row of the batch.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    memory: Memory
+
+
+def init_params(model: TransformerXL, key: jax.Array) -> Any:
+    """Initial parameters, each in a box that holds its logical axis names."""
+    token = jnp.zeros((1, 1), jnp.int32)
+    return model.init(key, token, token, model.init_memory(batch_size=1, mem_len=0))["params"]
+
+
+def init_state(
+    model: TransformerXL,
+    optimizer: optax.GradientTransformation,
+    *,
+    seed: int,
+    batch_size: int,
+    mem_len: int,
+) -> TrainState:
+    """The state before the first update; parameters and their moments are boxed as in `init_params`."""
+    params = init_params(model, jax.random.key(seed))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        memory=model.init_memory(batch_size=batch_size, mem_len=mem_len),
+    )

@@ -1,0 +1,74 @@
+"""S updates as one pure function: one optimiser update per segment, as the paper trains."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from txl_jax import losses, recurrence
+from txl_jax.config import ExperimentConfig
+from txl_jax.data.segments import Segments
+from txl_jax.memory import Memory
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.training.state import TrainState
+
+
+class UpdateMetrics(NamedTuple):
+    """What one update reports; stacked to [S] by a call."""
+
+    nats: jax.Array  # Summed over the scored tokens of the global batch.
+    tokens: jax.Array  # Number of those.
+    grad_norm: jax.Array  # Global norm before clipping.
+    learning_rate: jax.Array
+
+
+TrainStep = Callable[[TrainState, Segments], tuple[TrainState, UpdateMetrics]]
+
+
+def make_train_step(
+    model: TransformerXL,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    config: ExperimentConfig,
+) -> TrainStep:
+    """A function of (state, S segments) that is ready for `jax.jit` with the state donated."""
+    train = config.train
+
+    def loss(params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array) -> tuple[jax.Array, Any]:
+        """Mean nats over the scored tokens, and (sum, count, new memory)."""
+        variables = {"params": params}
+        hidden, memory = model.apply(
+            variables,
+            segment.inputs,
+            memory,
+            clamp_len=train.clamp_len,
+            same_length=train.same_length,
+            deterministic=False,
+            rngs={"dropout": dropout_key},
+            method=model.encode,
+        )
+        nll = model.apply(variables, hidden, segment.targets, method=model.nll)
+        weights = segment.weights * losses.position_weights(train.segment_len, train.loss)[None, :]
+        nats, tokens = losses.weighted_sum(nll, weights)
+        return nats / jnp.maximum(tokens, 1), (nats, tokens, memory)
+
+    def update(carry: Any, memory: Memory, segment: Segments) -> tuple[Any, Memory, UpdateMetrics]:
+        step, params, opt_state = carry
+        # The key depends on seed and step alone, so a checkpoint holds no random state.
+        dropout_key = jax.random.fold_in(jax.random.key(config.seed), step)
+        gradient = jax.grad(loss, has_aux=True)
+        grads, (nats, tokens, memory) = gradient(params, memory, segment, dropout_key)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        metrics = UpdateMetrics(nats, tokens, optax.global_norm(grads), jnp.asarray(schedule(step), jnp.float32))
+        return (step + 1, optax.apply_updates(params, updates), opt_state), memory, metrics
+
+    def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
+        carry = (state.step, state.params, state.opt_state)
+        (step, params, opt_state), memory, metrics = recurrence.scan_segments(
+            update, carry, state.memory, segments, start=config.compat.memory_start
+        )
+        return TrainState(step, params, opt_state, memory), metrics
+
+    return train_step
