@@ -319,9 +319,11 @@ def _open_reader() -> ocp.Checkpointer:
 
 
 def _brief(error: BaseException) -> str:
-    """The type and first line of an error: Orbax's go on for pages."""
+    """An error in a few words: those of Orbax go on for pages, and name the system's reason far behind the paths."""
+    if reason := re.search(r": ([^:]+) \[os_error_code=", str(error)):
+        return reason[1]
     line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    return line if len(line) <= 300 else line[:300] + "..."
+    return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
 
 
 # Digests
