@@ -1,5 +1,7 @@
 """The adaptive input: tokens to vectors."""
 
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from txl_jax.ops import adaptive
 def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
     """Tokens in the head and in each tail."""
     bounds = [0, *config.cutoffs, vocab_size]
-    return [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [end - start for start, end in itertools.pairwise(bounds)]
 
 
 class Embedding(nn.Module):

@@ -1,0 +1,33 @@
+"""Settings and fixtures of the whole suite."""
+
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import pytest
+
+# An array broadcast by accident is our likeliest bug: adding [L] to [B, L] raises in tests.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A compilation inside an example can take seconds, so there is no time limit per example.
+hypothesis.settings.register_profile("txl", deadline=None, max_examples=20, derandomize=True)
+hypothesis.settings.load_profile("txl")
+
+
+@pytest.fixture
+def data_dir() -> pathlib.Path:
+    """The folder of downloaded corpora that TXL_DATA_DIR names; without it the test is skipped."""
+    name = os.environ.get("TXL_DATA_DIR")
+    if not name:
+        pytest.skip("TXL_DATA_DIR is not set: this test reads a downloaded corpus")
+    return pathlib.Path(name)
+
+
+@pytest.fixture
+def x64():
+    """float64 for this test; the rest of the suite runs in float32."""
+    with jax.enable_x64(True):
+        yield

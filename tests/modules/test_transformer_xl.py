@@ -1,0 +1,254 @@
+"""Tests of the model's parts in place: layer scan, remat, dropout, types, axis names, compile size."""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from txl_jax import axes
+from txl_jax.config import CompatConfig, DType, NormPlace, Remat
+from txl_jax.modules.block import Block, LayerContext
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.ops import masks, positions
+
+L, M = 3, 8
+
+
+def some_memory(model: TransformerXL):
+    """A memory with a different number of filled slots in each row."""
+    memory = model.init_memory(batch_size=tiny.B, mem_len=M)
+    states = np.random.default_rng(2).normal(size=memory.hidden.shape).astype(memory.hidden.dtype)
+    return memory.replace(hidden=jnp.asarray(states), valid=jnp.asarray([0, 5, M], jnp.int32))
+
+
+def loss_of(model: TransformerXL, *, deterministic: bool = True):
+    """(variables, rngs) -> (summed nll, (hidden, nll, memory))."""
+
+    @jax.jit
+    def loss(variables, rngs=None):
+        encode = tiny.encoder(model, deterministic=deterministic)
+        hidden, memory = encode(variables, tiny.text(L), some_memory(model), rngs)
+        nll = model.apply(variables, hidden, tiny.text(L, seed=1), method=model.nll)
+        return nll.sum(), (hidden, nll, memory)
+
+    return loss
+
+
+def dropout_rngs(seed: int) -> dict[str, jax.Array]:
+    """A generator that compiles faster than the default one."""
+    return {"dropout": jax.random.key(seed, impl="rbg")}
+
+
+@pytest.mark.parametrize("norm", NormPlace)
+@pytest.mark.parametrize("untie_r", [False, True])
+def test_the_scan_over_layers_is_a_loop_over_layers(norm, untie_r, x64):
+    model = tiny.make(dtype=DType.FLOAT64, layer_norm=norm, untie_r=untie_r, compat=CompatConfig(final_norm=False))
+    variables, memory = tiny.variables(model), some_memory(model)
+    _, (hidden, _, after) = loss_of(model)(variables)
+
+    params = variables["params"]
+    codes = positions.sinusoids(positions.key_distances(M + L), tiny.D, jnp.float64)
+    mask = masks.attention_mask(memory.valid, segment_len=L, mem_len=M)
+    shared = None if untie_r else (params["stack"]["biases"]["content"], params["stack"]["biases"]["position"])
+    states = params["embedding"]["table_0"][tiny.text(L)] * tiny.D**0.5
+    for layer in range(tiny.N):
+        np.testing.assert_allclose(after.hidden[layer, :, -L:], states, rtol=0, atol=1e-12)
+        of_layer = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["stack"]["layers"])
+        block = Block(model.config, model.compat, deterministic=True)
+        states, _ = block.apply({"params": of_layer}, states, memory.hidden[layer], LayerContext(codes, mask, shared))
+    np.testing.assert_allclose(hidden, states, rtol=0, atol=1e-12)
+
+
+def test_remat_changes_neither_values_nor_gradients(x64):
+    found, texts = {}, {}
+    for remat in Remat:
+        model = tiny.make(dtype=DType.FLOAT64, remat=remat, dropout=0.3, attention_dropout=0.2)
+        variables, rngs = tiny.variables(model), dropout_rngs(3)
+        step = jax.value_and_grad(loss_of(model, deterministic=False), has_aux=True)
+        found[remat] = jax.jit(step)(variables, rngs)
+        texts[remat] = str(jax.make_jaxpr(step)(variables, rngs))
+    for remat in (Remat.DOTS, Remat.FULL):
+        for a, b in zip(jax.tree.leaves(found[Remat.NONE]), jax.tree.leaves(found[remat]), strict=True):
+            np.testing.assert_allclose(b, a, rtol=0, atol=1e-11)
+    # The number of matrix products in the backward pass tells what is computed again.
+    products = {remat: text.count("dot_general[") for remat, text in texts.items()}
+    assert products[Remat.NONE] < products[Remat.DOTS] < products[Remat.FULL]
+
+
+# Where the original drops: name of the module that calls Dropout (call number), shape, rate.
+WIDTHS = (tiny.B, L, tiny.D)
+DROPOUTS = {
+    "position codes": (("drop", 0), (M + L, tiny.D), 0.5),
+    "embedding": (("drop", 1), WIDTHS, 0.5),
+    "attention probabilities": (("stack/layers/attention/Dropout_0", 0), (tiny.B, tiny.H, L, M + L), 0.25),
+    "attention output": (("stack/layers/attention/Dropout_1", 0), WIDTHS, 0.5),
+    "inner layer": (("stack/layers/feed_forward/Dropout_0", 0), (tiny.B, L, tiny.F), 0.5),
+    "feed-forward output": (("stack/layers/feed_forward/Dropout_1", 0), WIDTHS, 0.5),
+    "last layer": (("drop", 2), WIDTHS, 0.5),
+}
+
+
+@functools.cache
+def run_with_dropout(change=None):
+    """Hidden states, and {place: (shape, rate)} of all dropouts; dropout `change` gives twice its output."""
+    model, places = tiny.make(dropout=0.5, attention_dropout=0.25), {}
+
+    def interceptor(call, args, kwargs, context):
+        outputs = call(*args, **kwargs)
+        if not isinstance(context.module, nn.Dropout):
+            return outputs
+        path = "/".join(context.module.path)
+        number = sum(seen == path for seen, _ in places) if path == "drop" else 0
+        places[path, number] = (args[0].shape, context.module.rate)
+        return 2 * outputs if (path, number) == change else outputs
+
+    variables = tiny.variables(model)
+    with nn.intercept_methods(interceptor):
+        _, (hidden, _, _) = loss_of(model, deterministic=False)(variables, dropout_rngs(3))
+    return hidden, places
+
+
+def test_dropout_stands_where_the_original_has_it():
+    _, places = run_with_dropout()
+    assert places == {place: (shape, rate) for place, shape, rate in DROPOUTS.values()}
+
+
+@pytest.mark.parametrize("place", [place for place, _, _ in DROPOUTS.values()], ids=DROPOUTS)
+def test_every_dropout_is_on_the_path(place):
+    assert np.abs(run_with_dropout(place)[0] - run_with_dropout()[0]).max() > 0.01
+
+
+def test_layers_and_keys_drop_different_entries():
+    """One mask for all layers, or for all steps, would be a weaker regulariser."""
+    model = tiny.make(n_layer=3, dropout=0.5, layer_norm=NormPlace.PRE, compat=CompatConfig(final_norm=False))
+    variables = jax.tree.map(jnp.zeros_like, tiny.variables(model))
+    # The only thing that a layer adds is the dropped-out bias of its feed-forward part.
+    variables["params"]["stack"]["layers"]["feed_forward"]["outer_bias"] += 1
+    encode, tokens = tiny.encoder(model, deterministic=False), tiny.text(L)
+    empty = model.init_memory(batch_size=tiny.B, mem_len=L)
+
+    def kept_by_layers(seed):
+        _, memory = encode(variables, tokens, empty, dropout_rngs(seed))
+        return np.diff(memory.hidden, axis=0) != 0
+
+    first, again, other = kept_by_layers(1), kept_by_layers(1), kept_by_layers(2)
+    np.testing.assert_array_equal(first, again)
+    assert np.any(first[0] != first[1])
+    assert np.any(first != other)
+    assert 0.3 < first.mean() < 0.7
+
+
+def test_deterministic_uses_no_dropout_and_needs_no_rng():
+    dropping, plain = tiny.make(dropout=0.5, attention_dropout=0.25), tiny.make()
+    variables = tiny.variables(plain)
+    np.testing.assert_array_equal(loss_of(dropping)(variables)[1][0], loss_of(plain)(variables)[1][0])
+
+
+def test_bfloat16_computes_close_to_float32():
+    exact, fast = tiny.make(), tiny.make(dtype=DType.BFLOAT16)
+    variables = tiny.variables(fast)
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
+    (_, (hidden, nll, _)), gradients = jax.jit(jax.value_and_grad(loss_of(exact), has_aux=True))(variables)
+    (_, (fast_hidden, fast_nll, memory)), fast_gradients = jax.jit(jax.value_and_grad(loss_of(fast), has_aux=True))(
+        variables
+    )
+    assert (fast_hidden.dtype, memory.hidden.dtype, fast_nll.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    # The distance of two bfloat16 numbers near 1 is 2**-7; some tens of roundings follow each other.
+    assert 0 < distance(fast_hidden, hidden) < 0.01
+    assert 0 < distance(fast_nll, nll) < 0.005
+    paths = flax.traverse_util.flatten_dict(gradients, sep="/")
+    for path, found in flax.traverse_util.flatten_dict(fast_gradients, sep="/").items():
+        assert found.dtype == jnp.float32
+        assert distance(found, paths[path]) < 0.03, path
+
+
+def distance(found, expected) -> float:
+    """Root mean square of the difference, relative to that of the expected values."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
+
+
+ADAPTIVE = {"cutoffs": (4, 11), "d_embed": 16, "div_val": 2, "tie_projs": (False, True, True)}
+AXES_CASES = {
+    "post": {},
+    "pre, u and v per layer": {"layer_norm": NormPlace.PRE, "untie_r": True},
+    "adaptive": ADAPTIVE,
+    "adaptive, nothing tied": ADAPTIVE | {"tie_weight": False, "tie_projs": ()},
+}
+
+
+@pytest.mark.parametrize("changes", AXES_CASES.values(), ids=AXES_CASES)
+def test_every_parameter_names_its_axes(changes):
+    model, tokens = tiny.make(**changes), jnp.zeros((1, 2), jnp.int32)
+    memory = model.init_memory(batch_size=1, mem_len=1)
+    boxed = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, memory)["params"]
+    sizes = {
+        axes.LAYERS: {tiny.N},
+        axes.EMBED: {tiny.D},
+        axes.NORM: {tiny.D},
+        axes.HEADS: {tiny.H},
+        axes.HEAD_DIM: {tiny.E},
+        axes.INNER: {tiny.F},
+        axes.VOCAB: {tiny.V, 4, 7, 2},
+        axes.CLUSTER_EMBED: {tiny.D} if not changes.get("cutoffs") else {16, 8, 4},
+        axes.CLUSTERS: {2},
+    }
+    for path, leaf in flax.traverse_util.flatten_dict(boxed, sep="/").items():
+        assert isinstance(leaf, nn.LogicallyPartitioned), path
+        assert len(leaf.names) == leaf.value.ndim, path
+        for name, size in zip(leaf.names, leaf.value.shape, strict=True):
+            assert size in sizes[name], f"{path}: {name} of size {size}"
+
+
+@pytest.mark.parametrize("remat", [Remat.NONE, Remat.DOTS])
+def test_the_program_does_not_grow_with_the_layers(remat):
+    def lowered_size(n_layer):
+        model = tiny.make(n_layer=n_layer, remat=remat)
+        memory = model.init_memory(batch_size=tiny.B, mem_len=M)
+        tokens = tiny.text(L)
+        shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, memory))
+
+        def loss(variables):
+            return model.apply(variables, tokens, tokens, memory).sum()
+
+        return len(jax.jit(jax.grad(loss)).lower(shapes).as_text())
+
+    assert lowered_size(24) <= 1.01 * lowered_size(2)  # One per cent for longer numbers.
+
+
+def test_log_probabilities_are_the_losses():
+    model, targets = tiny.make(**ADAPTIVE), tiny.text(L, seed=1)
+    variables, (hidden, nll, _) = tiny.variables(model), loss_of(model)(tiny.variables(model))[1]
+    log_p = jax.jit(lambda hidden: model.apply(variables, hidden, method=model.log_probabilities))(hidden)
+    np.testing.assert_allclose(-np.take_along_axis(log_p, targets[..., None], 2)[..., 0], nll, rtol=1e-5)
+    np.testing.assert_allclose(np.exp(log_p).sum(-1), np.ones((tiny.B, L)), rtol=1e-5)
+
+
+def test_the_final_norm_follows_the_config():
+    for norm, final_norm, expected in (
+        (NormPlace.PRE, True, True),
+        (NormPlace.PRE, False, False),
+        (NormPlace.POST, True, False),
+    ):
+        model = tiny.make(layer_norm=norm, compat=CompatConfig(final_norm=final_norm))
+        variables = tiny.variables(model)
+        assert ("final_norm" in variables["params"]) == expected
+        if expected:
+            hidden = tiny.encoder(model)(variables, tiny.text(L), some_memory(model))[0]
+            scale, bias = (variables["params"]["final_norm"][name] for name in ("scale", "bias"))
+            normed = (hidden - bias[None, None]) / scale[None, None]
+            np.testing.assert_allclose(normed.mean(-1), np.zeros((tiny.B, L)), atol=1e-5)
+
+
+def test_layer_norm_epsilon_comes_from_the_compat_settings():
+    hidden = []
+    for eps in (1e-5, 1e-1):
+        model = tiny.make(compat=dataclasses.replace(CompatConfig(), layer_norm_eps=eps))
+        hidden.append(tiny.encoder(model)(tiny.variables(model), tiny.text(L), some_memory(model))[0])
+    assert np.abs(hidden[0] - hidden[1]).max() > 1e-3

@@ -1,0 +1,140 @@
+"""The formulas as plain numpy loops, one element at a time: slow, and too simple to be wrong in the same way.
+
+Letters as in `txl_jax.config`. A query at row i of the segment and a key at column j of [memory; segment]
+are M + i - j apart.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+def sinusoid(distance: float, d_model: int) -> np.ndarray:
+    """The code of one distance: [D]."""
+    code = np.zeros(d_model)
+    for i in range(d_model // 2):
+        angle = distance / 10000 ** (2 * i / d_model)
+        code[i] = np.sin(angle)
+        code[d_model // 2 + i] = np.cos(angle)
+    return code
+
+
+def attention_mask(valid: Sequence[int], *, segment_len: int, mem_len: int, window: int | None) -> np.ndarray:
+    """Visible pairs, bool [B, L, K]."""
+    mask = np.zeros((len(valid), segment_len, mem_len + segment_len), bool)
+    for b, n_filled in enumerate(valid):
+        for i in range(segment_len):
+            for j in range(mem_len + segment_len):
+                distance = mem_len + i - j
+                empty_slot = j < mem_len - n_filled
+                too_far = window is not None and distance >= window
+                mask[b, i, j] = distance >= 0 and not empty_slot and not too_far
+    return mask
+
+
+def relative_shift(scores: np.ndarray) -> np.ndarray:
+    """[L, K] with columns for distances K - 1, .., 0 -> [L, K] with columns for keys; nan for future keys."""
+    n_query, n_key = scores.shape
+    shifted = np.full_like(scores, np.nan)
+    for i in range(n_query):
+        for j in range(n_key):
+            distance = (n_key - n_query) + i - j
+            if distance >= 0:
+                shifted[i, j] = scores[i, n_key - 1 - distance]
+    return shifted
+
+
+def relative_attention(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    position_key: np.ndarray,
+    content_bias: np.ndarray,
+    position_bias: np.ndarray,
+    mask: np.ndarray,
+) -> np.ndarray:
+    """[B, H, L, E], [B, H, K, E] twice, [H, K, E] (distances K - 1, .., 0), [H, E] twice, [B, L, K] -> [B, H, L, E]."""
+    n_row, n_head, n_query, width = query.shape
+    n_key = key.shape[2]
+    attended = np.zeros(query.shape)
+    for b, h, i in np.ndindex(n_row, n_head, n_query):
+        q, weights = query[b, h, i], np.zeros(n_key)
+        for j in range(n_key):
+            if mask[b, i, j]:
+                distance = (n_key - n_query) + i - j
+                k, r = key[b, h, j], position_key[h, n_key - 1 - distance]
+                a_b_c_d = q @ k, q @ r, content_bias[h] @ k, position_bias[h] @ r
+                weights[j] = np.exp(sum(a_b_c_d) / np.sqrt(width))
+        attended[b, h, i] = weights @ value[b, h] / weights.sum()
+    return attended
+
+
+class Cluster(NamedTuple):
+    """Rows of one cluster: table [rows, width], bias [rows], projection [width, D] or None."""
+
+    table: np.ndarray
+    bias: np.ndarray | None
+    projection: np.ndarray | None
+
+
+def cluster_of(token: int, cutoffs: Sequence[int]) -> tuple[int, int]:
+    """(cluster, row within it)."""
+    cluster, start = 0, 0
+    for cutoff in cutoffs:
+        if token >= cutoff:
+            cluster, start = cluster + 1, cutoff
+    return cluster, token - start
+
+
+def embed(tokens: np.ndarray, clusters: Sequence[Cluster], cutoffs: Sequence[int], d_model: int) -> np.ndarray:
+    """int [B, L] -> [B, L, D], not scaled."""
+    vectors = np.zeros((*tokens.shape, d_model))
+    for where in np.ndindex(*tokens.shape):
+        c, row = cluster_of(tokens[where], cutoffs)
+        vector = clusters[c].table[row]
+        vectors[where] = vector if clusters[c].projection is None else vector @ clusters[c].projection
+    return vectors
+
+
+def adaptive_nll(
+    hidden: np.ndarray,
+    targets: np.ndarray,
+    clusters: Sequence[Cluster],
+    tail_table: np.ndarray | None,
+    tail_bias: np.ndarray | None,
+    cutoffs: Sequence[int],
+) -> np.ndarray:
+    """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
+    nll = np.zeros(targets.shape)
+    for where in np.ndindex(*targets.shape):
+        c, row = cluster_of(targets[where], cutoffs)
+        head = _logits(hidden[where], clusters[0])
+        if tail_table is not None:
+            inner = hidden[where] if clusters[0].projection is None else clusters[0].projection @ hidden[where]
+            head = np.append(head, tail_table @ inner + tail_bias)
+        log_p = _log_softmax(head)
+        if c == 0:
+            nll[where] = -log_p[row]
+        else:
+            entry = len(clusters[0].table) + c - 1
+            nll[where] = -log_p[entry] - _log_softmax(_logits(hidden[where], clusters[c]))[row]
+    return nll
+
+
+def _logits(hidden: np.ndarray, cluster: Cluster) -> np.ndarray:
+    inner = hidden if cluster.projection is None else cluster.projection @ hidden
+    return cluster.table @ inner + cluster.bias
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.exp(logits).sum())
+
+
+def memory_update(rows: list[list[np.ndarray]], new: np.ndarray, mem_len: int) -> list[list[np.ndarray]]:
+    """Filled memory of each batch row as a list of [N, D], oldest first; `new` is [N, B, L, D]."""
+    updated = []
+    for b, row in enumerate(rows):
+        row = row + [new[:, b, t] for t in range(new.shape[2])]
+        updated.append(row[len(row) - min(mem_len, len(row)) :])
+    return updated

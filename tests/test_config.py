@@ -1,0 +1,177 @@
+"""Tests of the config tree: every conflict is refused with its numbers, and dicts round-trip."""
+
+import dataclasses
+import enum
+import json
+
+import pytest
+
+from txl_jax import config as config_lib
+from txl_jax.config import COMPAT_PRESETS, ExperimentConfig, ModelConfig, NormPlace
+
+# (changed settings, what the message must name: the settings and every number of the conflict)
+CONFLICTS = [
+    *(({f"model.{name}": 0}, (f"model.{name} is 0", "at least 1")) for name in ("n_layer", "d_model", "n_head")),
+    *(({f"model.{name}": -3}, (f"model.{name} is -3", "at least 1")) for name in ("d_head", "d_inner", "div_val")),
+    ({"model.d_model": 7}, ("model.d_model is 7", "even")),
+    ({"model.d_embed": -1}, ("model.d_embed is -1",)),
+    ({"model.dropout": 1.0}, ("model.dropout is 1.0", "below 1")),
+    ({"model.attention_dropout": -0.1}, ("model.attention_dropout is -0.1", "at least 0")),
+    ({"model.cutoffs": (20, 10)}, ("model.cutoffs are [20, 10]", "increase")),
+    ({"model.cutoffs": (10, 10)}, ("model.cutoffs are [10, 10]", "increase")),
+    ({"model.cutoffs": (0, 10)}, ("model.cutoffs are [0, 10]", "positive")),
+    ({"model.cutoffs": (5,), "model.tie_projs": (True,) * 3}, ("tie_projs has 3", "2 clusters")),
+    ({"model.div_val": 4}, ("model.div_val is 4", "cutoffs")),
+    ({"model.div_val": 4, "model.cutoffs": (5, 9), "model.d_model": 8}, ("div_val 4", "cluster 2", "8")),
+    ({"compat.layer_norm_eps": 0.0}, ("compat.layer_norm_eps is 0.0", "positive")),
+    ({"compat.lr_floor": 1.5}, ("compat.lr_floor is 1.5", "0 to 1")),
+    ({"data.corpus": config_lib.CorpusName.TEXT}, ("data.file is ''", "none", "exactly one")),
+    (
+        {"data.corpus": config_lib.CorpusName.TEXT, "data.file": "a", "data.train": ("b",)},
+        ("data.file is 'a'", "data.train", "exactly one"),
+    ),
+    (
+        {"data.corpus": config_lib.CorpusName.TEXT, "data.train": ("b",)},
+        ("data.train given", "data.valid, data.test"),
+    ),
+    ({"data.valid": ("b",)}, ("data.valid given", "enwik8", "text")),
+    (
+        {"data.corpus": config_lib.CorpusName.PYTHON_STDLIB, "data.file": "a"},
+        ("data.file is 'a'", "python_stdlib"),
+    ),
+    *(
+        ({f"optimizer.{name}": 0.0}, (f"optimizer.{name} is 0.0", "positive"))
+        for name in ("learning_rate", "adam_eps", "clip_norm")
+    ),
+    *(({f"optimizer.{name}": 1.0}, (f"optimizer.{name} is 1.0", "below 1")) for name in ("adam_b1", "adam_b2")),
+    ({"optimizer.warmup_steps": -1}, ("optimizer.warmup_steps is -1",)),
+    ({"optimizer.warmup_steps": 600, "train.steps": 400}, ("warmup_steps is 600", "train.steps is 400")),
+    ({"mesh.data": -1}, ("mesh.data is -1",)),
+    *(({f"mesh.{name}": 0}, (f"mesh.{name} is 0", "at least 1")) for name in ("fsdp", "model")),
+    *(
+        ({f"{group}.{name}": 0}, (f"{group}.{name} is 0", "at least 1"))
+        for group in ("train", "eval")
+        for name in ("batch_size", "segment_len", "segments_per_call")
+    ),
+    *(
+        ({f"{group}.{name}": -2}, (f"{group}.{name} is -2", "negative"))
+        for group in ("train", "eval")
+        for name in ("mem_len", "clamp_len")
+    ),
+    *(
+        ({f"{group}.same_length": True, f"{group}.mem_len": 0}, (f"{group}.same_length", f"{group}.mem_len is 0"))
+        for group in ("train", "eval")
+    ),
+    ({"train.keep_checkpoints": 0}, ("train.keep_checkpoints is 0", "at least 1")),
+    ({"train.steps": 0}, ("train.steps is 0", "at least 1")),
+    *(
+        ({f"train.{name}": 1001, "train.segments_per_call": 8}, (f"train.{name} is 1001", "segments_per_call, 8"))
+        for name in ("steps", "log_every", "eval_every", "checkpoint_every")
+    ),
+    ({"eval.valid_tokens": 1}, ("eval.valid_tokens is 1", "at least 2")),
+    ({"generate.prompt": "a", "generate.prompt_file": "b"}, ("generate.prompt and generate.prompt_file",)),
+    *(({f"generate.{name}": 0}, (f"generate.{name} is 0", "at least 1")) for name in ("length", "samples")),
+    ({"generate.temperature": -1.0}, ("generate.temperature is -1.0",)),
+    ({"generate.top_k": -1}, ("generate.top_k is -1",)),
+    *(({"generate.top_p": p}, (f"generate.top_p is {p}",)) for p in (0.0, 1.1)),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), CONFLICTS, ids=[" ".join(values) for values, _ in CONFLICTS])
+def test_conflicts_are_refused_with_their_numbers(values, words):
+    config = config_lib.replace(ExperimentConfig(), values)
+    with pytest.raises(ValueError) as error:
+        config.validate()
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_defaults_go_together():
+    ExperimentConfig().validate()
+
+
+@pytest.mark.parametrize("name", COMPAT_PRESETS)
+def test_compat_presets_go_together(name):
+    config = config_lib.replace(ExperimentConfig(), {"compat": COMPAT_PRESETS[name]})
+    config.validate()
+
+
+def test_compat_presets_differ():
+    assert len(set(COMPAT_PRESETS.values())) == len(COMPAT_PRESETS)
+
+
+def test_edges_that_are_allowed():
+    values = {"train.mem_len": 0, "eval.mem_len": 0, "eval.same_length": False, "model.dropout": 0.0}
+    config_lib.replace(ExperimentConfig(), values).validate()
+    adaptive = {
+        "model.cutoffs": (5, 9),
+        "model.div_val": 4,
+        "model.d_model": 16,
+        "model.tie_projs": (False, True, True),
+    }
+    config_lib.replace(ExperimentConfig(), adaptive).validate()
+
+
+def test_clusters_must_fit_the_vocabulary():
+    model = ModelConfig(cutoffs=(10, 20))
+    model.validate_vocabulary(21)
+    with pytest.raises(ValueError, match="end at 20 and the vocabulary has 20"):
+        model.validate_vocabulary(20)
+
+
+def test_widths_of_clusters():
+    model = ModelConfig(d_model=32, d_embed=20, cutoffs=(10, 20), div_val=4)
+    assert (model.n_cluster, [model.cluster_width(c) for c in range(3)]) == (3, [20, 5, 1])
+    assert ModelConfig(d_model=32).embed_width == 32
+
+
+def other_value(value):
+    """Some other value of the same type."""
+    if isinstance(value, enum.Enum):
+        return next(other for other in type(value) if other is not value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return (*value, 7)
+    return value + ("x" if isinstance(value, str) else 1)
+
+
+def test_every_setting_round_trips_through_json():
+    names = [leaf.name for leaf in config_lib.leaves()]
+    assert len(names) == len(set(names)) > 50
+    default = ExperimentConfig()
+    changed = config_lib.replace(default, {name: other_value(config_lib.get(default, name)) for name in names})
+    for config in (default, changed):
+        values = json.loads(json.dumps(config_lib.to_dict(config)))
+        assert list(values) == names
+        again = config_lib.from_dict(values)
+        assert again == config
+        for name in names:
+            assert type(config_lib.get(again, name)) is type(config_lib.get(config, name)), name
+    found = [(leaf.name, before, after) for leaf, before, after in config_lib.differences(default, changed)]
+    assert found == [(name, config_lib.get(default, name), config_lib.get(changed, name)) for name in names]
+
+
+def test_settings_left_out_of_a_dict_keep_their_defaults():
+    config = config_lib.from_dict({"model.layer_norm": "pre"})
+    assert config == config_lib.replace(ExperimentConfig(), {"model.layer_norm": NormPlace.PRE})
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_one():
+    with pytest.raises(ValueError, match=r"'model.n_layers'; did you mean model.n_layer"):
+        config_lib.from_dict({"model.n_layers": 3})
+
+
+def test_did_you_mean_is_silent_when_nothing_is_near():
+    assert config_lib.did_you_mean("qqqq", ["model.n_layer"]) == ""
+
+
+def test_replace_changes_only_what_is_named():
+    config = config_lib.replace(ExperimentConfig(), {"seed": 3, "model.n_layer": 4, "model.d_model": 8})
+    assert (config.seed, config.model) == (3, dataclasses.replace(ModelConfig(), n_layer=4, d_model=8))
+    assert config.train == ExperimentConfig().train
+
+
+def test_the_config_cannot_be_changed_in_place():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ExperimentConfig().model.n_layer = 3

@@ -1,0 +1,46 @@
+"""Tests of position weights and of the weighted sum of losses."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from txl_jax import losses
+from txl_jax.config import LossPart
+
+
+@pytest.mark.parametrize(
+    ("segment_len", "part", "expected"),
+    [
+        (5, LossPart.FULL, [1, 1, 1, 1, 1]),
+        (6, LossPart.HALF, [0, 0, 0, 1, 1, 1]),
+        (5, LossPart.HALF, [0, 0, 1, 1, 1]),
+        (1, LossPart.HALF, [1]),
+    ],
+)
+def test_position_weights(segment_len, part, expected):
+    np.testing.assert_array_equal(losses.position_weights(segment_len, part), expected)
+
+
+def test_weighted_sum_gives_nats_and_weights():
+    nll = jnp.asarray([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    weights = jnp.asarray([[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]])
+    nats, count = losses.weighted_sum(nll, weights)
+    assert (float(nats), float(count)) == (1 + 2 + 16 + 32, 3.5)
+
+
+@pytest.mark.parametrize("unscored", [math.nan, math.inf])
+def test_an_unscored_position_counts_nothing_even_if_not_finite(unscored):
+    nats, count = losses.weighted_sum(jnp.asarray([[unscored, 3.0]]), jnp.asarray([[0.0, 1.0]]))
+    assert (float(nats), float(count)) == (3, 1)
+
+
+def test_a_scored_position_that_is_not_finite_shows():
+    nats, _ = losses.weighted_sum(jnp.asarray([[math.nan, 3.0]]), jnp.asarray([[1.0, 1.0]]))
+    assert math.isnan(nats)
+
+
+def test_nothing_scored_is_zero_of_zero():
+    nats, count = losses.weighted_sum(jnp.ones((2, 3)), jnp.zeros((2, 3)))
+    assert (float(nats), float(count)) == (0, 0)

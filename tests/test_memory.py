@@ -1,0 +1,76 @@
+"""Tests of the memory: shapes, filled slots, order of rows, resets, and the one stop_gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from txl_jax import memory as memory_lib
+from txl_jax.config import MemoryStart
+
+N, B, D = 2, 3, 5
+
+
+def start(mem_len: int, how: MemoryStart = MemoryStart.MASKED, dtype=jnp.float32) -> memory_lib.Memory:
+    return memory_lib.init(n_layer=N, batch_size=B, mem_len=mem_len, d_model=D, dtype=dtype, start=how)
+
+
+def layer_inputs(segment_len: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(N, B, segment_len, D)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("how", "valid"), [(MemoryStart.MASKED, 0), (MemoryStart.ZEROS, 4)])
+def test_start(how, valid):
+    memory = start(4, how, jnp.bfloat16)
+    assert (memory.hidden.shape, memory.hidden.dtype, memory.mem_len) == ((N, B, 4, D), jnp.bfloat16, 4)
+    assert (memory.valid.dtype, memory.valid.tolist()) == (jnp.int32, [valid] * B)
+    assert not memory.hidden.any()
+
+
+@pytest.mark.parametrize("mem_len", [0, 1, 4, 6, 11])
+@pytest.mark.parametrize("segment_lens", [(4, 4, 4, 4), (1, 6, 2, 9), (12, 1)])
+def test_update_keeps_the_last_rows_in_order(mem_len, segment_lens):
+    memory, rows = start(mem_len), [[] for _ in range(B)]
+    for k, segment_len in enumerate(segment_lens):
+        new = layer_inputs(segment_len, seed=k)
+        memory, rows = memory_lib.update(memory, jnp.asarray(new)), oracles.memory_update(rows, new, mem_len)
+        assert memory.hidden.shape == (N, B, mem_len, D)
+        assert memory.valid.tolist() == [len(row) for row in rows]
+        for b, row in enumerate(rows):
+            if row:
+                filled = memory.hidden[:, b, mem_len - len(row) :]
+                np.testing.assert_array_equal(filled, np.stack(row, axis=1))
+
+
+def test_update_keeps_the_type_of_the_memory():
+    memory = memory_lib.update(start(4, dtype=jnp.bfloat16), jnp.asarray(layer_inputs(3)))
+    assert memory.hidden.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("segment_len", [2, 4, 7])
+def test_update_stops_the_gradient_of_what_enters(segment_len):
+    def kept(new):
+        return jnp.sum(memory_lib.update(start(4), new).hidden)
+
+    new = jnp.asarray(layer_inputs(segment_len))
+    assert kept(new) != 0
+    np.testing.assert_array_equal(jax.grad(kept)(new), np.zeros_like(new))
+
+
+@pytest.mark.parametrize("how", MemoryStart)
+def test_reset_touches_only_the_marked_rows(how):
+    memory = memory_lib.update(start(4, how), jnp.asarray(layer_inputs(3)))
+    found, fresh = memory_lib.reset(memory, jnp.asarray([False, True, False]), how), start(4, how)
+    assert found.valid.tolist() == [memory.valid[0], fresh.valid[1], memory.valid[2]]
+    for b in (0, 2):
+        np.testing.assert_array_equal(found.hidden[:, b], memory.hidden[:, b])
+    if how is MemoryStart.ZEROS:  # Masked slots may hold anything.
+        assert not found.hidden[:, 1].any()
+
+
+def test_rows_fill_on_their_own_after_a_reset():
+    memory = memory_lib.update(start(6), jnp.asarray(layer_inputs(5)))
+    memory = memory_lib.reset(memory, jnp.asarray([False, True, False]), MemoryStart.MASKED)
+    memory = memory_lib.update(memory, jnp.asarray(layer_inputs(2)))
+    assert memory.valid.tolist() == [6, 2, 6]

@@ -1,0 +1,35 @@
+"""Tests of the units that are reported, and that totals add up to the mean over all tokens."""
+
+import doctest
+import math
+
+import pytest
+
+from txl_jax import metrics
+from txl_jax.metrics import Totals
+
+
+def test_the_examples_in_the_docstrings():
+    result = doctest.testmod(metrics)
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_units():
+    total = Totals(nats=6 * math.log(2), tokens=2)
+    assert total.nll == pytest.approx(3 * math.log(2))
+    assert total.bpc == pytest.approx(3)
+    assert total.perplexity == pytest.approx(8)
+
+
+def test_a_short_part_weighs_by_its_tokens():
+    """Not the mean of the two means, 2.5."""
+    assert (Totals(nats=3.0, tokens=3) + Totals(nats=4.0, tokens=1)).nll == pytest.approx(7 / 4)
+
+
+def test_nothing_scored_has_no_mean():
+    total = Totals()
+    assert math.isnan(total.nll) and math.isnan(total.bpc) and math.isnan(total.perplexity)
+
+
+def test_perplexity_beyond_all_numbers_is_infinite():
+    assert Totals(nats=1e6, tokens=1).perplexity == math.inf

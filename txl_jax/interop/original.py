@@ -1,0 +1,223 @@
+"""Weights of the authors' PyTorch release, in both directions, as a dict of numpy arrays.
+
+    params = to_flax(tensors, config, vocab_size=204)    # {"params": params} is what `model.apply` takes
+    tensors = from_flax(params, config)                  # every name of the release's state_dict
+
+The whole correspondence is the table that `_pieces` builds; each direction walks it once. The release
+stores a matrix as [out, in], stacks q, k and v in one matrix, has one tensor per layer and, in the
+softmax, one bias per cluster. Here matrices are [in, out] with heads as their own axis, layers are
+stacked, and there is one bias. Relative attention (the release's attn_type 0) only.
+"""
+
+import enum
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import flax.traverse_util
+import numpy as np
+
+from txl_jax.config import ModelConfig
+
+FREQUENCIES = "pos_emb.inv_freq"  # A constant of the release's state_dict: no parameter, checked when read.
+
+
+class ClusterOrder(enum.StrEnum):
+    """How the rows of cluster_weight and cluster_bias belong to the tail clusters."""
+
+    REVERSED = "reversed"  # Last row for the first tail: the authors' PyTorch release.
+    FORWARD = "forward"  # First row for the first tail, as here: Hugging Face.
+
+
+class Piece(NamedTuple):
+    """Rows of an original tensor, and the place in our parameters that holds the same numbers."""
+
+    name: str  # The original's tensor,
+    shape: tuple[int, ...]  # its shape,
+    rows: slice  # and which of its rows.
+    path: str  # Our parameter, "a/b/c",
+    path_shape: tuple[int, ...]  # its shape,
+    place: slice | int  # and where along its first axis.
+    transposed: bool  # [out, in] there, [in, out] here.
+
+
+def to_flax(
+    tensors: Mapping[str, np.ndarray],
+    config: ModelConfig,
+    *,
+    vocab_size: int,
+    cluster_order: ClusterOrder = ClusterOrder.REVERSED,
+) -> dict[str, Any]:
+    """The nested parameters of `TransformerXL` (with `final_norm` off), of the tensors' own dtypes.
+
+    Args:
+      tensors: every tensor by its original name, shared ones under all their names.
+      config: sizes and ties.
+      vocab_size: V.
+      cluster_order: order of the tails in `crit.cluster_weight` and `crit.cluster_bias`.
+
+    Raises:
+      ValueError: a tensor is missing, unknown or of the wrong shape, or shared tensors differ.
+    """
+    pieces = list(_pieces(config, vocab_size, cluster_order))
+    shared = aliases(config)
+    expected = {piece.name: piece.shape for piece in pieces}
+    expected |= {name: expected[first] for name, first in shared.items()}
+    _check({name: value for name, value in tensors.items() if name != FREQUENCIES}, expected, "tensor")
+    if FREQUENCIES in tensors:
+        _check_frequencies(tensors[FREQUENCIES], config.d_model)
+    for name, first in shared.items():
+        if not np.array_equal(tensors[name], tensors[first]):
+            raise ValueError(
+                f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight} and model.tie_projs "
+                f"{list(config.tie_projs)} share them; turn the tie off or give equal values"
+            )
+    flat: dict[str, np.ndarray] = {}
+    for piece in pieces:
+        source = tensors[piece.name][piece.rows]
+        target = flat.setdefault(piece.path, np.empty(piece.path_shape, source.dtype))[piece.place]
+        target[...] = (source.T if piece.transposed else source).reshape(target.shape)
+    return flax.traverse_util.unflatten_dict(flat, sep="/")
+
+
+def from_flax(
+    params: Mapping[str, Any], config: ModelConfig, *, cluster_order: ClusterOrder = ClusterOrder.REVERSED
+) -> dict[str, np.ndarray]:
+    """The inverse of `to_flax`: every name of the original's state_dict; shared names hold one array.
+
+    Also takes a tree of gradients: a shared tensor's is then the sum over its uses.
+
+    Raises:
+      ValueError: a parameter is missing, unknown or of the wrong shape, or has no name in the original.
+    """
+    flat = {path: np.asarray(value) for path, value in flax.traverse_util.flatten_dict(params, sep="/").items()}
+    if any(path.startswith("final_norm/") for path in flat):
+        raise ValueError("final_norm has no name in the original; train with compat.final_norm off to export pre-norm")
+    if "softmax/bias" not in flat:
+        raise ValueError("parameter softmax/bias is missing, expected with shape [V]; give the tree below 'params'")
+    pieces = list(_pieces(config, len(flat["softmax/bias"]), cluster_order))
+    _check(flat, {piece.path: piece.path_shape for piece in pieces}, "parameter")
+    tensors: dict[str, np.ndarray] = {}
+    for piece in pieces:
+        source = flat[piece.path][piece.place]
+        target = tensors.setdefault(piece.name, np.empty(piece.shape, source.dtype))[piece.rows]
+        target[...] = source.reshape(target.shape[::-1]).T if piece.transposed else source.reshape(target.shape)
+    tensors |= {name: tensors[first] for name, first in aliases(config).items()}
+    tensors[FREQUENCIES] = _frequencies(config.d_model).astype(tensors["r_w_bias"].dtype)
+    return tensors
+
+
+def aliases(config: ModelConfig) -> dict[str, str]:
+    """Second names of shared tensors, and the name that each is a second name of."""
+    n_table = config.n_cluster if config.div_val > 1 else 1
+    shared = {}
+    if config.tie_weight:
+        shared |= {f"crit.out_layers.{c}.weight": f"word_emb.emb_layers.{c}.weight" for c in range(n_table)}
+    if _is_projected(config):
+        for c, tied in enumerate(config.tie_projs):
+            if tied:
+                shared[f"crit.out_projs.{c}"] = f"word_emb.emb_projs.{c if config.div_val > 1 else 0}"
+    return shared
+
+
+def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -> Iterator[Piece]:
+    """The correspondence, tensor by tensor; second names of shared tensors are left out."""
+    yield from _position_biases(config)
+    for layer in range(config.n_layer):
+        yield from _layer(config, layer)
+    yield from _embedding_and_softmax(config, vocab_size)
+    if config.cutoffs:
+        rows = slice(None, None, -1) if cluster_order is ClusterOrder.REVERSED else slice(None)
+        for name, kind, shape in (("weight", "table", (config.embed_width,)), ("bias", "bias", ())):
+            shape = (len(config.cutoffs), *shape)
+            yield Piece(f"crit.cluster_{name}", shape, rows, f"softmax/tail_{kind}", shape, slice(None), False)
+
+
+def _position_biases(config: ModelConfig) -> Iterator[Piece]:
+    """u and v: [H, E], or [N, H, E] if each layer has its own."""
+    lead = (config.n_layer,) if config.untie_r else ()
+    shape = (*lead, config.n_head, config.d_head)
+    parent = "stack/layers/biases" if config.untie_r else "stack/biases"
+    for name, ours in (("r_w_bias", "content"), ("r_r_bias", "position")):
+        yield Piece(name, shape, slice(None), f"{parent}/{ours}", shape, slice(None), False)
+
+
+def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
+    """One layer's tensors; each is entry `layer` of a stacked parameter."""
+    d_model, n_head, d_head, d_inner = config.d_model, config.n_head, config.d_head, config.d_inner
+    heads = n_head * d_head
+
+    def piece(name: str, shape: tuple[int, ...], path: str, ours: tuple[int, ...], rows: slice = slice(None)) -> Piece:
+        stacked = (config.n_layer, *ours)
+        return Piece(f"layers.{layer}.{name}", shape, rows, f"stack/layers/{path}", stacked, layer, len(shape) == 2)
+
+    inward = (d_model, n_head, d_head)
+    for i, part in enumerate(("query", "key", "value")):
+        rows = slice(i * heads, (i + 1) * heads)
+        yield piece("dec_attn.qkv_net.weight", (3 * heads, d_model), f"attention/{part}", inward, rows)
+    yield piece("dec_attn.r_net.weight", (heads, d_model), "attention/position_key", inward)
+    yield piece("dec_attn.o_net.weight", (d_model, heads), "attention/output", (n_head, d_head, d_model))
+    yield piece("pos_ff.CoreNet.0.weight", (d_inner, d_model), "feed_forward/inner_kernel", (d_model, d_inner))
+    yield piece("pos_ff.CoreNet.0.bias", (d_inner,), "feed_forward/inner_bias", (d_inner,))
+    yield piece("pos_ff.CoreNet.3.weight", (d_model, d_inner), "feed_forward/outer_kernel", (d_inner, d_model))
+    yield piece("pos_ff.CoreNet.3.bias", (d_model,), "feed_forward/outer_bias", (d_model,))
+    for name, path in (("dec_attn", "attention_norm"), ("pos_ff", "feed_forward_norm")):
+        yield piece(f"{name}.layer_norm.weight", (d_model,), f"{path}/scale", (d_model,))
+        yield piece(f"{name}.layer_norm.bias", (d_model,), f"{path}/bias", (d_model,))
+
+
+def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Piece]:
+    """Tables, projections and biases of the clusters; with div_val 1 one table and one bias serve all."""
+    bounds = [0, *config.cutoffs, vocab_size] if config.div_val > 1 else [0, vocab_size]
+    shared = aliases(config)
+
+    def piece(name: str, path: str, shape: tuple[int, ...], transposed: bool) -> Piece:
+        return Piece(name, shape, slice(None), path, shape[::-1] if transposed else shape, slice(None), transposed)
+
+    for c, (start, end) in enumerate(itertools.pairwise(bounds)):
+        width = config.cluster_width(c)
+        yield piece(f"word_emb.emb_layers.{c}.weight", f"embedding/table_{c}", (end - start, width), False)
+        if f"crit.out_layers.{c}.weight" not in shared:
+            yield piece(f"crit.out_layers.{c}.weight", f"softmax/table_{c}", (end - start, width), False)
+        if _is_projected(config):
+            yield piece(f"word_emb.emb_projs.{c}", f"embedding/projection_{c}", (config.d_model, width), True)
+        name, rows = f"crit.out_layers.{c}.bias", (end - start,)
+        yield Piece(name, rows, slice(None), "softmax/bias", (vocab_size,), slice(start, end), False)
+    for c in range(config.n_cluster):
+        if _is_projected(config) and f"crit.out_projs.{c}" not in shared:
+            shape = (config.d_model, config.cluster_width(c))
+            yield piece(f"crit.out_projs.{c}", f"softmax/projection_{c}", shape, True)
+
+
+def _is_projected(config: ModelConfig) -> bool:
+    return config.div_val > 1 or config.embed_width != config.d_model
+
+
+def _frequencies(d_model: int) -> np.ndarray:
+    return 1 / 10000 ** (np.arange(0, d_model, 2) / d_model)
+
+
+def _check_frequencies(found: np.ndarray, d_model: int) -> None:
+    """Other frequencies would make another model, so they are refused."""
+    expected = _frequencies(d_model)
+    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-5, atol=0):
+        raise ValueError(
+            f"tensor {FREQUENCIES} of shape {list(found.shape)} is not 10000^(-2i/{d_model}), expected with shape "
+            f"{list(expected.shape)}; only those frequencies are supported"
+        )
+
+
+def _check(found: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]], kind: str) -> None:
+    """Raises `ValueError` for the first name that is missing, of another shape, or unknown."""
+    for name, shape in expected.items():
+        if name not in found:
+            raise ValueError(f"{kind} {name} is missing, expected with shape {list(shape)}; does the config fit?")
+        if found[name].shape != shape:
+            raise ValueError(
+                f"{kind} {name} has shape {list(found[name].shape)}, expected {list(shape)}; does the config fit?"
+            )
+    for name, value in found.items():
+        if name not in expected:
+            raise ValueError(
+                f"{kind} {name} of shape {list(value.shape)} was given, expected no such {kind}; does the config fit?"
+            )
