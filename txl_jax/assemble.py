@@ -133,6 +133,10 @@ def assemble(config: ExperimentConfig, *, vocab_size: int) -> Parts:
             f"train.batch_size is {config.train.batch_size} and the rows are spread over {groups} devices "
             f"(mesh.data x mesh.fsdp); choose a multiple of {groups}, or fewer devices with --mesh.data"
         )
+    for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.MODEL), ("d_inner", sharding.MODEL)):
+        size, devices = getattr(config.model, name), mesh.shape[axis]
+        if size % devices:
+            raise ValueError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
     schedule = optimizer_lib.learning_rate(config.optimizer, config.compat, steps=config.train.steps)
     return Parts(
         config=config,

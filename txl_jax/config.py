@@ -229,7 +229,7 @@ class DataConfig:
 class OptimizerConfig:
     """Adam with linear warm-up, cosine decay and clipping by the global norm."""
 
-    learning_rate: float = 2.5e-4  # Peak.
+    learning_rate: float = 2.5e-4  # Peak learning rate.
     warmup_steps: int = 0  # Updates over which the rate rises linearly from 0.
     adam_b1: float = 0.9  # Decay of the first moment.
     adam_b2: float = 0.999  # Decay of the second moment.

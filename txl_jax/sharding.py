@@ -74,12 +74,20 @@ def named(mesh: Mesh, *names: str | None) -> NamedSharding:
 def of_boxed(mesh: Mesh, tree: Any) -> Any:
     """Shardings for a tree whose arrays sit in boxes with logical axis names; bare arrays are replicated.
 
+    Vocabularies and their clusters have the size that the text gives them (205 bytes in enwik8), so such
+    an axis stays whole where it does not divide among the devices.
+
     Shaped like `nn.unbox(tree)`.
     """
+
+    def place(names: PartitionSpec, array: Any) -> NamedSharding:
+        uneven = [
+            name == axes.VOCAB and size % mesh.shape[MODEL] for name, size in zip(names, array.shape, strict=False)
+        ]
+        return named(mesh, *(None if whole else name for name, whole in zip(names, uneven, strict=False)))
+
     return jax.tree.map(
-        lambda names: named(mesh, *names),
-        nn.get_partition_spec(tree),
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+        place, nn.get_partition_spec(tree), nn.unbox(tree), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
 
 

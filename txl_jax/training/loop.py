@@ -55,13 +55,12 @@ def train(
         pending = step, metrics
         step += segments_per_call
         due = [hook for hook in hooks if step % hook.every == 0 or step == steps]
-        stopping = bool(stop_requested())
-        if due or stopping:
+        if due:
             progress.update(*_on_host(*pending))
             pending = None
         for hook in due:
             _run(hook, step, state, progress)
-        if stopping:
+        if stop_requested():  # Asked after the hooks: one that was cut short must be repeated at this very step.
             break
     if pending is not None:
         progress.update(*_on_host(*pending))

@@ -61,7 +61,7 @@ def make_train_step(
         gradient = jax.grad(loss, has_aux=True)
         grads, (nats, tokens, memory) = gradient(params, memory, segment, dropout_key)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        metrics = UpdateMetrics(nats, tokens, optax.global_norm(grads), jnp.asarray(schedule(step), jnp.float32))
+        metrics = UpdateMetrics(nats, tokens, optax.tree.norm(grads), jnp.asarray(schedule(step), jnp.float32))
         return (step + 1, optax.apply_updates(params, updates), opt_state), memory, metrics
 
     def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:

@@ -1,0 +1,118 @@
+"""Trains and scores on meshes of eight made-up CPU devices; run as a program by test_sharding, prints JSON.
+
+B = 8, D = 16, H = 2, E = 5, F = 12, L = 7, M = 9, N = 3, V = 14.
+"""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from txl_jax import config as config_lib
+from txl_jax.assemble import Parts, assemble
+from txl_jax.config import DType, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from txl_jax.data.segments import evaluation_segments, training_segments
+from txl_jax.evaluation.streaming import evaluate
+
+MESHES = {
+    "one": MeshConfig(data=1),
+    "data": MeshConfig(),
+    "mixed": MeshConfig(data=2, fsdp=2, model=2),
+    "fsdp": MeshConfig(fsdp=8),
+}
+B, L, V, CALLS, PER_CALL = 8, 7, 14, 3, 2
+TOKENS = np.random.default_rng(0).integers(V, size=B * L * 4 + 1)  # An epoch of four segments.
+
+
+def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
+    """The run on a mesh, with settings changed: `model__d_model` for model.d_model, and so on."""
+    steps = CALLS * PER_CALL
+    base = ExperimentConfig(
+        model=ModelConfig(
+            n_layer=3, d_model=16, n_head=2, d_head=5, d_inner=12, dropout=0.2, init_std=0.3, dtype=DType.FLOAT64
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.01),
+        mesh=mesh,
+        train=TrainConfig(
+            steps=steps,
+            batch_size=B,
+            segment_len=L,
+            mem_len=9,
+            segments_per_call=PER_CALL,
+            log_every=steps,
+            eval_every=steps,
+            checkpoint_every=steps,
+        ),
+        eval=EvalConfig(batch_size=1, segment_len=4, mem_len=11, clamp_len=0, segments_per_call=5),
+    )
+    return config_lib.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def run(parts: Parts) -> dict:
+    """Losses of each update, a score of one row, and where the parameters lie."""
+    train_step, compilation = parts.compile_train_step()
+    state, losses, norms = parts.init_state(), [], []
+    reader = training_segments(TOKENS, batch_size=B, segment_len=L)
+    for call in range(CALLS):
+        state, metrics = train_step(state, parts.place(reader.segments(call * PER_CALL, PER_CALL)))
+        losses += metrics.nats.tolist()
+        norms += metrics.grad_norm.tolist()
+    span = parts.config.eval
+    totals = evaluate(
+        parts.eval_step,
+        state.params,
+        parts.eval_memory(),
+        evaluation_segments(TOKENS[:50], batch_size=span.batch_size, segment_len=span.segment_len),
+        segments_per_call=span.segments_per_call,
+        place=parts.place,
+    )
+    return {
+        "losses": losses,
+        "grad_norms": norms,
+        "score": totals.nats,
+        "scored": totals.tokens,
+        "mesh": dict(parts.mesh.shape),
+        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
+        "bytes_per_device": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params)),
+        "moment_bytes_per_device": sum(
+            leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim
+        ),
+        "query_per_device": state.params["stack"]["layers"]["attention"]["query"].addressable_shards[0].data.shape,
+        "memory_per_device": state.memory.hidden.addressable_shards[0].data.shape,
+        "temporary_bytes": compilation.temporary_bytes,
+    }
+
+
+def uneven_vocabulary() -> dict:
+    """Where the parameters lie that a vocabulary of 13 and a mesh axis of 2 give."""
+    params = assemble(config(MESHES["mixed"]), vocab_size=13).init_state().params
+    table, query = params["embedding"]["table_0"], params["stack"]["layers"]["attention"]["query"]
+    return {
+        "table_per_device": table.addressable_shards[0].data.shape,
+        "table_spec": list(table.sharding.spec),
+        "query_spec": list(query.sharding.spec),
+    }
+
+
+def refusal(mesh: MeshConfig, **changes: Any) -> str:
+    """What is said of settings that do not fit."""
+    try:
+        assemble(config(mesh, **changes), vocab_size=V)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+if __name__ == "__main__":
+    found = {name: run(assemble(config(mesh), vocab_size=V)) for name, mesh in MESHES.items()}
+    found["uneven"] = uneven_vocabulary()
+    found["refusals"] = {
+        "batch": refusal(MESHES["mixed"], train__batch_size=6),
+        "remainder": refusal(MeshConfig(fsdp=3)),
+        "too many": refusal(MeshConfig(data=3, fsdp=2, model=2)),
+        "heads": refusal(MeshConfig(model=4)),
+        "inner": refusal(MeshConfig(model=8), model__n_head=8),
+        "width": refusal(MeshConfig(fsdp=4), model__d_model=18),
+    }
+    print(json.dumps(found))

@@ -1,0 +1,138 @@
+"""Tests streaming evaluation against one long pass and a plain loop: what is scored, blocks, padding, rows, stopping."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_run
+
+from txl_jax.config import DType, EvalConfig
+from txl_jax.data.segments import evaluation_segments
+from txl_jax.evaluation.streaming import evaluate, make_eval_step
+
+T, L, M = 25, 5, 7
+TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def model():
+    return tiny.make(dtype=DType.FLOAT64)
+
+
+@functools.cache
+def params():
+    return tiny_run.params(model())
+
+
+@functools.cache
+def eval_step(clamp_len: int, same_length: bool):
+    span = EvalConfig(clamp_len=clamp_len, same_length=same_length)
+    return jax.jit(make_eval_step(model(), span), donate_argnums=1)
+
+
+def totals(
+    text=TEXT, *, rows=1, segment_len=L, mem_len=M, per_call=1, clamp_len=0, same_length=False, valid=0, **others
+):
+    """Totals of a text; the memory first holds noise in `valid` slots."""
+    memory = model().init_memory(batch_size=rows, mem_len=mem_len)
+    noise = jax.random.normal(jax.random.key(9), memory.hidden.shape, memory.hidden.dtype)
+    return evaluate(
+        eval_step(clamp_len, same_length),
+        params(),
+        memory.replace(hidden=noise, valid=memory.valid + valid),
+        evaluation_segments(text, batch_size=rows, segment_len=segment_len),
+        segments_per_call=per_call,
+        place=jax.device_put,
+        **others,
+    )
+
+
+def by_hand(lengths: list[int], *, mem_len: int, clamp_len=0, same_length=False) -> float:
+    """Summed nats of TEXT read in segments of these lengths, cut and scored without the code under test."""
+    assert sum(lengths) == T - 1
+    encode = tiny.encoder(model(), clamp_len=clamp_len, same_length=same_length)
+    memory, nats, start = model().init_memory(batch_size=1, mem_len=mem_len), 0.0, 0
+    for length in lengths:
+        hidden, memory = encode({"params": params()}, jnp.asarray(TEXT[None, start : start + length]), memory)
+        log_p = model().apply({"params": params()}, hidden, method=model().log_probabilities)
+        for i in range(length):
+            nats -= float(log_p[0, i, TEXT[start + i + 1]])
+        start += length
+    return nats
+
+
+def test_every_token_but_the_first_is_scored_once_in_one_long_pass():
+    found = totals(mem_len=T)  # The memory spans the text.
+    assert found.tokens == T - 1
+    assert found.nats == pytest.approx(by_hand([T - 1], mem_len=0), rel=1e-12)
+
+
+@pytest.mark.parametrize(("clamp_len", "same_length"), [(0, False), (4, True)])
+def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_length):
+    expected = by_hand([5, 5, 5, 5, 4], mem_len=M, clamp_len=clamp_len, same_length=same_length)
+    found = totals(clamp_len=clamp_len, same_length=same_length)
+    assert found.nats == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("per_call", [2, 3, 5, 8])
+def test_blocks_and_their_padding_never_change_the_totals(per_call):
+    found, expected = totals(per_call=per_call), totals()  # Five segments: blocks of 2, 3 and 8 are padded.
+    assert found.tokens == expected.tokens
+    assert found.nats == pytest.approx(expected.nats, rel=1e-13)
+
+
+def test_padding_at_the_end_of_rows_never_changes_the_totals():
+    # 24 targets in rows of 6: one segment and a bit, padded, as whole segments of another cut.
+    padded, whole = totals(rows=4, segment_len=5, mem_len=6), totals(rows=4, segment_len=6, mem_len=6)
+    assert padded.tokens == whole.tokens == T - 1
+    assert padded.nats == pytest.approx(whole.nats, rel=1e-12)
+
+
+def test_rows_that_the_text_does_not_fill_are_padding():
+    # 24 targets in 7 rows of 4: the last row is empty.
+    short = totals(rows=7, segment_len=4, mem_len=0)
+    assert short.tokens == T - 1
+    assert short.nats == pytest.approx(totals(rows=1, segment_len=4, mem_len=0).nats, rel=1e-12)
+
+
+def test_without_memory_rows_are_only_another_order():
+    found, expected = totals(rows=3, segment_len=4, mem_len=0), totals(segment_len=4, mem_len=0)
+    assert found.tokens == expected.tokens
+    assert found.nats == pytest.approx(expected.nats, rel=1e-12)
+
+
+def test_with_memory_more_rows_mean_more_cold_starts():
+    one, three = totals(segment_len=4), totals(rows=3, segment_len=4)
+    assert one.tokens == three.tokens
+    assert abs(one.nats - three.nats) > 1e-3 * one.nats
+    # Rows of 8 targets are what three texts of 9 tokens would give.
+    apart = [totals(TEXT[start : start + 9], segment_len=4) for start in (0, 8, 16)]
+    assert three.nats == pytest.approx(sum(part.nats for part in apart), rel=1e-12)
+
+
+def test_a_used_memory_is_emptied_first():
+    assert totals(valid=M).nats == totals().nats
+
+
+def test_totals_come_along_one_call_late():
+    calls = []
+    result = totals(per_call=2, after_call=lambda done, so_far: calls.append((done, so_far)))
+    assert [done for done, _ in calls] == [2, 4]  # Of 5 segments; the last call's are the result.
+    assert [so_far.tokens for _, so_far in calls] == [10, 20]
+    assert calls[0][1].nats < calls[1][1].nats < result.nats
+
+
+def test_after_call_may_stop_it():
+    calls = []
+
+    def after_call(done, so_far):
+        calls.append(done)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        totals(after_call=after_call)
+    assert calls == [1]

@@ -1,0 +1,70 @@
+"""Tests the wiring of a run: parameter counts, state without memory, the size of the program, refusals."""
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+
+from txl_jax.assemble import assemble
+from txl_jax.config import DType, ExperimentConfig, ModelConfig
+from txl_jax.training.step import make_train_step
+
+ENWIK8_VOCABULARY = 204  # Without the newline, as the original prepares it.
+PUBLISHED = {
+    "enwik8_12l": (ModelConfig(n_layer=12, d_model=512, n_head=8, d_head=64, d_inner=2048), 41_055_436),
+    "enwik8_24l": (ModelConfig(n_layer=24, d_model=1024, n_head=8, d_head=128, d_inner=3072), 277_231_820),
+}
+
+
+@pytest.mark.parametrize(("model", "expected"), PUBLISHED.values(), ids=PUBLISHED)
+def test_published_models_have_the_published_number_of_parameters(model, expected):
+    made = assemble(ExperimentConfig(model=model), vocab_size=ENWIK8_VOCABULARY)
+    held = sum(array.nbytes for array in jax.live_arrays())
+    assert made.n_parameter == expected
+    assert sum(array.nbytes for array in jax.live_arrays()) == held
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made.abstract_state))
+
+
+def test_the_initial_state_is_as_announced():
+    made = tiny_run.parts(model__dtype=DType.BFLOAT16)
+    state = made.init_state()
+    for (path, found), expected in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(made.abstract_state), strict=True
+    ):
+        announced = (expected.shape, expected.dtype, expected.sharding)
+        assert (found.shape, found.dtype, found.sharding) == announced, jax.tree_util.keystr(path)
+    assert state.step == 0 and state.memory.hidden.dtype == "bfloat16"
+    assert made.n_parameter == sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert sum(leaf.size for leaf in moments) == 2 * made.n_parameter
+    assert not any(leaf.any() for leaf in moments)
+    assert np.std(state.params["stack"]["layers"]["attention"]["query"]) == pytest.approx(0.4, rel=0.2)
+
+
+def test_the_compilation_reports_its_scratch_memory():
+    *_, compilation = tiny_run.compiled()
+    one_activation = 4 * tiny_run.B * tiny_run.L * 6
+    assert compilation.temporary_bytes > 10 * one_activation
+    assert compilation.seconds > 0
+
+
+def test_the_training_program_does_not_grow_with_the_layers():
+    def lowered_size(n_layer):
+        made = tiny_run.parts(model__n_layer=n_layer)
+        step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
+        return len(jax.jit(step).lower(made.abstract_state, tiny_run.text().segments(0, 1)).as_text())
+
+    assert lowered_size(24) <= 1.01 * lowered_size(2)  # One per cent for longer numbers.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__segments_per_call": 3}, "train.steps is 10, no multiple of train.segments_per_call, 3"),
+        ({"model__cutoffs": (5, 13)}, "model.cutoffs end at 13 and the vocabulary has 13 tokens"),
+        ({"mesh__fsdp": 97}, "97"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_both_numbers(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_run.parts(**changes)

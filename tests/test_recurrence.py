@@ -1,0 +1,78 @@
+"""Tests the walk over segments against a Python loop, and what a reset bit inside a block empties."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from txl_jax import memory as memory_lib
+from txl_jax import recurrence
+from txl_jax.config import MemoryStart
+from txl_jax.data.segments import Segments
+
+S, B, L, M, N, D = 6, 3, 2, 5, 4, 7
+
+
+def segments(resets: list[tuple[int, int]]) -> Segments:
+    """Random tokens; `resets` are the (segment, row) whose bit is set."""
+    rng = np.random.default_rng(0)
+    reset = np.zeros((S, B), bool)
+    for place in resets:
+        reset[place] = True
+    return Segments(
+        inputs=rng.integers(1, 11, (S, B, L), dtype=np.int32),
+        targets=rng.integers(1, 11, (S, B, L), dtype=np.int32),
+        weights=np.ones((S, B, L), np.float32),
+        reset=reset,
+    )
+
+
+def empty_memory(start: MemoryStart) -> memory_lib.Memory:
+    return memory_lib.init(n_layer=N, batch_size=B, mem_len=M, d_model=D, dtype=jnp.float32, start=start)
+
+
+def body(state, memory, segment):
+    """Counts, collects all that it saw, and appends the tokens to the memory."""
+    saw = (state, memory, segment)
+    rows = jnp.broadcast_to(segment.inputs[None, :, :, None], (N, B, L, D)).astype(jnp.float32)
+    return state + segment.targets.sum(), memory_lib.update(memory, rows), saw
+
+
+def walk(start: MemoryStart, resets: list[tuple[int, int]]):
+    scan = jax.jit(lambda state, memory, segments: recurrence.scan_segments(body, state, memory, segments, start=start))
+    return jax.device_get(scan(jnp.int32(3), empty_memory(start), segments(resets)))
+
+
+@pytest.mark.parametrize("start", MemoryStart)
+@pytest.mark.parametrize("resets", [[], [(0, 0), (0, 1), (0, 2)], [(2, 1), (4, 0), (4, 2)]], ids=str)
+def test_the_walk_is_a_loop(start, resets):
+    state, memory, collected = walk(start, resets)
+    expected_state, expected_memory, expected = jnp.int32(3), empty_memory(start), []
+    for s in range(S):
+        segment = Segments(*(jnp.asarray(array[s]) for array in segments(resets)))
+        found = memory_lib.reset(expected_memory, segment.reset, start)
+        expected_state, expected_memory, saw = body(expected_state, found, segment)
+        expected.append(saw)
+    expected = (expected_state, expected_memory, jax.tree.map(lambda *leaves: np.stack(leaves), *expected))
+    for a, b in zip(jax.tree.leaves((state, memory, collected)), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("start", MemoryStart)
+def test_a_reset_inside_the_block_empties_only_its_rows(start):
+    at, row = 3, 1
+    _, _, (_, before, _) = walk(start, [])
+    _, _, (_, after, _) = walk(start, [(at, row)])
+    others = [0, 2]
+    np.testing.assert_array_equal(after.hidden[:, :, others], before.hidden[:, :, others])
+    np.testing.assert_array_equal(after.valid[:, others], before.valid[:, others])
+    np.testing.assert_array_equal(after.valid[:at], before.valid[:at])
+    np.testing.assert_array_equal(after.hidden[:at], before.hidden[:at])
+    # What the row's slots hold from the reset on: nothing, then the two tokens of each segment since.
+    if start is MemoryStart.MASKED:
+        assert before.valid[:, row].tolist() == [0, 2, 4, 5, 5, 5]
+        assert after.valid[:, row].tolist() == [0, 2, 4, 0, 2, 4]
+    else:
+        assert after.valid[:, row].tolist() == [M] * S  # Zeros are attended to.
+        filled = (after.hidden[:, 0, row, :, 0] != 0).astype(int).tolist()
+        assert filled[at:] == [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]

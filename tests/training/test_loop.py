@@ -1,0 +1,125 @@
+"""Tests the order of things in the training loop: calls, metrics, hooks, stopping. No model takes part."""
+
+import numpy as np
+import pytest
+
+from txl_jax.training.loop import Hook, train
+from txl_jax.training.progress import NonFiniteError
+from txl_jax.training.step import UpdateMetrics
+
+
+class Story:
+    """Stands in for everything around the loop, and writes down what happens in which order."""
+
+    def __init__(self, *, bad_call: int | None = None):
+        self.events: list[str] = []
+        self._bad_call = bad_call
+
+    def step(self, state, segments):
+        assert segments == state, "a call got another call's segments"
+        self.events.append(f"call {state}")
+        return state + self._per_call, UpdateMetrics(*(np.full(self._per_call, state, np.float32) for _ in range(4)))
+
+    def segments(self, done):
+        self.events.append(f"segments {done}")
+        return done
+
+    def update(self, first_step, metrics):
+        assert metrics.nats.tolist() == [first_step] * self._per_call, "metrics of another call"
+        if first_step == self._bad_call:
+            raise NonFiniteError(f"call {first_step}")
+        self.events.append(f"metrics {first_step}")
+
+    def exclude(self, seconds):
+        assert seconds >= 0
+        self.events.append("exclude")
+
+    def hook(self, name, every):
+        def action(step, state):
+            assert state == step
+            self.events.append(f"{name} {step}")
+
+        return Hook(every, action)
+
+    def run(self, steps, hooks=(), *, first_step=0, per_call=1, stop=lambda: False):
+        """The loop over this story; returns its result."""
+        self._per_call = per_call
+        return train(
+            first_step,
+            self.step,
+            self.segments,
+            first_step=first_step,
+            steps=steps,
+            segments_per_call=per_call,
+            progress=self,
+            hooks=list(hooks),
+            stop_requested=stop,
+        )
+
+    def only(self, *words) -> list[str]:
+        return [event for event in self.events if event.split()[0] in words]
+
+
+def test_metrics_are_fetched_one_call_late():
+    story = Story()
+    assert story.run(6, per_call=2) == (6, 6)
+    assert story.events == [
+        *("segments 0", "call 0", "segments 2"),
+        *("call 2", "segments 4", "metrics 0"),
+        *("call 4", "metrics 2"),
+        "metrics 4",
+    ]
+
+
+def test_hooks_run_in_order_at_multiples_and_at_the_end_after_all_metrics():
+    story = Story()
+    assert story.run(10, [story.hook("eval", 4), story.hook("save", 6)], per_call=2) == (10, 10)
+    assert story.only("eval", "save") == ["eval 4", "save 6", "eval 8", "eval 10", "save 10"]
+    for step in (4, 6, 8, 10):
+        at = next(i for i, event in enumerate(story.events) if event in (f"eval {step}", f"save {step}"))
+        reported = [event for event in story.events[:at] if event.startswith("metrics")]
+        assert reported == [f"metrics {first}" for first in range(0, step, 2)]
+    assert len(story.only("exclude")) == 5  # Each hook's time is left out of tokens/s.
+
+
+def test_a_bad_number_stops_the_run_before_a_hook_sees_its_state():
+    story = Story(bad_call=3)
+    with pytest.raises(NonFiniteError, match="call 3"):
+        story.run(8, [story.hook("save", 2)])
+    assert story.only("save") == ["save 2"]
+
+
+def test_a_bad_number_in_the_last_call_is_noticed_without_hooks():
+    with pytest.raises(NonFiniteError):
+        Story(bad_call=3).run(4)
+
+
+def test_a_stop_during_a_hook_ends_at_that_step():
+    story = Story()
+    result = story.run(9, [story.hook("eval", 4)], stop=lambda: "eval 4" in story.events)
+    assert result == (4, 4)
+    assert story.only("eval") == ["eval 4"]
+
+
+@pytest.mark.parametrize(("stop_after", "saves"), [(3, []), (4, ["save 4"])])
+def test_a_stop_breaks_after_the_call_with_everything_reported(stop_after, saves):
+    story = Story()
+    polls = iter(range(1, 100))
+    result = story.run(9, [story.hook("save", 4)], stop=lambda: next(polls) == stop_after)
+    assert result == (stop_after, stop_after)
+    assert story.only("call")[-1] == f"call {stop_after - 1}"
+    assert story.only("metrics") == [f"metrics {first}" for first in range(stop_after)]
+    assert story.only("save") == saves
+
+
+def test_a_run_goes_on_from_any_step():
+    story = Story()
+    assert story.run(6, [story.hook("save", 4)], first_step=3) == (6, 6)
+    assert story.only("call") == ["call 3", "call 4", "call 5"]
+    assert story.only("save") == ["save 4", "save 6"]
+
+
+def test_a_finished_run_does_nothing():
+    story = Story()
+    assert story.run(6, [story.hook("save", 4)], first_step=6) == (6, 6)
+    assert story.events == []

@@ -1,0 +1,75 @@
+"""Tests the learning-rate schedule against its formula, and clipping and Adam against numpy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from txl_jax.config import CompatConfig, OptimizerConfig, ScheduleOffset
+from txl_jax.training.optimizer import learning_rate, make_optimizer
+
+PEAK, WARMUP, STEPS, FLOOR = 0.5, 8, 20, 0.1
+
+
+def rates(*, warmup: int = WARMUP, offset: ScheduleOffset = ScheduleOffset.AFTER_WARMUP) -> list[float]:
+    """The rate of updates 0 .. STEPS + 1, from one compiled call as in training."""
+    config = OptimizerConfig(learning_rate=PEAK, warmup_steps=warmup)
+    schedule = learning_rate(config, CompatConfig(schedule_offset=offset, lr_floor=FLOOR), steps=STEPS)
+    return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(STEPS + 2))).tolist()
+
+
+def cosine(progress: float) -> float:
+    """From PEAK at 0 to FLOOR * PEAK at 1."""
+    return PEAK * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+@pytest.mark.parametrize("offset", ScheduleOffset)
+def test_the_warm_up_is_linear_from_zero(offset):
+    assert rates(offset=offset)[:WARMUP] == pytest.approx([PEAK * i / WARMUP for i in range(WARMUP)])
+
+
+def test_the_cosine_follows_the_warm_up_without_a_jump():
+    found = rates()
+    assert found[WARMUP] == pytest.approx(PEAK)
+    assert found[WARMUP:-1] == pytest.approx([cosine(i / (STEPS - WARMUP)) for i in range(STEPS - WARMUP + 1)])
+    assert found[STEPS] == pytest.approx(FLOOR * PEAK)
+    assert found[STEPS + 1] == pytest.approx(FLOOR * PEAK)  # And not up again.
+
+
+def test_the_original_cosine_counts_from_update_zero_and_jumps_down():
+    found = rates(offset=ScheduleOffset.ORIGINAL)
+    assert found[WARMUP:-1] == pytest.approx([cosine(i / STEPS) for i in range(WARMUP, STEPS + 1)])
+    assert found[WARMUP] < found[WARMUP - 1]  # The warm-up was still rising.
+
+
+@pytest.mark.parametrize("offset", ScheduleOffset)
+def test_without_warm_up_the_first_rate_is_the_peak(offset):
+    assert rates(warmup=0, offset=offset)[:-1] == pytest.approx([cosine(i / STEPS) for i in range(STEPS + 1)])
+
+
+def test_updates_are_those_of_a_numpy_adam_after_clipping(x64):
+    config = OptimizerConfig(learning_rate=0.1, warmup_steps=2, adam_b1=0.8, adam_b2=0.95, adam_eps=1e-3, clip_norm=0.7)
+    schedule = learning_rate(config, CompatConfig(), steps=10)
+    optimizer = make_optimizer(config, schedule)
+    rng = np.random.default_rng(0)
+    params = {"matrix": rng.normal(size=(2, 3)), "vector": rng.normal(size=4)}
+    state = optimizer.init(jax.tree.map(jnp.asarray, params))
+    first = {name: np.zeros(value.shape) for name, value in params.items()}
+    second = {name: np.zeros(value.shape) for name, value in params.items()}
+    clipped = 0
+    for count, size in enumerate((5.0, 0.05, 0.6, 1.0)):
+        gradient = {name: size * rng.normal(size=value.shape) for name, value in params.items()}
+        updates, state = optimizer.update(gradient, state, params)
+
+        norm = math.sqrt(sum((value**2).sum() for value in gradient.values()))
+        clipped += norm > config.clip_norm
+        rate = float(schedule(count))
+        for name in params:
+            g = gradient[name] * min(1, config.clip_norm / norm)
+            first[name] = 0.8 * first[name] + 0.2 * g
+            second[name] = 0.95 * second[name] + 0.05 * g**2
+            mean, square = first[name] / (1 - 0.8 ** (count + 1)), second[name] / (1 - 0.95 ** (count + 1))
+            np.testing.assert_allclose(updates[name], -rate * mean / (np.sqrt(square) + 1e-3), rtol=1e-6, atol=0)
+    assert 0 < clipped < 4  # Both sides of the limit were seen.

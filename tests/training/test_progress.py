@@ -1,0 +1,139 @@
+"""Tests the progress lines: their sums, what a resumed run prints, tokens/s, and the alarm."""
+
+import dataclasses
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+from txl_jax.training.progress import NonFiniteError, Progress, duration
+from txl_jax.training.step import UpdateMetrics
+
+STEPS, LOG_EVERY, TOKENS = 8, 4, 21
+
+
+class Log:
+    """Keeps what a RunLog would write."""
+
+    def __init__(self):
+        self.records, self.lines = [], []
+
+    def record(self, kind, step, values):
+        self.records.append({"kind": kind, "step": step, **values})
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def metrics(*steps: int, **changes) -> UpdateMetrics:
+    """What the updates of these numbers report, all different."""
+    step = np.asarray(steps, np.float32)
+    found = UpdateMetrics(
+        nats=60 + step, tokens=20 + 0 * step, grad_norm=1 / (1 + step), learning_rate=0.1 - step / 1000
+    )
+    return found._replace(**{name: np.asarray(value, np.float32) for name, value in changes.items()})
+
+
+def progress(log, window=None, clock=None) -> Progress:
+    return Progress(
+        log, steps=STEPS, log_every=LOG_EVERY, tokens_per_step=TOKENS, window=window, clock=clock or Clock()
+    )
+
+
+def test_a_line_sums_up_its_updates():
+    log, clock = Log(), Clock()
+    made = progress(log, clock=clock)
+    for first in (0, 2, 4, 6):
+        clock.now += 0.5
+        made.update(first, metrics(first, first + 1))
+    first, second = log.records
+    assert (first["kind"], first["step"], second["step"]) == ("train", 4, 8)
+    loss = (60 + 61 + 62 + 63) / 80
+    assert first["loss"] == pytest.approx(loss)
+    assert first["bpc"] == pytest.approx(loss / math.log(2))
+    assert first["grad_norm"] == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4) / 4)
+    assert first["learning_rate"] == pytest.approx(0.1 - 3 / 1000)  # Of the last update.
+    assert first["tokens_per_second"] == pytest.approx(4 * TOKENS / 1.0)
+    assert second["loss"] == pytest.approx((64 + 65 + 66 + 67) / 80)
+    assert "step 4/8 " in log.lines[0] and "ETA 0:00:01" in log.lines[0]
+
+
+def test_the_last_update_is_reported_between_multiples():
+    log = Log()
+    made = Progress(log, steps=3, log_every=2, tokens_per_step=TOKENS, clock=Clock())
+    for step in range(3):
+        made.update(step, metrics(step))
+    assert [record["step"] for record in log.records] == [2, 3]
+    assert log.records[1]["loss"] == pytest.approx(62 / 20)
+
+
+@pytest.mark.parametrize("stopped_after", range(1, STEPS))
+def test_a_resumed_run_writes_the_same_lines(stopped_after):
+    expected, resumed = Log(), Log()
+    whole, before = progress(expected), progress(resumed)
+    for step in range(STEPS):
+        whole.update(step, metrics(step))
+    for step in range(stopped_after):
+        before.update(step, metrics(step))
+    after = progress(resumed, json.loads(json.dumps(dataclasses.asdict(before.window))))
+    for step in range(stopped_after, STEPS):
+        after.update(step, metrics(step))
+
+    def timeless(log):
+        return (
+            [{**record, "tokens_per_second": None} for record in log.records],
+            [re.sub(r"  [^ ]+ tokens/s.*", "", line) for line in log.lines],
+        )
+
+    assert timeless(resumed) == timeless(expected)
+
+
+def test_tokens_per_second_counts_this_process_and_not_the_hooks():
+    log, clock = Log(), Clock()
+    made = progress(log, window={"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2}, clock=clock)
+    for step in (2, 3):
+        clock.now += 1.0
+        made.update(step, metrics(step))
+    clock.now += 50.0  # An evaluation.
+    made.exclude(50.0)
+    for step in (4, 5, 6, 7):
+        clock.now += 2.0
+        made.update(step, metrics(step))
+    assert [record["tokens_per_second"] for record in log.records] == pytest.approx([TOKENS / 1.0, TOKENS / 2.0])
+    assert log.records[0]["loss"] == pytest.approx((130 + 62 + 63) / 80)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nats": [60, math.nan, math.inf]},
+        {"grad_norm": [1, math.inf, 1]},
+        {"grad_norm": [1, math.nan, 1]},
+        {"nats": [60, -math.inf, 60], "grad_norm": [1, 1, math.nan]},
+    ],
+)
+def test_the_alarm_names_the_first_bad_update(changes):
+    log = Log()
+    made = progress(log)
+    made.update(0, metrics(0))
+    with pytest.raises(NonFiniteError, match=r"^update 3: .*(nan|inf).*learning rate 9\.80e-02"):
+        made.update(1, metrics(1, 2, 3, **changes))
+    assert made.window.updates == 1 and not log.records  # Nothing of that call is counted or reported.
+
+
+def test_durations():
+    assert duration(0.4) == "0:00:00"
+    assert duration(59.6) == "0:01:00"
+    assert duration(3723) == "1:02:03"
+    assert duration(200_000) == "2d 7:33:20"
+    assert duration(math.inf) == duration(math.nan) == "unknown"

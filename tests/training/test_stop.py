@@ -1,0 +1,58 @@
+"""Tests that the first signal is noted, the second acts as before, and handlers come back."""
+
+import os
+import signal
+
+import pytest
+
+from txl_jax.training.stop import StopRequest
+
+NAMES = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+
+
+@pytest.fixture
+def arrivals():
+    """The signals that reach the handlers from before the request, instead of ending the tests."""
+    seen: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: seen.append(number)) for number in NAMES.values()}
+    yield seen
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("second", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("first", NAMES)
+def test_the_first_signal_is_noted_and_the_second_acts_as_before(arrivals, first, second):
+    with StopRequest() as stop:
+        assert not stop and stop.signal_name is None
+        send(NAMES[first])
+        assert stop and stop.signal_name == first and stop.signal_number == NAMES[first]
+        assert arrivals == []
+        send(second)
+        assert arrivals == [second]
+    assert stop.signal_name == first
+
+
+def test_handlers_come_back(arrivals):
+    before = {number: signal.getsignal(number) for number in NAMES.values()}
+    with pytest.raises(KeyError), StopRequest():
+        assert all(signal.getsignal(number) != handler for number, handler in before.items())
+        raise KeyError
+    assert {number: signal.getsignal(number) for number in NAMES.values()} == before
+    send(signal.SIGTERM)
+    assert arrivals == [signal.SIGTERM]
+
+
+def test_ctrl_c_twice_interrupts():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
+            send(signal.SIGINT)
+            assert stop
+            send(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
