@@ -86,8 +86,8 @@ class Generator:
             tokens_B = draw(keys, context.log_probabilities, self._config)
             return self._read_segment(params, context.memory, tokens_B[:, None]), tokens_B
 
-        context, tokens_SxB = jax.lax.scan(write, context, first + jnp.arange(count))
-        return context, tokens_SxB.T
+        context, tokens = jax.lax.scan(write, context, first + jnp.arange(count))
+        return context, tokens.T
 
 
 def draw(keys: jax.Array, log_probabilities: jax.Array, config: GenerateConfig) -> jax.Array:

@@ -103,8 +103,10 @@ class RunLog:
             self._events.flush()
 
     def say(self, line: str) -> None:
-        """Prints a line, and adds it to log.txt."""
+        """Prints a line, and adds it to log.txt; after `close` it only prints."""
         print(line, flush=True)
+        if self._lines.closed:
+            return
         with _Writing(self._workdir):
             self._lines.write(line + "\n")
             self._lines.flush()

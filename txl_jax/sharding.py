@@ -33,10 +33,10 @@ _MESH_AXES = {
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh over this run's devices.
+    """The mesh over this run's devices; with `data` given, those beyond the product stay idle.
 
     Raises:
-      ValueError: the sizes do not multiply to the number of devices.
+      ValueError: the sizes ask for more devices than there are, or leave a remainder where `data` is 0.
     """
     devices = jax.devices()
     shared = config.fsdp * config.model

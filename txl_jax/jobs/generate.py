@@ -40,9 +40,9 @@ def run(
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     write(decoder.decode(prompt))
     blocks = []
-    for block_BxS in generator.tokens(params, ids):
-        blocks.append(block_BxS)
-        write(decoder.decode(vocabulary.decode(block_BxS[0])))
+    for block in generator.tokens(params, ids):
+        blocks.append(block)
+        write(decoder.decode(vocabulary.decode(block[0])))
     write(decoder.decode(b"", final=True) + "\n")
     texts = [vocabulary.decode(row) for row in np.concatenate(blocks, axis=1)]
     for number, text in enumerate(texts[1:], start=2):

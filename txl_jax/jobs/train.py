@@ -84,16 +84,18 @@ class _Run:
         self.stop_requested = stop_requested
         self.saved_step = -1
         self.evaluation_pending = False
+        self.log: RunLog | None = None
+        self.unsaid: list[str] = []  # Until the log is open: it opens at a step that the checkpoints tell.
 
     def run(self, changes: list[str]) -> Outcome:
-        messages: list[str] = []
+        self.unsaid += changes
         with (
-            Checkpointer(self.workdir.latest, keep=self.config.keep_checkpoints, report=messages.append) as self.latest,
-            Checkpointer(self.workdir.best, keep=1, report=messages.append) as self.best,
+            Checkpointer(self.workdir.latest, keep=self.config.keep_checkpoints, report=self._note) as self.latest,
+            Checkpointer(self.workdir.best, keep=1, report=self._note) as self.best,
         ):
             step, state, notes = self._restore_or_init()
             with RunLog(self.workdir.path, first_step=step) as self.log:
-                self._open(step, changes + messages)
+                self._open(step)
                 train_step, compilation = self.parts.compile_train_step()
                 self.log.say(report.memory_line(self.parts, compilation))
                 step, state = self._train(train_step, step, state, notes)
@@ -106,11 +108,17 @@ class _Run:
         self.saved_step = restored[0]
         return restored
 
-    def _open(self, step: int, messages: list[str]) -> None:
+    def _note(self, line: str) -> None:
+        if self.log is None:
+            self.unsaid.append(line)
+        else:
+            self.log.say(f"note      {line}")
+
+    def _open(self, step: int) -> None:
         for line in report.opening(self.parts, self.corpus, self.reader):
             self.log.say(line)
-        for line in messages:
-            self.log.say(f"note      {line}")
+        for line in self.unsaid:
+            self._note(line)
         if step:
             epoch, index = divmod(step, self.reader.n_segments)
             self.log.say(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
@@ -126,6 +134,8 @@ class _Run:
         )
         if notes.get("evaluation_pending"):
             self._evaluate(step, state)
+            if self.evaluation_pending:
+                return step, state
         try:
             return train(
                 state,
@@ -196,7 +206,7 @@ class _Run:
         params = state.params if restored is None else restored[1]["params"]
         began = time.monotonic()
         totals = self._score(params, self.corpus.test, "test")
-        self.log.record("test", best["step"], as_record(totals))
+        self.log.record("test", self.config.steps, as_record(totals))
         self.log.say(report.timed(f"test {report.scores(totals)}", time.monotonic() - began))
         results = {
             "corpus": self.corpus.name,

@@ -29,6 +29,7 @@ def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.Layer
     return nn.LayerNorm(
         epsilon=compat.layer_norm_eps,
         dtype=dtype,
+        param_dtype=jnp.result_type(float),  # As every other parameter: float64 in a float64 run.
         use_fast_variance=False,
         scale_init=parameters.ones(axes.NORM),
         bias_init=parameters.zeros(axes.NORM),

@@ -1,0 +1,273 @@
+"""Tests that every setting is read: a second value of it changes something that a run does."""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from txl_jax import config as config_lib
+from txl_jax.assemble import assemble
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    DType,
+    EvalConfig,
+    ExperimentConfig,
+    GenerateConfig,
+    LossPart,
+    MemoryStart,
+    ModelConfig,
+    Newlines,
+    NormPlace,
+    OptimizerConfig,
+    Remat,
+    ScheduleOffset,
+    TrainConfig,
+    Window,
+)
+from txl_jax.data.corpus import read_corpus
+from txl_jax.data.segments import evaluation_segments, training_segments
+from txl_jax.generation import Generator
+from txl_jax.jobs import train
+from txl_jax.jobs.generate import read_prompt
+from txl_jax.run_log import read_metrics
+from txl_jax.training.state import init_state
+from txl_jax.training.step import make_train_step
+from txl_jax.workdir import Workdir
+
+# Chosen so that every setting matters: clusters, pre layer norm, same_length, a clamp, a warm-up.
+BASE = ExperimentConfig(
+    model=ModelConfig(
+        n_layer=2,
+        d_model=12,
+        n_head=2,
+        d_head=5,
+        d_inner=14,
+        d_embed=16,
+        attention_dropout=0.1,
+        layer_norm=NormPlace.PRE,
+        cutoffs=(100, 200),
+        div_val=2,
+        tie_projs=(False, True, True),
+    ),
+    data=DataConfig(corpus=CorpusName.TEXT, file="words.txt"),
+    optimizer=OptimizerConfig(warmup_steps=2),
+    train=TrainConfig(
+        steps=8,
+        batch_size=2,
+        segment_len=7,
+        mem_len=5,
+        clamp_len=6,
+        same_length=True,
+        segments_per_call=2,
+        log_every=4,
+        eval_every=4,
+        checkpoint_every=4,
+    ),
+    eval=EvalConfig(batch_size=2, segment_len=6, mem_len=9, clamp_len=4, segments_per_call=2),
+    generate=GenerateConfig(length=4, top_k=10),
+)
+
+# Where each setting must show, and its second value.
+SECOND = {
+    "seed": ("init", 5),
+    "model.n_layer": ("init", 3),
+    "model.d_model": ("init", 14),
+    "model.n_head": ("init", 3),
+    "model.d_head": ("init", 6),
+    "model.d_inner": ("init", 15),
+    "model.d_embed": ("init", 20),
+    "model.dropout": ("train_step", 0.2),
+    "model.attention_dropout": ("train_step", 0.3),
+    "model.layer_norm": ("train_step", NormPlace.POST),
+    "model.untie_r": ("init", True),
+    "model.tie_weight": ("init", False),
+    "model.cutoffs": ("init", (90, 200)),
+    "model.div_val": ("init", 1),
+    "model.tie_projs": ("init", (False, False, True)),
+    "model.init_std": ("init", 0.03),
+    "model.projection_init_std": ("init", 0.03),
+    "model.dtype": ("train_step", DType.BFLOAT16),
+    "model.remat": ("train_step", Remat.FULL),
+    "compat.memory_start": ("train_step", MemoryStart.ZEROS),
+    "compat.same_length_window": ("train_step", Window.MEM_LEN_PLUS_ONE),
+    "compat.layer_norm_eps": ("train_step", 1e-12),
+    "compat.final_norm": ("init", False),
+    "compat.schedule_offset": ("train_step", ScheduleOffset.ORIGINAL),
+    "compat.lr_floor": ("train_step", 0.1),
+    "data.corpus": ("corpus", CorpusName.PYTHON_STDLIB),
+    "data.file": ("corpus", "other.txt"),
+    "data.train": ("corpus", ("other.txt",)),
+    "data.valid": ("corpus", ("other.txt",)),
+    "data.test": ("corpus", ("other.txt",)),
+    "data.newlines": ("corpus", Newlines.DROP),
+    "optimizer.learning_rate": ("train_step", 1e-3),
+    "optimizer.warmup_steps": ("train_step", 3),
+    "optimizer.adam_b1": ("train_step", 0.8),
+    "optimizer.adam_b2": ("train_step", 0.9),
+    "optimizer.adam_eps": ("train_step", 1e-6),
+    "optimizer.clip_norm": ("train_step", 1.0),
+    "mesh.data": ("devices", 2),
+    "mesh.fsdp": ("devices", 2),
+    "mesh.model": ("devices", 2),
+    "train.steps": ("train_step", 10),
+    "train.batch_size": ("batch", 3),
+    "train.segment_len": ("batch", 8),
+    "train.mem_len": ("train_step", 6),
+    "train.clamp_len": ("train_step", 3),
+    "train.same_length": ("train_step", False),
+    "train.loss": ("train_step", LossPart.HALF),
+    "train.segments_per_call": ("batch", 4),
+    "train.log_every": ("files", 2),
+    "train.eval_every": ("files", 2),
+    "train.checkpoint_every": ("files", 2),
+    "train.keep_checkpoints": ("files", 1),
+    "eval.batch_size": ("batch", 3),
+    "eval.segment_len": ("batch", 5),
+    "eval.mem_len": ("eval_step", 8),
+    "eval.clamp_len": ("eval_step", 5),
+    "eval.same_length": ("eval_step", False),
+    "eval.segments_per_call": ("batch", 3),
+    "eval.valid_tokens": ("files", 20),
+    "generate.prompt": ("prompt", "one"),
+    "generate.prompt_file": ("prompt", "prompt.txt"),
+    "generate.length": ("text", 5),
+    "generate.samples": ("text", 3),
+    "generate.temperature": ("text", 0.1),
+    "generate.top_k": ("text", 2),
+    "generate.top_p": ("text", 0.05),
+    "generate.seed": ("text", 3),
+}
+
+# Settings that stand beside the second value, so that it is legal.
+BESIDE = {
+    "data.corpus": {"data.file": ""},
+    "train.eval_every": {},
+    **{
+        f"data.{split}": {"data.file": "", **{f"data.{other}": ("words.txt",) for other in ("train", "valid", "test")}}
+        for split in ("train", "valid", "test")
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def texts(tmp_path, monkeypatch):
+    """The files that the settings name."""
+    rng = np.random.default_rng(0)
+    for name in ("words.txt", "other.txt"):
+        (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "three"], 300)))
+    (tmp_path / "prompt.txt").write_text("two")
+    monkeypatch.chdir(tmp_path)
+
+
+def parts_of(config):
+    return assemble(config, vocab_size=256)
+
+
+def init(config):
+    """The lowered initialisation: shapes, seeds and deviations."""
+    parts, span = parts_of(config), config.train
+    make = functools.partial(
+        init_state, parts.model, parts.optimizer, seed=config.seed, batch_size=span.batch_size, mem_len=span.mem_len
+    )
+    return jax.jit(lambda: nn.unbox(make())).lower().as_text()
+
+
+def train_step(config):
+    """The lowered update."""
+    parts = parts_of(config)
+    step = make_train_step(parts.model, parts.optimizer, parts.schedule, config)
+    reader = training_segments(np.arange(200), batch_size=config.train.batch_size, segment_len=config.train.segment_len)
+    return jax.jit(step).lower(parts.abstract_state, reader.segments(0, 1)).as_text()
+
+
+def eval_step(config):
+    """The lowered scoring."""
+    parts = parts_of(config)
+    reader = evaluation_segments(np.arange(200), batch_size=config.eval.batch_size, segment_len=config.eval.segment_len)
+    return parts.eval_step.lower(parts.abstract_state.params, parts.eval_memory(), reader.segments(0, 1)).as_text()
+
+
+def batch(config):
+    """What the first calls of training and evaluation read."""
+    tokens = np.arange(200)
+    first_train = training_segments(tokens, batch_size=config.train.batch_size, segment_len=config.train.segment_len)
+    first_eval = evaluation_segments(tokens, batch_size=config.eval.batch_size, segment_len=config.eval.segment_len)
+    calls = (
+        first_train.segments(0, config.train.segments_per_call),
+        first_eval.segments(0, config.eval.segments_per_call),
+    )
+    return jax.tree.map(np.ndarray.tolist, calls)
+
+
+def corpus(config):
+    """The text."""
+    read = read_corpus(config.data, "")
+    return read.digest, read.description
+
+
+def devices(config):
+    """The mesh, or, on one device, why there is none."""
+    try:
+        return parts_of(config).mesh.shape
+    except ValueError as error:
+        return str(error)
+
+
+def files(config):
+    """What a tiny run leaves."""
+    workdir = Workdir(config_run_folder(config))
+    train.run(config, read_corpus(config.data, ""), workdir)
+    records = [(record["kind"], record["step"], record.get("tokens")) for record in read_metrics(workdir.path)]
+    return records, sorted(path.name for path in workdir.latest.iterdir())
+
+
+def config_run_folder(config):
+    from pathlib import Path
+
+    return Path.cwd() / f"run-{abs(hash(config))}"
+
+
+def prompt(config):
+    """What generation goes on from."""
+    return read_prompt(config.generate)
+
+
+def text(config):
+    """What is written, by random weights that are large enough to have an opinion."""
+    parts = parts_of(config)
+    params = jax.tree.map(
+        lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.abstract_state.params
+    )
+    blocks = Generator(parts.model, config.eval, config.generate).tokens(params, np.arange(3))
+    return np.concatenate(list(blocks), axis=1).tolist()
+
+
+PROBES = {probe.__name__: probe for probe in (init, train_step, eval_step, batch, corpus, devices, files, prompt, text)}
+
+
+def test_the_table_names_every_setting():
+    assert set(SECOND) == {leaf.name for leaf in config_lib.leaves()}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_second_value_changes_what_a_run_does(name):
+    probe, value = SECOND[name]
+    beside = {k: v for k, v in BESIDE.get(name, {}).items() if k != name}
+    before = config_lib.replace(BASE, beside)
+    if name.startswith("data.") and name not in ("data.corpus", "data.file", "data.newlines"):
+        before = config_lib.replace(before, {name: ("words.txt",)})
+    after = config_lib.replace(before, {name: value})
+    if name == "data.corpus":  # Without a file, own text has no legal first value.
+        before = BASE
+    assert PROBES[probe](before) != PROBES[probe](after)
+
+
+def test_values_that_do_not_differ_change_nothing():
+    """The probes themselves are repeatable, else the test above could not fail."""
+    copy = dataclasses.replace(BASE)
+    for name in ("init", "train_step", "eval_step", "batch", "corpus", "devices", "prompt", "text"):
+        assert PROBES[name](BASE) == PROBES[name](copy)

@@ -1,0 +1,95 @@
+"""Tests the flags that are made from the config tree, and how a command line becomes a config."""
+
+import pytest
+from absl import flags
+
+from experiments import flag_tree
+from txl_jax import config as config_lib
+from txl_jax.config import COMPAT_PRESETS, ExperimentConfig, MemoryStart, NormPlace
+
+
+def parsed(*words, base=None):
+    """The config that a command line makes."""
+    values = flags.FlagValues()
+    flag_tree.define(ExperimentConfig(), values)
+    flag_tree.parse(["program", *words], values)
+    return flag_tree.build(base or ExperimentConfig(), values)
+
+
+def test_nothing_given_is_the_default():
+    assert parsed() == ExperimentConfig()
+
+
+def test_every_kind_of_value():
+    config = parsed(
+        "--model.n_layer=3",
+        "--model.dropout=0.25",
+        "--model.layer_norm=pre",
+        "--model.untie_r",
+        "--notrain.same_length",
+        "--model.cutoffs=20,40",
+        "--model.tie_projs=False,true,1",
+        "--data.train=a.txt,b.txt",
+        "--data.file=x",
+    )
+    assert config.model.n_layer == 3
+    assert config.model.dropout == 0.25
+    assert config.model.layer_norm is NormPlace.PRE
+    assert config.model.untie_r is True
+    assert config.train.same_length is False
+    assert config.model.cutoffs == (20, 40)
+    assert config.model.tie_projs == (False, True, True)
+    assert config.data.train == ("a.txt", "b.txt")
+    assert config.data.file == "x"
+
+
+def test_what_was_not_given_stays_as_the_base_has_it():
+    base = config_lib.replace(ExperimentConfig(), {"model.n_layer": 5, "model.n_head": 2})
+    config = parsed("--model.n_layer=12", base=base)  # 12 is the default, but it was given.
+    assert (config.model.n_layer, config.model.n_head) == (12, 2)
+
+
+@pytest.mark.parametrize("preset", COMPAT_PRESETS)
+def test_a_preset_sets_its_group_and_single_flags_change_it_further(preset):
+    assert parsed(f"--compat={preset}").compat == COMPAT_PRESETS[preset]
+    config = parsed("--compat.layer_norm_eps=0.5", f"--compat={preset}")
+    assert config.compat.layer_norm_eps == 0.5
+    assert config.compat.memory_start == COMPAT_PRESETS[preset].memory_start
+
+
+def test_presets_differ_where_the_implementations_do():
+    assert COMPAT_PRESETS["tf"].memory_start is MemoryStart.ZEROS
+    assert COMPAT_PRESETS["pytorch"].memory_start is MemoryStart.MASKED
+
+
+def test_every_flag_has_the_fields_comment_as_help():
+    for leaf in config_lib.leaves():
+        assert len(flag_tree.field_comment(leaf)) > 5, leaf.name
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model.n_layers=3"], "there is no flag --model.n_layers; did you mean model.n_layer"),
+        (["--nonsense=3"], "there is no flag --nonsense"),
+        (["--model.n_layer=three"], "model.n_layer"),
+        (["--model.layer_norm=middle"], "post"),
+        (["--model.cutoffs=20,x"], "--model.cutoffs has an entry 'x'"),
+        (["train"], "'train' is not a flag"),
+        (["--flagfile=enwik8_12"], "there is no flagfile 'enwik8_12'.*did you mean enwik8_12l.*the names are: .*small"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, says):
+    with pytest.raises(ValueError, match=says) as error:
+        parsed(*words)
+    assert "\n" not in str(error.value).strip()
+
+
+def test_a_flagfile_is_found_by_name_and_by_path_and_later_flags_win(tmp_path):
+    path = tmp_path / "mine.flags"
+    path.write_text("# a comment\n--model.n_layer=7\n--model.n_head=3\n")
+    config = parsed(f"--flagfile={path}", "--model.n_head=4")
+    assert (config.model.n_layer, config.model.n_head) == (7, 4)
+    assert parsed("--flagfile=enwik8_12l").train.batch_size == 22
+    assert parsed("--flagfile", "enwik8_12l").train.batch_size == 22
+    assert parsed("--train.batch_size=3", "--flagfile=enwik8_12l").train.batch_size == 22

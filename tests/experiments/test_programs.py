@@ -1,0 +1,151 @@
+"""Tests the programs as a user starts them: a kill, a signal, and what the first mistakes are answered."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from txl_jax.run_log import read_metrics
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 "
+    "--train.batch_size=4 --train.segment_len=16 --train.mem_len=16 --train.segments_per_call=2 "
+    "--train.steps=600 --train.log_every=10 --train.eval_every=150 --train.checkpoint_every=50 "
+    "--eval.batch_size=4 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=0"
+).split()
+
+
+def start(program, *flags, **kwargs):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", f"experiments.{program}", *flags]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def numbers(workdir):
+    records = read_metrics(workdir)
+    return {(r["kind"], r["step"]): {k: v for k, v in r.items() if k != "tokens_per_second"} for r in records}
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 12_000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text_file, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    code, out, err = finish(start("text", *TINY, f"--data.file={text_file}", f"--workdir={workdir}"))
+    assert code == 0, err
+    return workdir, out
+
+
+def wait_for_step(workdir, step, process):
+    """Returns once the run has reported `step`."""
+    for _ in range(1200):
+        if any(record["step"] >= step for record in read_metrics(workdir)):
+            return
+        if process.poll() is not None:
+            pytest.fail(f"the run ended before step {step}: {process.communicate()}")
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"the run never came to step {step}")
+
+
+def test_after_kill_9_every_later_number_is_that_of_an_undisturbed_run(undisturbed, text_file, tmp_path):
+    command = [*TINY, f"--data.file={text_file}", f"--workdir={tmp_path}"]
+    killed_at = 0
+    for step in (120, 330):
+        process = start("text", *command)
+        wait_for_step(tmp_path, step, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        killed_at = max(record["step"] for record in read_metrics(tmp_path))
+        assert step <= killed_at < 600
+    code, out, err = finish(start("text", *command))
+    assert code == 0, err
+    assert "resuming  after step" in out
+    assert numbers(tmp_path) == numbers(undisturbed[0])
+    results, expected = (json.loads((folder / "results.json").read_text()) for folder in (tmp_path, undisturbed[0]))
+    assert results["test"] == expected["test"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_saves_and_leaves_with_a_clear_line(undisturbed, text_file, tmp_path, name):
+    command = [*TINY, f"--data.file={text_file}", f"--workdir={tmp_path}"]
+    process = start("text", *command)
+    wait_for_step(tmp_path, 60, process)
+    process.send_signal(signal.Signals[name])
+    code, out, err = finish(process)
+    assert code == 128 + signal.Signals[name]
+    assert "stopped   on request after step" in out
+    assert "Traceback" not in err
+    stopped_at = int(out.rpartition("after step ")[2].split(";")[0])
+    assert (tmp_path / "checkpoints" / "latest" / str(stopped_at)).exists()
+    code, out, err = finish(start("text", *command))
+    assert code == 0 and f"resuming  after step {stopped_at}" in out
+    assert numbers(tmp_path) == numbers(undisturbed[0])
+
+
+def test_the_run_opens_with_its_sizes_and_reports_progress(undisturbed):
+    _, out = undisturbed
+    for words in ("parameters", "tokens per step", "epochs", "memory", "ETA", "tokens/s", "bpc", "best so far"):
+        assert words in out, words
+
+
+def test_evaluation_and_generation_need_only_the_workdir(undisturbed):
+    workdir, _ = undisturbed
+    code, out, err = finish(start("text", "--mode=eval", f"--workdir={workdir}", "--eval.mem_len=8"))
+    assert code == 0, err
+    assert json.loads((workdir / "evaluation.json").read_text())["eval"]["mem_len"] == 8
+    flags = ["--mode=generate", f"--workdir={workdir}", "--generate.length=40", "--generate.prompt=one two"]
+    first, second = (finish(start("text", *flags)) for _ in range(2))
+    assert first[0] == 0, first[2]
+    assert first[1] == second[1] and "one two" in first[1]
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "code", "says"),
+    [
+        ("enwik8", ["--workdir=WORK", "--data_dir=WORK"], 1, ["enwik8.zip", "--data.file", "mattmahoney"]),
+        ("enwik8", ["--workdir=WORK", "--data.file=WORK/none"], 1, ["WORK/none"]),
+        ("text", ["--data.file=setup.cfg"], 1, ["--workdir"]),
+        ("text", ["--workdir=WORK", "--model.n_layr=3"], 2, ["model.n_layr", "model.n_layer"]),
+        ("text", ["--workdir=WORK", "--flagfile=smal"], 2, ["smal", "small", "enwik8_12l"]),
+        (
+            "text",
+            ["--workdir=WORK", "--data.file=setup.cfg", "--train.steps=7", "--train.segments_per_call=2"],
+            1,
+            ["train.steps is 7", "segments_per_call, 2"],
+        ),
+        ("text", ["--workdir=WORK", "--mode=generate"], 1, ["holds no run"]),
+    ],
+)
+def test_first_mistakes_are_answered_in_one_sentence(tmp_path, program, flags, code, says):
+    got, out, err = finish(start(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags)))
+    assert got == code
+    assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
+    for words in says:
+        assert words.replace("WORK", str(tmp_path)) in err
+
+
+def test_a_missing_prompt_file_is_named(undisturbed, tmp_path):
+    workdir, _ = undisturbed
+    prompt = tmp_path / "none"
+    code, _, err = finish(start("text", "--mode=generate", f"--workdir={workdir}", f"--generate.prompt_file={prompt}"))
+    assert code == 1 and str(prompt) in err and len(err.strip().splitlines()) == 1

@@ -1,0 +1,238 @@
+"""Tests the training job: stop and resume, damaged checkpoints, other settings, non-finite losses, the best parameters."""
+
+import json
+
+import numpy as np
+import pytest
+
+from txl_jax import config as config_lib
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    EvalConfig,
+    ExperimentConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from txl_jax.data.corpus import read_corpus
+from txl_jax.jobs import evaluate, generate, train
+from txl_jax.run_log import read_metrics
+from txl_jax.training.progress import NonFiniteError
+from txl_jax.workdir import Workdir
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    """3,000 bytes; an epoch of the config below is 37 steps."""
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    words = np.random.default_rng(0).choice(["one", "two", "three", "four"], 800)
+    path.write_bytes(" ".join(words).encode()[:3000])
+    return path
+
+
+@pytest.fixture
+def config(text_file):
+    return ExperimentConfig(
+        model=ModelConfig(n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=0.1),
+        data=DataConfig(corpus=CorpusName.TEXT, file=str(text_file)),
+        optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=4),
+        train=TrainConfig(
+            steps=STEPS,
+            batch_size=8,
+            segment_len=9,
+            mem_len=7,
+            segments_per_call=2,
+            log_every=4,
+            eval_every=8,
+            checkpoint_every=6,
+        ),
+        eval=EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=0, segments_per_call=3),
+    )
+
+
+@pytest.fixture(scope="module")
+def corpus(text_file):
+    return read_corpus(DataConfig(corpus=CorpusName.TEXT, file=str(text_file)), "")
+
+
+class StopAfter:
+    """Asks to stop at the `calls`-th question."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self):
+        self.calls -= 1
+        return self.calls <= 0
+
+
+def numbers(workdir):
+    """The records of a run without what the clock decides."""
+    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(workdir.path)]
+
+
+def weights(config, corpus, workdir):
+    """Everything in the latest checkpoint, as arrays."""
+    from txl_jax.assemble import assemble
+    from txl_jax.checkpoint import Checkpointer
+
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    with Checkpointer(workdir.latest, keep=2, report=print) as latest:
+        step, state, _ = latest.restore(parts.abstract_state)
+    import jax
+
+    return step, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+@pytest.fixture
+def finished(config, corpus, tmp_path):
+    workdir = Workdir(tmp_path / "whole")
+    outcome = train.run(config, corpus, workdir)
+    return workdir, outcome
+
+
+def test_a_run_leaves_results_metrics_and_checkpoints(finished, config, corpus):
+    workdir, outcome = finished
+    assert outcome.finished and outcome.step == STEPS
+    assert json.loads((workdir.path / "results.json").read_text()) == outcome.results
+    assert outcome.results["test"]["tokens"] == len(corpus.test) - 1
+    records = read_metrics(workdir.path)
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(4, STEPS + 1, 4))
+    valid = [r for r in records if r["kind"] == "valid"]
+    assert [r["step"] for r in valid] == [8, 16, 24]
+    assert outcome.results["best_valid"]["loss"] == min(r["loss"] for r in valid)
+    assert weights(config, corpus, workdir)[0] == STEPS
+    assert valid[-1]["loss"] < np.log(256)  # It learned something.
+
+
+@pytest.mark.parametrize("stops", [[3], [4, 5], [1, 1, 1, 1]])
+def test_a_stopped_run_goes_on_exactly(finished, config, corpus, tmp_path, stops):
+    whole, _ = finished
+    workdir = Workdir(tmp_path / "pieces")
+    for calls in stops:
+        assert not train.run(config, corpus, workdir, stop_requested=StopAfter(calls)).finished
+    assert train.run(config, corpus, workdir).finished
+    assert numbers(workdir) == numbers(whole)
+    for resumed, undisturbed in zip(
+        weights(config, corpus, workdir)[1], weights(config, corpus, whole)[1], strict=True
+    ):
+        np.testing.assert_array_equal(resumed, undisturbed)
+
+
+def test_a_stop_during_evaluation_repeats_it(finished, config, corpus, tmp_path, monkeypatch):
+    whole, _ = finished
+    workdir = Workdir(tmp_path / "pieces")
+    asked = StopAfter(5)  # Three calls of updates, then the first evaluation, which asks twice.
+    assert not train.run(config, corpus, workdir, stop_requested=asked).finished
+    assert not [r for r in read_metrics(workdir.path) if r["kind"] == "valid"]
+    train.run(config, corpus, workdir)
+    assert numbers(workdir) == numbers(whole)
+
+
+def test_a_finished_run_is_only_scored_again(finished, config, corpus, capsys):
+    workdir, outcome = finished
+    before = numbers(workdir)
+    again = train.run(config, corpus, workdir)
+    assert again.results["test"] == outcome.results["test"]
+    assert numbers(workdir)[: len(before)] == before
+
+
+def test_a_damaged_newest_checkpoint_falls_back_and_says_so(finished, config, corpus, tmp_path, capsys):
+    whole, _ = finished
+    workdir = Workdir(tmp_path / "pieces")
+    train.run(config, corpus, workdir, stop_requested=StopAfter(9))  # Checkpoints of steps 12 and 14.
+    newest = workdir.latest / "14"
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    damaged = bytearray(largest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    largest.write_bytes(damaged)
+    capsys.readouterr()
+    train.run(config, corpus, workdir)
+    said = capsys.readouterr().out
+    assert "14" in said and "damaged" in said and "resuming  after step 12" in said
+    assert numbers(workdir) == numbers(whole)
+
+
+def test_other_settings_in_a_used_workdir_are_refused_by_name(finished, config, corpus):
+    workdir, _ = finished
+    before = (workdir.path / "config.json").read_bytes()
+    other = config_lib.replace(config, {"model.n_layer": 3, "optimizer.learning_rate": 0.02, "train.log_every": 2})
+    with pytest.raises(ValueError) as error:
+        train.run(other, corpus, workdir)
+    message = str(error.value)
+    assert "--model.n_layer was 2 and is now 3" in message
+    assert "--optimizer.learning_rate was 0.01 and is now 0.02" in message
+    assert "log_every" not in message  # It does not touch the training.
+    assert (workdir.path / "config.json").read_bytes() == before
+
+
+def test_another_text_in_a_used_workdir_is_refused(finished, config, corpus):
+    import dataclasses
+
+    workdir, _ = finished
+    with pytest.raises(ValueError, match="the text was"):
+        train.run(config, dataclasses.replace(corpus, digest="0" * 64), workdir)
+
+
+def test_settings_that_do_not_touch_training_may_change(config, corpus, tmp_path, capsys):
+    workdir = Workdir(tmp_path / "run")
+    train.run(config, corpus, workdir, stop_requested=StopAfter(2))
+    other = config_lib.replace(config, {"train.log_every": 2})
+    assert train.run(other, corpus, workdir).finished
+    assert "--train.log_every was 4 and is now 2" in capsys.readouterr().out
+
+
+def test_two_runs_in_one_workdir_are_refused(config, corpus, tmp_path):
+    workdir = Workdir(tmp_path / "run").create()
+    with workdir.lock(), pytest.raises(OSError, match="another run"):
+        train.run(config, corpus, workdir)
+
+
+def test_a_workdir_that_cannot_be_made_is_one_sentence(config, corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot write to the workdir"):
+        train.run(config, corpus, Workdir(tmp_path / "file" / "run"))
+
+
+def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corpus, tmp_path):
+    workdir = Workdir(tmp_path / "run")
+    train.run(config, corpus, workdir, stop_requested=StopAfter(3))
+    steps = sorted(path.name for path in workdir.latest.iterdir())
+    # The same run, but with a rate that blows up; the workdir is told that this is how it was started.
+    wild = config_lib.replace(config, {"optimizer.learning_rate": 1e30})
+    from txl_jax.workdir import TextInfo
+
+    workdir.record(wild, TextInfo.of(corpus))
+    with pytest.raises(NonFiniteError) as error:
+        train.run(wild, corpus, workdir)
+    assert "update " in str(error.value) and "checkpoint of step 6 is kept" in str(error.value)
+    assert sorted(path.name for path in workdir.latest.iterdir()) == steps
+
+
+def test_a_text_too_short_for_the_batch_is_refused_before_anything_is_written(config, corpus, tmp_path):
+    workdir = Workdir(tmp_path / "run")
+    with pytest.raises(ValueError, match="train.batch_size"):
+        train.run(config_lib.replace(config, {"train.batch_size": 2000}), corpus, workdir)
+    assert not workdir.path.exists()
+
+
+def test_evaluation_and_generation_use_the_best_parameters(finished, config, corpus, capsys):
+    workdir, outcome = finished
+    results = evaluate.run(config, corpus, workdir)
+    assert results["test"] == {k: v for k, v in outcome.results["test"].items() if k != "step"}
+    assert results["step"] == outcome.results["best_valid"]["step"]
+    longer = config_lib.replace(config, {"generate.length": 30, "generate.samples": 2, "generate.prompt": "one "})
+    first = generate.run(longer, corpus.vocabulary, workdir)
+    assert [len(text) for text in first] == [30, 30] and first[0] != first[1]
+    assert generate.run(longer, corpus.vocabulary, workdir) == first
+    assert (workdir.path / "sample-seed0.txt").read_bytes().startswith(b"one " + first[0])
+
+
+def test_evaluation_of_an_untrained_workdir_is_one_sentence(config, corpus, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint yet"):
+        evaluate.run(config, corpus, Workdir(tmp_path))
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        Workdir(tmp_path).load()
