@@ -7,7 +7,6 @@ with the memory switched off; draws the learning curve; and writes a sample. Sto
 command goes on.
 """
 
-import dataclasses
 import lzma
 import sys
 import zlib
@@ -79,7 +78,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    config = flag_tree.build(DEFAULTS)
+    config = runner.with_absolute_paths(flag_tree.build(DEFAULTS))
     config.validate()
     workdir = Workdir(Path(FLAGS.workdir).expanduser().resolve())
     corpus = read_corpus(config.data, data_dir="")

@@ -1,9 +1,12 @@
-"""From a command line to a job. What goes wrong for the user's sake is said in one sentence."""
+"""From a command line to a job. What the user can mend is said in one sentence."""
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from experiments import flag_tree
@@ -21,6 +24,7 @@ from txl_jax.workdir import TextInfo, Workdir
 _MODES = ("train", "eval", "generate")
 # What a user can mend. Anything else is our mistake and keeps its traceback.
 _USER_ERRORS = (ValueError, OSError, CheckpointError, NonFiniteError, RunLogError)
+_SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, or --model.remat=full"
 
 FLAGS = flags.FLAGS
 
@@ -43,7 +47,7 @@ def define_flags(defaults: ExperimentConfig) -> None:
 def parse_or_exit(argv: Sequence[str] | None = None) -> None:
     """Parses the command line; on a mistake prints one sentence and exits with 2, on --help exits with 0."""
     argv = list(sys.argv if argv is None else argv)
-    if {"--help", "-h", "--helpfull", "-help"} & set(argv[1:]):
+    if {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
         print(sys.modules["__main__"].__doc__ or "")
         print(_help())
         sys.exit(0)
@@ -58,8 +62,16 @@ def guarded(job: Callable[[], int]) -> int:
     """Runs a job; a mistake that the user can mend becomes one sentence and the exit code 1."""
     try:
         return job()
+    except KeyboardInterrupt:
+        fail(KeyboardInterrupt("interrupted; what was saved before stays, and the same command goes on from there"))
+        return 128 + signal.SIGINT
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        fail(MemoryError(f"the device has too little memory ({_first_line(error)}); {_SAVES_MEMORY}"))
+        return 1
     except _USER_ERRORS as error:
-        if isinstance(error, ValueError) and not _is_ours(error):
+        if isinstance(error, ValueError) and not _raised_by_us(error):
             raise
         fail(error)
         return 1
@@ -81,7 +93,7 @@ def _run_mode(defaults: ExperimentConfig) -> int:
 
 
 def _train(defaults: ExperimentConfig, workdir: Workdir, stop: StopRequest) -> int:
-    config = flag_tree.build(defaults)
+    config = with_absolute_paths(flag_tree.build(defaults))
     config.validate()
     corpus = read_corpus(config.data, FLAGS.data_dir)
     outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
@@ -89,10 +101,10 @@ def _train(defaults: ExperimentConfig, workdir: Workdir, stop: StopRequest) -> i
 
 
 def _evaluate(workdir: Workdir, stop: StopRequest) -> int:
-    config, _ = _trained_config(workdir)
+    config, text = _trained_config(workdir)
     corpus = read_corpus(config.data, FLAGS.data_dir)
     try:
-        evaluate.run(config, corpus, workdir, stop_requested=lambda: stop)
+        evaluate.run(config, corpus, workdir, trained_on=text, stop_requested=lambda: stop)
     except Interrupted as interrupted:
         print(f"stopped   on request while scoring {interrupted}; nothing was written")
         return _stopped(stop)
@@ -101,8 +113,15 @@ def _evaluate(workdir: Workdir, stop: StopRequest) -> int:
 
 def _generate(workdir: Workdir, stop: StopRequest) -> int:
     config, text = _trained_config(workdir)
-    generate.run(config, text.vocabulary, workdir)
+    generate.run(config, text.vocabulary, workdir, stop_requested=lambda: stop)
     return _stopped(stop)
+
+
+def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
+    """The config with its text files named from the root, so that the run may be picked up from any folder."""
+    data = config.data
+    paths = {f"data.{name}": tuple(map(os.path.abspath, getattr(data, name))) for name in ("train", "valid", "test")}
+    return config_lib.replace(config, {"data.file": data.file and os.path.abspath(data.file), **paths})
 
 
 def _stopped(stop: StopRequest) -> int:
@@ -119,9 +138,9 @@ def _trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
       ValueError: what was given would change the trained model.
     """
     trained, text = workdir.load()
-    config = flag_tree.build(trained)
+    config = with_absolute_paths(flag_tree.build(trained))
     refused = [
-        f"--{leaf.name} was {old!s} and is now {new!s}"
+        config_lib.describe_change(leaf, old, new)
         for leaf, old, new in config_lib.differences(trained, config)
         if leaf.name.startswith(("model.", "compat."))
     ]
@@ -131,28 +150,35 @@ def _trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
     return config, text
 
 
-def _is_ours(error: BaseException) -> bool:
+def _raised_by_us(error: BaseException) -> bool:
     """Whether an error was raised by this project's own code, and not inside a library."""
     traceback = error.__traceback__
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
-    module = traceback.tb_frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] in ("txl_jax", "experiments", "__main__")
+    return _is_ours(traceback.tb_frame.f_globals.get("__name__", ""))
+
+
+def _is_ours(module: str) -> bool:
+    """Whether a module, as Python or absl names it, belongs to this project."""
+    return module.partition(".")[0] in ("txl_jax", "experiments", "__main__") or module == sys.argv[0]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def _help() -> str:
-    """All flags of this project, with defaults."""
-    names = ["flagfile", "mode", "workdir", "data_dir", "compat"]
-    names += [name for name in FLAGS if name not in names and FLAGS[name].help and _is_project_flag(name)]
+    """The program's flags with their defaults; the libraries' own are left out."""
+    first = ["flagfile", "mode", "workdir", "data_dir", "compat", "seed"]
+    ours = {flag.name for module, found in FLAGS.flags_by_module_dict().items() if _is_ours(module) for flag in found}
+    names = [name for name in first if name in FLAGS] + sorted(ours - set(first))
     lines = ["Flags (a flagfile holds one per line; later flags win):", ""]
     for name in names:
         flag = FLAGS[name]
         choices = getattr(flag.parser, "enum_values", None)
         kind = f" ({'|'.join(choices)})" if choices else ""
-        lines.append(f"  --{name}={flag.default_as_str or ''}{kind}\n      {flag.help}")
+        text = flag.help.partition(">: ")[2] if choices else flag.help  # absl puts "<a|b>: " before it.
+        default = (flag.default_as_str or "").strip("'")
+        lines.append(f"  --{name}={default}{kind}\n      {text}")
     lines += ["", f"Flagfiles: {', '.join(flag_tree.flagfile_names())}"]
     return "\n".join(lines)
-
-
-def _is_project_flag(name: str) -> bool:
-    return name == "seed" or "." in name

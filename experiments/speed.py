@@ -15,7 +15,7 @@ from experiments import flag_tree, runner
 from txl_jax import report
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig
-from txl_jax.evaluation.speed import Speed, evaluation_speed, training_speed
+from txl_jax.jobs.speed import Speed, evaluation_speed, training_speed
 
 FLAGS = flags.FLAGS
 

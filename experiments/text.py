@@ -1,7 +1,7 @@
 """Train, evaluate and sample on your own text, byte by byte.
 
-    python -m experiments.text --flagfile=text_small --workdir=runs/mine --data.file=book.txt
-    python -m experiments.text --flagfile=text_small --workdir=runs/mine \\
+    python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt
+    python -m experiments.text --flagfile=small --workdir=runs/mine \\
         --data.train=a.txt,b.txt --data.valid=c.txt --data.test=d.txt
 
 One file is split 90/5/5 by position.

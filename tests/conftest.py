@@ -31,3 +31,11 @@ def x64():
     """float64 for this test; the rest of the suite runs in float32."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compilation_cache(tmp_path_factory):
+    """Compiles a program once, though many tests jit it anew: the same binary, and the jobs' tests take a quarter."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compilation_cache")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

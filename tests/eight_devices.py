@@ -98,7 +98,7 @@ def uneven_vocabulary() -> dict:
 def refusal(mesh: MeshConfig, **changes: Any) -> str:
     """What is said of settings that do not fit."""
     try:
-        assemble(config(mesh, **changes), vocab_size=V)
+        assemble(config(mesh, **changes), vocab_size=V).check_training_rows()
     except ValueError as error:
         return str(error)
     return "accepted"

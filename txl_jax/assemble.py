@@ -6,6 +6,7 @@ import time
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -54,8 +55,12 @@ class Parts:
 
     def compile_train_step(self) -> tuple[TrainStep, "Compilation"]:
         """The compiled step of S updates, and what its compilation tells."""
+        self.check_training_rows()
         step = make_train_step(self.model, self.optimizer, self.schedule, self.config)
-        lowered = jax.jit(step, donate_argnums=0).lower(self.abstract_state, self._abstract_segments())
+        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        # The state must come out as it went in, or the next call would not take it.
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.named(self.mesh)))
+        lowered = jitted.lower(self.abstract_state, self._abstract_segments())
         began = time.monotonic()
         compiled = lowered.compile()
         analysis = compiled.memory_analysis()
@@ -63,6 +68,15 @@ class Parts:
             seconds=time.monotonic() - began,
             temporary_bytes=None if analysis is None else analysis.temp_size_in_bytes,
         )
+
+    def check_training_rows(self) -> None:
+        """Raises `ValueError` if the training rows do not divide among the devices."""
+        rows, groups = self.config.train.batch_size, sharding.row_groups(self.mesh)
+        if rows % groups:
+            raise ValueError(
+                f"train.batch_size is {rows} and the rows are spread over {groups} devices "
+                f"(mesh.data x mesh.fsdp); choose a multiple of {groups}, or fewer devices with --mesh.data"
+            )
 
     @functools.cached_property
     def eval_step(self) -> EvalStep:
@@ -127,12 +141,8 @@ def assemble(config: ExperimentConfig, *, vocab_size: int) -> Parts:
     config.validate()
     config.model.validate_vocabulary(vocab_size)
     mesh = sharding.make_mesh(config.mesh)
-    groups = sharding.row_groups(mesh)
-    if config.train.batch_size % groups:
-        raise ValueError(
-            f"train.batch_size is {config.train.batch_size} and the rows are spread over {groups} devices "
-            f"(mesh.data x mesh.fsdp); choose a multiple of {groups}, or fewer devices with --mesh.data"
-        )
+    if jnp.zeros((), config.model.dtype).dtype != config.model.dtype:
+        raise ValueError(f"model.dtype is {config.model.dtype} and jax runs without it; set JAX_ENABLE_X64=1")
     for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.MODEL), ("d_inner", sharding.MODEL)):
         size, devices = getattr(config.model, name), mesh.shape[axis]
         if size % devices:

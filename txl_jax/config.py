@@ -1,8 +1,8 @@
 """The whole truth of a run: a tree of frozen dataclasses, and the relations its fields must keep.
 
-Nothing here imports jax. `ExperimentConfig` is the root; `experiments.flags` turns every leaf into a
+Nothing here imports jax. `ExperimentConfig` is the root; `experiments.flag_tree` turns every leaf into a
 flag `--group.leaf` whose help text is the comment beside the field, so a comment here is read by users.
-`Config.validate()` raises `ValueError` with both numbers of a conflict, before any work starts.
+`validate()` raises `ValueError` with both numbers of a conflict, before any work starts.
 
 Letters: B batch, L segment length, M memory length, K = M + L keys, D model width, H heads, E head
 width, F inner width, V vocabulary, N layers, C clusters of the adaptive softmax, S segments per call.
@@ -13,7 +13,8 @@ import difflib
 import enum
 import types
 import typing
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 
 class DType(enum.StrEnum):
@@ -123,6 +124,11 @@ class ModelConfig:
         """C: the head and the tails."""
         return len(self.cutoffs) + 1
 
+    @property
+    def has_projections(self) -> bool:
+        """Whether embeddings are projected to d_model; with div_val > 1 they are, even where the width is d_model."""
+        return self.div_val > 1 or self.embed_width != self.d_model
+
     def cluster_width(self, cluster: int) -> int:
         """Width of a cluster's embedding."""
         return self.embed_width // self.div_val**cluster
@@ -202,10 +208,11 @@ class DataConfig:
     """Which text, and how it is read."""
 
     corpus: CorpusName = CorpusName.ENWIK8  # Where the text comes from.
-    file: str = ""  # One file, split 90/5/5 by position; with enwik8: a prefix, which must be asked for by name.
-    train: tuple[str, ...] = ()  # Own text: training files, read in this order.
-    valid: tuple[str, ...] = ()  # Own text: validation files.
-    test: tuple[str, ...] = ()  # Own text: test files.
+    # Paths may change when a run is resumed: the digest of the text decides whether it is the same.
+    file: str = free("")  # One file, split 90/5/5 by position; with enwik8: a prefix, which must be asked for by name.
+    train: tuple[str, ...] = free(())  # Own text: training files, read in this order.
+    valid: tuple[str, ...] = free(())  # Own text: validation files.
+    test: tuple[str, ...] = free(())  # Own text: test files.
     newlines: Newlines = Newlines.KEEP  # What becomes of newline bytes.
 
     def validate(self) -> None:
@@ -437,6 +444,11 @@ def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[tuple[Leaf
     """The settings in which two configs differ, with both values."""
     pairs = ((leaf, get(old, leaf.name), get(new, leaf.name)) for leaf in leaves())
     return [(leaf, before, after) for leaf, before, after in pairs if before != after]
+
+
+def describe_change(leaf: Leaf, old: Any, new: Any) -> str:
+    """'--train.steps was 10 and is now 20'."""
+    return f"--{leaf.name} was {old!s} and is now {new!s}"
 
 
 def did_you_mean(name: str, known: Any) -> str:

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from txl_jax import recurrence
 from txl_jax.config import EvalConfig, GenerateConfig
+from txl_jax.data.segments import Segments
 from txl_jax.memory import Memory
 from txl_jax.modules.transformer_xl import TransformerXL
 
@@ -30,6 +32,7 @@ class Generator:
         self._model = model
         self._span = span
         self._config = config
+        self._walk = jax.jit(self._walk_segments, donate_argnums=1)
         self._read = jax.jit(self._read_segment, donate_argnums=1)
         self._write = jax.jit(self._write_block, static_argnames="count", donate_argnums=1)
 
@@ -45,26 +48,38 @@ class Generator:
         """
         context = self.read(params, prompt)
         context = jax.tree.map(jnp.copy, _repeat_rows(context, self._config.samples))
-        for first in range(0, self._config.length, block):
-            count = min(block, self._config.length - first)
-            context, tokens = self._write(params, context, first, count=count)
-            yield np.asarray(tokens)
+        length = self._config.length
+        for first in range(0, length, block):
+            context, tokens = self._write(params, context, first, count=block)
+            yield np.asarray(tokens)[:, : length - first]  # The last call draws a few too many, but compiles no more.
 
     def read(self, params: Any, prompt: np.ndarray) -> Context:
         """The context after a prompt [T], read in segments from an empty memory (one row)."""
         if len(prompt) == 0:
             raise ValueError("the prompt is empty; generation needs at least one token to go on from")
         memory = self._model.init_memory(batch_size=1, mem_len=self._span.mem_len)
-        context = None
-        for start in range(0, len(prompt), self._span.segment_len):
-            segment = np.asarray(prompt[start : start + self._span.segment_len], np.int32)[None, :]
-            context = self._read(params, memory, segment)
-            memory = context.memory
-        return context
+        tokens = np.asarray(prompt, np.int32)[None, :]
+        # Whole segments in one walk, all but the last token at the most; what is left is shorter, or one segment.
+        n_whole = (len(prompt) - 1) // self._span.segment_len
+        walked = n_whole * self._span.segment_len
+        if n_whole:
+            memory = self._walk(params, memory, tokens[:, :walked].reshape(n_whole, 1, -1))
+        return self._read(params, memory, tokens[:, walked:])
 
-    def _read_segment(self, params: Any, memory: Memory, tokens: jax.Array) -> Context:
-        """Reads tokens [B, L]; the log probabilities are those after the last."""
-        hidden, memory = self._model.apply(
+    def _walk_segments(self, params: Any, memory: Memory, tokens: jax.Array) -> Memory:
+        """Reads tokens [S, 1, L]; only the memory after them is of use."""
+
+        def read(params: Any, memory: Memory, segment: Segments) -> tuple[Any, Memory, None]:
+            _, memory = self._encode(params, memory, segment.inputs)
+            return params, memory, None
+
+        segments = Segments(tokens, tokens, jnp.ones(tokens.shape), jnp.zeros(tokens.shape[:2], bool))
+        start = self._model.compat.memory_start
+        return recurrence.scan_segments(read, params, memory, segments, start=start)[1]
+
+    def _encode(self, params: Any, memory: Memory, tokens: jax.Array) -> tuple[jax.Array, Memory]:
+        """Hidden states of tokens [B, L] at the evaluation lengths, and the memory after them."""
+        return self._model.apply(
             {"params": params},
             tokens,
             memory,
@@ -73,6 +88,10 @@ class Generator:
             deterministic=True,
             method=self._model.encode,
         )
+
+    def _read_segment(self, params: Any, memory: Memory, tokens: jax.Array) -> Context:
+        """Reads tokens [B, L]; the log probabilities are those after the last."""
+        hidden, memory = self._encode(params, memory, tokens)
         log_probabilities = self._model.apply({"params": params}, hidden[:, -1:], method=self._model.log_probabilities)
         return Context(memory, log_probabilities[:, 0])
 

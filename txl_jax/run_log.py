@@ -62,8 +62,8 @@ class RunLog:
         with _Writing(self._workdir):
             self._workdir.mkdir(parents=True, exist_ok=True)
             _drop_after(self._workdir / METRICS, first_step)
-            self._metrics = open(self._workdir / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (close() closes it)
-            self._lines = open(self._workdir / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
+            self._metrics = open(self._workdir / METRICS, "a", encoding="utf-8")
+            self._lines = open(self._workdir / "log.txt", "a", encoding="utf-8")
             self._events = _open_events(self._workdir / "tensorboard", first_step)
 
     def __enter__(self) -> Self:

@@ -135,7 +135,7 @@ class Workdir:
         old_config, old_text = self.load()
         allowed, refused = [], []
         for leaf, old, new in config_lib.differences(old_config, config):
-            line = f"--{leaf.name} was {old!s} and is now {new!s}"
+            line = config_lib.describe_change(leaf, old, new)
             (allowed if leaf.field.metadata == config_lib.FREE_ON_RESUME else refused).append(line)
         if old_text.digest != text.digest:
             refused.append(f"the text was {old_text.description!r} and is now {text.description!r}, with other content")

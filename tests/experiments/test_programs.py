@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.flag_tree import flagfile_names
 from txl_jax.run_log import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -149,3 +151,20 @@ def test_a_missing_prompt_file_is_named(undisturbed, tmp_path):
     prompt = tmp_path / "none"
     code, _, err = finish(start("text", "--mode=generate", f"--workdir={workdir}", f"--generate.prompt_file={prompt}"))
     assert code == 1 and str(prompt) in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("program", ["enwik8", "text", "quickstart", "speed"])
+def test_help_names_the_programs_flags_and_the_flagfiles(program):
+    code, out, err = finish(start(program, "--help"))
+    assert code == 0 and not err
+    assert f"python -m experiments.{program}" in out
+    for words in ("--model.n_layer=", "Decay of the first moment.", "\nFlagfiles: "):
+        assert words in out
+    if program == "speed":
+        assert "--speed_calls=" in out
+
+
+def test_every_flagfile_that_is_spoken_of_exists():
+    texts = [*ROOT.glob("*.md"), *(ROOT / "experiments").glob("*.py")]
+    named = {name for path in texts for name in re.findall(r"--flagfile=(\w+)", path.read_text())} - {"NAME"}
+    assert named and named <= set(flagfile_names())

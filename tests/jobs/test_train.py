@@ -1,11 +1,15 @@
 """Tests the training job: stop and resume, damaged checkpoints, other settings, non-finite losses, the best parameters."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from txl_jax import config as config_lib
+from txl_jax.assemble import assemble
+from txl_jax.checkpoint import Checkpointer
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -16,10 +20,11 @@ from txl_jax.config import (
     TrainConfig,
 )
 from txl_jax.data.corpus import read_corpus
+from txl_jax.data.vocabulary import ByteVocabulary
 from txl_jax.jobs import evaluate, generate, train
 from txl_jax.run_log import read_metrics
 from txl_jax.training.progress import NonFiniteError
-from txl_jax.workdir import Workdir
+from txl_jax.workdir import TextInfo, Workdir
 
 STEPS = 24
 
@@ -76,14 +81,9 @@ def numbers(workdir):
 
 def weights(config, corpus, workdir):
     """Everything in the latest checkpoint, as arrays."""
-    from txl_jax.assemble import assemble
-    from txl_jax.checkpoint import Checkpointer
-
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
     with Checkpointer(workdir.latest, keep=2, report=print) as latest:
         step, state, _ = latest.restore(parts.abstract_state)
-    import jax
-
     return step, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
@@ -132,12 +132,31 @@ def test_a_stop_during_evaluation_repeats_it(finished, config, corpus, tmp_path,
     assert numbers(workdir) == numbers(whole)
 
 
-def test_a_finished_run_is_only_scored_again(finished, config, corpus, capsys):
+def test_a_finished_run_is_left_as_it_is(finished, config, corpus, capsys):
     workdir, outcome = finished
     before = numbers(workdir)
-    again = train.run(config, corpus, workdir)
-    assert again.results["test"] == outcome.results["test"]
-    assert numbers(workdir)[: len(before)] == before
+    assert train.run(config, corpus, workdir) == outcome
+    assert numbers(workdir) == before
+    assert "finished  already" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_scored_again_at_other_lengths(finished, config, corpus):
+    workdir, outcome = finished
+    again = train.run(config_lib.replace(config, {"eval.mem_len": 3}), corpus, workdir)
+    assert again.results["eval"]["mem_len"] == 3
+    assert again.results["test"]["loss"] != outcome.results["test"]["loss"]
+
+
+def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus, capsys):
+    workdir, _ = finished
+    (workdir.path / "results.json").unlink()
+    for path in workdir.best.rglob("*"):
+        if path.is_file() and path.name != "digests.json":
+            path.write_bytes(path.read_bytes()[:-1] + b"#")
+    outcome = train.run(config, corpus, workdir)
+    assert outcome.finished and outcome.results["best_valid"] is None
+    assert "the parameters after the last update are used instead" in capsys.readouterr().out
+    assert generate.run(config, corpus.vocabulary, workdir)
 
 
 def test_a_damaged_newest_checkpoint_falls_back_and_says_so(finished, config, corpus, tmp_path, capsys):
@@ -170,8 +189,6 @@ def test_other_settings_in_a_used_workdir_are_refused_by_name(finished, config, 
 
 
 def test_another_text_in_a_used_workdir_is_refused(finished, config, corpus):
-    import dataclasses
-
     workdir, _ = finished
     with pytest.raises(ValueError, match="the text was"):
         train.run(config, dataclasses.replace(corpus, digest="0" * 64), workdir)
@@ -203,8 +220,6 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corp
     steps = sorted(path.name for path in workdir.latest.iterdir())
     # The same run, but with a rate that blows up; the workdir is told that this is how it was started.
     wild = config_lib.replace(config, {"optimizer.learning_rate": 1e30})
-    from txl_jax.workdir import TextInfo
-
     workdir.record(wild, TextInfo.of(corpus))
     with pytest.raises(NonFiniteError) as error:
         train.run(wild, corpus, workdir)
@@ -221,7 +236,7 @@ def test_a_text_too_short_for_the_batch_is_refused_before_anything_is_written(co
 
 def test_evaluation_and_generation_use_the_best_parameters(finished, config, corpus, capsys):
     workdir, outcome = finished
-    results = evaluate.run(config, corpus, workdir)
+    results = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus))
     assert results["test"] == {k: v for k, v in outcome.results["test"].items() if k != "step"}
     assert results["step"] == outcome.results["best_valid"]["step"]
     longer = config_lib.replace(config, {"generate.length": 30, "generate.samples": 2, "generate.prompt": "one "})
@@ -233,6 +248,27 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
 
 def test_evaluation_of_an_untrained_workdir_is_one_sentence(config, corpus, tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint yet"):
-        evaluate.run(config, corpus, Workdir(tmp_path))
+        evaluate.run(config, corpus, Workdir(tmp_path), trained_on=TextInfo.of(corpus))
     with pytest.raises(FileNotFoundError, match="holds no run"):
         Workdir(tmp_path).load()
+
+
+def test_evaluation_of_another_kind_of_text_is_refused(finished, config, corpus):
+    workdir, _ = finished
+    other = TextInfo(corpus.name, "letters", corpus.digest, ByteVocabulary(b"abc"))
+    with pytest.raises(ValueError, match="3 symbols"):
+        evaluate.run(config, corpus, workdir, trained_on=other)
+
+
+def test_a_prompt_with_bytes_outside_the_vocabulary_is_refused(finished, config):
+    workdir, _ = finished
+    asked = config_lib.replace(config, {"generate.prompt": "one\n"})
+    with pytest.raises(ValueError, match="prompt.*byte 10"):
+        generate.run(asked, ByteVocabulary(b" enotw"), workdir)
+
+
+def test_generation_stops_on_request(finished, config, corpus):
+    workdir, _ = finished
+    asked = config_lib.replace(config, {"generate.length": 100})
+    texts = generate.run(asked, corpus.vocabulary, workdir, stop_requested=StopAfter(2))
+    assert len(texts[0]) == 32  # Two blocks of 16.

@@ -48,7 +48,7 @@ def read_enwik8(data_dir: str) -> Source:
     if path is None:
         raise FileNotFoundError(
             f"enwik8 is in none of {', '.join(map(str, candidates))}; get it from {ENWIK8_URL} "
-            f"({size:,} bytes unpacked), or {PREFIX_HINT}"
+            f"({size:,} bytes unpacked) into the folder of --data_dir, or {PREFIX_HINT}"
         )
     text = _read_enwik8_zip(path) if path.suffix == ".zip" else _read_enwik8_file(path)
     train, valid, _ = ENWIK8_SPLITS
@@ -173,7 +173,8 @@ def _python_files(root: Path) -> list[Path]:
     found = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED_DIRS]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
+        # is_file: some distributions leave dangling links behind.
+        found += [path for name in files if name.endswith(".py") and (path := Path(folder, name)).is_file()]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 

@@ -1,8 +1,10 @@
 """The generation job: a trained run writes text, streamed as it comes."""
 
 import codecs
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,7 @@ def run(
     *,
     say: Callable[[str], None] = print,
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+    stop_requested: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:
     """Writes `generate.samples` texts, the first one streamed, and saves them all beside the run.
 
@@ -32,7 +35,11 @@ def run(
       ValueError: the prompt has bytes outside the vocabulary.
     """
     prompt = read_prompt(config.generate)
-    ids = vocabulary.encode(prompt or start_of_text(vocabulary))
+    try:
+        ids = vocabulary.encode(prompt or start_of_text(vocabulary))
+    except ValueError as error:
+        raise ValueError(f"the prompt cannot be read by this model: {error}") from None
+    workdir.create()
     parts = assemble(config, vocab_size=vocabulary.size)
     step, params = load_parameters(parts, workdir, say=say)
     generator = Generator(parts.model, config.eval, config.generate)
@@ -43,6 +50,8 @@ def run(
     for block in generator.tokens(params, ids):
         blocks.append(block)
         write(decoder.decode(vocabulary.decode(block[0])))
+        if stop_requested():
+            break
     write(decoder.decode(b"", final=True) + "\n")
     texts = [vocabulary.decode(row) for row in np.concatenate(blocks, axis=1)]
     for number, text in enumerate(texts[1:], start=2):
@@ -59,7 +68,7 @@ def read_prompt(config: GenerateConfig) -> bytes:
       FileNotFoundError: `prompt_file` cannot be read.
     """
     if not config.prompt_file:
-        return config.prompt.encode()
+        return os.fsencode(config.prompt)  # As typed: the bytes need not be valid UTF-8.
     try:
         return Path(config.prompt_file).read_bytes()
     except OSError as error:

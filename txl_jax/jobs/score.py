@@ -1,5 +1,6 @@
 """Scoring a text, with a progress line and a way out."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ from txl_jax.assemble import Parts
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
-from txl_jax.training.progress import duration
+from txl_jax.training.progress import NonFiniteError, duration
 
 _SECONDS_BETWEEN_LINES = 20.0
 
@@ -30,6 +31,7 @@ def score(
 
     Raises:
       Interrupted: a stop was requested before the end.
+      NonFiniteError: the loss is nan or infinite.
     """
     span = parts.config.eval
     reader = evaluation_segments(tokens, batch_size=span.batch_size, segment_len=span.segment_len)
@@ -45,7 +47,7 @@ def score(
             remaining = (now - began) / done * (reader.n_segments - done)
             say(f"{name}: {done / reader.n_segments:.0%}  bpc so far {totals.bpc:.4f}  ETA {duration(remaining)}")
 
-    return evaluate(
+    totals = evaluate(
         parts.eval_step,
         params,
         parts.eval_memory(),
@@ -54,6 +56,9 @@ def score(
         place=parts.place,
         after_call=after_call,
     )
+    if not math.isfinite(totals.nats):
+        raise NonFiniteError(f"{name}: the summed loss is {totals.nats}, so these parameters cannot be used")
+    return totals
 
 
 def as_record(totals: Totals) -> dict[str, float]:

@@ -10,6 +10,7 @@ Starting goes in this order, so that the cheap failures come first and nothing i
 """
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from txl_jax import config as config_lib
 from txl_jax import report
 from txl_jax.assemble import Parts, assemble
-from txl_jax.checkpoint import Checkpointer
+from txl_jax.checkpoint import Checkpointer, CheckpointError
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
@@ -55,6 +56,7 @@ def run(
       CheckpointError: there are checkpoints, but none can be read.
     """
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    parts.check_training_rows()
     span = config.train
     reader = training_segments(corpus.train, batch_size=span.batch_size, segment_len=span.segment_len)
     text = TextInfo.of(corpus)
@@ -96,6 +98,9 @@ class _Run:
             step, state, notes = self._restore_or_init()
             with RunLog(self.workdir.path, first_step=step) as self.log:
                 self._open(step)
+                if step >= self.config.steps and (results := self._results_on_disk()):
+                    self.log.say(f"finished  already: {self.workdir.path / 'results.json'}")
+                    return Outcome(True, step, results)
                 train_step, compilation = self.parts.compile_train_step()
                 self.log.say(report.memory_line(self.parts, compilation))
                 step, state = self._train(train_step, step, state, notes)
@@ -133,9 +138,12 @@ class _Run:
             window=notes.get("window"),
         )
         if notes.get("evaluation_pending"):
+            began = time.monotonic()
             self._evaluate(step, state)
             if self.evaluation_pending:
                 return step, state
+            self._save(step, state)  # Else a kill before the next checkpoint would evaluate, and record, again.
+            self.progress.exclude(time.monotonic() - began)
         try:
             return train(
                 state,
@@ -150,10 +158,14 @@ class _Run:
                 stop_requested=self.stop_requested,
             )
         except NonFiniteError as error:
-            good = self.latest.latest_step()
-            kept = "no checkpoint had been written" if good is None else f"the checkpoint of step {good} is kept"
+            kept = (
+                "no checkpoint was written"
+                if self.saved_step < 0
+                else f"the checkpoint of step {self.saved_step} is kept"
+            )
             raise NonFiniteError(
-                f"{error}; {kept}. Try a lower --optimizer.learning_rate or a longer warm-up"
+                f"{error}; {kept}. Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, "
+                "in a new --workdir"
             ) from None
 
     def _evaluate(self, step: int, state: TrainState) -> None:
@@ -174,11 +186,29 @@ class _Run:
             + ("  best so far" if better else f"  best {best['bpc']:.4f} at step {best['step']}")
         )
         if better:
-            self.best.save(step, {"params": state.params}, {"step": step, **as_record(totals)})
+            notes = {"step": step, **as_record(totals), "eval": self._eval_settings()}
+            self.best.save(step, {"params": state.params}, notes)
 
     def _best(self) -> dict[str, Any] | None:
+        """Step and scores of the best parameters so far; None if there are none that can be compared with."""
         step = self.best.latest_step()
-        return None if step is None else self.best.notes(step)
+        if step is None:
+            return None
+        try:
+            notes = self.best.notes(step)
+        except CheckpointError as error:
+            self._note(f"{error}; the best is chosen anew from here")
+            return None
+        if notes["eval"] != self._eval_settings():
+            self._note(
+                f"the best so far, of step {step}, was scored with other --eval settings; it is chosen anew from here"
+            )
+            return None
+        return notes
+
+    def _eval_settings(self) -> dict[str, Any]:
+        """The evaluation lengths: scores at other ones are not comparable."""
+        return config_lib.to_dict(self.parts.config.eval)
 
     def _save(self, step: int, state: TrainState) -> None:
         self.best.wait()  # Else a kill could leave a checkpoint whose evaluation's best is lost.
@@ -201,9 +231,7 @@ class _Run:
         return Outcome(False, step, None)
 
     def _test(self, state: TrainState) -> dict[str, Any]:
-        best = self._best()
-        restored = self.best.restore({"params": self.parts.abstract_state.params})
-        params = state.params if restored is None else restored[1]["params"]
+        best, params = self._best_or_last(state)
         began = time.monotonic()
         totals = self._score(params, self.corpus.test, "test")
         self.log.record("test", self.config.steps, as_record(totals))
@@ -214,13 +242,33 @@ class _Run:
             "parameters": self.parts.n_parameter,
             "steps": self.config.steps,
             "best_valid": best,
-            "test": {"step": best["step"], **as_record(totals)},
-            "eval": config_lib.to_dict(self.parts.config.eval),
+            "test": {"step": best["step"] if best else self.config.steps, **as_record(totals)},
+            "eval": self._eval_settings(),
             **report.environment(),
         }
         write_json(self.workdir.path / "results.json", results)
         self.log.say(f"results   {self.workdir.path / 'results.json'}")
         return results
+
+    def _best_or_last(self, state: TrainState) -> tuple[dict[str, Any] | None, Any]:
+        """Scores and parameters of the best checkpoint; if it cannot be read, those of the last update."""
+        try:
+            restored = self.best.restore({"params": self.parts.abstract_state.params})
+        except CheckpointError as error:
+            self._note(f"{error}; the parameters after the last update are used instead")
+            restored = None
+        if restored is None:
+            return None, state.params
+        _, tree, notes = restored
+        return {name: value for name, value in notes.items() if name != "eval"}, tree["params"]
+
+    def _results_on_disk(self) -> dict[str, Any] | None:
+        """What results.json holds, if it was measured with these evaluation settings."""
+        try:
+            results = json.loads((self.workdir.path / "results.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return results if results.get("eval") == self._eval_settings() else None
 
     def _score(self, params: Any, tokens: Any, name: str) -> Totals:
         return score(self.parts, params, tokens, name=name, say=self.log.say, stop_requested=self.stop_requested)

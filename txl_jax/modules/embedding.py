@@ -39,9 +39,8 @@ class Embedding(nn.Module):
             for i, (size, width) in enumerate(zip(sizes, widths, strict=True))
         ]
         projection = parameters.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
-        projected = c.div_val > 1 or c.embed_width != c.d_model
         self.projections = [
-            self.param(f"projection_{i}", projection, (width, c.d_model)) if projected else None
+            self.param(f"projection_{i}", projection, (width, c.d_model)) if c.has_projections else None
             for i, width in enumerate(widths)
         ]
 

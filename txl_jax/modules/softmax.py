@@ -35,11 +35,10 @@ class Softmax(nn.Module):
             for i, size in enumerate(table_sizes)
         ]
         projection = parameters.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
-        self.projected = c.div_val > 1 or c.embed_width != c.d_model
         tied = c.tie_projs or (False,) * c.n_cluster
         self.own_projections = [
             self.param(f"projection_{i}", projection, (c.cluster_width(i), c.d_model))
-            if self.projected and not tied[i]
+            if c.has_projections and not tied[i]
             else None
             for i in range(c.n_cluster)
         ]
@@ -77,7 +76,7 @@ class Softmax(nn.Module):
         for i, size in enumerate(self.sizes):
             table = tables[i] if c.div_val > 1 else tables[0][start : start + size]
             projection = None
-            if self.projected:
+            if c.has_projections:
                 own, tied = self.own_projections[i], projections[i if c.div_val > 1 else 0]
                 projection = (tied if own is None else own).astype(c.dtype)
             clusters.append(adaptive.Cluster(table.astype(c.dtype), self.bias[start : start + size], projection))

@@ -19,7 +19,6 @@ class Speed:
     median: float
     slowest: float
     fastest: float
-    calls: int
     compile_seconds: float  # Of the first call, which compiles.
 
 
@@ -78,4 +77,4 @@ def _measure(call: Callable[[], None], tokens: int, *, warmup: int, calls: int, 
         began = time.perf_counter()
         call()
         rates.append(tokens / (time.perf_counter() - began))
-    return Speed(statistics.median(rates), min(rates), max(rates), calls, compile_seconds)
+    return Speed(statistics.median(rates), min(rates), max(rates), compile_seconds)
