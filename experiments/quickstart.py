@@ -45,16 +45,16 @@ DEFAULTS = ExperimentConfig(
     # instead of 2.46 (both with the clip at 1). Pre layer norm, a longer segment and half the batch came out behind.
     model=ModelConfig(n_layer=3, d_model=128, n_head=4, d_head=32, d_inner=512, dropout=0.0, init_std=0.07),
     optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, clip_norm=1.0),
-    # 16 x 64 = 1,024 tokens per step; 3,000 steps = 3.1e6 tokens, over a quarter of the text.
+    # 16 x 64 = 1,024 tokens per step; 2,400 steps = 2.5e6 tokens, under a quarter of the text.
     train=TrainConfig(
-        steps=3000,
+        steps=2400,
         batch_size=16,
         segment_len=64,
         mem_len=64,
         segments_per_call=10,
         log_every=100,
-        eval_every=750,
-        checkpoint_every=750,
+        eval_every=600,
+        checkpoint_every=600,
     ),
     eval=EvalConfig(
         batch_size=16,
