@@ -40,7 +40,8 @@ def learning_curve(
     last_step = max((record["step"] for record in records), default=1)
     for color, (name, level) in zip(("#2c3e50", "#2980b9", "#27ae60", "#8e44ad"), levels.items(), strict=False):
         plot.axhline(level, linestyle="--", linewidth=1, color=color)
-        plot.annotate(f"{name} {level:.2f}", (last_step, level), ha="right", va="bottom", fontsize=9, color=color)
+        # At the left edge, where the curves are still far above.
+        plot.annotate(f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color)
     plot.set(title=title, xlabel="updates", ylabel="bits per byte", xlim=(0, last_step))
     plot.set_ylim(bottom=max(0, min([*levels.values(), *_bpcs(records)]) - 0.3), top=min(max(_bpcs(records)), 5.5))
     plot.grid(alpha=0.25)
