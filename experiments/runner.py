@@ -63,12 +63,12 @@ def guarded(job: Callable[[], int]) -> int:
     try:
         return job()
     except KeyboardInterrupt:
-        fail(KeyboardInterrupt("interrupted; what was saved before stays, and the same command goes on from there"))
+        fail("interrupted; what was saved before stays, and the same command goes on from there")
         return 128 + signal.SIGINT
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        fail(MemoryError(f"the device has too little memory ({_first_line(error)}); {_SAVES_MEMORY}"))
+        fail(f"the device has too little memory ({_first_line(error)}); {_SAVES_MEMORY}")
         return 1
     except _USER_ERRORS as error:
         if isinstance(error, ValueError) and not _raised_by_us(error):
@@ -77,8 +77,8 @@ def guarded(job: Callable[[], int]) -> int:
         return 1
 
 
-def fail(error: BaseException) -> None:
-    """One sentence on the error stream."""
+def fail(error: BaseException | str) -> None:
+    """Says one sentence on the error stream."""
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 

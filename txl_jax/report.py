@@ -1,6 +1,7 @@
 """What a run says of itself: the opening lines, and the facts that stand beside every result."""
 
 import datetime
+import math
 import os
 import platform
 from pathlib import Path
@@ -104,10 +105,5 @@ def timed(line: str, seconds: float) -> str:
 
 def _bytes(tree: Any) -> int:
     """Bytes on one device."""
-    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree))
-    total = 0
-    for shape, itemsize in shards:
-        for size in shape:
-            itemsize *= size
-        total += itemsize
-    return total
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -1,0 +1,20 @@
+"""Tests that the examples in docstrings give what they show."""
+
+import doctest
+import importlib
+
+import pytest
+
+WITH_EXAMPLES = [
+    "txl_jax.metrics",
+    "txl_jax.report",
+    "txl_jax.training.progress",
+    "txl_jax.data.segments",
+    "txl_jax.data.vocabulary",
+]
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples(name):
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert tried > 0 and failed == 0
