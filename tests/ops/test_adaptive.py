@@ -96,24 +96,41 @@ def test_log_probabilities_are_the_losses_and_sum_to_one(case, x64):
 
 
 @functools.cache
-def gradients_of(name: str):
-    """Gradients of the summed nll, ours and through all log probabilities: (hidden, targets) -> two trees."""
-    case = CASES[name]
+def gradients_of(f):
+    """(values, gradients) of (hidden, weights, targets), compiled; each value has a weight of its own in the sum."""
 
-    def ours(hidden, weights, targets):
-        return adaptive.negative_log_likelihood(hidden, targets, *weights, case[0]).sum()
+    @jax.jit
+    def call(hidden, weights, targets):
+        values, pull_back = jax.vjp(lambda *args: f(*args, targets), hidden, weights)
+        return values, pull_back(jnp.arange(1.0, values.size + 1).reshape(values.shape))
 
-    def dense(hidden, weights, targets):
+    return call
+
+
+@functools.cache
+def walking_tails(name: str, capacity: int | None):
+    """Ours, with this many positions per chunk of a tail."""
+
+    def nll(hidden, weights, targets):
+        return adaptive.negative_log_likelihood(hidden, targets, *weights, CASES[name][0], capacity=capacity)
+
+    return gradients_of(nll)
+
+
+@functools.cache
+def through_all_log_probabilities(name: str):
+    """The dense oracle: every tail at every position."""
+
+    def nll(hidden, weights, targets):
         log_p = adaptive.log_probabilities(hidden, *weights)
-        return -jnp.take_along_axis(log_p, targets[..., None], axis=-1).sum()
+        return -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
 
-    return [jax.jit(jax.value_and_grad(f, argnums=(0, 1))) for f in (ours, dense)]
+    return gradients_of(nll)
 
 
-def check_gradients(name: str, targets: np.ndarray) -> None:
-    weights = as_arrays(CASES[name])
-    (loss, found), (dense_loss, expected) = (f(make_hidden(), weights, targets) for f in gradients_of(name))
-    np.testing.assert_allclose(loss, dense_loss, rtol=1e-12)
+def check_gradients(name: str, targets: np.ndarray, *, capacity: int | None = None) -> None:
+    args = make_hidden(), as_arrays(CASES[name]), targets
+    found, expected = walking_tails(name, capacity)(*args), through_all_log_probabilities(name)(*args)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
 
@@ -121,6 +138,15 @@ def check_gradients(name: str, targets: np.ndarray) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_match_dense_log_probabilities(name, x64):
     check_gradients(name, np.random.default_rng(5).integers(V, size=(B, L)))
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 128])
+@pytest.mark.parametrize("extra", [None, 0, 1])
+def test_a_tail_that_is_empty_fills_its_chunks_or_is_one_over(capacity, extra, x64):
+    """The first tail holds no target, `capacity` targets or one more; the second tail all the rest."""
+    n_first = 0 if extra is None else min(capacity + extra, B * L)
+    targets = np.random.default_rng(6).permutation(np.where(np.arange(B * L) < n_first, 5, 11))
+    check_gradients("mixed projections", targets.reshape(B, L), capacity=capacity)
 
 
 @hypothesis.given(data=st.data())
@@ -132,8 +158,58 @@ def test_any_distribution_of_targets(name, data):
     used = data.draw(st.sets(st.integers(0, len(cutoffs)), min_size=1), label="clusters")
     tokens = [token for c in sorted(used) for token in range(bounds[c], bounds[c + 1])]
     targets = data.draw(st.lists(st.sampled_from(tokens), min_size=B * L, max_size=B * L), label="targets")
+    capacity = data.draw(st.sampled_from([None, 1, 2, 3, 128]), label="capacity")
     with jax.enable_x64(True):
-        check_gradients(name, np.reshape(targets, (B, L)))
+        check_gradients(name, np.reshape(targets, (B, L)), capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_position", "capacity"),
+    [
+        (20_000, 9_000, 256),  # 1/32 of the positions is 281.
+        (160_000, 9_000, 128),  # 2**25 logits are 209 positions.
+        (20_000, 100_000, 1024),  # 2**25 logits are 1677 positions.
+        (10**7, 100_000, 128),
+        (5, 100, 128),
+        (5, 64, 64),
+        (5, 3, 4),
+        (5, 1, 1),
+    ],
+)
+def test_capacity_of_a_tail(rows, n_position, capacity):
+    assert adaptive._tail_capacity(rows, n_position) == capacity
+
+
+@pytest.mark.parametrize("counts", [(10, 0, 0), (2, 1, 7), (0, 5, 5)])
+def test_work_follows_the_number_of_targets_in_a_tail(counts, monkeypatch):
+    """The nll of a tail is computed for as many chunks of 2 as its targets fill, forward and again backward."""
+    calls, cluster_nll = [], adaptive._cluster_nll
+
+    def counted(cluster, hidden, rows):
+        jax.debug.callback(lambda _: calls.append((cluster.table.shape[0], hidden.shape[0])), hidden[0, 0])
+        return cluster_nll(cluster, hidden, rows)
+
+    monkeypatch.setattr(adaptive, "_cluster_nll", counted)
+    targets = jnp.asarray(np.repeat([0, 4, 9], counts).reshape(B, L), jnp.int32)
+
+    def loss(hidden, weights):
+        return adaptive.negative_log_likelihood(hidden, targets, *weights, (4, 9), capacity=2).sum()
+
+    weights = as_arrays(CASES["div_val 2"])
+    jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray(make_hidden(), jnp.float32), weights))
+    jax.effects_barrier()
+    assert {shape: calls.count(shape) for shape in set(calls)} == {
+        (rows, 2): 2 * -(-count // 2) for rows, count in zip((5, 4), counts[1:], strict=True) if count
+    }
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 1, 4)])
+def test_any_leading_shape(leading, x64):
+    rng, (clusters, tails) = np.random.default_rng(7), make_clusters(CASES["mixed projections"])
+    hidden, targets = rng.normal(size=(*leading, D)), np.asarray(rng.integers(V, size=leading))
+    nll = jax.jit(lambda *args: adaptive.negative_log_likelihood(*args, *as_arrays(CASES["mixed projections"]), (4, 9)))
+    expected = oracles.adaptive_nll(hidden, targets, clusters, *tails, (4, 9))
+    np.testing.assert_allclose(nll(hidden, targets), expected, rtol=0, atol=1e-12)
 
 
 def test_losses_of_bfloat16_states_are_float32():
@@ -142,3 +218,25 @@ def test_losses_of_bfloat16_states_are_float32():
     nll = adaptive.negative_log_likelihood(jnp.asarray(make_hidden(), jnp.bfloat16), targets, clusters, tails, (4, 9))
     assert nll.dtype == jnp.float32
     assert adaptive.log_probabilities(jnp.asarray(make_hidden(), jnp.bfloat16), clusters, tails).dtype == jnp.float32
+
+
+def test_gradients_of_a_bfloat16_tail_add_up_over_chunks():
+    """Against a float32 run of the same numbers; sums over 999 chunks in bfloat16 would stop growing far below."""
+    cutoffs, n_position = (2,), 999
+    rng = np.random.default_rng(8)
+    head = adaptive.Cluster(np.zeros((2, D)), np.zeros(2), None)
+    tail = adaptive.Cluster(rng.normal(size=(3, 2)), np.zeros(3), rng.normal(size=(2, D)))
+    tails = adaptive.TailEntries(np.zeros((1, D)), np.zeros(1))
+    hidden = np.ones((n_position, 1)) * rng.normal(size=(1, D))
+    rounded = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (hidden, [head, tail], tails))
+    targets = jnp.full(n_position, 3)
+
+    def loss(hidden, clusters, tails):
+        return adaptive.negative_log_likelihood(hidden, targets, clusters, tails, cutoffs, capacity=1).sum()
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    expected = gradient(*jax.tree.map(lambda a: a.astype(jnp.float32), rounded))
+    found = gradient(*rounded)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0, atol=0.02 * np.abs(b).max())
