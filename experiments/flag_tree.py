@@ -6,6 +6,7 @@ found by its bare name: `--flagfile=enwik8_12l` is the file in `experiments/flag
 """
 
 import enum
+import functools
 import inspect
 import re
 import types
@@ -16,8 +17,8 @@ from typing import Any
 
 from absl import flags
 
-from txl_jax import config as config_lib
-from txl_jax.config import COMPAT_PRESETS, ExperimentConfig
+from txl_jax import config_tree
+from txl_jax.config import COMPAT_PRESETS, TOKEN_SETTINGS, ExperimentConfig
 
 FLAGFILE_DIR = Path(__file__).parent / "flags"
 
@@ -31,15 +32,15 @@ def define(defaults: ExperimentConfig, flag_values: flags.FlagValues = flags.FLA
         "Implementation to be compatible with; single --compat.* flags change it further.",
         flag_values=flag_values,
     )
-    for leaf in config_lib.leaves():
-        _define_leaf(leaf, config_lib.get(defaults, leaf.name), flag_values)
+    for leaf in config_tree.leaves():
+        _define_leaf(leaf, config_tree.get(defaults, leaf.name), flag_values)
 
 
 def given(flag_values: flags.FlagValues) -> dict[str, Any]:
     """The settings that the command line or a flagfile named, with their values."""
     return {
         leaf.name: _from_flag(leaf, flag_values[leaf.name].value)
-        for leaf in config_lib.leaves()
+        for leaf in config_tree.leaves()
         if flag_values[leaf.name].present
     }
 
@@ -51,8 +52,19 @@ def build(base: ExperimentConfig, flag_values: flags.FlagValues = flags.FLAGS) -
       ValueError: a value that its setting cannot hold.
     """
     if flag_values["compat"].value:
-        base = config_lib.replace(base, {"compat": COMPAT_PRESETS[flag_values["compat"].value]})
-    return config_lib.replace(base, given(flag_values))
+        base = config_tree.replace(base, {"compat": COMPAT_PRESETS[flag_values["compat"].value]})
+    chosen = given(flag_values)
+    return config_tree.replace(_for_other_tokens(base, chosen), chosen)
+
+
+def _for_other_tokens(base: ExperimentConfig, chosen: dict[str, Any]) -> ExperimentConfig:
+    """`base` without what a program sets for its own kind of token, if another kind, or a list of words, is chosen."""
+    usual, reset = ExperimentConfig().data, []
+    if chosen.get("data.tokenizer", base.data.tokenizer) != base.data.tokenizer:
+        reset = [*TOKEN_SETTINGS, "order"]
+    elif chosen.get("data.vocab_file"):
+        reset = ["min_count"]
+    return config_tree.replace(base, {f"data.{name}": getattr(usual, name) for name in reset})
 
 
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> None:
@@ -65,7 +77,7 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> N
     try:
         rest = flag_values(find_flagfiles(argv))
     except flags.UnrecognizedFlagError as error:
-        near = config_lib.did_you_mean(error.flagname, list(flag_values))
+        near = config_tree.did_you_mean(error.flagname, list(flag_values))
         raise ValueError(f"there is no flag --{error.flagname}{near or '; --help lists all'}") from None
     except flags.Error as error:
         raise ValueError(str(error)) from None
@@ -99,12 +111,12 @@ def _flagfile_path(name: str) -> Path:
             return path
     known = flagfile_names()
     raise ValueError(
-        f"there is no flagfile {name!r}, neither as a path nor by name{config_lib.did_you_mean(name, known)}; "
+        f"there is no flagfile {name!r}, neither as a path nor by name{config_tree.did_you_mean(name, known)}; "
         f"the names are: {', '.join(known)}"
     )
 
 
-def _define_leaf(leaf: config_lib.Leaf, default: Any, flag_values: flags.FlagValues) -> None:
+def _define_leaf(leaf: config_tree.Leaf, default: Any, flag_values: flags.FlagValues) -> None:
     name, kind, text = leaf.name, leaf.type, field_comment(leaf)
     if kind is bool:
         flags.DEFINE_bool(name, default, text, flag_values=flag_values)
@@ -122,7 +134,7 @@ def _define_leaf(leaf: config_lib.Leaf, default: Any, flag_values: flags.FlagVal
         raise TypeError(f"{name} has type {kind}, for which there is no flag")
 
 
-def _from_flag(leaf: config_lib.Leaf, value: Any) -> Any:
+def _from_flag(leaf: config_tree.Leaf, value: Any) -> Any:
     if isinstance(leaf.type, types.GenericAlias):
         item = typing.get_args(leaf.type)[0]
         return tuple(_from_text(leaf.name, item, text) for text in value)
@@ -140,8 +152,13 @@ def _from_text(name: str, kind: type, text: str) -> Any:
         raise ValueError(f"--{name} has an entry {text!r}; its entries are of type {kind.__name__}") from None
 
 
-def field_comment(leaf: config_lib.Leaf) -> str:
+def field_comment(leaf: config_tree.Leaf) -> str:
     """The comment beside a field's definition."""
     pattern = rf"^    {leaf.field.name}: .*?  # (.*)$"
-    match = re.search(pattern, inspect.getsource(leaf.owner), flags=re.MULTILINE)
+    match = re.search(pattern, _source(leaf.owner), flags=re.MULTILINE)
     return match[1] if match else ""
+
+
+@functools.cache  # Finding a class in its file takes a hundredth of a second, and there are a hundred flags.
+def _source(owner: type) -> str:
+    return inspect.getsource(owner)

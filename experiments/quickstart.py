@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from experiments import flag_tree, runner
-from txl_jax import config as config_lib
+from txl_jax import config_tree
 from txl_jax.analysis import plots
 from txl_jax.assemble import assemble
 from txl_jax.config import (
@@ -81,7 +81,7 @@ def _run() -> int:
     config = runner.with_absolute_paths(flag_tree.build(DEFAULTS))
     config.validate()
     workdir = Workdir(Path(FLAGS.workdir).expanduser().resolve())
-    corpus = read_corpus(config.data, data_dir="")
+    corpus = read_corpus(config.data, data_dir="", cache_dir=str(workdir.create().path / "prepared"))
     print(f"{corpus.description}\nsha256 {corpus.digest}")
     with StopRequest() as stop:
         outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
@@ -100,7 +100,7 @@ def _run() -> int:
 def compare(config: ExperimentConfig, corpus: Corpus, workdir: Workdir, *, with_memory: float) -> dict[str, float]:
     """Bits per byte of the test text: two compressors, and the model with and without its memory."""
     text = corpus.vocabulary.decode(corpus.test)
-    without = config_lib.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
+    without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
     parts = assemble(without, vocab_size=corpus.vocabulary.size)
     _, params = load_parameters(parts, workdir, say=print)
     totals = score(parts, params, corpus.test, name="test without memory", say=print)

@@ -3,16 +3,17 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 from absl import flags
 
 from experiments import flag_tree
-from txl_jax import config as config_lib
+from txl_jax import config_tree
 from txl_jax.checkpoint import CheckpointError
-from txl_jax.config import ExperimentConfig
+from txl_jax.config import TOKEN_SETTINGS, CorpusName, ExperimentConfig
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import evaluate, generate, train
 from txl_jax.jobs.score import Interrupted
@@ -22,6 +23,11 @@ from txl_jax.training.stop import StopRequest
 from txl_jax.workdir import TextInfo, Workdir
 
 _MODES = ("train", "eval", "generate")
+# The program that knows how a corpus's text becomes tokens.
+_PROGRAMS = {name: name.value for name in CorpusName} | {
+    CorpusName.WIKITEXT2: "wikitext103",
+    CorpusName.PYTHON_STDLIB: "quickstart",
+}
 # What a user can mend. Anything else is our mistake and keeps its traceback.
 _USER_ERRORS = (ValueError, OSError, CheckpointError, NonFiniteError, RunLogError)
 _SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, or --model.remat=full"
@@ -29,10 +35,17 @@ _SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, or --mod
 FLAGS = flags.FLAGS
 
 
-def run(defaults: ExperimentConfig, argv: Sequence[str] | None = None) -> None:
-    """The whole of `python -m experiments.NAME`; exits with 0, 1 (error), 2 (usage) or 128 + signal."""
+def run(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types.MappingProxyType({})) -> None:
+    """The whole of `python -m experiments.NAME`; exits with 0, 1 (error), 2 (usage) or 128 + signal.
+
+    Args:
+      defaults: what the flags change.
+      aliases: short names of flags, to their full names.
+    """
     define_flags(defaults)
-    parse_or_exit(argv)
+    for alias, name in aliases.items():
+        flags.DEFINE_alias(alias, name)
+    parse_or_exit()
     sys.exit(guarded(lambda: _run_mode(defaults)))
 
 
@@ -40,8 +53,16 @@ def define_flags(defaults: ExperimentConfig) -> None:
     """The flags of a run."""
     flags.DEFINE_enum("mode", "train", _MODES, "What to do.")
     flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, logs, results. Made if missing.")
-    flags.DEFINE_string("data_dir", "data", "Folder of the corpora's own files.")
+    define_data_folders()
     flag_tree.define(defaults)
+
+
+def define_data_folders() -> None:
+    """The flags of the folders that a text is read from."""
+    flags.DEFINE_string("data_dir", "data", "Folder of the corpora's own files.")
+    flags.DEFINE_string(
+        "cache_dir", None, "Folder for what is made of a text: records, tokens; none: prepared in data_dir."
+    )
 
 
 def parse_or_exit(argv: Sequence[str] | None = None) -> None:
@@ -86,42 +107,59 @@ def _run_mode(defaults: ExperimentConfig) -> int:
     if not FLAGS.workdir:
         raise ValueError("no workdir was given; say with --workdir=PATH where checkpoints and logs belong")
     workdir = Workdir(Path(FLAGS.workdir).expanduser().resolve())
-    with StopRequest() as stop:
-        if FLAGS.mode == "train":
-            return _train(defaults, workdir, stop)
-        return {"eval": _evaluate, "generate": _generate}[FLAGS.mode](workdir, stop)
+    if FLAGS.mode == "train":
+        return _train(defaults, workdir)
+    return {"eval": _evaluate, "generate": _generate}[FLAGS.mode](workdir)
 
 
-def _train(defaults: ExperimentConfig, workdir: Workdir, stop: StopRequest) -> int:
+def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
     config = with_absolute_paths(flag_tree.build(defaults))
     config.validate()
-    corpus = read_corpus(config.data, FLAGS.data_dir)
-    outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
+    check_program(defaults, config)
+    workdir.check_same_settings(config)  # Before a text is read, which may take minutes.
+    corpus = read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
+    with StopRequest() as stop:  # From here on: a text that is being read may be stopped at once.
+        outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
     return 0 if outcome.finished else _stopped(stop)
 
 
-def _evaluate(workdir: Workdir, stop: StopRequest) -> int:
+def _evaluate(workdir: Workdir) -> int:
     config, text = _trained_config(workdir)
-    corpus = read_corpus(config.data, FLAGS.data_dir)
-    try:
-        evaluate.run(config, corpus, workdir, trained_on=text, stop_requested=lambda: stop)
-    except Interrupted as interrupted:
-        print(f"stopped   on request while scoring {interrupted}; nothing was written")
-        return _stopped(stop)
-    return 0
-
-
-def _generate(workdir: Workdir, stop: StopRequest) -> int:
-    config, text = _trained_config(workdir)
-    generate.run(config, text.vocabulary, workdir, stop_requested=lambda: stop)
+    data_dir = FLAGS.data_dir if FLAGS["data_dir"].present else text.data_dir
+    cache_dir = FLAGS.cache_dir or text.cache_dir
+    corpus = read_corpus(config.data, data_dir, cache_dir, vocabulary=text.vocabulary)
+    with StopRequest() as stop:
+        try:
+            evaluate.run(config, corpus, workdir, trained_on=text, stop_requested=lambda: stop)
+        except Interrupted as interrupted:
+            print(f"stopped   on request while scoring {interrupted}; nothing was written")
     return _stopped(stop)
 
 
+def _generate(workdir: Workdir) -> int:
+    config, text = _trained_config(workdir)
+    with StopRequest() as stop:
+        generate.run(config, text.vocabulary, workdir, stop_requested=lambda: stop)
+    return _stopped(stop)
+
+
+def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
+    """Raises `ValueError` if a flagfile, or a flag, asks for the corpus of another program."""
+    own, asked = defaults.data.corpus, config.data.corpus
+    if _PROGRAMS[asked] != _PROGRAMS[own]:
+        raise ValueError(
+            f"data.corpus is {asked} and this is the program of {own}; run python -m experiments.{_PROGRAMS[asked]}, or "
+            f"take a flagfile of {own}"
+        )
+
+
 def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
-    """The config with its text files named from the root, so that the run may be picked up from any folder."""
+    """The config with its files named from the root, so that the run may be picked up from any folder."""
     data = config.data
-    paths = {f"data.{name}": tuple(map(os.path.abspath, getattr(data, name))) for name in ("train", "valid", "test")}
-    return config_lib.replace(config, {"data.file": data.file and os.path.abspath(data.file), **paths})
+    lists = {name: tuple(map(os.path.abspath, getattr(data, name))) for name in ("train", "valid", "test")}
+    named = {name: getattr(data, name) for name in ("file", "vocab_file", "sentencepiece_model")}
+    named = {name: path and os.path.abspath(path) for name, path in named.items()}
+    return config_tree.replace(config, {f"data.{name}": value for name, value in (lists | named).items()})
 
 
 def _stopped(stop: StopRequest) -> int:
@@ -138,16 +176,28 @@ def _trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
       ValueError: what was given would change the trained model.
     """
     trained, text = workdir.load()
-    config = with_absolute_paths(flag_tree.build(trained))
+    config = with_absolute_paths(flag_tree.build(_without_old_files(trained)))
     refused = [
-        config_lib.describe_change(leaf, old, new)
-        for leaf, old, new in config_lib.differences(trained, config)
-        if leaf.name.startswith(("model.", "compat."))
+        config_tree.describe_change(leaf, old, new)
+        for leaf, old, new in config_tree.differences(trained, config)
+        if leaf.name.startswith(("model.", "compat.")) or leaf.name in {f"data.{name}" for name in TOKEN_SETTINGS}
     ]
     if refused:
-        raise ValueError(f"the run in {workdir.path} was trained with another model: {'; '.join(refused)}")
+        raise ValueError(
+            f"the run in {workdir.path} was trained with another model or other tokens: {'; '.join(refused)}"
+        )
     config.validate()
     return config, text
+
+
+def _without_old_files(trained: ExperimentConfig) -> ExperimentConfig:
+    """The config without the files of its training, if others were given now."""
+    names = [f"data.{name}" for name in ("file", "train", "valid", "test")]
+    given = flag_tree.given(FLAGS)
+    other_corpus = given.get("data.corpus", trained.data.corpus) != trained.data.corpus
+    if not other_corpus and not any(name in given for name in names):
+        return trained
+    return config_tree.replace(trained, {name: config_tree.get(ExperimentConfig(), name) for name in names})
 
 
 def _raised_by_us(error: BaseException) -> bool:
@@ -169,7 +219,7 @@ def _first_line(error: BaseException) -> str:
 
 def _help() -> str:
     """The program's flags with their defaults; the libraries' own are left out."""
-    first = ["flagfile", "mode", "workdir", "data_dir", "compat", "seed"]
+    first = ["flagfile", "mode", "workdir", "data_dir", "cache_dir", "compat", "seed"]
     ours = {flag.name for module, found in FLAGS.flags_by_module_dict().items() if _is_ours(module) for flag in found}
     names = [name for name in first if name in FLAGS] + sorted(ours - set(first))
     lines = ["Flags (a flagfile holds one per line; later flags win):", ""]

@@ -1,10 +1,11 @@
-"""Train, evaluate and sample on your own text, byte by byte.
+"""Train, evaluate and sample on your own text: bytes, characters, words, or pieces of words.
 
     python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt
-    python -m experiments.text --flagfile=small --workdir=runs/mine \\
-        --data.train=a.txt,b.txt --data.valid=c.txt --data.test=d.txt
+    python -m experiments.text --flagfile=small --workdir=runs/mine --tokenizer=word \\
+        --train='shards/*.txt' --valid=valid.txt --test=test.txt
 
-One file is split 90/5/5 by position.
+One file is split 90/5/5 by position. Lists are joined in the order given, patterns in the order of names.
+--train, --valid, --test and --tokenizer are short for --data.train and so on.
 """
 
 from experiments import runner
@@ -13,4 +14,4 @@ from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.TEXT))
 
 if __name__ == "__main__":
-    runner.run(DEFAULTS)
+    runner.run(DEFAULTS, aliases={name: f"data.{name}" for name in ("train", "valid", "test", "tokenizer")})

@@ -9,9 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from txl_jax import config as config_lib
+from txl_jax import config_tree
 from txl_jax.assemble import Parts, assemble
-from txl_jax.config import DType, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from txl_jax.config import (
+    DType,
+    EvalConfig,
+    ExperimentConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 
@@ -46,7 +54,7 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
         ),
         eval=EvalConfig(batch_size=1, segment_len=4, mem_len=11, clamp_len=0, segments_per_call=5),
     )
-    return config_lib.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
+    return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
 
 
 def run(parts: Parts) -> dict:
@@ -106,6 +114,9 @@ def refusal(mesh: MeshConfig, **changes: Any) -> str:
 
 if __name__ == "__main__":
     found = {name: run(assemble(config(mesh), vocab_size=V)) for name, mesh in MESHES.items()}
+    for name in ("one", "mixed"):
+        adaptive = config(MESHES[name], model__cutoffs=(4, 10), model__div_val=2)
+        found[f"adaptive, {name}"] = run(assemble(adaptive, vocab_size=V))
     found["uneven"] = uneven_vocabulary()
     found["refusals"] = {
         "batch": refusal(MESHES["mixed"], train__batch_size=6),

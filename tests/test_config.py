@@ -6,8 +6,21 @@ import json
 
 import pytest
 
-from txl_jax import config as config_lib
-from txl_jax.config import COMPAT_PRESETS, ExperimentConfig, ModelConfig, NormPlace
+from txl_jax import config_tree
+from txl_jax.config import (
+    COMPAT_PRESETS,
+    CorpusName,
+    EmptyEnd,
+    ExperimentConfig,
+    Heldout,
+    LineMark,
+    ModelConfig,
+    Newlines,
+    NormPlace,
+    Order,
+    Roll,
+    Tokenizer,
+)
 
 # (changed settings, what the message must name: the settings and every number of the conflict)
 CONFLICTS = [
@@ -25,18 +38,57 @@ CONFLICTS = [
     ({"model.div_val": 4, "model.cutoffs": (5, 9), "model.d_model": 8}, ("div_val 4", "cluster 2", "8")),
     ({"compat.layer_norm_eps": 0.0}, ("compat.layer_norm_eps is 0.0", "positive")),
     ({"compat.lr_floor": 1.5}, ("compat.lr_floor is 1.5", "0 to 1")),
-    ({"data.corpus": config_lib.CorpusName.TEXT}, ("data.file is ''", "none", "exactly one")),
+    ({"data.corpus": CorpusName.TEXT}, ("data.file is ''", "none", "exactly one")),
+    ({"data.corpus": CorpusName.PTB, "data.file": "a"}, ("data.file is 'a'", "ptb", "--data.corpus=text")),
+    ({"data.tokenizer": Tokenizer.WORD, "data.newlines": Newlines.DROP}, ("data.newlines is drop", "word", "byte")),
+    ({"data.lower_case": True}, ("data.lower_case is True", "byte", "char, word, sentencepiece")),
+    ({"data.min_count": 3}, ("data.min_count is 3", "byte", "char, word")),
+    ({"data.min_count": 0}, ("data.min_count is 0", "byte")),
+    ({"data.vocab_file": "words", "data.tokenizer": Tokenizer.CHAR}, ("data.vocab_file is words", "char", "word")),
     (
-        {"data.corpus": config_lib.CorpusName.TEXT, "data.file": "a", "data.train": ("b",)},
+        {"data.vocab_file": "words", "data.tokenizer": Tokenizer.WORD, "data.min_count": 2},
+        ("data.min_count is 2", "'words'", "not both"),
+    ),
+    (
+        {"data.sentencepiece_model": "m", "data.tokenizer": Tokenizer.WORD},
+        ("data.sentencepiece_model is m", "word", "sentencepiece"),
+    ),
+    (
+        {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.line_mark": LineMark.S},
+        ("data.line_mark is s", "eos", "none"),
+    ),
+    ({"data.sentencepiece_vocab": 9}, ("data.sentencepiece_vocab is 9", "byte", "sentencepiece")),
+    (
+        {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.sentencepiece_vocab": 0},
+        ("data.sentencepiece_vocab is 0", "at least 1"),
+    ),
+    ({"data.line_mark": LineMark.S}, ("data.line_mark is s", "byte", "word, sentencepiece")),
+    (
+        {"data.corpus": CorpusName.PTB, "data.tokenizer": Tokenizer.WORD, "data.empty_end": EmptyEnd.KEEP},
+        ("data.empty_end is keep", "ptb", "text"),
+    ),
+    ({"data.heldout": Heldout.PUBLISHED}, ("data.heldout is published", "enwik8", "lm1b")),
+    ({"data.order": Order.SENTENCES}, ("data.order is sentences", "byte", "line marks")),
+    (
+        {"data.order": Order.SENTENCES, "data.tokenizer": Tokenizer.WORD, "data.line_mark": LineMark.NONE},
+        ("data.order is sentences", "data.line_mark none"),
+    ),
+    (
+        {"data.order": Order.SENTENCES, "data.tokenizer": Tokenizer.WORD, "data.roll": Roll.ROWS},
+        ("data.order is sentences", "data.roll is rows"),
+    ),
+    ({"eval.warmup_tokens": -1}, ("eval.warmup_tokens is -1", "negative")),
+    (
+        {"data.corpus": CorpusName.TEXT, "data.file": "a", "data.train": ("b",)},
         ("data.file is 'a'", "data.train", "exactly one"),
     ),
     (
-        {"data.corpus": config_lib.CorpusName.TEXT, "data.train": ("b",)},
+        {"data.corpus": CorpusName.TEXT, "data.train": ("b",)},
         ("data.train given", "data.valid, data.test"),
     ),
     ({"data.valid": ("b",)}, ("data.valid given", "enwik8", "text")),
     (
-        {"data.corpus": config_lib.CorpusName.PYTHON_STDLIB, "data.file": "a"},
+        {"data.corpus": CorpusName.PYTHON_STDLIB, "data.file": "a"},
         ("data.file is 'a'", "python_stdlib"),
     ),
     *(
@@ -79,7 +131,7 @@ CONFLICTS = [
 
 @pytest.mark.parametrize(("values", "words"), CONFLICTS, ids=[" ".join(values) for values, _ in CONFLICTS])
 def test_conflicts_are_refused_with_their_numbers(values, words):
-    config = config_lib.replace(ExperimentConfig(), values)
+    config = config_tree.replace(ExperimentConfig(), values)
     with pytest.raises(ValueError) as error:
         config.validate()
     for word in words:
@@ -92,7 +144,7 @@ def test_the_defaults_go_together():
 
 @pytest.mark.parametrize("name", COMPAT_PRESETS)
 def test_compat_presets_go_together(name):
-    config = config_lib.replace(ExperimentConfig(), {"compat": COMPAT_PRESETS[name]})
+    config = config_tree.replace(ExperimentConfig(), {"compat": COMPAT_PRESETS[name]})
     config.validate()
 
 
@@ -102,14 +154,14 @@ def test_compat_presets_differ():
 
 def test_edges_that_are_allowed():
     values = {"train.mem_len": 0, "eval.mem_len": 0, "eval.same_length": False, "model.dropout": 0.0}
-    config_lib.replace(ExperimentConfig(), values).validate()
+    config_tree.replace(ExperimentConfig(), values).validate()
     adaptive = {
         "model.cutoffs": (5, 9),
         "model.div_val": 4,
         "model.d_model": 16,
         "model.tie_projs": (False, True, True),
     }
-    config_lib.replace(ExperimentConfig(), adaptive).validate()
+    config_tree.replace(ExperimentConfig(), adaptive).validate()
 
 
 def test_clusters_must_fit_the_vocabulary():
@@ -137,37 +189,37 @@ def other_value(value):
 
 
 def test_every_setting_round_trips_through_json():
-    names = [leaf.name for leaf in config_lib.leaves()]
+    names = [leaf.name for leaf in config_tree.leaves()]
     assert len(names) == len(set(names)) > 50
     default = ExperimentConfig()
-    changed = config_lib.replace(default, {name: other_value(config_lib.get(default, name)) for name in names})
+    changed = config_tree.replace(default, {name: other_value(config_tree.get(default, name)) for name in names})
     for config in (default, changed):
-        values = json.loads(json.dumps(config_lib.to_dict(config)))
+        values = json.loads(json.dumps(config_tree.to_dict(config)))
         assert list(values) == names
-        again = config_lib.from_dict(values)
+        again = config_tree.from_dict(values)
         assert again == config
         for name in names:
-            assert type(config_lib.get(again, name)) is type(config_lib.get(config, name)), name
-    found = [(leaf.name, before, after) for leaf, before, after in config_lib.differences(default, changed)]
-    assert found == [(name, config_lib.get(default, name), config_lib.get(changed, name)) for name in names]
+            assert type(config_tree.get(again, name)) is type(config_tree.get(config, name)), name
+    found = [(leaf.name, before, after) for leaf, before, after in config_tree.differences(default, changed)]
+    assert found == [(name, config_tree.get(default, name), config_tree.get(changed, name)) for name in names]
 
 
 def test_settings_left_out_of_a_dict_keep_their_defaults():
-    config = config_lib.from_dict({"model.layer_norm": "pre"})
-    assert config == config_lib.replace(ExperimentConfig(), {"model.layer_norm": NormPlace.PRE})
+    config = config_tree.from_dict({"model.layer_norm": "pre"})
+    assert config == config_tree.replace(ExperimentConfig(), {"model.layer_norm": NormPlace.PRE})
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest_one():
     with pytest.raises(ValueError, match=r"'model.n_layers'; did you mean model.n_layer"):
-        config_lib.from_dict({"model.n_layers": 3})
+        config_tree.from_dict({"model.n_layers": 3})
 
 
 def test_did_you_mean_is_silent_when_nothing_is_near():
-    assert config_lib.did_you_mean("qqqq", ["model.n_layer"]) == ""
+    assert config_tree.did_you_mean("qqqq", ["model.n_layer"]) == ""
 
 
 def test_replace_changes_only_what_is_named():
-    config = config_lib.replace(ExperimentConfig(), {"seed": 3, "model.n_layer": 4, "model.d_model": 8})
+    config = config_tree.replace(ExperimentConfig(), {"seed": 3, "model.n_layer": 4, "model.d_model": 8})
     assert (config.seed, config.model) == (3, dataclasses.replace(ModelConfig(), n_layer=4, d_model=8))
     assert config.train == ExperimentConfig().train
 

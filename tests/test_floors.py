@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    ["config", "axes"],
+    ["config", "config_tree", "axes"],
     ["ops", "memory", "losses", "metrics"],
     ["modules"],
     ["recurrence", "sharding", "data", "checkpoint", "run_log"],

@@ -109,6 +109,14 @@ def test_a_mesh_trains_and_scores_as_one_device_does(found, name):
     assert len(set(one["losses"])) == 6  # Dropout and updates make all differ.
 
 
+def test_an_adaptive_softmax_trains_and_scores_as_on_one_device(found):
+    one, many = found["adaptive, one"], found["adaptive, mixed"]
+    assert list(many["mesh"].values()) == MESHES["mixed"]
+    for name in ("losses", "grad_norms", "score"):
+        np.testing.assert_allclose(many[name], one[name], rtol=1e-10)
+    assert one["losses"] != found["one"]["losses"]
+
+
 @pytest.mark.parametrize("name", MESHES)
 def test_one_row_is_scored_on_eight_devices(found, name):
     assert found[name]["scored"] == found["one"]["scored"] == 49

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import tiny
 
-from txl_jax import config as config_lib
+from txl_jax import config_tree
 from txl_jax.assemble import Compilation, Parts, assemble
 from txl_jax.config import EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
 from txl_jax.data.segments import SegmentReader, Segments, training_segments
@@ -43,7 +43,7 @@ CONFIG = ExperimentConfig(
 def parts(**changes: Any) -> Parts:
     """The parts of the tiny run with some settings changed: `model__dropout` for model.dropout, and so on."""
     dotted = {name.replace("__", "."): value for name, value in changes.items()}
-    return assemble(config_lib.replace(CONFIG, dotted), vocab_size=tiny.V)
+    return assemble(config_tree.replace(CONFIG, dotted), vocab_size=tiny.V)
 
 
 @functools.cache

@@ -7,8 +7,9 @@ import time
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from txl_jax import axes, sharding
 from txl_jax.config import ExperimentConfig
@@ -89,9 +90,39 @@ class Parts:
         memory = self.model.init_memory(batch_size=span.batch_size, mem_len=span.mem_len)
         return jax.device_put(memory, self._memory_shardings(span.batch_size))
 
-    def place(self, segments: Segments) -> Segments:
-        """Puts segments on the devices, their rows spread as those of the memory."""
-        return jax.device_put(segments, self._segment_shardings(segments.inputs.shape[1]))
+    def host(self, batch_size: int) -> tuple[int, int]:
+        """(i, n): this process's devices hold part i of n of a batch's rows, and so it reads those.
+
+        Raises:
+          ValueError: they hold rows that are not one such part.
+        """
+        rows = sharding.named(self.mesh, sharding.rows(self.mesh, batch_size))
+        parts = {
+            part[0].indices(batch_size)[:2] for part in rows.addressable_devices_indices_map((batch_size,)).values()
+        }
+        first, last = min(parts)[0], max(parts)[1]
+        size = last - first
+        if sum(b - a for a, b in parts) != size or batch_size % size or first % size:
+            raise ValueError(
+                f"the devices of process {jax.process_index()} hold the rows {sorted(parts)} of {batch_size}, which are no "
+                "equal part of them; order the mesh so that a process's devices lie together"
+            )
+        return first // size, batch_size // size
+
+    def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
+        """Puts segments on the devices, their rows spread as those of the memory.
+
+        Args:
+          segments: the rows that this process reads (see `host`).
+          batch_size: B, over all processes; None: this process has read them all.
+        """
+        batch_size = batch_size or segments.inputs.shape[1]
+
+        def put(placed: NamedSharding, part: np.ndarray) -> jax.Array:
+            whole = (part.shape[0], batch_size, *part.shape[2:])
+            return jax.make_array_from_process_local_data(placed, part, whole)
+
+        return jax.tree.map(put, self._segment_shardings(batch_size), segments)
 
     def _init_boxed(self) -> TrainState:
         train = self.config.train

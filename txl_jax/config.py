@@ -1,7 +1,7 @@
 """The whole truth of a run: a tree of frozen dataclasses, and the relations its fields must keep.
 
-Nothing here imports jax. `ExperimentConfig` is the root; `experiments.flag_tree` turns every leaf into a
-flag `--group.leaf` whose help text is the comment beside the field, so a comment here is read by users.
+Nothing here imports jax. `ExperimentConfig` is the root (`txl_jax.config_tree` walks it); `experiments.flag_tree` turns
+every leaf into a flag `--group.leaf` whose help text is the comment beside the field, so users read the comments here.
 `validate()` raises `ValueError` with both numbers of a conflict, before any work starts.
 
 Letters: B batch, L segment length, M memory length, K = M + L keys, D model width, H heads, E head
@@ -9,11 +9,7 @@ width, F inner width, V vocabulary, N layers, C clusters of the adaptive softmax
 """
 
 import dataclasses
-import difflib
 import enum
-import types
-import typing
-from collections.abc import Iterator
 from typing import Any
 
 
@@ -72,6 +68,11 @@ class CorpusName(enum.StrEnum):
     """Where the text comes from."""
 
     ENWIK8 = "enwik8"
+    TEXT8 = "text8"
+    WIKITEXT103 = "wikitext103"
+    WIKITEXT2 = "wikitext2"
+    PTB = "ptb"
+    LM1B = "lm1b"  # One Billion Word.
     TEXT = "text"  # The user's own files.
     PYTHON_STDLIB = "python_stdlib"  # Source text of the standard library of this Python.
 
@@ -81,6 +82,60 @@ class Newlines(enum.StrEnum):
 
     KEEP = "keep"
     DROP = "drop"  # As the original's preparation of enwik8 (V = 204 instead of 205).
+
+
+class Tokenizer(enum.StrEnum):
+    """What a token is."""
+
+    BYTE = "byte"
+    CHAR = "char"  # A Unicode character of UTF-8 text.
+    WORD = "word"  # What stands between white space.
+    SENTENCEPIECE = "sentencepiece"  # Pieces of words; needs the package sentencepiece.
+
+
+class LineMark(enum.StrEnum):
+    """Which token stands for the end of a line, where tokens are words or pieces."""
+
+    EOS = "eos"  # <eos> after each line: WikiText and PTB.
+    S = "s"  # One <S> between sentences: One Billion Word, as the original PyTorch scores it.
+    DOUBLE_S = "double_s"  # <S> before and after each: the original TensorFlow, which scores <S> after <S> too.
+    NONE = "none"  # A line's end is white space.
+
+
+class EmptyEnd(enum.StrEnum):
+    """What becomes of empty lines at the end of own text, each of which would be scored as a line mark."""
+
+    REFUSE = "refuse"
+    KEEP = "keep"  # WikiText's files end so.
+
+
+class Heldout(enum.StrEnum):
+    """Which shards of One Billion Word's held-out text validate; the first one is always the test text."""
+
+    SEPARATE = "separate"  # The second shard: nothing is chosen on the test text.
+    PUBLISHED = "published"  # The first one too, as both original releases.
+
+
+class Order(enum.StrEnum):
+    """How the training text is strung together in an epoch."""
+
+    STREAM = "stream"  # As it stands.
+    SENTENCES = "sentences"  # Lines in another order each epoch: One Billion Word, whose lines have no order.
+
+
+class Roll(enum.StrEnum):
+    """What is turned round by a random number of tokens in each epoch, so that segments begin elsewhere."""
+
+    NONE = "none"
+    STREAM = "stream"  # The whole training text, before it is cut into rows.
+    ROWS = "rows"  # Each row by itself: the partial shuffle of Press (2019).
+
+
+class EpochMemory(enum.StrEnum):
+    """What the memory holds where an epoch begins again."""
+
+    EMPTIED = "emptied"  # Nothing: the original PyTorch.
+    CARRIED = "carried"  # The end of the epoch before: the original TensorFlow.
 
 
 # A field marked so may differ when a run is resumed: it does not touch the training trajectory.
@@ -203,6 +258,10 @@ COMPAT_PRESETS = {
 }
 
 
+# Settings of DataConfig that make the ids of a text what they are: a trained run keeps them.
+TOKEN_SETTINGS = ("tokenizer", "newlines", "lower_case", "line_mark", "min_count", "sentencepiece_vocab")
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Which text, and how it is read."""
@@ -213,7 +272,19 @@ class DataConfig:
     train: tuple[str, ...] = free(())  # Own text: training files, read in this order.
     valid: tuple[str, ...] = free(())  # Own text: validation files.
     test: tuple[str, ...] = free(())  # Own text: test files.
-    newlines: Newlines = Newlines.KEEP  # What becomes of newline bytes.
+    tokenizer: Tokenizer = Tokenizer.BYTE  # What a token is.
+    newlines: Newlines = Newlines.KEEP  # Byte tokens: what becomes of newline bytes.
+    lower_case: bool = False  # Character, word and piece tokens: A is read as a.
+    line_mark: LineMark = LineMark.EOS  # Word and piece tokens: which token stands for the end of a line.
+    empty_end: EmptyEnd = EmptyEnd.REFUSE  # Own text with line marks: what becomes of empty lines at its end.
+    min_count: int = 1  # Character and word tokens: rarer ones in the training text become <unk>.
+    vocab_file: str = free("")  # Word tokens: take the words from this file, one a line; none: count the training text.
+    sentencepiece_model: str = free("")  # Piece tokens: a trained model; none: one is trained on the training text.
+    sentencepiece_vocab: int = 8000  # Piece tokens: vocabulary of a model that is trained here.
+    heldout: Heldout = Heldout.SEPARATE  # One Billion Word: which held-out shard validates.
+    order: Order = Order.STREAM  # How the training text is strung together in an epoch.
+    roll: Roll = Roll.NONE  # What is turned round by a random number of tokens in each epoch.
+    epoch_memory: EpochMemory = EpochMemory.EMPTIED  # What the memory holds where an epoch begins again.
 
     def validate(self) -> None:
         own = {name: getattr(self, name) for name in ("train", "valid", "test")}
@@ -228,8 +299,60 @@ class DataConfig:
             _require(not given or not missing, f"{', '.join(given)} given without {', '.join(missing)}")
         else:
             _require(not given, f"{', '.join(given)} given, but data.corpus is {self.corpus}; they go with text")
-        if self.corpus is CorpusName.PYTHON_STDLIB:
-            _require(not self.file, f"data.file is {self.file!r}, but data.corpus {self.corpus} reads no file")
+            _require(
+                not self.file or self.corpus in (CorpusName.ENWIK8, CorpusName.TEXT8),
+                f"data.file is {self.file!r}, but data.corpus is {self.corpus}; a part of a corpus is read for enwik8 "
+                "and text8, and any other file with --data.corpus=text",
+            )
+        for name, usual, corpus in (
+            ("empty_end", EmptyEnd.REFUSE, CorpusName.TEXT),
+            ("heldout", Heldout.SEPARATE, CorpusName.LM1B),
+        ):
+            _require(
+                getattr(self, name) == usual or self.corpus is corpus,
+                f"data.{name} is {getattr(self, name)} and data.corpus is {self.corpus}; it goes with {corpus}",
+            )
+        self._validate_tokens()
+
+    def _validate_tokens(self) -> None:
+        """Options of one kind of token are refused beside another, where nothing would read them."""
+        lines = self.tokenizer in (Tokenizer.WORD, Tokenizer.SENTENCEPIECE)
+        for name, usual, readers in (
+            ("newlines", Newlines.KEEP, (Tokenizer.BYTE,)),
+            ("line_mark", LineMark.EOS, (Tokenizer.WORD, Tokenizer.SENTENCEPIECE)),
+            ("empty_end", EmptyEnd.REFUSE, (Tokenizer.WORD, Tokenizer.SENTENCEPIECE)),
+            ("sentencepiece_vocab", 8000, (Tokenizer.SENTENCEPIECE,)),
+            ("lower_case", False, (Tokenizer.CHAR, Tokenizer.WORD, Tokenizer.SENTENCEPIECE)),
+            ("min_count", 1, (Tokenizer.CHAR, Tokenizer.WORD)),
+            ("vocab_file", "", (Tokenizer.WORD,)),
+            ("sentencepiece_model", "", (Tokenizer.SENTENCEPIECE,)),
+        ):
+            _require(
+                getattr(self, name) == usual or self.tokenizer in readers,
+                f"data.{name} is {getattr(self, name)} and data.tokenizer is {self.tokenizer}, which does not read it; "
+                f"it goes with {', '.join(readers)}",
+            )
+        for name in ("min_count", "sentencepiece_vocab"):
+            _require(getattr(self, name) >= 1, f"data.{name} is {getattr(self, name)}; it must be at least 1")
+        _require(
+            self.tokenizer is not Tokenizer.SENTENCEPIECE or self.line_mark in (LineMark.EOS, LineMark.NONE),
+            f"data.line_mark is {self.line_mark} and data.tokenizer is {self.tokenizer}, whose models know one mark, "
+            f"{LineMark.EOS}; give that, or {LineMark.NONE}",
+        )
+        _require(
+            not self.vocab_file or self.min_count == 1,
+            f"data.min_count is {self.min_count} and data.vocab_file is {self.vocab_file!r}; words are counted or "
+            "given, not both",
+        )
+        _require(
+            self.order is not Order.SENTENCES or (lines and self.line_mark is not LineMark.NONE),
+            f"data.order is {self.order} and there are no line marks (data.tokenizer {self.tokenizer}, data.line_mark "
+            f"{self.line_mark}); sentences are found by them",
+        )
+        _require(
+            self.order is not Order.SENTENCES or self.roll is Roll.NONE,
+            f"data.order is {self.order} and data.roll is {self.roll}; shuffled sentences need no roll",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,6 +440,7 @@ class EvalConfig:
     clamp_len: int = free(820)  # Distances above this share one position code; 0: off.
     same_length: bool = free(True)  # Every query sees the same number of keys.
     segments_per_call: int = free(8)  # S, segments per dispatch.
+    warmup_tokens: int = free(0)  # Unscored tokens that each row but the first reads first: no cold start.
     valid_tokens: int = free(0)  # Tokens of the validation text scored during training; 0: all.
 
     def validate(self) -> None:
@@ -325,6 +449,7 @@ class EvalConfig:
             self.valid_tokens == 0 or self.valid_tokens >= 2,
             f"eval.valid_tokens is {self.valid_tokens}; give at least 2, or 0 for all",
         )
+        _require(self.warmup_tokens >= 0, f"eval.warmup_tokens is {self.warmup_tokens}; it cannot be negative")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +478,7 @@ class GenerateConfig:
 class ExperimentConfig:
     """One run."""
 
-    seed: int = 1111  # Of initial weights and dropout.
+    seed: int = 1111  # Of initial weights, dropout, and the order of the training text.
     model: ModelConfig = ModelConfig()
     compat: CompatConfig = CompatConfig()
     data: DataConfig = DataConfig()
@@ -378,86 +503,3 @@ class ExperimentConfig:
 def _require(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One setting of the tree: its dotted name, declared type and owning dataclass field."""
-
-    name: str
-    type: Any
-    field: dataclasses.Field
-    owner: type
-
-
-def leaves(cls: type = ExperimentConfig, prefix: str = "") -> Iterator[Leaf]:
-    """The settings below a config class, in order."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from leaves(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield Leaf(f"{prefix}{field.name}", hints[field.name], field, cls)
-
-
-def get(config: Any, name: str) -> Any:
-    """The value of a dotted name: `get(config, "model.n_layer")`."""
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
-
-
-def replace(config: Any, values: dict[str, Any]) -> Any:
-    """A copy of the tree with the dotted names in `values` changed."""
-    groups: dict[str, dict[str, Any]] = {}
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        head, _, rest = name.partition(".")
-        if rest:
-            groups.setdefault(head, {})[rest] = value
-        else:
-            flat[head] = value
-    nested = {head: replace(getattr(config, head), rest) for head, rest in groups.items()}
-    return dataclasses.replace(config, **flat, **nested)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Dotted names of a tree, or of a group of one, to JSON values."""
-    values = {leaf.name: get(config, leaf.name) for leaf in leaves(type(config))}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def from_dict(values: dict[str, Any]) -> ExperimentConfig:
-    """The inverse of `to_dict`.
-
-    Raises:
-      ValueError: a name that no setting has (with the nearest ones).
-    """
-    known = {leaf.name: leaf for leaf in leaves()}
-    for name in values:
-        if name not in known:
-            raise ValueError(f"no setting is called {name!r}{did_you_mean(name, known)}")
-    return replace(ExperimentConfig(), {name: _decode(known[name].type, value) for name, value in values.items()})
-
-
-def differences(old: ExperimentConfig, new: ExperimentConfig) -> list[tuple[Leaf, Any, Any]]:
-    """The settings in which two configs differ, with both values."""
-    pairs = ((leaf, get(old, leaf.name), get(new, leaf.name)) for leaf in leaves())
-    return [(leaf, before, after) for leaf, before, after in pairs if before != after]
-
-
-def describe_change(leaf: Leaf, old: Any, new: Any) -> str:
-    """'--train.steps was 10 and is now 20'."""
-    return f"--{leaf.name} was {old!s} and is now {new!s}"
-
-
-def did_you_mean(name: str, known: Any) -> str:
-    """'; did you mean a, b?' with the nearest known names, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f"; did you mean {', '.join(near)}?" if near else ""
-
-
-def _decode(kind: Any, value: Any) -> Any:
-    if isinstance(kind, types.GenericAlias):
-        return tuple(value)
-    return kind(value) if isinstance(kind, type) and issubclass(kind, enum.Enum) else value

@@ -1,7 +1,15 @@
 """From summed nats to what is reported. Sums and counts travel; only here are they divided."""
 
 import dataclasses
+import enum
 import math
+
+
+class Measure(enum.StrEnum):
+    """How a loss per token is usually told."""
+
+    BPC = "bpc"  # Bits per character.
+    PPL = "ppl"  # Perplexity.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,3 +43,11 @@ class Totals:
     def perplexity(self) -> float:
         """exp of the mean over tokens; inf where that overflows, nan where the mean is nan."""
         return math.inf if self.nll >= 700 else math.exp(self.nll)
+
+    def told(self, measure: Measure) -> str:
+        """The measure and its value, for people.
+
+        >>> Totals(nats=math.log(100) * 10, tokens=10).told(Measure.PPL)
+        'ppl 100.00'
+        """
+        return f"bpc {self.bpc:.4f}" if measure is Measure.BPC else f"ppl {self.perplexity:.2f}"

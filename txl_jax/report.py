@@ -13,6 +13,7 @@ import txl_jax
 from txl_jax.assemble import Compilation, Parts
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader
+from txl_jax.metrics import Measure, Totals
 from txl_jax.training.progress import duration
 
 
@@ -24,7 +25,7 @@ def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
     span = parts.config.eval
     return [
         f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} tokens "
-        f"to train / validate / test on, vocabulary {corpus.vocabulary.size}",
+        f"to train / validate / test on, vocabulary {corpus.vocabulary.size:,}",
         f"model     {c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}, "
         f"{c.dtype}: {parts.n_parameter:,} parameters",
         f"training  {train.batch_size} rows x {train.segment_len} = {tokens_per_step:,} tokens per step, memory "
@@ -32,7 +33,8 @@ def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
         f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
         f"scoring   segments of {span.segment_len}, memory {span.mem_len}, "
         f"{f'distances clamped at {span.clamp_len}' if span.clamp_len else 'no clamp'}, "
-        f"{span.batch_size} row{'s' if span.batch_size > 1 else ''}",
+        f"{span.batch_size} row{'s' if span.batch_size > 1 else ''}"
+        + (f", each begun {span.warmup_tokens} tokens early" if span.warmup_tokens else ""),
         f"devices   {parts.mesh.size} x {device_kind()} ({', '.join(f'{k} {n}' for k, n in parts.mesh.shape.items())})",
     ]
 
@@ -93,9 +95,10 @@ def megabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def scores(totals: Any) -> str:
-    """One line of a result."""
-    return f"bpc {totals.bpc:.4f}  loss {totals.nll:.4f}  perplexity {totals.perplexity:.3f}  ({totals.tokens:,.0f} tokens)"
+def scores(totals: Totals, measure: Measure) -> str:
+    """One line of a result, the usual measure first."""
+    perplexity = f"  {totals.told(Measure.PPL)}" if measure is Measure.BPC else ""
+    return f"{totals.told(measure)}  loss {totals.nll:.4f}{perplexity}  ({totals.tokens:,.0f} tokens)"
 
 
 def timed(line: str, seconds: float) -> str:

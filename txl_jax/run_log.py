@@ -35,6 +35,11 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     _replace(Path(path), json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Replaces the file at `path` by `text`, or leaves it as it was; raises `RunLogError` if it cannot be written."""
+    _replace(Path(path), text)
+
+
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """The records of a run in the order written; empty if there are none. A torn last line is left out.
 

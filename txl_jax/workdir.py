@@ -1,6 +1,7 @@
 """The folder of a run: which config and which text it belongs to, and that only one run writes to it.
 
 config.json       what the run was started with
+vocabulary.txt    what its token ids mean
 checkpoints/      latest/ (everything), best/ (parameters of the lowest validation loss)
 metrics.jsonl, log.txt, tensorboard/
 results.json      written when training has ended
@@ -13,11 +14,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from txl_jax import config as config_lib
-from txl_jax.config import ExperimentConfig
+from txl_jax import config_tree
+from txl_jax.config import FREE_ON_RESUME, ExperimentConfig
 from txl_jax.data.corpus import Corpus
-from txl_jax.data.vocabulary import ByteVocabulary
-from txl_jax.run_log import write_json
+from txl_jax.data.counting import KINDS
+from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
+from txl_jax.run_log import write_json, write_text
+
+_TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +31,13 @@ class TextInfo:
     name: str
     description: str
     digest: str
-    vocabulary: ByteVocabulary
+    vocabulary: Vocabulary
+    data_dir: str = ""  # Where it was read from, and
+    cache_dir: str = ""  # where its ids lay; on another machine they may lie elsewhere.
 
     @classmethod
     def of(cls, corpus: Corpus) -> "TextInfo":
-        return cls(corpus.name, corpus.description, corpus.digest, corpus.vocabulary)
+        return cls(corpus.name, corpus.description, corpus.digest, corpus.vocabulary, corpus.data_dir, corpus.cache_dir)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +59,10 @@ class Workdir:
     @property
     def config_file(self) -> Path:
         return self.path / "config.json"
+
+    @property
+    def vocabulary_file(self) -> Path:
+        return self.path / "vocabulary.txt"
 
     def create(self) -> "Workdir":
         """Makes the folder, and shows that it can be written to.
@@ -94,14 +104,10 @@ class Workdir:
         return handle
 
     def record(self, config: ExperimentConfig, text: TextInfo) -> None:
-        """Writes config.json."""
-        write_json(
-            self.config_file,
-            {
-                "config": config_lib.to_dict(config),
-                "text": {**dataclasses.asdict(text), "vocabulary": text.vocabulary.to_json()},
-            },
-        )
+        """Writes config.json and vocabulary.txt."""
+        write_text(self.vocabulary_file, dumps(text.vocabulary))
+        facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {"vocabulary_sha256": digest(text.vocabulary)}
+        write_json(self.config_file, {"config": config_tree.to_dict(config), "text": facts})
 
     def load(self) -> tuple[ExperimentConfig, TextInfo]:
         """What the run was started with.
@@ -112,14 +118,32 @@ class Workdir:
         """
         try:
             saved = json.loads(self.config_file.read_text())
+            config, text = saved["config"], saved["text"]
+            facts = {name: text[name] for name in _TEXT_FACTS}
+            expected = text["vocabulary_sha256"]
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{self.path} holds no run (no {self.config_file.name}); give the --workdir of a run that was trained"
             ) from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{self.config_file} is damaged: {error}; restore it or give another --workdir") from error
-        text = saved["text"] | {"vocabulary": ByteVocabulary.from_json(saved["text"]["vocabulary"])}
-        return config_lib.from_dict(saved["config"]), TextInfo(**text)
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ValueError(
+                f"{self.config_file} is damaged or of an older version ({error!r}); restore it or give another --workdir"
+            ) from error
+        return config_tree.from_dict(config), TextInfo(**facts, vocabulary=self._load_vocabulary(expected))
+
+    def _load_vocabulary(self, expected_sha256: str) -> Vocabulary:
+        try:
+            vocabulary = loads(self.vocabulary_file.read_text(encoding="utf-8"), KINDS)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{self.vocabulary_file} cannot be read ({error}); restore it: without it the run's ids mean nothing"
+            ) from error
+        if digest(vocabulary) != expected_sha256:
+            raise ValueError(
+                f"{self.vocabulary_file} holds {vocabulary.size:,} tokens that are not those of the run's checkpoints "
+                f"(its sha256 is {digest(vocabulary)[:12]}..., the run's {expected_sha256[:12]}...); restore the file"
+            )
+        return vocabulary
 
     def check_same_run(self, config: ExperimentConfig, text: TextInfo) -> list[str]:
         """Compares with what the run was started with, if it was.
@@ -133,15 +157,33 @@ class Workdir:
         if not self.config_file.exists():
             return []
         old_config, old_text = self.load()
-        allowed, refused = [], []
-        for leaf, old, new in config_lib.differences(old_config, config):
-            line = config_lib.describe_change(leaf, old, new)
-            (allowed if leaf.field.metadata == config_lib.FREE_ON_RESUME else refused).append(line)
+        allowed, refused = _changes(old_config, config)
         if old_text.digest != text.digest:
             refused.append(f"the text was {old_text.description!r} and is now {text.description!r}, with other content")
-        if refused:
+        elif old_text.vocabulary != text.vocabulary:
+            refused.append(
+                f"the vocabulary had {old_text.vocabulary.size:,} tokens and has {text.vocabulary.size:,}, or others"
+            )
+        self._refuse(refused)
+        return allowed
+
+    def check_same_settings(self, config: ExperimentConfig) -> None:
+        """The part of `check_same_run` that needs no text."""
+        if self.config_file.exists():
+            self._refuse(_changes(self.load()[0], config)[1])
+
+    def _refuse(self, changes: list[str]) -> None:
+        if changes:
             raise ValueError(
-                f"{self.path} holds a run with other settings: {'; '.join(refused)}. "
+                f"{self.path} holds a run with other settings: {'; '.join(changes)}. "
                 "Start again with the old settings, or give another --workdir"
             )
-        return allowed
+
+
+def _changes(old: ExperimentConfig, new: ExperimentConfig) -> tuple[list[str], list[str]]:
+    """One line for each setting that differs: those that may, and those that shape the training."""
+    allowed, refused = [], []
+    for leaf, before, after in config_tree.differences(old, new):
+        line = config_tree.describe_change(leaf, before, after)
+        (allowed if leaf.field.metadata == FREE_ON_RESUME else refused).append(line)
+    return allowed, refused

@@ -1,286 +1,365 @@
-"""Tests reading a corpus: which bytes land in which split, vocabularies, digests, and every bad input."""
+"""Tests from a config to three splits of ids: each kind of token, shared stores, prefixes, Python's library."""
 
 import hashlib
-import os
+import io
 import random
-import sysconfig
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tqdm
 
-from txl_jax.config import CorpusName, DataConfig, Newlines
-from txl_jax.data import sources
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    EmptyEnd,
+    LineMark,
+    Newlines,
+    Tokenizer,
+)
+from txl_jax.data import counting
 from txl_jax.data.corpus import read_corpus
+from txl_jax.data.vocabulary import ByteVocabulary, WordVocabulary
 
-SMALL_SPLITS = (60, 25, 15)
 SMALL_TEXT = bytes(random.Random(0).choices(b"abcdefgh\n", k=99)) + b"\n"
 
 
-@pytest.fixture
-def small_enwik8(monkeypatch):
-    """Makes files of 100 bytes count as the whole of enwik8."""
-    monkeypatch.setattr(sources, "ENWIK8_SPLITS", SMALL_SPLITS)
+def splits(corpus):
+    return [corpus.train, corpus.valid, corpus.test]
 
 
 def texts(corpus):
     """The three splits as bytes again."""
-    return [corpus.vocabulary.decode(ids) for ids in (corpus.train, corpus.valid, corpus.test)]
-
-
-def write_zip(path, members):
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in members.items():
-            archive.writestr(name, text)
+    return [corpus.vocabulary.decode(ids) for ids in splits(corpus)]
 
 
 def own_text(**fields):
     return DataConfig(corpus=CorpusName.TEXT, **fields)
 
 
-# enwik8, whole
+def never(*args, **kwargs):
+    raise AssertionError("there is nothing to count")
 
 
-@pytest.mark.parametrize("place", ["enwik8", "enwik8/enwik8", "enwik8.zip", "enwik8/enwik8.zip"])
-def test_enwik8_is_found_raw_or_zipped(place, tmp_path, small_enwik8):
-    path = tmp_path / place
-    path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".zip":
-        write_zip(path, {"enwik8": SMALL_TEXT})
-    else:
-        path.write_bytes(SMALL_TEXT)
-    files_before = sorted(tmp_path.rglob("*"))
-    corpus = read_corpus(DataConfig(), str(tmp_path))
-    assert texts(corpus) == [SMALL_TEXT[:60], SMALL_TEXT[60:85], SMALL_TEXT[85:]]
-    assert corpus.vocabulary.symbols == bytes(sorted(set(SMALL_TEXT)))
-    assert corpus.digest == hashlib.sha256(SMALL_TEXT).hexdigest()
-    assert (corpus.name, corpus.description) == ("enwik8", "enwik8, 100 bytes, newlines kept")
-    assert sorted(tmp_path.rglob("*")) == files_before, "reading leaves no files behind"
+def stores(cache_dir):
+    return sorted(path.name for path in Path(cache_dir, "tokens").glob("[!.]*"))
 
 
-def test_newlines_are_dropped_after_splitting(tmp_path, small_enwik8):
-    (tmp_path / "enwik8").write_bytes(SMALL_TEXT)
-    corpus = read_corpus(DataConfig(newlines=Newlines.DROP), str(tmp_path))
-    parts = [SMALL_TEXT[:60], SMALL_TEXT[60:85], SMALL_TEXT[85:]]
-    assert all(b"\n" in part for part in parts), "the text must have something to drop"
-    assert texts(corpus) == [part.replace(b"\n", b"") for part in parts]
-    assert corpus.vocabulary.size == len(set(SMALL_TEXT)) - 1
-    assert corpus.description == "enwik8, 100 bytes, newlines dropped"
-    assert corpus.digest == hashlib.sha256(SMALL_TEXT).hexdigest(), "the digest is of what was read"
+@pytest.fixture
+def read(tmp_path):
+    """Reads a corpus whose published files are nowhere; the cache lies in a folder of this test."""
+    return lambda config, **kwargs: read_corpus(config, "nowhere", str(tmp_path / "cache"), **kwargs)
 
 
-def test_the_official_split_is_90_5_5_million():
-    assert sources.ENWIK8_SPLITS == (90_000_000, 5_000_000, 5_000_000)
-
-
-def test_missing_enwik8_names_files_size_source_and_prefix_flag(tmp_path):
-    with pytest.raises(FileNotFoundError) as caught:
-        read_corpus(DataConfig(), str(tmp_path))
-    for part in (
-        str(tmp_path / "enwik8"),
-        str(tmp_path / "enwik8.zip"),
-        "100,000,000",
-        "http://mattmahoney.net/dc/enwik8.zip",
-        "--data.file=PATH",
-    ):
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("zipped", [False, True])
-def test_enwik8_of_another_size_names_both_sizes(zipped, tmp_path):
-    if zipped:
-        write_zip(tmp_path / "enwik8.zip", {"enwik8": b"x" * 1234})
-    else:
-        (tmp_path / "enwik8").write_bytes(b"x" * 1234)
-    with pytest.raises(ValueError, match=r"holds 1,234 bytes and enwik8 has exactly 100,000,000; .*--data\.file="):
-        read_corpus(DataConfig(), str(tmp_path))
-
-
-def test_zip_without_the_member(tmp_path, small_enwik8):
-    write_zip(tmp_path / "enwik8.zip", {"enwik9": SMALL_TEXT})
-    with pytest.raises(ValueError, match=r"has no member enwik8 \(it holds enwik9\)"):
-        read_corpus(DataConfig(), str(tmp_path))
-
-
-def test_cut_zip(tmp_path, small_enwik8):
-    path = tmp_path / "enwik8.zip"
-    write_zip(path, {"enwik8": SMALL_TEXT})
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match="cannot be unpacked .* may be damaged or only partly downloaded"):
-        read_corpus(DataConfig(), str(tmp_path))
-
-
-def test_zip_with_any_flipped_bit_gives_the_right_text_or_a_clear_error(tmp_path, small_enwik8):
-    path = tmp_path / "enwik8.zip"
-    write_zip(path, {"enwik8": SMALL_TEXT})
-    whole = path.read_bytes()
-    messages = set()
-    for offset in range(len(whole)):
-        for bit in range(8):
-            damaged = bytearray(whole)
-            damaged[offset] ^= 1 << bit
-            path.write_bytes(damaged)
-            try:
-                # Some bytes, such as the date, do not matter.
-                assert b"".join(texts(read_corpus(DataConfig(), str(tmp_path)))) == SMALL_TEXT
-            except ValueError as error:
-                messages.add(str(error))
-    assert any("may be damaged" in message for message in messages)
-    assert all(str(path) in message for message in messages)
-
-
-# enwik8, a prefix
-
-
-@pytest.mark.parametrize("size", [40, 99, 100, 101, 1234567])
-def test_a_prefix_is_split_by_position_with_all_bytes_as_tokens(size, tmp_path):
-    text = random.Random(size).randbytes(size)
-    (tmp_path / "start").write_bytes(text)
-    corpus = read_corpus(DataConfig(file=str(tmp_path / "start")), "nowhere")
-    train, valid, test = texts(corpus)
-    assert train + valid + test == text
-    assert (len(train), len(train) + len(valid)) == (int(size * 90 // 100), int(size * 95 // 100))
-    assert corpus.vocabulary.size == 256
-    assert corpus.description == f"prefix of {size} bytes of start, newlines kept"
-    assert corpus.digest == hashlib.sha256(text).hexdigest()
-
-
-def test_a_prefix_can_drop_newlines(tmp_path):
-    (tmp_path / "start").write_bytes(SMALL_TEXT)
-    corpus = read_corpus(DataConfig(file=str(tmp_path / "start"), newlines=Newlines.DROP), "nowhere")
-    parts = [SMALL_TEXT[:90], SMALL_TEXT[90:95], SMALL_TEXT[95:]]
-    assert texts(corpus) == [part.replace(b"\n", b"") for part in parts]
-    assert corpus.vocabulary.size == 256
-
-
-@pytest.mark.parametrize("file", ["enwik8-4150k", "text8-4500k"])
-def test_real_text(file):
-    if "TXL_DATA_DIR" not in os.environ:
-        pytest.skip(f"TXL_DATA_DIR is not set, so there is no {file}")
-    path = Path(os.environ["TXL_DATA_DIR"], file)
-    corpus = read_corpus(DataConfig(file=str(path)), "nowhere")
-    assert b"".join(texts(corpus)) == path.read_bytes()
-    assert corpus.description == f"prefix of {path.stat().st_size} bytes of {file}, newlines kept"
+@pytest.fixture
+def poem(tmp_path):
+    """Own text of words, lists of files per split; only the training text counts."""
+    lines = {"train": "The cat sat\nthe dog sat\n\nThe end", "valid": "a dog sat\n", "test": "THE END\nthe cat"}
+    for split, text in lines.items():
+        (tmp_path / split).write_text(text)
+    return {split: (str(tmp_path / split),) for split in lines}
 
 
 # Own text
 
 
-def test_own_text_in_one_file(tmp_path):
+def test_bytes(tmp_path, read):
     (tmp_path / "poem.txt").write_bytes(SMALL_TEXT)
-    corpus = read_corpus(own_text(file=str(tmp_path / "poem.txt")), "nowhere")
+    corpus = read(own_text(file=str(tmp_path / "poem.txt")))
     assert texts(corpus) == [SMALL_TEXT[:90], SMALL_TEXT[90:95], SMALL_TEXT[95:]]
+    assert corpus.vocabulary == ByteVocabulary.all_bytes() and corpus.sentences is None
+    assert corpus.name == "text" and corpus.digest == hashlib.sha256(SMALL_TEXT).hexdigest()
     assert corpus.description == "own text, 100 bytes of poem.txt, newlines kept"
+    dropped = read(own_text(file=str(tmp_path / "poem.txt"), newlines=Newlines.DROP))
+    assert texts(dropped) == [text.replace(b"\n", b"") for text in texts(corpus)]
+    assert dropped.description == "own text, 100 bytes of poem.txt, newlines dropped"
 
 
-@pytest.fixture
-def five_files(tmp_path):
-    """Paths of files whose text is their name, ten times, and a newline."""
-    paths = []
-    for name in "abcde":
-        path = tmp_path / name
-        path.write_bytes(name.encode() * 10 + b"\n")
-        paths.append(str(path))
-    return paths
-
-
-def test_own_text_in_lists_is_joined_in_the_order_given(five_files):
-    a, b, c, d, e = five_files
-    corpus = read_corpus(own_text(train=(c, a), valid=(b,), test=(e, d)), "nowhere")
-    assert texts(corpus) == [b"c" * 10 + b"\n" + b"a" * 10 + b"\n", b"b" * 10 + b"\n", b"eeeeeeeeee\ndddddddddd\n"]
-    assert corpus.vocabulary.size == 256
-    assert corpus.description == "own text, 22 + 11 + 22 bytes in train + valid + test, newlines kept"
-
-
-def test_the_digest_knows_order_and_split(five_files):
-    a, b, c, d, e = five_files
-    arrangements = [
-        {"train": (a, b), "valid": (c,), "test": (d,)},
-        {"train": (b, a), "valid": (c,), "test": (d,)},
-        {"train": (a,), "valid": (b, c), "test": (d,)},
-        {"train": (a, b), "valid": (c,), "test": (d, e)},
+def test_characters(poem, read):
+    corpus = read(own_text(tokenizer=Tokenizer.CHAR, **poem))
+    assert corpus.vocabulary.characters.startswith(" et")
+    unknown = "\N{REPLACEMENT CHARACTER}"
+    assert [text.decode() for text in texts(corpus)] == [
+        "The cat sat\nthe dog sat\n\nThe end",
+        "a dog sat\n",
+        f"T{unknown * 2} {unknown * 3}\nthe cat",
     ]
-    digests = [read_corpus(own_text(**lists), "nowhere").digest for lists in arrangements]
-    assert len(set(digests)) == len(arrangements)
-    assert digests[0] == read_corpus(own_text(**arrangements[0]), "elsewhere").digest
+    assert corpus.description == "own text, 32 + 10 + 15 bytes in train + valid + test, as characters"
+    assert read(own_text(tokenizer=Tokenizer.CHAR, lower_case=True, **poem)).description.endswith(
+        "lower-case characters"
+    )
 
 
-@pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_bad_files_are_named_with_their_flag(split, five_files, tmp_path):
-    (tmp_path / "empty").write_bytes(b"")
-    bad = [
-        (tmp_path / "absent", FileNotFoundError, "does not exist"),
-        (tmp_path, ValueError, "is a directory"),
-        (tmp_path / "empty", ValueError, "is empty"),
+def test_words(poem, read):
+    corpus = read(own_text(tokenizer=Tokenizer.WORD, **poem))
+    assert corpus.vocabulary.words == ("<eos>", "The", "sat", "cat", "the", "dog", "end", "<unk>")
+    assert texts(corpus) == [
+        b"The cat sat \nthe dog sat \n\nThe end \n",
+        b"<unk> dog sat \n",
+        b"<unk> <unk> \nthe cat \n",
     ]
-    for path, error, words in bad:
-        lists = {name: (five_files[0],) for name in ("train", "valid", "test")}
-        lists[split] = (five_files[1], str(path))
-        with pytest.raises(error) as caught:
-            read_corpus(own_text(**lists), "nowhere")
-        assert f"--data.{split} names {path}, which {words}" in str(caught.value)
+    assert corpus.sentences.tolist() == [0, 4, 8, 9, 12]
+    assert (
+        corpus.description == "own text, 32 + 10 + 15 bytes in train + valid + test, as words, a mark after each line"
+    )
+    lower = read(own_text(tokenizer=Tokenizer.WORD, lower_case=True, min_count=2, **poem))
+    assert lower.vocabulary.words == ("<eos>", "the", "<unk>", "sat")
+    assert texts(lower)[2] == b"the <unk> \nthe <unk> \n" and ", as lower-case words, " in lower.description
+    assert len(read(own_text(tokenizer=Tokenizer.WORD, line_mark=LineMark.DOUBLE_S, **poem)).train) == 8 + 2 * 4
 
 
-@pytest.mark.parametrize("corpus", [CorpusName.ENWIK8, CorpusName.TEXT])
-def test_bad_single_files_are_named_with_their_flag(corpus, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"--data\.file names .*absent, which does not exist"):
-        read_corpus(DataConfig(corpus=corpus, file=str(tmp_path / "absent")), "nowhere")
+def test_pieces(tmp_path, read):
+    pytest.importorskip("sentencepiece")
+    lines = [" ".join(random.Random(i).choices(["ba", "banana", "do", "dodo", "bandana"], k=4)) for i in range(100)]
+    (tmp_path / "poem.txt").write_text("\n".join(lines))
+    fields = {"tokenizer": Tokenizer.SENTENCEPIECE, "sentencepiece_vocab": 267, "file": str(tmp_path / "poem.txt")}
+    corpus = read(own_text(**fields))
+    assert b"".join(texts(corpus)).decode() == "".join(f" {line}\n" for line in lines)
+    assert (corpus.vocabulary.size, corpus.train.dtype) == (267, np.uint16)
+    assert corpus.sentences[-1] == len(corpus.train) and len(corpus.sentences) == texts(corpus)[0].count(b"\n") + 1
+    assert corpus.description.endswith(", as pieces, a mark after each line")
+    (tmp_path / "own.model").write_bytes(corpus.vocabulary.model)
+    given = read(own_text(sentencepiece_model=str(tmp_path / "own.model"), **fields))
+    assert texts(given) == texts(corpus) and given.vocabulary == corpus.vocabulary
+    assert read(own_text(**fields | {"sentencepiece_vocab": 266})).vocabulary.size == 266
 
 
-def test_an_unfinished_config_is_refused():
+@pytest.mark.parametrize("tokenizer", [Tokenizer.BYTE, Tokenizer.CHAR, Tokenizer.WORD])
+def test_the_ids_are_memory_mapped(tokenizer, poem, read):
+    corpus = read(own_text(tokenizer=tokenizer, **poem))
+    for ids in splits(corpus):
+        assert isinstance(ids, np.memmap) and ids.ndim == 1 and ids.dtype == np.uint8
+
+
+def test_an_unfinished_config_is_refused(read):
     with pytest.raises(ValueError, match="give exactly one of the two"):
-        read_corpus(own_text(), "nowhere")
+        read(own_text())
 
 
-def test_a_split_without_a_target_is_named(tmp_path):
+def test_a_split_without_a_target_is_named(tmp_path, read):
     path = tmp_path / "short"
     path.write_bytes(b"x" * 20)  # 18 + 1 + 1
     with pytest.raises(ValueError, match="the valid split of own text, 20 bytes of short has 1 tokens"):
-        read_corpus(own_text(file=str(path)), "nowhere")
+        read(own_text(file=str(path)))
     path.write_bytes(b"x" * 40)  # 36 + 2 + 2
-    read_corpus(own_text(file=str(path)), "nowhere")
+    read(own_text(file=str(path)))
     path.write_bytes(b"x" * 39 + b"\n")
     with pytest.raises(ValueError, match="the test split of own text, 40 bytes of short has 1 tokens"):
-        read_corpus(own_text(file=str(path), newlines=Newlines.DROP), "nowhere")
+        read(own_text(file=str(path), newlines=Newlines.DROP))
+    path.write_text("all of it is one line\n")
+    with pytest.raises(ValueError, match="the valid split of own text, 22 bytes of short has 0 tokens"):
+        read(own_text(file=str(path), tokenizer=Tokenizer.WORD))
+
+
+# Stores
+
+
+def test_stores_lie_in_the_cache(poem, tmp_path):
+    read_corpus(own_text(**poem), str(tmp_path / "data"), str(tmp_path / "cache"))
+    read_corpus(own_text(**poem), str(tmp_path / "data"))
+    assert stores(tmp_path / "cache") == stores(tmp_path / "data" / "prepared")
+    (name,) = stores(tmp_path / "cache")
+    assert name.startswith("text-")
+
+
+def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
+    config = own_text(tokenizer=Tokenizer.WORD, **poem)
+    first = read(config)
+    monkeypatch.setattr(counting, "make_vocabulary", never)  # Nothing is counted any more,
+    moved = tmp_path / "moved"
+    moved.write_bytes((tmp_path / "train").read_bytes())
+    again = read(own_text(tokenizer=Tokenizer.WORD, **poem | {"train": (str(moved),)}))  # wherever the files lie.
+    assert texts(again) == texts(first) and again.vocabulary == first.vocabulary
+    assert (again.description, again.digest) == (first.description, first.digest)
+    assert len(stores(tmp_path / "cache")) == 1
+
+
+def test_what_changes_the_tokens_is_another_store(poem, tmp_path, read):
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("the\ncat\n")
+    for count, fields in enumerate(
+        (
+            {},
+            {"newlines": Newlines.DROP},
+            {"tokenizer": Tokenizer.CHAR},
+            {"tokenizer": Tokenizer.CHAR, "min_count": 2},
+            {"tokenizer": Tokenizer.CHAR, "lower_case": True},
+            {"tokenizer": Tokenizer.WORD},
+            {"tokenizer": Tokenizer.WORD, "line_mark": LineMark.S},
+            {"tokenizer": Tokenizer.WORD, "line_mark": LineMark.NONE},
+            {"tokenizer": Tokenizer.WORD, "vocab_file": str(vocabulary)},
+        ),
+        start=1,
+    ):
+        read(own_text(**poem, **fields))
+        assert len(stores(tmp_path / "cache")) == count, fields
+    (tmp_path / "train").write_text("another text\n")
+    read(own_text(**poem))
+    assert len(stores(tmp_path / "cache")) == 10
+
+
+def test_a_bar_shows_how_far_a_text_is_read(poem, read, monkeypatch):
+    bars = []
+
+    class Bar(tqdm.tqdm):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs | {"disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    read(own_text(tokenizer=Tokenizer.WORD, **poem))
+    shown = [(bar.desc, bar.n, bar.total) for bar in bars]
+    sizes = {"counting": 32, "encoding train": 32, "encoding valid": 10, "encoding test": 15}
+    assert shown == [(doing, size, size) for doing, size in sizes.items()]
+
+
+def test_a_vocabulary_file_is_known_by_its_content(poem, tmp_path, read):
+    words, same = tmp_path / "words", tmp_path / "same"
+    config = own_text(tokenizer=Tokenizer.WORD, vocab_file=str(words), **poem)
+    words.write_text("the\nsat\n")
+    same.write_text("the\nsat\n")
+    assert read(config).vocabulary.words == ("<eos>", "the", "sat", "<unk>")
+    read(own_text(tokenizer=Tokenizer.WORD, vocab_file=str(same), **poem))
+    assert len(stores(tmp_path / "cache")) == 1
+    words.write_text("the\ncat\n")
+    assert texts(read(config))[1] == b"<unk> <unk> <unk> \n"
+    assert len(stores(tmp_path / "cache")) == 2
+    words.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"^--data\.vocab_file names {words}, which cannot be read"):
+        read(config)
+
+
+# A given vocabulary, as of a run that scores
+
+
+@pytest.mark.parametrize("tokenizer", [Tokenizer.BYTE, Tokenizer.CHAR, Tokenizer.WORD])
+def test_the_text_of_a_run_needs_no_second_store(tokenizer, poem, tmp_path, read):
+    config = own_text(tokenizer=tokenizer, **poem)
+    trained = read(config)
+    scored = read(config, vocabulary=trained.vocabulary)
+    assert texts(scored) == texts(trained) and len(stores(tmp_path / "cache")) == 1
+    assert scored.train.filename == trained.train.filename
+
+
+def test_the_text_of_a_run_with_a_vocabulary_file_needs_no_second_store(poem, tmp_path, read):
+    (tmp_path / "words").write_text("the\nsat\n")
+    config = own_text(tokenizer=Tokenizer.WORD, vocab_file=str(tmp_path / "words"), **poem)
+    trained = read(config)
+    assert read(config, vocabulary=trained.vocabulary).train.filename == trained.train.filename
+
+
+def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
+    trained = read(own_text(tokenizer=Tokenizer.WORD, **poem))
+    (tmp_path / "other").write_text("the cow sat\n" * 40)
+    config = own_text(tokenizer=Tokenizer.WORD, file=str(tmp_path / "other"))
+    before = read(config)
+    other = read(config, vocabulary=trained.vocabulary)
+    assert other.vocabulary == trained.vocabulary
+    assert texts(other) == [b"the <unk> sat \n" * lines for lines in (36, 2, 2)]
+    assert texts(before)[2] == b"the cow sat \n" * 2, "its own store is another"
+    assert len(stores(tmp_path / "cache")) == 3
+    assert read(config, vocabulary=trained.vocabulary).train.filename == other.train.filename
+    third = read(config, vocabulary=WordVocabulary(("<eos>", "cow", "<unk>")))
+    assert texts(third)[2] == b"<unk> cow <unk> \n" * 2 and len(stores(tmp_path / "cache")) == 4
+
+
+def test_a_given_vocabulary_is_not_counted(poem, read, monkeypatch):
+    monkeypatch.setattr(counting, "make_vocabulary", never)
+    given = WordVocabulary(("the", "<eos>", "<unk>"))
+    assert texts(read(own_text(tokenizer=Tokenizer.WORD, **poem), vocabulary=given))[2] == b"<unk> <unk> \nthe <unk> \n"
+
+
+def test_foreign_bytes_are_named_with_file_and_offset(poem, tmp_path, read):
+    given = ByteVocabulary.of(b"\n Tacdeghinost")
+    assert texts(read(own_text(**poem | {"test": poem["valid"]}), vocabulary=given))[1] == b"a dog sat\n"
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/test: byte 72 at offset 1 is not among the 14 symbols"):
+        read(own_text(**poem), vocabulary=given)
+    (tmp_path / "one").write_bytes(b"the cat sat\n" * 9 + b"a\xff\n")
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/one: byte 255 at offset 109 is not among the 14"):
+        read(own_text(file=str(tmp_path / "one")), vocabulary=given)
+    assert len(stores(tmp_path / "cache")) == 1
+
+
+def test_text_that_is_no_utf8_is_named_with_file_and_offset(tmp_path, read):
+    (tmp_path / "one").write_bytes(b"the cat sat\n" * 99 + b"a\xff\n")
+    for tokenizer in (Tokenizer.CHAR, Tokenizer.WORD):
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/one is not UTF-8: byte 0xff at offset 1189; convert"):
+            read(own_text(file=str(tmp_path / "one"), tokenizer=tokenizer))
+
+
+# A prefix of a published corpus
+
+
+@pytest.mark.parametrize("corpus", [CorpusName.ENWIK8, CorpusName.TEXT8])
+def test_a_prefix_is_split_by_position_with_all_bytes_as_tokens(corpus, tmp_path, read):
+    (tmp_path / "start").write_bytes(SMALL_TEXT)
+    kept = read(DataConfig(corpus=corpus, file=str(tmp_path / "start")))
+    assert texts(kept) == [SMALL_TEXT[:90], SMALL_TEXT[90:95], SMALL_TEXT[95:]]
+    assert (kept.name, kept.vocabulary.size) == (f"{corpus} prefix", 256)
+    assert kept.description == "prefix of 100 bytes of start, newlines kept"
+    dropped = read(DataConfig(corpus=corpus, file=str(tmp_path / "start"), newlines=Newlines.DROP))
+    assert texts(dropped) == [part.replace(b"\n", b"") for part in texts(kept)]
+    assert (dropped.vocabulary.size, dropped.digest) == (256, kept.digest)
+
+
+def test_one_text_under_two_names_has_two_stores(tmp_path, read):
+    (tmp_path / "start").write_bytes(SMALL_TEXT)
+    for config in (DataConfig(file=str(tmp_path / "start")), own_text(file=str(tmp_path / "start"))):
+        read(config)
+    assert [name.rpartition("-")[0] for name in stores(tmp_path / "cache")] == ["enwik8-prefix", "text"]
+
+
+def test_a_prefix_can_be_read_as_characters(tmp_path, read):
+    (tmp_path / "start").write_text("é" * 1001)
+    texts(read(DataConfig(file=str(tmp_path / "start"), tokenizer=Tokenizer.CHAR)))
 
 
 # Python's library
 
 
-def test_python_stdlib_is_of_the_promised_size_and_the_same_each_time():
-    first, second = (read_corpus(DataConfig(corpus=CorpusName.PYTHON_STDLIB), "nowhere") for _ in range(2))
-    size = len(first.train) + len(first.valid) + len(first.test)
+def test_python_stdlib_is_of_the_promised_size_and_the_same_each_time(tmp_path, read):
+    first = read(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
+    size = sum(map(len, splits(first)))
     assert 5e6 < size < 20e6
     assert len(first.test) == size - size * 95 // 100
     assert len(first.train) == size * 90 // 100
+    assert f"{size:,} bytes" in first.description and first.description.startswith("standard library of Python 3.")
+    assert (first.name, first.vocabulary.size) == ("python_stdlib", 256)
+    second = read_corpus(DataConfig(corpus=CorpusName.PYTHON_STDLIB), "nowhere", str(tmp_path / "another"))
     assert (first.digest, first.description) == (second.digest, second.description)
-    assert all(map(np.array_equal, (first.train, first.valid, first.test), (second.train, second.valid, second.test)))
-    assert f"{size:,} bytes" in first.description
-    assert first.vocabulary.size == 256
+    assert all(map(np.array_equal, splits(first), splits(second)))
 
 
-def test_python_stdlib_reads_modules_in_path_order_and_no_tests(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    wanted = {"a.py": "first", "b/c.py": "second", "b/testing/x.py": "third", "b.py": "fourth"}
-    order = sorted(wanted)
-    skipped = [
-        "test/t.py",
-        "b/tests/t.py",
-        "idlelib/idle_test/t.py",
-        "site-packages/p.py",
-        "b/__pycache__/c.py",
-        "a.txt",
-    ]
-    for name, text in wanted.items() | {name: "NO" for name in skipped}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text * 10)
-    corpus = read_corpus(DataConfig(corpus=CorpusName.PYTHON_STDLIB), "nowhere")
-    assert b"".join(texts(corpus)).decode() == "".join(wanted[name] * 10 for name in order)
-    assert ", 4 files, 220 bytes" in corpus.description
+# Real text
 
 
-def test_python_stdlib_without_sources_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
-    with pytest.raises(FileNotFoundError, match=r"python311\.zip holds no \.py files"):
-        read_corpus(DataConfig(corpus=CorpusName.PYTHON_STDLIB), "nowhere")
+@pytest.mark.parametrize(("corpus", "file"), [(CorpusName.ENWIK8, "enwik8-4150k"), (CorpusName.TEXT8, "text8-4500k")])
+def test_real_prefixes(corpus, file, data_dir, read):
+    path = data_dir / file
+    got = read(DataConfig(corpus=corpus, file=str(path)))
+    assert b"".join(texts(got)) == path.read_bytes()
+    assert got.description == f"prefix of {path.stat().st_size} bytes of {file}, newlines kept"
+
+
+def test_penn_treebank_as_own_text(data_dir, read):
+    files = {split: (str(data_dir / "ptb" / f"ptb.{split}.txt"),) for split in ("train", "valid", "test")}
+    corpus = read(own_text(tokenizer=Tokenizer.WORD, **files))
+    assert list(map(len, splits(corpus))) == [929_589, 73_760, 82_430]
+    assert corpus.vocabulary.size == 10_000 and corpus.vocabulary.words[:3] == ("<eos>", "the", "<unk>")
+    counts = np.bincount(corpus.train)
+    _, first = np.unique(corpus.train, return_index=True)
+    assert len(counts) == 10_000, "every word occurs, and in the other splits no other"
+    assert (np.diff(counts[1:]) <= 0).all(), "ids are ranked by how often they occur"
+    assert (np.diff(first[1:])[np.diff(counts[1:]) == 0] > 0).all(), "and equals by where they occur first"
+    for split, ids in zip(files, splits(corpus), strict=True):
+        assert corpus.vocabulary.decode(ids).split() == Path(*files[split]).read_bytes().split()
+    assert len(corpus.sentences) == 42_068 + 1
+
+
+def test_wikitext_2_as_own_text(data_dir, read):
+    valid, test = (str(data_dir / "wikitext-2" / f"{split}.txt") for split in ("valid", "test"))
+    fields = {"tokenizer": Tokenizer.WORD, "train": (valid,), "valid": (valid,), "test": (test,)}
+    corpus = read(own_text(empty_end=EmptyEnd.KEEP, **fields))
+    assert list(map(len, splits(corpus))) == [217_646, 217_646, 245_569]
+    with pytest.raises(ValueError, match=r"valid\.txt ends in 2 empty lines, .*--data\.empty_end=keep"):
+        read(own_text(**fields))

@@ -5,34 +5,45 @@ import functools
 
 import flax.linen as nn
 import jax
+import miniature
 import numpy as np
 import pytest
 
-from txl_jax import config as config_lib
+from txl_jax import config_tree
 from txl_jax.assemble import assemble
 from txl_jax.config import (
     CorpusName,
     DataConfig,
     DType,
+    EmptyEnd,
+    EpochMemory,
     EvalConfig,
     ExperimentConfig,
     GenerateConfig,
+    Heldout,
+    LineMark,
     LossPart,
     MemoryStart,
     ModelConfig,
     Newlines,
     NormPlace,
     OptimizerConfig,
+    Order,
     Remat,
+    Roll,
     ScheduleOffset,
+    Tokenizer,
     TrainConfig,
     Window,
 )
+from txl_jax.data import corpora
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.segments import evaluation_segments, training_segments
+from txl_jax.data.vocabulary import dumps
 from txl_jax.generation import Generator
 from txl_jax.jobs import train
 from txl_jax.jobs.generate import read_prompt
+from txl_jax.jobs.train import training_reader
 from txl_jax.run_log import read_metrics
 from txl_jax.training.state import init_state
 from txl_jax.training.step import make_train_step
@@ -103,7 +114,19 @@ SECOND = {
     "data.train": ("corpus", ("other.txt",)),
     "data.valid": ("corpus", ("other.txt",)),
     "data.test": ("corpus", ("other.txt",)),
+    "data.tokenizer": ("corpus", Tokenizer.WORD),
     "data.newlines": ("corpus", Newlines.DROP),
+    "data.lower_case": ("corpus", True),
+    "data.line_mark": ("corpus", LineMark.S),
+    "data.empty_end": ("corpus", EmptyEnd.KEEP),
+    "data.min_count": ("corpus", 200),
+    "data.vocab_file": ("corpus", "prompt.txt"),
+    "data.sentencepiece_model": ("corpus", "absent.model"),
+    "data.sentencepiece_vocab": ("corpus", 300),
+    "data.heldout": ("corpus", Heldout.PUBLISHED),
+    "data.order": ("epochs", Order.SENTENCES),
+    "data.roll": ("epochs", Roll.ROWS),
+    "data.epoch_memory": ("epochs", EpochMemory.CARRIED),
     "optimizer.learning_rate": ("train_step", 1e-3),
     "optimizer.warmup_steps": ("train_step", 3),
     "optimizer.adam_b1": ("train_step", 0.8),
@@ -131,6 +154,7 @@ SECOND = {
     "eval.clamp_len": ("eval_step", 5),
     "eval.same_length": ("eval_step", False),
     "eval.segments_per_call": ("batch", 3),
+    "eval.warmup_tokens": ("files", 4),
     "eval.valid_tokens": ("files", 20),
     "generate.prompt": ("prompt", "one"),
     "generate.prompt_file": ("prompt", "prompt.txt"),
@@ -145,7 +169,14 @@ SECOND = {
 # Settings that stand beside the second value, so that it is legal.
 BESIDE = {
     "data.corpus": {"data.file": ""},
-    "train.eval_every": {},
+    **{name: {"data.tokenizer": Tokenizer.WORD} for name in ("data.line_mark", "data.min_count", "data.vocab_file")},
+    "data.lower_case": {"data.tokenizer": Tokenizer.CHAR},
+    "data.empty_end": {"data.tokenizer": Tokenizer.WORD, "data.file": "empty-end.txt"},
+    "data.sentencepiece_model": {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.sentencepiece_vocab": 280},
+    "data.sentencepiece_vocab": {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.sentencepiece_vocab": 280},
+    "data.heldout": {"data.file": "", "data.corpus": CorpusName.LM1B, "data.tokenizer": Tokenizer.WORD},
+    "data.order": {"data.tokenizer": Tokenizer.WORD},
+    "eval.warmup_tokens": {"eval.valid_tokens": 20},
     **{
         f"data.{split}": {"data.file": "", **{f"data.{other}": ("words.txt",) for other in ("train", "valid", "test")}}
         for split in ("train", "valid", "test")
@@ -158,7 +189,10 @@ def texts(tmp_path, monkeypatch):
     """The files that the settings name."""
     rng = np.random.default_rng(0)
     for name in ("words.txt", "other.txt"):
-        (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "three"], 300)))
+        (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "Three"], 300)))
+    (tmp_path / "empty-end.txt").write_text("one two\n" * 300 + "\n\n")
+    monkeypatch.setitem(corpora.CORPORA, CorpusName.LM1B, miniature.corpus(CorpusName.LM1B))
+    (tmp_path / miniature.OFFICIAL[CorpusName.LM1B]).write_bytes(miniature.official(CorpusName.LM1B))
     (tmp_path / "prompt.txt").write_text("two")
     monkeypatch.chdir(tmp_path)
 
@@ -204,9 +238,19 @@ def batch(config):
 
 
 def corpus(config):
-    """The text."""
-    read = read_corpus(config.data, "")
-    return read.digest, [len(split) for split in (read.train, read.valid, read.test)]
+    """The text and its ids, or why it is refused."""
+    try:
+        read = read_corpus(config.data, ".")
+    except (ValueError, OSError) as error:
+        return str(error)
+    return read.digest, dumps(read.vocabulary), [split.tolist() for split in (read.train, read.valid, read.test)]
+
+
+def epochs(config):
+    """What training reads in the first two epochs."""
+    read = read_corpus(config.data, ".")
+    reader = training_reader(parts_of(config), read)
+    return jax.tree.map(np.ndarray.tolist, reader.segments(0, 2 * reader.n_segments))
 
 
 def devices(config):
@@ -220,8 +264,10 @@ def devices(config):
 def files(config):
     """What a tiny run leaves."""
     workdir = Workdir(config_run_folder(config))
-    train.run(config, read_corpus(config.data, ""), workdir)
-    records = [(record["kind"], record["step"], record.get("tokens")) for record in read_metrics(workdir.path)]
+    train.run(config, read_corpus(config.data, "."), workdir)
+    records = [
+        (record["kind"], record["step"], record["loss"], record.get("tokens")) for record in read_metrics(workdir.path)
+    ]
     return records, sorted(path.name for path in workdir.latest.iterdir())
 
 
@@ -246,21 +292,24 @@ def text(config):
     return np.concatenate(list(blocks), axis=1).tolist()
 
 
-PROBES = {probe.__name__: probe for probe in (init, train_step, eval_step, batch, corpus, devices, files, prompt, text)}
+PROBES = {
+    probe.__name__: probe
+    for probe in (init, train_step, eval_step, batch, corpus, epochs, devices, files, prompt, text)
+}
 
 
 def test_the_table_names_every_setting():
-    assert set(SECOND) == {leaf.name for leaf in config_lib.leaves()}
+    assert set(SECOND) == {leaf.name for leaf in config_tree.leaves()}
 
 
 @pytest.mark.parametrize("name", SECOND)
 def test_a_second_value_changes_what_a_run_does(name):
     probe, value = SECOND[name]
     beside = {k: v for k, v in BESIDE.get(name, {}).items() if k != name}
-    before = config_lib.replace(BASE, beside)
-    if name.startswith("data.") and name not in ("data.corpus", "data.file", "data.newlines"):
-        before = config_lib.replace(before, {name: ("words.txt",)})
-    after = config_lib.replace(before, {name: value})
+    before = config_tree.replace(BASE, beside)
+    if name in ("data.train", "data.valid", "data.test"):
+        before = config_tree.replace(before, {name: ("words.txt",)})
+    after = config_tree.replace(before, {name: value})
     if name == "data.corpus":  # Without a file, own text has no legal first value.
         before = BASE
     assert PROBES[probe](before) != PROBES[probe](after)
@@ -269,5 +318,5 @@ def test_a_second_value_changes_what_a_run_does(name):
 def test_values_that_do_not_differ_change_nothing():
     """The probes themselves are repeatable, else the test above could not fail."""
     copy = dataclasses.replace(BASE)
-    for name in ("init", "train_step", "eval_step", "batch", "corpus", "devices", "prompt", "text"):
+    for name in ("init", "train_step", "eval_step", "batch", "corpus", "epochs", "devices", "prompt", "text"):
         assert PROBES[name](BASE) == PROBES[name](copy)

@@ -1,11 +1,22 @@
 """Tests the flags that are made from the config tree, and how a command line becomes a config."""
 
+import dataclasses
+
 import pytest
 from absl import flags
 
 from experiments import flag_tree
-from txl_jax import config as config_lib
-from txl_jax.config import COMPAT_PRESETS, ExperimentConfig, MemoryStart, NormPlace
+from txl_jax import config_tree
+from txl_jax.config import (
+    COMPAT_PRESETS,
+    DataConfig,
+    ExperimentConfig,
+    LineMark,
+    MemoryStart,
+    NormPlace,
+    Order,
+    Tokenizer,
+)
 
 
 def parsed(*words, base=None):
@@ -44,9 +55,22 @@ def test_every_kind_of_value():
 
 
 def test_what_was_not_given_stays_as_the_base_has_it():
-    base = config_lib.replace(ExperimentConfig(), {"model.n_layer": 5, "model.n_head": 2})
+    base = config_tree.replace(ExperimentConfig(), {"model.n_layer": 5, "model.n_head": 2})
     config = parsed("--model.n_layer=12", base=base)  # 12 is the default, but it was given.
     assert (config.model.n_layer, config.model.n_head) == (12, 2)
+
+
+def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
+    words = DataConfig(tokenizer=Tokenizer.WORD, line_mark=LineMark.S, min_count=3, order=Order.SENTENCES)
+    base = ExperimentConfig(data=words)
+    assert parsed(base=base).data == words
+    assert parsed("--data.tokenizer=byte", base=base).data == DataConfig()
+    assert parsed("--data.tokenizer=char", "--data.min_count=2", base=base).data == DataConfig(
+        tokenizer=Tokenizer.CHAR, min_count=2
+    )
+    assert parsed("--data.vocab_file=words", base=base).data == dataclasses.replace(
+        words, vocab_file="words", min_count=1
+    )
 
 
 @pytest.mark.parametrize("preset", COMPAT_PRESETS)
@@ -63,7 +87,7 @@ def test_presets_differ_where_the_implementations_do():
 
 
 def test_every_flag_has_the_fields_comment_as_help():
-    for leaf in config_lib.leaves():
+    for leaf in config_tree.leaves():
         assert len(flag_tree.field_comment(leaf)) > 5, leaf.name
 
 

@@ -52,7 +52,9 @@ def text_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(text_file, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("undisturbed")
-    code, out, err = finish(start("text", *TINY, f"--data.file={text_file}", f"--workdir={workdir}"))
+    code, out, err = finish(
+        start("text", *TINY, f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={workdir}")
+    )
     assert code == 0, err
     return workdir, out
 
@@ -70,7 +72,7 @@ def wait_for_step(workdir, step, process):
 
 
 def test_after_kill_9_every_later_number_is_that_of_an_undisturbed_run(undisturbed, text_file, tmp_path):
-    command = [*TINY, f"--data.file={text_file}", f"--workdir={tmp_path}"]
+    command = [*TINY, f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path}"]
     killed_at = 0
     for step in (120, 330):
         process = start("text", *command)
@@ -89,7 +91,7 @@ def test_after_kill_9_every_later_number_is_that_of_an_undisturbed_run(undisturb
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_saves_and_leaves_with_a_clear_line(undisturbed, text_file, tmp_path, name):
-    command = [*TINY, f"--data.file={text_file}", f"--workdir={tmp_path}"]
+    command = [*TINY, f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path}"]
     process = start("text", *command)
     wait_for_step(tmp_path, 60, process)
     process.send_signal(signal.Signals[name])
@@ -102,6 +104,18 @@ def test_a_signal_saves_and_leaves_with_a_clear_line(undisturbed, text_file, tmp
     code, out, err = finish(start("text", *command))
     assert code == 0 and f"resuming  after step {stopped_at}" in out
     assert numbers(tmp_path) == numbers(undisturbed[0])
+
+
+def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path):
+    """Lists in place of one file; and the folder of the ids is that of the run, not one in the current folder."""
+    workdir, _ = undisturbed
+    (tmp_path / "other.txt").write_text("four three two one " * 50)
+    flags = [f"--{split}={tmp_path / 'other.txt'}" for split in ("train", "valid", "test")]
+    code, out, err = finish(start("text", "--mode=eval", f"--workdir={workdir}", *flags))
+    assert code == 0, err
+    assert "note: this is not the text of training" in out and "949" in out
+    cache = json.loads((workdir / "config.json").read_text())["text"]["cache_dir"]
+    assert len(list((Path(cache) / "tokens").glob("text-*"))) == 2
 
 
 def test_the_run_opens_with_its_sizes_and_reports_progress(undisturbed):
@@ -127,6 +141,12 @@ def test_evaluation_and_generation_need_only_the_workdir(undisturbed):
         ("enwik8", ["--workdir=WORK", "--data_dir=WORK"], 1, ["enwik8.zip", "--data.file", "mattmahoney"]),
         ("enwik8", ["--workdir=WORK", "--data.file=WORK/none"], 1, ["WORK/none"]),
         ("text", ["--data.file=setup.cfg"], 1, ["--workdir"]),
+        (
+            "enwik8",
+            ["--workdir=WORK", "--flagfile=wt103_base"],
+            1,
+            ["data.corpus is wikitext103", "the program of enwik8", "python -m experiments.wikitext103"],
+        ),
         ("text", ["--workdir=WORK", "--model.n_layr=3"], 2, ["model.n_layr", "model.n_layer"]),
         ("text", ["--workdir=WORK", "--flagfile=smal"], 2, ["smal", "small", "enwik8_12l"]),
         (

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from txl_jax import config as config_lib
+from txl_jax import config_tree
 from txl_jax.assemble import assemble
 from txl_jax.checkpoint import Checkpointer
 from txl_jax.config import (
@@ -60,7 +60,7 @@ def config(text_file):
 
 @pytest.fixture(scope="module")
 def corpus(text_file):
-    return read_corpus(DataConfig(corpus=CorpusName.TEXT, file=str(text_file)), "")
+    return read_corpus(DataConfig(corpus=CorpusName.TEXT, file=str(text_file)), "nowhere", str(text_file.parent))
 
 
 class StopAfter:
@@ -142,7 +142,7 @@ def test_a_finished_run_is_left_as_it_is(finished, config, corpus, capsys):
 
 def test_a_finished_run_is_scored_again_at_other_lengths(finished, config, corpus):
     workdir, outcome = finished
-    again = train.run(config_lib.replace(config, {"eval.mem_len": 3}), corpus, workdir)
+    again = train.run(config_tree.replace(config, {"eval.mem_len": 3}), corpus, workdir)
     assert again.results["eval"]["mem_len"] == 3
     assert again.results["test"]["loss"] != outcome.results["test"]["loss"]
 
@@ -178,7 +178,7 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(finished, config, co
 def test_other_settings_in_a_used_workdir_are_refused_by_name(finished, config, corpus):
     workdir, _ = finished
     before = (workdir.path / "config.json").read_bytes()
-    other = config_lib.replace(config, {"model.n_layer": 3, "optimizer.learning_rate": 0.02, "train.log_every": 2})
+    other = config_tree.replace(config, {"model.n_layer": 3, "optimizer.learning_rate": 0.02, "train.log_every": 2})
     with pytest.raises(ValueError) as error:
         train.run(other, corpus, workdir)
     message = str(error.value)
@@ -197,7 +197,7 @@ def test_another_text_in_a_used_workdir_is_refused(finished, config, corpus):
 def test_settings_that_do_not_touch_training_may_change(config, corpus, tmp_path, capsys):
     workdir = Workdir(tmp_path / "run")
     train.run(config, corpus, workdir, stop_requested=StopAfter(2))
-    other = config_lib.replace(config, {"train.log_every": 2})
+    other = config_tree.replace(config, {"train.log_every": 2})
     assert train.run(other, corpus, workdir).finished
     assert "--train.log_every was 4 and is now 2" in capsys.readouterr().out
 
@@ -219,7 +219,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corp
     train.run(config, corpus, workdir, stop_requested=StopAfter(3))
     steps = sorted(path.name for path in workdir.latest.iterdir())
     # The same run, but with a rate that blows up; the workdir is told that this is how it was started.
-    wild = config_lib.replace(config, {"optimizer.learning_rate": 1e30})
+    wild = config_tree.replace(config, {"optimizer.learning_rate": 1e30})
     workdir.record(wild, TextInfo.of(corpus))
     with pytest.raises(NonFiniteError) as error:
         train.run(wild, corpus, workdir)
@@ -230,7 +230,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corp
 def test_a_text_too_short_for_the_batch_is_refused_before_anything_is_written(config, corpus, tmp_path):
     workdir = Workdir(tmp_path / "run")
     with pytest.raises(ValueError, match="train.batch_size"):
-        train.run(config_lib.replace(config, {"train.batch_size": 2000}), corpus, workdir)
+        train.run(config_tree.replace(config, {"train.batch_size": 2000}), corpus, workdir)
     assert not workdir.path.exists()
 
 
@@ -239,7 +239,7 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
     results = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus))
     assert results["test"] == {k: v for k, v in outcome.results["test"].items() if k != "step"}
     assert results["step"] == outcome.results["best_valid"]["step"]
-    longer = config_lib.replace(config, {"generate.length": 30, "generate.samples": 2, "generate.prompt": "one "})
+    longer = config_tree.replace(config, {"generate.length": 30, "generate.samples": 2, "generate.prompt": "one "})
     first = generate.run(longer, corpus.vocabulary, workdir)
     assert [len(text) for text in first] == [30, 30] and first[0] != first[1]
     assert generate.run(longer, corpus.vocabulary, workdir) == first
@@ -256,19 +256,19 @@ def test_evaluation_of_an_untrained_workdir_is_one_sentence(config, corpus, tmp_
 def test_evaluation_of_another_kind_of_text_is_refused(finished, config, corpus):
     workdir, _ = finished
     other = TextInfo(corpus.name, "letters", corpus.digest, ByteVocabulary(b"abc"))
-    with pytest.raises(ValueError, match="3 symbols"):
+    with pytest.raises(ValueError, match="3 tokens"):
         evaluate.run(config, corpus, workdir, trained_on=other)
 
 
 def test_a_prompt_with_bytes_outside_the_vocabulary_is_refused(finished, config):
     workdir, _ = finished
-    asked = config_lib.replace(config, {"generate.prompt": "one\n"})
+    asked = config_tree.replace(config, {"generate.prompt": "one\n"})
     with pytest.raises(ValueError, match="prompt.*byte 10"):
         generate.run(asked, ByteVocabulary(b" enotw"), workdir)
 
 
 def test_generation_stops_on_request(finished, config, corpus):
     workdir, _ = finished
-    asked = config_lib.replace(config, {"generate.length": 100})
+    asked = config_tree.replace(config, {"generate.length": 100})
     texts = generate.run(asked, corpus.vocabulary, workdir, stop_requested=StopAfter(2))
     assert len(texts[0]) == 32  # Two blocks of 16.

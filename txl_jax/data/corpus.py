@@ -1,14 +1,26 @@
-"""A corpus: three splits of token ids, and what is needed to know the text again."""
+"""The one door to a text: from a config to three splits of token ids, memory-mapped.
+
+files -> Text (own_text, published) -> Vocabulary (counting) -> token store (store) -> Corpus
+"""
 
 import dataclasses
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tqdm
 
-from txl_jax.config import CorpusName, DataConfig, Newlines
-from txl_jax.data import sources
-from txl_jax.data.vocabulary import ByteVocabulary
+from txl_jax.config import TOKEN_SETTINGS, CorpusName, DataConfig, LineMark, Tokenizer
+from txl_jax.data import counting, own_text, published, store
+from txl_jax.data.text import File, Text
+from txl_jax.data.vocabulary import Vocabulary, digest
 
-MIN_SPLIT_TOKENS = 2  # The first token is only ever an input, so fewer leave nothing to predict.
+# Files that the ids depend on too; the store's name holds the digest of what is in them.
+_NAMED_FILES = ("vocab_file", "sentencepiece_model")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # Arrays have no single truth value; compare digests.
@@ -17,58 +29,111 @@ class Corpus:
 
     name: str  # Short: what a table's row is called.
     description: str  # One line for people: what was read and how.
-    digest: str  # sha256 of what was read, in hexadecimal, before newlines were dropped.
-    vocabulary: ByteVocabulary  # What the ids mean.
-    train: np.ndarray  # uint8 ids, one axis; so are the next two.
+    digest: str  # sha256 of what was read, in hexadecimal.
+    vocabulary: Vocabulary  # What the ids mean.
+    train: np.ndarray  # Integer ids, one axis, memory-mapped; so are the next two.
     valid: np.ndarray
     test: np.ndarray
+    sentences: np.ndarray | None = None  # int64 [n + 1]: where each line of `train` begins, and where the last ends.
+    data_dir: str = ""  # Where it was read from,
+    cache_dir: str = ""  # and where its ids lie; both absolute, so that it is found again.
 
 
-def read_corpus(config: DataConfig, data_dir: str) -> Corpus:
+def read_corpus(
+    config: DataConfig, data_dir: str, cache_dir: str | None = None, *, vocabulary: Vocabulary | None = None
+) -> Corpus:
     """Reads the text that a config asks for.
 
     Args:
-      config: which text, and what becomes of its newlines.
-      data_dir: folder that holds the published corpora; only enwik8 without `config.file` looks there.
+      config: which text, and what its tokens are.
+      data_dir: folder of the published corpora's files.
+      cache_dir: folder for what is made of them; None: `prepared` in `data_dir`.
+      vocabulary: that of a trained run, to score another text with; None: the text's own.
 
     Raises:
       ValueError: a config, file or archive that cannot be used, or a split with fewer than 2 tokens.
       FileNotFoundError: a file that is not there.
+      OSError: `cache_dir` cannot be written to.
     """
     config.validate()
-    source = _read_source(config, data_dir)
-    drop = config.newlines == Newlines.DROP
-    splits = [text.replace(b"\n", b"") if drop else text for text in source.splits]
-    vocabulary = ByteVocabulary.of(b"".join(splits)) if source.own_vocabulary else ByteVocabulary.all_bytes()
-    for name, text in zip(("train", "valid", "test"), splits, strict=True):
-        _check_split(name, text, source.description)
+    cache = Path(cache_dir or Path(data_dir, "prepared"))
+    text = _read_text(config, data_dir, str(cache))
+    tokens = _tokens(config, text, cache / "tokens", vocabulary)
     return Corpus(
-        source.name,
-        f"{source.description}, newlines {'dropped' if drop else 'kept'}",
-        source.digest,
-        vocabulary,
-        *(vocabulary.encode(text) for text in splits),
+        name=text.name,
+        description=f"{text.description}, {_described(config)}",
+        digest=text.digest,
+        vocabulary=tokens.vocabulary,
+        **tokens.splits,
+        sentences=tokens.sentences,
+        data_dir=os.path.abspath(data_dir),
+        cache_dir=os.path.abspath(cache),
     )
 
 
-def _read_source(config: DataConfig, data_dir: str) -> sources.Source:
+def _read_text(config: DataConfig, data_dir: str, cache_dir: str) -> Text:
     match config.corpus:
-        case CorpusName.ENWIK8 if config.file:
-            return sources.read_enwik8_prefix(config.file)
-        case CorpusName.ENWIK8:
-            return sources.read_enwik8(data_dir)
-        case CorpusName.TEXT if config.file:
-            return sources.read_one_text(config.file)
         case CorpusName.TEXT:
-            return sources.read_three_texts(train=config.train, valid=config.valid, test=config.test)
+            return own_text.read_own_text(config)
         case CorpusName.PYTHON_STDLIB:
-            return sources.read_python_stdlib()
-    raise AssertionError(f"no reader for {config.corpus}")
+            return own_text.read_python_stdlib(config)
+        case CorpusName.ENWIK8 | CorpusName.TEXT8 if config.file:
+            return own_text.read_prefix(config)
+    return published.read(config.corpus, data_dir=data_dir, cache_dir=cache_dir, heldout=config.heldout)
 
 
-def _check_split(name: str, text: bytes, description: str) -> None:
-    if len(text) < MIN_SPLIT_TOKENS:
-        raise ValueError(
-            f"the {name} split of {description} has {len(text)} tokens and needs at least {MIN_SPLIT_TOKENS}; "
-            "give a longer text"
-        )
+def _tokens(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary | None) -> store.TokenStore:
+    """The text's ids in its own vocabulary, or in a given one."""
+    own = _settings(config, ignore_missing=vocabulary is not None)
+    if vocabulary is None:
+        make = partial(counting.make_vocabulary, config, text, reading=partial(_watched, "counting"))
+        return store.open_store(text, own, make, folder=folder, reading=_watched)
+    # The text that a run was trained on needs no second store.
+    found = store.find_store(text, own, folder)
+    if found is not None and found.vocabulary == vocabulary:
+        return found
+    given = own | {"vocabulary": digest(vocabulary)}
+    return store.open_store(text, given, lambda: vocabulary, folder=folder, reading=_watched)
+
+
+def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
+    """Everything beside the text that its ids depend on. A file counts by its content."""
+    settings = {name: getattr(config, name) for name in TOKEN_SETTINGS}
+    for name in _NAMED_FILES:
+        if path := getattr(config, name):
+            try:
+                settings[name] = hashlib.sha256(counting.read_named(path, flag=f"--data.{name}")).hexdigest()
+            except FileNotFoundError:
+                if not ignore_missing:
+                    raise
+    return settings
+
+
+def _described(config: DataConfig) -> str:
+    """How the text was read, for people."""
+    if config.tokenizer is Tokenizer.BYTE:
+        return f"newlines {'dropped' if config.newlines is config.newlines.DROP else 'kept'}"
+    kinds = {Tokenizer.CHAR: "characters", Tokenizer.WORD: "words", Tokenizer.SENTENCEPIECE: "pieces"}
+    marks = {
+        LineMark.EOS: ", a mark after each line",
+        LineMark.S: ", one <S> between sentences",
+        LineMark.DOUBLE_S: ", <S> before and after each sentence",
+        LineMark.NONE: ", lines unmarked",
+    }
+    marked = "" if config.tokenizer is Tokenizer.CHAR else marks[config.line_mark]
+    return f"as {'lower-case ' if config.lower_case else ''}{kinds[config.tokenizer]}{marked}"
+
+
+def _watched(doing: str, files: Iterable[File]) -> Iterator[File]:
+    """Passes files on, with a bar over their bytes if they take more than a second to read, on a terminal."""
+    files = list(files)
+    size = sum(file.size for file in files)
+    with tqdm.tqdm(total=size, desc=doing, unit="B", unit_scale=True, delay=1, disable=None) as bar:
+        for file in files:
+            yield dataclasses.replace(file, blocks=partial(_counted, file, bar))
+
+
+def _counted(file: File, bar: tqdm.tqdm) -> Iterator[bytes]:
+    for block in file.blocks():
+        yield block
+        bar.update(len(block))

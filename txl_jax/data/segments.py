@@ -1,4 +1,4 @@
-"""Tokens to segments: which token stands where at which step, as a pure function of the step.
+"""Tokens to segments: which token stands where at which step, as a pure function of (seed, epoch, step).
 
 A text of T tokens has T - 1 targets, the tokens 1 .. T - 1; the input of a target is the token before
 it. Row b of the B rows reads the n targets from 1 + b * n on, L of them a step. With T = 12, B = 2 and
@@ -8,7 +8,27 @@ L = 3, evaluation (n = 6) deals out these targets, step by step:
     row 1:   7 8 9 | 10 11 .      the last place is padding, of weight 0
 
 and training (n = 3, since only 3 of a row's 5 make whole segments) the targets 1 2 3 and 4 5 6, again
-in each epoch. Nothing is stored between calls, so a position in the data is a number.
+in each epoch. Nothing but a cache is kept between calls, so a position in the data is a number.
+
+Variants, all for the same 12 tokens:
+
+- Evaluation with 2 warm-up tokens: rows begin earlier, where there is an earlier. Places in brackets have weight 0.
+
+      row 0:    1  2  3 | 4 5  6 | .  . .
+      row 1:   (5  6) 7 | 8 9 10 | 11 . .
+
+- Training, `Roll.STREAM`, turned by 8: the T - 1 targets 9 10 11 1 2 .. 8 are dealt out like a text.
+- Training, `Roll.ROWS`, turned by 3 and by 1: row 0 owns the targets 1 .. 5 and row 1 the targets 6 .. 11 (the
+  T - 1 targets are shared out as evenly as can be), and of what each has turned it reads the whole segments:
+
+      row 0:   4 5 1        left out this time: 2 3
+      row 1:   7 8 9        left out this time: 10 11 6
+
+- Training with shuffled sentences: a stream of T tokens is strung together anew in each epoch, and dealt out like a
+  text.
+
+A roll moves what is left out, so that every target is read in the long run. `txl_jax.data.order` has the details of
+rolls and shuffling. `host` divides the rows among processes: all draw the same numbers, and each reads its own rows.
 """
 
 import dataclasses
@@ -16,14 +36,25 @@ from typing import NamedTuple
 
 import numpy as np
 
+from txl_jax.config import EpochMemory, Roll
+from txl_jax.data.order import AsItStands, EpochOrder, Rolled, ShuffledSentences
+
 
 class Segments(NamedTuple):
-    """S consecutive segments of B rows and L places."""
+    """S consecutive segments of B rows (of one host) and L places."""
 
-    inputs: np.ndarray  # int32 [S, B, L]; 0 where the weight is 0.
-    targets: np.ndarray  # int32 [S, B, L]; 0 where the weight is 0.
-    weights: np.ndarray  # float32 [S, B, L]: 1 for a place that counts, 0 for padding.
+    inputs: np.ndarray  # int32 [S, B, L]; 0 in padding.
+    targets: np.ndarray  # int32 [S, B, L]; 0 in padding.
+    weights: np.ndarray  # float32 [S, B, L]: 1 for a place that counts, 0 for padding and warm-up.
     reset: np.ndarray  # bool [S, B]: the row starts anew here, so its memory is emptied first.
+
+
+class Rows(NamedTuple):
+    """What each row reads in one pass, as numbers of pairs (input, target): pair q has target q + 1. int64 [B] each."""
+
+    first: np.ndarray  # The first pair.
+    scored: np.ndarray  # The first pair that counts.
+    end: np.ndarray  # The pair after the last one.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,95 +62,169 @@ class SegmentReader:
     """Deals out a text; made by `training_segments` or `evaluation_segments`."""
 
     tokens: np.ndarray  # Integer ids [T]; may be memory-mapped, only the places asked for are read.
-    batch_size: int  # B
+    batch_size: int  # B, rows over all hosts.
     segment_len: int  # L
-    row_len: int  # n, targets of a row in one pass over the text.
-    repeats: bool  # After a pass the next begins; otherwise only padding follows.
+    rows: Rows  # Of all hosts.
+    order: EpochOrder  # Where an epoch's pairs stand in the text.
+    repeats: bool  # After a pass the next epoch begins; otherwise only padding follows.
+    epoch_memory: EpochMemory  # Whether the rows are reset where it begins.
+    host: tuple[int, int]  # (i, n): the rows i * B / n to (i + 1) * B / n - 1 come back.
 
     @property
     def n_segments(self) -> int:
         """Steps of one pass over the text."""
-        return -(-self.row_len // self.segment_len)
+        return -(-int((self.rows.end - self.rows.first).max()) // self.segment_len)
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Targets of weight 1 in one pass, over all rows."""
-        return min(self.batch_size * self.row_len, len(self.tokens) - 1)
+        """Targets of weight 1 in one pass, over all rows of all hosts."""
+        return int((self.rows.end - self.rows.scored).sum())
 
     @property
     def skipped_tokens(self) -> int:
-        """Targets of the text that no pass reaches."""
+        """Targets that one pass leaves out, over all hosts; a roll or shuffling leaves out others in each epoch."""
         return len(self.tokens) - 1 - self.tokens_per_epoch
 
     def segments(self, first_step: int, count: int) -> Segments:
-        """The segments of steps `first_step` to `first_step + count - 1`.
+        """The segments of steps `first_step` to `first_step + count - 1`, for this host's rows: [S, B / n, L].
 
-        Training steps run on through epochs of `n_segments` steps, and all rows are reset where one begins.
-        In evaluation, steps from `n_segments` on are padding, so blocks of S segments have one shape.
+        Training steps run on through epochs of `n_segments` steps; rows are reset where one begins, or, if memory is
+        carried, only at step 0. In evaluation, steps from `n_segments` on are padding, so blocks of S segments have
+        one shape.
 
         Raises:
           ValueError: a negative step or a count below 1.
         """
         if first_step < 0 or count < 1:
             raise ValueError(f"{count} segments from step {first_step}; ask for at least 1, from step 0 or later")
-        step_S = np.arange(first_step, first_step + count)
-        index_S = step_S % self.n_segments
-        live_S = (step_S < self.n_segments) | self.repeats
-        column_SxL = index_S[:, None] * self.segment_len + np.arange(self.segment_len)
-        row_start_B = 1 + np.arange(self.batch_size) * self.row_len
-        target_SxBxL = row_start_B[:, None] + column_SxL[:, None, :]
-        counts_SxL = (column_SxL < self.row_len) & live_S[:, None]
-        counts_SxBxL = counts_SxL[:, None, :] & (target_SxBxL < len(self.tokens))
+        epoch_S, index_S = np.divmod(np.arange(first_step, first_step + count), self.n_segments)
+        parts = [self._within_epoch(epoch, index_S[epoch_S == epoch]) for epoch in np.unique(epoch_S).tolist()]
+        return Segments(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def _within_epoch(self, epoch: int, index_S: np.ndarray) -> Segments:
+        """The segments of these numbers of one epoch."""
+        i, n = self.host
+        own = slice(i * (self.batch_size // n), (i + 1) * (self.batch_size // n))
+        first_B, scored_B, end_B = (of_all[own] for of_all in self.rows)
+        live = self.repeats or epoch == 0
+        begins = live and (epoch == 0 or self.epoch_memory is EpochMemory.EMPTIED)
+        first_SxB = first_B + index_S[:, None] * self.segment_len
+        pair_SxBxL = first_SxB[..., None] + np.arange(self.segment_len)
+        real_SxBxL = (pair_SxBxL < end_B[:, None]) & live
+        input_SxBxL, target_SxBxL = self.order.pairs(epoch, first_SxB, self.segment_len)
         return Segments(
-            inputs=self._take(target_SxBxL - 1, counts_SxBxL),
-            targets=self._take(target_SxBxL, counts_SxBxL),
-            weights=counts_SxBxL.astype(np.float32),
-            reset=np.repeat(((index_S == 0) | ~live_S)[:, None], self.batch_size, axis=1),
+            inputs=self._take(input_SxBxL, real_SxBxL),
+            targets=self._take(target_SxBxL, real_SxBxL),
+            weights=(real_SxBxL & (pair_SxBxL >= scored_B[:, None])).astype(np.float32),
+            reset=np.repeat(((index_S == 0) & begins | (not live))[:, None], len(first_B), axis=1),
         )
 
-    def _take(self, place: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The tokens at `place` as int32, and 0 where `counts` is false."""
-        return np.where(counts, np.take(self.tokens, place, mode="clip"), 0).astype(np.int32)
+    def _take(self, place: np.ndarray, real: np.ndarray) -> np.ndarray:
+        """The tokens at `place` as int32, and 0 where `real` is false (where a place may lie past the text's end)."""
+        return np.where(real, np.take(self.tokens, place, mode="clip"), 0).astype(np.int32)
 
 
-def training_segments(tokens: np.ndarray, *, batch_size: int, segment_len: int) -> SegmentReader:
-    """Whole segments only: the targets that fill none are skipped, in every epoch the same.
+def training_segments(
+    tokens: np.ndarray,
+    *,
+    batch_size: int,
+    segment_len: int,
+    seed: int = 0,
+    roll: Roll = Roll.NONE,
+    sentence_starts: np.ndarray | None = None,
+    epoch_memory: EpochMemory = EpochMemory.EMPTIED,
+    host: tuple[int, int] = (0, 1),
+) -> SegmentReader:
+    """Whole segments only: the targets that fill none are skipped, without a roll in every epoch the same.
 
     >>> reader = training_segments(np.arange(12), batch_size=2, segment_len=3)
     >>> reader.n_segments, reader.tokens_per_epoch, reader.skipped_tokens
     (1, 6, 5)
 
+    Args:
+      tokens: integer ids [T], may be memory-mapped.
+      batch_size: B, over all hosts.
+      segment_len: L.
+      seed: of rolls and shuffling; not read without them.
+      roll: what is turned round by a random number in each epoch.
+      sentence_starts: signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
+        The sentences then come in another order in each epoch. None: the text stays as it stands.
+      epoch_memory: whether the rows are reset where an epoch begins, or at step 0 only.
+      host: (i, n): this is host i of n and gets the rows i * B / n to (i + 1) * B / n - 1.
+
     Raises:
-      ValueError: a text too short for one segment.
+      ValueError: a text too short for one segment; rows that do not divide among the hosts; sentence starts of another
+        text, or together with a roll.
     """
-    _check(tokens, batch_size, segment_len)
-    n_segments = (len(tokens) - 1) // batch_size // segment_len
-    if n_segments == 0:
+    _check(tokens, batch_size, segment_len, host)
+    n_pairs = len(tokens) - 1
+    row_len = n_pairs // batch_size // segment_len * segment_len
+    if row_len == 0:
         needed = batch_size * segment_len
         raise ValueError(
             f"the training text has {len(tokens)} tokens and one segment of all rows takes batch_size x segment_len = "
             f"{batch_size} x {segment_len} = {needed} and one more; lower --train.batch_size or --train.segment_len, "
             "or give a longer text"
         )
-    return SegmentReader(tokens, batch_size, segment_len, row_len=n_segments * segment_len, repeats=True)
+    if sentence_starts is not None and roll is not Roll.NONE:
+        raise ValueError(f"sentence_starts are given and roll is {roll}; shuffled sentences need no roll")
+    first_B, order = np.arange(batch_size) * row_len, AsItStands()
+    if sentence_starts is not None:
+        order = ShuffledSentences(sentence_starts, n_tokens=len(tokens), seed=seed)
+    elif roll is Roll.STREAM:
+        order = Rolled(np.array([0, n_pairs]), seed)
+    elif roll is Roll.ROWS:
+        edges = np.arange(batch_size + 1) * n_pairs // batch_size
+        first_B, order = edges[:-1], Rolled(edges, seed)
+    rows = Rows(first_B, first_B, first_B + row_len)
+    return SegmentReader(tokens, batch_size, segment_len, rows, order, True, epoch_memory, host)
 
 
-def evaluation_segments(tokens: np.ndarray, *, batch_size: int, segment_len: int) -> SegmentReader:
-    """Every token but the first is a target exactly once; rows are padded at their ends.
+def evaluation_segments(
+    tokens: np.ndarray,
+    *,
+    batch_size: int,
+    segment_len: int,
+    warmup_tokens: int = 0,
+    host: tuple[int, int] = (0, 1),
+) -> SegmentReader:
+    """Every token but the first is a target of weight 1 exactly once; rows are padded at their ends.
 
     >>> reader = evaluation_segments(np.arange(12), batch_size=2, segment_len=3)
     >>> reader.segments(1, 1).targets.tolist()
     [[[4, 5, 6], [10, 11, 0]]]
 
+    Args:
+      tokens: integer ids [T], may be memory-mapped.
+      batch_size: B, over all hosts.
+      segment_len: L.
+      warmup_tokens: targets before its own that a row reads with weight 0, to fill its memory. Row 0 has none before
+        its own and rows near it fewer than this, so they end with more padding; a pass takes up to this many places
+        longer. A row without targets of its own reads none.
+      host: (i, n): this is host i of n and gets the rows i * B / n to (i + 1) * B / n - 1.
+
     Raises:
-      ValueError: a text of fewer than 2 tokens.
+      ValueError: a text of fewer than 2 tokens; negative warmup_tokens; rows that do not divide among the hosts.
     """
-    _check(tokens, batch_size, segment_len)
-    return SegmentReader(tokens, batch_size, segment_len, row_len=-(-(len(tokens) - 1) // batch_size), repeats=False)
+    _check(tokens, batch_size, segment_len, host)
+    if warmup_tokens < 0:
+        raise ValueError(f"warmup_tokens is {warmup_tokens}; it cannot be negative")
+    n_pairs = len(tokens) - 1
+    row_len = -(-n_pairs // batch_size)
+    scored_B = np.minimum(np.arange(batch_size) * row_len, n_pairs)
+    end_B = np.minimum(scored_B + row_len, n_pairs)
+    first_B = np.where(scored_B < end_B, np.maximum(scored_B - warmup_tokens, 0), end_B)
+    rows = Rows(first_B, scored_B, end_B)
+    return SegmentReader(tokens, batch_size, segment_len, rows, AsItStands(), False, EpochMemory.EMPTIED, host)
 
 
-def _check(tokens: np.ndarray, batch_size: int, segment_len: int) -> None:
+def _check(tokens: np.ndarray, batch_size: int, segment_len: int, host: tuple[int, int]) -> None:
     if tokens.ndim != 1 or len(tokens) < 2:
         raise ValueError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
     if batch_size < 1 or segment_len < 1:
         raise ValueError(f"batch_size is {batch_size} and segment_len is {segment_len}; both must be at least 1")
+    i, n = host
+    if not 0 <= i < n:
+        raise ValueError(f"host is ({i}, {n}), number {i} of {n}; numbers run from 0")
+    if batch_size % n:
+        raise ValueError(f"batch_size is {batch_size} and there are {n} hosts; each must get as many rows")

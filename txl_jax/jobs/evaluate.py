@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from txl_jax import config as config_lib
-from txl_jax import report
+from txl_jax import config_tree, report
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
@@ -36,8 +35,8 @@ def run(
     """
     if corpus.vocabulary != trained_on.vocabulary:
         raise ValueError(
-            f"the run was trained on {trained_on.description!r} with {trained_on.vocabulary.size} symbols, and "
-            f"{corpus.description!r} has {corpus.vocabulary.size} or others; score a text of the same kind"
+            f"the run was trained on {trained_on.description!r} with {trained_on.vocabulary.size} tokens, and "
+            f"{corpus.description!r} was read with {corpus.vocabulary.size} or others; read it in the run's vocabulary"
         )
     if corpus.digest != trained_on.digest:
         say(f"note: this is not the text of training ({trained_on.description}), but {corpus.description}")
@@ -48,13 +47,14 @@ def run(
         "text": corpus.description,
         "text_sha256": corpus.digest,
         "step": step,
-        "eval": config_lib.to_dict(config.eval),
+        "eval": config_tree.to_dict(config.eval),
         **report.environment(),
     }
     for name, tokens in (("valid", corpus.valid), ("test", corpus.test)):
         began = time.monotonic()
-        totals = score(parts, params, tokens, name=name, say=say, stop_requested=stop_requested)
-        say(report.timed(f"{name} {report.scores(totals)}", time.monotonic() - began))
+        measure = corpus.vocabulary.measure
+        totals = score(parts, params, tokens, name=name, measure=measure, say=say, stop_requested=stop_requested)
+        say(report.timed(f"{name} {report.scores(totals, measure)}", time.monotonic() - began))
         results[name] = as_record(totals)
     write_json(workdir.path / "evaluation.json", results)
     say(f"results   {workdir.path / 'evaluation.json'}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, GenerateConfig
-from txl_jax.data.vocabulary import ByteVocabulary
+from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.generation import Generator
 from txl_jax.jobs.parameters import load_parameters
 from txl_jax.workdir import Workdir
@@ -18,7 +18,7 @@ from txl_jax.workdir import Workdir
 
 def run(
     config: ExperimentConfig,
-    vocabulary: ByteVocabulary,
+    vocabulary: Vocabulary,
     workdir: Workdir,
     *,
     say: Callable[[str], None] = print,
@@ -36,9 +36,12 @@ def run(
     """
     prompt = read_prompt(config.generate)
     try:
-        ids = vocabulary.encode(prompt or start_of_text(vocabulary))
+        ids = vocabulary.encode(prompt)
+        prompt = vocabulary.decode(ids)  # As the model reads it: words stand between single spaces, for example.
     except ValueError as error:
         raise ValueError(f"the prompt cannot be read by this model: {error}") from None
+    if not len(ids):
+        ids = vocabulary.start
     workdir.create()
     parts = assemble(config, vocab_size=vocabulary.size)
     step, params = load_parameters(parts, workdir, say=say)
@@ -75,11 +78,6 @@ def read_prompt(config: GenerateConfig) -> bytes:
         raise FileNotFoundError(
             f"cannot read the prompt file {config.prompt_file} ({error.strerror}); check --generate.prompt_file"
         ) from error
-
-
-def start_of_text(vocabulary: ByteVocabulary) -> bytes:
-    """What an unprompted text is taken to follow: a newline, else a space, else the first symbol."""
-    return next(symbol for symbol in (b"\n", b" ", vocabulary.symbols[:1]) if symbol in vocabulary.symbols)
 
 
 def _save(path: Path, prompt: bytes, texts: list[bytes]) -> None:

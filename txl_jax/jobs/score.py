@@ -1,5 +1,6 @@
 """Scoring a text, with a progress line and a way out."""
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 from txl_jax.assemble import Parts
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation.streaming import evaluate
-from txl_jax.metrics import Totals
+from txl_jax.metrics import Measure, Totals
 from txl_jax.training.progress import NonFiniteError, duration
 
 _SECONDS_BETWEEN_LINES = 20.0
@@ -24,6 +25,7 @@ def score(
     tokens: Any,
     *,
     name: str,
+    measure: Measure = Measure.BPC,
     say: Callable[[str], None],
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Totals:
@@ -34,7 +36,13 @@ def score(
       NonFiniteError: the loss is nan or infinite.
     """
     span = parts.config.eval
-    reader = evaluation_segments(tokens, batch_size=span.batch_size, segment_len=span.segment_len)
+    reader = evaluation_segments(
+        tokens,
+        batch_size=span.batch_size,
+        segment_len=span.segment_len,
+        warmup_tokens=span.warmup_tokens,
+        host=parts.host(span.batch_size),
+    )
     began = last_line = time.monotonic()
 
     def after_call(done: int, totals: Totals) -> None:
@@ -45,7 +53,7 @@ def score(
         if now - last_line >= _SECONDS_BETWEEN_LINES:
             last_line = now
             remaining = (now - began) / done * (reader.n_segments - done)
-            say(f"{name}: {done / reader.n_segments:.0%}  bpc so far {totals.bpc:.4f}  ETA {duration(remaining)}")
+            say(f"{name}: {done / reader.n_segments:.0%}  {totals.told(measure)} so far  ETA {duration(remaining)}")
 
     totals = evaluate(
         parts.eval_step,
@@ -53,7 +61,7 @@ def score(
         parts.eval_memory(),
         reader,
         segments_per_call=span.segments_per_call,
-        place=parts.place,
+        place=functools.partial(parts.place, batch_size=span.batch_size),
         after_call=after_call,
     )
     if not math.isfinite(totals.nats):

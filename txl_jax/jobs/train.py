@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from txl_jax import config as config_lib
-from txl_jax import report
+from txl_jax import config_tree, report
 from txl_jax.assemble import Parts, assemble
 from txl_jax.checkpoint import Checkpointer, CheckpointError
-from txl_jax.config import ExperimentConfig
+from txl_jax.config import ExperimentConfig, Order
 from txl_jax.data.corpus import Corpus
+from txl_jax.data.prefetch import Prefetcher
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.jobs.score import Interrupted, as_record, score
 from txl_jax.metrics import Totals
@@ -57,14 +57,28 @@ def run(
     """
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
     parts.check_training_rows()
-    span = config.train
-    reader = training_segments(corpus.train, batch_size=span.batch_size, segment_len=span.segment_len)
+    reader = training_reader(parts, corpus)
     text = TextInfo.of(corpus)
     workdir.check_same_run(config, text)
     with workdir.create().lock():
         changes = workdir.check_same_run(config, text)
         workdir.record(config, text)
         return _Run(parts, corpus, reader, workdir, stop_requested).run(changes)
+
+
+def training_reader(parts: Parts, corpus: Corpus) -> SegmentReader:
+    """Deals out the training text in the config's order; raises `ValueError` if it is too short for one segment."""
+    data, span = parts.config.data, parts.config.train
+    return training_segments(
+        corpus.train,
+        batch_size=span.batch_size,
+        segment_len=span.segment_len,
+        seed=parts.config.seed,
+        roll=data.roll,
+        sentence_starts=corpus.sentences if data.order is Order.SENTENCES else None,
+        epoch_memory=data.epoch_memory,
+        host=parts.host(span.batch_size),
+    )
 
 
 class _Run:
@@ -81,6 +95,7 @@ class _Run:
         self.parts = parts
         self.config = parts.config.train
         self.corpus = corpus
+        self.measure = corpus.vocabulary.measure
         self.reader = reader
         self.workdir = workdir
         self.stop_requested = stop_requested
@@ -135,6 +150,7 @@ class _Run:
             steps=span.steps,
             log_every=span.log_every,
             tokens_per_step=span.batch_size * span.segment_len,
+            measure=self.measure,
             window=notes.get("window"),
         )
         if notes.get("evaluation_pending"):
@@ -145,18 +161,23 @@ class _Run:
             self._save(step, state)  # Else a kill before the next checkpoint would evaluate, and record, again.
             self.progress.exclude(time.monotonic() - began)
         try:
-            return train(
-                state,
-                train_step,
-                lambda done: self.parts.place(self.reader.segments(done, span.segments_per_call)),
-                first_step=step,
-                steps=span.steps,
+            with Prefetcher(
+                lambda first, count: self.parts.place(self.reader.segments(first, count), batch_size=span.batch_size),
                 segments_per_call=span.segments_per_call,
-                progress=self.progress,
-                # Evaluation first: a checkpoint of a step implies that its evaluation is on disk.
-                hooks=[Hook(span.eval_every, self._evaluate), Hook(span.checkpoint_every, self._save)],
-                stop_requested=self.stop_requested,
-            )
+                steps=span.steps,
+            ) as segments:
+                return train(
+                    state,
+                    train_step,
+                    segments,
+                    first_step=step,
+                    steps=span.steps,
+                    segments_per_call=span.segments_per_call,
+                    progress=self.progress,
+                    # Evaluation first: a checkpoint of a step implies that its evaluation is on disk.
+                    hooks=[Hook(span.eval_every, self._evaluate), Hook(span.checkpoint_every, self._save)],
+                    stop_requested=self.stop_requested,
+                )
         except NonFiniteError as error:
             kept = (
                 "no checkpoint was written"
@@ -182,8 +203,8 @@ class _Run:
         better = best is None or totals.nll < best["loss"]
         self.log.record("valid", step, as_record(totals))
         self.log.say(
-            report.timed(f"step {step}: valid {report.scores(totals)}", time.monotonic() - began)
-            + ("  best so far" if better else f"  best {best['bpc']:.4f} at step {best['step']}")
+            report.timed(f"step {step}: valid {report.scores(totals, self.measure)}", time.monotonic() - began)
+            + ("  best so far" if better else f"  best {self._told(best)} at step {best['step']}")
         )
         if better:
             notes = {"step": step, **as_record(totals), "eval": self._eval_settings()}
@@ -208,7 +229,7 @@ class _Run:
 
     def _eval_settings(self) -> dict[str, Any]:
         """The evaluation lengths: scores at other ones are not comparable."""
-        return config_lib.to_dict(self.parts.config.eval)
+        return config_tree.to_dict(self.parts.config.eval)
 
     def _save(self, step: int, state: TrainState) -> None:
         self.best.wait()  # Else a kill could leave a checkpoint whose evaluation's best is lost.
@@ -235,7 +256,7 @@ class _Run:
         began = time.monotonic()
         totals = self._score(params, self.corpus.test, "test")
         self.log.record("test", self.config.steps, as_record(totals))
-        self.log.say(report.timed(f"test {report.scores(totals)}", time.monotonic() - began))
+        self.log.say(report.timed(f"test {report.scores(totals, self.measure)}", time.monotonic() - began))
         results = {
             "corpus": self.corpus.name,
             "text": self.corpus.description,
@@ -271,4 +292,16 @@ class _Run:
         return results if results.get("eval") == self._eval_settings() else None
 
     def _score(self, params: Any, tokens: Any, name: str) -> Totals:
-        return score(self.parts, params, tokens, name=name, say=self.log.say, stop_requested=self.stop_requested)
+        return score(
+            self.parts,
+            params,
+            tokens,
+            name=name,
+            measure=self.measure,
+            say=self.log.say,
+            stop_requested=self.stop_requested,
+        )
+
+    def _told(self, notes: dict[str, Any]) -> str:
+        """The scores that a checkpoint's notes hold, for people."""
+        return Totals(notes["loss"], 1).told(self.measure)

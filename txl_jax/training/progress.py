@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax.metrics import Totals
+from txl_jax.metrics import Measure, Totals
 from txl_jax.run_log import RunLog
 from txl_jax.training.step import UpdateMetrics
 
@@ -37,6 +37,7 @@ class Progress:
         steps: int,
         log_every: int,
         tokens_per_step: int,
+        measure: Measure = Measure.BPC,
         window: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -45,6 +46,7 @@ class Progress:
         self._steps = steps
         self._log_every = log_every
         self._tokens_per_step = tokens_per_step
+        self._measure = measure
         self._clock = clock
         self._since = clock()
         self._timed_updates = 0  # Unlike the window's, these were all made by this process.
@@ -82,13 +84,14 @@ class Progress:
             {
                 "loss": totals.nll,
                 "bpc": totals.bpc,
+                "perplexity": totals.perplexity,
                 "grad_norm": grad_norm,
                 "learning_rate": learning_rate,
                 "tokens_per_second": rate,
             },
         )
         self._log.say(
-            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {totals.nll:.4f}  bpc {totals.bpc:.4f}  "
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {totals.nll:.4f}  {totals.told(self._measure)}  "
             f"grad norm {grad_norm:.3f}  lr {learning_rate:.2e}  {rate:,.0f} tokens/s  ETA {duration(remaining)}"
         )
         self.window, self._since, self._timed_updates = Window(), now, 0

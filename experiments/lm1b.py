@@ -1,0 +1,37 @@
+"""Train, evaluate and sample on One Billion Word: single sentences of news, about 0.8e9 words to train on.
+
+    python -m experiments.lm1b --flagfile=lm1b_base --workdir=runs/lm1b_base --data_dir=data
+
+`data_dir` holds 1-billion-word-language-modeling-benchmark-r13output.tar.gz
+(http://www.statmt.org/lm-benchmark). `python -m experiments.prepare --corpus=lm1b` reads it ahead of time.
+
+Words that occur fewer than 3 times in the training text become <unk>; sentences, with one <S> between them,
+stand in another order in each epoch. The published perplexities were taken otherwise, on the protocol of the
+original TensorFlow release:
+
+    --data.line_mark=double_s   <S> before and after each sentence; <S> after <S>, which is easy, is scored
+    --data.heldout=published    validation on the test text; here another held-out shard validates
+"""
+
+from experiments import runner
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    ExperimentConfig,
+    LineMark,
+    Order,
+    Tokenizer,
+)
+
+DEFAULTS = ExperimentConfig(
+    data=DataConfig(
+        corpus=CorpusName.LM1B,
+        tokenizer=Tokenizer.WORD,
+        line_mark=LineMark.S,
+        min_count=3,
+        order=Order.SENTENCES,
+    )
+)
+
+if __name__ == "__main__":
+    runner.run(DEFAULTS)

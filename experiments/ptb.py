@@ -1,0 +1,20 @@
+"""Train, evaluate and sample on the Penn Treebank as Mikolov prepared it: 929,589 training words, 10,000 types.
+
+    python -m experiments.ptb --flagfile=ptb       --workdir=runs/ptb --data_dir=data
+    python -m experiments.ptb --flagfile=ptb_small --workdir=runs/ptb_small --data_dir=data      # for a CPU
+
+`data_dir` holds ptb.train.txt, ptb.valid.txt and ptb.test.txt, or the archive that has them, simple-examples.tgz
+(http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz). `python -m experiments.prepare --corpus=ptb` reads
+it ahead of time.
+"""
+
+from experiments import runner
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, LineMark, Tokenizer
+
+# The text is lower-case already (but for N, any number), so the original's lower-casing changes no count.
+DEFAULTS = ExperimentConfig(
+    data=DataConfig(corpus=CorpusName.PTB, tokenizer=Tokenizer.WORD, line_mark=LineMark.EOS, lower_case=False)
+)
+
+if __name__ == "__main__":
+    runner.run(DEFAULTS)

@@ -1,0 +1,15 @@
+"""Train, evaluate and sample on text8: 100,000,000 lower-case letters and spaces of English Wikipedia.
+
+    python -m experiments.text8 --flagfile=text8_12l --workdir=runs/text8_12l --data_dir=data
+
+`data_dir` holds text8 or text8.zip (http://mattmahoney.net/dc/text8.zip). A part of it runs with
+--data.file=PATH. `python -m experiments.prepare --corpus=text8` reads it ahead of time.
+"""
+
+from experiments import runner
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer
+
+DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.TEXT8, tokenizer=Tokenizer.BYTE))
+
+if __name__ == "__main__":
+    runner.run(DEFAULTS)

@@ -1,0 +1,22 @@
+"""Train, evaluate and sample on WikiText-103: Wikipedia articles as words, 103,227,021 of them to train on.
+
+    python -m experiments.wikitext103 --flagfile=wt103_base --workdir=runs/wt103_base --data_dir=data
+
+`data_dir` holds wikitext-103-v1.zip. `python -m experiments.prepare --corpus=wikitext103` reads it
+ahead of time.
+
+With --data.corpus=wikitext2 the same program reads WikiText-2 (wikitext-2-v1.zip), which has the same
+validation and test text and a fiftieth of the training text. Its vocabulary is smaller (33,278 words), so
+cutoffs must lie below that.
+"""
+
+from experiments import runner
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, LineMark, Tokenizer
+
+# Every line ends in <eos>, empty ones too.
+DEFAULTS = ExperimentConfig(
+    data=DataConfig(corpus=CorpusName.WIKITEXT103, tokenizer=Tokenizer.WORD, line_mark=LineMark.EOS)
+)
+
+if __name__ == "__main__":
+    runner.run(DEFAULTS)

@@ -1,0 +1,67 @@
+"""Tests `python -m experiments.prepare`: that it does what the corpus's program will find done."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import miniature
+import pytest
+
+from experiments import prepare
+from txl_jax.config import CorpusName
+
+ROOT = Path(__file__).parents[2]
+MAIN = "import miniature, runpy; miniature.install(); runpy.run_module('experiments.prepare', run_name='__main__')"
+
+
+def run(*arguments):
+    """The exit code, what was printed, and the errors."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", [CorpusName.LM1B, CorpusName.WIKITEXT2, CorpusName.TEXT8])
+def test_a_corpus_is_read_and_encoded(name, tmp_path):
+    (tmp_path / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
+    flags = (f"--corpus={name}", f"--data_dir={tmp_path}", f"--cache_dir={tmp_path / 'made'}")
+    code, printed, errors = run(*flags)
+    assert code == 0, errors
+    told = dict(line.split(None, 1) for line in printed.splitlines()[1:])
+    for split, text in miniature.texts(name).items():
+        # One Billion Word has one more mark than lines.
+        words = len(text.split()) + text.count(b"\n") + (name is CorpusName.LM1B)
+        assert told[split] == f"{len(text) if name is CorpusName.TEXT8 else words:,} tokens"
+    assert told["records"].startswith(f"{tmp_path / 'made' / 'tfds' / f'txl_{name}'} (0.")
+    assert told["tokens"].startswith(str(tmp_path / "made" / "tokens" / name.value))
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").rglob("*")}
+    code, again, errors = run(*flags)
+    assert code == 0, errors
+    assert again.splitlines()[:-1] == printed.splitlines()[1:-1], "but for the first line and the time"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "made").rglob("*")} == stamps
+
+
+def test_mistakes_are_said_in_one_line(tmp_path):
+    for flags, words in (
+        ((), "say what to prepare with --corpus=NAME, one of enwik8"),
+        (("--corpus=ptb", f"--data_dir={tmp_path}"), f"Penn Treebank is in none of {tmp_path}, "),
+    ):
+        code, printed, errors = run(*flags)
+        assert (code, printed) == (1, "")
+        assert errors.count("\n") == 1 and errors.startswith(f"error: {words}")
+
+
+def test_every_published_corpus_is_read_as_its_program_reads_it():
+    for name in miniature.NAMES:
+        assert prepare.DEFAULTS[name].data.corpus is name
+    assert (
+        prepare.DEFAULTS[CorpusName.WIKITEXT2].data.line_mark == prepare.DEFAULTS[CorpusName.WIKITEXT103].data.line_mark
+    )

@@ -1,0 +1,156 @@
+"""Tests a run on words: shuffled sentences and clusters through stop and resume, another text, prompts, perplexity."""
+
+import json
+
+import numpy as np
+import pytest
+
+from txl_jax import config_tree
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    EvalConfig,
+    ExperimentConfig,
+    GenerateConfig,
+    LineMark,
+    ModelConfig,
+    Order,
+    Tokenizer,
+    TrainConfig,
+)
+from txl_jax.data.corpus import read_corpus
+from txl_jax.jobs import evaluate, generate, train
+from txl_jax.run_log import read_metrics
+from txl_jax.workdir import TextInfo, Workdir
+
+STEPS = 40  # Of 18 a pass, so that sentences are shuffled three times.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three files of sentences, the second one with a word that the first one lacks."""
+    path = tmp_path_factory.mktemp("words")
+    rng = np.random.default_rng(0)
+    words = np.array("the a cat dog sat ran on under mat tree and then it was seen again".split())
+    for name, lines in (("train", 150), ("valid", 30), ("test", 30)):
+        drawn = (rng.choice(words, rng.integers(2, 9)) for _ in range(lines))
+        (path / name).write_text("".join(" ".join(sentence) + "\n" for sentence in drawn))
+    with open(path / "valid", "a") as file:
+        file.write("the aardvark sat\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    return ExperimentConfig(
+        model=ModelConfig(
+            n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, cutoffs=(6, 11), div_val=2, tie_projs=(True,) * 3
+        ),
+        data=DataConfig(
+            corpus=CorpusName.TEXT,
+            train=(str(folder / "train"),),
+            valid=(str(folder / "valid"),),
+            test=(str(folder / "test"),),
+            tokenizer=Tokenizer.WORD,
+            line_mark=LineMark.S,
+            order=Order.SENTENCES,
+        ),
+        train=TrainConfig(
+            steps=STEPS, batch_size=4, segment_len=11, mem_len=7, log_every=10, eval_every=20, checkpoint_every=10
+        ),
+        eval=EvalConfig(batch_size=2, segment_len=9, mem_len=13, clamp_len=0, segments_per_call=2, warmup_tokens=8),
+        generate=GenerateConfig(length=12, top_k=5),
+    )
+
+
+@pytest.fixture(scope="module")
+def corpus(config, folder):
+    return read_corpus(config.data, "nowhere", str(folder / "cache"))
+
+
+@pytest.fixture(scope="module")
+def finished(config, corpus, folder):
+    workdir = Workdir(folder / "run")
+    assert train.run(config, corpus, workdir).finished
+    return workdir
+
+
+def numbers(workdir):
+    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(workdir.path)]
+
+
+class StopAfter:
+    """Asks to stop once it has been asked `calls` times."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self):
+        self.calls -= 1
+        return self.calls < 0
+
+
+def test_a_stopped_run_goes_on_with_the_same_sentences(finished, config, corpus, tmp_path):
+    workdir = Workdir(tmp_path)
+    for calls in (13, 9):  # In the first pass, and across the border of the second.
+        assert not train.run(config, corpus, workdir, stop_requested=StopAfter(calls)).finished
+    assert train.run(config, corpus, workdir).finished
+    assert numbers(workdir) == numbers(finished)
+
+
+def test_the_story_is_told_in_perplexity(finished):
+    lines = (finished.path / "log.txt").read_text()
+    assert "ppl " in lines and "bpc" not in lines and "each begun 8 tokens early" in lines
+    results = json.loads((finished.path / "results.json").read_text())
+    assert results["test"]["perplexity"] == pytest.approx(np.exp(results["test"]["loss"]))
+
+
+def test_another_text_is_scored_in_the_runs_vocabulary(finished, config, folder, tmp_path):
+    (tmp_path / "other").write_text("the zebra sat on the mat\n" * 40)
+    trained, text = finished.load()
+    other = config_tree.replace(
+        trained, {"data.train": (), "data.valid": (), "data.test": (), "data.file": str(tmp_path / "other")}
+    )
+    corpus = read_corpus(other.data, "nowhere", str(tmp_path), vocabulary=text.vocabulary)
+    assert text.vocabulary.decode(corpus.test[1:8]) == b"the <unk> sat on the mat \n"
+    assert np.isfinite(evaluate.run(other, corpus, finished, trained_on=text, say=lambda line: None)["test"]["loss"])
+
+
+def test_a_text_in_another_vocabulary_is_refused(finished, config, corpus, tmp_path):
+    _, text = finished.load()
+    bytes_of = DataConfig(corpus=CorpusName.TEXT, file=config.data.train[0])
+    with pytest.raises(ValueError, match="with 18 tokens.* was read with 256 or others; read it in the run's"):
+        evaluate.run(config, read_corpus(bytes_of, "nowhere", str(tmp_path)), finished, trained_on=text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begins"),
+    [("", ""), ("the  cat", "the cat "), ("the\ncat", "the \ncat "), ("the zebra", "the <unk> "), (" ", "")],
+)
+def test_prompts_are_words_and_may_be_unknown(finished, config, corpus, prompt, begins):
+    written = []
+    asked = config_tree.replace(config, {"generate.prompt": prompt})
+    generate.run(asked, corpus.vocabulary, finished, say=lambda line: None, write=written.append)
+    text = "".join(written)
+    assert text.startswith(begins)
+    assert len(text.removeprefix(begins).replace("\n", " <S> ").split()) >= 12
+    assert set(text.split()) <= set(corpus.vocabulary.words)
+
+
+def test_clusters_that_do_not_fit_the_vocabulary_are_refused(config, corpus, tmp_path):
+    wide = config_tree.replace(config, {"model.cutoffs": (6, 18)})
+    with pytest.raises(ValueError, match="model.cutoffs end at 18 and the vocabulary has 18 tokens"):
+        train.run(wide, corpus, Workdir(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_shorter_than_one_batch_is_refused(config, corpus, tmp_path):
+    large = config_tree.replace(config, {"train.batch_size": 40, "train.segment_len": 100})
+    with pytest.raises(ValueError, match=r"the training text has \d+ tokens and .* = 40 x 100 = 4000 and one more"):
+        train.run(large, corpus, Workdir(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_words_are_those_of_the_training_text(corpus):
+    info = TextInfo.of(corpus)
+    assert info.vocabulary.words[0] == "<S>" and "aardvark" not in info.vocabulary.words

@@ -1,0 +1,76 @@
+"""Tests that two processes put the same global batch on the devices that one would, whatever the mesh."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = """
+import sys
+
+import jax
+import numpy as np
+
+port, process, data, fsdp, model, batch_size = map(int, sys.argv[1:])
+jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+
+import tiny_run
+from txl_jax.data.segments import training_segments
+
+parts = tiny_run.parts(
+    mesh__data=data, mesh__fsdp=fsdp, mesh__model=model, train__batch_size=batch_size, model__n_head=8, model__d_inner=16
+)
+tokens = np.arange(1000)
+whole = training_segments(tokens, batch_size=batch_size, segment_len=7).segments(3, 2)
+host = parts.host(batch_size)
+own = training_segments(tokens, batch_size=batch_size, segment_len=7, host=host).segments(3, 2)
+placed = parts.place(own, batch_size=batch_size)
+for found, expected in zip(placed, whole):
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    for shard in found.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+print("host", *host)
+"""
+
+
+def two_processes(*arguments):
+    """What two processes with four devices each print last."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
+    command = [sys.executable, "-c", SCRIPT, str(port)]
+    started = [
+        subprocess.Popen(
+            [*command, str(process), *map(str, arguments)],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for process in range(2)
+    ]
+    ended = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0, 0], ended
+    return [out.splitlines()[-1] for out, _ in ended]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch_size", "hosts"),
+    [
+        ((8, 1, 1), 8, ["host 0 2", "host 1 2"]),
+        ((4, 1, 2), 8, ["host 0 2", "host 1 2"]),
+        ((1, 1, 8), 8, ["host 0 1", "host 0 1"]),  # Both processes' devices hold all rows.
+        ((8, 1, 1), 1, ["host 0 1", "host 0 1"]),  # One row cannot be spread.
+    ],
+)
+def test_every_device_gets_its_rows(mesh, batch_size, hosts):
+    assert two_processes(*mesh, batch_size) == hosts

@@ -1,0 +1,82 @@
+"""Tests the folder of a run: what is written and read back, and the refusals of another text or vocabulary."""
+
+import json
+
+import pytest
+
+from txl_jax import config_tree
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer
+from txl_jax.data.vocabulary import WordVocabulary, dumps
+from txl_jax.workdir import TextInfo, Workdir
+
+CONFIG = ExperimentConfig(data=DataConfig(corpus=CorpusName.TEXT, file="a.txt", tokenizer=Tokenizer.WORD))
+WORDS = WordVocabulary(("<eos>", "the", "<unk>", "cat"))
+TEXT = TextInfo("text", "own text", "d" * 64, WORDS)
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    made = Workdir(tmp_path / "run").create()
+    made.record(CONFIG, TEXT)
+    return made
+
+
+def test_what_was_recorded_is_loaded(workdir):
+    assert workdir.load() == (CONFIG, TEXT)
+    assert workdir.check_same_run(CONFIG, TEXT) == []
+
+
+def test_the_vocabulary_is_plain_text(workdir):
+    title, *words = workdir.vocabulary_file.read_text().splitlines()
+    assert words == list(WORDS.words) and "word" in title
+
+
+def test_a_vocabulary_of_other_words_is_refused(workdir):
+    """Ids would mean other words, and shapes would not tell."""
+    exchanged = WordVocabulary(("<eos>", "the", "<unk>", "dog"))
+    workdir.vocabulary_file.write_text(dumps(exchanged))
+    with pytest.raises(ValueError, match=r"vocabulary\.txt holds 4 tokens that are not those of the run's checkpoints"):
+        workdir.load()
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text("the\ncat\n")])
+def test_a_missing_or_damaged_vocabulary_is_named(workdir, damage):
+    damage(workdir.vocabulary_file)
+    with pytest.raises(ValueError, match=r"vocabulary\.txt cannot be read .* restore it"):
+        workdir.load()
+
+
+def test_resuming_with_another_vocabulary_is_refused(workdir):
+    """The same text and settings, but another file of words."""
+    grown = TextInfo("text", "own text", TEXT.digest, WordVocabulary((*WORDS.words, "dog")))
+    with pytest.raises(ValueError, match="the vocabulary had 4 tokens and has 5, or others"):
+        workdir.check_same_run(CONFIG, grown)
+
+
+def test_settings_are_compared_before_a_text_is_read(workdir, tmp_path):
+    workdir.check_same_settings(CONFIG)
+    Workdir(tmp_path / "new").check_same_settings(CONFIG)
+    with pytest.raises(ValueError, match=r"--data.min_count was 1 and is now 2"):
+        workdir.check_same_settings(config_tree.replace(CONFIG, {"data.min_count": 2}))
+
+
+def test_another_text_is_refused(workdir):
+    with pytest.raises(ValueError, match="is now 'other', with other content"):
+        workdir.check_same_run(CONFIG, TextInfo("text", "other", "e" * 64, WORDS))
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"config": {}, "text": {}}'])
+def test_a_damaged_config_is_named(workdir, text):
+    workdir.config_file.write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        workdir.load()
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        Workdir(tmp_path).load()
+
+
+def test_the_record_is_json_without_the_words(workdir):
+    record = json.loads(workdir.config_file.read_text())
+    assert set(record["text"]) == {"name", "description", "digest", "data_dir", "cache_dir", "vocabulary_sha256"}

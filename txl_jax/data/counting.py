@@ -1,0 +1,124 @@
+"""The vocabulary that a text gives rise to: counted on its training part alone."""
+
+import collections
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from txl_jax.config import DataConfig, Tokenizer
+from txl_jax.data import pieces
+from txl_jax.data.text import SPLITS, File, Text
+from txl_jax.data.utf8 import text_blocks
+from txl_jax.data.vocabulary import (
+    MARKS,
+    UNKNOWN_CHARACTER,
+    UNKNOWN_WORD,
+    ByteVocabulary,
+    CharacterVocabulary,
+    Vocabulary,
+    WordVocabulary,
+    distinct,
+    rank,
+)
+
+KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, pieces.PieceVocabulary)
+
+
+def make_vocabulary(
+    config: DataConfig, text: Text, *, reading: Callable[[Iterable[File]], Iterable[File]] = lambda files: files
+) -> Vocabulary:
+    """What the tokens of a text are.
+
+    Args:
+      reading: passes on the files that are read through, and may show how far that is.
+
+    Raises:
+      ValueError: the training text, or a file that the config names, cannot be used.
+      FileNotFoundError: there is no such file.
+    """
+    match config.tokenizer:
+        case Tokenizer.BYTE:
+            return _bytes_of(config, text, reading)
+        case Tokenizer.CHAR:
+            counts = _count(reading(text.splits["train"]), config, split=iter)
+            ranked = rank(counts, min_count=config.min_count, unknown=UNKNOWN_CHARACTER)
+            return CharacterVocabulary("".join(ranked), config.lower_case)
+        case Tokenizer.WORD:
+            return _words_of(config, text, reading)
+        case Tokenizer.SENTENCEPIECE if config.sentencepiece_model:
+            model = read_named(config.sentencepiece_model, flag="--data.sentencepiece_model")
+            return _given_pieces(config, model)
+        case Tokenizer.SENTENCEPIECE:
+            return pieces.train(
+                reading(text.splits["train"]),
+                size=config.sentencepiece_vocab,
+                line_mark=config.line_mark,
+                lower_case=config.lower_case,
+            )
+    raise AssertionError(f"no vocabulary for {config.tokenizer}")
+
+
+def read_named(path: str, *, flag: str) -> bytes:
+    """The content of a file that the user named; raises `FileNotFoundError`."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{flag} names {path}, which cannot be read ({error.strerror}); check the path"
+        ) from error
+
+
+def _bytes_of(config: DataConfig, text: Text, reading: Any) -> ByteVocabulary:
+    """All 256 values, or, for a whole published corpus, those that occur in any split, as the original counts."""
+    if not text.closed_alphabet:
+        return ByteVocabulary.all_bytes(config.newlines)
+    found = set()
+    for split in SPLITS:
+        for file in reading(text.splits[split]):
+            for block in file.blocks():
+                found.update(distinct(block))
+    if config.newlines is config.newlines.DROP:
+        found.discard(ord("\n"))
+    return ByteVocabulary(bytes(sorted(found)), config.newlines)
+
+
+def _words_of(config: DataConfig, text: Text, reading: Any) -> WordVocabulary:
+    mark = [MARKS[config.line_mark]] if config.line_mark in MARKS else []
+    if config.vocab_file:
+        words, unknown = _given_words(config.vocab_file, mark)
+    else:
+        counts = _count(reading(text.splits["train"]), config, split=str.split)
+        words, unknown = (rank(counts, min_count=config.min_count, unknown=UNKNOWN_WORD, first=mark), UNKNOWN_WORD)
+    return WordVocabulary(tuple(words), config.line_mark, config.lower_case, unknown)
+
+
+def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
+    """The first word of each line, in order; the line mark before and <unk> after them where the file has none."""
+    text = read_named(path, flag="--data.vocab_file")
+    whole = File(path, len(text), functools.partial(iter, [text]))
+    lines = "".join(text_blocks([whole], close_lines=True)).split("\n")
+    words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))
+    if not words:
+        raise ValueError(f"--data.vocab_file names {path}, which holds no words; give a file with a word on each line")
+    unknown = next((word for word in (UNKNOWN_WORD, UNKNOWN_WORD.upper()) if word in words), UNKNOWN_WORD)
+    return [m for m in mark if m not in words] + words + [u for u in [unknown] if u not in words], unknown
+
+
+def _given_pieces(config: DataConfig, model: bytes) -> pieces.PieceVocabulary:
+    try:
+        return pieces.PieceVocabulary(model, config.line_mark, config.lower_case)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"--data.sentencepiece_model names {config.sentencepiece_model}, which is no SentencePiece model; give the "
+            ".model file that its trainer wrote"
+        ) from error
+
+
+def _count(
+    files: Iterable[File], config: DataConfig, *, split: Callable[[str], Iterable[str]]
+) -> collections.Counter[str]:
+    counts: collections.Counter[str] = collections.Counter()
+    for block in text_blocks(files, close_lines=False):
+        counts.update(split(block.lower() if config.lower_case else block))
+    return counts
