@@ -1,15 +1,22 @@
 """How many tokens a second a configuration trains on and scores, on this machine."""
 
 import dataclasses
+import itertools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from txl_jax.assemble import Parts
+from txl_jax.config import Order
 from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
+from txl_jax.jobs.softmax_speed import draw_targets
+
+_READ_TOKENS = 20_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +26,7 @@ class Speed:
     median: float
     slowest: float
     fastest: float
-    compile_seconds: float  # Of the first call, which compiles.
+    compile_seconds: float  # Of the first call, which compiles, or prepares an epoch's order.
 
 
 def training_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
@@ -38,6 +45,36 @@ def training_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
 
     tokens = span.batch_size * span.segment_len * span.segments_per_call
     return _measure(call, tokens, warmup=warmup, calls=calls, compile_seconds=compile_seconds)
+
+
+def reading_speed(parts: Parts, *, calls: int) -> Speed:
+    """Speed at which the training segments come from a memory-mapped text, with the config's order and roll.
+
+    The text is of random tokens, long enough that the parts read lie far apart, in sentences of 25 tokens.
+    """
+    span, data = parts.config.train, parts.config.data
+    tokens_per_call = span.batch_size * span.segment_len * span.segments_per_call
+    length = max(_READ_TOKENS, tokens_per_call + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "tokens.npy")
+        np.save(path, np.random.default_rng(0).integers(parts.model.vocab_size, size=length, dtype=np.int32))
+        reader = training_segments(
+            np.load(path, mmap_mode="r"),
+            batch_size=span.batch_size,
+            segment_len=span.segment_len,
+            seed=parts.config.seed,
+            roll=data.roll,
+            sentence_starts=np.append(np.arange(0, length, 25), length) if data.order is Order.SENTENCES else None,
+        )
+        steps = itertools.count(step=span.segments_per_call)
+
+        def call() -> None:
+            jax.block_until_ready(parts.place(reader.segments(next(steps), span.segments_per_call)))
+
+        began = time.monotonic()
+        call()
+        first = time.monotonic() - began
+        return _measure(call, tokens_per_call, warmup=1, calls=calls, compile_seconds=first)
 
 
 def evaluation_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
@@ -62,8 +99,8 @@ def evaluation_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
 
 
 def _random_segments(reader: Callable[..., SegmentReader], parts: Parts, batch_size: int, segment_len: int, count: int):
-    """S segments of random tokens on the devices."""
-    tokens = np.random.default_rng(0).integers(parts.model.vocab_size, size=batch_size * segment_len * count + 1)
+    """S segments of random tokens on the devices, as often as words are: a tail takes as long as it has tokens."""
+    tokens = draw_targets(parts.model.vocab_size, batch_size * segment_len * count + 1)
     made = reader(tokens, batch_size=batch_size, segment_len=segment_len)
     return parts.place(made.segments(0, count))
 
