@@ -3,8 +3,8 @@
     python -m experiments.speed --flagfile=enwik8_12l
     python -m experiments.speed --flagfile=small --speed_calls=10
 
-Tokens are random, as frequent as words are (`softmax_speed` prints the law), and weights untrained. It prints a markdown table:
-the median over calls, after warm-up, with the slowest and the fastest call.
+Tokens are random, as frequent as words are (`softmax_speed` prints the law), and weights untrained. It prints
+a markdown table: the median over calls, after warm-up, with the slowest and the fastest call.
 """
 
 import sys

@@ -107,7 +107,8 @@ def test_words_of_files_are_not_joined():
 def test_what_is_read_is_passed_on_to_be_watched():
     text, watched = text_of(["a", "b"], "c", closed_alphabet=True), []
 
-    def reading(files):
+    def reading(doing, files):
+        assert doing.startswith("counting")
         watched.extend(files)
         return files
 

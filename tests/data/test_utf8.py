@@ -118,6 +118,8 @@ def test_files_in_other_formats(content):
 def test_a_byte_order_mark_is_no_part_of_the_first_word(block):
     content = "\ufeffthe \ufeff cat".encode()
     blocks = [content[i : i + block] for i in range(0, len(content), block)]
-    assert "".join(text_blocks([File("a.txt", len(content), lambda: iter(blocks))], close_lines=False)) == "the \ufeff cat"
+    assert (
+        "".join(text_blocks([File("a.txt", len(content), lambda: iter(blocks))], close_lines=False)) == "the \ufeff cat"
+    )
     part = File("a.txt", len(content), lambda: iter(blocks), offset=3)  # Not the beginning of the file.
     assert "".join(text_blocks([part], close_lines=False)) == "\ufeffthe \ufeff cat"

@@ -74,11 +74,11 @@ def read_corpus(
 def _read_text(config: DataConfig, data_dir: str, cache_dir: str) -> Text:
     match config.corpus:
         case CorpusName.TEXT:
-            return own_text.read_own_text(config)
+            return own_text.read_own_text(config, reading=_watched)
         case CorpusName.PYTHON_STDLIB:
-            return own_text.read_python_stdlib(config)
+            return own_text.read_python_stdlib(config, reading=_watched)
         case CorpusName.ENWIK8 | CorpusName.TEXT8 if config.file:
-            return own_text.read_prefix(config)
+            return own_text.read_prefix(config, reading=_watched)
     return published.read(config.corpus, data_dir=data_dir, cache_dir=cache_dir, heldout=config.heldout)
 
 
@@ -86,7 +86,7 @@ def _tokens(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary
     """The text's ids in its own vocabulary, or in a given one."""
     own = _settings(config, ignore_missing=vocabulary is not None)
     if vocabulary is None:
-        make = partial(counting.make_vocabulary, config, text, reading=partial(_watched, "counting"))
+        make = partial(counting.make_vocabulary, config, text, reading=_watched)
         return store.open_store(text, own, make, folder=folder, reading=_watched)
     # The text that a run was trained on needs no second store.
     found = store.find_store(text, own, folder)

@@ -4,11 +4,10 @@ import collections
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from txl_jax.config import DataConfig, Tokenizer
 from txl_jax.data import pieces
-from txl_jax.data.text import SPLITS, File, Text
+from txl_jax.data.text import SPLITS, File, Reading, Text, unwatched
 from txl_jax.data.utf8 import text_blocks
 from txl_jax.data.vocabulary import (
     MARKS,
@@ -25,13 +24,11 @@ from txl_jax.data.vocabulary import (
 KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, pieces.PieceVocabulary)
 
 
-def make_vocabulary(
-    config: DataConfig, text: Text, *, reading: Callable[[Iterable[File]], Iterable[File]] = lambda files: files
-) -> Vocabulary:
+def make_vocabulary(config: DataConfig, text: Text, *, reading: Reading = unwatched) -> Vocabulary:
     """What the tokens of a text are.
 
     Args:
-      reading: passes on the files that are read through, and may show how far that is.
+      reading: may show how far files are read.
 
     Raises:
       ValueError: the training text, or a file that the config names, cannot be used.
@@ -41,7 +38,7 @@ def make_vocabulary(
         case Tokenizer.BYTE:
             return _bytes_of(config, text, reading)
         case Tokenizer.CHAR:
-            counts = _count(reading(text.splits["train"]), config, split=iter)
+            counts = _count(reading("counting", text.splits["train"]), config, split=iter)
             ranked = rank(counts, min_count=config.min_count, unknown=UNKNOWN_CHARACTER)
             return CharacterVocabulary("".join(ranked), config.lower_case)
         case Tokenizer.WORD:
@@ -51,7 +48,7 @@ def make_vocabulary(
             return _given_pieces(config, model)
         case Tokenizer.SENTENCEPIECE:
             return pieces.train(
-                reading(text.splits["train"]),
+                reading("counting", text.splits["train"]),
                 size=config.sentencepiece_vocab,
                 line_mark=config.line_mark,
                 lower_case=config.lower_case,
@@ -69,13 +66,13 @@ def read_named(path: str, *, flag: str) -> bytes:
         ) from error
 
 
-def _bytes_of(config: DataConfig, text: Text, reading: Any) -> ByteVocabulary:
+def _bytes_of(config: DataConfig, text: Text, reading: Reading) -> ByteVocabulary:
     """All 256 values, or, for a whole published corpus, those that occur in any split, as the original counts."""
     if not text.closed_alphabet:
         return ByteVocabulary.all_bytes(config.newlines)
     found = set()
     for split in SPLITS:
-        for file in reading(text.splits[split]):
+        for file in reading(f"counting {split}", text.splits[split]):
             for block in file.blocks():
                 found.update(distinct(block))
     if config.newlines is config.newlines.DROP:
@@ -83,12 +80,12 @@ def _bytes_of(config: DataConfig, text: Text, reading: Any) -> ByteVocabulary:
     return ByteVocabulary(bytes(sorted(found)), config.newlines)
 
 
-def _words_of(config: DataConfig, text: Text, reading: Any) -> WordVocabulary:
+def _words_of(config: DataConfig, text: Text, reading: Reading) -> WordVocabulary:
     mark = [MARKS[config.line_mark]] if config.line_mark in MARKS else []
     if config.vocab_file:
         words, unknown = _given_words(config.vocab_file, mark)
     else:
-        counts = _count(reading(text.splits["train"]), config, split=str.split)
+        counts = _count(reading("counting", text.splits["train"]), config, split=str.split)
         words, unknown = (rank(counts, min_count=config.min_count, unknown=UNKNOWN_WORD, first=mark), UNKNOWN_WORD)
     return WordVocabulary(tuple(words), config.line_mark, config.lower_case, unknown)
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from txl_jax.config import DataConfig, EmptyEnd, LineMark, Tokenizer
-from txl_jax.data.text import BLOCK_BYTES, File, Text
+from txl_jax.data.text import BLOCK_BYTES, File, Reading, Text, unwatched
 
 # Tests are more text than the library itself, and installed packages differ from machine to machine.
 STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -18,7 +18,7 @@ STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-pack
 _BORDER_WINDOW = 1 << 16  # How far a border between splits may move to stand at the beginning of a line.
 
 
-def read_own_text(config: DataConfig) -> Text:
+def read_own_text(config: DataConfig, *, reading: Reading = unwatched) -> Text:
     """The user's own files: one, split 90/5/5, or a list per split, each joined in the order given.
 
     A name with * or ? stands for all files that match, in the order of their names.
@@ -32,7 +32,9 @@ def read_own_text(config: DataConfig) -> Text:
         _check_end(config, [path])
         splits = split_by_position([path], at_lines=config.tokenizer is not Tokenizer.BYTE)
         described = f"own text, {os.path.getsize(path):,} bytes of {Path(path).name}"
-        return Text("text", described, _digest(splits["train"] + splits["valid"] + splits["test"]), splits)
+        return Text(
+            "text", described, _digest(reading("reading", splits["train"] + splits["valid"] + splits["test"])), splits
+        )
     lists = {
         "train": _expanded(config.train, flag="--data.train"),
         "valid": _expanded(config.valid, flag="--data.valid"),
@@ -43,11 +45,13 @@ def read_own_text(config: DataConfig) -> Text:
     splits = {name: tuple(map(file_part, paths)) for name, paths in lists.items()}
     sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
     # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
-    digest = _of_digests(_of_digests(_digest([file]) for file in files) for files in splits.values())
+    digest = _of_digests(
+        _of_digests(_digest([file]) for file in reading(f"reading {name}", files)) for name, files in splits.items()
+    )
     return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, splits)
 
 
-def read_prefix(config: DataConfig) -> Text:
+def read_prefix(config: DataConfig, *, reading: Reading = unwatched) -> Text:
     """A part of a published corpus, split 90/5/5.
 
     Its byte tokens are all 256, as it may lack values that the rest holds.
@@ -56,11 +60,14 @@ def read_prefix(config: DataConfig) -> Text:
     splits = split_by_position([path], at_lines=config.tokenizer is not Tokenizer.BYTE)
     described = f"prefix of {os.path.getsize(path)} bytes of {Path(path).name}"
     return Text(
-        f"{config.corpus} prefix", described, _digest(splits["train"] + splits["valid"] + splits["test"]), splits
+        f"{config.corpus} prefix",
+        described,
+        _digest(reading("reading", splits["train"] + splits["valid"] + splits["test"])),
+        splits,
     )
 
 
-def read_python_stdlib(config: DataConfig) -> Text:
+def read_python_stdlib(config: DataConfig, *, reading: Reading = unwatched) -> Text:
     """The modules of the standard library of the running Python, joined in the order of their paths, split 90/5/5.
 
     Raises:
@@ -76,7 +83,12 @@ def read_python_stdlib(config: DataConfig) -> Text:
     splits = split_by_position(paths, at_lines=config.tokenizer is not Tokenizer.BYTE)
     size = sum(map(os.path.getsize, paths))
     described = f"standard library of Python {platform.python_version()}, {len(paths)} files, {size:,} bytes"
-    return Text("python_stdlib", described, _digest(splits["train"] + splits["valid"] + splits["test"]), splits)
+    return Text(
+        "python_stdlib",
+        described,
+        _digest(reading("reading", splits["train"] + splits["valid"] + splits["test"])),
+        splits,
+    )
 
 
 def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
@@ -187,7 +199,7 @@ def _of_digests(digests: Iterable[str]) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _digest(files: Sequence[File]) -> str:
+def _digest(files: Iterable[File]) -> str:
     """sha256 of the files' bytes in order, in hexadecimal."""
     digest = hashlib.sha256()
     for file in files:

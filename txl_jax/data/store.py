@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,7 @@ import numpy as np
 from txl_jax.config import LineMark
 from txl_jax.data import folders
 from txl_jax.data.counting import KINDS
-from txl_jax.data.text import SPLITS, File, Text
+from txl_jax.data.text import SPLITS, Reading, Text, unwatched
 from txl_jax.data.vocabulary import Vocabulary, dumps, id_type, loads
 
 VERSION = 1  # Of the tokens: raised whenever the same text and settings would give other ids.
@@ -58,14 +58,14 @@ def open_store(
     make_vocabulary: Callable[[], Vocabulary],
     *,
     folder: Path,
-    reading: Callable[[str, Iterable[File]], Iterable[File]] = lambda doing, files: files,
+    reading: Reading = unwatched,
 ) -> TokenStore:
     """The store of a text in `folder`; made first if it is not there.
 
     Args:
       settings: everything beside the text that the ids depend on, as JSON.
       make_vocabulary: called if the store must be made.
-      reading: passes on the files of what it is told is being done, and may show how far they are read.
+      reading: may show how far files are read.
 
     Raises:
       ValueError: the text cannot be encoded.
@@ -107,7 +107,7 @@ def _load(path: Path) -> TokenStore:
     )
 
 
-def _make(path: Path, text: Text, vocabulary: Vocabulary, reading: Any) -> None:
+def _make(path: Path, text: Text, vocabulary: Vocabulary, reading: Reading) -> None:
     for leftover in path.parent.glob(f"{path.name}.*"):  # Of a process that was killed: the lock is ours.
         shutil.rmtree(leftover)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -124,7 +124,7 @@ def _make(path: Path, text: Text, vocabulary: Vocabulary, reading: Any) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_split(folder: Path, split: str, text: Text, vocabulary: Vocabulary, reading: Any) -> int:
+def _write_split(folder: Path, split: str, text: Text, vocabulary: Vocabulary, reading: Reading) -> int:
     """Writes the ids of a split, and for training where its lines begin; returns their number."""
     with contextlib.ExitStack() as stack:
         ids = stack.enter_context(_npy(folder / f"{split}.npy", id_type(vocabulary.size)))
