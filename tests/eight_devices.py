@@ -4,12 +4,14 @@ B = 8, D = 16, H = 2, E = 5, F = 12, L = 7, M = 9, N = 3, V = 14.
 """
 
 import json
+import math
+import re
 from typing import Any
 
 import jax
 import numpy as np
 
-from txl_jax import config_tree
+from txl_jax import axes, config_tree, sharding
 from txl_jax.assemble import Parts, assemble
 from txl_jax.config import (
     DType,
@@ -22,6 +24,7 @@ from txl_jax.config import (
 )
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
+from txl_jax.ops import adaptive
 
 MESHES = {
     "one": MeshConfig(data=1),
@@ -81,6 +84,7 @@ def run(parts: Parts) -> dict:
         "score": totals.nats,
         "scored": totals.tokens,
         "mesh": dict(parts.mesh.shape),
+        "row_groups": parts.model.row_groups,
         "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
         "bytes_per_device": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params)),
         "moment_bytes_per_device": sum(
@@ -103,6 +107,33 @@ def uneven_vocabulary() -> dict:
     }
 
 
+def tail_work() -> dict:
+    """Of how many positions a device computes a tail's logits at a time, where 16 of its own are due, and what it fetches."""
+    rows, mesh = 15_000, sharding.make_mesh(MESHES["data"])
+    clusters = [
+        adaptive.Cluster(jax.ShapeDtypeStruct((n, 6), "float32"), jax.ShapeDtypeStruct((n,), "float32"), None)
+        for n in (10, rows)
+    ]
+    tails = adaptive.TailEntries(jax.ShapeDtypeStruct((1, 6), "float32"), jax.ShapeDtypeStruct((1,), "float32"))
+    by_row, whole = sharding.named(mesh, axes.BATCH), sharding.named(mesh)
+
+    def loss(clusters: Any, tails: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        nll = adaptive.negative_log_likelihood(hidden, targets, clusters, tails, (10,), groups=8, capacity=16)
+        return nll.sum()
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 2)), in_shardings=(whole, whole, by_row, by_row))
+    shape = (16, 32)
+    compiled = gradient.lower(
+        clusters, tails, jax.ShapeDtypeStruct((*shape, 6), "float32"), jax.ShapeDtypeStruct(shape, "int32")
+    ).compile()
+    text = compiled.as_text()
+    products = re.findall(r"= f32\[([0-9,]+)\]\S* dot\(", text)
+    return {
+        "positions": max(math.prod(map(int, shape.split(","))) // rows for shape in products),
+        "all_gathers": text.count(" all-gather("),
+    }
+
+
 def refusal(mesh: MeshConfig, **changes: Any) -> str:
     """What is said of settings that do not fit."""
     try:
@@ -115,9 +146,10 @@ def refusal(mesh: MeshConfig, **changes: Any) -> str:
 if __name__ == "__main__":
     found = {name: run(assemble(config(mesh), vocab_size=V)) for name, mesh in MESHES.items()}
     for name in ("one", "mixed"):
-        adaptive = config(MESHES[name], model__cutoffs=(4, 10), model__div_val=2)
-        found[f"adaptive, {name}"] = run(assemble(adaptive, vocab_size=V))
+        clusters = config(MESHES[name], model__cutoffs=(4, 10), model__div_val=2)
+        found[f"adaptive, {name}"] = run(assemble(clusters, vocab_size=V))
     found["uneven"] = uneven_vocabulary()
+    found["tail"] = tail_work()
     found["refusals"] = {
         "batch": refusal(MESHES["mixed"], train__batch_size=6),
         "remainder": refusal(MeshConfig(fsdp=3)),

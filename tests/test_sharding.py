@@ -139,6 +139,11 @@ def test_rows_of_the_memory_are_spread(found):
     assert shapes == {"one": [3, 8, 9, 16], "data": [3, 1, 9, 16], "mixed": [3, 2, 9, 16], "fsdp": [3, 1, 9, 16]}
 
 
+def test_each_device_computes_the_tails_of_its_own_rows(found):
+    assert found["tail"] == {"positions": 16, "all_gathers": 0}
+    assert [found[name]["row_groups"] for name in ("one", "data", "mixed", "fsdp")] == [1, 8, 4, 8]
+
+
 def test_a_vocabulary_that_does_not_divide_stays_whole(found):
     assert found["uneven"]["table_per_device"] == [13, 16]
     assert found["uneven"]["table_spec"] == [None, None] and found["uneven"]["query_spec"][2] == "model"

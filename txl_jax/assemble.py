@@ -181,7 +181,7 @@ def assemble(config: ExperimentConfig, *, vocab_size: int) -> Parts:
     schedule = optimizer_lib.learning_rate(config.optimizer, config.compat, steps=config.train.steps)
     return Parts(
         config=config,
-        model=TransformerXL(config.model, config.compat, vocab_size),
+        model=TransformerXL(config.model, config.compat, vocab_size, sharding.row_groups(mesh)),
         optimizer=optimizer_lib.make_optimizer(config.optimizer, schedule),
         schedule=schedule,
         mesh=mesh,

@@ -23,6 +23,7 @@ class Softmax(nn.Module):
 
     config: ModelConfig
     vocab_size: int
+    row_groups: int = 1  # Parts of a batch's rows that lie on devices of their own.
 
     def setup(self) -> None:
         c = self.config
@@ -57,7 +58,9 @@ class Softmax(nn.Module):
     ) -> jax.Array:
         """Nats of each target, [B, L], in token order; `tables`, `projections` are the embedding's."""
         clusters, tails = self._weights(tables, projections)
-        return adaptive.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs)
+        # Rows that do not divide are not spread (`sharding.rows`).
+        groups = self.row_groups if hidden.shape[0] % self.row_groups == 0 else 1
+        return adaptive.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs, groups=groups)
 
     def log_probabilities(
         self, hidden: jax.Array, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]

@@ -27,6 +27,7 @@ class TransformerXL(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     vocab_size: int
+    row_groups: int = 1  # Parts of a batch's rows that lie on devices of their own; changes no number.
 
     def setup(self) -> None:
         c = self.config
@@ -34,7 +35,7 @@ class TransformerXL(nn.Module):
         self.stack = Stack(c, self.compat)
         if c.layer_norm is NormPlace.PRE and self.compat.final_norm:
             self.final_norm = layer_norm("final_norm", compat=self.compat, dtype=jnp.dtype(c.dtype))
-        self.softmax = Softmax(c, self.vocab_size)
+        self.softmax = Softmax(c, self.vocab_size, self.row_groups)
         self.drop = nn.Dropout(c.dropout)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:

@@ -5,6 +5,7 @@ over its own tokens and, after them, one entry per tail, first tail first; a tok
 log p = log p_head(c) + log p_c(token). Without cutoffs the head is the whole vocabulary: the full softmax.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,12 +58,17 @@ def negative_log_likelihood(
     tails: TailEntries | None,
     cutoffs: Sequence[int],
     *,
+    groups: int = 1,
     capacity: int | None = None,
 ) -> jax.Array:
     """Nats of each target: [..., D] and int [...] -> [...], in at least float32.
 
-    A tail is computed only at the positions whose target lies in it, `capacity` positions at a time (None:
-    as many as its rows allow, see `_tail_capacity`).
+    A tail is computed only at the positions whose target lies in it.
+
+    Args:
+      groups: equal parts of the leading axis that are walked side by side. Where they lie on devices of their own,
+        each device computes its own part; in one part, every device would compute them all.
+      capacity: positions that a group computes at a time; None: as many as a tail's rows allow (`_tail_capacity`).
     """
     bounds = [0, *cutoffs]
     cluster_of_target = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
@@ -70,14 +76,15 @@ def negative_log_likelihood(
     head_target = jnp.where(cluster_of_target == 0, targets, n_head_token + cluster_of_target - 1)
     nll = optax.softmax_cross_entropy_with_integer_labels(_head_logits(hidden, clusters[0], tails), head_target)
     for c in range(1, len(clusters)):
-        tail = at_selected(
-            _cluster_nll,
-            capacity or _tail_capacity(clusters[c].table.shape[0], targets.size),
-            clusters[c],
-            hidden.reshape(-1, hidden.shape[-1]),
-            targets.reshape(-1) - bounds[c],
-            cluster_of_target.reshape(-1) == c,
+        slots = capacity or _tail_capacity(clusters[c].table.shape[0], targets.size // groups)
+        walk = functools.partial(at_selected, _cluster_nll, slots, clusters[c])
+        parts = (
+            hidden.reshape(groups, -1, hidden.shape[-1]),
+            (targets - bounds[c]).reshape(groups, -1),
+            (cluster_of_target == c).reshape(groups, -1),
         )
+        # Groups that are done wait for the others, which costs a copy of the gradients a round: not for one group.
+        tail = jax.vmap(walk)(*parts) if groups > 1 else walk(*(part[0] for part in parts))
         nll += tail.reshape(nll.shape)
     return nll
 
