@@ -77,14 +77,17 @@ class Corpus:
         return ranges
 
 
-def _of_bytes(name: str, zipped: Remote, sha256: str) -> Corpus:
+def _of_bytes(name: str, *, zip_size: int, zip_sha256: str, sha256: str) -> Corpus:
     """100,000,000 bytes of Wikipedia, by Matt Mahoney."""
     return Corpus(
         title=name,
         folders=(name,),
         layouts=({WHOLE: (name,)},),
         facts={WHOLE: Facts(size=100_000_000, sha256=sha256)},
-        sources=((zipped,),),
+        sources=tuple(
+            (Remote(f"{folder}{name}.zip", zip_size, zip_sha256),)
+            for folder in ("http://mattmahoney.net/dc/", "https://data.deepai.org/")
+        ),
         cuts={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
         closed_alphabet=True,
     )
@@ -172,34 +175,32 @@ LM1B = Corpus(
         "valid": Facts(lines=6_206),
         "test": Facts(lines=6_075),
     },
-    sources=(
+    sources=tuple(
         (
             Remote(
-                f"http://www.statmt.org/lm-benchmark/{_R13}.tar.gz",
+                f"{folder}/{_R13}.tar.gz",
                 size=1_792_209_805,
                 sha256="01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
             ),
-        ),
+        )
+        for folder in (
+            "http://www.statmt.org/lm-benchmark",
+            "https://gluonnlp-numpy-data.s3-us-west-2.amazonaws.com/datasets/language_modeling",
+        )
     ),
 )
 
 CORPORA: dict[CorpusName, Corpus] = {
     CorpusName.ENWIK8: _of_bytes(
         "enwik8",
-        Remote(
-            "http://mattmahoney.net/dc/enwik8.zip",
-            size=36_445_475,
-            sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
-        ),
+        zip_size=36_445_475,
+        zip_sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
         sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
     ),
     CorpusName.TEXT8: _of_bytes(
         "text8",
-        Remote(
-            "http://mattmahoney.net/dc/text8.zip",
-            size=31_344_016,
-            sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
-        ),
+        zip_size=31_344_016,
+        zip_sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
         sha256="6e890197040d37d85beb962ae1f041ff1d9a9ca8d20c7d99c85027eebf51dca7",
     ),
     CorpusName.WIKITEXT103: _wikitext(
