@@ -125,9 +125,10 @@ def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
 
 def _evaluate(workdir: Workdir) -> int:
     config, text = _trained_config(workdir)
-    data_dir = FLAGS.data_dir if FLAGS["data_dir"].present else text.data_dir
-    cache_dir = FLAGS.cache_dir or text.cache_dir
-    corpus = read_corpus(config.data, data_dir, cache_dir, vocabulary=text.vocabulary)
+    folders = (FLAGS.data_dir, FLAGS.cache_dir)
+    if not FLAGS["data_dir"].present:  # As the run was started, unless this is another machine.
+        folders = (text.data_dir, FLAGS.cache_dir or text.cache_dir)
+    corpus = read_corpus(config.data, *folders, vocabulary=text.vocabulary)
     with StopRequest() as stop:
         try:
             evaluate.run(config, corpus, workdir, trained_on=text, stop_requested=lambda: stop)

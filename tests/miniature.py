@@ -11,7 +11,7 @@ import zipfile
 
 from txl_jax.config import CorpusName
 from txl_jax.data import corpora
-from txl_jax.data.corpora import Corpus, Facts, Remote
+from txl_jax.data.corpora import Facts, PublishedCorpus, Remote
 
 NOWHERE = "http://127.0.0.1:9/"  # Port 9, discard: nothing listens.
 R13 = "1-billion-word-language-modeling-benchmark-r13output"
@@ -98,7 +98,7 @@ def official(name: CorpusName) -> bytes:
 
 
 @functools.cache
-def corpus(name: CorpusName, url: str = NOWHERE) -> Corpus:
+def corpus(name: CorpusName, url: str = NOWHERE) -> PublishedCorpus:
     """The table's row for the miniature; its only source is the official archive at `url`."""
     row = _SHIPPED[name]
     if name is CorpusName.LM1B:

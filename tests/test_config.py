@@ -57,6 +57,10 @@ CONFLICTS = [
         {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.line_mark": LineMark.S},
         ("data.line_mark is s", "eos", "none"),
     ),
+    (
+        {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.sentencepiece_model": "m", "data.sentencepiece_vocab": 9},
+        ("data.sentencepiece_vocab is 9", "'m'", "not both"),
+    ),
     ({"data.sentencepiece_vocab": 9}, ("data.sentencepiece_vocab is 9", "byte", "sentencepiece")),
     (
         {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.sentencepiece_vocab": 0},

@@ -97,15 +97,19 @@ class Parts:
           ValueError: they hold rows that are not one such part.
         """
         rows = sharding.named(self.mesh, sharding.rows(self.mesh, batch_size))
-        parts = {
-            part[0].indices(batch_size)[:2] for part in rows.addressable_devices_indices_map((batch_size,)).values()
-        }
+        own = rows.addressable_devices_indices_map((batch_size,))
+        if not own:
+            raise ValueError(
+                f"no device of process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}; start fewer "
+                "processes, or use all devices with --mesh.data=0"
+            )
+        parts = {part[0].indices(batch_size)[:2] for part in own.values()}
         first, last = min(parts)[0], max(parts)[1]
         size = last - first
         if sum(b - a for a, b in parts) != size or batch_size % size or first % size:
             raise ValueError(
-                f"the devices of process {jax.process_index()} hold the rows {sorted(parts)} of {batch_size}, which are no "
-                "equal part of them; order the mesh so that a process's devices lie together"
+                f"the devices of process {jax.process_index()} hold the rows {sorted(parts)} of {batch_size}, which are "
+                "no equal part of them; order the mesh so that a process's devices lie together"
             )
         return first // size, batch_size // size
 

@@ -268,7 +268,7 @@ class DataConfig:
 
     corpus: CorpusName = CorpusName.ENWIK8  # Where the text comes from.
     # Paths may change when a run is resumed: the digest of the text decides whether it is the same.
-    file: str = free("")  # One file, split 90/5/5 by position; with enwik8: a prefix, which must be asked for by name.
+    file: str = free("")  # One file, split 90/5/5 by position; with enwik8 and text8: a part of the corpus.
     train: tuple[str, ...] = free(())  # Own text: training files, read in this order.
     valid: tuple[str, ...] = free(())  # Own text: validation files.
     test: tuple[str, ...] = free(())  # Own text: test files.
@@ -338,6 +338,11 @@ class DataConfig:
             self.tokenizer is not Tokenizer.SENTENCEPIECE or self.line_mark in (LineMark.EOS, LineMark.NONE),
             f"data.line_mark is {self.line_mark} and data.tokenizer is {self.tokenizer}, whose models know one mark, "
             f"{LineMark.EOS}; give that, or {LineMark.NONE}",
+        )
+        _require(
+            not self.sentencepiece_model or self.sentencepiece_vocab == 8000,
+            f"data.sentencepiece_vocab is {self.sentencepiece_vocab} and data.sentencepiece_model is "
+            f"{self.sentencepiece_model!r}; a model is trained here or given, not both",
         )
         _require(
             not self.vocab_file or self.min_count == 1,

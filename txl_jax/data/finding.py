@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from txl_jax.data.containers import Container, Files, open_archive
-from txl_jax.data.corpora import USE_PREFIX, Corpus, Remote
+from txl_jax.data.corpora import USE_PREFIX, PublishedCorpus, Remote
 
 Find = Callable[[Any], Container]  # Gives the files when it is called with a download manager.
 
 
-def find(corpus: Corpus, data_dir: Path) -> Find:
+def find(corpus: PublishedCorpus, data_dir: Path) -> Find:
     """The first place that has the corpus's files, or all sources that answer.
 
     Raises:
@@ -29,7 +29,7 @@ def find(corpus: Corpus, data_dir: Path) -> Find:
     return _on_the_network(corpus, places)
 
 
-def _in_place(corpus: Corpus, place: Path) -> Iterator[Find]:
+def _in_place(corpus: PublishedCorpus, place: Path) -> Iterator[Find]:
     """Everything in a folder that may be the corpus."""
     for paths in _layouts(corpus, place):
         if all(map(os.path.isfile, paths.values())):
@@ -39,7 +39,7 @@ def _in_place(corpus: Corpus, place: Path) -> Iterator[Find]:
             yield functools.partial(_open_archive, str(place / name), remote, corpus.url)
 
 
-def _layouts(corpus: Corpus, place: Path) -> Iterator[dict[str, str]]:
+def _layouts(corpus: PublishedCorpus, place: Path) -> Iterator[dict[str, str]]:
     """The paths that the files may have in a folder, by their names."""
     for layout in corpus.layouts + (corpus.own_layouts if place.name in corpus.folders else ()):
         yield {file: str(place / file) for files in layout.values() for file in files}
@@ -61,7 +61,7 @@ def _open_archive(path: str, official: Remote | None, url: str, manager: Any) ->
     return open_archive(path, again=official.url if official else url)
 
 
-def _refuse_a_part(corpus: Corpus, place: Path) -> None:
+def _refuse_a_part(corpus: PublishedCorpus, place: Path) -> None:
     """Names what a folder lacks, if it has some of the corpus's files."""
     for paths in _layouts(corpus, place):
         lacking = [file for file, path in paths.items() if not os.path.isfile(path)]
@@ -74,7 +74,7 @@ def _refuse_a_part(corpus: Corpus, place: Path) -> None:
             )
 
 
-def _on_the_network(corpus: Corpus, places: list[Path]) -> Find:
+def _on_the_network(corpus: PublishedCorpus, places: list[Path]) -> Find:
     from txl_jax.data import download  # Imported here: it takes half a second.
 
     answers = download.ask(corpus.sources)
@@ -91,7 +91,7 @@ def _on_the_network(corpus: Corpus, places: list[Path]) -> Find:
     return fetch
 
 
-def _missing(corpus: Corpus, places: list[Path], answers: dict[tuple[Remote, ...], str]) -> str:
+def _missing(corpus: PublishedCorpus, places: list[Path], answers: dict[tuple[Remote, ...], str]) -> str:
     """What belongs where, and why it was not downloaded."""
     said = "; ".join(f"{source[0].url} {answer}" for source, answer in answers.items())
     prefix = f", or, to run on a part of it, {USE_PREFIX}" if corpus.cuts else ""
@@ -101,7 +101,7 @@ def _missing(corpus: Corpus, places: list[Path], answers: dict[tuple[Remote, ...
     )
 
 
-def _wanted(corpus: Corpus) -> str:
+def _wanted(corpus: PublishedCorpus) -> str:
     """The files of each source with their sizes, and the folders that they are in."""
     folders: dict[str, list[str]] = {}
     for source in corpus.sources:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from txl_jax.config import DataConfig, EmptyEnd, LineMark, Tokenizer
-from txl_jax.data.text import BLOCK_BYTES, File, Reading, Text, unwatched
+from txl_jax.data.text import BLOCK_BYTES, SPLITS, File, Reading, Text, unwatched
 
 # Tests are more text than the library itself, and installed packages differ from machine to machine.
 STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -30,11 +30,7 @@ def read_own_text(config: DataConfig, *, reading: Reading = unwatched) -> Text:
     if config.file:
         path = _checked(config.file, flag="--data.file")
         _check_end(config, [path])
-        splits = split_by_position([path], at_lines=config.tokenizer is not Tokenizer.BYTE)
-        described = f"own text, {os.path.getsize(path):,} bytes of {Path(path).name}"
-        return Text(
-            "text", described, _digest(reading("reading", splits["train"] + splits["valid"] + splits["test"])), splits
-        )
+        return _cut("text", f"own text, {os.path.getsize(path):,} bytes of {Path(path).name}", [path], config, reading)
     lists = {
         "train": _expanded(config.train, flag="--data.train"),
         "valid": _expanded(config.valid, flag="--data.valid"),
@@ -57,14 +53,8 @@ def read_prefix(config: DataConfig, *, reading: Reading = unwatched) -> Text:
     Its byte tokens are all 256, as it may lack values that the rest holds.
     """
     path = _checked(config.file, flag="--data.file")
-    splits = split_by_position([path], at_lines=config.tokenizer is not Tokenizer.BYTE)
     described = f"prefix of {os.path.getsize(path)} bytes of {Path(path).name}"
-    return Text(
-        f"{config.corpus} prefix",
-        described,
-        _digest(reading("reading", splits["train"] + splits["valid"] + splits["test"])),
-        splits,
-    )
+    return _cut(f"{config.corpus} prefix", described, [path], config, reading)
 
 
 def read_python_stdlib(config: DataConfig, *, reading: Reading = unwatched) -> Text:
@@ -80,15 +70,16 @@ def read_python_stdlib(config: DataConfig, *, reading: Reading = unwatched) -> T
             f"the standard library at {root} holds no .py files (it may be packed in an archive); "
             "use a Python that is installed as source files, or another --data.corpus"
         )
-    splits = split_by_position(paths, at_lines=config.tokenizer is not Tokenizer.BYTE)
     size = sum(map(os.path.getsize, paths))
     described = f"standard library of Python {platform.python_version()}, {len(paths)} files, {size:,} bytes"
-    return Text(
-        "python_stdlib",
-        described,
-        _digest(reading("reading", splits["train"] + splits["valid"] + splits["test"])),
-        splits,
-    )
+    return _cut("python_stdlib", described, paths, config, reading)
+
+
+def _cut(name: str, description: str, paths: Sequence[str], config: DataConfig, reading: Reading) -> Text:
+    """The files as one text, split by position."""
+    splits = split_by_position(paths, at_lines=config.tokenizer is not Tokenizer.BYTE)
+    whole = [file for split in SPLITS for file in splits[split]]
+    return Text(name, description, _digest(reading("reading", whole)), splits)
 
 
 def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
@@ -101,7 +92,7 @@ def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tupl
     borders = [0, total * 90 // 100, total * 95 // 100, total]
     if at_lines:
         borders[1:3] = [_line_start(paths, sizes, border) for border in borders[1:3]]
-    spans = zip(("train", "valid", "test"), borders, borders[1:], strict=False)
+    spans = zip(SPLITS, borders, borders[1:], strict=False)
     return {name: tuple(_between(paths, sizes, first, last)) for name, first, last in spans}
 
 

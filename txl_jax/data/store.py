@@ -130,10 +130,8 @@ def _write_split(folder: Path, split: str, text: Text, vocabulary: Vocabulary, r
         ids = stack.enter_context(_npy(folder / f"{split}.npy", id_type(vocabulary.size)))
         starts = None
         if split == "train" and vocabulary.mark is not None:
-            starts, lines = (
-                stack.enter_context(_npy(folder / _SENTENCES, np.dtype(np.int64))),
-                _LineStarts(vocabulary),
-            )
+            starts = stack.enter_context(_npy(folder / _SENTENCES, np.dtype(np.int64)))
+            lines = _LineStarts(vocabulary)
         for block in vocabulary.blocks(reading(f"encoding {split}", text.splits[split])):
             if starts:
                 starts.append(lines.within(block, ids.length))

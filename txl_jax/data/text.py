@@ -39,7 +39,3 @@ class Text:
     digest: str  # sha256 of the content, in hexadecimal.
     splits: dict[str, tuple[File, ...]]  # By the names in SPLITS.
     closed_alphabet: bool = False  # A whole published corpus: its byte tokens are the values that occur in it.
-
-    def size(self, split: str) -> int:
-        """Bytes of a split."""
-        return sum(file.size for file in self.splits[split])

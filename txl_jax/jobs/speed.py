@@ -1,4 +1,4 @@
-"""How many tokens a second a configuration trains on and scores, on this machine."""
+"""How many tokens a second a configuration reads, trains on and scores, on this machine."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ class Speed:
     median: float
     slowest: float
     fastest: float
-    compile_seconds: float  # Of the first call, which compiles, or prepares an epoch's order.
+    first_call_seconds: float  # The first call compiles, or prepares an epoch's order.
 
 
 def training_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
@@ -34,7 +34,7 @@ def training_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
     span = parts.config.train
     began = time.monotonic()
     train_step, _ = parts.compile_train_step()
-    compile_seconds = time.monotonic() - began
+    first_call_seconds = time.monotonic() - began
     state = parts.init_state()
     segments = _random_segments(training_segments, parts, span.batch_size, span.segment_len, span.segments_per_call)
 
@@ -44,7 +44,7 @@ def training_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
         jax.block_until_ready((state, metrics))
 
     tokens = span.batch_size * span.segment_len * span.segments_per_call
-    return _measure(call, tokens, warmup=warmup, calls=calls, compile_seconds=compile_seconds)
+    return _measure(call, tokens, warmup=warmup, calls=calls, first_call_seconds=first_call_seconds)
 
 
 def reading_speed(parts: Parts, *, calls: int) -> Speed:
@@ -74,7 +74,7 @@ def reading_speed(parts: Parts, *, calls: int) -> Speed:
         began = time.monotonic()
         call()
         first = time.monotonic() - began
-        return _measure(call, tokens_per_call, warmup=1, calls=calls, compile_seconds=first)
+        return _measure(call, tokens_per_call, warmup=1, calls=calls, first_call_seconds=first)
 
 
 def evaluation_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
@@ -93,9 +93,9 @@ def evaluation_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
 
     began = time.monotonic()
     call()
-    compile_seconds = time.monotonic() - began
+    first_call_seconds = time.monotonic() - began
     tokens = span.batch_size * span.segment_len * span.segments_per_call
-    return _measure(call, tokens, warmup=warmup, calls=calls, compile_seconds=compile_seconds)
+    return _measure(call, tokens, warmup=warmup, calls=calls, first_call_seconds=first_call_seconds)
 
 
 def _random_segments(reader: Callable[..., SegmentReader], parts: Parts, batch_size: int, segment_len: int, count: int):
@@ -105,7 +105,7 @@ def _random_segments(reader: Callable[..., SegmentReader], parts: Parts, batch_s
     return parts.place(made.segments(0, count))
 
 
-def _measure(call: Callable[[], None], tokens: int, *, warmup: int, calls: int, compile_seconds: float) -> Speed:
+def _measure(call: Callable[[], None], tokens: int, *, warmup: int, calls: int, first_call_seconds: float) -> Speed:
     """Times `calls` calls that handle `tokens` tokens each, after `warmup` untimed ones."""
     for _ in range(warmup):
         call()
@@ -114,4 +114,4 @@ def _measure(call: Callable[[], None], tokens: int, *, warmup: int, calls: int, 
         began = time.perf_counter()
         call()
         rates.append(tokens / (time.perf_counter() - began))
-    return Speed(statistics.median(rates), min(rates), max(rates), compile_seconds)
+    return Speed(statistics.median(rates), min(rates), max(rates), first_call_seconds)
