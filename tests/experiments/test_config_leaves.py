@@ -190,7 +190,7 @@ def small_model():
     """A SentencePiece model of few pieces."""
     content = b"one two three\n" * 50
     file = File("words", len(content), lambda: iter([content]))
-    return pieces.train([file], size=275, line_mark=LineMark.EOS, lower_case=False).model
+    return pieces.train([file], size=268, line_mark=LineMark.EOS, lower_case=False).model
 
 
 @pytest.fixture(autouse=True)
