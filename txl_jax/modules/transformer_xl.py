@@ -68,11 +68,20 @@ class TransformerXL(nn.Module):
             mask=masks.attention_mask(memory.valid, segment_len=segment_len, mem_len=mem_len, window=window),
             biases=None,
         )
-        inputs = self.drop(self.embedding(tokens), deterministic=deterministic)
+        inputs = self.drop(self.embed(tokens), deterministic=deterministic)
         hidden, layer_inputs = self.stack(inputs, memory.hidden, context, deterministic=deterministic)
-        if c.layer_norm is NormPlace.PRE and self.compat.final_norm:
-            hidden = self.final_norm(hidden)
-        return self.drop(hidden, deterministic=deterministic), memory_lib.update(memory, layer_inputs)
+        hidden = self.drop(self.finish(hidden), deterministic=deterministic)
+        return hidden, memory_lib.update(memory, layer_inputs)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """What the first layer reads, without dropout: int [B, L] -> [B, L, D]."""
+        return self.embedding(tokens)
+
+    def finish(self, hidden: jax.Array) -> jax.Array:
+        """What the softmax reads of the last layer's outputs [B, L, D], without dropout."""
+        if self.config.layer_norm is NormPlace.PRE and self.compat.final_norm:
+            return self.final_norm(hidden)
+        return hidden
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
