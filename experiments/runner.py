@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
@@ -15,14 +16,14 @@ from txl_jax import config_tree
 from txl_jax.checkpoint import CheckpointError
 from txl_jax.config import TOKEN_SETTINGS, CorpusName, ExperimentConfig
 from txl_jax.data.corpus import read_corpus
-from txl_jax.jobs import evaluate, generate, train
+from txl_jax.jobs import evaluate, generate, score_tokens, train
 from txl_jax.jobs.score import Interrupted
 from txl_jax.run_log import RunLogError
 from txl_jax.training.progress import NonFiniteError
 from txl_jax.training.stop import StopRequest
 from txl_jax.workdir import TextInfo, Workdir
 
-_MODES = ("train", "eval", "generate")
+_MODES = ("train", "eval", "score", "generate")
 # The program that knows how a corpus's text becomes tokens.
 _PROGRAMS = {name: name.value for name in CorpusName} | {
     CorpusName.WIKITEXT2: "wikitext103",
@@ -52,9 +53,14 @@ def run(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types.Mappin
 def define_flags(defaults: ExperimentConfig) -> None:
     """The flags of a run."""
     flags.DEFINE_enum("mode", "train", _MODES, "What to do.")
-    flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, logs, results. Made if missing.")
+    define_workdir()
     define_data_folders()
     flag_tree.define(defaults)
+
+
+def define_workdir() -> None:
+    """The flag of the run's folder."""
+    flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, logs, results. Made if missing.")
 
 
 def define_data_folders() -> None:
@@ -103,13 +109,18 @@ def fail(error: BaseException | str) -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
-def _run_mode(defaults: ExperimentConfig) -> int:
+def given_workdir() -> Workdir:
+    """The folder that the command line names; raises `ValueError` if it names none."""
     if not FLAGS.workdir:
         raise ValueError("no workdir was given; say with --workdir=PATH where checkpoints and logs belong")
-    workdir = Workdir(Path(FLAGS.workdir).expanduser().resolve())
+    return Workdir(Path(FLAGS.workdir).expanduser().resolve())
+
+
+def _run_mode(defaults: ExperimentConfig) -> int:
+    workdir = given_workdir()
     if FLAGS.mode == "train":
         return _train(defaults, workdir)
-    return {"eval": _evaluate, "generate": _generate}[FLAGS.mode](workdir)
+    return {"eval": _evaluate, "score": _score_tokens, "generate": _generate}[FLAGS.mode](workdir)
 
 
 def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
@@ -124,21 +135,37 @@ def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
 
 
 def _evaluate(workdir: Workdir) -> int:
-    config, text = _trained_config(workdir)
+    return score_trained(evaluate.run, workdir, *trained_config(workdir), stopped="nothing was written")
+
+
+def _score_tokens(workdir: Workdir) -> int:
+    return score_trained(score_tokens.run, workdir, *trained_config(workdir), stopped="its scores were not written")
+
+
+def score_trained(
+    job: Callable[..., Any], workdir: Workdir, config: ExperimentConfig, text: TextInfo, *, stopped: str
+) -> int:
+    """Runs a job that scores the text of a trained run, or another in its vocabulary; returns the exit code.
+
+    Args:
+      job: called as `evaluate.run`.
+      config, text: of `trained_config`.
+      stopped: what is said of the files if a signal ends the job.
+    """
     folders = (FLAGS.data_dir, FLAGS.cache_dir)
     if not FLAGS["data_dir"].present:  # As the run was started, unless this is another machine.
         folders = (text.data_dir, FLAGS.cache_dir or text.cache_dir)
     corpus = read_corpus(config.data, *folders, vocabulary=text.vocabulary)
     with StopRequest() as stop:
         try:
-            evaluate.run(config, corpus, workdir, trained_on=text, stop_requested=lambda: stop)
+            job(config, corpus, workdir, trained_on=text, stop_requested=lambda: stop)
         except Interrupted as interrupted:
-            print(f"stopped   on request while scoring {interrupted}; nothing was written")
+            print(f"stopped   on request while scoring {interrupted}; {stopped}")
     return _stopped(stop)
 
 
 def _generate(workdir: Workdir) -> int:
-    config, text = _trained_config(workdir)
+    config, text = trained_config(workdir)
     with StopRequest() as stop:
         generate.run(config, text.vocabulary, workdir, stop_requested=lambda: stop)
     return _stopped(stop)
@@ -168,7 +195,7 @@ def _stopped(stop: StopRequest) -> int:
     return 128 + stop.signal_number if stop else 0
 
 
-def _trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
+def trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
     """The config that a run was trained with, changed by what was given now, and its text.
 
     A trained run needs no flagfile to be read again.

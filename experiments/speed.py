@@ -1,25 +1,35 @@
-"""Tokens per second of reading, training and evaluation, for a flagfile or for settings given as flags.
+"""Tokens per second of reading, training, evaluation and generation, for a flagfile or for settings given as flags.
 
     python -m experiments.speed --flagfile=enwik8_12l
-    python -m experiments.speed --flagfile=small --speed_calls=10
+    python -m experiments.speed --flagfile=small --speed_tasks=training,generation --speed_calls=10
+    python -m experiments.speed --flagfile=wt103_base --peer=hf --speed_tasks=evaluation,generation --speed_json=s.json
 
-Tokens are random, as frequent as words are (`softmax_speed` prints the law), and weights untrained. It prints
-a markdown table: the median over calls, after warm-up, with the slowest and the fastest call.
+Tokens are random, as frequent as words are (`softmax_speed` prints the law), weights untrained, memories full. It
+prints a markdown table: the median over calls, after warm-up, with the slowest and the fastest call. Evaluation and
+generation read --eval.* and --generate.*, training --train.*.
+
+With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights; that both give the
+same losses is checked first, then the two take turns.
 """
 
 import sys
+from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from experiments import flag_tree, runner
 from experiments.prepare import DEFAULTS as PROGRAMS
-from txl_jax import report
-from txl_jax.assemble import assemble
+from txl_jax import flops, report
+from txl_jax.assemble import Parts, assemble
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
-from txl_jax.jobs.speed import Speed, evaluation_speed, reading_speed, training_speed
+from txl_jax.jobs import beside_peer, speed
+from txl_jax.jobs.speed import Speed, Task
+from txl_jax.run_log import write_json
 
 FLAGS = flags.FLAGS
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
+_TASKS = ("reading", "training", "evaluation", "generation")
 # Of the whole corpora.
 _VOCABULARIES = {
     CorpusName.ENWIK8: 204,
@@ -37,6 +47,9 @@ def main() -> None:
     flags.DEFINE_integer("speed_warmup", 2, "Calls before the timed ones.", lower_bound=0)
     flags.DEFINE_integer("speed_calls", 5, "Timed calls, each of segments_per_call segments.", lower_bound=1)
     flags.DEFINE_integer("speed_vocab", None, "Size of the vocabulary; none: the corpus's, or 256.", lower_bound=2)
+    flags.DEFINE_multi_enum("speed_tasks", None, _TASKS, "What to time; may be given several times; none: all.")
+    flags.DEFINE_string("speed_json", None, "File for all figures; none: only the table.")
+    flags.DEFINE_enum("peer", None, ["hf"], "Compare with Hugging Face's TransfoXLLMHeadModel; not for reading.")
     runner.parse_or_exit()
     sys.exit(runner.guarded(_run))
 
@@ -45,26 +58,107 @@ def _run() -> int:
     # Tokens are random, but an order that a corpus's program reads it in takes time.
     base = PROGRAMS.get(CorpusName(FLAGS["data.corpus"].value), DEFAULTS)
     config = flag_tree.build(base)
+    if FLAGS.peer:
+        config = beside_peer.with_compat(config)
     vocab_size = FLAGS.speed_vocab or _VOCABULARIES.get(config.data.corpus, 256)
     parts = assemble(config, vocab_size=vocab_size)
     facts = report.environment()
-    c, train, span = parts.config.model, parts.config.train, parts.config.eval
-    print(f"{parts.n_parameter:,} parameters, vocabulary {vocab_size:,}, {c.dtype}")
+    print(f"{parts.n_parameter:,} parameters, vocabulary {vocab_size:,}, {config.model.dtype}")
     print(f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}\n")
-    print("| job | rows x segment | memory | tokens/s | slowest | fastest | first call |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    counts = {"warmup": FLAGS.speed_warmup, "calls": FLAGS.speed_calls}
-    print(_row("reading", train, reading_speed(parts, calls=FLAGS.speed_calls)), flush=True)
-    print(_row("training", train, training_speed(parts, **counts)), flush=True)
-    print(_row("evaluation", span, evaluation_speed(parts, **counts)), flush=True)
+    measure = _measure_beside_peer if FLAGS.peer else _measure
+    found = measure(parts, facts)
+    if FLAGS.speed_json:
+        write_json(Path(FLAGS.speed_json), {**facts, **found, "argv": sys.argv[1:]})
+        print(f"\nresults   {FLAGS.speed_json}")
     return 0
 
 
-def _row(job: str, span, speed: Speed) -> str:
+def _measure(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
+    """One table row per task."""
+    print("| job | rows x segment | memory | tokens/s | slowest | fastest | compiled in | needs |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    speeds = []
+    for name in FLAGS.speed_tasks or _TASKS:
+        [found] = speed.take_turns([_task(name, parts)], warmup=FLAGS.speed_warmup, calls=FLAGS.speed_calls)
+        speeds.append(found)
+        print(_row(found), flush=True)
+    print()
+    for found in speeds:
+        for line in _remarks(found, parts, facts):
+            print(line)
+    return {"tasks": [found.as_record() for found in speeds]}
+
+
+def _task(name: str, parts: Parts) -> Task:
+    if name in ("reading", "training"):
+        return {"reading": speed.reading, "training": speed.training}[name](parts)
+    make = {"evaluation": speed.evaluation, "generation": speed.generation}[name]
+    return make(parts, parts.init_params())
+
+
+def _measure_beside_peer(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
+    """One table row per task, ours beside the peer's."""
+    names = FLAGS.speed_tasks or _TASKS[1:]
+    if "reading" in names:
+        raise ValueError("--speed_tasks has reading, and the peer reads no text; leave it out")
+    params = parts.init_params()
+    peer = beside_peer.make_peer(parts, params, parts.config.eval)
+    worst = beside_peer.check_same_numbers(parts, params, peer)
+    versions = ", ".join(f"{name} {value}" for name, value in peer.versions().items())
+    print(f"peer: {versions}\nlargest difference of a token's loss: {worst:.1e} nats\n")
+    print("| job | rows x segment | memory | tokens/s | peer | times the peer | lowest | highest |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    rows = []
+    for name in names:
+        make = getattr(beside_peer, name)
+        tasks = make(parts, params) if name == "training" else make(parts, params, peer)
+        ours, theirs = speed.take_turns(tasks, warmup=FLAGS.speed_warmup, calls=FLAGS.speed_calls)
+        beside = beside_peer.Beside(ours, theirs)
+        rows.append(beside)
+        print(
+            f"| {name} | {ours.task.shape} | {ours.task.mem_len} | {ours.median:,.4g} | {theirs.median:,.4g} | "
+            f"{beside.ratio:.2f} | {min(beside.ratios):.2f} | {max(beside.ratios):.2f} |",
+            flush=True,
+        )
+    print()
+    for beside in rows:
+        for line in _remarks(beside.ours, parts, facts):
+            print(line)
+    records = [
+        {"ours": row.ours.as_record(), "peer": row.peer.as_record(), "ratio": row.ratio, "ratios": row.ratios}
+        for row in rows
+    ]
+    return {"peer": peer.versions(), "largest_difference_nats": worst, "tasks": records}
+
+
+def _row(found: Speed) -> str:
+    task, rates = found.task, found.rates
+    compiled = "" if task.compile_seconds is None else f"{task.compile_seconds:.1f} s"
+    needs = "" if task.memory_bytes is None else report.megabytes(task.memory_bytes)
     return (
-        f"| {job} | {span.batch_size} x {span.segment_len} | {span.mem_len} | {speed.median:,.0f} | "
-        f"{speed.slowest:,.0f} | {speed.fastest:,.0f} | {speed.first_call_seconds:.1f} s |"
+        f"| {task.name} | {task.shape} | {task.mem_len} | {found.median:,.4g} | {min(rates):,.4g} | {max(rates):,.4g} | "
+        f"{compiled} | {needs} |"
     )
+
+
+def _remarks(found: Speed, parts: Parts, facts: dict[str, Any]) -> list[str]:
+    """What else is known of a task."""
+    task, lines = found.task, []
+    if task.first_token_seconds is not None:
+        lines.append(
+            f"{task.name}: first token {task.first_token_seconds:.3f} s after a prompt of {task.mem_len + 1} tokens"
+        )
+    if task.bytes_per_token is not None:
+        moved = task.bytes_per_token * found.median / parts.config.generate.samples
+        lines.append(f"{task.name}: {task.bytes_per_token:,} bytes read per step, {moved / 1e9:.1f} GB/s")
+    peak = flops.device_peak(facts["device"])
+    if task.flops_per_token is not None and peak is not None:
+        achieved = task.flops_per_token * found.median / parts.mesh.size
+        lines.append(
+            f"{task.name}: {task.flops_per_token / 1e6:,.1f} million operations per token, {achieved / 1e12:.1f} TFLOP/s "
+            f"per device, {achieved / peak:.1%} of its peak in bfloat16"
+        )
+    return lines
 
 
 if __name__ == "__main__":

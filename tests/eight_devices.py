@@ -70,10 +70,13 @@ def run(parts: Parts) -> dict:
         losses += metrics.nats.tolist()
         norms += metrics.grad_norm.tolist()
     span = parts.config.eval
+    weights = parts.freeze(state.params)
+    memory = parts.eval_memory(weights)
+    keys_per_device = memory.keys[0].addressable_shards[0].data.shape  # Before the memory is donated.
     totals = evaluate(
         parts.eval_step,
-        state.params,
-        parts.eval_memory(),
+        weights,
+        memory,
         evaluation_segments(TOKENS[:50], batch_size=span.batch_size, segment_len=span.segment_len),
         segments_per_call=span.segments_per_call,
         place=parts.place,
@@ -91,6 +94,7 @@ def run(parts: Parts) -> dict:
             leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim
         ),
         "query_per_device": state.params["stack"]["layers"]["attention"]["query"].addressable_shards[0].data.shape,
+        "keys_per_device": keys_per_device,
         "memory_per_device": state.memory.hidden.addressable_shards[0].data.shape,
         "temporary_bytes": compilation.temporary_bytes,
     }

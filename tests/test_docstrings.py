@@ -10,7 +10,9 @@ WITH_EXAMPLES = [
     "txl_jax.report",
     "txl_jax.training.progress",
     "txl_jax.data.segments",
+    "txl_jax.evaluation.sliding_window",
     "txl_jax.data.vocabulary",
+    "txl_jax.jobs.score_tokens",
 ]
 
 

@@ -8,9 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     ["config", "config_tree", "axes"],
-    ["ops", "memory", "losses", "metrics"],
+    ["ops", "memory", "losses", "metrics", "flops"],
     ["modules"],
-    ["recurrence", "sharding", "data", "checkpoint", "run_log"],
+    ["recurrence", "inference", "sharding", "data", "checkpoint", "run_log"],
     ["training", "evaluation", "generation", "analysis", "interop"],
     ["assemble", "report", "workdir"],
     ["jobs"],

@@ -4,22 +4,31 @@ A difference here means that the mathematics of the model changed. Read tests/go
 touching anything.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from txl_jax.config import CompatConfig, DType, MemoryStart, ModelConfig, NormPlace
-from txl_jax.interop import original
+from txl_jax import inference
+from txl_jax.config import CompatConfig, DType, Encoding, MemoryStart, ModelConfig, NormPlace
+from txl_jax.interop import huggingface, original
+from txl_jax.memory import Memory
+from txl_jax.modules.attention import Attention
+from txl_jax.modules.block import Block
 from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.ops import positions
 
 FOLDER = pathlib.Path(os.environ.get("TXL_GOLDEN_DIR") or pathlib.Path(__file__).parent / "golden")
 FILES = sorted(FOLDER.glob("*.npz"))
 TOLERANCE = 1e-9  # Of the largest entry of each tensor; float64 throughout.
+ENCODINGS = {0: Encoding.RELATIVE, 2: Encoding.ABSOLUTE}
+LEARNED = {1: "learned relative keys and biases", 3: "learned positions added before every layer"}
 
 
 def runs():
@@ -37,25 +46,51 @@ def test_the_folder_holds_reference_values():
 def test_golden(file, start, x64):
     arrays = dict(np.load(file))
     golden = json.loads(str(arrays["config_json"]))
-    if golden["attn_type"] != 0:
-        pytest.skip(f"attn_type {golden['attn_type']}: only relative attention (type 0) is built")
+    if golden["attn_type"] in LEARNED:
+        pytest.skip(f"attn_type {golden['attn_type']}, {LEARNED[golden['attn_type']]}: not built")
     if golden["ext_len"] > 0:
         pytest.skip(f"ext_len {golden['ext_len']}: no published run uses an extended context")
     config, compat = configs(golden, start)
-    names = from_hugging_face if golden["library"] == "huggingface" else lambda tensors, _: tensors
-    order = original.ClusterOrder(golden["cluster_order"])
-    tensors = names(under(arrays, "param/"), golden)
-    params = original.to_flax(tensors, config, vocab_size=golden["n_token"], cluster_order=order)
+    library = {"original": original, "huggingface": huggingface}[golden["library"]]
+    tensors = under(arrays, "param/")
+    params = library.to_flax(tensors, config, vocab_size=golden["n_token"])
 
     prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
     for k, found in enumerate(walk(params, arrays, golden, config, compat)):
         check_segment(found, k, arrays, golden, prefix)
         if k == golden["grad_segment"]:
-            gradients = original.from_flax(found["gradients"], config, cluster_order=order)
-            expected = names(under(arrays, f"{prefix}grad/"), golden)
-            assert expected.keys() == set(tensors) - set(original.aliases(config))
+            gradients = library.from_flax(found["gradients"], config)
+            expected = under(arrays, f"{prefix}grad/")
+            assert expected.keys() == set(tensors) - set(library.aliases(config))
             for name, value in expected.items():
                 assert_close(gradients[name], value, f"gradient of {name}")
+
+
+@pytest.mark.parametrize(("file", "start"), list(runs()))
+def test_golden_with_kept_keys_and_values(file, start, x64):
+    """The same losses and hidden states where the memory holds keys and values (`txl_jax.inference`)."""
+    arrays = dict(np.load(file))
+    golden = json.loads(str(arrays["config_json"]))
+    lengths = set(golden["seg_lens"])
+    if golden["attn_type"] != 0 or golden["ext_len"] > 0:
+        pytest.skip("relative attention only; `test_golden` says why")
+    if len(lengths) > 1:
+        pytest.skip(f"segments of {sorted(lengths)} tokens: a ring takes segments of one length")
+    config, compat = configs(golden, start)
+    library = {"original": original, "huggingface": huggingface}[golden["library"]]
+    params = library.to_flax(under(arrays, "param/"), config, vocab_size=golden["n_token"])
+    model = TransformerXL(config, compat, golden["n_token"])
+    sizes = {"segment_len": lengths.pop(), "mem_len": golden["mem_len"]}
+    weights = inference.freeze(params, model, clamp_len=max(golden["clamp_len"], 0), **sizes)
+    memory = inference.init_memory(weights, model, batch_size=golden["bsz"], **sizes)
+    window = compat.window(golden["mem_len"], same_length=golden["same_length"])
+    prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
+    for k in range(len(golden["seg_lens"])):
+        tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))
+        hidden, memory = inference.read(weights, model, tokens, memory, window=window)
+        nll = inference.nll(weights, model, hidden, targets)
+        assert_close(nll.T, arrays[f"{prefix}seg{k}/nll"], f"nll of segment {k}")
+        assert_close(hidden.swapaxes(0, 1), arrays[f"{prefix}seg{k}/hidden"], f"hidden states of segment {k}")
 
 
 def configs(golden: dict, start: str) -> tuple[ModelConfig, CompatConfig]:
@@ -64,6 +99,7 @@ def configs(golden: dict, start: str) -> tuple[ModelConfig, CompatConfig]:
     model = ModelConfig(
         **{name: golden[name] for name in same},
         layer_norm=NormPlace.PRE if golden["pre_lnorm"] else NormPlace.POST,
+        encoding=ENCODINGS[golden["attn_type"]],
         cutoffs=tuple(golden["cutoffs"]),
         tie_projs=tuple(golden["tie_projs"]),
         dropout=0.0,
@@ -79,13 +115,18 @@ def configs(golden: dict, start: str) -> tuple[ModelConfig, CompatConfig]:
 
 
 def walk(params, arrays, golden, config, compat):
-    """Yields nll, hidden, memory after, and gradients of the mean nll, segment after segment."""
-    model = TransformerXL(config, compat, golden["n_token"])
+    """Yields nll, hidden, memory after, and gradients of the mean nll, segment after segment.
+
+    Where we leave the original's absolute positions on purpose (tests/golden/README.md, "oddities"), adapters do here
+    as it does, so that all segments and the gradients can be compared.
+    """
+    model, absolute = TransformerXL(config, compat, golden["n_token"]), config.encoding is Encoding.ABSOLUTE
     lengths = {"clamp_len": max(golden["clamp_len"], 0), "same_length": golden["same_length"], "deterministic": True}
 
     def mean_nll(params, tokens, targets, memory):
         variables = {"params": params}
-        hidden, memory = model.apply(variables, tokens, memory, **lengths, method=model.encode)
+        with queries_before_the_norm() if absolute else contextlib.nullcontext():
+            hidden, memory = model.apply(variables, tokens, memory, **lengths, method=model.encode)
         nll = model.apply(variables, hidden, targets, method=model.nll)
         return nll.mean(), {"nll": nll, "hidden": hidden, "memory": memory}
 
@@ -93,9 +134,36 @@ def walk(params, arrays, golden, config, compat):
     memory = model.init_memory(batch_size=golden["bsz"], mem_len=golden["mem_len"])
     for k in range(len(golden["seg_lens"])):
         tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))
+        if absolute:
+            memory = with_more_positions(memory, tokens.shape[1], lengths["clamp_len"])
         (_, found), gradients = step(params, tokens, targets, memory)
         memory = found["memory"]
         yield {**found, "gradients": gradients}
+
+
+def with_more_positions(memory: Memory, segment_len: int, clamp_len: int) -> Memory:
+    """Codes added to the stored inputs of the first layer, where those of earlier segments stay."""
+    _, _, mem_len, d_model = memory.hidden.shape
+    distances = positions.key_distances(mem_len + segment_len, clamp_len=clamp_len)[:mem_len]
+    codes = positions.sinusoids(distances, d_model, memory.hidden.dtype)
+    return memory.replace(hidden=memory.hidden.at[0].add(codes[None]))
+
+
+@contextlib.contextmanager
+def queries_before_the_norm():
+    """Queries come from a layer's inputs as they are, also with pre layer norm, where keys and values do not."""
+    inputs = None
+
+    def interceptor(call, args, kwargs, context):
+        nonlocal inputs
+        if context.method_name == "__call__" and isinstance(context.module, Block):
+            inputs = args[0]
+        if context.method_name == "__call__" and isinstance(context.module, Attention):
+            args = (inputs, *args[1:])
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(interceptor):
+        yield
 
 
 def check_segment(found: dict, k: int, arrays: dict, golden: dict, prefix: str) -> None:
@@ -121,13 +189,3 @@ def assert_close(found, expected: np.ndarray, what: str) -> None:
 
 def under(arrays: dict, prefix: str) -> dict:
     return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-
-
-def from_hugging_face(tensors: dict, golden: dict) -> dict:
-    """The original's names: no prefix, and u and v of all layers in one tensor."""
-    tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
-    for bias in ("r_w_bias", "r_r_bias"):
-        layers = [tensors.pop(f"layers.{i}.dec_attn.{bias}", None) for i in range(golden["n_layer"])]
-        if golden["untie_r"]:
-            tensors[bias] = np.stack(layers)
-    return tensors

@@ -1,5 +1,7 @@
 """Tests the walk over segments against a Python loop, and what a reset bit inside a block empties."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +41,8 @@ def body(state, memory, segment):
 
 
 def walk(start: MemoryStart, resets: list[tuple[int, int]]):
-    scan = jax.jit(lambda state, memory, segments: recurrence.scan_segments(body, state, memory, segments, start=start))
+    reset = functools.partial(memory_lib.reset, start=start)
+    scan = jax.jit(lambda *args: recurrence.scan_segments(body, *args, reset=reset))
     return jax.device_get(scan(jnp.int32(3), empty_memory(start), segments(resets)))
 
 

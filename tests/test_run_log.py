@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from txl_jax.run_log import RunLog, RunLogError, read_metrics, write_json
+from txl_jax.run_log import RunLog, RunLogError, read_metrics, write_json, write_lines
 
 # write_json
 
@@ -46,6 +46,27 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path, small_files):
     with small_files(20_000), pytest.raises(RunLogError, match=r"config\.json.*File too large.*free space"):
         write_json(path, "x" * 100_000)
     assert (json.loads(path.read_bytes()), os.listdir(tmp_path)) == ("old", ["config.json"])
+
+
+def test_lines_are_written_as_they_come_and_all_or_none(tmp_path):
+    path = tmp_path / "scores.tsv"
+
+    def lines():
+        yield "é\n"
+        assert os.listdir(tmp_path) == [next(name for name in os.listdir(tmp_path) if name.endswith(".tmp"))]
+        yield "b\n"
+
+    write_lines(path, lines())
+    assert path.read_text(encoding="utf-8") == "é\nb\n"
+    for mistake in (ValueError, KeyboardInterrupt):
+
+        def broken(mistake=mistake):
+            yield "new\n"
+            raise mistake
+
+        with pytest.raises(mistake):
+            write_lines(path, broken())
+        assert (path.read_text(encoding="utf-8"), os.listdir(tmp_path)) == ("é\nb\n", ["scores.tsv"])
 
 
 def test_the_name_changes_hands_only_when_the_file_is_whole(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,11 +13,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from txl_jax import axes, sharding
-from txl_jax.config import ExperimentConfig
+from txl_jax import axes, inference, sharding
+from txl_jax.config import ExperimentConfig, MemoryType
 from txl_jax.data.segments import Segments
 from txl_jax.evaluation.streaming import EvalStep, make_eval_step
-from txl_jax.memory import Memory
+from txl_jax.inference import FrozenWeights
+from txl_jax.memory import KeyValueMemory, Memory
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.state import TrainState, init_state
@@ -54,6 +57,11 @@ class Parts:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         return jax.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
 
+    def init_params(self) -> Any:
+        """The parameters before the first update, without optimiser and memory."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state.params)
+        return jax.jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
+
     def compile_train_step(self) -> tuple[TrainStep, "Compilation"]:
         """The compiled step of S updates, and what its compilation tells."""
         self.check_training_rows()
@@ -80,15 +88,44 @@ class Parts:
             )
 
     @functools.cached_property
+    def freeze(self) -> Callable[[Any], FrozenWeights]:
+        """The jitted function that lays parameters out for evaluation and generation."""
+        span = self.config.eval
+        lengths = {"segment_len": span.segment_len, "mem_len": span.mem_len, "clamp_len": span.clamp_len}
+        return jax.jit(functools.partial(inference.freeze, model=self.model, **lengths))
+
+    @functools.cached_property
     def eval_step(self) -> EvalStep:
         """The jitted evaluation of S segments; the memory is donated."""
         return jax.jit(make_eval_step(self.model, self.config.eval), donate_argnums=1)
 
-    def eval_memory(self) -> Memory:
+    def eval_memory(self, weights: FrozenWeights) -> KeyValueMemory:
         """An empty memory of the evaluation's shape."""
         span = self.config.eval
-        memory = self.model.init_memory(batch_size=span.batch_size, mem_len=span.mem_len)
-        return jax.device_put(memory, self._memory_shardings(span.batch_size))
+        make = functools.partial(
+            inference.init_memory,
+            model=self.model,
+            batch_size=span.batch_size,
+            mem_len=span.mem_len,
+            segment_len=span.segment_len,
+            dtype=self.memory_dtype,
+        )
+        rows = sharding.rows(self.mesh, span.batch_size)
+        layers = (sharding.named(self.mesh, rows, axes.HEADS, None, None),) * self.config.model.n_layer
+        shardings = KeyValueMemory(
+            keys=layers,
+            values=layers,
+            valid=sharding.named(self.mesh, rows),
+            slot=sharding.named(self.mesh),
+            mem_len=span.mem_len,
+        )
+        return jax.jit(make, out_shardings=shardings)(weights)
+
+    @property
+    def memory_dtype(self) -> jnp.dtype:
+        """Type of stored keys and values."""
+        stored = self.config.eval.memory_type
+        return jnp.dtype(self.config.model.dtype if stored is MemoryType.COMPUTED else stored)
 
     def host(self, batch_size: int) -> tuple[int, int]:
         """(i, n): this process's devices hold part i of n of a batch's rows, and so it reads those.

@@ -1,9 +1,14 @@
-"""Writing text: the prompt goes through the memory in segments, then one token at a time.
+"""Writing text: the prompt goes through the memory in segments, then one token at a time, all on the device.
 
-Token number i of sample b is drawn with a key made of (seed, b, i) alone, so the text depends neither on
-how many tokens are drawn per call nor on how many samples are written beside it.
+Token number i of sample b is drawn with a key made of (seed, b, i) alone, so the text depends neither on how many
+tokens are drawn per call nor on how many samples are written beside it. Every query sees the keys at the distances 0
+to M (with `same_length` to M - 1), so the text does not depend either on how the prompt was cut.
+
+The memory is a ring: a step overwrites its oldest slot and moves nothing, so that time and memory per token stay the
+same however long the text becomes.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,134 +16,177 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax import recurrence
+from txl_jax import inference
+from txl_jax import memory as memory_lib
 from txl_jax.config import EvalConfig, GenerateConfig
-from txl_jax.data.segments import Segments
-from txl_jax.memory import Memory
+from txl_jax.inference import FrozenWeights
+from txl_jax.memory import KeyValueMemory
 from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.ops import sampling
+
+
+class Weights(NamedTuple):
+    """Parameters laid out for segments of the prompt, and for single tokens."""
+
+    segment: FrozenWeights
+    token: FrozenWeights
 
 
 class Context(NamedTuple):
-    """What the next token is drawn from."""
+    """Where a text stands."""
 
-    memory: Memory
-    log_probabilities: jax.Array  # [B, V], of the next token
+    memory: KeyValueMemory
+    last: jax.Array  # int32 [B], the newest token, not yet read.
+    done: jax.Array  # bool [B], which samples have ended.
 
 
 class Generator:
     """Compiled functions that read and write with one model at the evaluation lengths."""
 
-    def __init__(self, model: TransformerXL, span: EvalConfig, config: GenerateConfig):
+    def __init__(
+        self,
+        model: TransformerXL,
+        span: EvalConfig,
+        config: GenerateConfig,
+        *,
+        memory_dtype: jnp.dtype | None = None,
+        stop_token: int | None = None,
+    ):
+        """A generator.
+
+        Args:
+          span: segment and memory lengths, clamp and same_length.
+          config: samples, length and how tokens are drawn.
+          memory_dtype: type of the stored keys and values; None: as computed.
+          stop_token: a sample ends with this token; None: at `config.length` only.
+        """
         self._model = model
         self._span = span
         self._config = config
-        self._walk = jax.jit(self._walk_segments, donate_argnums=1)
+        self._memory_dtype = memory_dtype
+        self._stop_token = stop_token
+        # Every query sees as far back, whatever segment it was read in.
+        limit = model.compat.window(span.mem_len, same_length=span.same_length)
+        self._window = span.mem_len + 1 if limit is None else limit
+        self.freeze = jax.jit(self._freeze)
         self._read = jax.jit(self._read_segment, donate_argnums=1)
-        self._write = jax.jit(self._write_block, static_argnames="count", donate_argnums=1)
+        self._read_rest = jax.jit(self._read_tokens, donate_argnums=1)
+        self.write = jax.jit(self._write_block, static_argnames="count", donate_argnums=1)
 
-    def tokens(self, params: Any, prompt: np.ndarray, *, block: int = 16) -> Iterator[np.ndarray]:
-        """Yields int32 [B, up to `block`] until `config.length` tokens of each sample are written.
+    def tokens(self, weights: Weights, prompt: np.ndarray, *, block: int = 16) -> Iterator[np.ndarray]:
+        """Yields int32 [B, up to `block`] until `config.length` tokens are written or every sample has ended.
+
+        A sample that has ended goes on with its stop token.
 
         Args:
+          weights: what `freeze` made of the parameters.
           prompt: int [T], at least one token.
           block: tokens per call; more is a little faster, fewer reach the reader sooner.
 
         Raises:
           ValueError: an empty prompt.
         """
-        context = self.read(params, prompt)
-        context = jax.tree.map(jnp.copy, _repeat_rows(context, self._config.samples))
-        length = self._config.length
+        context, length = self.read(weights, prompt), self._config.length
         for first in range(0, length, block):
-            context, tokens = self._write(params, context, first, count=block)
-            yield np.asarray(tokens)[:, : length - first]  # The last call draws a few too many, but compiles no more.
+            count = min(block, length - first)
+            context, tokens, written = self.write(weights.token, context, first, count, count=block)
+            yield np.asarray(tokens)[:, : int(written)]
+            if np.all(context.done):
+                return
 
-    def read(self, params: Any, prompt: np.ndarray) -> Context:
-        """The context after a prompt [T], read in segments from an empty memory (one row)."""
+    def read(self, weights: Weights, prompt: np.ndarray) -> Context:
+        """The context after a prompt [T], read once from an empty memory, for all samples.
+
+        Two programs read prompts of any length: whole segments, and then what is left token by token.
+        """
         if len(prompt) == 0:
             raise ValueError("the prompt is empty; generation needs at least one token to go on from")
-        memory = self._model.init_memory(batch_size=1, mem_len=self._span.mem_len)
-        tokens = np.asarray(prompt, np.int32)[None, :]
-        # Whole segments in one walk, all but the last token at the most; what is left is shorter, or one segment.
-        n_whole = (len(prompt) - 1) // self._span.segment_len
-        walked = n_whole * self._span.segment_len
-        if n_whole:
-            memory = self._walk(params, memory, tokens[:, :walked].reshape(n_whole, 1, -1))
-        return self._read(params, memory, tokens[:, walked:])
-
-    def _walk_segments(self, params: Any, memory: Memory, tokens: jax.Array) -> Memory:
-        """Reads tokens [S, 1, L]; only the memory after them is of use."""
-
-        def read(params: Any, memory: Memory, segment: Segments) -> tuple[Any, Memory, None]:
-            _, memory = self._encode(params, memory, segment.inputs)
-            return params, memory, None
-
-        segments = Segments(tokens, tokens, jnp.ones(tokens.shape), jnp.zeros(tokens.shape[:2], bool))
-        start = self._model.compat.memory_start
-        return recurrence.scan_segments(read, params, memory, segments, start=start)[1]
-
-    def _encode(self, params: Any, memory: Memory, tokens: jax.Array) -> tuple[jax.Array, Memory]:
-        """Hidden states of tokens [B, L] at the evaluation lengths, and the memory after them."""
-        return self._model.apply(
-            {"params": params},
-            tokens,
-            memory,
-            clamp_len=self._span.clamp_len,
-            same_length=self._span.same_length,
-            deterministic=True,
-            method=self._model.encode,
+        segment_len = self._span.segment_len
+        known = np.asarray(prompt[:-1], np.int32)
+        memory = self._empty(weights.segment)
+        n_whole = len(known) // segment_len
+        for tokens in known[: n_whole * segment_len].reshape(n_whole, 1, segment_len):
+            memory = self._read(weights.segment, memory, tokens)
+        rest = known[n_whole * segment_len :]
+        padded = np.pad(rest, (0, segment_len - len(rest)))
+        memory = self._read_rest(weights.token, _in_order(memory), padded, len(rest))
+        samples = self._config.samples
+        return Context(
+            memory=_repeat_rows(memory, samples),
+            last=jnp.full((samples,), prompt[-1], jnp.int32),
+            done=jnp.zeros((samples,), bool),
         )
 
-    def _read_segment(self, params: Any, memory: Memory, tokens: jax.Array) -> Context:
-        """Reads tokens [B, L]; the log probabilities are those after the last."""
-        hidden, memory = self._encode(params, memory, tokens)
-        log_probabilities = self._model.apply({"params": params}, hidden[:, -1:], method=self._model.log_probabilities)
-        return Context(memory, log_probabilities[:, 0])
+    def _freeze(self, params: Any) -> Weights:
+        span = self._span
+        segment = inference.freeze(
+            params, self._model, segment_len=span.segment_len, mem_len=span.mem_len, clamp_len=span.clamp_len
+        )
+        return Weights(segment, inference.for_single_tokens(segment, mem_len=span.mem_len))
 
-    def _write_block(self, params: Any, context: Context, first: int, *, count: int) -> tuple[Context, jax.Array]:
-        """Draws tokens `first` to `first + count - 1`: the context after them, and int32 [B, count]."""
-        samples = jnp.arange(context.log_probabilities.shape[0])
-        sample_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self._config.seed), samples)
+    def _empty(self, weights: FrozenWeights) -> KeyValueMemory:
+        span = self._span
+        return inference.init_memory(
+            weights,
+            self._model,
+            batch_size=1,
+            mem_len=span.mem_len,
+            segment_len=span.segment_len,
+            dtype=self._memory_dtype,
+        )
 
-        def write(context: Context, index: jax.Array) -> tuple[Context, jax.Array]:
-            keys = jax.vmap(jax.random.fold_in, (0, None))(sample_keys, index)
-            tokens_B = draw(keys, context.log_probabilities, self._config)
-            return self._read_segment(params, context.memory, tokens_B[:, None]), tokens_B
+    def _read_segment(self, weights: FrozenWeights, memory: KeyValueMemory, tokens: jax.Array) -> KeyValueMemory:
+        """Reads tokens [1, L]; only the memory after them is of use."""
+        return inference.read(weights, self._model, tokens, memory, window=self._window)[1]
 
-        context, tokens = jax.lax.scan(write, context, first + jnp.arange(count))
-        return context, tokens.T
+    def _read_tokens(
+        self, weights: FrozenWeights, memory: KeyValueMemory, tokens: jax.Array, count: jax.Array
+    ) -> KeyValueMemory:
+        """Reads the first `count` of tokens [L], one at a time."""
+
+        def read(i: jax.Array, memory: KeyValueMemory) -> KeyValueMemory:
+            return self._read_segment(weights, memory, tokens[i][None, None])
+
+        return jax.lax.fori_loop(0, count, read, memory)
+
+    def _write_block(
+        self, weights: FrozenWeights, context: Context, first: jax.Array, limit: jax.Array, *, count: int
+    ) -> tuple[Context, jax.Array, jax.Array]:
+        """Draws tokens `first` to `first + limit - 1`, fewer if all samples end before.
+
+        Returns:
+          The context after them, int32 [B, count], and how many columns of it were written.
+        """
+        config, n_sample = self._config, context.last.shape[0]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(config.seed), jnp.arange(n_sample))
+        limits = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+
+        def write(state: tuple[jax.Array, Context, jax.Array]) -> tuple[jax.Array, Context, jax.Array]:
+            i, context, written = state
+            hidden, memory = inference.read(
+                weights, self._model, context.last[:, None], context.memory, window=self._window
+            )
+            token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, first + i)
+            drawn = sampling.draw(token_keys, hidden[:, 0], weights.clusters, **limits)
+            done = context.done
+            if self._stop_token is not None:
+                drawn = jnp.where(done, self._stop_token, drawn)
+                done |= drawn == self._stop_token
+            return i + 1, Context(memory, drawn, done), written.at[:, i].set(drawn)
+
+        def goes_on(state: tuple[jax.Array, Context, jax.Array]) -> jax.Array:
+            i, context, _ = state
+            return (i < limit) & ~jnp.all(context.done)
+
+        start = jnp.zeros((), jnp.int32), context, jnp.zeros((n_sample, count), jnp.int32)
+        written, context, tokens = jax.lax.while_loop(goes_on, write, start)
+        return context, tokens, written
 
 
-def draw(keys: jax.Array, log_probabilities: jax.Array, config: GenerateConfig) -> jax.Array:
-    """One token per row: keys [B] and log probabilities [B, V] -> int32 [B]."""
-    if config.temperature == 0:
-        return jnp.argmax(log_probabilities, axis=-1).astype(jnp.int32)
-    logits = restrict(log_probabilities / config.temperature, top_k=config.top_k, top_p=config.top_p)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+_in_order = jax.jit(memory_lib.in_order)
 
 
-def restrict(logits: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
-    """Sets to -inf what may not be drawn: [B, V] -> [B, V].
-
-    First all but the `top_k` largest (0: none). Of the distribution that is left, then all but its
-    likeliest tokens that together reach `top_p`; the likeliest always stays. Ties at a border all stay.
-    """
-    if 0 < top_k < logits.shape[-1]:
-        smallest = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits >= smallest, logits, -jnp.inf)
-    if top_p < 1:
-        sorted_logits = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
-        probabilities = jax.nn.softmax(sorted_logits, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # What the likelier ones reach without it.
-        smallest = jnp.min(jnp.where(before < top_p, sorted_logits, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits >= smallest, logits, -jnp.inf)
-    return logits
-
-
-def _repeat_rows(context: Context, samples: int) -> Context:
-    """The context of one row as that of `samples` equal rows."""
-    memory = context.memory
-    return Context(
-        Memory(jnp.repeat(memory.hidden, samples, axis=1), jnp.repeat(memory.valid, samples)),
-        jnp.repeat(context.log_probabilities, samples, axis=0),
-    )
+@functools.partial(jax.jit, static_argnums=1)
+def _repeat_rows(memory: KeyValueMemory, samples: int) -> KeyValueMemory:
+    """The memory of one row as that of `samples` equal rows."""
+    return jax.tree.map(lambda array: jnp.repeat(array, samples, axis=0) if array.ndim else array, memory)

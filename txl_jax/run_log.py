@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,12 +32,17 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
       TypeError, ValueError: a value that JSON cannot hold (nan and infinities among them).
       RunLogError: the file cannot be written.
     """
-    _replace(Path(path), json.dumps(value, indent=2, allow_nan=False) + "\n")
+    _replace(Path(path), [json.dumps(value, indent=2, allow_nan=False) + "\n"])
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Replaces the file at `path` by `text`, or leaves it as it was; raises `RunLogError` if it cannot be written."""
-    _replace(Path(path), text)
+    _replace(Path(path), [text])
+
+
+def write_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
+    """The same for lines, each with its newline, that are too many to be held at once."""
+    _replace(Path(path), lines)
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
@@ -134,18 +139,18 @@ class _Writing:
             ) from error
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, parts: Iterable[str]) -> None:
     """Writes a whole file under a temporary name in the same folder, and only then gives it its own name."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _Writing(path):
         try:
             with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
             _sync_folder(path.parent)
-        except OSError:
+        except BaseException:  # Making the parts may fail, or be interrupted.
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
@@ -193,7 +198,7 @@ def _drop_after(path: Path, last_step: int) -> None:
     """Takes torn and repeated records out of a metrics file, and leaves a file without any untouched."""
     kept = "".join(json.dumps(record) + "\n" for record in _records(path) if record["step"] <= last_step)
     if path.exists() and path.read_bytes() != kept.encode():
-        _replace(path, kept)
+        _replace(path, [kept])
 
 
 def _open_events(folder: Path, first_step: int) -> EventsWriter:

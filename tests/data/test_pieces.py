@@ -118,6 +118,13 @@ def test_what_an_unprompted_text_follows(learnt, joined):
     assert (learnt.mark, joined.mark) == (2, None)
 
 
+def test_a_piece_is_called_what_it_prints_and_a_mark_by_its_name(learnt, joined):
+    for vocabulary in (learnt, joined):
+        names, controls = vocabulary.names(), {1: b"<s>", 2: b"</s>"}
+        assert names == [controls.get(token, vocabulary.decode([token])) for token in range(SIZE)]
+        assert names[vocabulary.unknown_id] == b"<unk>"
+
+
 def test_marks_in_the_text_are_text(learnt):
     assert learnt.mark not in learnt.encode(b"</s> <s> <unk> <0x41>")
     assert learnt.decode(learnt.encode(b"</s> <s> <unk> <0x41>")) == b" </s> <s> <unk> <0x41>"

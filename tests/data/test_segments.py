@@ -140,6 +140,19 @@ def test_evaluation_scores_every_token_but_the_first_once_and_in_order(warmup, l
     assert (reader.tokens_per_epoch, reader.skipped_tokens) == (length - 1, 0)
 
 
+@given(**SIZES, warmup=WARMUP, hosts=st.integers(1, 3), first=st.integers(0, 20), count=st.integers(1, 20))
+def test_a_place_of_evaluation_knows_which_token_it_scores(
+    warmup, hosts, first, count, length, batch_size, segment_len
+):
+    """Also in steps past the end, which are padding."""
+    for host in range(hosts):
+        sizes = {"length": length, "batch_size": batch_size * hosts, "segment_len": segment_len}
+        reader = make("evaluation", **sizes, warmup_tokens=warmup, host=(host, hosts))
+        got = reader.segments(first, count)
+        # The text is numbered, so a target says where it stands.
+        np.testing.assert_array_equal(reader.scored(first, count), np.where(got.weights == 1, got.targets, 0))
+
+
 @given(**SIZES, warmup=WARMUP)
 def test_evaluation_rows_are_warm_up_then_scored_then_padding(warmup, length, batch_size, segment_len):
     reader = make("evaluation", length, batch_size, segment_len, warmup_tokens=warmup)
@@ -450,4 +463,4 @@ def test_positions_must_exist(first_step, count):
 
 
 def test_docstring_examples():
-    assert doctest.testmod(segments) == (0, 4)
+    assert doctest.testmod(segments) == (0, 5)

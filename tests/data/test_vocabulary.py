@@ -268,6 +268,25 @@ def test_what_an_unprompted_text_follows():
     assert starts == [[1], [4], [4], [0]] and [words_of(line_mark).mark for line_mark in LineMark] == [1, 4, 4, None]
 
 
+@pytest.mark.parametrize(
+    "vocabulary", [ByteVocabulary(b"\n\x80\xc3"), CharacterVocabulary("a\n\N{REPLACEMENT CHARACTER}é")]
+)
+def test_a_byte_and_a_character_are_called_what_they_are(vocabulary):
+    assert vocabulary.names() == [vocabulary.decode([token]) for token in range(vocabulary.size)]
+
+
+@pytest.mark.parametrize("line_mark", LineMark)
+def test_a_word_and_a_mark_are_called_by_their_word(line_mark):
+    assert words_of(line_mark).names() == [word.encode() for word in WORDS]
+
+
+def test_what_stands_for_the_unknown():
+    assert ByteVocabulary.of(b"abc").unknown_id is None
+    for vocabulary in (CharacterVocabulary("a\N{REPLACEMENT CHARACTER}"), words_of(LineMark.EOS)):
+        assert vocabulary.encode("ž".encode()).tolist() == [vocabulary.unknown_id]
+    assert WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>").unknown_id == 1
+
+
 def test_only_words_are_told_in_perplexity():
     assert [kind.measure for kind in KINDS] == [Measure.BPC, Measure.BPC, Measure.PPL, Measure.PPL]
 

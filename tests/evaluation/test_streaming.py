@@ -9,6 +9,7 @@ import pytest
 import tiny
 import tiny_run
 
+from txl_jax import inference
 from txl_jax.config import DType, EvalConfig
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation.streaming import evaluate, make_eval_step
@@ -38,12 +39,13 @@ def totals(
     text=TEXT, *, rows=1, segment_len=L, mem_len=M, per_call=1, clamp_len=0, same_length=False, valid=0, **others
 ):
     """Totals of a text; the memory first holds noise in `valid` slots."""
-    memory = model().init_memory(batch_size=rows, mem_len=mem_len)
-    noise = jax.random.normal(jax.random.key(9), memory.hidden.shape, memory.hidden.dtype)
+    weights = inference.freeze(params(), model(), segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len)
+    memory = inference.init_memory(weights, model(), batch_size=rows, mem_len=mem_len, segment_len=segment_len)
+    noise = jax.tree.map(lambda ring: jax.random.normal(jax.random.key(9), ring.shape), (memory.keys, memory.values))
     return evaluate(
         eval_step(clamp_len, same_length),
-        params(),
-        memory.replace(hidden=noise, valid=memory.valid + valid),
+        weights,
+        memory.replace(keys=noise[0], values=noise[1], valid=memory.valid + valid),
         evaluation_segments(text, batch_size=rows, segment_len=segment_len),
         segments_per_call=per_call,
         place=jax.device_put,

@@ -16,6 +16,7 @@ from txl_jax.config import (
     DataConfig,
     DType,
     EmptyEnd,
+    Encoding,
     EpochMemory,
     EvalConfig,
     ExperimentConfig,
@@ -24,6 +25,7 @@ from txl_jax.config import (
     LineMark,
     LossPart,
     MemoryStart,
+    MemoryType,
     ModelConfig,
     Newlines,
     NormPlace,
@@ -40,10 +42,10 @@ from txl_jax.data import corpora, pieces
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.data.text import File
-from txl_jax.data.vocabulary import dumps
+from txl_jax.data.vocabulary import ByteVocabulary, dumps
 from txl_jax.generation import Generator
 from txl_jax.jobs import train
-from txl_jax.jobs.generate import read_prompt
+from txl_jax.jobs.generate import read_prompt, read_stop
 from txl_jax.jobs.train import training_reader
 from txl_jax.run_log import read_metrics
 from txl_jax.training.state import init_state
@@ -95,6 +97,7 @@ SECOND = {
     "model.dropout": ("train_step", 0.2),
     "model.attention_dropout": ("train_step", 0.3),
     "model.layer_norm": ("train_step", NormPlace.POST),
+    "model.encoding": ("init", Encoding.ABSOLUTE),
     "model.untie_r": ("init", True),
     "model.tie_weight": ("init", False),
     "model.cutoffs": ("init", (90, 200)),
@@ -155,11 +158,13 @@ SECOND = {
     "eval.clamp_len": ("eval_step", 5),
     "eval.same_length": ("eval_step", False),
     "eval.segments_per_call": ("batch", 3),
+    "eval.memory_type": ("eval_step", MemoryType.BFLOAT16),
     "eval.warmup_tokens": ("files", 4),
     "eval.valid_tokens": ("files", 20),
     "generate.prompt": ("prompt", "one"),
     "generate.prompt_file": ("prompt", "prompt.txt"),
     "generate.length": ("text", 5),
+    "generate.stop": ("text", "Q"),  # The second token of the text.
     "generate.samples": ("text", 3),
     "generate.temperature": ("text", 0.1),
     "generate.top_k": ("text", 2),
@@ -232,7 +237,8 @@ def eval_step(config):
     """The lowered scoring."""
     parts = parts_of(config)
     reader = evaluation_segments(np.arange(200), batch_size=config.eval.batch_size, segment_len=config.eval.segment_len)
-    return parts.eval_step.lower(parts.abstract_state.params, parts.eval_memory(), reader.segments(0, 1)).as_text()
+    weights = jax.eval_shape(parts.freeze, parts.abstract_state.params)
+    return parts.eval_step.lower(weights, jax.eval_shape(parts.eval_memory, weights), reader.segments(0, 1)).as_text()
 
 
 def batch(config):
@@ -298,7 +304,9 @@ def text(config):
     params = jax.tree.map(
         lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.abstract_state.params
     )
-    blocks = Generator(parts.model, config.eval, config.generate).tokens(params, np.arange(3))
+    stop = read_stop(config.generate, ByteVocabulary.all_bytes())
+    generator = Generator(parts.model, config.eval, config.generate, stop_token=stop)
+    blocks = generator.tokens(generator.freeze(params), np.arange(3))
     return np.concatenate(list(blocks), axis=1).tolist()
 
 

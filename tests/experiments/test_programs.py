@@ -1,5 +1,6 @@
 """Tests the programs as a user starts them: a kill, a signal, and what the first mistakes are answered."""
 
+import csv
 import json
 import os
 import re
@@ -138,6 +139,23 @@ def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
     assert first[1] == second[1] and "one two" in first[1]
 
 
+def test_tokens_are_scored_and_context_lengths_compared_without_a_flagfile(undisturbed):
+    workdir, _ = undisturbed
+    code, out, err = finish(start("text", "--mode=score", f"--workdir={workdir}", "--eval.batch_size=3"))
+    assert code == 0, err
+    results = json.loads((workdir / "results.json").read_text())
+    lines = (workdir / "scores-test.tsv").read_text().splitlines()
+    assert len(lines) == 1 + results["test"]["tokens"] and lines[0] == "index\ttoken\tnats"
+    flags = [f"--workdir={workdir}", "--context_lengths=32,8", "--context_text=test"]
+    code, out, err = finish(start("context_length", *flags))
+    assert code == 0, err
+    with open(workdir / "context_length.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["attention_length"] for row in rows] == ["8", "32"]
+    # 32 are the slots of the run itself, whose default it is that every query sees the same number of keys.
+    assert float(rows[1]["loss"]) == results["test"]["loss"]
+
+
 @pytest.mark.parametrize(
     ("program", "flags", "code", "says"),
     [
@@ -159,6 +177,10 @@ def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
             ["train.steps is 7", "segments_per_call, 2"],
         ),
         ("text", ["--workdir=WORK", "--mode=generate"], 1, ["holds no run"]),
+        ("text", ["--workdir=WORK", "--mode=score"], 1, ["holds no run"]),
+        ("context_length", ["--context_lengths=8"], 1, ["--workdir"]),
+        ("context_length", ["--workdir=WORK", "--context_lengths=8,x"], 1, ["8,x", "numbers of tokens"]),
+        ("context_length", ["--workdir=WORK", "--context_text=train"], 2, ["context_text", "valid", "test"]),
     ],
 )
 def test_first_mistakes_are_answered_in_one_sentence(tmp_path, program, flags, code, says):
@@ -176,7 +198,7 @@ def test_a_missing_prompt_file_is_named(undisturbed, tmp_path):
     assert code == 1 and str(prompt) in err and len(err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("program", ["enwik8", "text", "quickstart", "speed"])
+@pytest.mark.parametrize("program", ["enwik8", "text", "quickstart", "speed", "context_length"])
 def test_help_names_the_programs_flags_and_the_flagfiles(program):
     code, out, err = finish(start(program, "--help"))
     assert code == 0 and not err

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from txl_jax.config import CompatConfig, ModelConfig, NormPlace
+from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace
 from txl_jax.interop import original
 from txl_jax.modules.transformer_xl import TransformerXL
 
@@ -19,6 +19,7 @@ WITHOUT_FINAL_NORM = CompatConfig(final_norm=False)
 SMALL = ModelConfig(n_layer=3, d_model=12, n_head=2, d_head=5, d_inner=18)
 CONFIGS = {
     "full softmax": SMALL,
+    "absolute positions": dataclasses.replace(SMALL, encoding=Encoding.ABSOLUTE),
     "nothing tied": dataclasses.replace(SMALL, tie_weight=False),
     "u and v per layer": dataclasses.replace(SMALL, untie_r=True),
     "d_embed": dataclasses.replace(SMALL, d_embed=10),
@@ -53,7 +54,9 @@ def test_params_survive_the_round_trip(config, order):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["s09_adaptive_div1_wt103", "s13_adaptive_div4_wt103", "s15_not_tied", "s16_untie_r"])
+@pytest.mark.parametrize(
+    "name", ["s09_adaptive_div1_wt103", "s13_adaptive_div4_wt103", "s15_not_tied", "s16_untie_r", "s18_vaswani"]
+)
 def test_the_originals_tensors_survive_the_round_trip(name):
     with np.load(pathlib.Path(__file__).parents[1] / "golden" / f"{name}.npz") as arrays:
         golden = json.loads(str(arrays["config_json"]))
@@ -61,7 +64,7 @@ def test_the_originals_tensors_survive_the_round_trip(name):
         tensors[original.FREQUENCIES] = arrays[f"buffer/{original.FREQUENCIES}"]
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in golden.items() if key in fields}
-    config = ModelConfig(**values)
+    config = ModelConfig(**values, encoding=Encoding.ABSOLUTE if golden["attn_type"] == 2 else Encoding.RELATIVE)
     assert original.aliases(config) == golden["aliases"]
     params = original.to_flax(tensors, config, vocab_size=golden["n_token"])
     again = original.from_flax(params, config)

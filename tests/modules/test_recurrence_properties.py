@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import CompatConfig, MemoryStart, NormPlace, Window
+from txl_jax.config import CompatConfig, Encoding, MemoryStart, NormPlace, Window
 
 TEXT_LEN = 6  # Every segment length is a compilation.
 ZEROS = CompatConfig(memory_start=MemoryStart.ZEROS)
@@ -51,9 +51,10 @@ def test_any_segmentation_gives_the_same_states(name, cuts):
         )
 
 
+@pytest.mark.parametrize("encoding", Encoding)
 @pytest.mark.parametrize("options", [{}, {"same_length": True}, {"clamp_len": 2}], ids=str)
-def test_the_future_has_exactly_no_influence(options):
-    model, segment_len, mem_len = tiny.make(), 5, 3
+def test_the_future_has_exactly_no_influence(options, encoding):
+    model, segment_len, mem_len = tiny.make(encoding=encoding), 5, 3
     variables, encode = tiny.variables(model), tiny.encoder(model, **options)
     _, memory = encode(variables, tiny.text(segment_len, seed=1), model.init_memory(batch_size=tiny.B, mem_len=mem_len))
     tokens = tiny.text(segment_len)
@@ -77,10 +78,11 @@ def test_rows_of_a_batch_do_not_see_each_other():
     assert np.any(before[0] != after[0], axis=-1).all()
 
 
+@pytest.mark.parametrize("encoding", Encoding)
 @pytest.mark.parametrize(("window", "n_key"), [(Window.MEM_LEN, 3), (Window.MEM_LEN_PLUS_ONE, 4)])
-def test_same_length_sees_so_many_keys(window, n_key):
+def test_same_length_sees_so_many_keys(window, n_key, encoding):
     """With one layer: a token changes the states of its own position and of the n_key - 1 after it."""
-    model, changed_at = tiny.make(n_layer=1, compat=CompatConfig(same_length_window=window)), 2
+    model, changed_at = tiny.make(n_layer=1, encoding=encoding, compat=CompatConfig(same_length_window=window)), 2
     variables, encode = tiny.variables(model), tiny.encoder(model, same_length=True)
     memory, tokens = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.text(10)
     changed = tokens.copy()
@@ -140,10 +142,11 @@ def test_no_gradient_passes_through_the_memory(monkeypatch):
     assert gradient_through_memory(model) > 0.1
 
 
+@pytest.mark.parametrize("encoding", Encoding)
 @pytest.mark.parametrize("norm", NormPlace)
-def test_unfilled_slots_are_not_there(norm):
+def test_unfilled_slots_are_not_there(norm, encoding):
     """Whatever they hold, values and gradients are the same bits, and those of no memory at all."""
-    model, mem_len = tiny.make(layer_norm=norm), 4
+    model, mem_len = tiny.make(layer_norm=norm, encoding=encoding), 4
     variables, tokens = tiny.variables(model), tiny.text(3)
     empty = model.init_memory(batch_size=tiny.B, mem_len=mem_len)
     noise = 100 * jax.random.normal(jax.random.key(5), empty.hidden.shape)

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from txl_jax import axes
-from txl_jax.config import CompatConfig, DType, NormPlace, Remat
+from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Remat
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import masks, positions
@@ -178,6 +178,7 @@ ADAPTIVE = {"cutoffs": (4, 11), "d_embed": 16, "div_val": 2, "tie_projs": (False
 AXES_CASES = {
     "post": {},
     "pre, u and v per layer": {"layer_norm": NormPlace.PRE, "untie_r": True},
+    "absolute": {"encoding": Encoding.ABSOLUTE},
     "adaptive": ADAPTIVE,
     "adaptive, nothing tied": ADAPTIVE | {"tie_weight": False, "tie_projs": ()},
 }

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from txl_jax.metrics import Measure
+
 
 def can_draw() -> bool:
     """Whether matplotlib is installed."""
@@ -23,11 +25,7 @@ def learning_curve(
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure()
     plot = figure.add_subplot()
     styles = {
         "train": {"color": "#9aa7b8", "linewidth": 1.2},
@@ -47,6 +45,52 @@ def learning_curve(
     plot.grid(alpha=0.25)
     plot.legend(frameon=False)
     figure.savefig(path)
+
+
+def context_curve(values: Mapping[int, float], path: Path, *, title: str, measure: Measure) -> None:
+    """Draws a measure against attention lengths, on a logarithmic axis.
+
+    Args:
+      values: the measure at each attention length, shortest first.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.patheffects import withStroke
+    from matplotlib.ticker import NullLocator
+
+    figure = _figure()
+    plot = figure.add_subplot()
+    plot.plot(*zip(*values.items(), strict=True), color="#c0392b", marker="o", markersize=5, linewidth=1.4)
+    for length, value in values.items():
+        plot.annotate(
+            f"{value:.2f}" if measure is Measure.PPL else f"{value:.4f}",
+            (length, value),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color="#2c3e50",
+            path_effects=[withStroke(linewidth=3, foreground="white")],  # Where the line is steep it goes behind.
+        )
+    plot.set_xscale("log", base=2)
+    plot.set_xticks(list(values), [f"{length:,}" for length in values])
+    plot.xaxis.set_minor_locator(NullLocator())
+    ylabel = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}[measure]
+    plot.set(title=title, xlabel="attention length (tokens)", ylabel=ylabel)
+    plot.margins(x=0.06, y=0.14)
+    plot.grid(alpha=0.25)
+    figure.savefig(path)
+
+
+def _figure() -> Any:
+    """An empty picture that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _bpcs(records: Sequence[Mapping[str, Any]]) -> list[float]:

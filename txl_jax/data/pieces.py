@@ -48,11 +48,22 @@ class PieceVocabulary:
     @property
     def start(self) -> np.ndarray:
         """The line mark, or without one the unknown piece."""
-        return np.array([self._processor.unk_id() if self.mark is None else self.mark])
+        return np.array([self.unknown_id if self.mark is None else self.mark])
 
     @property
     def mark(self) -> int | None:
         return self._processor.eos_id() if self.line_mark is LineMark.EOS else None
+
+    @property
+    def unknown_id(self) -> int:
+        return self._processor.unk_id()
+
+    def names(self) -> list[bytes]:
+        processor = self._processor
+        return [
+            processor.id_to_piece(token).encode() if processor.is_control(token) else text
+            for token, text in enumerate(self._texts)
+        ]
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
         for block in text_blocks(files, close_lines=True):

@@ -101,17 +101,37 @@ class SegmentReader:
         parts = [self._within_epoch(epoch, index_S[epoch_S == epoch]) for epoch in np.unique(epoch_S).tolist()]
         return Segments(*map(np.concatenate, zip(*parts, strict=True)))
 
+    def scored(self, first_step: int, count: int) -> np.ndarray:
+        """Which token each place of these evaluation steps scores: its number in the text, int64 [S, B / n, L].
+
+        0, the number of the one token that is never scored, stands where the weight is 0.
+
+        >>> evaluation_segments(np.arange(20, 32), batch_size=2, segment_len=3).scored(1, 1).tolist()
+        [[[4, 5, 6], [10, 11, 0]]]
+        """
+        first_B, scored_B, end_B = self._own_rows()
+        pair_SxBxL = self._pairs(np.arange(first_step, first_step + count), first_B)
+        counts = (pair_SxBxL >= scored_B[:, None]) & (pair_SxBxL < end_B[:, None])
+        return np.where(counts, pair_SxBxL + 1, 0)
+
+    def _own_rows(self) -> Rows:
+        """The rows of this host."""
+        i, n = self.host
+        return Rows(*(of_all[i * (self.batch_size // n) : (i + 1) * (self.batch_size // n)] for of_all in self.rows))
+
+    def _pairs(self, index_S: np.ndarray, first_B: np.ndarray) -> np.ndarray:
+        """The number of each place's pair [S, B, L]; places past a row's end go on counting."""
+        first_SxB = first_B + index_S[:, None] * self.segment_len
+        return first_SxB[..., None] + np.arange(self.segment_len)
+
     def _within_epoch(self, epoch: int, index_S: np.ndarray) -> Segments:
         """The segments of these numbers of one epoch."""
-        i, n = self.host
-        own = slice(i * (self.batch_size // n), (i + 1) * (self.batch_size // n))
-        first_B, scored_B, end_B = (of_all[own] for of_all in self.rows)
+        first_B, scored_B, end_B = self._own_rows()
         live = self.repeats or epoch == 0
         begins = live and (epoch == 0 or self.epoch_memory is EpochMemory.EMPTIED)
-        first_SxB = first_B + index_S[:, None] * self.segment_len
-        pair_SxBxL = first_SxB[..., None] + np.arange(self.segment_len)
+        pair_SxBxL = self._pairs(index_S, first_B)
         real_SxBxL = (pair_SxBxL < end_B[:, None]) & live
-        input_SxBxL, target_SxBxL = self.order.pairs(epoch, first_SxB, self.segment_len)
+        input_SxBxL, target_SxBxL = self.order.pairs(epoch, pair_SxBxL[..., 0], self.segment_len)
         return Segments(
             inputs=self._take(input_SxBxL, real_SxBxL),
             targets=self._take(target_SxBxL, real_SxBxL),

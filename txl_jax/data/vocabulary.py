@@ -45,6 +45,13 @@ class Vocabulary(Protocol):
     def mark(self) -> int | None:
         """The id that ends a line; None if lines are not marked."""
 
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of what the vocabulary lacks; None if it refuses such a text."""
+
+    def names(self) -> list[bytes]:
+        """What each token is called: its text, but a word without the space after it, and a mark by its own word."""
+
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
         """The ids of a split, in blocks of one axis."""
 
@@ -81,6 +88,7 @@ class ByteVocabulary:
     kind: ClassVar[str] = "byte"
     measure: ClassVar[Measure] = Measure.BPC
     mark: ClassVar[int | None] = None
+    unknown_id: ClassVar[int | None] = None
 
     def __post_init__(self):
         if not self.symbols or self.symbols != distinct(self.symbols):
@@ -136,6 +144,9 @@ class ByteVocabulary:
         """
         return np.frombuffer(self.symbols, np.uint8)[checked(ids, self.size)].tobytes()
 
+    def names(self) -> list[bytes]:
+        return [bytes([symbol]) for symbol in self.symbols]
+
     def header(self) -> dict[str, Any]:
         return {"newlines": self.newlines.value}
 
@@ -188,6 +199,13 @@ class CharacterVocabulary:
         """A newline, else a space, else the first character."""
         return self._encode(next(c for c in ("\n", " ", self.characters[0]) if c in self.characters))
 
+    @property
+    def unknown_id(self) -> int:
+        return self.characters.index(UNKNOWN_CHARACTER)
+
+    def names(self) -> list[bytes]:
+        return [character.encode() for character in self.characters]
+
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
         for block in text_blocks(files, close_lines=False):
             yield self._encode(block)
@@ -202,11 +220,11 @@ class CharacterVocabulary:
         return {"lower_case": self.lower_case}
 
     def lines(self) -> Iterator[str]:
-        return map(_escape, self.characters)
+        return map(escape, self.characters)
 
     @classmethod
     def load(cls, header: dict[str, Any], lines: list[str]) -> "CharacterVocabulary":
-        return cls("".join(map(_unescape, lines)), header["lower_case"])
+        return cls("".join(map(unescape, lines)), header["lower_case"])
 
     def _encode(self, text: str) -> np.ndarray:
         text = text.lower() if self.lower_case else text
@@ -215,7 +233,7 @@ class CharacterVocabulary:
     @functools.cached_property
     def _ids(self) -> np.ndarray:
         """The id of each of Unicode's code points."""
-        ids = np.full(0x110000, self.characters.index(UNKNOWN_CHARACTER), id_type(self.size))
+        ids = np.full(0x110000, self.unknown_id, id_type(self.size))
         ids[np.frombuffer(self.characters.encode("utf-32-le"), np.uint32)] = np.arange(self.size)
         return ids
 
@@ -250,6 +268,13 @@ class WordVocabulary:
     def mark(self) -> int | None:
         return self._ids[MARKS[self.line_mark]] if self.line_mark in MARKS else None
 
+    @property
+    def unknown_id(self) -> int:
+        return self._ids[self.unknown]
+
+    def names(self) -> list[bytes]:
+        return [word.encode() for word in self.words]
+
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
         """The ids of a split, every line ended by its mark.
 
@@ -275,11 +300,11 @@ class WordVocabulary:
         return {"line_mark": self.line_mark.value, "lower_case": self.lower_case, "unknown": self.unknown}
 
     def lines(self) -> Iterator[str]:
-        return map(_escape, self.words)
+        return map(escape, self.words)
 
     @classmethod
     def load(cls, header: dict[str, Any], lines: list[str]) -> "WordVocabulary":
-        words = tuple(map(_unescape, lines))
+        words = tuple(map(unescape, lines))
         return cls(words, LineMark(header["line_mark"]), header["lower_case"], header["unknown"])
 
     def _encode(self, text: str) -> np.ndarray:
@@ -288,7 +313,7 @@ class WordVocabulary:
             marks = " ".join([MARKS[self.line_mark]] * (2 if self.line_mark is LineMark.DOUBLE_S else 1))
             text = text.replace("\n", f" {marks} ")
         words = text.split()
-        unknown = itertools.repeat(self._ids[self.unknown])
+        unknown = itertools.repeat(self.unknown_id)
         return np.fromiter(map(self._ids.get, words, unknown), self._type, len(words))
 
     @property
@@ -390,12 +415,13 @@ def _check_distinct(tokens: Any, unknown: str, kind: str) -> None:
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
 
 
-def _escape(token: str) -> str:
+def escape(token: str) -> str:
     """A token on one line of a file."""
     return token.translate(str.maketrans(_ESCAPES))
 
 
-def _unescape(line: str) -> str:
+def unescape(line: str) -> str:
+    """The inverse of `escape`."""
     parts = line.split("\\\\")
     return "\\".join(part.replace("\\n", "\n").replace("\\r", "\r") for part in parts)
 

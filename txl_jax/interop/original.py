@@ -6,7 +6,8 @@
 The whole correspondence is the table that `_pieces` builds; each direction walks it once. The release
 stores a matrix as [out, in], stacks q, k and v in one matrix, has one tensor per layer and, in the
 softmax, one bias per cluster. Here matrices are [in, out] with heads as their own axis, layers are
-stacked, and there is one bias. Relative attention (the release's attn_type 0) only.
+stacked, and there is one bias. The release's attn_type 0 is our relative encoding, its attn_type 2 our absolute one;
+1 and 3 (learned positions) have no counterpart here.
 """
 
 import enum
@@ -17,9 +18,15 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 import numpy as np
 
-from txl_jax.config import ModelConfig
+from txl_jax.config import Encoding, ModelConfig
 
 FREQUENCIES = "pos_emb.inv_freq"  # A constant of the release's state_dict: no parameter, checked when read.
+
+# Attention's inward projections: the release's matrices, and what of ours their rows hold.
+_ATTENTION_NETS = {
+    Encoding.RELATIVE: {"qkv_net": ("query", "key", "value"), "r_net": ("position_key",)},
+    Encoding.ABSOLUTE: {"q_net": ("query",), "kv_net": ("key", "value")},
+}
 
 
 class ClusterOrder(enum.StrEnum):
@@ -103,7 +110,7 @@ def from_flax(
         target = tensors.setdefault(piece.name, np.empty(piece.shape, source.dtype))[piece.rows]
         target[...] = source.reshape(target.shape[::-1]).T if piece.transposed else source.reshape(target.shape)
     tensors |= {name: tensors[first] for name, first in aliases(config).items()}
-    tensors[FREQUENCIES] = _frequencies(config.d_model).astype(tensors["r_w_bias"].dtype)
+    tensors[FREQUENCIES] = _frequencies(config.d_model).astype(flat["softmax/bias"].dtype)
     return tensors
 
 
@@ -122,7 +129,8 @@ def aliases(config: ModelConfig) -> dict[str, str]:
 
 def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -> Iterator[Piece]:
     """The correspondence, tensor by tensor; second names of shared tensors are left out."""
-    yield from _position_biases(config)
+    if config.encoding is Encoding.RELATIVE:
+        yield from _position_biases(config)
     for layer in range(config.n_layer):
         yield from _layer(config, layer)
     yield from _embedding_and_softmax(config, vocab_size)
@@ -152,10 +160,11 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
         return Piece(f"layers.{layer}.{name}", shape, rows, f"stack/layers/{path}", stacked, layer, len(shape) == 2)
 
     inward = (d_model, n_head, d_head)
-    for i, part in enumerate(("query", "key", "value")):
-        rows = slice(i * heads, (i + 1) * heads)
-        yield piece("dec_attn.qkv_net.weight", (3 * heads, d_model), f"attention/{part}", inward, rows)
-    yield piece("dec_attn.r_net.weight", (heads, d_model), "attention/position_key", inward)
+    for net, parts in _ATTENTION_NETS[config.encoding].items():
+        for i, part in enumerate(parts):
+            rows = slice(i * heads, (i + 1) * heads)
+            shape = (len(parts) * heads, d_model)
+            yield piece(f"dec_attn.{net}.weight", shape, f"attention/{part}", inward, rows)
     yield piece("dec_attn.o_net.weight", (d_model, heads), "attention/output", (n_head, d_head, d_model))
     yield piece("pos_ff.CoreNet.0.weight", (d_inner, d_model), "feed_forward/inner_kernel", (d_model, d_inner))
     yield piece("pos_ff.CoreNet.0.bias", (d_inner,), "feed_forward/inner_bias", (d_inner,))

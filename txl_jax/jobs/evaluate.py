@@ -1,15 +1,13 @@
 """The evaluation job: a trained run's parameters on the validation and test text."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from txl_jax import config_tree, report
-from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
-from txl_jax.jobs.parameters import load_parameters
-from txl_jax.jobs.score import as_record, score
+from txl_jax.jobs.parameters import load_to_score
+from txl_jax.jobs.score import SPLITS, as_record, score_split
 from txl_jax.run_log import write_json
 from txl_jax.workdir import TextInfo, Workdir
 
@@ -33,16 +31,7 @@ def run(
       FileNotFoundError: the workdir holds no checkpoint.
       Interrupted: a stop was requested.
     """
-    if corpus.vocabulary != trained_on.vocabulary:
-        raise ValueError(
-            f"the run was trained on {trained_on.description!r} with {trained_on.vocabulary.size} tokens, and "
-            f"{corpus.description!r} was read with {corpus.vocabulary.size} or others; read it in the run's vocabulary"
-        )
-    if corpus.digest != trained_on.digest:
-        say(f"note: this is not the text of training ({trained_on.description}), but {corpus.description}")
-    workdir.create()
-    parts = assemble(config, vocab_size=corpus.vocabulary.size)
-    step, params = load_parameters(parts, workdir, say=say)
+    parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, say=say)
     results: dict[str, Any] = {
         "text": corpus.description,
         "text_sha256": corpus.digest,
@@ -50,12 +39,8 @@ def run(
         "eval": config_tree.to_dict(config.eval),
         **report.environment(),
     }
-    for name, tokens in (("valid", corpus.valid), ("test", corpus.test)):
-        began = time.monotonic()
-        measure = corpus.vocabulary.measure
-        totals = score(parts, params, tokens, name=name, measure=measure, say=say, stop_requested=stop_requested)
-        say(report.timed(f"{name} {report.scores(totals, measure)}", time.monotonic() - began))
-        results[name] = as_record(totals)
+    for split in SPLITS:
+        results[split] = as_record(score_split(parts, params, corpus, split, say=say, stop_requested=stop_requested))
     write_json(workdir.path / "evaluation.json", results)
     say(f"results   {workdir.path / 'evaluation.json'}")
     return results

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from txl_jax.assemble import assemble
-from txl_jax.config import ExperimentConfig, GenerateConfig
-from txl_jax.data.vocabulary import Vocabulary
+from txl_jax.config import Encoding, ExperimentConfig, GenerateConfig
+from txl_jax.data.vocabulary import Vocabulary, unescape
 from txl_jax.generation import Generator
 from txl_jax.jobs.parameters import load_parameters
 from txl_jax.workdir import Workdir
@@ -28,12 +28,19 @@ def run(
     """Writes `generate.samples` texts, the first one streamed, and saves them all beside the run.
 
     Returns:
-      The texts without the prompt.
+      The texts without the prompt. One that a stop token ended holds it, as far as it prints as anything.
 
     Raises:
       FileNotFoundError: the workdir holds no checkpoint, or there is no prompt file.
-      ValueError: the prompt has bytes outside the vocabulary.
+      ValueError: the prompt has bytes outside the vocabulary, `generate.stop` is not one of its tokens, or the model
+        has absolute positions.
     """
+    if config.model.encoding is Encoding.ABSOLUTE:
+        raise ValueError(
+            f"model.encoding is {config.model.encoding}, which counts positions from the end of a segment, and a token "
+            "that is written by itself has no place in one; only models with relative positions write text"
+        )
+    stop = read_stop(config.generate, vocabulary)
     prompt = read_prompt(config.generate)
     try:
         ids = vocabulary.encode(prompt)
@@ -45,18 +52,21 @@ def run(
     workdir.create()
     parts = assemble(config, vocab_size=vocabulary.size)
     step, params = load_parameters(parts, workdir, say=say)
-    generator = Generator(parts.model, config.eval, config.generate)
-    say(f"--- step {step}, seed {config.generate.seed}, {config.generate.length} tokens ---")
+    generator = Generator(parts.model, config.eval, config.generate, memory_dtype=parts.memory_dtype, stop_token=stop)
+    at_most = "" if stop is None else "at most "
+    say(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     write(decoder.decode(prompt))
-    blocks = []
-    for block in generator.tokens(params, ids):
+    blocks, ended = [], False  # The first sample may end before the others.
+    for block in generator.tokens(generator.freeze(params), ids):
         blocks.append(block)
-        write(decoder.decode(vocabulary.decode(block[0])))
+        if not ended:
+            write(decoder.decode(vocabulary.decode(_until(stop, block[0]))))
+            ended = stop in block[0].tolist()
         if stop_requested():
             break
     write(decoder.decode(b"", final=True) + "\n")
-    texts = [vocabulary.decode(row) for row in np.concatenate(blocks, axis=1)]
+    texts = [vocabulary.decode(_until(stop, row)) for row in np.concatenate(blocks, axis=1)]
     for number, text in enumerate(texts[1:], start=2):
         say(f"--- sample {number} ---")
         write((prompt + text).decode(errors="replace") + "\n")
@@ -78,6 +88,40 @@ def read_prompt(config: GenerateConfig) -> bytes:
         raise FileNotFoundError(
             f"cannot read the prompt file {config.prompt_file} ({error.strerror}); check --generate.prompt_file"
         ) from error
+
+
+def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> int | None:
+    """The id of the token that ends a sample; None if none was given.
+
+    A line mark is given as a newline or as its own word, `<eos>`.
+
+    Raises:
+      ValueError: the text is no single token that the vocabulary knows.
+    """
+    if not config.stop:
+        return None
+    text, names = os.fsencode(unescape(config.stop)), vocabulary.names()
+    # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower case for a word.
+    if vocabulary.mark is not None and text in (b"\n", names[vocabulary.mark]):
+        return vocabulary.mark
+    try:
+        ids = vocabulary.encode(text).tolist()
+    except ValueError as error:
+        raise ValueError(f"generate.stop cannot be read by this model: {error}") from None
+    if len(ids) == 1 and ids[0] != vocabulary.unknown_id:
+        return ids[0]
+    became = "its unknown token" if ids == [vocabulary.unknown_id] else f"{len(ids)} tokens"
+    told = ", ".join(repr(names[token].decode(errors="backslashreplace")) for token in ids[:8])
+    raise ValueError(
+        f"generate.stop is {config.stop!r}, which this model reads as {became} ({told or 'nothing'}); give the text of "
+        "one token of its vocabulary"
+    )
+
+
+def _until(stop: int | None, tokens: np.ndarray) -> np.ndarray:
+    """The tokens [T] up to the first stop token, and with it."""
+    found = np.flatnonzero(tokens == stop) if stop is not None else ()
+    return tokens[: found[0] + 1] if len(found) else tokens
 
 
 def _save(path: Path, prompt: bytes, texts: list[bytes]) -> None:

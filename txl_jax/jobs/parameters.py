@@ -3,9 +3,36 @@
 from collections.abc import Callable
 from typing import Any
 
-from txl_jax.assemble import Parts
+from txl_jax.assemble import Parts, assemble
 from txl_jax.checkpoint import Checkpointer, CheckpointError
-from txl_jax.workdir import Workdir
+from txl_jax.config import ExperimentConfig
+from txl_jax.data.corpus import Corpus
+from txl_jax.workdir import TextInfo, Workdir
+
+
+def load_to_score(
+    config: ExperimentConfig, corpus: Corpus, workdir: Workdir, *, trained_on: TextInfo, say: Callable[[str], None]
+) -> tuple[Parts, int, Any]:
+    """A trained run that is to score a text: (its parts, step, parameters).
+
+    Args:
+      trained_on: what the run was trained on; another text may be scored if its vocabulary is the same.
+
+    Raises:
+      ValueError: the text has another vocabulary.
+      OSError: the workdir cannot be written to.
+      FileNotFoundError, CheckpointError: as `load_parameters`.
+    """
+    if corpus.vocabulary != trained_on.vocabulary:
+        raise ValueError(
+            f"the run was trained on {trained_on.description!r} with {trained_on.vocabulary.size} tokens, and "
+            f"{corpus.description!r} was read with {corpus.vocabulary.size} or others; read it in the run's vocabulary"
+        )
+    if corpus.digest != trained_on.digest:
+        say(f"note: this is not the text of training ({trained_on.description}), but {corpus.description}")
+    workdir.create()
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    return parts, *load_parameters(parts, workdir, say=say)
 
 
 def load_parameters(parts: Parts, workdir: Workdir, *, say: Callable[[str], None]) -> tuple[int, Any]:

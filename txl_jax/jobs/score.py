@@ -1,17 +1,24 @@
-"""Scoring a text, with a progress line and a way out."""
+"""Scoring a text, with a bar or lines that tell how far it is, and a way out."""
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import tqdm
+
+from txl_jax import report
 from txl_jax.assemble import Parts
-from txl_jax.data.segments import evaluation_segments
+from txl_jax.data.corpus import Corpus
+from txl_jax.data.segments import SegmentReader, evaluation_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Measure, Totals
 from txl_jax.training.progress import NonFiniteError, duration
 
+SPLITS = ("valid", "test")  # The texts that are scored.
 _SECONDS_BETWEEN_LINES = 20.0
 
 
@@ -28,8 +35,12 @@ def score(
     measure: Measure = Measure.BPC,
     say: Callable[[str], None],
     stop_requested: Callable[[], Any] = lambda: False,
+    token_nats: np.ndarray | None = None,
 ) -> Totals:
     """Losses of a text [T] at the evaluation lengths.
+
+    Args:
+      token_nats: floats [T] that take the nats of each token; the first one is not scored and stays as it is.
 
     Raises:
       Interrupted: a stop was requested before the end.
@@ -43,30 +54,95 @@ def score(
         warmup_tokens=span.warmup_tokens,
         host=parts.host(span.batch_size),
     )
-    began = last_line = time.monotonic()
+    weights = parts.freeze(params)
+    with watched(
+        name, reader.n_segments, unit="segment", measure=measure, say=say, stop_requested=stop_requested
+    ) as show:
+        totals = evaluate(
+            parts.eval_step,
+            weights,
+            parts.eval_memory(weights),
+            reader,
+            segments_per_call=span.segments_per_call,
+            place=functools.partial(parts.place, batch_size=span.batch_size),
+            after_call=show,
+            keep=None if token_nats is None else functools.partial(put_in_text_order, token_nats, reader),
+        )
+    check_finite(totals, name)
+    return totals
 
-    def after_call(done: int, totals: Totals) -> None:
-        nonlocal last_line
-        if stop_requested():
-            raise Interrupted(name)
-        now = time.monotonic()
-        if now - last_line >= _SECONDS_BETWEEN_LINES:
-            last_line = now
-            remaining = (now - began) / done * (reader.n_segments - done)
-            say(f"{name}: {done / reader.n_segments:.0%}  {totals.told(measure)} so far  ETA {duration(remaining)}")
 
-    totals = evaluate(
-        parts.eval_step,
+def score_split(
+    parts: Parts,
+    params: Any,
+    corpus: Corpus,
+    split: str,
+    *,
+    say: Callable[[str], None],
+    stop_requested: Callable[[], Any],
+    token_nats: np.ndarray | None = None,
+) -> Totals:
+    """Scores the validation or the test text of a corpus as `score` does, and says the result."""
+    began, measure = time.monotonic(), corpus.vocabulary.measure
+    totals = score(
+        parts,
         params,
-        parts.eval_memory(),
-        reader,
-        segments_per_call=span.segments_per_call,
-        place=functools.partial(parts.place, batch_size=span.batch_size),
-        after_call=after_call,
+        getattr(corpus, split),
+        name=split,
+        measure=measure,
+        say=say,
+        stop_requested=stop_requested,
+        token_nats=token_nats,
     )
+    say(report.timed(f"{split} {report.scores(totals, measure)}", time.monotonic() - began))
+    return totals
+
+
+@contextlib.contextmanager
+def watched(
+    name: str,
+    total: int,
+    *,
+    unit: str,
+    measure: Measure,
+    say: Callable[[str], None],
+    stop_requested: Callable[[], Any],
+) -> Iterator[Callable[[float, Totals], None]]:
+    """A function to call with how much of `total` is done and the scores so far, while a text is being scored.
+
+    On a terminal it moves a bar, elsewhere it says a line every 20 seconds. It raises `Interrupted` once a stop is
+    requested.
+    """
+    began = last_line = time.monotonic()
+    # None: disabled unless the error stream is a terminal. The result is said when the bar has gone.
+    with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:
+
+        def show(done: float, totals: Totals) -> None:
+            nonlocal last_line
+            if stop_requested():
+                raise Interrupted(name)
+            now = time.monotonic()
+            if not bar.disable:
+                bar.set_postfix_str(totals.told(measure), refresh=False)
+                bar.update(done - bar.n)
+            elif now - last_line >= _SECONDS_BETWEEN_LINES:
+                last_line = now
+                remaining = (now - began) / done * (total - done)
+                say(f"{name}: {done / total:.0%}  {totals.told(measure)} so far  ETA {duration(remaining)}")
+
+        yield show
+
+
+def put_in_text_order(token_nats: np.ndarray, reader: SegmentReader, first: int, nll: np.ndarray) -> None:
+    """Writes the nats [S, B, L] of the segments from number `first` on to the places of their tokens, in floats [T]."""
+    scored = reader.scored(first, len(nll))
+    token_nats[scored[scored > 0]] = nll[scored > 0]
+
+
+def check_finite(totals: Totals, name: str) -> None:
+    """Raises `NonFiniteError` if the loss of a text is nan or infinite."""
     if not math.isfinite(totals.nats):
         raise NonFiniteError(f"{name}: the summed loss is {totals.nats}, so these parameters cannot be used")
-    return totals
 
 
 def as_record(totals: Totals) -> dict[str, float]:

@@ -1,54 +1,88 @@
-"""How many tokens a second a configuration reads, trains on and scores, on this machine."""
+"""How many tokens a second a configuration reads, trains on, scores and writes, on this machine.
+
+Each thing that is timed is a `Task`; `take_turns` times several in turns, so that a slow minute falls on all alike.
+"""
 
 import dataclasses
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
+from txl_jax import flops
 from txl_jax.assemble import Parts
 from txl_jax.config import Order
 from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
+from txl_jax.generation import Generator
 from txl_jax.jobs.softmax_speed import draw_targets
 
 _READ_TOKENS = 20_000_000
+_BLOCK = 16  # Tokens that generation writes per call.
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Something to time."""
+
+    name: str
+    shape: str  # Rows x tokens per row and segment.
+    mem_len: int
+    tokens: int  # That a call handles.
+    call: Callable[[], None]  # Returns when the results are there.
+    compile_seconds: float | None = None
+    memory_bytes: int | None = None  # Arguments, results and scratch of the compiled program, per device.
+    flops_per_token: float | None = None
+    bytes_per_token: int | None = None  # Read for each token: weights, position keys, memory.
+    first_token_seconds: float | None = None  # From a prompt that fills the memory to the first token.
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Tokens per second over all devices, each timing one call of S segments."""
+    """A task and what its timed calls took."""
 
-    median: float
-    slowest: float
-    fastest: float
-    first_call_seconds: float  # The first call compiles, or prepares an epoch's order.
+    task: Task
+    seconds: tuple[float, ...]
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each call, over all devices."""
+        return [self.task.tokens / seconds for seconds in self.seconds]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rates)
+
+    def as_record(self) -> dict[str, Any]:
+        """For a JSON file."""
+        facts = {field.name: getattr(self.task, field.name) for field in dataclasses.fields(Task)}
+        facts.pop("call")
+        return facts | {
+            "tokens_per_second": self.median,
+            "slowest": min(self.rates),
+            "fastest": max(self.rates),
+            "seconds": list(self.seconds),
+        }
 
 
-def training_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
-    """Speed of the whole update: forward, backward, optimiser and memory."""
-    span = parts.config.train
-    began = time.monotonic()
-    train_step, _ = parts.compile_train_step()
-    first_call_seconds = time.monotonic() - began
-    state = parts.init_state()
-    segments = _random_segments(training_segments, parts, span.batch_size, span.segment_len, span.segments_per_call)
-
-    def call() -> None:
-        nonlocal state
-        state, metrics = train_step(state, segments)
-        jax.block_until_ready((state, metrics))
-
-    tokens = span.batch_size * span.segment_len * span.segments_per_call
-    return _measure(call, tokens, warmup=warmup, calls=calls, first_call_seconds=first_call_seconds)
+def take_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> list[Speed]:
+    """Times `calls` calls of each task in turns, after `warmup` untimed ones of each."""
+    seconds: list[list[float]] = [[] for _ in tasks]
+    for _ in range(warmup + calls):
+        for task, found in zip(tasks, seconds, strict=True):
+            began = time.perf_counter()
+            task.call()
+            found.append(time.perf_counter() - began)
+    return [Speed(task, tuple(found[warmup:])) for task, found in zip(tasks, seconds, strict=True)]
 
 
-def reading_speed(parts: Parts, *, calls: int) -> Speed:
-    """Speed at which the training segments come from a memory-mapped text, with the config's order and roll.
+def reading(parts: Parts) -> Task:
+    """The training segments, from a memory-mapped text, with the config's order and roll.
 
     The text is of random tokens, long enough that the parts read lie far apart, in sentences of 25 tokens.
     """
@@ -58,60 +92,154 @@ def reading_speed(parts: Parts, *, calls: int) -> Speed:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.npy")
         np.save(path, np.random.default_rng(0).integers(parts.model.vocab_size, size=length, dtype=np.int32))
-        reader = training_segments(
-            np.load(path, mmap_mode="r"),
-            batch_size=span.batch_size,
+        text = np.load(path, mmap_mode="r")  # Stays readable: the file goes when nothing maps it any more.
+    reader = training_segments(
+        text,
+        batch_size=span.batch_size,
+        segment_len=span.segment_len,
+        seed=parts.config.seed,
+        roll=data.roll,
+        sentence_starts=np.append(np.arange(0, length, 25), length) if data.order is Order.SENTENCES else None,
+    )
+    steps = itertools.count(step=span.segments_per_call)
+
+    def call() -> None:
+        jax.block_until_ready(parts.place(reader.segments(next(steps), span.segments_per_call)))
+
+    began = time.monotonic()
+    call()  # The first prepares an epoch's order.
+    shape = f"{span.batch_size} x {span.segment_len}"
+    return Task("reading", shape, span.mem_len, tokens_per_call, call, compile_seconds=time.monotonic() - began)
+
+
+def training(parts: Parts) -> Task:
+    """The whole update: forward, backward, optimiser and memory."""
+    span = parts.config.train
+    train_step, compilation = parts.compile_train_step()
+    state = parts.init_state()
+    segments = random_segments(training_segments, parts, span)
+    scratch = compilation.temporary_bytes
+
+    def call() -> None:
+        nonlocal state
+        state, metrics = train_step(state, segments)
+        jax.block_until_ready((state, metrics))
+
+    return Task(
+        name="training",
+        shape=f"{span.batch_size} x {span.segment_len}",
+        mem_len=span.mem_len,
+        tokens=span.batch_size * span.segment_len * span.segments_per_call,
+        call=call,
+        compile_seconds=compilation.seconds,
+        memory_bytes=None if scratch is None else scratch + _bytes(state),
+        flops_per_token=flops.of_training(
+            parts.config.model,
+            vocab_size=parts.model.vocab_size,
             segment_len=span.segment_len,
-            seed=parts.config.seed,
-            roll=data.roll,
-            sentence_starts=np.append(np.arange(0, length, 25), length) if data.order is Order.SENTENCES else None,
-        )
-        steps = itertools.count(step=span.segments_per_call)
-
-        def call() -> None:
-            jax.block_until_ready(parts.place(reader.segments(next(steps), span.segments_per_call)))
-
-        began = time.monotonic()
-        call()
-        first = time.monotonic() - began
-        return _measure(call, tokens_per_call, warmup=1, calls=calls, first_call_seconds=first)
+            mem_len=span.mem_len,
+            same_length=span.same_length,
+        ),
+    )
 
 
-def evaluation_speed(parts: Parts, *, warmup: int, calls: int) -> Speed:
-    """Speed of streaming evaluation at the evaluation lengths, with a full memory."""
+def evaluation(parts: Parts, params: Any) -> Task:
+    """Streaming evaluation at the evaluation lengths, with a full memory."""
     span = parts.config.eval
-    params = parts.init_state().params
-    memory = parts.eval_memory()
-    memory = memory.replace(valid=memory.valid + span.mem_len)
-    segments = _random_segments(evaluation_segments, parts, span.batch_size, span.segment_len, span.segments_per_call)
+    weights = parts.freeze(params)
+    memory = parts.eval_memory(weights)
+    memory = memory.replace(valid=memory.valid * 0 + span.mem_len)
+    segments = random_segments(evaluation_segments, parts, span)
     segments = segments._replace(reset=segments.reset & False)
+    began = time.monotonic()
+    step = parts.eval_step.lower(weights, memory, segments).compile()
+    compile_seconds = time.monotonic() - began
 
     def call() -> None:
         nonlocal memory
-        memory, *sums = parts.eval_step(params, memory, segments)
-        jax.block_until_ready((memory, sums))
+        memory, scores = step(weights, memory, segments)
+        jax.block_until_ready((memory, scores))
 
+    return Task(
+        name="evaluation",
+        shape=f"{span.batch_size} x {span.segment_len}",
+        mem_len=span.mem_len,
+        tokens=span.batch_size * span.segment_len * span.segments_per_call,
+        call=call,
+        compile_seconds=compile_seconds,
+        memory_bytes=_needed(step),
+        flops_per_token=_inference_flops(parts, segment_len=span.segment_len),
+    )
+
+
+def generation(parts: Parts, params: Any) -> Task:
+    """Writing token after token from a full memory, all samples side by side, drawn as `generate` says."""
+    span, config = parts.config.eval, parts.config.generate
+    generator = Generator(parts.model, span, config, memory_dtype=parts.memory_dtype)
+    weights = generator.freeze(params)
+    prompt = np.asarray(draw_targets(parts.model.vocab_size, span.mem_len + 1))
+    context = generator.read(weights, prompt)
     began = time.monotonic()
-    call()
-    first_call_seconds = time.monotonic() - began
-    tokens = span.batch_size * span.segment_len * span.segments_per_call
-    return _measure(call, tokens, warmup=warmup, calls=calls, first_call_seconds=first_call_seconds)
+    arguments = 0, _BLOCK
+    write = generator.write.lower(weights.token, context, *arguments, count=_BLOCK).compile()
+    compile_seconds = time.monotonic() - began
+
+    def call() -> None:
+        nonlocal context
+        context, tokens, _ = write(weights.token, context, *arguments)
+        jax.block_until_ready((context, tokens))
+
+    return Task(
+        name="generation",
+        shape=f"{config.samples} x 1",
+        mem_len=span.mem_len,
+        tokens=config.samples * _BLOCK,
+        call=call,
+        compile_seconds=compile_seconds,
+        memory_bytes=_needed(write),
+        flops_per_token=_inference_flops(parts, segment_len=1),
+        # Tails are read only when they matter; they are not counted.
+        bytes_per_token=_bytes((weights.token.layers, weights.token.clusters[0], context.memory)),
+        first_token_seconds=_first_token_seconds(generator, weights, prompt),
+    )
 
 
-def _random_segments(reader: Callable[..., SegmentReader], parts: Parts, batch_size: int, segment_len: int, count: int):
+def random_segments(reader: Callable[..., SegmentReader], parts: Parts, span: Any) -> Any:
     """S segments of random tokens on the devices, as often as words are: a tail takes as long as it has tokens."""
-    tokens = draw_targets(parts.model.vocab_size, batch_size * segment_len * count + 1)
-    made = reader(tokens, batch_size=batch_size, segment_len=segment_len)
-    return parts.place(made.segments(0, count))
+    tokens = draw_targets(parts.model.vocab_size, span.batch_size * span.segment_len * span.segments_per_call + 1)
+    made = reader(tokens, batch_size=span.batch_size, segment_len=span.segment_len)
+    return parts.place(made.segments(0, span.segments_per_call))
 
 
-def _measure(call: Callable[[], None], tokens: int, *, warmup: int, calls: int, first_call_seconds: float) -> Speed:
-    """Times `calls` calls that handle `tokens` tokens each, after `warmup` untimed ones."""
-    for _ in range(warmup):
-        call()
-    rates = []
-    for _ in range(calls):
+def _first_token_seconds(generator: Generator, weights: Any, prompt: np.ndarray) -> float:
+    """From a prompt to its first token, when everything is compiled."""
+    for _ in range(2):
         began = time.perf_counter()
-        call()
-        rates.append(tokens / (time.perf_counter() - began))
-    return Speed(statistics.median(rates), min(rates), max(rates), first_call_seconds)
+        next(generator.tokens(weights, prompt, block=1))
+        seconds = time.perf_counter() - began
+    return seconds
+
+
+def _inference_flops(parts: Parts, *, segment_len: int) -> float:
+    span = parts.config.eval
+    return flops.of_inference(
+        parts.config.model,
+        vocab_size=parts.model.vocab_size,
+        segment_len=segment_len,
+        mem_len=span.mem_len,
+        same_length=span.same_length,
+    )
+
+
+def _needed(compiled: Any) -> int | None:
+    """Bytes that a compiled program needs on a device, donated arguments counted once."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    sizes = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    return sizes - found.alias_size_in_bytes
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes on one device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import axes
-from txl_jax.config import CompatConfig, ModelConfig, NormPlace, Remat
+from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace, Remat
 from txl_jax.modules import parameters
-from txl_jax.modules.attention import PositionBiases, RelativeAttention
+from txl_jax.modules.attention import Attention, PositionBiases
 from txl_jax.modules.feed_forward import FeedForward
 
 
 class LayerContext(NamedTuple):
     """What every layer reads alike."""
 
-    position_codes: jax.Array  # [K, D], distances K - 1, .., 0
+    position_codes: jax.Array | None  # [K, D], distances K - 1, .., 0; None with absolute positions
     mask: jax.Array  # bool [B, L, K]
-    biases: tuple[jax.Array, jax.Array] | None  # u and v, [H, E] each; None: each layer has its own
+    biases: tuple[jax.Array, jax.Array] | None  # u and v, [H, E] each; None: each layer has its own, or there are none
 
 
 def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.LayerNorm:
@@ -53,7 +53,7 @@ class Block(nn.Module):
         """
         c = self.config
         dtype = inputs.dtype
-        attention = RelativeAttention(c, self.deterministic, name="attention")
+        attention = Attention(c, self.deterministic, name="attention")
         feed_forward = FeedForward(c, self.deterministic, name="feed_forward")
         attention_norm = layer_norm("attention_norm", compat=self.compat, dtype=dtype)
         feed_forward_norm = layer_norm("feed_forward_norm", compat=self.compat, dtype=dtype)
@@ -84,7 +84,7 @@ class Stack(nn.Module):
         self, inputs: jax.Array, memory: jax.Array, context: LayerContext, *, deterministic: bool
     ) -> tuple[jax.Array, jax.Array]:
         """[B, L, D] and memory [N, B, M, D] -> outputs [B, L, D] and layer inputs [N, B, L, D]."""
-        if not self.config.untie_r:
+        if self.config.encoding is Encoding.RELATIVE and not self.config.untie_r:
             context = context._replace(biases=PositionBiases(self.config, name="biases")())
         layers = nn.scan(
             _with_remat(Block, self.config.remat),

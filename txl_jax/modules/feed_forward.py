@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from txl_jax import axes
 from txl_jax.config import ModelConfig
 from txl_jax.modules import parameters
+from txl_jax.ops.products import project
 
 
 class FeedForward(nn.Module):
@@ -30,5 +31,5 @@ class FeedForward(nn.Module):
         init = parameters.normal(self.config.init_std, row_axis, column_axis)
         kernel = self.param(f"{name}_kernel", init, (n_row, n_column)).astype(inputs.dtype)
         bias = self.param(f"{name}_bias", parameters.zeros(column_axis), (n_column,)).astype(inputs.dtype)
-        outputs = inputs @ kernel
+        outputs = project(inputs, kernel)
         return outputs + jnp.broadcast_to(bias, outputs.shape)

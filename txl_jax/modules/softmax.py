@@ -69,6 +69,11 @@ class Softmax(nn.Module):
         clusters, tails = self._weights(tables, projections)
         return adaptive.log_probabilities(hidden, clusters, tails)
 
+    def clusters(self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]) -> list[adaptive.Cluster]:
+        """The clusters' weights in the compute type, the head ending with the tails' entries."""
+        clusters, tails = self._weights(tables, projections)
+        return [adaptive.with_tails(clusters[0], tails), *clusters[1:]]
+
     def _weights(
         self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
     ) -> tuple[list[adaptive.Cluster], adaptive.TailEntries | None]:

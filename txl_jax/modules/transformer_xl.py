@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import CompatConfig, ModelConfig, NormPlace, Window
+from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace
 from txl_jax.memory import Memory
 from txl_jax.modules.block import LayerContext, Stack, layer_norm
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.softmax import Softmax
-from txl_jax.ops import masks, positions
+from txl_jax.ops import adaptive, masks, positions
 
 
 class TransformerXL(nn.Module):
-    """The language model. The vanilla model is M = 0."""
+    """The language model. The vanilla model is M = 0 with absolute positions."""
 
     config: ModelConfig
     compat: CompatConfig
@@ -59,23 +59,31 @@ class TransformerXL(nn.Module):
           Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.
         """
         c, segment_len, mem_len = self.config, tokens.shape[1], memory.mem_len
-        codes = positions.sinusoids(
-            positions.key_distances(mem_len + segment_len, clamp_len=clamp_len), c.d_model, jnp.dtype(c.dtype)
-        )
-        window = mem_len + (self.compat.same_length_window is Window.MEM_LEN_PLUS_ONE) if same_length else None
+        codes = None
+        if c.encoding is Encoding.RELATIVE:
+            codes = self.drop(self._codes(mem_len + segment_len, clamp_len), deterministic=deterministic)
+        window = self.compat.window(mem_len, same_length=same_length)
         context = LayerContext(
-            position_codes=self.drop(codes, deterministic=deterministic),
+            position_codes=codes,
             mask=masks.attention_mask(memory.valid, segment_len=segment_len, mem_len=mem_len, window=window),
             biases=None,
         )
-        inputs = self.drop(self.embed(tokens), deterministic=deterministic)
+        inputs = self.drop(self.embed(tokens, clamp_len=clamp_len), deterministic=deterministic)
         hidden, layer_inputs = self.stack(inputs, memory.hidden, context, deterministic=deterministic)
         hidden = self.drop(self.finish(hidden), deterministic=deterministic)
         return hidden, memory_lib.update(memory, layer_inputs)
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """What the first layer reads, without dropout: int [B, L] -> [B, L, D]."""
-        return self.embedding(tokens)
+    def embed(self, tokens: jax.Array, *, clamp_len: int) -> jax.Array:
+        """What the first layer reads, without dropout: int [B, L] -> [B, L, D].
+
+        Absolute positions are counted back from the segment's end: row i gets R(L - 1 - i), with distances above
+        `clamp_len` > 0 set to it (the original's attn_type 2). Only a segment's own rows get a code. The memory is
+        reused as it was stored (section 3.3), where the original adds another one to it in every segment.
+        """
+        embedded = self.embedding(tokens)
+        if self.config.encoding is Encoding.RELATIVE:
+            return embedded
+        return embedded + self._codes(tokens.shape[1], clamp_len)[None]
 
     def finish(self, hidden: jax.Array) -> jax.Array:
         """What the softmax reads of the last layer's outputs [B, L, D], without dropout."""
@@ -91,6 +99,10 @@ class TransformerXL(nn.Module):
         """Log probabilities of all tokens: [B, L, D] -> [B, L, V]."""
         return self.softmax.log_probabilities(hidden, self.embedding.tables, self.embedding.projections)
 
+    def clusters(self) -> list[adaptive.Cluster]:
+        """The softmax's weights, joined and cut as `ops.adaptive` reads them."""
+        return self.softmax.clusters(self.embedding.tables, self.embedding.projections)
+
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """The memory before the first segment, in the compute type."""
         return memory_lib.init(
@@ -101,3 +113,8 @@ class TransformerXL(nn.Module):
             dtype=jnp.dtype(self.config.dtype),
             start=self.compat.memory_start,
         )
+
+    def _codes(self, n_position: int, clamp_len: int) -> jax.Array:
+        """R of the distances n - 1, .., 0: [n, D]."""
+        distances = positions.key_distances(n_position, clamp_len=clamp_len)
+        return positions.sinusoids(distances, self.config.d_model, jnp.dtype(self.config.dtype))

@@ -66,13 +66,14 @@ def negative_log_likelihood(
     A tail is computed only at the positions whose target lies in it.
 
     Args:
+      tails: what the head knows of the tails; None: there are none, or the head ends with them (`with_tails`).
       groups: equal parts of the leading axis that are walked side by side. Where they lie on devices of their own,
         each device computes its own part; in one part, every device would compute them all.
       capacity: positions that a group computes at a time; None: as many as a tail's rows allow (`_tail_capacity`).
     """
     bounds = [0, *cutoffs]
     cluster_of_target = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
-    n_head_token = clusters[0].table.shape[0]
+    n_head_token = cutoffs[0] if cutoffs else clusters[0].table.shape[0]
     head_target = jnp.where(cluster_of_target == 0, targets, n_head_token + cluster_of_target - 1)
     nll = optax.softmax_cross_entropy_with_integer_labels(_head_logits(hidden, clusters[0], tails), head_target)
     for c in range(1, len(clusters)):
@@ -92,17 +93,17 @@ def negative_log_likelihood(
 def log_probabilities(hidden: jax.Array, clusters: Sequence[Cluster], tails: TailEntries | None) -> jax.Array:
     """Log probabilities of all tokens: [..., D] -> [..., V], in at least float32."""
     head = jax.nn.log_softmax(_head_logits(hidden, clusters[0], tails))
-    n_head_token = clusters[0].table.shape[0]
+    n_head_token = head.shape[-1] - (len(clusters) - 1)
     parts = [head[..., :n_head_token]]
     for c, cluster in enumerate(clusters[1:]):
         entry = head[..., n_head_token + c, None]
-        parts.append(entry + jax.nn.log_softmax(_logits(hidden, cluster)))
+        parts.append(entry + jax.nn.log_softmax(logits(hidden, cluster)))
     return jnp.concatenate(parts, axis=-1)
 
 
 def _cluster_nll(cluster: Cluster, hidden: jax.Array, rows: jax.Array) -> jax.Array:
     """Nats of rows of one cluster: [..., D] and int [...] -> [...]."""
-    return optax.softmax_cross_entropy_with_integer_labels(_logits(hidden, cluster), rows)
+    return optax.softmax_cross_entropy_with_integer_labels(logits(hidden, cluster), rows)
 
 
 def _tail_capacity(rows: int, n_position: int) -> int:
@@ -117,15 +118,20 @@ def _tail_capacity(rows: int, n_position: int) -> int:
     return min(2 ** (slots.bit_length() - 1), 2 ** max(n_position - 1, 0).bit_length())
 
 
-def _head_logits(hidden: jax.Array, head: Cluster, tails: TailEntries | None) -> jax.Array:
+def with_tails(head: Cluster, tails: TailEntries | None) -> Cluster:
+    """The head with the tails' entries after its own tokens."""
     if tails is None:
-        return _logits(hidden, head)
+        return head
     table = jnp.concatenate([head.table, tails.table])
     bias = jnp.concatenate([head.bias, tails.bias])
-    return _logits(hidden, Cluster(table, bias, head.projection))
+    return Cluster(table, bias, head.projection)
 
 
-def _logits(hidden: jax.Array, cluster: Cluster) -> jax.Array:
+def _head_logits(hidden: jax.Array, head: Cluster, tails: TailEntries | None) -> jax.Array:
+    return logits(hidden, with_tails(head, tails))
+
+
+def logits(hidden: jax.Array, cluster: Cluster) -> jax.Array:
     """[..., D] -> [..., rows], in at least float32."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     if cluster.projection is not None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.ops import positions
+from txl_jax.ops.dot_product_attention import keep_all, weighted_values
 
 
 def relative_attention(
@@ -25,7 +26,7 @@ def relative_attention(
     content_bias: jax.Array,
     position_bias: jax.Array,
     mask: jax.Array,
-    drop: Callable[[jax.Array], jax.Array] = lambda probabilities: probabilities,
+    drop: Callable[[jax.Array], jax.Array] = keep_all,
 ) -> jax.Array:
     """Weighted sums of the values: [B, H, L, E].
 
@@ -47,10 +48,7 @@ def relative_attention(
         _position_scores(query + position_bias[None, :, None, :], position_key, wide)
     )
     scale = query.shape[-1] ** -0.5
-    scores_BxHxLxK = (content_BxHxLxK + position_BxHxLxK) * scale
-    scores_BxHxLxK = jnp.where(mask[:, None, :, :], scores_BxHxLxK, -jnp.inf)
-    probabilities_BxHxLxK = drop(jax.nn.softmax(scores_BxHxLxK, axis=-1).astype(value.dtype))
-    return jnp.einsum("bhlk,bhke->bhle", probabilities_BxHxLxK, value)
+    return weighted_values((content_BxHxLxK + position_BxHxLxK) * scale, value, mask=mask, drop=drop)
 
 
 def _position_scores(query: jax.Array, position_key: jax.Array, wide: jnp.dtype) -> jax.Array:

@@ -1,5 +1,6 @@
 """S updates as one pure function: one optimiser update per segment, as the paper trains."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from txl_jax import losses, recurrence
+from txl_jax import memory as memory_lib
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.segments import Segments
 from txl_jax.memory import Memory
@@ -67,7 +69,11 @@ def make_train_step(
     def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
         carry = (state.step, state.params, state.opt_state)
         (step, params, opt_state), memory, metrics = recurrence.scan_segments(
-            update, carry, state.memory, segments, start=config.compat.memory_start
+            update,
+            carry,
+            state.memory,
+            segments,
+            reset=functools.partial(memory_lib.reset, start=config.compat.memory_start),
         )
         return TrainState(step, params, opt_state, memory), metrics
 

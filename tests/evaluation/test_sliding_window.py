@@ -1,0 +1,149 @@
+"""Tests sliding-window evaluation: which window scores what, values against a plain loop, totals, stopping."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_run
+
+from txl_jax.config import DType, Encoding
+from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step, window_batches
+
+T, CLAMP = 14, 2
+TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
+# (A, stride, batch): the published protocol; windows that end past the text; windows side by side; a text of one window.
+CASES = [(4, 1, 1), (5, 3, 2), (4, 4, 5), (20, 2, 3)]
+
+
+@functools.cache
+def model(encoding: Encoding):
+    return tiny.make(dtype=DType.FLOAT64, encoding=encoding)
+
+
+@functools.cache
+def params(encoding: Encoding):
+    return tiny_run.params(model(encoding))
+
+
+@functools.cache
+def step(encoding: Encoding):
+    return make_window_step(model(encoding), clamp_len=CLAMP)
+
+
+def totals(encoding=Encoding.ABSOLUTE, attention_len=4, stride=1, batch_size=1, **others):
+    sizes = {"attention_len": attention_len, "stride": stride, "batch_size": batch_size}
+    return evaluate_windows(step(encoding), params(encoding), TEXT, **sizes, **others)
+
+
+def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
+    """Summed nats of TEXT, one token at a time, each from a window of its own."""
+    made, variables, nats = model(encoding), {"params": params(encoding)}, 0.0
+    encode = tiny.encoder(made, clamp_len=CLAMP)
+    for target in range(1, T):
+        start = 0
+        while start + attention_len < target:  # The window does not reach the token before it.
+            start += stride
+        # What stands in the window after that token cannot matter; absolute codes count to the window's end.
+        seen = TEXT[start:target]
+        window = np.full(attention_len, 7)
+        window[: len(seen)] = seen
+        if encoding is Encoding.RELATIVE:
+            window = seen
+        memory = made.init_memory(batch_size=1, mem_len=0)
+        hidden, _ = encode(variables, jnp.asarray(window[None]), memory)
+        log_p = made.apply(variables, hidden[:, len(seen) - 1 : len(seen)], method=made.log_probabilities)
+        nats -= float(log_p[0, 0, TEXT[target]])
+    return nats
+
+
+@pytest.mark.parametrize("encoding", Encoding)
+@pytest.mark.parametrize(("attention_len", "stride", "batch_size"), CASES)
+def test_totals_match_a_loop_over_tokens(encoding, attention_len, stride, batch_size, x64):
+    found = totals(encoding, attention_len, stride, batch_size)
+    assert found.tokens == T - 1
+    assert found.nats == pytest.approx(nats_by_hand(encoding, attention_len, stride), rel=1e-12)
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(st.data())
+def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data):
+    length = data.draw(st.integers(2, 30), "T")
+    attention_len = data.draw(st.integers(1, 12), "A")
+    stride = data.draw(st.integers(1, attention_len), "stride")
+    batch_size = data.draw(st.integers(1, 5), "batch")
+    sizes = {"attention_len": attention_len, "stride": stride, "batch_size": batch_size}
+    shapes, scored = [], []
+
+    def note(params, windows, targets):
+        """Stands for the model: the nats of a target are its own number."""
+        n = targets.shape[1]
+        shapes.append((windows.shape, targets.shape))
+        for row, wanted in zip(windows, targets, strict=True):
+            for place, target in enumerate(wanted, attention_len - n):
+                if target:
+                    context = row[: place + 1]
+                    np.testing.assert_array_equal(context, np.arange(target - len(context), target))
+                    assert len(context) == target if len(shapes) == 1 else len(context) > attention_len - stride
+                    scored.append(target)
+        return targets.astype(np.float64)
+
+    found = evaluate_windows(note, None, np.arange(length), **sizes)
+    assert sorted(scored) == list(range(1, length))
+    assert (found.tokens, found.nats) == (length - 1, sum(range(length)))
+    assert shapes[0] == ((1, attention_len), (1, attention_len))
+    assert set(shapes[1:]) <= {((batch_size, attention_len), (batch_size, stride))}  # One compilation.
+    assert len(shapes) - 1 == -(-max(-(-(length - 1 - attention_len) // stride), 0) // batch_size)
+
+
+def test_what_is_not_scored_does_not_count():
+    """Padding scores nothing, even where the model answers with nonsense."""
+
+    def answer(params, windows, targets):
+        return np.where(targets > 0, 2.0, np.nan)
+
+    found = evaluate_windows(answer, None, np.arange(10), attention_len=4, stride=3, batch_size=4)
+    assert (found.tokens, found.nats, found.nll) == (9, 18, 2)
+
+
+def test_only_scored_positions_go_through_the_softmax():
+    batch_size, attention_len, stride = 2, 9, 3
+    windows, targets = jnp.zeros((batch_size, attention_len), int), jnp.zeros((batch_size, stride), int)
+    variables = jax.eval_shape(lambda: tiny.variables(tiny.make()))
+    program = str(jax.make_jaxpr(make_window_step(tiny.make(), clamp_len=0))(variables["params"], windows, targets))
+    assert f"f32[{batch_size},{stride},{tiny.V}]" in program
+    assert f"f32[{batch_size},{attention_len},{tiny.V}]" not in program
+
+
+def test_totals_come_along_one_call_late(x64):
+    calls = []
+    result = totals(attention_len=4, stride=2, batch_size=2, after_call=calls.append)
+    # 13 targets: 4 of the first window, then two windows of 2 a call, the last of which scores 1.
+    assert [so_far.tokens for so_far in calls] == [4, 8, 12]
+    assert calls[0].nats < calls[1].nats < calls[2].nats < result.nats
+
+
+def test_after_call_may_stop_it(x64):
+    def stop(so_far):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        totals(after_call=stop)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "says"),
+    [
+        (TEXT, {"stride": 5}, "stride is 5, attention_len 4"),
+        (TEXT, {"stride": 0}, "stride is 0"),
+        (TEXT, {"batch_size": 0}, "batch_size 0"),
+        (TEXT[:1], {}, r"shape \(1,\)"),
+    ],
+)
+def test_mistakes_are_refused(tokens, sizes, says):
+    with pytest.raises(ValueError, match=says):
+        next(window_batches(tokens, **{"attention_len": 4, "stride": 1, "batch_size": 1} | sizes))

@@ -1,0 +1,279 @@
+"""Tests Hugging Face's weights: round trips, refusals, and the same numbers as its model where that is installed."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from txl_jax.config import COMPAT_PRESETS, CompatConfig, DType, Encoding, EvalConfig, ModelConfig, NormPlace
+from txl_jax.interop import huggingface, original
+from txl_jax.modules.transformer_xl import TransformerXL
+
+V, L, M = tiny.V, 3, 7
+SPAN = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=0, same_length=False)
+CUTOFFS = (4, 9)
+CONFIGS = {
+    "full softmax": {},
+    "nothing tied": {"tie_weight": False, "untie_r": True},
+    "pre-norm": {"layer_norm": NormPlace.PRE},
+    "d_embed, tied projection": {"d_embed": 8, "tie_projs": (True,)},
+    "div_val 1": {"cutoffs": CUTOFFS, "d_embed": 8, "tie_projs": (False, True, True)},
+    "div_val 1, no projections": {"cutoffs": CUTOFFS, "layer_norm": NormPlace.PRE, "untie_r": True},
+    "div_val 2": {"cutoffs": CUTOFFS, "div_val": 2, "tie_projs": (False, True, True), "untie_r": True},
+    "div_val 4, nothing tied": {"cutoffs": CUTOFFS, "d_embed": 16, "div_val": 4, "tie_weight": False},
+}
+by_config = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+# Of the peer's own names and of torch's.
+quiet = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def make(**changes) -> tuple[ModelConfig, dict]:
+    """A config and random parameters."""
+    model = tiny.make(compat=COMPAT_PRESETS["hf"], **changes)
+    return model.config, jax.tree.map(np.asarray, tiny.variables(model)["params"])
+
+
+@by_config
+def test_params_survive_the_round_trip(changes):
+    config, params = make(**changes)
+    again = huggingface.to_flax(huggingface.from_flax(params, config), config, vocab_size=V)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+@pytest.mark.parametrize("name", ["s25_hf_zeros", "s26_hf_empty"])
+def test_golden_tensors_survive_the_round_trip(name):
+    with np.load(pathlib.Path(__file__).parents[1] / "golden" / f"{name}.npz") as arrays:
+        golden = json.loads(str(arrays["config_json"]))
+        tensors = {key.removeprefix("param/"): arrays[key] for key in arrays.files if key.startswith("param/")}
+        frequencies = arrays["buffer/transformer.pos_emb.inv_freq"]
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in golden.items() if key in fields}
+    config = ModelConfig(**values)
+    assert huggingface.aliases(config) == golden["aliases"]
+    tensors["transformer.pos_emb.inv_freq"] = frequencies
+    again = huggingface.from_flax(huggingface.to_flax(tensors, config, vocab_size=golden["n_token"]), config)
+    assert again.keys() == tensors.keys()
+    np.testing.assert_allclose(again.pop("transformer.pos_emb.inv_freq"), frequencies, rtol=1e-15)
+    for key, value in again.items():
+        np.testing.assert_array_equal(value, tensors[key], err_msg=key)
+
+
+def test_shared_biases_have_every_name_and_one_array():
+    config, params = make()
+    tensors = huggingface.from_flax(params, config)
+    for layer in range(config.n_layer):
+        assert tensors[f"transformer.layers.{layer}.dec_attn.r_w_bias"] is tensors["transformer.r_w_bias"]
+    np.testing.assert_array_equal(tensors["transformer.r_w_bias"], params["stack"]["biases"]["content"])
+
+
+U0, U1 = (f"transformer.layers.{layer}.dec_attn.r_w_bias" for layer in range(2))
+SHARED = "transformer.r_w_bias"
+
+
+@pytest.mark.parametrize(
+    ("untie_r", "change", "message"),
+    [
+        (False, {U1: np.ones((4, 5))}, f"tensors {U1} and {SHARED} differ, but model.untie_r is off"),
+        (False, {U1: None}, rf"tensor {U1} is missing, expected with shape \[4, 5\]"),
+        (False, {SHARED: None}, rf"tensor {SHARED} is missing, expected with shape \[4, 5\]"),
+        (True, {U0: None}, rf"tensor {U0} is missing, expected with shape \[4, 5\]"),
+        (True, {U0: np.zeros((5, 4))}, rf"tensor {U0} has shape \[5, 4\], expected with shape \[4, 5\]"),
+        (True, {SHARED: np.zeros((4, 5))}, f"{SHARED} was given, but with model.untie_r each layer has its own"),
+        (True, {"transformer.r_emb": np.zeros(3)}, r"tensor r_emb of shape \[3\] was given, expected no such"),
+        (False, {"word_emb.emb_layers.0.weight": np.zeros((13, 6))}, "emb_layers.0.weight was given, expected names"),
+        (False, {"transformer.crit.out_layers.0.bias": np.zeros(13)}, "crit.out_layers.0.bias was given, expected"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(untie_r, change, message):
+    """`change` holds the tensors that are replaced or added; None: taken away."""
+    config, params = make(untie_r=untie_r)
+    tensors = huggingface.from_flax(params, config) | change
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        huggingface.to_flax(tensors, config, vocab_size=V)
+
+
+def test_the_originals_tensors_are_refused():
+    """Their tail clusters stand in another order."""
+    config, params = make(cutoffs=CUTOFFS)
+    with pytest.raises(ValueError, match=r"transformer.r_w_bias is missing"):
+        huggingface.to_flax(original.from_flax(params, config), config, vocab_size=V)
+
+
+def test_the_final_norm_has_no_name():
+    model = tiny.make(compat=CompatConfig(final_norm=True), layer_norm=NormPlace.PRE)
+    with pytest.raises(ValueError, match="final_norm has no name in the original"):
+        huggingface.from_flax(tiny.variables(model)["params"], model.config)
+
+
+def test_absolute_positions_have_no_names():
+    config = dataclasses.replace(tiny.CONFIG, encoding=Encoding.ABSOLUTE)
+    for convert in (huggingface.from_flax, lambda tensors, config: huggingface.to_flax(tensors, config, vocab_size=V)):
+        with pytest.raises(ValueError, match="Hugging Face's model has relative only"):
+            convert({}, config)
+
+
+def test_config_of_holds_sizes_ties_and_lengths():
+    config = ModelConfig(
+        n_layer=3, d_model=12, n_head=2, d_head=5, d_inner=18, d_embed=16, cutoffs=(9, 20), div_val=2, untie_r=True
+    )
+    span = EvalConfig(mem_len=11, clamp_len=0, same_length=False)
+    found = huggingface.config_of(config, span, vocab_size=37)
+    assert found == {
+        "vocab_size": 37,
+        "n_layer": 3,
+        "d_model": 12,
+        "n_head": 2,
+        "d_head": 5,
+        "d_inner": 18,
+        "d_embed": 16,
+        "div_val": 2,
+        "cutoffs": [9, 20],
+        "tie_word_embeddings": True,
+        "tie_projs": [False, False, False],
+        "untie_r": True,
+        "pre_lnorm": False,
+        "init_std": 0.02,
+        "proj_init_std": 0.01,
+        "dropout": 0.0,
+        "dropatt": 0.0,
+        "mem_len": 11,
+        "clamp_len": -1,
+        "same_length": False,
+        "eos_token_id": None,
+    }
+    other = dataclasses.replace(config, d_embed=0, layer_norm=NormPlace.PRE, tie_projs=(True, False, True))
+    found = huggingface.config_of(other, EvalConfig(mem_len=11, clamp_len=6, same_length=True), vocab_size=37)
+    assert (found["d_embed"], found["pre_lnorm"], found["tie_projs"]) == (12, True, [True, False, True])
+    assert (found["clamp_len"], found["same_length"]) == (6, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "span", "message"),
+    [
+        ({"cutoffs": (4, V)}, SPAN, "the vocabulary has 13 tokens"),
+        ({"div_val": 2}, SPAN, "model.cutoffs is empty"),
+        (
+            {"encoding": Encoding.ABSOLUTE},
+            SPAN,
+            "model.encoding is absolute, and Hugging Face's model has relative only",
+        ),
+        ({}, dataclasses.replace(SPAN, mem_len=0, same_length=True), "the window would be empty"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(changes, span, message):
+    with pytest.raises(ValueError, match=message):
+        huggingface.config_of(dataclasses.replace(tiny.CONFIG, **changes), span, vocab_size=V)
+
+
+def library():
+    """(torch, transformers), or the test is skipped."""
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)  # For matrices this small, more threads only wait for one another.
+    pytest.importorskip("transformers.models.transfo_xl", reason="needs transformers 4.35: txl_jax[peer]")
+    return torch, pytest.importorskip("transformers")
+
+
+def peer_of(transformers, config: ModelConfig, span: EvalConfig = SPAN):
+    arguments = huggingface.config_of(config, span, vocab_size=V)
+    return transformers.TransfoXLLMHeadModel(transformers.TransfoXLConfig(**arguments)).eval()
+
+
+def every_config():
+    """All valid combinations of what decides on names."""
+    for cutoffs, div_val, d_embed in itertools.product(((), CUTOFFS), (1, 2, 4), (0, 16)):
+        if cutoffs or div_val == 1:
+            ties = {(), (True,) * (len(cutoffs) + 1), (False,) + (True,) * len(cutoffs)}
+            for tie_projs, tie_weight, untie_r in itertools.product(sorted(ties), (True, False), (True, False)):
+                yield dataclasses.replace(
+                    tiny.CONFIG,
+                    cutoffs=cutoffs,
+                    div_val=div_val,
+                    d_embed=d_embed,
+                    tie_projs=tie_projs,
+                    tie_weight=tie_weight,
+                    untie_r=untie_r,
+                    layer_norm=NormPlace.PRE if untie_r else NormPlace.POST,
+                )
+
+
+@quiet
+def test_every_name_of_the_real_state_dict_survives_the_round_trip():
+    torch, transformers = library()
+    n_configs = 0
+    for config in every_config():
+        if config.div_val == 4 and config.embed_width < 16:  # No width is left for the last tail.
+            continue
+        n_configs += 1
+        state = peer_of(transformers, config).state_dict()
+        tensors = {name: value.numpy() for name, value in state.items()}
+        again = huggingface.from_flax(huggingface.to_flax(tensors, config, vocab_size=V), config)
+        assert again.keys() == tensors.keys(), config
+        for name, value in tensors.items():
+            # The constant frequencies are calculated in float32 there.
+            rtol = 1e-6 if name.endswith("inv_freq") else 0
+            np.testing.assert_allclose(again[name], value, rtol=rtol, err_msg=name)
+        other = peer_of(transformers, config)
+        other.load_state_dict({name: torch.from_numpy(value) for name, value in again.items()}, strict=True)
+        for name, value in other.state_dict().items():
+            np.testing.assert_array_equal(value.numpy(), again[name], err_msg=name)
+    assert n_configs == 84
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("changes", "lengths"),
+    [*((changes, {}) for changes in CONFIGS.values()), (CONFIGS["div_val 2"], {"same_length": True, "clamp_len": 4})],
+    ids=[*CONFIGS, "same_length and clamp_len"],
+)
+def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatch):
+    """Losses, hidden states and memory of three segments from a memory of zeros, in float64."""
+    torch, transformers = library()
+    # Its attention casts to float32 and there writes the lowest number of float64, which is an error.
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)
+    span = dataclasses.replace(SPAN, **lengths)
+    config, params = make(dtype=DType.FLOAT64, **changes)
+    params = jax.tree.map(np.float64, params)
+    peer = peer_of(transformers, config, span).double()
+    tensors = huggingface.from_flax(params, config)
+    peer.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()}, strict=True)
+    tokens = tiny.text(3 * L + 1)
+    tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1  # Each cluster, and one row of the first alone.
+    ours = list(walk(TransformerXL(config, COMPAT_PRESETS["hf"], V), params, span, tokens))
+    theirs = list(walk_peer(torch, peer, tokens))
+    assert len(ours) == len(theirs) == 3
+    for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for name in ("nll", "hidden", "memory"):
+            largest = np.abs(b[name]).max()
+            np.testing.assert_allclose(a[name], b[name], atol=1e-9 * largest, rtol=0, err_msg=f"{name} of segment {k}")
+
+
+def walk(model: TransformerXL, params, span: EvalConfig, tokens: np.ndarray):
+    """Our losses, hidden states and memory, segment after segment."""
+    encode = tiny.encoder(model, clamp_len=span.clamp_len, same_length=span.same_length)
+    memory = model.init_memory(batch_size=len(tokens), mem_len=span.mem_len)
+    for start in range(0, tokens.shape[1] - 1, L):
+        segment = jnp.asarray(tokens[:, start : start + L + 1])
+        hidden, memory = encode({"params": params}, segment[:, :-1], memory)
+        nll = model.apply({"params": params}, hidden, segment[:, 1:], method=model.nll)
+        yield {"nll": nll, "hidden": hidden, "memory": memory.hidden}
+
+
+def walk_peer(torch, peer, tokens: np.ndarray):
+    """The same of the peer, which gives all log probabilities when it gets no labels."""
+    memory = None
+    for start in range(0, tokens.shape[1] - 1, L):
+        segment = torch.from_numpy(tokens[:, start : start + L + 1].astype(np.int64))
+        with torch.no_grad():
+            found = peer(segment[:, :-1], mems=memory, output_hidden_states=True)
+        memory = found.mems
+        nll = -found.prediction_scores.gather(2, segment[:, 1:, None])[:, :, 0]
+        states = torch.stack(memory).transpose(1, 2)
+        yield {"nll": nll.numpy(), "hidden": found.hidden_states[-1].numpy(), "memory": states.numpy()}

@@ -1,0 +1,168 @@
+"""Tests the generation job's stop token: what ends a sample, what is printed and saved of it, and what is no token."""
+
+import drawn_run
+import jax.numpy as jnp
+import pytest
+import tiny_run
+
+from txl_jax import config_tree
+from txl_jax.config import CorpusName, DataConfig, Encoding, GenerateConfig, LineMark, MemoryType, Newlines
+from txl_jax.data import pieces
+from txl_jax.data.corpus import read_corpus
+from txl_jax.data.text import File
+from txl_jax.data.vocabulary import ByteVocabulary, CharacterVocabulary, WordVocabulary
+from txl_jax.jobs import generate
+from txl_jax.jobs.generate import read_stop
+
+LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(config, corpus, workdir) of a run on few characters, so that each comes soon."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text").write_text("the cat sat\n" * 100)
+    config = config_tree.replace(
+        tiny_run.CONFIG,
+        {
+            "data": DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"), tokenizer="char"),
+            "generate": GenerateConfig(length=LENGTH, samples=3, top_k=0, seed=4),
+        },
+    )
+    corpus = read_corpus(config.data, "nowhere", str(folder))
+    workdir, _ = drawn_run.make(folder / "run", config, corpus)
+    return config, corpus, workdir
+
+
+def write(run, *, stop_requested=lambda: False, **changes):
+    """(texts, what was written on the way, what was said) as strings."""
+    config, corpus, workdir = run
+    config = config_tree.replace(config, {f"generate.{name}": value for name, value in changes.items()})
+    written, said = [], []
+    texts = generate.run(
+        config, corpus.vocabulary, workdir, say=said.append, write=written.append, stop_requested=stop_requested
+    )
+    return [text.decode() for text in texts], "".join(written), said
+
+
+def places(texts):
+    """Where each known character, that is no line's end, first stands in the texts; -1: nowhere."""
+    return {character: [text.find(character) for text in texts] for character in "the cas"}
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    texts, _, said = write(run)
+    assert [len(text) for text in texts] == [LENGTH] * 3 and f"{LENGTH} tokens" in said[0] and "most" not in said[0]
+    return texts
+
+
+def test_each_sample_ends_with_its_first_stop_token(run, whole):
+    stop = next(c for c, found in places(whole).items() if 0 <= found[0] < 16 and (max(found) >= 16 or -1 in found))
+    texts, written, said = write(run, stop=stop)
+    for text, longer in zip(texts, whole, strict=True):
+        start, found, _ = longer.partition(stop)
+        assert text == start + found
+    assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), "blocks go on for the others"
+    assert written.startswith(texts[0] + "\n"), "the first sample is streamed up to there"
+    assert f"at most {LENGTH} tokens" in said[0]
+    saved = (run[2].path / "sample-seed4.txt").read_text()
+    assert saved == "\n\n--- next sample ---\n\n".join(texts) + "\n"
+
+
+def test_writing_ends_where_the_last_sample_does(run, whole):
+    last, stop = min((max(found), character) for character, found in places(whole).items() if -1 not in found)
+    assert last < 16
+    asked = []
+    texts, _, _ = write(run, stop=stop, stop_requested=lambda: asked.append(True))
+    assert len(asked) == 1, "one block, and not all three"
+    assert max(map(len, texts)) == last + 1
+
+
+def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypatch):
+    config, corpus, workdir = run
+    made, real = [], generate.Generator
+    monkeypatch.setattr(generate, "Generator", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
+    config = config_tree.replace(config, {"eval.memory_type": MemoryType.BFLOAT16, "generate.length": 1})
+    generate.run(config, corpus.vocabulary, workdir, say=str, write=str)
+    assert made == [{"memory_dtype": jnp.bfloat16, "stop_token": None}]
+
+
+def test_a_stop_that_never_comes_changes_nothing(run):
+    likeliest = write(run, temperature=0.0)[0]
+    absent = sorted(set("the cas") - set("".join(likeliest)))
+    assert absent and write(run, temperature=0.0, stop=absent[0])[0] == likeliest
+
+
+def test_absolute_positions_are_refused(run):
+    config = config_tree.replace(run[0], {"model.encoding": Encoding.ABSOLUTE})
+    with pytest.raises(ValueError, match="model.encoding is absolute.* no place"):
+        generate.run(config, run[1].vocabulary, run[2])
+
+
+WORDS = ("<eos>", "the", "<unk>", "cat", "<S>", "<s>")
+
+
+def words(line_mark, **fields):
+    return WordVocabulary(WORDS, line_mark, **fields)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "stop", "token"),
+    [
+        (ByteVocabulary(b"\n a"), "", None),
+        (ByteVocabulary(b"\n a"), "\\n", 0),
+        (ByteVocabulary(b"\n a"), "\n", 0),
+        (ByteVocabulary(b"\n a"), "a", 2),
+        (ByteVocabulary(b"\n\\n"), "\\\\", 1),
+        (ByteVocabulary(b"\n\xff"), "\udcff", 1),  # As Python takes a byte of the command line that is no UTF-8.
+        (CharacterVocabulary("a\né\N{REPLACEMENT CHARACTER}"), "é", 2),
+        (CharacterVocabulary("a\né\N{REPLACEMENT CHARACTER}", lower_case=True), "A", 0),
+        (words(LineMark.EOS), "the", 1),
+        (words(LineMark.EOS), " the ", 1),
+        (words(LineMark.EOS), "\\n", 0),
+        (words(LineMark.EOS), "<eos>", 0),
+        (words(LineMark.EOS), "<S>", 4),
+        (words(LineMark.S), "\\n", 4),
+        (words(LineMark.DOUBLE_S), "\\n", 4),
+        (words(LineMark.DOUBLE_S), "<S>", 4),
+        (words(LineMark.S, lower_case=True), "<S>", 4),
+        (words(LineMark.S, lower_case=True), "The", 1),
+    ],
+)
+def test_the_text_of_a_token_is_found(vocabulary, stop, token):
+    assert read_stop(GenerateConfig(stop=stop), vocabulary) == token
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "stop", "says"),
+    [
+        (ByteVocabulary(b"\n a"), "a a", "'a a', which this model reads as 3 tokens .'a', ' ', 'a'.; give"),
+        (ByteVocabulary.all_bytes(), "é", r"2 tokens \('\\\\xc3', '\\\\xa9'\)"),
+        (ByteVocabulary.all_bytes(Newlines.DROP), "\\n", r"'\\\\n', which this model reads as 0 tokens \(nothing\)"),
+        (ByteVocabulary(b"\n a"), "b", "generate.stop cannot be read by this model: byte 98"),
+        (CharacterVocabulary("a\N{REPLACEMENT CHARACTER}"), "b", "its unknown token .'\N{REPLACEMENT CHARACTER}'"),
+        (words(LineMark.EOS), "dog", "'dog', which this model reads as its unknown token .'<unk>'.; give"),
+        (words(LineMark.EOS), "<unk>", "its unknown token"),
+        (words(LineMark.EOS), "the cat", "2 tokens .'the', 'cat'."),
+        (words(LineMark.EOS), " ", "0 tokens"),
+        (words(LineMark.NONE), "\\n", "0 tokens"),
+        (words(LineMark.EOS), "\udcff", "generate.stop cannot be read by this model: byte 0xff"),
+    ],
+)
+def test_what_is_not_one_known_token_is_refused_by_what_it_became(vocabulary, stop, says):
+    with pytest.raises(ValueError, match=says) as error:
+        read_stop(GenerateConfig(stop=stop), vocabulary)
+    assert "\n" not in str(error.value)
+
+
+def test_pieces_stop_at_a_piece_and_at_their_mark():
+    content = b"one two three\n" * 50
+    file = File("words", len(content), lambda: iter([content]))
+    learnt = pieces.train([file], size=268, line_mark=LineMark.EOS, lower_case=False)
+    for stop in ("\\n", "</s>"):
+        assert read_stop(GenerateConfig(stop=stop), learnt) == learnt.mark
+    single = next(token for token in range(259, 268) if learnt.encode(learnt.names()[token]).tolist() == [token])
+    assert read_stop(GenerateConfig(stop=learnt.names()[single].decode()), learnt) == single
+    with pytest.raises(ValueError, match=r"\d tokens"):
+        read_stop(GenerateConfig(stop="unheard of"), learnt)

@@ -1,0 +1,92 @@
+"""Tests how a text is scored: which nats belong to which token, and the bar or the lines that tell how far it is."""
+
+import io
+
+import numpy as np
+import pytest
+import tqdm
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from txl_jax.data.segments import evaluation_segments
+from txl_jax.evaluation.streaming import Scores, evaluate
+from txl_jax.jobs import score as score_job
+from txl_jax.jobs.score import Interrupted, put_in_text_order, watched
+from txl_jax.metrics import Measure, Totals
+
+
+@given(
+    length=st.integers(2, 60),
+    batch_size=st.integers(1, 7),
+    segment_len=st.integers(1, 9),
+    warmup=st.integers(0, 30),
+    per_call=st.integers(1, 5),
+)
+@example(length=6, batch_size=4, segment_len=3, warmup=2, per_call=2)  # The last row has no target of its own.
+def test_every_tokens_nats_come_to_its_place(length, batch_size, segment_len, warmup, per_call):
+    """Through the walk itself, with a model for which the nats of a token are its number, and nonsense elsewhere."""
+
+    def step(weights, memory, segments):
+        nll = np.where(segments.weights > 0, segments.targets, np.nan)
+        return memory, Scores(np.nansum(nll, (1, 2)), segments.weights.sum((1, 2)), nll)
+
+    reader = evaluation_segments(
+        np.arange(length), batch_size=batch_size, segment_len=segment_len, warmup_tokens=warmup
+    )
+    nats, written = np.full(length, -1.0), []
+
+    def keep(first, nll):
+        before = nats.copy()
+        put_in_text_order(nats, reader, first, nll)
+        written.extend(np.flatnonzero(before != nats).tolist())
+
+    evaluate(step, None, None, reader, segments_per_call=per_call, place=lambda segments: segments, keep=keep)
+    assert nats.tolist() == [-1, *range(1, length)]
+    assert sorted(written) == list(range(1, length)), "each once"
+
+
+def totals(done):
+    return Totals(nats=np.log(2) * done, tokens=done)
+
+
+def watch(done, *, said, stop=lambda: False, total=50):
+    with watched("a text", total, unit="segment", measure=Measure.BPC, say=said.append, stop_requested=stop) as show:
+        for each in done:
+            show(each, totals(each))
+
+
+def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch, capsys):
+    clock = iter([100, 119, 120, 121, 139, 145])  # At the start, and at each call.
+    monkeypatch.setattr(score_job.time, "monotonic", lambda: next(clock))
+    said = []
+    watch([5, 10, 15, 20, 25], said=said)
+    assert said == ["a text: 20%  bpc 1.0000 so far  ETA 0:01:20", "a text: 50%  bpc 1.0000 so far  ETA 0:00:45"]
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_a_bar_moves_and_no_line_is_said(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    bars, screen = [], Terminal()
+
+    class Bar(tqdm.tqdm):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs, file=screen, mininterval=0)
+            bars.append(self)
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    monkeypatch.setattr(score_job, "_SECONDS_BETWEEN_LINES", 0)
+    said = []
+    watch([10, 30], said=said)
+    assert said == [] and (bars[0].n, bars[0].total) == (30, 50)
+    shown = screen.getvalue()
+    assert "a text:  60%" in shown and "30/50" in shown and "bpc 1.0000" in shown
+    assert shown.endswith("\r"), "the bar is wiped off: the result's line takes its place"
+
+
+def test_a_stop_ends_it_by_name(capsys):
+    said, asked = [], iter([False, True])
+    with pytest.raises(Interrupted, match="^a text$"):
+        watch([1, 2, 3], said=said, stop=lambda: next(asked))

@@ -1,0 +1,141 @@
+"""Tests the scores of single tokens: their file, their order at any batch and segment, and that they sum to the totals."""
+
+import re
+
+import drawn_run
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from txl_jax import config_tree
+from txl_jax.config import CorpusName, DataConfig, LineMark
+from txl_jax.data.corpus import read_corpus
+from txl_jax.data.vocabulary import WordVocabulary
+from txl_jax.jobs import evaluate, score_tokens
+from txl_jax.jobs.score import SPLITS, Interrupted
+from txl_jax.workdir import TextInfo
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(config, corpus, workdir) of a run on all 256 bytes; the validation text has 50, the test text 51."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "bytes").write_bytes(np.random.default_rng(0).integers(256, size=1011).astype(np.uint8).tobytes())
+    config = config_tree.replace(
+        tiny_run.CONFIG, {"data": DataConfig(corpus=CorpusName.TEXT, file=str(folder / "bytes"))}
+    )
+    corpus = read_corpus(config.data, "nowhere", str(folder))
+    workdir, _ = drawn_run.make(folder / "run", config, corpus)
+    return config, corpus, workdir
+
+
+def score(run, *, changes=None, **others):
+    config, corpus, workdir = run
+    config = config_tree.replace(config, changes or {})
+    return score_tokens.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), say=lambda line: None, **others)
+
+
+def table(run, split):
+    """(numbers, tokens, nats as they are written) of a file, split as a reader would that knows tabs and lines."""
+    lines = score_tokens.scores_file(run[2], split).read_text(encoding="utf-8").splitlines()
+    assert lines[0].split("\t") == ["index", "token", "nats"]
+    return zip(*(line.split("\t") for line in lines[1:]), strict=True)
+
+
+def unescaped(text):
+    r"""The bytes of a printed name: \\ \n \r \t, \xNN of a byte, \uNNNN of a character."""
+    plain = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
+    parts = re.findall(r"\\(?:x(..)|u(....)|(.))|([^\\])", text)
+    return b"".join(
+        bytes.fromhex(byte) if byte else chr(int(code, 16)).encode() if code else plain[c] if c else other.encode()
+        for byte, code, c, other in parts
+    )
+
+
+def test_the_file_holds_every_token_but_the_first_in_order(run):
+    score(run)
+    for split in SPLITS:
+        tokens = getattr(run[1], split)
+        numbers, names, _ = table(run, split)
+        assert list(map(int, numbers)) == list(range(1, len(tokens)))
+        assert b"".join(map(unescaped, names)) == run[1].vocabulary.decode(tokens[1:])
+
+
+def test_the_totals_are_those_of_evaluation_and_the_sum_of_the_file(run):
+    config, corpus, workdir = run
+    totals = score(run)
+    evaluated = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), say=lambda line: None)
+    for split in SPLITS:
+        *_, nats = table(run, split)
+        assert (totals[split].nll, totals[split].tokens) == (evaluated[split]["loss"], evaluated[split]["tokens"])
+        assert sum(map(float, nats)) == pytest.approx(totals[split].nats, rel=1e-6)
+        read = np.array(nats, np.float32)
+        assert len(set(nats)) == len(set(read.tolist())) > 20
+        assert [str(number) for number in read] == list(nats), "the shortest text that reads back as the number"
+
+
+@pytest.mark.parametrize(("batch_size", "segment_len", "per_call"), [(1, 5, 2), (4, 3, 1), (60, 1, 1)])
+def test_rows_and_segments_change_neither_order_nor_scores(run, batch_size, segment_len, per_call):
+    """With a memory that spans the text, and a warm-up that does too, every row sees what one long pass sees."""
+    whole = {"eval.mem_len": 64, "eval.same_length": False, "eval.segment_len": 50}
+    score(run, changes=whole)
+    *_, expected = table(run, "test")
+    sizes = {"batch_size": batch_size, "segment_len": segment_len, "segments_per_call": per_call}
+    score(run, changes=whole | {"eval.warmup_tokens": 64} | {f"eval.{name}": size for name, size in sizes.items()})
+    *_, found = table(run, "test")
+    np.testing.assert_allclose(np.array(found, float), np.array(expected, float), atol=2e-5)
+
+
+def test_a_stop_leaves_the_texts_before_it(run):
+    for split in SPLITS:
+        score_tokens.scores_file(run[2], split).unlink(missing_ok=True)
+    asked = iter(
+        [*[False] * 9, True]
+    )  # The validation text takes ten calls of a segment and is asked about nine times.
+    with pytest.raises(Interrupted, match="test"):
+        score(run, stop_requested=lambda: next(asked))
+    assert [score_tokens.scores_file(run[2], split).exists() for split in SPLITS] == [True, False]
+
+
+def test_several_processes_are_refused(run, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="there are 2 processes.*with one process"):
+        score(run)
+
+
+def test_another_vocabulary_is_refused(run):
+    config, corpus, workdir = run
+    trained_on = TextInfo(corpus.name, "words", corpus.digest, WordVocabulary(("<eos>", "<unk>")))
+    with pytest.raises(ValueError, match="2 tokens, and .* read with 256"):
+        score_tokens.run(config, corpus, workdir, trained_on=trained_on, say=print)
+
+
+def test_words_stand_in_the_file_as_in_the_vocabulary():
+    vocabulary = WordVocabulary(("<eos>", "the", "<unk>", "a\\b"), LineMark.EOS)
+    nats = np.array([9, 0.1, 1e-9, 16777216], np.float32)
+    assert list(score_tokens.lines(np.array([1, 3, 0, 2]), nats, vocabulary)) == [
+        "index\ttoken\tnats\n",
+        "1\ta\\\\b\t0.1\n",
+        "2\t<eos>\t1e-09\n",
+        "3\t<unk>\t1.6777216e+07\n",
+    ]
+
+
+@given(st.binary() | st.text().map(lambda text: text.encode(errors="ignore")) | st.text("\\nrtxu\n\t\r\x85\u2028"))
+@example(bytes(range(256)))
+def test_a_name_is_one_cell_of_one_line_and_can_be_read_back(name):
+    name = name if isinstance(name, bytes) else name.encode()
+    shown = score_tokens.printable(name)
+    assert "\t" not in shown and len(shown.splitlines()) <= 1
+    assert not {chr(i) for i in range(32)} & set(shown)
+    assert unescaped(shown) == name
+
+
+def test_blocks_of_lines_join_without_a_seam(monkeypatch):
+    vocabulary, tokens, nats = WordVocabulary(("<eos>", "<unk>")), np.arange(30) % 2, np.arange(30, dtype=np.float32)
+    whole = list(score_tokens.lines(tokens, nats, vocabulary))
+    monkeypatch.setattr(score_tokens, "_TOKENS_PER_BLOCK", 7)
+    assert list(score_tokens.lines(tokens, nats, vocabulary)) == whole and len(whole) == 30

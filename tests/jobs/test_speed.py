@@ -1,0 +1,95 @@
+"""Tests that the benchmark times what it says, and what it makes of the times."""
+
+import dataclasses
+
+import pytest
+import tiny
+import tiny_run
+
+from txl_jax.assemble import assemble
+from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
+from txl_jax.jobs import beside_peer, speed
+from txl_jax.jobs.speed import Speed, Task
+
+CONFIG = ExperimentConfig(
+    model=tiny.CONFIG,
+    train=TrainConfig(batch_size=2, segment_len=4, mem_len=6, segments_per_call=2, steps=2, log_every=2),
+    eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7, clamp_len=5, segments_per_call=2),
+    generate=GenerateConfig(samples=3, top_k=5),
+)
+
+
+@pytest.fixture(scope="module")
+def parts():
+    intervals = {"eval_every": 2, "checkpoint_every": 2}
+    config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, **intervals))
+    return assemble(config, vocab_size=tiny.V)
+
+
+def test_tasks_take_turns_and_warm_up_first():
+    order = []
+    tasks = [Task(name, "", 0, 8, lambda name=name: order.append(name)) for name in "ab"]
+    found = speed.take_turns(tasks, warmup=1, calls=3)
+    assert order == list("abababab")
+    assert [len(one.seconds) for one in found] == [3, 3]
+
+
+def test_speed_is_tokens_over_seconds():
+    found = Speed(Task("x", "1 x 8", 0, 8, lambda: None), (1.0, 4.0, 2.0))
+    assert (found.median, min(found.rates), max(found.rates)) == (4.0, 2.0, 8.0)
+    record = found.as_record()
+    assert record["tokens_per_second"] == 4.0 and record["seconds"] == [1.0, 4.0, 2.0] and "call" not in record
+
+
+def test_the_ratio_is_that_of_each_turn_and_of_tokens():
+    """Ours handles twice the peer's tokens in a call."""
+    ours = Speed(Task("x", "", 0, 16, lambda: None), (1.0, 2.0, 4.0))
+    peer = Speed(Task("x", "", 0, 8, lambda: None), (4.0, 5.0, 8.0))
+    beside = beside_peer.Beside(ours, peer)
+    assert beside.ratios == [8.0, 5.0, 4.0] and beside.ratio == 5.0
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "shape", "mem_len"),
+    [
+        ("reading", 16, "2 x 4", 6),
+        ("training", 16, "2 x 4", 6),
+        ("evaluation", 6, "1 x 3", 7),
+        ("generation", 48, "3 x 1", 7),
+    ],
+)
+def test_each_task_runs_and_knows_its_size(parts, name, tokens, shape, mem_len):
+    make = getattr(speed, name)
+    task = make(parts) if name in ("reading", "training") else make(parts, tiny_run.params(parts.model))
+    task.call()
+    task.call()
+    assert (task.tokens, task.shape, task.mem_len) == (tokens, shape, mem_len)
+    assert task.compile_seconds > 0
+    if name != "reading":
+        assert task.memory_bytes > 1000 and task.flops_per_token > 1000
+    if name == "generation":
+        assert task.first_token_seconds > 0 and task.bytes_per_token > 1000
+
+
+def test_beside_the_peer(parts):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    params = tiny_run.params(parts.model)
+    peer = beside_peer.make_peer(parts, params, parts.config.eval)
+    assert beside_peer.check_same_numbers(parts, params, peer) < 1e-4
+    for make in (beside_peer.evaluation, beside_peer.generation):
+        ours, theirs = make(parts, params, peer)
+        ours.call(), theirs.call()
+        assert ours.mem_len == theirs.mem_len
+    ours, theirs = beside_peer.training(parts, params)
+    theirs.call()
+    assert theirs.tokens == 8
+
+
+def test_nothing_is_timed_where_the_numbers_differ(parts):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    params = tiny_run.params(parts.model)
+    other = beside_peer.make_peer(parts, params, dataclasses.replace(parts.config.eval, clamp_len=0))
+    with pytest.raises(ValueError, match="the two do not compute the same; nothing was timed"):
+        beside_peer.check_same_numbers(parts, params, other)

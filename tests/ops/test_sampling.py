@@ -1,0 +1,188 @@
+"""Tests drawing with lazy tails against the full distribution: what may be drawn, how often, and what is computed."""
+
+import functools
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from txl_jax.ops import adaptive, sampling
+
+D, V = 6, 13
+CUTOFFS = (4, 9)
+
+
+@functools.cache
+def make_clusters(strength: float = 1.0, cutoffs: tuple[int, ...] = CUTOFFS) -> tuple[adaptive.Cluster, ...]:
+    """A head of 4 words and 2 tails, the head joined with their entries."""
+    rng, bounds = np.random.default_rng(3), [0, *cutoffs, V]
+    clusters = [
+        adaptive.Cluster(
+            jnp.asarray(strength * rng.normal(size=(end - start, D)), jnp.float32),
+            jnp.asarray(rng.normal(size=end - start), jnp.float32),
+            None,
+        )
+        for start, end in itertools.pairwise(bounds)
+    ]
+    if cutoffs:
+        entries = rng.normal(size=(len(cutoffs), D)), rng.normal(size=len(cutoffs))
+        tails = adaptive.TailEntries(*(jnp.asarray(array, jnp.float32) for array in entries))
+        clusters[0] = adaptive.with_tails(clusters[0], tails)
+    return tuple(clusters)
+
+
+def hidden_states(rows: int, seed: int = 5) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, D)), jnp.float32)
+
+
+def all_log_p(hidden, clusters) -> np.ndarray:
+    return np.asarray(adaptive.log_probabilities(hidden, clusters, None))
+
+
+@functools.cache
+def compiled_likeliest(k: int):
+    return jax.jit(lambda hidden, clusters: sampling.likeliest(hidden, clusters, k))
+
+
+@hypothesis.given(
+    k=st.sampled_from([1, 2, 5, 9, V]),
+    rows=st.sampled_from([1, 3]),
+    seed=st.integers(0, 1000),
+    strength=st.sampled_from([0.1, 1.0, 4.0]),
+)
+@hypothesis.settings(deadline=None, max_examples=60)
+def test_the_likeliest_are_those_of_the_full_distribution(k, rows, seed, strength):
+    clusters, hidden = make_clusters(strength), hidden_states(rows, seed)
+    log_p, tokens = compiled_likeliest(k)(hidden, clusters)
+    full = all_log_p(hidden, clusters)
+    np.testing.assert_allclose(log_p, -np.sort(-full, axis=1)[:, :k], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(np.take_along_axis(full, np.asarray(tokens), 1), log_p, rtol=0, atol=1e-5)
+    assert all(len(set(row)) == k for row in tokens.tolist())
+
+
+@pytest.mark.parametrize(("n", "k"), [(100, 3), (97, 5), (20, 5), (19, 5), (8, 1), (1000, 40), (30, 40)])
+def test_the_largest_of_many_are_found_in_groups(n, k):
+    """Groups that the numbers fill and do not fill, one per place, and more asked for than there are."""
+    numbers = np.random.default_rng(0).permutation(3 * n).reshape(3, n).astype(np.float32)
+    found, places = sampling._top(jnp.asarray(numbers), 7, k)
+    np.testing.assert_array_equal(found, -np.sort(-numbers, axis=1)[:, :k])
+    np.testing.assert_array_equal(np.take_along_axis(numbers, np.asarray(places) - 7, axis=1), found)
+
+
+def test_a_tail_is_computed_only_if_its_bound_reaches_the_kth_word(monkeypatch):
+    """Entries of the tails at -20, then one of them at +20, then both likely."""
+    computed, logits = [], adaptive.logits
+
+    def counted(hidden, cluster):
+        jax.debug.callback(lambda _: computed.append(cluster.table.shape[0]), hidden[0, 0])
+        return logits(hidden, cluster)
+
+    monkeypatch.setattr(adaptive, "logits", counted)
+    for entries, tails in (((-20, -20), []), ((-20, 20), [4]), ((20, -20), [5]), ((5, 5), [5, 4])):
+        head, *rest = make_clusters(0.01)
+        clusters = (head._replace(bias=jnp.asarray([0.0, 0, 0, 0, *entries])), *rest)
+        jax.block_until_ready(jax.jit(lambda h, c: sampling.likeliest(h, c, 2))(hidden_states(2), clusters))
+        jax.effects_barrier()
+        assert computed == [6, *tails]
+        computed.clear()
+        # Plain sampling computes the tail that was drawn: none of two whose entries have e^-20.
+        draw = functools.partial(sampling.draw, temperature=1.0, top_k=0, top_p=1.0)
+        jax.block_until_ready(jax.jit(draw)(jax.random.split(jax.random.key(0), 2), hidden_states(2), clusters))
+        jax.effects_barrier()
+        if entries != (5, 5):
+            assert computed == [6, *tails]
+        computed.clear()
+
+
+LIMITS = {
+    "plain": {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
+    "warm": {"temperature": 1.3, "top_k": 0, "top_p": 1.0},
+    "cold": {"temperature": 0.7, "top_k": 0, "top_p": 1.0},
+    "top-k": {"temperature": 1.0, "top_k": 7, "top_p": 1.0},
+    "warm top-k": {"temperature": 1.3, "top_k": 7, "top_p": 1.0},
+    "cold top-k": {"temperature": 0.7, "top_k": 7, "top_p": 1.0},
+    "top-p": {"temperature": 1.0, "top_k": 0, "top_p": 0.6},
+    "top-k, then top-p": {"temperature": 0.7, "top_k": 5, "top_p": 0.8},
+    "more than there are": {"temperature": 1.0, "top_k": V + 3, "top_p": 1.0},
+}
+
+
+def expected_probabilities(log_p: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """By a loop: divided by the temperature, cut to the k likeliest, then to those that reach p."""
+    order = np.argsort(-log_p)[: top_k or None]
+    weights = np.exp(log_p[order].astype(np.float64) / temperature)
+    weights /= weights.sum()
+    reached, kept = 0.0, np.zeros(V)
+    for token, weight in zip(order, weights, strict=True):
+        if reached < top_p:
+            kept[token] = weight
+        reached += weight
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize("cutoffs", [CUTOFFS, ()], ids=["adaptive", "full"])
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+def test_draws_are_as_frequent_as_the_full_softmax_says(limits, cutoffs):
+    clusters, n = make_clusters(0.7, cutoffs), 20_000
+    hidden = hidden_states(1)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(n))
+    draw = jax.jit(functools.partial(sampling.draw, **limits))
+    drawn = np.asarray(draw(keys, jnp.broadcast_to(hidden, (n, D)), clusters))
+    assert drawn.dtype == np.int32
+    found = np.bincount(drawn, minlength=V) / n
+    expected = expected_probabilities(all_log_p(hidden, clusters)[0], **limits)
+    assert found[expected == 0].sum() == 0
+    # Pearson's statistic: for 12 degrees of freedom above 39.1 once in 10,000 seeds.
+    likely = expected > 0
+    assert (n * (found - expected)[likely] ** 2 / expected[likely]).sum() < 39.1
+
+
+def test_rows_draw_each_their_own():
+    """A row's token does not depend on the rows beside it, whatever tails they need."""
+    clusters, hidden = make_clusters(), hidden_states(40)
+    keys = jax.random.split(jax.random.key(1), 40)
+    for limits in LIMITS.values():
+        draw = jax.jit(functools.partial(sampling.draw, **limits))
+        alone = [int(draw(keys[i : i + 1], hidden[i : i + 1], clusters)[0]) for i in range(40)]
+        assert draw(keys, hidden, clusters).tolist() == alone
+        assert len(set(alone)) > 4
+
+
+def test_temperature_zero_draws_the_likeliest():
+    clusters, hidden = make_clusters(), hidden_states(20)
+    keys = jax.random.split(jax.random.key(0), 20)
+    drawn = sampling.draw(keys, hidden, clusters, temperature=0, top_k=40, top_p=1.0)
+    assert drawn.tolist() == all_log_p(hidden, clusters).argmax(axis=1).tolist()
+
+
+UNEVEN = [0.1, 0.4, 0.05, 0.3, 0.15]  # From the likeliest: tokens 1, 3, 4, 0, 2.
+
+
+@pytest.mark.parametrize(
+    ("top_p", "expected"),
+    [
+        (1e-6, [1]),  # The likeliest always stays.
+        (0.39, [1]),
+        (0.41, [1, 3]),
+        (0.69, [1, 3]),
+        (0.71, [1, 3, 4]),
+        (0.94, [0, 1, 3, 4]),
+        (0.96, [0, 1, 2, 3, 4]),
+        (1.0, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p, expected):
+    logits = jnp.log(jnp.asarray([UNEVEN]))
+    restricted = sampling.restrict(logits, top_p)
+    allowed = np.flatnonzero(restricted[0] > -jnp.inf)
+    np.testing.assert_array_equal(restricted[0][allowed], logits[0][allowed])
+    assert allowed.tolist() == expected
+
+
+def test_rows_are_restricted_each_by_itself_and_ties_stay():
+    logits = jnp.log(jnp.asarray([UNEVEN, [0.9, 0.04, 0.03, 0.02, 0.01], [0.2, 0.4, 0.2, 0.1, 0.1]]))
+    assert (sampling.restrict(logits, 0.5) > -jnp.inf).sum(axis=-1).tolist() == [2, 1, 3]

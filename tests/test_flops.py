@@ -1,0 +1,48 @@
+"""Tests the count of operations against XLA's, and the table of devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from txl_jax import flops, inference
+from txl_jax.config import Encoding
+
+
+@pytest.mark.parametrize("encoding", Encoding)
+@pytest.mark.parametrize("same_length", [False, True])
+def test_a_token_costs_what_xla_counts(encoding, same_length):
+    """XLA counts softmax and norms too: a few of a hundred where the products are as large as here."""
+    sizes = {"n_layer": 2, "d_model": 64, "n_head": 2, "d_head": 48, "d_inner": 160}
+    model = tiny.make(encoding=encoding, **sizes)
+    freeze = functools.partial(inference.freeze, model=model, segment_len=1, mem_len=256, clamp_len=0)
+    weights = jax.jit(freeze)(tiny.variables(model)["params"])
+    memory = inference.init_memory(weights, model, batch_size=2, mem_len=256, segment_len=1)
+
+    def step(weights, memory):
+        hidden, memory = inference.read(weights, model, jnp.zeros((2, 1), jnp.int32), memory, window=None)
+        return inference.nll(weights, model, hidden, jnp.zeros((2, 1), jnp.int32)), memory
+
+    counted = jax.jit(step).lower(weights, memory).compile().cost_analysis()["flops"] / 2
+    lengths = {"segment_len": 1, "mem_len": 256, "same_length": same_length}
+    expected = flops.of_inference(model.config, vocab_size=tiny.V, **lengths)
+    assert expected < counted < 1.15 * expected
+
+
+def test_an_update_costs_three_forward_passes_and_the_projections_of_memory_and_codes():
+    config = tiny.CONFIG
+    width, lengths = config.n_head * config.d_head, {"segment_len": 4, "mem_len": 8, "same_length": True}
+    forward = flops.of_inference(config, vocab_size=tiny.V, **lengths)
+    # Per token of the segment 2 positions of memory, keys and values, and 3 codes; forward and their weights' gradient.
+    projected = 2 * config.d_model * width * (2 * 2 + 3)
+    assert flops.of_training(config, vocab_size=tiny.V, **lengths) == 3 * forward + config.n_layer * 2 * projected
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [("NVIDIA H200", 989e12), ("TPU v5 lite", 197e12), ("TPU v5p", 459e12), ("TPU v4", 275e12), ("CPU", None)],
+)
+def test_peaks_by_the_names_that_jax_gives(kind, peak):
+    assert flops.device_peak(kind) == peak

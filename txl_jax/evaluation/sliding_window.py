@@ -1,0 +1,147 @@
+"""Sliding-window evaluation, for models without recurrence (Al-Rfou et al., 2018; section 4.5 of the paper).
+
+A window of A tokens is encoded from nothing, and its last `stride` positions are scored; then it moves on by `stride`.
+The first window scores all its positions, since there is nothing before them. With T = 9, A = 4 and stride 2 the
+windows read, from the first to the last, the tokens
+
+    0 1 2 3              and score 1 2 3 4
+        2 3 4 5          and score 5 6
+            4 5 6 7      and score 7 8
+
+so that every token but the first is scored exactly once, each from the token before it. Past the first window a token
+is predicted from A - stride + 1 to A tokens; with stride 1, the published protocol, always from A, and everything is
+computed anew for each of them.
+
+The model's memory has no slots here, so this also tells what a model with relative positions does without recurrence.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from txl_jax.metrics import Totals
+from txl_jax.modules.transformer_xl import TransformerXL
+
+# (params, windows int [B, A], targets int [B, n]) -> nats of the targets [B, n]
+WindowStep = Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+
+class Windows(NamedTuple):
+    """B windows, each with the targets of its last n positions."""
+
+    inputs: np.ndarray  # int32 [B, A]; 0 past the text's end.
+    targets: np.ndarray  # int32 [B, n]; 0 past the text's end.
+    weights: np.ndarray  # float32 [B, n]: 1, and 0 past the text's end.
+
+
+def make_window_step(model: TransformerXL, *, clamp_len: int) -> WindowStep:
+    """The jitted scoring of windows. A and the number n of scored positions are those of the arrays it is given.
+
+    Only the last n hidden states go through the softmax.
+    """
+
+    def step(params: Any, windows: jax.Array, targets: jax.Array) -> jax.Array:
+        variables = {"params": params}
+        hidden, _ = model.apply(
+            variables,
+            windows,
+            model.init_memory(batch_size=windows.shape[0], mem_len=0),
+            clamp_len=clamp_len,
+            same_length=False,
+            deterministic=True,
+            method=model.encode,
+        )
+        return model.apply(variables, hidden[:, -targets.shape[1] :], targets, method=model.nll)
+
+    return jax.jit(step)
+
+
+def evaluate_windows(
+    step: WindowStep,
+    params: Any,
+    tokens: np.ndarray,
+    *,
+    attention_len: int,
+    stride: int,
+    batch_size: int,
+    after_call: Callable[[Totals], None] = lambda totals: None,
+) -> Totals:
+    """Scores every token of a text but the first.
+
+    Args:
+      step: of `make_window_step`.
+      tokens: integer ids [T], may be memory-mapped.
+      attention_len: A.
+      stride: positions that a window after the first scores.
+      batch_size: B, windows per call; changes no number.
+      after_call: called after each call but the last with the totals up to there, of T - 1 tokens in all; may raise
+        to stop.
+
+    Raises:
+      ValueError: as `window_batches`.
+    """
+    totals, pending = Totals(), None
+    for batch in window_batches(tokens, attention_len=attention_len, stride=stride, batch_size=batch_size):
+        nll = step(params, batch.inputs, batch.targets)
+        if pending is not None:  # Fetched one call late, so that the device never waits for the host.
+            totals += _sum(*pending)
+            after_call(totals)
+        pending = nll, batch.weights
+    return totals + _sum(*pending)
+
+
+def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch_size: int) -> Iterator[Windows]:
+    """The first window alone, with n = A, then the others in batches of B, with n = `stride`.
+
+    Where the text ends, windows go on with padding: what they score is predicted from as many tokens as elsewhere.
+
+    >>> batches = window_batches(np.arange(9), attention_len=4, stride=2, batch_size=1)
+    >>> [(batch.inputs.tolist(), batch.targets.tolist()) for batch in batches]
+    [([[0, 1, 2, 3]], [[1, 2, 3, 4]]), ([[2, 3, 4, 5]], [[5, 6]]), ([[4, 5, 6, 7]], [[7, 8]])]
+
+    Raises:
+      ValueError: a text of fewer than 2 tokens; a stride or a batch below 1; a stride above A, which would leave
+        tokens out.
+    """
+    if tokens.ndim != 1 or len(tokens) < 2:
+        raise ValueError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
+    if batch_size < 1 or not 1 <= stride <= attention_len:
+        raise ValueError(
+            f"stride is {stride}, attention_len {attention_len} and batch_size {batch_size}; the stride must lie "
+            "between 1 and attention_len, and the batch must be at least 1"
+        )
+    yield _windows(tokens, np.zeros(1, int), attention_len, attention_len)
+    n_pairs = len(tokens) - 1
+    starts = np.arange(stride, n_pairs - attention_len + stride, stride)
+    for first in range(0, len(starts), batch_size):
+        batch = starts[first : first + batch_size]
+        # One shape, one compilation: the last batch is filled with windows past the end.
+        yield _windows(
+            tokens, np.pad(batch, (0, batch_size - len(batch)), constant_values=n_pairs), attention_len, stride
+        )
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_scored: int) -> Windows:
+    """The windows that begin at tokens `starts` [B]."""
+    # Pair q is the input q and its target q + 1.
+    pair_BxA = starts[:, None] + np.arange(attention_len)
+    real_BxA = pair_BxA < len(tokens) - 1
+    pair_Bxn, real_Bxn = pair_BxA[:, -n_scored:], real_BxA[:, -n_scored:]
+    return Windows(
+        inputs=_take(tokens, pair_BxA, real_BxA),
+        targets=_take(tokens, pair_Bxn + 1, real_Bxn),
+        weights=real_Bxn.astype(np.float32),
+    )
+
+
+def _take(tokens: np.ndarray, place: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """The tokens at `place` as int32, and 0 where `real` is false."""
+    return np.where(real, np.take(tokens, place, mode="clip"), 0).astype(np.int32)
+
+
+def _sum(nll: jax.Array, weights: np.ndarray) -> Totals:
+    """Sums on the host, in double precision."""
+    nats = np.where(weights > 0, np.asarray(nll), 0).sum(dtype=np.float64)
+    return Totals(nats.item(), weights.sum(dtype=np.float64).item())

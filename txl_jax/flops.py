@@ -1,0 +1,71 @@
+"""Floating-point operations of a token, and what devices can do.
+
+Counted are the matrix products that the mathematics needs, a multiplication and an addition as two operations; not
+the softmax, the norms, nor anything that is computed again (`remat`). Query i of a segment meets M + i + 1 keys, on
+average M + (L + 1) / 2; with `same_length` M. Of an adaptive softmax only the head counts: how often a token needs a
+tail depends on the text.
+"""
+
+from txl_jax.config import Encoding, ModelConfig
+
+# Peak of dense products in bfloat16, operations per second and device, from the makers' data sheets.
+_PEAKS = {
+    "TPU v2": 45e12 / 2,
+    "TPU v3": 123e12 / 2,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "V100": 125e12,
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "L4": 121e12,
+    "T4": 65e12,
+}
+
+
+def of_inference(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
+    """Operations per token where keys and values of the memory are kept."""
+    keys = mem_len if same_length else mem_len + (segment_len + 1) / 2
+    return config.n_layer * (_per_position(config) + _per_key(config) * keys) + _softmax(config, vocab_size)
+
+
+def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
+    """Operations per token of an update: forward, and twice that backward.
+
+    The memory is projected anew in every segment, as weights have changed, and nothing goes back into it; so are the
+    position codes, of M + L distances.
+    """
+    width = config.n_head * config.d_head
+    project = 2 * config.d_model * width
+    memory = 2 * project * mem_len / segment_len
+    codes = project * (mem_len + segment_len) / segment_len if config.encoding is Encoding.RELATIVE else 0
+    lengths = {"segment_len": segment_len, "mem_len": mem_len, "same_length": same_length}
+    forward = of_inference(config, vocab_size=vocab_size, **lengths)
+    # Backward, the memory's projections and those of the codes have a gradient of the weights only.
+    return 3 * forward + config.n_layer * 2 * (memory + codes)
+
+
+def device_peak(kind: str) -> float | None:
+    """Operations per second of a device by the name that jax gives it; None: not known here."""
+    found = [name for name in _PEAKS if name in kind]
+    return _PEAKS[max(found, key=len)] if found else None
+
+
+def _per_position(config: ModelConfig) -> float:
+    """Queries, keys, values, output and feed-forward part of one position in one layer."""
+    width = config.n_head * config.d_head
+    return 2 * config.d_model * (4 * width + 2 * config.d_inner)
+
+
+def _per_key(config: ModelConfig) -> float:
+    """Content score, position score and weighted value of one query and one key."""
+    products = 3 if config.encoding is Encoding.RELATIVE else 2
+    return 2 * products * config.n_head * config.d_head
+
+
+def _softmax(config: ModelConfig, vocab_size: int) -> float:
+    head = config.cutoffs[0] + len(config.cutoffs) if config.cutoffs else vocab_size
+    projection = config.d_model * config.embed_width if config.has_projections else 0
+    return 2 * (head * config.embed_width + projection)

@@ -1,0 +1,221 @@
+"""The model with weights that stand still: what does not change from segment to segment is computed once.
+
+    weights = freeze(params, model, segment_len=128, mem_len=3800, clamp_len=1000)
+    memory = init_memory(weights, model, batch_size=1, ...)
+    hidden, memory = read(weights, model, tokens, memory, window=3800)
+
+`TransformerXL.encode` projects the whole memory to keys and values, and the position codes to position keys, in every
+segment and layer, as training must. Here keys and values are what is remembered, and position keys are part of the
+weights. The numbers are the same up to rounding (tests/test_inference.py).
+
+Layers follow one another as code and not in a `lax.scan`: a scan would cut each layer's weights and memory out of
+stacked arrays, that is copy them, in every step. Compile time therefore grows with N (0.2 s a layer on a CPU).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from txl_jax import memory as memory_lib
+from txl_jax.config import NormPlace
+from txl_jax.memory import KeyValueMemory, StartRows
+from txl_jax.modules.block import layer_norm
+from txl_jax.modules.feed_forward import FeedForward
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.ops import adaptive, positions
+from txl_jax.ops.products import project
+from txl_jax.ops.ring_attention import Visible, ring_attention, table_length, visible
+
+
+@flax.struct.dataclass
+class Layer:
+    """One layer's weights, in the compute type."""
+
+    query_key_value: jax.Array  # [D, 3, H, E]; the query's part is divided by sqrt(E).
+    output: jax.Array  # [H * E, D]
+    biases: tuple[jax.Array, jax.Array] | None  # u and v, [H, E], divided by sqrt(E); None: absolute positions.
+    position_key: jax.Array | None  # [H, E, P], of the distances P - 1, .., 0.
+    norms: tuple[Any, Any]  # Of attention and feed-forward part.
+    feed_forward: Any
+
+
+@flax.struct.dataclass
+class FrozenWeights:
+    """Parameters of a `TransformerXL`, laid out for reading at given lengths."""
+
+    outer: Any  # Embedding and final norm, by the names of the model's own parameters.
+    layers: tuple[Layer, ...]
+    clusters: tuple[adaptive.Cluster, ...]  # Of the softmax.
+    start: StartRows  # What an empty memory holds.
+    clamp_len: int = flax.struct.field(pytree_node=False)  # That of the position keys.
+
+
+def freeze(params: Any, model: TransformerXL, *, segment_len: int, mem_len: int, clamp_len: int) -> FrozenWeights:
+    """The weights for segments of up to `segment_len` tokens and `mem_len` slots of memory; to be jitted."""
+    c = model.config
+    n_slot = -(-mem_len // segment_len) * segment_len
+    n_position = table_length(segment_len=segment_len, n_slot=n_slot, clamp_len=clamp_len)
+    codes = positions.sinusoids(positions.key_distances(n_position), c.d_model, jnp.dtype(c.dtype))
+    stacked = params["stack"]["layers"]
+    shared_biases = params["stack"].get("biases")
+    each = [jax.tree.map(lambda stack, i=i: stack[i], stacked) for i in range(c.n_layer)]
+    layers = tuple(_freeze_layer(layer, layer.get("biases", shared_biases), codes, model) for layer in each)
+    return FrozenWeights(
+        outer=_cast({name: part for name, part in params.items() if name not in ("stack", "softmax")}, model),
+        layers=layers,
+        clusters=tuple(model.apply({"params": params}, method=model.clusters)),
+        start=_start_rows(layers, model),
+        clamp_len=clamp_len,
+    )
+
+
+def for_single_tokens(weights: FrozenWeights, *, mem_len: int) -> FrozenWeights:
+    """The weights for segments of one token: of the position keys, those of distances up to M."""
+
+    def shorten(layer: Layer) -> Layer:
+        if layer.position_key is None:
+            return layer
+        return layer.replace(position_key=layer.position_key[:, :, -(mem_len + 1) :])
+
+    return weights.replace(layers=tuple(shorten(layer) for layer in weights.layers))
+
+
+def init_memory(
+    weights: FrozenWeights,
+    model: TransformerXL,
+    *,
+    batch_size: int,
+    mem_len: int,
+    segment_len: int,
+    dtype: jnp.dtype | None = None,
+) -> KeyValueMemory:
+    """The memory before the first segment, stored as `dtype`; None: as computed."""
+    return memory_lib.init_key_values(
+        weights.start,
+        batch_size=batch_size,
+        mem_len=mem_len,
+        segment_len=segment_len,
+        dtype=dtype or jnp.dtype(model.config.dtype),
+        start=model.compat.memory_start,
+    )
+
+
+def read(
+    weights: FrozenWeights, model: TransformerXL, tokens: jax.Array, memory: KeyValueMemory, *, window: int | None
+) -> tuple[jax.Array, KeyValueMemory]:
+    """Reads a segment as `TransformerXL.encode` does, without dropout.
+
+    Args:
+      tokens: int [B, L], L at most what the weights were frozen for.
+      window: keys that a query sees at most, itself included; None: no limit but the memory's.
+
+    Returns:
+      Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.
+
+    Raises:
+      ValueError: segments of L tokens do not fill the memory's ring evenly.
+    """
+    segment_len = tokens.shape[1]
+    if memory.n_slot % segment_len:
+        raise ValueError(
+            f"the segment has {segment_len} tokens and the memory a ring of {memory.n_slot} slots, which segments must "
+            "fill evenly; make the memory for this segment length"
+        )
+    seen = visible(memory.valid, memory.slot, segment_len=segment_len, n_slot=memory.n_slot, window=window)
+    outer = {"params": weights.outer}
+    hidden = model.apply(outer, tokens, clamp_len=weights.clamp_len, method=model.embed)
+    keys, values = [], []
+    for layer, *ring in zip(weights.layers, memory.keys, memory.values, strict=True):
+        hidden, key, value = _read_layer(layer, model, hidden, tuple(ring), memory.slot, seen)
+        keys.append(key)
+        values.append(value)
+    memory = memory_lib.append(memory, keys, values, after=hidden)
+    return model.apply(outer, hidden, method=model.finish), memory
+
+
+def nll(weights: FrozenWeights, model: TransformerXL, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
+    groups = model.row_groups if hidden.shape[0] % model.row_groups == 0 else 1
+    return adaptive.negative_log_likelihood(
+        hidden, targets, weights.clusters, None, model.config.cutoffs, groups=groups
+    )
+
+
+def _read_layer(
+    layer: Layer,
+    model: TransformerXL,
+    inputs: jax.Array,
+    ring: tuple[jax.Array, jax.Array],
+    slot: jax.Array,
+    seen: Visible,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[B, L, D] -> outputs [B, L, D], and this segment's keys and values [B, H, L, E]."""
+    attention_norm, feed_forward_norm = (_norm(model, scales) for scales in layer.norms)
+    pre = model.config.layer_norm is NormPlace.PRE
+    query, key, value = _project(layer, attention_norm(inputs) if pre else inputs)
+    position = None
+    if layer.biases is not None:
+        content_bias, position_bias = (bias[None, :, None, :] for bias in layer.biases)
+        query, position = query + content_bias, (query + position_bias, layer.position_key)
+    attended = ring_attention(query, key, value, ring, position, slot, seen)
+    batch, _, segment_len, _ = attended.shape
+    attended = project(attended.swapaxes(1, 2).reshape(batch, segment_len, -1), layer.output)
+    feed_forward = FeedForward(model.config, deterministic=True)
+
+    def inner(states: jax.Array) -> jax.Array:
+        return feed_forward.apply({"params": layer.feed_forward}, states)
+
+    if pre:
+        middle = inputs + attended
+        return middle + inner(feed_forward_norm(middle)), key, value
+    middle = attention_norm(inputs + attended)
+    return feed_forward_norm(middle + inner(middle)), key, value
+
+
+def _project(layer: Layer, states: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values of states [B, L, D], each [B, H, L, E]."""
+    projected = project(states, layer.query_key_value)
+    query, key, value = (projected[:, :, i].swapaxes(1, 2) for i in range(3))
+    return query, key, value
+
+
+def _norm(model: TransformerXL, scales: Any):
+    norm = layer_norm("norm", compat=model.compat, dtype=jnp.dtype(model.config.dtype))
+    return lambda states: norm.apply({"params": scales}, states)
+
+
+def _freeze_layer(params: Any, biases: Any, codes: jax.Array, model: TransformerXL) -> Layer:
+    attention = params["attention"]
+    scale, dtype = model.config.d_head**-0.5, jnp.dtype(model.config.dtype)
+    parts = attention["query"] * scale, attention["key"], attention["value"]
+    relative = "position_key" in attention
+    return Layer(
+        query_key_value=jnp.stack(parts, axis=1).astype(dtype),
+        output=attention["output"].reshape(-1, model.config.d_model).astype(dtype),
+        biases=tuple((biases[name] * scale).astype(dtype) for name in ("content", "position")) if relative else None,
+        position_key=jnp.einsum("pd,dhe->hep", codes, attention["position_key"].astype(dtype)) if relative else None,
+        norms=(params["attention_norm"], params["feed_forward_norm"]),
+        feed_forward=_cast(params["feed_forward"], model),
+    )
+
+
+def _start_rows(layers: Sequence[Layer], model: TransformerXL) -> StartRows:
+    """Keys and values of a state of zeros: zeros themselves, unless a layer norm with a bias comes first."""
+    dtype = jnp.dtype(model.config.dtype)
+    zeros = jnp.zeros((1, 1, model.config.d_model), dtype)
+    keys, values = [], []
+    for layer in layers:
+        pre = model.config.layer_norm is NormPlace.PRE
+        _, key, value = _project(layer, _norm(model, layer.norms[0])(zeros) if pre else zeros)
+        keys.append(key[0, :, 0])
+        values.append(value[0, :, 0])
+    return StartRows(tuple(keys), tuple(values))
+
+
+def _cast(params: Any, model: TransformerXL) -> Any:
+    """Matrices in the compute type; vectors (biases, scales of norms) as they are."""
+    dtype = jnp.dtype(model.config.dtype)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.ndim > 1 else leaf, params)

@@ -1,0 +1,119 @@
+"""The same weights on the same tokens, here and in the peer, in turns."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from txl_jax import inference
+from txl_jax.assemble import Parts
+from txl_jax.config import COMPAT_PRESETS, EvalConfig, ExperimentConfig, MemoryStart, TrainConfig
+from txl_jax.data.segments import evaluation_segments
+from txl_jax.evaluation.streaming import make_eval_step
+from txl_jax.jobs import speed
+from txl_jax.jobs.peer import HuggingFacePeer
+from txl_jax.jobs.softmax_speed import draw_targets
+from txl_jax.jobs.speed import Speed, Task
+
+# Largest difference of a token's nats that float32 explains over the segments compared.
+TOLERANCE = 2e-3
+_COMPARED_SEGMENTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """A task here and in the peer."""
+
+    ours: Speed
+    peer: Speed
+
+    @property
+    def ratios(self) -> list[float]:
+        """How many times faster ours is, turn by turn."""
+        pairs = zip(self.ours.seconds, self.peer.seconds, strict=True)
+        per_call = self.ours.task.tokens / self.peer.task.tokens
+        return [theirs / ours * per_call for ours, theirs in pairs]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+
+def with_compat(config: ExperimentConfig) -> ExperimentConfig:
+    """The config with the peer's window and norms. What its memory starts with matters to the check alone."""
+    compat = dataclasses.replace(COMPAT_PRESETS["hf"], memory_start=MemoryStart.MASKED)
+    return dataclasses.replace(config, compat=compat)
+
+
+def make_peer(parts: Parts, params: Any, span: EvalConfig) -> HuggingFacePeer:
+    """The peer at the lengths of `span`, its memory full."""
+    config = parts.config
+    params = jax.tree.map(np.asarray, params)
+    peer = HuggingFacePeer(config.model, span, params, vocab_size=parts.model.vocab_size, optimizer=config.optimizer)
+    peer.fill_memory(seed=0)
+    return peer
+
+
+def check_same_numbers(parts: Parts, params: Any, peer: HuggingFacePeer) -> float:
+    """Scores the same tokens with both, each from zeros in its memory; returns the largest difference in nats.
+
+    Raises:
+      ValueError: it is more than rounding explains.
+    """
+    span = parts.config.eval
+    model = parts.model.clone(compat=COMPAT_PRESETS["hf"])
+    tokens = draw_targets(model.vocab_size, span.segment_len * _COMPARED_SEGMENTS + 1)
+    segments = evaluation_segments(tokens, batch_size=1, segment_len=span.segment_len).segments(0, _COMPARED_SEGMENTS)
+    weights = parts.freeze(params)
+    lengths = {"batch_size": 1, "mem_len": span.mem_len, "segment_len": span.segment_len}
+    memory = inference.init_memory(weights, model, **lengths)
+    _, scores = jax.jit(make_eval_step(model, span))(weights, memory, segments)
+    worst = float(np.abs(np.ravel(scores.nll) - np.ravel(peer.nll(np.asarray(tokens)[None, :]))).max())
+    if not worst <= TOLERANCE:
+        raise ValueError(
+            f"the peer's losses differ by up to {worst:.2g} nats, more than {TOLERANCE:g}, so the two do not compute the "
+            "same; nothing was timed"
+        )
+    return worst
+
+
+def training(parts: Parts, params: Any) -> tuple[Task, Task]:
+    """An update here and in the peer, with dropout as the config says."""
+    train = parts.config.train
+    shared = {
+        name: getattr(train, name) for name in ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length")
+    }
+    peer = make_peer(parts, params, EvalConfig(**shared))
+    ours = speed.training(parts)
+    return ours, _of_peer(ours, parts, train, peer.train_step)
+
+
+def evaluation(parts: Parts, params: Any, peer: HuggingFacePeer) -> tuple[Task, Task]:
+    """A segment with full memory here and in the peer."""
+    ours = speed.evaluation(parts, params)
+    return ours, _of_peer(ours, parts, parts.config.eval, peer.evaluate_segment)
+
+
+def generation(parts: Parts, params: Any, peer: HuggingFacePeer) -> tuple[Task, Task]:
+    """A token after a full memory here and in the peer, drawn among the `top_k` likeliest."""
+    ours, top_k = speed.generation(parts, params), parts.config.generate.top_k
+
+    def call() -> None:
+        peer.generate_token(top_k)
+
+    return ours, Task(f"{ours.name}, peer", "1 x 1", ours.mem_len, 1, call)
+
+
+def _of_peer(ours: Task, parts: Parts, span: TrainConfig | EvalConfig, score: Callable[..., Any]) -> Task:
+    """The peer's task: one segment of random tokens, as often as words are."""
+    shape = span.batch_size, span.segment_len
+    tokens = np.asarray(draw_targets(parts.model.vocab_size, span.batch_size * span.segment_len + 1))
+    inputs, targets = tokens[:-1].reshape(shape), tokens[1:].reshape(shape)
+
+    def call() -> None:
+        score(inputs, targets)
+
+    return Task(f"{ours.name}, peer", ours.shape, ours.mem_len, inputs.size, call)

@@ -1,0 +1,99 @@
+r"""The scoring job: what each single token of the validation and the test text costs a trained run.
+
+    index	token	nats
+    1	h	2.3841858
+    2	\n	0.017624786
+
+A row per token but the first, in the order of the text, whatever the rows and segments it was read in. `token` is its
+name in the vocabulary with the vocabulary's own escapes, \\ \n \r; further \t, \uNNNN for any other control character
+or line separator, and \xNN for a byte that is no character by itself. `nats` reads back as exactly the number that was
+computed. Like all scores they depend on the evaluation lengths: a row but the first begins with an empty memory.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from txl_jax.config import ExperimentConfig
+from txl_jax.data.corpus import Corpus
+from txl_jax.data.vocabulary import Vocabulary, escape
+from txl_jax.jobs.parameters import load_to_score
+from txl_jax.jobs.score import SPLITS, score_split
+from txl_jax.metrics import Totals
+from txl_jax.run_log import write_lines
+from txl_jax.workdir import TextInfo, Workdir
+
+_TOKENS_PER_BLOCK = 1 << 16
+# What some reader takes for the end of a line, and what a terminal would obey.
+_CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
+
+
+def run(
+    config: ExperimentConfig,
+    corpus: Corpus,
+    workdir: Workdir,
+    *,
+    trained_on: TextInfo,
+    say: Callable[[str], None] = print,
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> dict[str, Totals]:
+    """Scores both texts as `evaluate.run` does, and writes scores-valid.tsv and scores-test.tsv, each when it is done.
+
+    Args:
+      trained_on: what the run was trained on; another text may be scored if its vocabulary is the same.
+
+    Raises:
+      ValueError: the text has another vocabulary, or there are several processes.
+      FileNotFoundError: the workdir holds no checkpoint.
+      Interrupted: a stop was requested.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"there are {jax.process_count()} processes, and each would know the scores of its own rows only; score "
+            "tokens with one process"
+        )
+    parts, _, params = load_to_score(config, corpus, workdir, trained_on=trained_on, say=say)
+    totals = {}
+    for split in SPLITS:
+        tokens = getattr(corpus, split)
+        nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, config.model.dtype))
+        totals[split] = score_split(
+            parts, params, corpus, split, say=say, stop_requested=stop_requested, token_nats=nats
+        )
+        path = scores_file(workdir, split)
+        write_lines(path, lines(tokens, nats, corpus.vocabulary))
+        say(f"scores    {path}")
+    return totals
+
+
+def scores_file(workdir: Workdir, split: str) -> Path:
+    """Where the scores of a text are written."""
+    return workdir.path / f"scores-{split}.tsv"
+
+
+def lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Iterator[str]:
+    """The lines of the file for integer ids [T] and the nats [T] of each, the first of which is left out."""
+    names = list(map(printable, vocabulary.names()))
+    yield "index\ttoken\tnats\n"
+    for first in range(1, len(tokens), _TOKENS_PER_BLOCK):
+        block = slice(first, first + _TOKENS_PER_BLOCK)
+        # numpy writes the fewest digits that give the number back.
+        rows = zip(itertools.count(first), tokens[block].tolist(), nats[block].astype(str).tolist(), strict=False)
+        yield from (f"{index}\t{names[token]}\t{value}\n" for index, token, value in rows)
+
+
+def printable(name: bytes) -> str:
+    r"""A token's name without tabs, line breaks and what is no text.
+
+    >>> printable(b"a\tb"), printable("\n\N{LINE SEPARATOR}".encode()), printable("é".encode()[:1])
+    ('a\\tb', '\\n\\u2028', '\\xc3')
+    """
+    text = escape(name.decode(errors="surrogateescape")).replace("\t", "\\t")
+    text = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
