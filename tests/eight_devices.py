@@ -3,6 +3,7 @@
 B = 8, D = 16, H = 2, E = 5, F = 12, L = 7, M = 9, N = 3, V = 14.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -24,6 +25,7 @@ from txl_jax.config import (
 )
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
+from txl_jax.metrics import Totals
 from txl_jax.ops import adaptive
 
 MESHES = {
@@ -61,7 +63,7 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
 
 
 def run(parts: Parts) -> dict:
-    """Losses of each update, a score of one row, and where the parameters lie."""
+    """Losses of each update, scores of one row and of eight, and where the parameters lie."""
     train_step, compilation = parts.compile_train_step()
     state, losses, norms = parts.init_state(), [], []
     reader = training_segments(TOKENS, batch_size=B, segment_len=L)
@@ -69,8 +71,32 @@ def run(parts: Parts) -> dict:
         state, metrics = train_step(state, parts.place(reader.segments(call * PER_CALL, PER_CALL)))
         losses += metrics.nats.tolist()
         norms += metrics.grad_norm.tolist()
-    span = parts.config.eval
-    weights = parts.freeze(state.params)
+    totals, keys_per_device = score(parts, state.params)
+    many_rows = dataclasses.replace(parts.config, eval=dataclasses.replace(parts.config.eval, batch_size=B))
+    of_rows, keys_of_rows = score(dataclasses.replace(parts, config=many_rows), state.params)
+    return {
+        "losses": losses,
+        "grad_norms": norms,
+        "score": totals.nats,
+        "scored": totals.tokens,
+        "score_of_rows": of_rows.nats,
+        "mesh": dict(parts.mesh.shape),
+        "row_groups": parts.model.row_groups,
+        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
+        "bytes_per_device": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params)),
+        "moment_bytes_per_device": sum(
+            leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim
+        ),
+        "query_per_device": state.params["stack"]["layers"]["attention"]["query"].addressable_shards[0].data.shape,
+        "keys_per_device": {"one row": keys_per_device, "eight rows": keys_of_rows},
+        "memory_per_device": state.memory.hidden.addressable_shards[0].data.shape,
+        "temporary_bytes": compilation.temporary_bytes,
+    }
+
+
+def score(parts: Parts, params: Any) -> tuple[Totals, tuple[int, ...]]:
+    """The totals of a short text, and the shape of a layer's stored keys on a device."""
+    span, weights = parts.config.eval, parts.freeze(params)
     memory = parts.eval_memory(weights)
     keys_per_device = memory.keys[0].addressable_shards[0].data.shape  # Before the memory is donated.
     totals = evaluate(
@@ -81,23 +107,7 @@ def run(parts: Parts) -> dict:
         segments_per_call=span.segments_per_call,
         place=parts.place,
     )
-    return {
-        "losses": losses,
-        "grad_norms": norms,
-        "score": totals.nats,
-        "scored": totals.tokens,
-        "mesh": dict(parts.mesh.shape),
-        "row_groups": parts.model.row_groups,
-        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
-        "bytes_per_device": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params)),
-        "moment_bytes_per_device": sum(
-            leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim
-        ),
-        "query_per_device": state.params["stack"]["layers"]["attention"]["query"].addressable_shards[0].data.shape,
-        "keys_per_device": keys_per_device,
-        "memory_per_device": state.memory.hidden.addressable_shards[0].data.shape,
-        "temporary_bytes": compilation.temporary_bytes,
-    }
+    return totals, keys_per_device
 
 
 def uneven_vocabulary() -> dict:

@@ -118,9 +118,11 @@ def test_an_adaptive_softmax_trains_and_scores_as_on_one_device(found):
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_one_row_is_scored_on_eight_devices(found, name):
+def test_rows_are_scored_on_eight_devices(found, name):
     assert found[name]["scored"] == found["one"]["scored"] == 49
-    assert found[name]["score"] == pytest.approx(found["one"]["score"], rel=1e-10)
+    for score in ("score", "score_of_rows"):
+        assert found[name][score] == pytest.approx(found["one"][score], rel=1e-10)
+    assert found["one"]["score"] != found["one"]["score_of_rows"]
 
 
 def test_parameters_and_moments_are_spread(found):
@@ -137,6 +139,22 @@ def test_parameters_and_moments_are_spread(found):
 def test_rows_of_the_memory_are_spread(found):
     shapes = {name: found[name]["memory_per_device"] for name in ("one", *MESHES)}
     assert shapes == {"one": [3, 8, 9, 16], "data": [3, 1, 9, 16], "mixed": [3, 2, 9, 16], "fsdp": [3, 1, 9, 16]}
+
+
+def test_rows_and_heads_of_stored_keys_are_spread(found):
+    shapes = {name: found[name]["keys_per_device"] for name in ("one", *MESHES)}  # [B, H, E, R]
+    assert {name: shape["one row"] for name, shape in shapes.items()} == {
+        "one": [1, 2, 5, 12],
+        "data": [1, 2, 5, 12],
+        "mixed": [1, 1, 5, 12],
+        "fsdp": [1, 2, 5, 12],
+    }
+    assert {name: shape["eight rows"] for name, shape in shapes.items()} == {
+        "one": [8, 2, 5, 12],
+        "data": [1, 2, 5, 12],
+        "mixed": [2, 1, 5, 12],
+        "fsdp": [1, 2, 5, 12],
+    }
 
 
 def test_each_device_computes_the_tails_of_its_own_rows(found):
