@@ -47,9 +47,12 @@ def main() -> None:
     flags.DEFINE_integer("speed_warmup", 2, "Calls before the timed ones.", lower_bound=0)
     flags.DEFINE_integer("speed_calls", 5, "Timed calls, each of segments_per_call segments.", lower_bound=1)
     flags.DEFINE_integer("speed_vocab", None, "Size of the vocabulary; none: the corpus's, or 256.", lower_bound=2)
-    flags.DEFINE_multi_enum("speed_tasks", None, _TASKS, "What to time; may be given several times; none: all.")
+    flags.DEFINE_list("speed_tasks", None, f"What to time, with commas: {', '.join(_TASKS)}; none: all.")
     flags.DEFINE_string("speed_json", None, "File for all figures; none: only the table.")
     flags.DEFINE_enum("peer", None, ["hf"], "Compare with Hugging Face's TransfoXLLMHeadModel; not for reading.")
+    flags.register_validator(
+        "speed_tasks", lambda names: set(names or ()) <= set(_TASKS), f"has a task that is none of {', '.join(_TASKS)}"
+    )
     runner.parse_or_exit()
     sys.exit(runner.guarded(_run))
 

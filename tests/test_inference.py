@@ -103,10 +103,18 @@ def test_they_agree_in_float32(changes):
         np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-5)
 
 
-def test_stored_as_bfloat16_scores_move_a_little():
+@pytest.mark.parametrize("lengths", ["clamp", "one token"])
+def test_a_narrower_memory_is_read_in_the_compute_type(lengths, x64):
+    """float32 in a float64 model: off by what float32 rounds (1e-7), by no more and no less."""
+    pairs = list(both(tiny.make(dtype=DType.FLOAT64), LENGTHS[lengths], memory_dtype=jnp.float32))
+    off = max(float(np.abs(found[0] - expected[0]).max()) for found, expected in pairs)
+    assert 1e-9 < off < 1e-6
+
+
+@pytest.mark.parametrize("lengths", ["clamp", "one token"])
+def test_stored_as_bfloat16_scores_move_a_little(lengths):
     """Stored numbers carry 8 bits: about 1 part in 300 each. The memory takes half the room."""
-    model, lengths = tiny.make(), LENGTHS["clamp"]
-    pairs = list(both(model, lengths, memory_dtype=jnp.bfloat16))
+    pairs = list(both(tiny.make(), LENGTHS[lengths], memory_dtype=jnp.bfloat16))
     assert {ring.dtype for ring in pairs[-1][0][2].keys + pairs[-1][0][2].values} == {jnp.dtype("bfloat16")}
     off = max(float(np.abs(found[1] - expected[1]).max()) for found, expected in pairs)
     assert 1e-4 < off < 0.1

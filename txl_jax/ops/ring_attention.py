@@ -75,7 +75,7 @@ def ring_attention(
       seen: the masks.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    stored_key, stored_value = (stored.astype(query.dtype) for stored in ring)
+    stored_key, stored_value = ring
     own = jnp.einsum("bhle,bhke->bhlk", query, key, preferred_element_type=wide)
     if position is not None:
         table = _position_scores(*position, wide)
@@ -84,7 +84,7 @@ def ring_attention(
     top = jnp.max(own, axis=-1, keepdims=True)
     n_slot = stored_key.shape[3]
     if n_slot:
-        stored = jnp.einsum("bhle,bhek->bhlk", query, stored_key, preferred_element_type=wide)
+        stored = _by_stored(query, stored_key, wide)
         if position is not None:
             stored += _ring_positions(table, slot, seen.age)
         stored = jnp.where(seen.stored[:, None], stored, -jnp.inf)
@@ -96,8 +96,21 @@ def ring_attention(
     if n_slot:
         weights = jnp.exp(stored - top)
         total += jnp.sum(weights, axis=-1, keepdims=True)
-        summed += jnp.einsum("bhlk,bhke->bhle", weights.astype(value.dtype), stored_value, preferred_element_type=wide)
+        summed += _by_stored(weights.astype(value.dtype), stored_value, wide)
     return (summed / total).astype(value.dtype)
+
+
+def _by_stored(rows: jax.Array, stored: jax.Array, wide: jnp.dtype) -> jax.Array:
+    """Products with a ring of any type: [B, H, L, n] x [B, H, n, m] -> [B, H, L, m], in `wide`.
+
+    A single row is multiplied and summed, so that a narrower ring is widened on its way through the processor; for a
+    product XLA's CPU backend writes all of it down again in the wide type (12 layers of 8 x 64 x 2160 in bfloat16, two
+    cores: 22 ms with products, 4.1 ms so; in float32 2.8 ms).
+    """
+    if rows.shape[2] == 1 and stored.dtype != rows.dtype:
+        rows = jax.lax.optimization_barrier(rows.astype(wide))  # Else exp is computed again for each number of a sum.
+        return jnp.sum(stored.astype(wide) * rows.swapaxes(2, 3), axis=2, keepdims=True)
+    return jnp.einsum("bhln,bhnm->bhlm", rows, stored.astype(rows.dtype), preferred_element_type=wide)
 
 
 def _position_scores(query: jax.Array, position_key: jax.Array, wide: jnp.dtype) -> jax.Array:
