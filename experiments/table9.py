@@ -3,8 +3,8 @@
     python -m experiments.table9
     python -m experiments.table9 --flagfile=enwik8_24l --table9_lengths=800,3800 --table9_json=table9.json
 
-Without flags the sizes are those of enwik8_12l, 12 layers of width 512, and ours reads segments of 128 tokens; of the
-other settings only --model.*, --compat.*, --eval.segment_len, --eval.segments_per_call, --eval.clamp_len and
+Without flags the sizes are those of enwik8_12l, 12 layers of width 512, and its clamp, and ours reads segments of 128
+tokens; of the other settings only --model.*, --compat.*, --eval.segment_len, --eval.segments_per_call, --eval.clamp_len and
 --eval.memory_type matter here. Weights are untrained, tokens random, and both sides run in turns, one row of text on
 one device. It prints a markdown table of seconds per token, the median of the timed calls with the slowest and the
 fastest. On a CPU a call of the sliding window takes seconds: --table9_calls and --table9_lengths make it shorter.
@@ -26,8 +26,8 @@ from txl_jax.jobs.table9 import PAPER, Row
 from txl_jax.run_log import write_json
 
 FLAGS = flags.FLAGS
-# No clamp, which would spare ours the position keys beyond it.
-DEFAULTS = ExperimentConfig(eval=EvalConfig(segment_len=128, clamp_len=0))
+# The clamp is that of the published evaluation of enwik8_12l. It spares ours the position keys beyond it.
+DEFAULTS = ExperimentConfig(eval=EvalConfig(segment_len=128, clamp_len=820))
 _VOCABULARY = 204  # enwik8's bytes without newline, as the published numbers are taken.
 
 
