@@ -6,7 +6,7 @@
 It writes context_length.csv and, with matplotlib, context_length.png into the workdir. At attention length A the memory
 has A slots and every token sees the same number of keys (--eval.mem_len and --eval.same_length are set so, and segments
 are at most A long); the other --eval flags are as they were at the training, or as given: a run that was trained with
---eval.clamp_len still clamps. A model without recurrence (--model.encoding=absolute, or trained with --train.mem_len=0)
+--eval.clamp_len still clamps. A model without recurrence (--model.encoding=vaswani, or trained with --train.mem_len=0)
 is given windows of A tokens, --eval.batch_size side by side; --context_stride says how many tokens each of them scores.
 """
 

@@ -53,8 +53,12 @@ def relative_attention(
     content_bias: np.ndarray,
     position_bias: np.ndarray,
     mask: np.ndarray,
+    position_score: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[B, H, L, E], [B, H, K, E] twice, [H, K, E] (distances K - 1, .., 0), [H, E] twice, [B, L, K] -> [B, H, L, E]."""
+    """[B, H, L, E], [B, H, K, E] twice, [H, K, E] (distances K - 1, .., 0), [H, E] twice, [B, L, K] -> [B, H, L, E].
+
+    `position_score`: [H, K], of the same distances.
+    """
     n_row, n_head, n_query, width = query.shape
     n_key = key.shape[2]
     attended = np.zeros(query.shape)
@@ -65,7 +69,8 @@ def relative_attention(
                 distance = (n_key - n_query) + i - j
                 k, r = key[b, h, j], position_key[h, n_key - 1 - distance]
                 a_b_c_d = q @ k, q @ r, content_bias[h] @ k, position_bias[h] @ r
-                weights[j] = np.exp(sum(a_b_c_d) / np.sqrt(width))
+                more = 0 if position_score is None else position_score[h, n_key - 1 - distance]
+                weights[j] = np.exp((sum(a_b_c_d) + more) / np.sqrt(width))
         attended[b, h, i] = weights @ value[b, h] / weights.sum()
     return attended
 

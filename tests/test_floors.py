@@ -10,7 +10,7 @@ FLOORS = [
     ["config", "config_tree", "axes"],
     ["ops", "memory", "losses", "metrics", "flops"],
     ["modules"],
-    ["recurrence", "inference", "sharding", "data", "checkpoint", "run_log"],
+    ["recurrence", "inference", "readers", "sharding", "data", "checkpoint", "run_log"],
     ["training", "evaluation", "generation", "analysis", "interop"],
     ["assemble", "report", "workdir"],
     ["jobs"],

@@ -16,7 +16,8 @@ from txl_jax.config import Encoding
 def test_a_token_costs_what_xla_counts(encoding, same_length):
     """XLA counts softmax and norms too: a few of a hundred where the products are as large as here."""
     sizes = {"n_layer": 2, "d_model": 64, "n_head": 2, "d_head": 48, "d_inner": 160}
-    model = tiny.make(encoding=encoding, **sizes)
+    table = {"n_position": 300} if encoding.is_learned else {}
+    model = tiny.make(encoding=encoding, **table, **sizes)
     freeze = functools.partial(inference.freeze, model=model, segment_len=1, mem_len=256, clamp_len=0)
     weights = jax.jit(freeze)(tiny.variables(model)["params"])
     memory = inference.init_memory(weights, model, batch_size=2, mem_len=256, segment_len=1)

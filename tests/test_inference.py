@@ -10,7 +10,7 @@ import tiny
 
 from txl_jax import inference
 from txl_jax import memory as memory_lib
-from txl_jax.config import COMPAT_PRESETS, DType, Encoding, NormPlace
+from txl_jax.config import COMPAT_PRESETS, CompatConfig, DType, Encoding, NormPlace, ShawTerms
 
 SEGMENTS = 10
 # L, M, clamp_len, same_length. Memories that L divides and does not, shorter than a segment, and none; clamps below a
@@ -31,7 +31,14 @@ MODELS = {
     "pre": {"layer_norm": NormPlace.PRE},
     "own biases": {"untie_r": True},
     "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
-    "absolute": {"encoding": Encoding.ABSOLUTE},
+    "vaswani": {"encoding": Encoding.VASWANI},
+    "al_rfou": {"encoding": Encoding.AL_RFOU, "n_position": 9},
+    "shaw": {"encoding": Encoding.SHAW, "n_position": 9},
+    "shaw, as the original": {
+        "encoding": Encoding.SHAW,
+        "n_position": 6,
+        "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL),
+    },
 }
 
 

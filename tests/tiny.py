@@ -19,6 +19,8 @@ COMPAT = CompatConfig()
 
 
 def make(*, compat: CompatConfig = COMPAT, **changes) -> TransformerXL:
+    if changes.get("encoding", CONFIG.encoding).is_learned:
+        changes.setdefault("n_position", 12)
     return TransformerXL(dataclasses.replace(CONFIG, **changes), compat, V)
 
 

@@ -13,13 +13,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from txl_jax import axes, inference, sharding
-from txl_jax.config import ExperimentConfig, MemoryType
+from txl_jax import axes, readers, sharding
+from txl_jax.config import ExperimentConfig, Network
 from txl_jax.data.segments import Segments
 from txl_jax.evaluation.streaming import EvalStep, make_eval_step
-from txl_jax.inference import FrozenWeights
 from txl_jax.memory import KeyValueMemory, Memory
+from txl_jax.modules.lstm import LSTM
 from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.readers import Model, Reader
 from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.state import TrainState, init_state
 from txl_jax.training.step import TrainStep, make_train_step
@@ -30,7 +31,7 @@ class Parts:
     """What a job is made of."""
 
     config: ExperimentConfig
-    model: TransformerXL
+    model: Model
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     mesh: Mesh
@@ -88,28 +89,26 @@ class Parts:
             )
 
     @functools.cached_property
-    def freeze(self) -> Callable[[Any], FrozenWeights]:
-        """The jitted function that lays parameters out for evaluation and generation."""
-        span = self.config.eval
-        lengths = {"segment_len": span.segment_len, "mem_len": span.mem_len, "clamp_len": span.clamp_len}
-        return jax.jit(functools.partial(inference.freeze, model=self.model, **lengths))
+    def reader(self) -> Reader:
+        """What evaluation reads with."""
+        return readers.make_reader(self.model, self.config.eval)
+
+    @functools.cached_property
+    def freeze(self) -> Callable[[Any], Any]:
+        """The jitted function that lays parameters out for evaluation."""
+        return jax.jit(self.reader.freeze)
 
     @functools.cached_property
     def eval_step(self) -> EvalStep:
         """The jitted evaluation of S segments; the memory is donated."""
         return jax.jit(make_eval_step(self.model, self.config.eval), donate_argnums=1)
 
-    def eval_memory(self, weights: FrozenWeights) -> KeyValueMemory:
+    def eval_memory(self, weights: Any) -> Any:
         """An empty memory of the evaluation's shape."""
         span = self.config.eval
-        make = functools.partial(
-            inference.init_memory,
-            model=self.model,
-            batch_size=span.batch_size,
-            mem_len=span.mem_len,
-            segment_len=span.segment_len,
-            dtype=self.memory_dtype,
-        )
+        if isinstance(self.model, LSTM):
+            shardings = self._memory_shardings(span.batch_size)
+            return jax.jit(self.reader.init_memory, out_shardings=shardings)(weights)
         rows = sharding.rows(self.mesh, span.batch_size)
         layers = (sharding.named(self.mesh, rows, axes.HEADS, None, None),) * self.config.model.n_layer
         shardings = KeyValueMemory(
@@ -119,13 +118,12 @@ class Parts:
             slot=sharding.named(self.mesh),
             mem_len=span.mem_len,
         )
-        return jax.jit(make, out_shardings=shardings)(weights)
+        return jax.jit(self.reader.init_memory, out_shardings=shardings)(weights)
 
     @property
     def memory_dtype(self) -> jnp.dtype:
         """Type of stored keys and values."""
-        stored = self.config.eval.memory_type
-        return jnp.dtype(self.config.model.dtype if stored is MemoryType.COMPUTED else stored)
+        return readers.memory_dtype(self.model, self.config.eval)
 
     def host(self, batch_size: int) -> tuple[int, int]:
         """(i, n): this process's devices hold part i of n of a batch's rows, and so it reads those.
@@ -220,9 +218,10 @@ def assemble(config: ExperimentConfig, *, vocab_size: int) -> Parts:
         if size % devices:
             raise ValueError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
     schedule = optimizer_lib.learning_rate(config.optimizer, config.compat, steps=config.train.steps)
+    network = {Network.TRANSFORMER_XL: TransformerXL, Network.LSTM: LSTM}[config.model.network]
     return Parts(
         config=config,
-        model=TransformerXL(config.model, config.compat, vocab_size, sharding.row_groups(mesh)),
+        model=network(config.model, config.compat, vocab_size, sharding.row_groups(mesh)),
         optimizer=optimizer_lib.make_optimizer(config.optimizer, schedule),
         schedule=schedule,
         mesh=mesh,

@@ -14,4 +14,5 @@ HEAD_DIM = "head_dim"  # E.
 INNER = "inner"  # F.
 VOCAB = "vocab"  # Rows of an embedding table or of its bias.
 CLUSTERS = "clusters"  # Tail clusters in the head of the adaptive softmax.
+POSITIONS = "positions"  # Distances of a learned table.
 NORM = "norm"  # Scale and bias of a layer norm.

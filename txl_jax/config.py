@@ -25,7 +25,26 @@ class Encoding(enum.StrEnum):
     """How the model knows where a token stands."""
 
     RELATIVE = "relative"  # The paper's: the distance enters the attention scores.
-    ABSOLUTE = "absolute"  # Sinusoids added to the embedding (Vaswani et al., 2017).
+    SHAW = "shaw"  # A learned key for each distance, per layer and head (Shaw et al., 2018).
+    VASWANI = "vaswani"  # Sinusoids added to the embedding (Vaswani et al., 2017).
+    AL_RFOU = "al_rfou"  # Learned vectors added before each layer (Al-Rfou et al., 2018).
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether scores tell how far a key is; else a token has a place in its segment, and none beyond it."""
+        return self in (Encoding.RELATIVE, Encoding.SHAW)
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether there is a table of positions, of a size that the parameters have."""
+        return self in (Encoding.SHAW, Encoding.AL_RFOU)
+
+
+class Network(enum.StrEnum):
+    """What stands between embedding and softmax."""
+
+    TRANSFORMER_XL = "transformer_xl"
+    LSTM = "lstm"  # N layers of D cells, a baseline; it reads no setting of attention, and no length but L.
 
 
 class NormPlace(enum.StrEnum):
@@ -62,6 +81,13 @@ class MemoryType(enum.StrEnum):
 
     COMPUTED = "computed"  # As they are computed: model.dtype.
     BFLOAT16 = "bfloat16"  # Half the memory of float32; scores move by about one part in 300.
+
+
+class ShawTerms(enum.StrEnum):
+    """Which terms of the score a model with `Encoding.SHAW` has."""
+
+    PAPER = "paper"  # (a) and (b): content, and content with distance.
+    ORIGINAL = "original"  # Also u with content, (c), and a learned number per distance in place of (d).
 
 
 class Window(enum.StrEnum):
@@ -165,6 +191,7 @@ def free(default: Any) -> Any:
 class ModelConfig:
     """Sizes and parts of the network. Lengths are not here: the parameters do not depend on them."""
 
+    network: Network = Network.TRANSFORMER_XL  # What stands between embedding and softmax.
     n_layer: int = 12  # N, layers.
     d_model: int = 512  # D, width of the residual stream.
     n_head: int = 8  # H, attention heads; H * E need not be D.
@@ -174,7 +201,8 @@ class ModelConfig:
     dropout: float = 0.1  # On embedding, positions, attention output, both feed-forward layers, last layer.
     attention_dropout: float = 0.0  # On the attention probabilities (the original's dropatt).
     layer_norm: NormPlace = NormPlace.POST  # Where the layer norm stands.
-    encoding: Encoding = Encoding.RELATIVE  # How positions are told: the paper's way, or sinusoids at the input.
+    encoding: Encoding = Encoding.RELATIVE  # How positions are told: the paper's way, or one of those it compares with.
+    n_position: int = 0  # shaw, al_rfou: distances that their tables hold; greater ones share the last.
     untie_r: bool = False  # u and v (r_w_bias, r_r_bias) per layer instead of shared by all.
     tie_weight: bool = True  # Embedding and softmax share their tables.
     cutoffs: tuple[int, ...] = ()  # First token of each tail cluster of the adaptive softmax; empty: full softmax.
@@ -198,6 +226,13 @@ class ModelConfig:
     def has_projections(self) -> bool:
         """Whether embeddings are projected to d_model; with div_val > 1 they are, even where the width is d_model."""
         return self.div_val > 1 or self.embed_width != self.d_model
+
+    def clamp(self, clamp_len: int) -> int:
+        """The distance that all above it share with it, as `clamp_len` and the tables' size limit it; 0: none."""
+        if not self.encoding.is_learned:
+            return clamp_len
+        longest = self.n_position - 1
+        return min(clamp_len, longest) if clamp_len > 0 else longest
 
     def cluster_width(self, cluster: int) -> int:
         """Width of a cluster's embedding."""
@@ -228,6 +263,11 @@ class ModelConfig:
             self.encoding is Encoding.RELATIVE or not self.untie_r,
             f"model.untie_r is on and model.encoding is {self.encoding}, which has no u and v",
         )
+        _require(
+            self.n_position >= 2 if self.encoding.is_learned else self.n_position == 0,
+            f"model.n_position is {self.n_position} and model.encoding is {self.encoding}; a learned table needs at "
+            "least 2 distances (segment and memory of training together), and the other encodings have none, 0",
+        )
         last = self.n_cluster - 1
         _require(
             self.cluster_width(last) >= 1,
@@ -251,6 +291,7 @@ class CompatConfig:
     memory_start: MemoryStart = MemoryStart.MASKED  # What the memory holds before the first segment.
     same_length_window: Window = Window.MEM_LEN  # Keys that a query sees under same_length.
     layer_norm_eps: float = 1e-5  # Added to the variance.
+    shaw_terms: ShawTerms = ShawTerms.PAPER  # encoding=shaw: which terms the score has.
     final_norm: bool = True  # With layer_norm=pre: a layer norm after the last layer.
     schedule_offset: ScheduleOffset = ScheduleOffset.AFTER_WARMUP  # Where the cosine starts.
     lr_floor: float = 0.0  # Last learning rate as a fraction of the peak.
@@ -267,7 +308,7 @@ class CompatConfig:
 COMPAT_PRESETS = {
     "ours": CompatConfig(),
     # The authors' PyTorch release.
-    "pytorch": CompatConfig(final_norm=False, schedule_offset=ScheduleOffset.ORIGINAL),
+    "pytorch": CompatConfig(shaw_terms=ShawTerms.ORIGINAL, final_norm=False, schedule_offset=ScheduleOffset.ORIGINAL),
     # The authors' TensorFlow release, as run on TPU.
     "tf": CompatConfig(
         memory_start=MemoryStart.ZEROS,

@@ -2,11 +2,11 @@
 
 Counted are the matrix products that the mathematics needs, a multiplication and an addition as two operations; not
 the softmax, the norms, nor anything that is computed again (`remat`). Query i of a segment meets M + i + 1 keys, on
-average M + (L + 1) / 2; with `same_length` M. Of an adaptive softmax only the head counts: how often a token needs a
+average M + (L + 1) / 2; with `same_length` M. That a clamp or a short table spares position scores is not counted. Of an adaptive softmax only the head counts: how often a token needs a
 tail depends on the text.
 """
 
-from txl_jax.config import Encoding, ModelConfig
+from txl_jax.config import Encoding, ModelConfig, Network
 
 # Peak of dense products in bfloat16, operations per second and device, from the makers' data sheets.
 _PEAKS = {
@@ -27,6 +27,8 @@ _PEAKS = {
 
 def of_inference(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
     """Operations per token where keys and values of the memory are kept."""
+    if config.network is Network.LSTM:  # Four gates, from inputs and from outputs.
+        return config.n_layer * 16 * config.d_model**2 + _softmax(config, vocab_size)
     keys = mem_len if same_length else mem_len + (segment_len + 1) / 2
     return config.n_layer * (_per_position(config) + _per_key(config) * keys) + _softmax(config, vocab_size)
 
@@ -43,6 +45,8 @@ def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_l
     codes = project * (mem_len + segment_len) / segment_len if config.encoding is Encoding.RELATIVE else 0
     lengths = {"segment_len": segment_len, "mem_len": mem_len, "same_length": same_length}
     forward = of_inference(config, vocab_size=vocab_size, **lengths)
+    if config.network is Network.LSTM:
+        return 3 * forward
     # Backward, the memory's projections and those of the codes have a gradient of the weights only.
     return 3 * forward + config.n_layer * 2 * (memory + codes)
 
@@ -61,7 +65,7 @@ def _per_position(config: ModelConfig) -> float:
 
 def _per_key(config: ModelConfig) -> float:
     """Content score, position score and weighted value of one query and one key."""
-    products = 3 if config.encoding is Encoding.RELATIVE else 2
+    products = 3 if config.encoding.is_relative else 2
     return 2 * products * config.n_head * config.d_head
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import NormPlace
+from txl_jax.config import Encoding, NormPlace
 from txl_jax.memory import KeyValueMemory, StartRows
 from txl_jax.modules.block import layer_norm
 from txl_jax.modules.feed_forward import FeedForward
@@ -31,13 +31,25 @@ from txl_jax.ops.ring_attention import Visible, ring_attention, table_length, vi
 
 
 @flax.struct.dataclass
+class ByDistance:
+    """What the scores of the distances P - 1, .., 0 are made of."""
+
+    bias: jax.Array | None  # v, [H, E], divided by sqrt(E).
+    key: jax.Array  # [H, E, P]
+    score: jax.Array | None  # [H, P], of Shaw's encoding as the original has it, divided by sqrt(E).
+
+
+@flax.struct.dataclass
 class Layer:
     """One layer's weights, in the compute type."""
 
     query_key_value: jax.Array  # [D, 3, H, E]; the query's part is divided by sqrt(E).
     output: jax.Array  # [H * E, D]
-    biases: tuple[jax.Array, jax.Array] | None  # u and v, [H, E], divided by sqrt(E); None: absolute positions.
-    position_key: jax.Array | None  # [H, E, P], of the distances P - 1, .., 0.
+    content_bias: jax.Array | None  # u, [H, E], divided by sqrt(E); None: the encoding has none.
+    by_distance: ByDistance | None  # None: absolute positions.
+    added: (
+        jax.Array | None
+    )  # [P, D], what Al-Rfou's layers add to positions at the distances P - 1, .., 0 from the end.
     norms: tuple[Any, Any]  # Of attention and feed-forward part.
     feed_forward: Any
 
@@ -50,19 +62,21 @@ class FrozenWeights:
     layers: tuple[Layer, ...]
     clusters: tuple[adaptive.Cluster, ...]  # Of the softmax.
     start: StartRows  # What an empty memory holds.
-    clamp_len: int = flax.struct.field(pytree_node=False)  # That of the position keys.
+    clamp_len: int = flax.struct.field(pytree_node=False)  # What `embed` takes.
 
 
 def freeze(params: Any, model: TransformerXL, *, segment_len: int, mem_len: int, clamp_len: int) -> FrozenWeights:
     """The weights for segments of up to `segment_len` tokens and `mem_len` slots of memory; to be jitted."""
     c = model.config
     n_slot = -(-mem_len // segment_len) * segment_len
-    n_position = table_length(segment_len=segment_len, n_slot=n_slot, clamp_len=clamp_len)
-    codes = positions.sinusoids(positions.key_distances(n_position), c.d_model, jnp.dtype(c.dtype))
+    n_position = table_length(segment_len=segment_len, n_slot=n_slot, clamp_len=c.clamp(clamp_len))
+    distances = positions.key_distances(n_position)
+    if c.encoding is Encoding.AL_RFOU:  # Of the segment's own places only.
+        distances = positions.key_distances(segment_len, clamp_len=c.clamp(clamp_len))
     stacked = params["stack"]["layers"]
     shared_biases = params["stack"].get("biases")
     each = [jax.tree.map(lambda stack, i=i: stack[i], stacked) for i in range(c.n_layer)]
-    layers = tuple(_freeze_layer(layer, layer.get("biases", shared_biases), codes, model) for layer in each)
+    layers = tuple(_freeze_layer(layer, layer.get("biases", shared_biases), distances, model) for layer in each)
     return FrozenWeights(
         outer=_cast({name: part for name, part in params.items() if name not in ("stack", "softmax")}, model),
         layers=layers,
@@ -76,9 +90,11 @@ def for_single_tokens(weights: FrozenWeights, *, mem_len: int) -> FrozenWeights:
     """The weights for segments of one token: of the position keys, those of distances up to M."""
 
     def shorten(layer: Layer) -> Layer:
-        if layer.position_key is None:
+        if layer.by_distance is None:
             return layer
-        return layer.replace(position_key=layer.position_key[:, :, -(mem_len + 1) :])
+        key, score = layer.by_distance.key, layer.by_distance.score
+        score = None if score is None else score[:, -(mem_len + 1) :]
+        return layer.replace(by_distance=layer.by_distance.replace(key=key[:, :, -(mem_len + 1) :], score=score))
 
     return weights.replace(layers=tuple(shorten(layer) for layer in weights.layers))
 
@@ -155,12 +171,13 @@ def _read_layer(
     """[B, L, D] -> outputs [B, L, D], and this segment's keys and values [B, H, L, E]."""
     attention_norm, feed_forward_norm = (_norm(model, scales) for scales in layer.norms)
     pre = model.config.layer_norm is NormPlace.PRE
+    if layer.added is not None:
+        inputs += layer.added[-inputs.shape[1] :][None]
     query, key, value = _project(layer, attention_norm(inputs) if pre else inputs)
-    position = None
-    if layer.biases is not None:
-        content_bias, position_bias = (bias[None, :, None, :] for bias in layer.biases)
-        query, position = query + content_bias, (query + position_bias, layer.position_key)
-    attended = ring_attention(query, key, value, ring, position, slot, seen)
+    position, by_distance = None, layer.by_distance
+    if by_distance is not None:
+        position = _biased(query, by_distance.bias), by_distance.key, by_distance.score
+    attended = ring_attention(_biased(query, layer.content_bias), key, value, ring, position, slot, seen)
     batch, _, segment_len, _ = attended.shape
     attended = project(attended.swapaxes(1, 2).reshape(batch, segment_len, -1), layer.output)
     feed_forward = FeedForward(model.config, deterministic=True)
@@ -175,6 +192,11 @@ def _read_layer(
     return feed_forward_norm(middle + inner(middle)), key, value
 
 
+def _biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """[B, H, L, E] and [H, E] -> [B, H, L, E]."""
+    return query if bias is None else query + bias[None, :, None, :]
+
+
 def _project(layer: Layer, states: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of states [B, L, D], each [B, H, L, E]."""
     projected = project(states, layer.query_key_value)
@@ -187,16 +209,30 @@ def _norm(model: TransformerXL, scales: Any):
     return lambda states: norm.apply({"params": scales}, states)
 
 
-def _freeze_layer(params: Any, biases: Any, codes: jax.Array, model: TransformerXL) -> Layer:
-    attention = params["attention"]
+def _freeze_layer(params: Any, biases: Any, distances: jax.Array, model: TransformerXL) -> Layer:
+    """One layer of the model's parameters; `biases`: u and v, its own or those of all."""
+    attention, encoding = params["attention"], model.config.encoding
     scale, dtype = model.config.d_head**-0.5, jnp.dtype(model.config.dtype)
     parts = attention["query"] * scale, attention["key"], attention["value"]
-    relative = "position_key" in attention
+    content_bias, by_distance = None, None
+    if encoding is Encoding.RELATIVE:
+        codes = positions.sinusoids(distances, model.config.d_model, dtype)
+        content_bias, position_bias = ((biases[name] * scale).astype(dtype) for name in ("content", "position"))
+        key = jnp.einsum("pd,dhe->hep", codes, attention["position_key"].astype(dtype))
+        by_distance = ByDistance(bias=position_bias, key=key, score=None)
+    elif encoding is Encoding.SHAW:
+        table = {name: leaf.astype(dtype) for name, leaf in attention["positions"].items()}
+        key = table["key"][distances].transpose(1, 2, 0)
+        original = "score" in table  # As the original has it, beside what the paper says.
+        content_bias = table["content"] * scale if original else None
+        score = table["score"][distances].T * scale if original else None
+        by_distance = ByDistance(bias=None, key=key, score=score)
     return Layer(
         query_key_value=jnp.stack(parts, axis=1).astype(dtype),
         output=attention["output"].reshape(-1, model.config.d_model).astype(dtype),
-        biases=tuple((biases[name] * scale).astype(dtype) for name in ("content", "position")) if relative else None,
-        position_key=jnp.einsum("pd,dhe->hep", codes, attention["position_key"].astype(dtype)) if relative else None,
+        content_bias=content_bias,
+        by_distance=by_distance,
+        added=params["positions"]["vector"].astype(dtype)[distances] if encoding is Encoding.AL_RFOU else None,
         norms=(params["attention_norm"], params["feed_forward_norm"]),
         feed_forward=_cast(params["feed_forward"], model),
     )

@@ -44,6 +44,10 @@ class Totals:
         """exp of the mean over tokens; inf where that overflows, nan where the mean is nan."""
         return math.inf if self.nll >= 700 else math.exp(self.nll)
 
+    def value(self, measure: Measure) -> float:
+        """The measure as a number."""
+        return self.bpc if measure is Measure.BPC else self.perplexity
+
     def told(self, measure: Measure) -> str:
         """The measure and its value, for people.
 

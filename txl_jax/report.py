@@ -11,6 +11,7 @@ import jax
 
 import txl_jax
 from txl_jax.assemble import Compilation, Parts
+from txl_jax.config import Encoding, ModelConfig, Network
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader
 from txl_jax.metrics import Measure, Totals
@@ -26,8 +27,7 @@ def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
     return [
         f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} tokens "
         f"to train / validate / test on, vocabulary {corpus.vocabulary.size:,}",
-        f"model     {c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}, "
-        f"{c.dtype}: {parts.n_parameter:,} parameters",
+        f"model     {_sizes(c)}, {c.dtype}: {parts.n_parameter:,} parameters",
         f"training  {train.batch_size} rows x {train.segment_len} = {tokens_per_step:,} tokens per step, memory "
         f"{train.mem_len}; {train.steps:,} steps = {epochs:.2f} epochs of {reader.n_segments:,} steps "
         f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
@@ -37,6 +37,13 @@ def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
         + (f", each begun {span.warmup_tokens} tokens early" if span.warmup_tokens else ""),
         f"devices   {parts.mesh.size} x {device_kind()} ({', '.join(f'{k} {n}' for k, n in parts.mesh.shape.items())})",
     ]
+
+
+def _sizes(c: ModelConfig) -> str:
+    if c.network is Network.LSTM:
+        return f"{c.n_layer} LSTM layers of {c.d_model} cells"
+    how = "" if c.encoding is Encoding.RELATIVE else f", positions as {c.encoding}"
+    return f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}{how}"
 
 
 def memory_line(parts: Parts, compilation: Compilation) -> str:

@@ -28,6 +28,7 @@ _MESH_AXES = {
     axes.INNER: MODEL,
     axes.VOCAB: MODEL,
     axes.CLUSTERS: None,
+    axes.POSITIONS: None,
     axes.NORM: None,
 }
 

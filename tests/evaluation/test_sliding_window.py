@@ -35,7 +35,7 @@ def step(encoding: Encoding):
     return make_window_step(model(encoding), clamp_len=CLAMP)
 
 
-def totals(encoding=Encoding.ABSOLUTE, attention_len=4, stride=1, batch_size=1, **others):
+def totals(encoding=Encoding.VASWANI, attention_len=4, stride=1, batch_size=1, **others):
     sizes = {"attention_len": attention_len, "stride": stride, "batch_size": batch_size}
     return evaluate_windows(step(encoding), params(encoding), TEXT, **sizes, **others)
 

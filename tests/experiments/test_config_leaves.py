@@ -27,6 +27,7 @@ from txl_jax.config import (
     MemoryStart,
     MemoryType,
     ModelConfig,
+    Network,
     Newlines,
     NormPlace,
     OptimizerConfig,
@@ -34,6 +35,7 @@ from txl_jax.config import (
     Remat,
     Roll,
     ScheduleOffset,
+    ShawTerms,
     Tokenizer,
     TrainConfig,
     Window,
@@ -88,6 +90,7 @@ BASE = ExperimentConfig(
 # Where each setting must show, and its second value.
 SECOND = {
     "seed": ("init", 5),
+    "model.network": ("init", Network.LSTM),
     "model.n_layer": ("init", 3),
     "model.d_model": ("init", 14),
     "model.n_head": ("init", 3),
@@ -97,7 +100,8 @@ SECOND = {
     "model.dropout": ("train_step", 0.2),
     "model.attention_dropout": ("train_step", 0.3),
     "model.layer_norm": ("train_step", NormPlace.POST),
-    "model.encoding": ("init", Encoding.ABSOLUTE),
+    "model.encoding": ("init", Encoding.VASWANI),
+    "model.n_position": ("init", 20),
     "model.untie_r": ("init", True),
     "model.tie_weight": ("init", False),
     "model.cutoffs": ("init", (90, 200)),
@@ -110,6 +114,7 @@ SECOND = {
     "compat.memory_start": ("train_step", MemoryStart.ZEROS),
     "compat.same_length_window": ("train_step", Window.MEM_LEN_PLUS_ONE),
     "compat.layer_norm_eps": ("train_step", 1e-12),
+    "compat.shaw_terms": ("init", ShawTerms.ORIGINAL),
     "compat.final_norm": ("init", False),
     "compat.schedule_offset": ("train_step", ScheduleOffset.ORIGINAL),
     "compat.lr_floor": ("train_step", 0.1),
@@ -174,6 +179,8 @@ SECOND = {
 
 # Settings that stand beside the second value, so that it is legal.
 BESIDE = {
+    "model.n_position": {"model.encoding": Encoding.AL_RFOU},
+    "compat.shaw_terms": {"model.encoding": Encoding.SHAW, "model.n_position": 12},
     "data.corpus": {"data.file": ""},
     **{name: {"data.tokenizer": Tokenizer.WORD} for name in ("data.line_mark", "data.min_count", "data.vocab_file")},
     "data.lower_case": {"data.tokenizer": Tokenizer.CHAR},
@@ -188,6 +195,10 @@ BESIDE = {
         for split in ("train", "valid", "test")
     },
 }
+
+
+# First values, where that of `BASE` is not legal beside the others.
+FIRST = {"model.n_position": 12, **{f"data.{split}": ("words.txt",) for split in ("train", "valid", "test")}}
 
 
 @functools.cache
@@ -325,8 +336,8 @@ def test_a_second_value_changes_what_a_run_does(name):
     probe, value = SECOND[name]
     beside = {k: v for k, v in BESIDE.get(name, {}).items() if k != name}
     before = config_tree.replace(BASE, beside)
-    if name in ("data.train", "data.valid", "data.test"):
-        before = config_tree.replace(before, {name: ("words.txt",)})
+    if name in FIRST:
+        before = config_tree.replace(before, {name: FIRST[name]})
     after = config_tree.replace(before, {name: value})
     if name == "data.corpus":  # Without a file, own text has no legal first value.
         before = BASE

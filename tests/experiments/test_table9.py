@@ -37,7 +37,7 @@ def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens():
     window, ours = table9.sliding_window_config(config), table9.our_config(config, 800)
     window.validate()
     ours.validate()
-    assert (window.model.encoding, ours.model.encoding) == (Encoding.ABSOLUTE, Encoding.RELATIVE)
+    assert (window.model.encoding, ours.model.encoding) == (Encoding.VASWANI, Encoding.RELATIVE)
     assert ours.model == config.model  # The published model is the relative one.
     for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "dtype"):
         assert getattr(window.model, name) == getattr(config.model, name)
@@ -74,7 +74,7 @@ def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
     monkeypatch.setattr(assemble, "make_eval_step", note_segments)
     row = table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=1, calls=2)
     jax.effects_barrier()
-    assert windows == [((1, A), (1, 1), Encoding.ABSOLUTE)] * 3
+    assert windows == [((1, A), (1, 1), Encoding.VASWANI)] * 3
     assert segments == [((S, 1, L), A, Encoding.RELATIVE)]  # Traced once.
     assert memories == [([A], np.False_)] * 3  # Full, and no row starts anew.
     assert (row.attention_len, len(row.sliding_window), len(row.ours)) == (A, 2, 2)

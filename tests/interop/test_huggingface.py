@@ -114,7 +114,7 @@ def test_the_final_norm_has_no_name():
 
 
 def test_absolute_positions_have_no_names():
-    config = dataclasses.replace(tiny.CONFIG, encoding=Encoding.ABSOLUTE)
+    config = dataclasses.replace(tiny.CONFIG, encoding=Encoding.VASWANI)
     for convert in (huggingface.from_flax, lambda tensors, config: huggingface.to_flax(tensors, config, vocab_size=V)):
         with pytest.raises(ValueError, match="Hugging Face's model has relative only"):
             convert({}, config)
@@ -161,7 +161,7 @@ def test_config_of_holds_sizes_ties_and_lengths():
         ({"cutoffs": (4, V)}, SPAN, "the vocabulary has 13 tokens"),
         ({"div_val": 2}, SPAN, "model.cutoffs is empty"),
         (
-            {"encoding": Encoding.ABSOLUTE},
+            {"encoding": Encoding.VASWANI},
             SPAN,
             "model.encoding is absolute, and Hugging Face's model has relative only",
         ),

@@ -10,16 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace
+from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace, ShawTerms
 from txl_jax.interop import original
 from txl_jax.modules.transformer_xl import TransformerXL
 
 V = 37
-WITHOUT_FINAL_NORM = CompatConfig(final_norm=False)
+WITHOUT_FINAL_NORM = CompatConfig(final_norm=False, shaw_terms=ShawTerms.ORIGINAL)
 SMALL = ModelConfig(n_layer=3, d_model=12, n_head=2, d_head=5, d_inner=18)
 CONFIGS = {
     "full softmax": SMALL,
-    "absolute positions": dataclasses.replace(SMALL, encoding=Encoding.ABSOLUTE),
+    "Shaw": dataclasses.replace(SMALL, encoding=Encoding.SHAW, n_position=7),
+    "Vaswani": dataclasses.replace(SMALL, encoding=Encoding.VASWANI),
+    "Al-Rfou": dataclasses.replace(SMALL, encoding=Encoding.AL_RFOU, n_position=7, d_head=6),
     "nothing tied": dataclasses.replace(SMALL, tie_weight=False),
     "u and v per layer": dataclasses.replace(SMALL, untie_r=True),
     "d_embed": dataclasses.replace(SMALL, d_embed=10),
@@ -64,7 +66,7 @@ def test_the_originals_tensors_survive_the_round_trip(name):
         tensors[original.FREQUENCIES] = arrays[f"buffer/{original.FREQUENCIES}"]
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in golden.items() if key in fields}
-    config = ModelConfig(**values, encoding=Encoding.ABSOLUTE if golden["attn_type"] == 2 else Encoding.RELATIVE)
+    config = ModelConfig(**values, encoding=Encoding.VASWANI if golden["attn_type"] == 2 else Encoding.RELATIVE)
     assert original.aliases(config) == golden["aliases"]
     params = original.to_flax(tensors, config, vocab_size=golden["n_token"])
     again = original.from_flax(params, config)

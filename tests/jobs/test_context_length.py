@@ -39,7 +39,7 @@ def recurrent(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def absolute(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("absolute"), model__encoding=Encoding.ABSOLUTE)
+    return make(tmp_path_factory.mktemp("absolute"), model__encoding=Encoding.VASWANI)
 
 
 def sweep(run, lengths, *, say=lambda line: None, **others):
@@ -125,7 +125,7 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, absolute, stride):
         ({}, [], None, r"lengths are \[\]"),
         ({}, [8, 0], None, r"\[8, 0\].* at least 1"),
         ({}, [8], 4, "stride of 4 is given and the model has a memory"),
-        ({"model.encoding": Encoding.ABSOLUTE}, [8], None, "--context_stride"),
+        ({"model.encoding": Encoding.VASWANI}, [8], None, "--context_stride"),
         ({"train.mem_len": 0, "train.same_length": False}, [8], None, "--context_stride"),
         ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 7, "stride is 7 and the shortest .* 6"),
         ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 0, "stride is 0"),

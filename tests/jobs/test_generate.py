@@ -95,8 +95,8 @@ def test_a_stop_that_never_comes_changes_nothing(run):
 
 
 def test_absolute_positions_are_refused(run):
-    config = config_tree.replace(run[0], {"model.encoding": Encoding.ABSOLUTE})
-    with pytest.raises(ValueError, match="model.encoding is absolute.* no place"):
+    config = config_tree.replace(run[0], {"model.encoding": Encoding.VASWANI})
+    with pytest.raises(ValueError, match="model.encoding is vaswani.* no place"):
         generate.run(config, run[1].vocabulary, run[2])
 
 

@@ -20,7 +20,7 @@ L, M = 5, 4
 
 
 def make(**changes) -> TransformerXL:
-    return tiny.make(encoding=Encoding.ABSOLUTE, **changes)
+    return tiny.make(encoding=Encoding.VASWANI, **changes)
 
 
 def shapes(model: TransformerXL) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from txl_jax import axes
-from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Remat
+from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Remat, ShawTerms
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import masks, positions
@@ -178,7 +178,9 @@ ADAPTIVE = {"cutoffs": (4, 11), "d_embed": 16, "div_val": 2, "tie_projs": (False
 AXES_CASES = {
     "post": {},
     "pre, u and v per layer": {"layer_norm": NormPlace.PRE, "untie_r": True},
-    "absolute": {"encoding": Encoding.ABSOLUTE},
+    "vaswani": {"encoding": Encoding.VASWANI},
+    "al_rfou": {"encoding": Encoding.AL_RFOU, "n_position": 17},
+    "shaw": {"encoding": Encoding.SHAW, "n_position": 17, "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL)},
     "adaptive": ADAPTIVE,
     "adaptive, nothing tied": ADAPTIVE | {"tie_weight": False, "tie_projs": ()},
 }
@@ -195,6 +197,7 @@ def test_every_parameter_names_its_axes(changes):
         axes.NORM: {tiny.D},
         axes.HEADS: {tiny.H},
         axes.HEAD_DIM: {tiny.E},
+        axes.POSITIONS: {17},
         axes.INNER: {tiny.F},
         axes.VOCAB: {tiny.V, 4, 7, 2},
         axes.CLUSTER_EMBED: {tiny.D} if not changes.get("cutoffs") else {16, 8, 4},

@@ -62,6 +62,17 @@ def test_values_match_a_loop_over_pairs(case, x64):
     np.testing.assert_allclose(call(inputs, mask), oracles.relative_attention(**inputs, mask=mask), rtol=0, atol=1e-13)
 
 
+def test_terms_may_be_missing_and_distances_may_have_scores(x64):
+    """Shaw et al.: no u, no v; and as the original has it, u and a number per distance."""
+    inputs, mask = make_inputs(), make_mask(**CASES["part-filled memory"])
+    score = np.random.default_rng(3).normal(size=(H, M + L))
+    for names in (("content_bias", "position_bias"), ("position_bias",)):
+        zeros = {name: np.zeros((H, E)) for name in names}
+        expected = oracles.relative_attention(**inputs | zeros, mask=mask, position_score=score)
+        found = call(inputs | dict.fromkeys(names) | {"position_score": jnp.asarray(score)}, mask)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+
+
 def test_values_without_memory(x64):
     inputs, mask = make_inputs(mem_len=0), make_mask(valid=[0, 0], mem_len=0)
     np.testing.assert_allclose(call(inputs, mask), oracles.relative_attention(**inputs, mask=mask), rtol=0, atol=1e-13)

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from txl_jax.metrics import Measure
 
 
@@ -83,12 +85,85 @@ def context_curve(values: Mapping[int, float], path: Path, *, title: str, measur
     figure.savefig(path)
 
 
-def _figure() -> Any:
+def curves(values: Mapping[str, Mapping[int, float]], path: Path, *, title: str, xlabel: str, ylabel: str) -> None:
+    """Draws one line per name.
+
+    Args:
+      values: by name, y at each x.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    figure = _figure()
+    plot = figure.add_subplot()
+    colors = ("#c0392b", "#2980b9", "#27ae60", "#8e44ad", "#d68910", "#16a085", "#7f8c8d", "#2c3e50")
+    for i, (name, points) in enumerate(values.items()):
+        style = {"color": colors[i % len(colors)], "marker": "os^Dv"[i % 5], "markersize": 4, "linewidth": 1.4}
+        plot.plot(*zip(*points.items(), strict=True), label=name, **style)
+    plot.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    plot.grid(alpha=0.25)
+    plot.legend(frameon=False)
+    figure.savefig(path)
+
+
+def attention_average(average: np.ndarray, path: Path, *, title: str) -> None:
+    """Draws the mean attention [N, H, A] of every head, a row each, to the distances 0 .. A - 1.
+
+    Colours go with the square root, or all but the nearest distances would be white.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.colors import PowerNorm
+
+    n_layer, n_head, n_distance = average.shape
+    figure = _figure(height=min(max(0.07 * n_layer * n_head, 3.5), 12))
+    plot = figure.add_subplot()
+    rows = average.reshape(n_layer * n_head, n_distance)[:, ::-1]
+    edges = {"extent": (n_distance - 0.5, -0.5, n_layer * n_head, 0), "aspect": "auto", "interpolation": "nearest"}
+    image = plot.imshow(rows, cmap="Greys", norm=PowerNorm(0.5, vmin=0, vmax=np.quantile(rows, 0.999)), **edges)
+    for layer in range(1, n_layer):
+        plot.axhline(layer * n_head, color="#c0392b", linewidth=0.5)
+    plot.set_yticks([(layer + 0.5) * n_head for layer in range(n_layer)], [str(layer + 1) for layer in range(n_layer)])
+    plot.set(title=title, xlabel="distance of the key (tokens)", ylabel=f"layer, {n_head} heads each")
+    figure.colorbar(image, label="probability")
+    figure.savefig(path)
+
+
+def attention_rows(rows: Mapping[str, np.ndarray], labels: Sequence[str], path: Path, *, title: str) -> None:
+    """Draws what one query looks at, a panel per row, with the tokens that get most.
+
+    Args:
+      rows: probabilities [A] of the distances 0 .. A - 1, by name.
+      labels: the token at each distance.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    figure = _figure(height=1.9 * len(rows) + 0.8)
+    panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
+    for panel, (name, row) in zip(panels, rows.items(), strict=True):
+        panel.vlines(np.arange(len(row)), 0, row, color="#2980b9", linewidth=max(0.6, 300 / len(row) / 3))
+        for distance in np.argsort(-row)[:6]:
+            text = labels[distance].replace("$", r"\$")
+            panel.annotate(
+                text, (distance, row[distance]), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8
+            )
+        panel.set_ylim(0, row.max() * 1.25)
+        panel.set_xlim(len(row) - 0.5, -0.5)
+        panel.set_title(name, fontsize=9, loc="left")
+        panel.grid(alpha=0.2)
+    panels[-1].set_xlabel("distance of the key (tokens)")
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path)
+
+
+def _figure(height: float = 4.5) -> Any:
     """An empty picture that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

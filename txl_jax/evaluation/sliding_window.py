@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from txl_jax.metrics import Totals
-from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.readers import Model
 
 # (params, windows int [B, A], targets int [B, n]) -> nats of the targets [B, n]
 WindowStep = Callable[[Any, jax.Array, jax.Array], jax.Array]
@@ -36,7 +36,7 @@ class Windows(NamedTuple):
     weights: np.ndarray  # float32 [B, n]: 1, and 0 past the text's end.
 
 
-def make_window_step(model: TransformerXL, *, clamp_len: int) -> WindowStep:
+def make_window_step(model: Model, *, clamp_len: int) -> WindowStep:
     """The jitted scoring of windows. A and the number n of scored positions are those of the arrays it is given.
 
     Only the last n hidden states go through the softmax.

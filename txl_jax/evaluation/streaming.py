@@ -5,19 +5,16 @@ Every token but the first is scored exactly once (DESIGN of the walk: `txl_jax.d
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from txl_jax import inference, losses, recurrence
-from txl_jax import memory as memory_lib
+from txl_jax import losses, recurrence
 from txl_jax.config import EvalConfig
 from txl_jax.data.segments import SegmentReader, Segments
-from txl_jax.inference import FrozenWeights
-from txl_jax.memory import KeyValueMemory
 from txl_jax.metrics import Totals
-from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.readers import Model, make_reader
 
 
 class Scores(NamedTuple):
@@ -28,20 +25,21 @@ class Scores(NamedTuple):
     nll: jax.Array  # [S, B, L], nats of every position, scored or not.
 
 
-EvalStep = Callable[[FrozenWeights, KeyValueMemory, Segments], tuple[KeyValueMemory, Scores]]
+# (weights, memory, segments) -> (memory, scores); weights and memory are the reader's (`txl_jax.readers`).
+EvalStep = Callable[[Any, Any, Segments], tuple[Any, Scores]]
 
 
-def make_eval_step(model: TransformerXL, config: EvalConfig) -> EvalStep:
+def make_eval_step(model: Model, config: EvalConfig) -> EvalStep:
     """A function that scores S segments, ready for `jax.jit` with the memory donated."""
+    reader = make_reader(model, config)
 
-    def eval_step(weights: FrozenWeights, memory: KeyValueMemory, segments: Segments) -> tuple[KeyValueMemory, Scores]:
-        def score(state: None, memory: KeyValueMemory, segment: Segments) -> tuple[None, KeyValueMemory, Scores]:
-            window = model.compat.window(memory.mem_len, same_length=config.same_length)
-            hidden, memory = inference.read(weights, model, segment.inputs, memory, window=window)
-            nll = inference.nll(weights, model, hidden, segment.targets)
+    def eval_step(weights: Any, memory: Any, segments: Segments) -> tuple[Any, Scores]:
+        def score(state: None, memory: Any, segment: Segments) -> tuple[None, Any, Scores]:
+            hidden, memory = reader.read(weights, memory, segment.inputs)
+            nll = reader.nll(weights, hidden, segment.targets)
             return state, memory, Scores(*losses.weighted_sum(nll, segment.weights), nll)
 
-        reset = functools.partial(memory_lib.reset_key_values, rows=weights.start, start=model.compat.memory_start)
+        reset = functools.partial(reader.reset, weights)
         _, memory, scores = recurrence.scan_segments(score, None, memory, segments, reset=reset)
         return memory, scores
 
@@ -50,8 +48,8 @@ def make_eval_step(model: TransformerXL, config: EvalConfig) -> EvalStep:
 
 def evaluate(
     eval_step: EvalStep,
-    weights: FrozenWeights,
-    memory: KeyValueMemory,
+    weights: Any,
+    memory: Any,
     reader: SegmentReader,
     *,
     segments_per_call: int,

@@ -6,8 +6,9 @@
 The whole correspondence is the table that `_pieces` builds; each direction walks it once. The release
 stores a matrix as [out, in], stacks q, k and v in one matrix, has one tensor per layer and, in the
 softmax, one bias per cluster. Here matrices are [in, out] with heads as their own axis, layers are
-stacked, and there is one bias. The release's attn_type 0 is our relative encoding, its attn_type 2 our absolute one;
-1 and 3 (learned positions) have no counterpart here.
+stacked, and there is one bias. The release's attn_type 0 is our relative encoding, 1 Shaw's (with
+`compat.shaw_terms=original`, as it has no other), 2 Vaswani's and 3 Al-Rfou's; its tables begin with the greatest
+distance, ours with 0.
 """
 
 import enum
@@ -25,7 +26,9 @@ FREQUENCIES = "pos_emb.inv_freq"  # A constant of the release's state_dict: no p
 # Attention's inward projections: the release's matrices, and what of ours their rows hold.
 _ATTENTION_NETS = {
     Encoding.RELATIVE: {"qkv_net": ("query", "key", "value"), "r_net": ("position_key",)},
-    Encoding.ABSOLUTE: {"q_net": ("query",), "kv_net": ("key", "value")},
+    Encoding.SHAW: {"qkv_net": ("query", "key", "value")},
+    Encoding.VASWANI: {"q_net": ("query",), "kv_net": ("key", "value")},
+    Encoding.AL_RFOU: {"q_net": ("query",), "kv_net": ("key", "value")},
 }
 
 
@@ -41,7 +44,7 @@ class Piece(NamedTuple):
 
     name: str  # The original's tensor,
     shape: tuple[int, ...]  # its shape,
-    rows: slice  # and which of its rows.
+    rows: slice | tuple[slice, slice]  # and which of its rows, or of its first two axes.
     path: str  # Our parameter, "a/b/c",
     path_shape: tuple[int, ...]  # its shape,
     place: slice | int  # and where along its first axis.
@@ -70,9 +73,10 @@ def to_flax(
     shared = aliases(config)
     expected = {piece.name: piece.shape for piece in pieces}
     expected |= {name: expected[first] for name, first in shared.items()}
-    _check({name: value for name, value in tensors.items() if name != FREQUENCIES}, expected, "tensor")
-    if FREQUENCIES in tensors:
-        _check_frequencies(tensors[FREQUENCIES], config.d_model)
+    constants = set() if config.encoding.is_learned else {FREQUENCIES}
+    _check({name: value for name, value in tensors.items() if name not in constants}, expected, "tensor")
+    for name in constants & tensors.keys():
+        _check_frequencies(tensors[name], config.d_model)
     for name, first in shared.items():
         if not np.array_equal(tensors[name], tensors[first]):
             raise ValueError(
@@ -110,7 +114,8 @@ def from_flax(
         target = tensors.setdefault(piece.name, np.empty(piece.shape, source.dtype))[piece.rows]
         target[...] = source.reshape(target.shape[::-1]).T if piece.transposed else source.reshape(target.shape)
     tensors |= {name: tensors[first] for name, first in aliases(config).items()}
-    tensors[FREQUENCIES] = _frequencies(config.d_model).astype(flat["softmax/bias"].dtype)
+    if not config.encoding.is_learned:
+        tensors[FREQUENCIES] = _frequencies(config.d_model).astype(flat["softmax/bias"].dtype)
     return tensors
 
 
@@ -131,6 +136,8 @@ def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -
     """The correspondence, tensor by tensor; second names of shared tensors are left out."""
     if config.encoding is Encoding.RELATIVE:
         yield from _position_biases(config)
+    if config.encoding.is_learned:
+        yield from _position_tables(config)
     for layer in range(config.n_layer):
         yield from _layer(config, layer)
     yield from _embedding_and_softmax(config, vocab_size)
@@ -148,6 +155,25 @@ def _position_biases(config: ModelConfig) -> Iterator[Piece]:
     parent = "stack/layers/biases" if config.untie_r else "stack/biases"
     for name, ours in (("r_w_bias", "content"), ("r_r_bias", "position")):
         yield Piece(name, shape, slice(None), f"{parent}/{ours}", shape, slice(None), False)
+
+
+def _position_tables(config: ModelConfig) -> Iterator[Piece]:
+    """Learned keys, scores and biases of Shaw's encoding; vectors of Al-Rfou's, there cut into heads."""
+    lead, heads = (config.n_layer, config.n_position), (config.n_head, config.d_head)
+    turned = slice(None), slice(None, None, -1)
+
+    def piece(name: str, shape: tuple[int, ...], rows: Any, path: str, ours: tuple[int, ...]) -> Piece:
+        return Piece(name, shape, rows, f"stack/layers/{path}", ours, slice(None), False)
+
+    if config.encoding is Encoding.AL_RFOU:
+        yield piece("r_emb", (*lead, *heads), turned, "positions/vector", (*lead, config.d_model))
+        return
+    for name, shape, rows, ours in (
+        ("r_emb", (*lead, *heads), turned, "key"),
+        ("r_bias", (*lead, config.n_head), turned, "score"),
+        ("r_w_bias", (config.n_layer, *heads), slice(None), "content"),
+    ):
+        yield piece(name, shape, rows, f"attention/positions/{ours}", shape)
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:

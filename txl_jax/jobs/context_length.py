@@ -17,7 +17,7 @@ from typing import Any
 from txl_jax import config_tree, report
 from txl_jax.analysis import plots
 from txl_jax.assemble import Parts, assemble
-from txl_jax.config import Encoding, ExperimentConfig
+from txl_jax.config import ExperimentConfig, Network
 from txl_jax.data.corpus import Corpus
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 from txl_jax.jobs.parameters import load_to_score
@@ -105,7 +105,7 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
         )
     if not is_recurrent(config) and stride is None:
         raise ValueError(
-            "the model has no recurrence, so that windows are scored; say with --context_stride how many tokens each "
+            "the model has no memory to attend to, so that windows are scored; say with --context_stride how many tokens each "
             "of them scores (1: the published protocol, every token from a whole window)"
         )
     if stride is not None and not 1 <= stride <= shortest:
@@ -121,7 +121,8 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
 
 def is_recurrent(config: ExperimentConfig) -> bool:
     """Whether the model was trained to read a memory, and tells positions in a way that reaches across segments."""
-    return config.model.encoding is Encoding.RELATIVE and config.train.mem_len > 0
+    attends = config.model.network is Network.TRANSFORMER_XL  # An LSTM's state reaches back however far it does.
+    return attends and config.model.encoding.is_relative and config.train.mem_len > 0
 
 
 def _at_length(config: ExperimentConfig, length: int) -> ExperimentConfig:

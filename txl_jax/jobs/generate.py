@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from txl_jax.assemble import assemble
-from txl_jax.config import Encoding, ExperimentConfig, GenerateConfig
+from txl_jax.config import ExperimentConfig, GenerateConfig, Network
 from txl_jax.data.vocabulary import Vocabulary, unescape
 from txl_jax.generation import Generator
 from txl_jax.jobs.parameters import load_parameters
@@ -35,7 +35,9 @@ def run(
       ValueError: the prompt has bytes outside the vocabulary, `generate.stop` is not one of its tokens, or the model
         has absolute positions.
     """
-    if config.model.encoding is Encoding.ABSOLUTE:
+    if config.model.network is Network.LSTM:
+        raise ValueError(f"model.network is {config.model.network}, a baseline that is scored and writes no text")
+    if not config.model.encoding.is_relative:
         raise ValueError(
             f"model.encoding is {config.model.encoding}, which counts positions from the end of a segment, and a token "
             "that is written by itself has no place in one; only models with relative positions write text"

@@ -65,13 +65,13 @@ def measure(config: ExperimentConfig, *, vocab_size: int, attention_len: int, wa
 
 def sliding_window_config(config: ExperimentConfig) -> ExperimentConfig:
     """The same sizes with absolute positions, which have no u and v."""
-    model = dataclasses.replace(config.model, encoding=Encoding.ABSOLUTE, untie_r=False)
+    model = dataclasses.replace(config.model, encoding=Encoding.VASWANI, n_position=0, untie_r=False)
     return dataclasses.replace(config, model=model, mesh=MeshConfig(data=1))
 
 
 def our_config(config: ExperimentConfig, attention_len: int) -> ExperimentConfig:
     """The same sizes with relative positions, and a memory of the attention length."""
-    model = dataclasses.replace(config.model, encoding=Encoding.RELATIVE)
+    model = dataclasses.replace(config.model, encoding=Encoding.RELATIVE, n_position=0)
     span = dataclasses.replace(config.eval, batch_size=1, mem_len=attention_len, same_length=True)
     return dataclasses.replace(config, model=model, eval=span, mesh=MeshConfig(data=1))
 

@@ -5,32 +5,24 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import axes
-from txl_jax.config import Encoding, ModelConfig
+from txl_jax.config import CompatConfig, Encoding, ModelConfig
 from txl_jax.modules import parameters
+from txl_jax.modules.encodings import ShawTable
 from txl_jax.ops.dot_product_attention import dot_product_attention
 from txl_jax.ops.relative_attention import relative_attention
 
-
-class PositionBiases(nn.Module):
-    """u and v of the paper (the original's r_w_bias and r_r_bias), both [H, E]."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self) -> tuple[jax.Array, jax.Array]:
-        c = self.config
-        init = parameters.normal(c.init_std, axes.HEADS, axes.HEAD_DIM)
-        shape = (c.n_head, c.d_head)
-        return self.param("content", init, shape), self.param("position", init, shape)
+# What `score_terms` takes, by the names that the collection "attention" has it under.
+SCORE_PARTS = ("query", "key", "position_key", "content_bias", "position_bias")
 
 
 class Attention(nn.Module):
     """The attention branch of a layer, without residual and layer norm. No projection has a bias.
 
-    With absolute positions, which are in its inputs already, there is no `position_key`.
+    With absolute positions, which are in its inputs already, it knows nothing of them.
     """
 
     config: ModelConfig
+    compat: CompatConfig
     deterministic: bool
 
     @nn.compact
@@ -38,7 +30,7 @@ class Attention(nn.Module):
         self,
         segment: jax.Array,
         context: jax.Array,
-        position_codes: jax.Array | None,
+        positions: jax.Array | None,
         mask: jax.Array,
         biases: tuple[jax.Array, jax.Array] | None,
     ) -> jax.Array:
@@ -47,9 +39,10 @@ class Attention(nn.Module):
         Args:
           segment: [B, L, D], where queries come from.
           context: [B, K, D], memory and segment, where keys and values come from.
-          position_codes: [K, D], codes of the distances K - 1, .., 0; None with absolute positions.
+          positions: [K, D], codes of the distances K - 1, .., 0, or int [K], those distances, clamped, where keys of
+            them are learned; None with absolute positions.
           mask: bool [B, L, K].
-          biases: u and v, [H, E] each; None with absolute positions.
+          biases: u and v, [H, E] each; None: the encoding has none.
         """
         c = self.config
         dtype = segment.dtype
@@ -65,17 +58,26 @@ class Attention(nn.Module):
         query = project("query", segment).swapaxes(1, 2)
         key, value = (project(name, context).swapaxes(1, 2) for name in ("key", "value"))
         drop = nn.Dropout(c.attention_dropout, deterministic=self.deterministic)
-        if c.encoding is Encoding.ABSOLUTE:
+        if not c.encoding.is_relative:
             attended_BxHxLxE = dot_product_attention(query, key, value, mask=mask, drop=drop)
         else:
-            content_bias, position_bias = biases
+            if c.encoding is Encoding.RELATIVE:
+                position_key, score = project("position_key", positions), None
+                content_bias, position_bias = (bias.astype(dtype) for bias in biases)
+                self._keep(query, key, position_key.swapaxes(0, 1), content_bias, position_bias)
+            else:
+                table = ShawTable(c, self.compat, name="positions")()
+                position_key, position_bias = table.key.astype(dtype)[positions], None
+                score = None if table.score is None else table.score[positions].T
+                content_bias = None if table.content_bias is None else table.content_bias.astype(dtype)
             attended_BxHxLxE = relative_attention(
                 query,
                 key,
                 value,
-                project("position_key", position_codes).swapaxes(0, 1),
-                content_bias=content_bias.astype(dtype),
-                position_bias=position_bias.astype(dtype),
+                position_key.swapaxes(0, 1),
+                content_bias=content_bias,
+                position_bias=position_bias,
+                position_score=score,
                 mask=mask,
                 drop=drop,
             )
@@ -83,3 +85,9 @@ class Attention(nn.Module):
         kernel = self.param("output", outward, (c.n_head, c.d_head, c.d_model))
         output = jnp.einsum("bhle,hed->bld", attended_BxHxLxE, kernel.astype(dtype))
         return nn.Dropout(c.dropout, deterministic=self.deterministic)(output)
+
+    def _keep(self, *arrays: jax.Array) -> None:
+        """Leaves what scores are made of for who asks with mutable=["attention"]; else nothing is kept."""
+        if not self.is_initializing():
+            for name, array in zip(SCORE_PARTS, arrays, strict=True):
+                self.sow("attention", name, array, reduce_fn=lambda _, new: new, init_fn=lambda: None)

@@ -9,16 +9,19 @@ import jax.numpy as jnp
 from txl_jax import axes
 from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace, Remat
 from txl_jax.modules import parameters
-from txl_jax.modules.attention import Attention, PositionBiases
+from txl_jax.modules.attention import Attention
+from txl_jax.modules.encodings import AddedTable, PositionBiases
 from txl_jax.modules.feed_forward import FeedForward
 
 
 class LayerContext(NamedTuple):
     """What every layer reads alike."""
 
-    position_codes: jax.Array | None  # [K, D], distances K - 1, .., 0; None with absolute positions
+    # Of the distances K - 1, .., 0: codes [K, D], or where tables are learned the distances themselves, int [K], clamped;
+    # None with sinusoids at the input.
+    positions: jax.Array | None
     mask: jax.Array  # bool [B, L, K]
-    biases: tuple[jax.Array, jax.Array] | None  # u and v, [H, E] each; None: each layer has its own, or there are none
+    biases: tuple[jax.Array, jax.Array] | None  # u and v, [H, E] each; None: each layer has its own, or none
 
 
 def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.LayerNorm:
@@ -48,20 +51,23 @@ class Block(nn.Module):
     def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
         """One layer: inputs [B, L, D] and memory [B, M, D] -> outputs [B, L, D], and the inputs again.
 
-        The second result is what the memory will keep. Only this segment's rows leave the layer: handing
+        The second result is what the memory will keep, with Al-Rfou's positions added. Only this segment's rows leave the layer: handing
         the whole memory through the scan would copy it once per layer.
         """
         c = self.config
         dtype = inputs.dtype
-        attention = Attention(c, self.deterministic, name="attention")
+        attention = Attention(c, self.compat, self.deterministic, name="attention")
         feed_forward = FeedForward(c, self.deterministic, name="feed_forward")
         attention_norm = layer_norm("attention_norm", compat=self.compat, dtype=dtype)
         feed_forward_norm = layer_norm("feed_forward_norm", compat=self.compat, dtype=dtype)
         biases = PositionBiases(c, name="biases")() if c.untie_r else context.biases
 
         def attend(segment: jax.Array, keys_from: jax.Array) -> jax.Array:
-            return attention(segment, keys_from, context.position_codes, context.mask, biases)
+            return attention(segment, keys_from, context.positions, context.mask, biases)
 
+        if c.encoding is Encoding.AL_RFOU:
+            places = context.positions[memory.shape[1] :]
+            inputs += AddedTable(c, name="positions")().astype(dtype)[places][None]
         both = jnp.concatenate([memory, inputs], axis=1)
         if c.layer_norm is NormPlace.POST:
             middle = attention_norm(inputs + attend(inputs, both))
@@ -88,7 +94,7 @@ class Stack(nn.Module):
             context = context._replace(biases=PositionBiases(self.config, name="biases")())
         layers = nn.scan(
             _with_remat(Block, self.config.remat),
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, "attention": 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, nn.broadcast),
             length=self.config.n_layer,

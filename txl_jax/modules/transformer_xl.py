@@ -22,7 +22,7 @@ from txl_jax.ops import adaptive, masks, positions
 
 
 class TransformerXL(nn.Module):
-    """The language model. The vanilla model is M = 0 with absolute positions."""
+    """The language model. The vanilla model is M = 0 with absolute positions (Al-Rfou et al.: learned in each layer)."""
 
     config: ModelConfig
     compat: CompatConfig
@@ -62,9 +62,11 @@ class TransformerXL(nn.Module):
         codes = None
         if c.encoding is Encoding.RELATIVE:
             codes = self.drop(self._codes(mem_len + segment_len, clamp_len), deterministic=deterministic)
+        elif c.encoding.is_learned:
+            codes = positions.key_distances(mem_len + segment_len, clamp_len=c.clamp(clamp_len))
         window = self.compat.window(mem_len, same_length=same_length)
         context = LayerContext(
-            position_codes=codes,
+            positions=codes,
             mask=masks.attention_mask(memory.valid, segment_len=segment_len, mem_len=mem_len, window=window),
             biases=None,
         )
@@ -76,14 +78,14 @@ class TransformerXL(nn.Module):
     def embed(self, tokens: jax.Array, *, clamp_len: int) -> jax.Array:
         """What the first layer reads, without dropout: int [B, L] -> [B, L, D].
 
-        Absolute positions are counted back from the segment's end: row i gets R(L - 1 - i), with distances above
+        Sinusoids at the input are counted back from the segment's end: row i gets R(L - 1 - i), with distances above
         `clamp_len` > 0 set to it (the original's attn_type 2). Only a segment's own rows get a code. The memory is
         reused as it was stored (section 3.3), where the original adds another one to it in every segment.
         """
         embedded = self.embedding(tokens)
-        if self.config.encoding is Encoding.RELATIVE:
-            return embedded
-        return embedded + self._codes(tokens.shape[1], clamp_len)[None]
+        if self.config.encoding is Encoding.VASWANI:
+            embedded += self._codes(tokens.shape[1], clamp_len)[None]
+        return embedded
 
     def finish(self, hidden: jax.Array) -> jax.Array:
         """What the softmax reads of the last layer's outputs [B, L, D], without dropout."""

@@ -58,7 +58,7 @@ def ring_attention(
     key: jax.Array,
     value: jax.Array,
     ring: tuple[jax.Array, jax.Array],
-    position: tuple[jax.Array, jax.Array] | None,
+    position: tuple[jax.Array, jax.Array, jax.Array | None] | None,
     slot: jax.Array,
     seen: Visible,
 ) -> jax.Array:
@@ -69,8 +69,8 @@ def ring_attention(
       key: [B, H, L, E], of the segment.
       value: [B, H, L, E].
       ring: stored keys [B, H, E, R] and values [B, H, R, E], of any type.
-      position: queries [B, H, L, E] with v in place of u, and position keys [H, E, P] of the distances P - 1, .., 0,
-        of which the largest stands for all beyond it; None: no relative positions.
+      position: queries [B, H, L, E] with v in place of u, position keys [H, E, P] of the distances P - 1, .., 0, of
+        which the largest stands for all beyond it, and scores [H, P] to add, or None; None: no relative positions.
       slot: int32 [], the oldest slot.
       seen: the masks.
     """
@@ -113,11 +113,13 @@ def _by_stored(rows: jax.Array, stored: jax.Array, wide: jnp.dtype) -> jax.Array
     return jnp.einsum("bhln,bhnm->bhlm", rows, stored.astype(rows.dtype), preferred_element_type=wide)
 
 
-def _position_scores(query: jax.Array, position_key: jax.Array, wide: jnp.dtype) -> jax.Array:
-    """Scores of the distances P - 1, .., 0: [B, H, L, E] x [H, E, P] -> [B, H, L, P]."""
+def _position_scores(query: jax.Array, position_key: jax.Array, more: jax.Array | None, wide: jnp.dtype) -> jax.Array:
+    """Scores of the distances P - 1, .., 0: [B, H, L, E] x [H, E, P] + [H, P] -> [B, H, L, P]."""
     batch, n_head, n_query, width = query.shape
     query_HxBLxE = query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)  # One product per head.
     scores = jnp.einsum("hne,hep->hnp", query_HxBLxE, position_key, preferred_element_type=wide)
+    if more is not None:
+        scores += more.astype(wide)[:, None, :]
     return scores.reshape(n_head, batch, n_query, -1).transpose(1, 0, 2, 3)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from txl_jax.memory import Memory
-from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.readers import Model
 
 
 @flax.struct.dataclass
@@ -30,14 +30,14 @@ class TrainState:
     memory: Memory
 
 
-def init_params(model: TransformerXL, key: jax.Array) -> Any:
+def init_params(model: Model, key: jax.Array) -> Any:
     """Initial parameters, each in a box that holds its logical axis names."""
     token = jnp.zeros((1, 1), jnp.int32)
     return model.init(key, token, token, model.init_memory(batch_size=1, mem_len=0))["params"]
 
 
 def init_state(
-    model: TransformerXL,
+    model: Model,
     optimizer: optax.GradientTransformation,
     *,
     seed: int,

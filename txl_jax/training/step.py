@@ -13,7 +13,7 @@ from txl_jax import memory as memory_lib
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.segments import Segments
 from txl_jax.memory import Memory
-from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.readers import Model
 from txl_jax.training.state import TrainState
 
 
@@ -30,7 +30,7 @@ TrainStep = Callable[[TrainState, Segments], tuple[TrainState, UpdateMetrics]]
 
 
 def make_train_step(
-    model: TransformerXL,
+    model: Model,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     config: ExperimentConfig,

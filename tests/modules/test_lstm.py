@@ -1,0 +1,101 @@
+"""Tests of the LSTM baseline: against a loop, across segments, and after a reset."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_run
+
+from txl_jax import memory as memory_lib
+from txl_jax.config import DType, MemoryStart, Network
+from txl_jax.modules.lstm import LSTM
+from txl_jax.training.state import init_params
+
+L = 4
+
+
+def make(**changes) -> LSTM:
+    return LSTM(dataclasses.replace(tiny.CONFIG, network=Network.LSTM, **changes), tiny.COMPAT, tiny.V)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def loop(params: dict, inputs: np.ndarray) -> np.ndarray:
+    """One layer from zeros, token by token: [B, L, D] -> [B, L, D]."""
+    cell, output = np.zeros_like(inputs[:, 0]), np.zeros_like(inputs[:, 0])
+    outputs = []
+    for i in range(inputs.shape[1]):
+        gates = {
+            name: inputs[:, i] @ params[f"i{name}"]["kernel"]
+            + output @ params[f"h{name}"]["kernel"]
+            + params[f"h{name}"]["bias"]
+            for name in "ifgo"
+        }
+        cell = sigmoid(gates["f"]) * cell + sigmoid(gates["i"]) * np.tanh(gates["g"])
+        output = sigmoid(gates["o"]) * np.tanh(cell)
+        outputs.append(output)
+    return np.stack(outputs, axis=1)
+
+
+def test_a_segment_matches_a_loop_over_tokens(x64):
+    model = make(dtype=DType.FLOAT64)
+    params = jax.tree.map(np.float64, tiny_run.params(model))
+    memory = model.init_memory(batch_size=tiny.B, mem_len=9)
+    found, after = tiny.encoder(model)({"params": params}, tiny.text(L), memory)
+    expected = params["embedding"]["table_0"][tiny.text(L)] * tiny.D**0.5
+    for i in range(tiny.N):
+        expected = loop(params[f"layers_{i}"]["cell"], expected)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert (after.hidden.shape, after.valid.tolist()) == ((tiny.N, tiny.B, 2, tiny.D), [2] * tiny.B)
+
+
+def test_segments_read_on_where_the_one_before_ended(x64):
+    model = make(dtype=DType.FLOAT64)
+    variables, encode = {"params": tiny_run.params(model)}, tiny.encoder(make(dtype=DType.FLOAT64))
+    start = model.init_memory(batch_size=tiny.B, mem_len=0)
+    whole, _ = encode(variables, tiny.text(12), start)
+    parts = tiny.stream(encode, variables, tiny.text(12), [5, 1, 6], start)
+    np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", MemoryStart)
+def test_a_row_that_is_reset_begins_anew(how):
+    model = make()
+    variables, encode = {"params": tiny_run.params(model)}, tiny.encoder(model)
+    start = model.init_memory(batch_size=tiny.B, mem_len=0)
+    fresh, memory = encode(variables, tiny.text(L), start)
+    memory = memory_lib.reset(memory, jnp.asarray([False, True, False]), how)
+    again, _ = encode(variables, tiny.text(L), memory)
+    np.testing.assert_array_equal(again[1], fresh[1])
+    assert np.abs(again[0] - fresh[0]).max() > 1e-3
+
+
+def test_no_gradient_goes_into_the_segment_before():
+    model, params = make(), tiny_run.params(make())
+
+    def last(table):
+        variables = {"params": params | {"embedding": {"table_0": table}}}
+        options = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+        _, memory = model.apply(
+            variables, jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=0), **options
+        )
+        hidden, _ = model.apply(variables, jnp.ones((1, 2), jnp.int32), memory, **options)
+        return jnp.sum(hidden**2)
+
+    gradient = jax.grad(last)(jnp.asarray(params["embedding"]["table_0"]))
+    assert np.abs(gradient[1]).max() > 1e-3
+    assert not gradient[0].any()
+
+
+def test_dropout_is_between_layers():
+    model = make(dropout=0.5)
+    variables, memory = {"params": tiny_run.params(model)}, model.init_memory(batch_size=tiny.B, mem_len=0)
+    encode = tiny.encoder(model, deterministic=False)
+    a, b = (encode(variables, tiny.text(L), memory, {"dropout": jax.random.key(seed)})[0] for seed in (0, 1))
+    assert (a == 0).any() and (a != b).any()
+    assert init_params(model, jax.random.key(0)).keys() == {"embedding", "softmax", "layers_0", "layers_1"}

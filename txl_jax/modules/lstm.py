@@ -1,0 +1,63 @@
+"""A plain LSTM language model, the baseline of the paper's first RECL group: N layers of D cells between the same
+embedding and the same softmax, with dropout between layers and not in time (Zaremba et al., 2014).
+
+It is called as `TransformerXL` is, so that one training loop serves both. What it carries from segment to segment are
+the cells and outputs at the segment's end, as a memory of two slots. It reads no lengths: `clamp_len`, `same_length`
+and M are for attention.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from txl_jax import memory as memory_lib
+from txl_jax.config import CompatConfig, MemoryStart, ModelConfig
+from txl_jax.memory import Memory
+from txl_jax.modules.embedding import Embedding
+from txl_jax.modules.softmax import Softmax
+
+
+class LSTM(nn.Module):
+    """The language model."""
+
+    config: ModelConfig
+    compat: CompatConfig
+    vocab_size: int
+    row_groups: int = 1  # As `TransformerXL`.
+
+    def setup(self) -> None:
+        c = self.config
+        self.embedding = Embedding(c, self.vocab_size)
+        cell = {"dtype": jnp.dtype(c.dtype), "param_dtype": jnp.result_type(float)}
+        self.layers = [nn.RNN(nn.OptimizedLSTMCell(c.d_model, **cell), return_carry=True) for _ in range(c.n_layer)]
+        self.softmax = Softmax(c, self.vocab_size, self.row_groups)
+        self.drop = nn.Dropout(c.dropout)
+
+    def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
+        """Touches every parameter, for `init`; returns the losses [B, L]."""
+        hidden, _ = self.encode(tokens, memory, clamp_len=0, same_length=False, deterministic=True)
+        return self.nll(hidden, targets)
+
+    def encode(
+        self, tokens: jax.Array, memory: Memory, *, clamp_len: int, same_length: bool, deterministic: bool
+    ) -> tuple[jax.Array, Memory]:
+        """int [B, L] -> outputs [B, L, D] of the last layer, and the states at the segment's end."""
+        del clamp_len, same_length
+        states = jnp.where(memory.valid[None, :, None, None] > 0, memory.hidden, 0)
+        hidden, ends = self.drop(self.embedding(tokens), deterministic=deterministic), []
+        for layer, state in zip(self.layers, states, strict=True):
+            end, hidden = layer(hidden, initial_carry=(state[:, 0], state[:, 1]))
+            hidden = self.drop(hidden, deterministic=deterministic)
+            ends.append(jnp.stack(end, axis=1))
+        return hidden, memory_lib.update(memory, jnp.stack(ends))
+
+    def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
+        return self.softmax.nll(hidden, targets, self.embedding.tables, self.embedding.projections)
+
+    def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
+        """No state; `mem_len` does not matter."""
+        del mem_len
+        c = self.config
+        shape = {"n_layer": c.n_layer, "batch_size": batch_size, "mem_len": 2, "d_model": c.d_model}
+        return memory_lib.init(**shape, dtype=jnp.dtype(c.dtype), start=MemoryStart.MASKED)

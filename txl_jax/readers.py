@@ -1,0 +1,80 @@
+"""What streaming evaluation asks of a model: to lay out its weights, to remember, to read on, to score, to forget."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from txl_jax import inference
+from txl_jax import memory as memory_lib
+from txl_jax.config import EvalConfig, MemoryStart, MemoryType
+from txl_jax.modules.lstm import LSTM
+from txl_jax.modules.transformer_xl import TransformerXL
+
+Model = TransformerXL | LSTM
+
+
+class Reader(NamedTuple):
+    """Functions to be jitted; weights and memories are trees that only the reader's own functions look into."""
+
+    freeze: Callable[[Any], Any]  # Parameters to weights.
+    init_memory: Callable[[Any], Any]  # Weights to the memory before the first segment.
+    read: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]  # Weights, memory, tokens [B, L] to hidden, memory.
+    nll: Callable[[Any, jax.Array, jax.Array], jax.Array]  # Weights, hidden, targets to nats [B, L].
+    reset: Callable[[Any, Any, jax.Array], Any]  # Weights, memory, rows bool [B] to the memory with those rows emptied.
+
+
+def make_reader(model: Model, span: EvalConfig) -> Reader:
+    """The reader of a model at the lengths of evaluation."""
+    return _of_lstm(model, span) if isinstance(model, LSTM) else _of_transformer(model, span)
+
+
+def memory_dtype(model: Model, span: EvalConfig) -> jnp.dtype:
+    """Type of stored keys and values."""
+    return jnp.dtype(model.config.dtype if span.memory_type is MemoryType.COMPUTED else span.memory_type)
+
+
+def _of_transformer(model: TransformerXL, span: EvalConfig) -> Reader:
+    lengths = {"segment_len": span.segment_len, "mem_len": span.mem_len}
+    window = model.compat.window(span.mem_len, same_length=span.same_length)
+
+    def read(weights: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        return inference.read(weights, model, tokens, memory, window=window)
+
+    def reset(weights: Any, memory: Any, rows: jax.Array) -> Any:
+        return memory_lib.reset_key_values(memory, rows, weights.start, model.compat.memory_start)
+
+    return Reader(
+        freeze=functools.partial(inference.freeze, model=model, clamp_len=span.clamp_len, **lengths),
+        init_memory=functools.partial(
+            inference.init_memory,
+            model=model,
+            batch_size=span.batch_size,
+            dtype=memory_dtype(model, span),
+            **lengths,
+        ),
+        read=read,
+        nll=lambda weights, hidden, targets: inference.nll(weights, model, hidden, targets),
+        reset=reset,
+    )
+
+
+def _of_lstm(model: LSTM, span: EvalConfig) -> Reader:
+    """Nothing can be kept but the state: the weights are the parameters."""
+
+    def read(params: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        lengths = {"clamp_len": 0, "same_length": False, "deterministic": True}
+        return model.apply({"params": params}, tokens, memory, **lengths, method=model.encode)
+
+    def nll(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        return model.apply({"params": params}, hidden, targets, method=model.nll)
+
+    return Reader(
+        freeze=lambda params: params,
+        init_memory=lambda params: model.init_memory(batch_size=span.batch_size, mem_len=span.mem_len),
+        read=read,
+        nll=nll,
+        reset=lambda params, memory, rows: memory_lib.reset(memory, rows, MemoryStart.MASKED),
+    )
