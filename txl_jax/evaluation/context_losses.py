@@ -1,0 +1,64 @@
+"""Losses at exact context lengths: l(c, t) of appendix C, token t predicted from the c tokens before it and no others.
+
+Each loss has the c tokens encoded from an empty memory, all anew, so c = 500 costs 500 times what streaming does; a
+stride takes every s-th token instead of all.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from txl_jax.evaluation.sliding_window import WindowStep
+
+
+def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
+    """The tokens that are scored at every context length: each `stride`-th from the first that has `longest` before it.
+
+    Raises:
+      ValueError: the text has none.
+    """
+    if longest >= n_token:
+        raise ValueError(
+            f"the longest context is {longest:,} tokens and the text has {n_token:,}; give a longer text, or shorter "
+            "contexts"
+        )
+    return np.arange(longest, n_token, stride)
+
+
+def context_losses(
+    step: WindowStep,
+    params: Any,
+    tokens: np.ndarray,
+    scored: np.ndarray,
+    *,
+    context: int,
+    batch_size: int,
+    after_call: Callable[[int], None] = lambda done: None,
+) -> np.ndarray:
+    """Nats of the tokens `scored` (positions [n], each with `context` tokens before it): float32 [n].
+
+    Args:
+      step: of `make_window_step`.
+      context: c.
+      batch_size: windows per call; changes no number.
+      after_call: called with the number of tokens done; may raise to stop.
+    """
+    found, pending = np.empty(len(scored), np.float32), None
+
+    def fetch(first: int, nll: Any) -> None:
+        part = found[first : first + batch_size]
+        part[:] = np.asarray(nll)[: len(part), 0]
+
+    for first in range(0, len(scored), batch_size):
+        at = scored[first : first + batch_size]
+        at = np.pad(at, (0, batch_size - len(at)), mode="edge")  # One shape, one compilation.
+        windows = np.take(tokens, at[:, None] + np.arange(-context, 0)).astype(np.int32)
+        nll = step(params, windows, np.take(tokens, at)[:, None].astype(np.int32))
+        if pending is not None:  # Fetched one call late, so that the device never waits for the host.
+            fetch(*pending)
+            after_call(first)
+        pending = first, nll
+    if pending is not None:
+        fetch(*pending)
+    return found
