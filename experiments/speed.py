@@ -8,11 +8,15 @@ Tokens are random, as frequent as words are (`softmax_speed` prints the law), we
 prints a markdown table: the median over calls, after warm-up, with the slowest and the fastest call. Evaluation and
 generation read --eval.* and --generate.*, training --train.*.
 
+Generation reads a tail of the adaptive softmax only when it may matter, which with untrained weights is almost never; so
+it is timed a second time with weights of which every tail is read.
+
 With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights; that both give the
 same losses is checked first, then the two take turns.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from absl import flags
 
 from experiments import flag_tree, runner
 from experiments.prepare import DEFAULTS as PROGRAMS
-from txl_jax import flops, report
+from txl_jax import config_tree, flops, report
 from txl_jax.assemble import Parts, assemble
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.jobs import beside_peer, speed
@@ -71,7 +75,8 @@ def _run() -> int:
     measure = _measure_beside_peer if FLAGS.peer else _measure
     found = measure(parts, facts)
     if FLAGS.speed_json:
-        write_json(Path(FLAGS.speed_json), {**facts, **found, "argv": sys.argv[1:]})
+        settings = {"vocab_size": vocab_size, "config": config_tree.to_dict(config), "argv": sys.argv[1:]}
+        write_json(Path(FLAGS.speed_json), {**facts, **found, **settings})
         print(f"\nresults   {FLAGS.speed_json}")
     return 0
 
@@ -82,9 +87,10 @@ def _measure(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     speeds = []
     for name in FLAGS.speed_tasks or _TASKS:
-        [found] = speed.take_turns([_task(name, parts)], warmup=FLAGS.speed_warmup, calls=FLAGS.speed_calls)
-        speeds.append(found)
-        print(_row(found), flush=True)
+        for task in _tasks(name, parts):
+            [found] = speed.take_turns([task], warmup=FLAGS.speed_warmup, calls=FLAGS.speed_calls)
+            speeds.append(found)
+            print(_row(found), flush=True)
     print()
     for found in speeds:
         for line in _remarks(found, parts, facts):
@@ -92,11 +98,19 @@ def _measure(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
     return {"tasks": [found.as_record() for found in speeds]}
 
 
-def _task(name: str, parts: Parts) -> Task:
+def _tasks(name: str, parts: Parts) -> Iterator[Task]:
     if name in ("reading", "training"):
-        return {"reading": speed.reading, "training": speed.training}[name](parts)
-    make = {"evaluation": speed.evaluation, "generation": speed.generation}[name]
-    return make(parts, parts.init_params())
+        yield {"reading": speed.reading, "training": speed.training}[name](parts)
+    elif name == "evaluation":
+        yield speed.evaluation(parts, parts.init_params())
+    else:
+        for every_tail in _tails(parts):
+            yield speed.generation(parts, parts.init_params(), every_tail=every_tail)
+
+
+def _tails(parts: Parts) -> tuple[bool, ...]:
+    """Generation reads a tail of the softmax when it may matter: timed where none does and where all do."""
+    return (False, True) if parts.config.model.cutoffs else (False,)
 
 
 def _measure_beside_peer(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
@@ -104,34 +118,60 @@ def _measure_beside_peer(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
     names = FLAGS.speed_tasks or _TASKS[1:]
     if "reading" in names:
         raise ValueError("--speed_tasks has reading, and the peer reads no text; leave it out")
+    if not FLAGS.speed_warmup:
+        raise ValueError("--speed_warmup is 0, and the peer's first call makes what the others use; give at least 1")
+    beside_peer.check_alike(parts.config)
     params = parts.init_params()
     peer = beside_peer.make_peer(parts, params, parts.config.eval)
     worst = beside_peer.check_same_numbers(parts, params, peer)
     versions = ", ".join(f"{name} {value}" for name, value in peer.versions().items())
-    print(f"peer: {versions}\nlargest difference of a token's loss: {worst:.1e} nats\n")
+    print(f"peer: {versions}; --compat=hf on both sides\nlargest difference of a token's loss: {worst:.1e} nats")
+    if parts.memory_dtype != parts.config.model.dtype:
+        off = beside_peer.moved_by_storage(parts, params)
+        print(f"by storing keys and values as {parts.memory_dtype} a token's loss moves by up to {off:.1e} nats")
+    print()
     print("| job | rows x segment | memory | tokens/s | peer | times the peer | lowest | highest |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     rows = []
     for name in names:
-        make = getattr(beside_peer, name)
-        tasks = make(parts, params) if name == "training" else make(parts, params, peer)
-        ours, theirs = speed.take_turns(tasks, warmup=FLAGS.speed_warmup, calls=FLAGS.speed_calls)
-        beside = beside_peer.Beside(ours, theirs)
-        rows.append(beside)
-        print(
-            f"| {name} | {ours.task.shape} | {ours.task.mem_len} | {ours.median:,.4g} | {theirs.median:,.4g} | "
-            f"{beside.ratio:.2f} | {min(beside.ratios):.2f} | {max(beside.ratios):.2f} |",
-            flush=True,
-        )
+        for ours, theirs in _pairs(name, parts, params, peer):
+            turns = speed.take_turns((ours, theirs), warmup=FLAGS.speed_warmup, calls=FLAGS.speed_calls)
+            rows.append(beside_peer.Beside(*turns))
+            print(_row_beside(rows[-1]), flush=True)
     print()
     for beside in rows:
-        for line in _remarks(beside.ours, parts, facts):
+        for line in [_built(beside.ours.task), *_remarks(beside.ours, parts, facts)]:
             print(line)
     records = [
         {"ours": row.ours.as_record(), "peer": row.peer.as_record(), "ratio": row.ratio, "ratios": row.ratios}
         for row in rows
     ]
     return {"peer": peer.versions(), "largest_difference_nats": worst, "tasks": records}
+
+
+def _pairs(name: str, parts: Parts, params: Any, peer: Any) -> Iterator[tuple[Task, Task]]:
+    """Ours and the peer's."""
+    if name == "training":
+        yield beside_peer.training(parts, params)
+    elif name == "evaluation":
+        yield beside_peer.evaluation(parts, params, peer)
+    else:
+        for every_tail in _tails(parts):
+            yield beside_peer.generation(parts, params, peer, every_tail=every_tail)
+
+
+def _row_beside(beside: beside_peer.Beside) -> str:
+    ours, ratios = beside.ours, beside.ratios
+    return (
+        f"| {ours.task.name} | {ours.task.shape} | {ours.task.mem_len} | {ours.median:,.4g} | {beside.peer.median:,.4g} | "
+        f"{beside.ratio:.2f} | {min(ratios):.2f} | {max(ratios):.2f} |"
+    )
+
+
+def _built(task: Task) -> str:
+    """What the table beside the peer has no room for."""
+    needs = "" if task.memory_bytes is None else f", needs {report.megabytes(task.memory_bytes)}"
+    return f"{task.name}: compiled in {task.compile_seconds:.1f} s{needs}"
 
 
 def _row(found: Speed) -> str:
@@ -151,15 +191,14 @@ def _remarks(found: Speed, parts: Parts, facts: dict[str, Any]) -> list[str]:
         lines.append(
             f"{task.name}: first token {task.first_token_seconds:.3f} s after a prompt of {task.mem_len + 1} tokens"
         )
-    if task.bytes_per_token is not None:
-        moved = task.bytes_per_token * found.median / parts.config.generate.samples
-        lines.append(f"{task.name}: {task.bytes_per_token:,} bytes read per step, {moved / 1e9:.1f} GB/s")
-    peak = flops.device_peak(facts["device"])
-    if task.flops_per_token is not None and peak is not None:
-        achieved = task.flops_per_token * found.median / parts.mesh.size
+    if task.bytes_per_step is not None:
+        moved = task.bytes_per_step * found.median / parts.config.generate.samples
+        lines.append(f"{task.name}: {task.bytes_per_step:,} bytes read per step, {moved / 1e9:.1f} GB/s")
+    if task.flops_per_token is not None and not facts["device"].startswith("CPU"):
+        achieved, peak = task.flops_per_token * found.median / parts.mesh.size, flops.device_peak(facts["device"])
         lines.append(
             f"{task.name}: {task.flops_per_token / 1e6:,.1f} million operations per token, {achieved / 1e12:.1f} TFLOP/s "
-            f"per device, {achieved / peak:.1%} of its peak in bfloat16"
+            f"per device" + (f", {achieved / peak:.1%} of its peak in bfloat16" if peak else "")
         )
     return lines
 

@@ -43,7 +43,16 @@ def test_an_update_costs_three_forward_passes_and_the_projections_of_memory_and_
 
 @pytest.mark.parametrize(
     ("kind", "peak"),
-    [("NVIDIA H200", 989e12), ("TPU v5 lite", 197e12), ("TPU v5p", 459e12), ("TPU v4", 275e12), ("CPU", None)],
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA T400 4GB", None),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("TPU v4", 275e12),
+        ("CPU", None),
+    ],
 )
 def test_peaks_by_the_names_that_jax_gives(kind, peak):
     assert flops.device_peak(kind) == peak

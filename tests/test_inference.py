@@ -173,6 +173,15 @@ def test_in_order_is_the_same_memory_for_single_tokens(x64):
     np.testing.assert_allclose(np.concatenate(found, 1), np.concatenate(expected, 1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("mem_len", "segment_len"), [(16, 4), (8, 8)])
+def test_lengths_that_the_weights_were_not_frozen_for_are_refused(mem_len, segment_len):
+    model = tiny.make()
+    weights = frozen(model, (4, 8, 0))
+    memory = inference.init_memory(weights, model, batch_size=1, mem_len=mem_len, segment_len=segment_len)
+    with pytest.raises(ValueError, match=f"has {mem_len} slots and the segment {segment_len} tokens, .* the 12 that"):
+        inference.read(weights, model, jnp.zeros((1, segment_len), jnp.int32), memory, window=None)
+
+
 def test_a_segment_that_does_not_fill_the_ring_evenly_is_refused():
     model = tiny.make()
     weights = frozen(model, (4, 8, 0))

@@ -80,7 +80,7 @@ class MemoryType(enum.StrEnum):
     """Type of the keys and values that evaluation and generation store."""
 
     COMPUTED = "computed"  # As they are computed: model.dtype.
-    BFLOAT16 = "bfloat16"  # Half the memory of float32; scores move by about one part in 300.
+    BFLOAT16 = "bfloat16"  # Half the memory of float32; each stored number moves by up to one part in 256.
 
 
 class ShawTerms(enum.StrEnum):

@@ -6,21 +6,27 @@ average M + (L + 1) / 2; with `same_length` M. That a clamp or a short table spa
 tail depends on the text.
 """
 
+import re
+
 from txl_jax.config import Encoding, ModelConfig, Network
 
-# Peak of dense products in bfloat16, operations per second and device, from the makers' data sheets.
+# Peak of dense products in bfloat16 (V100, T4: float16), operations per second and device, from the makers' data sheets.
 _PEAKS = {
     "TPU v2": 45e12 / 2,
     "TPU v3": 123e12 / 2,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
+    "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
     "V100": 125e12,
     "A100": 312e12,
     "H100": 989e12,
+    "H100 PCIe": 756e12,
     "H200": 989e12,
     "L4": 121e12,
+    "L40": 181e12,
+    "L40S": 362e12,
     "T4": 65e12,
 }
 
@@ -53,7 +59,7 @@ def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_l
 
 def device_peak(kind: str) -> float | None:
     """Operations per second of a device by the name that jax gives it; None: not known here."""
-    found = [name for name in _PEAKS if name in kind]
+    found = [name for name in _PEAKS if re.search(rf"\b{name}\b", kind)]
     return _PEAKS[max(found, key=len)] if found else None
 
 

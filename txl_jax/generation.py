@@ -9,7 +9,7 @@ same however long the text becomes.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -68,12 +68,19 @@ class Generator:
         # Every query sees as far back, whatever segment it was read in.
         limit = model.compat.window(span.mem_len, same_length=span.same_length)
         self._window = span.mem_len + 1 if limit is None else limit
-        self.freeze = jax.jit(self._freeze)
+        self._freeze_segment = jax.jit(self._freeze)
         self._read = jax.jit(self._read_segment, donate_argnums=1)
         self._read_rest = jax.jit(self._read_tokens, donate_argnums=1)
         self.write = jax.jit(self._write_block, static_argnames="count", donate_argnums=1)
 
-    def tokens(self, weights: Weights, prompt: np.ndarray, *, block: int = 16) -> Iterator[np.ndarray]:
+    def tokens(
+        self,
+        weights: Weights,
+        prompt: np.ndarray,
+        *,
+        block: int = 16,
+        stop_requested: Callable[[], Any] = lambda: False,
+    ) -> Iterator[np.ndarray]:
         """Yields int32 [B, up to `block`] until `config.length` tokens are written or every sample has ended.
 
         A sample that has ended goes on with its stop token.
@@ -82,19 +89,24 @@ class Generator:
           weights: what `freeze` made of the parameters.
           prompt: int [T], at least one token.
           block: tokens per call; more is a little faster, fewer reach the reader sooner.
+          stop_requested: asked between segments of the prompt and between blocks; once it is true nothing more comes.
 
         Raises:
           ValueError: an empty prompt.
         """
-        context, length = self.read(weights, prompt), self._config.length
+        context, length = self.read(weights, prompt, stop_requested=stop_requested), self._config.length
         for first in range(0, length, block):
+            if stop_requested():
+                return
             count = min(block, length - first)
             context, tokens, written = self.write(weights.token, context, first, count, count=block)
             yield np.asarray(tokens)[:, : int(written)]
             if np.all(context.done):
                 return
 
-    def read(self, weights: Weights, prompt: np.ndarray) -> Context:
+    def read(
+        self, weights: Weights, prompt: np.ndarray, *, stop_requested: Callable[[], Any] = lambda: False
+    ) -> Context:
         """The context after a prompt [T], read once from an empty memory, for all samples.
 
         Two programs read prompts of any length: whole segments, and then what is left token by token.
@@ -106,6 +118,8 @@ class Generator:
         memory = self._empty(weights.segment)
         n_whole = len(known) // segment_len
         for tokens in known[: n_whole * segment_len].reshape(n_whole, 1, segment_len):
+            if stop_requested():
+                break
             memory = self._read(weights.segment, memory, tokens)
         rest = known[n_whole * segment_len :]
         padded = np.pad(rest, (0, segment_len - len(rest)))
@@ -117,12 +131,15 @@ class Generator:
             done=jnp.zeros((samples,), bool),
         )
 
-    def _freeze(self, params: Any) -> Weights:
+    def freeze(self, params: Any) -> Weights:
+        """The parameters laid out. What both layouts have alike is held once, so this is not to be jitted as a whole."""
+        segment = self._freeze_segment(params)
+        return Weights(segment, inference.for_single_tokens(segment, mem_len=self._span.mem_len))
+
+    def _freeze(self, params: Any) -> FrozenWeights:
         span = self._span
-        segment = inference.freeze(
-            params, self._model, segment_len=span.segment_len, mem_len=span.mem_len, clamp_len=span.clamp_len
-        )
-        return Weights(segment, inference.for_single_tokens(segment, mem_len=span.mem_len))
+        lengths = {"segment_len": span.segment_len, "mem_len": span.mem_len, "clamp_len": span.clamp_len}
+        return inference.freeze(params, self._model, **lengths)
 
     def _empty(self, weights: FrozenWeights) -> KeyValueMemory:
         span = self._span

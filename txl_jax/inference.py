@@ -63,12 +63,13 @@ class FrozenWeights:
     clusters: tuple[adaptive.Cluster, ...]  # Of the softmax.
     start: StartRows  # What an empty memory holds.
     clamp_len: int = flax.struct.field(pytree_node=False)  # What `embed` takes.
+    longest: int = flax.struct.field(pytree_node=False)  # Slots and tokens of a segment together, at most.
 
 
 def freeze(params: Any, model: TransformerXL, *, segment_len: int, mem_len: int, clamp_len: int) -> FrozenWeights:
     """The weights for segments of up to `segment_len` tokens and `mem_len` slots of memory; to be jitted."""
     c = model.config
-    n_slot = -(-mem_len // segment_len) * segment_len
+    n_slot = memory_lib.ring_slots(mem_len=mem_len, segment_len=segment_len)
     n_position = table_length(segment_len=segment_len, n_slot=n_slot, clamp_len=c.clamp(clamp_len))
     distances = positions.key_distances(n_position)
     if c.encoding is Encoding.AL_RFOU:  # Of the segment's own places only.
@@ -83,6 +84,7 @@ def freeze(params: Any, model: TransformerXL, *, segment_len: int, mem_len: int,
         clusters=tuple(model.apply({"params": params}, method=model.clusters)),
         start=_start_rows(layers, model),
         clamp_len=clamp_len,
+        longest=n_slot + segment_len,
     )
 
 
@@ -96,7 +98,7 @@ def for_single_tokens(weights: FrozenWeights, *, mem_len: int) -> FrozenWeights:
         score = None if score is None else score[:, -(mem_len + 1) :]
         return layer.replace(by_distance=layer.by_distance.replace(key=key[:, :, -(mem_len + 1) :], score=score))
 
-    return weights.replace(layers=tuple(shorten(layer) for layer in weights.layers))
+    return weights.replace(layers=tuple(shorten(layer) for layer in weights.layers), longest=mem_len + 1)
 
 
 def init_memory(
@@ -132,9 +134,15 @@ def read(
       Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.
 
     Raises:
-      ValueError: segments of L tokens do not fill the memory's ring evenly.
+      ValueError: segments of L tokens do not fill the memory's ring evenly, or both are longer than the weights were
+        frozen for.
     """
     segment_len = tokens.shape[1]
+    if memory.n_slot + segment_len > weights.longest:
+        raise ValueError(
+            f"the memory has {memory.n_slot} slots and the segment {segment_len} tokens, together more than the "
+            f"{weights.longest} that the weights were frozen for; freeze them for these lengths"
+        )
     if memory.n_slot % segment_len:
         raise ValueError(
             f"the segment has {segment_len} tokens and the memory a ring of {memory.n_slot} slots, which segments must "

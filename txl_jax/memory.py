@@ -104,11 +104,16 @@ class StartRows:
     values: tuple[jax.Array, ...]
 
 
+def ring_slots(*, mem_len: int, segment_len: int) -> int:
+    """R: M rounded up to a multiple of L."""
+    return -(-mem_len // segment_len) * segment_len
+
+
 def init_key_values(
     rows: StartRows, *, batch_size: int, mem_len: int, segment_len: int, dtype: jnp.dtype, start: MemoryStart
 ) -> KeyValueMemory:
     """The memory before the first segment of `segment_len` tokens, stored as `dtype`."""
-    n_slot = -(-mem_len // segment_len) * segment_len
+    n_slot = ring_slots(mem_len=mem_len, segment_len=segment_len)
     lead = (batch_size, *rows.keys[0].shape)
 
     def fill(row: jax.Array) -> jax.Array:

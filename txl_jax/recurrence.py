@@ -1,6 +1,6 @@
 """The walk: a `lax.scan` over segments that carries the memory.
 
-Training, streaming evaluation and the reading of a prompt are bodies of this one walk.
+Training and streaming evaluation are bodies of this one walk.
 """
 
 from collections.abc import Callable

@@ -68,6 +68,7 @@ def environment() -> dict[str, Any]:
     return {
         "device": device_kind(),
         "devices": jax.device_count(),
+        "threads": os.cpu_count(),
         "jax": jax.__version__,
         "python": platform.python_version(),
         "txl_jax": txl_jax.__version__,

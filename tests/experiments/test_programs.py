@@ -209,7 +209,32 @@ def test_help_names_the_programs_flags_and_the_flagfiles(program):
         assert "--speed_calls=" in out
 
 
+def test_speeds_are_printed_and_written(tmp_path):
+    tiny = [*TINY, "--generate.length=4", "--model.cutoffs=50,100", "--model.div_val=2"]
+    tasks = ["--speed_tasks=training,evaluation,generation", "--speed_calls=1", "--speed_warmup=0"]
+    code, out, err = finish(start("speed", *tiny, *tasks, f"--speed_json={tmp_path / 'speed.json'}"))
+    assert code == 0, err
+    rows = [line.split(" | ")[0] for line in out.splitlines() if line.startswith("| ")]
+    assert rows == ["| job", "| training", "| evaluation", "| generation", "| generation, every tail read"]
+    found = json.loads((tmp_path / "speed.json").read_text())
+    assert {"device", "threads", "jax", "date", "argv"} <= found.keys()
+    assert found["config"]["model.dtype"] == "float32" and found["vocab_size"] == 256
+    assert len(found["tasks"]) == 4 and all(task["tokens_per_second"] > 0 for task in found["tasks"])
+    # Tails that are read are counted.
+    assert found["tasks"][3]["bytes_per_step"] > found["tasks"][2]["bytes_per_step"]
+
+
+def test_speeds_beside_a_peer_are_refused_where_they_would_not_compare():
+    for flags, told in (
+        (["--generate.samples=3"], "generate.samples is 3 and the peer's is 1"),
+        (["--speed_warmup=0"], "--speed_warmup is 0"),
+        (["--speed_tasks=reading"], "the peer reads no text"),
+    ):
+        code, _, err = finish(start("speed", *TINY, "--peer=hf", *flags))
+        assert code == 1 and told in err and len(err.strip().splitlines()) == 1
+
+
 def test_every_flagfile_that_is_spoken_of_exists():
-    texts = [*ROOT.glob("*.md"), *(ROOT / "experiments").glob("*.py")]
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *(ROOT / "experiments").glob("*.py")]
     named = {name for path in texts for name in re.findall(r"--flagfile=(\w+)", path.read_text())} - {"NAME"}
     assert named and named <= set(flagfile_names())

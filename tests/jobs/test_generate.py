@@ -94,6 +94,17 @@ def test_a_stop_that_never_comes_changes_nothing(run):
     assert absent and write(run, temperature=0.0, stop=absent[0])[0] == likeliest
 
 
+def test_a_model_without_memory_is_refused(run):
+    config = config_tree.replace(run[0], {"eval.mem_len": 0, "eval.same_length": False})
+    with pytest.raises(ValueError, match="eval.mem_len is 0.*--eval.mem_len"):
+        generate.run(config, run[1].vocabulary, run[2])
+
+
+def test_a_stop_while_the_prompt_is_read_writes_nothing(run):
+    config = config_tree.replace(run[0], {"generate.prompt": "the cat " * 20})
+    assert generate.run(config, run[1].vocabulary, run[2], say=str, write=str, stop_requested=lambda: True) == []
+
+
 def test_absolute_positions_are_refused(run):
     config = config_tree.replace(run[0], {"model.encoding": Encoding.VASWANI})
     with pytest.raises(ValueError, match="model.encoding is vaswani.* no place"):

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import pytest
 import tiny
 import tiny_run
 
 from txl_jax.assemble import assemble
 from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
+from txl_jax.generation import Generator
 from txl_jax.jobs import beside_peer, speed
 from txl_jax.jobs.speed import Speed, Task
 
@@ -68,7 +70,7 @@ def test_each_task_runs_and_knows_its_size(parts, name, tokens, shape, mem_len):
     if name != "reading":
         assert task.memory_bytes > 1000 and task.flops_per_token > 1000
     if name == "generation":
-        assert task.first_token_seconds > 0 and task.bytes_per_token > 1000
+        assert task.first_token_seconds > 0 and task.bytes_per_step > 1000
 
 
 def test_beside_the_peer(parts):
@@ -77,6 +79,7 @@ def test_beside_the_peer(parts):
     params = tiny_run.params(parts.model)
     peer = beside_peer.make_peer(parts, params, parts.config.eval)
     assert beside_peer.check_same_numbers(parts, params, peer) < 1e-4
+    assert beside_peer.moved_by_storage(parts, params) == 0
     for make in (beside_peer.evaluation, beside_peer.generation):
         ours, theirs = make(parts, params, peer)
         ours.call(), theirs.call()
@@ -93,3 +96,32 @@ def test_nothing_is_timed_where_the_numbers_differ(parts):
     other = beside_peer.make_peer(parts, params, dataclasses.replace(parts.config.eval, clamp_len=0))
     with pytest.raises(ValueError, match="the two do not compute the same; nothing was timed"):
         beside_peer.check_same_numbers(parts, params, other)
+
+
+@pytest.mark.parametrize(("name", "value"), [("samples", 3), ("temperature", 0.7), ("top_p", 0.9)])
+def test_settings_that_the_peer_does_not_have_are_refused(name, value):
+    generation = dataclasses.replace(GenerateConfig(), **{name: value})
+    with pytest.raises(ValueError, match=f"generate.{name} is {value} and the peer's is 1"):
+        beside_peer.check_alike(dataclasses.replace(CONFIG, generate=generation))
+
+
+def test_every_tail_may_be_read():
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(tiny.CONFIG, cutoffs=(4, 9)))
+    made = assemble(config, vocab_size=tiny.V)
+    params = tiny_run.params(made.model)
+    before = params["softmax"]["tail_bias"].copy()
+    tasks = [speed.generation(made, params, every_tail=every_tail) for every_tail in (False, True)]
+    # Two tails of 5 and 4 words, each with a bias and D numbers a word.
+    assert tasks[1].bytes_per_step - tasks[0].bytes_per_step == 4 * 9 * (1 + tiny.D)
+    assert (params["softmax"]["tail_bias"] == before).all()
+
+
+def test_weights_for_single_tokens_are_those_of_segments(parts):
+    """What both layouts have alike lies in memory once."""
+    generator = Generator(parts.model, parts.config.eval, parts.config.generate)
+    segment, token = generator.freeze(jax.device_put(tiny_run.params(parts.model)))
+    pointers = [
+        {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((weights.outer, weights.clusters))}
+        for weights in (segment, token)
+    ]
+    assert pointers[0] == pointers[1]

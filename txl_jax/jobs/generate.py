@@ -33,7 +33,7 @@ def run(
     Raises:
       FileNotFoundError: the workdir holds no checkpoint, or there is no prompt file.
       ValueError: the prompt has bytes outside the vocabulary, `generate.stop` is not one of its tokens, or the model
-        has absolute positions.
+        has absolute positions, or no memory.
     """
     if config.model.network is Network.LSTM:
         raise ValueError(f"model.network is {config.model.network}, a baseline that is scored and writes no text")
@@ -41,6 +41,11 @@ def run(
         raise ValueError(
             f"model.encoding is {config.model.encoding}, which counts positions from the end of a segment, and a token "
             "that is written by itself has no place in one; only models with relative positions write text"
+        )
+    if config.eval.mem_len == 0:
+        raise ValueError(
+            "eval.mem_len is 0, so that each token would be written from the one before it alone; give a memory with "
+            "--eval.mem_len"
         )
     stop = read_stop(config.generate, vocabulary)
     prompt = read_prompt(config.generate)
@@ -60,14 +65,14 @@ def run(
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     write(decoder.decode(prompt))
     blocks, ended = [], False  # The first sample may end before the others.
-    for block in generator.tokens(generator.freeze(params), ids):
+    for block in generator.tokens(generator.freeze(params), ids, stop_requested=stop_requested):
         blocks.append(block)
         if not ended:
             write(decoder.decode(vocabulary.decode(_until(stop, block[0]))))
             ended = stop in block[0].tolist()
-        if stop_requested():
-            break
     write(decoder.decode(b"", final=True) + "\n")
+    if not blocks:
+        return []  # Stopped while the prompt was read.
     texts = [vocabulary.decode(_until(stop, row)) for row in np.concatenate(blocks, axis=1)]
     for number, text in enumerate(texts[1:], start=2):
         say(f"--- sample {number} ---")

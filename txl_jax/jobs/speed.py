@@ -24,6 +24,7 @@ from txl_jax.jobs.softmax_speed import draw_targets
 
 _READ_TOKENS = 20_000_000
 _BLOCK = 16  # Tokens that generation writes per call.
+_LIKELY = 12.0  # Added to a tail's logit: more than all of a head of 20,000 words have together.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Task:
     compile_seconds: float | None = None
     memory_bytes: int | None = None  # Arguments, results and scratch of the compiled program, per device.
     flops_per_token: float | None = None
-    bytes_per_token: int | None = None  # Read for each token: weights, position keys, memory.
+    bytes_per_step: int | None = None  # Read for one token of every sample: weights, position keys, memory.
     first_token_seconds: float | None = None  # From a prompt that fills the memory to the first token.
 
 
@@ -172,8 +173,16 @@ def evaluation(parts: Parts, params: Any) -> Task:
     )
 
 
-def generation(parts: Parts, params: Any) -> Task:
-    """Writing token after token from a full memory, all samples side by side, drawn as `generate` says."""
+def generation(parts: Parts, params: Any, *, every_tail: bool = False) -> Task:
+    """Writing token after token from a full memory, all samples side by side, drawn as `generate` says.
+
+    Args:
+      every_tail: the tails' entries get so much probability that with top-k each of them is read for every token.
+        Untrained, they have next to none, and no tail is.
+    """
+    if every_tail:
+        params = jax.tree.map(lambda leaf: leaf, params)  # A tree of its own; the arrays are the same.
+        params["softmax"]["tail_bias"] = params["softmax"]["tail_bias"] + _LIKELY
     span, config = parts.config.eval, parts.config.generate
     generator = Generator(parts.model, span, config, memory_dtype=parts.memory_dtype)
     weights = generator.freeze(params)
@@ -190,7 +199,7 @@ def generation(parts: Parts, params: Any) -> Task:
         jax.block_until_ready((context, tokens))
 
     return Task(
-        name="generation",
+        name="generation, every tail read" if every_tail else "generation",
         shape=f"{config.samples} x 1",
         mem_len=span.mem_len,
         tokens=config.samples * _BLOCK,
@@ -198,8 +207,9 @@ def generation(parts: Parts, params: Any) -> Task:
         compile_seconds=compile_seconds,
         memory_bytes=_needed(write),
         flops_per_token=_inference_flops(parts, segment_len=1),
-        # Tails are read only when they matter; they are not counted.
-        bytes_per_token=_bytes((weights.token.layers, weights.token.clusters[0], context.memory)),
+        bytes_per_step=_bytes(
+            (weights.token.layers, weights.token.clusters[: None if every_tail else 1], context.memory)
+        ),
         first_token_seconds=_first_token_seconds(generator, weights, prompt),
     )
 

@@ -49,7 +49,7 @@ def draw(
 def likeliest(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tuple[jax.Array, jax.Array]:
     """Log probabilities [B, k], the largest first, and tokens int32 [B, k] of the k likeliest after [B, D].
 
-    k is at most V. Of equal probabilities at the border the lower token ids stay.
+    k is at most V. Which of equal probabilities at the border stay is not said; for k = 1 it is the lowest token id.
     """
     bounds, (tokens, entries) = _bounds(clusters), _head(hidden, clusters)
     found = _pad(*_top(tokens, 0, k), k)
