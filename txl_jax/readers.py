@@ -38,9 +38,9 @@ def memory_dtype(model: Model, span: EvalConfig) -> jnp.dtype:
 
 def _of_transformer(model: TransformerXL, span: EvalConfig) -> Reader:
     lengths = {"segment_len": span.segment_len, "mem_len": span.mem_len}
-    window = model.compat.window(span.mem_len, same_length=span.same_length)
 
     def read(weights: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        window = model.compat.window(memory.mem_len, same_length=span.same_length)
         return inference.read(weights, model, tokens, memory, window=window)
 
     def reset(weights: Any, memory: Any, rows: jax.Array) -> Any:

@@ -163,7 +163,7 @@ def test_config_of_holds_sizes_ties_and_lengths():
         (
             {"encoding": Encoding.VASWANI},
             SPAN,
-            "model.encoding is absolute, and Hugging Face's model has relative only",
+            "model.encoding is vaswani, and Hugging Face's model has relative only",
         ),
         ({}, dataclasses.replace(SPAN, mem_len=0, same_length=True), "the window would be empty"),
     ],
