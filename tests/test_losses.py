@@ -44,3 +44,12 @@ def test_a_scored_position_that_is_not_finite_shows():
 def test_nothing_scored_is_zero_of_zero():
     nats, count = losses.weighted_sum(jnp.ones((2, 3)), jnp.zeros((2, 3)))
     assert (float(nats), float(count)) == (0, 0)
+
+
+def test_activation_penalties_by_hand():
+    outputs = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
+    square = sum(float(x) ** 2 for x in outputs.ravel()) / outputs.size
+    change = [float(outputs[b, i + 1, d] - outputs[b, i, d]) ** 2 for b in range(2) for i in range(3) for d in range(3)]
+    found = losses.activation_penalty(jnp.asarray(outputs), activation=0.2, temporal=0.1)
+    assert found == pytest.approx(0.2 * square + 0.1 * np.mean(change), rel=1e-5)
+    assert losses.activation_penalty(jnp.ones((2, 1, 3)), activation=0.0, temporal=1.0) == 0

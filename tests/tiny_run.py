@@ -17,6 +17,7 @@ from txl_jax.assemble import Compilation, Parts, assemble
 from txl_jax.config import EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
 from txl_jax.data.segments import SegmentReader, Segments, training_segments
 from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.training import averaging
 from txl_jax.training.state import TrainState, init_params
 from txl_jax.training.step import TrainStep, UpdateMetrics
 
@@ -69,7 +70,9 @@ def params(model: TransformerXL) -> Any:
 def state(made: Parts) -> TrainState:
     """A first state on the host, with `params`."""
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.abstract_state)
-    return zeros.replace(params=params(made.model))
+    drawn = params(made.model)
+    average = jax.device_get(averaging.init(drawn, made.config.average))
+    return zeros.replace(params=drawn, average=average)
 
 
 def text(*, seed: int = 0) -> SegmentReader:

@@ -166,7 +166,12 @@ class Parts:
     def _init_boxed(self) -> TrainState:
         train = self.config.train
         return init_state(
-            self.model, self.optimizer, seed=self.config.seed, batch_size=train.batch_size, mem_len=train.mem_len
+            self.model,
+            self.optimizer,
+            seed=self.config.seed,
+            batch_size=train.batch_size,
+            mem_len=train.mem_len,
+            average=self.config.average,
         )
 
     def _memory_shardings(self, batch_size: int) -> Memory:

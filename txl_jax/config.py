@@ -200,6 +200,11 @@ class ModelConfig:
     d_embed: int = 0  # Width of the first cluster's embedding; 0: d_model.
     dropout: float = 0.1  # On embedding, positions, attention output, both feed-forward layers, last layer.
     attention_dropout: float = 0.0  # On the attention probabilities (the original's dropatt).
+    input_dropout: float = -1.0  # On embedding and positions; below 0: as dropout.
+    output_dropout: float = -1.0  # On what the softmax reads; below 0: as dropout.
+    locked_dropout: bool = False  # One mask for all positions of a row's segment, except on attention probabilities.
+    embedding_dropout: float = 0.0  # Part of the words that are left out wherever they stand in a batch.
+    weight_dropout: float = 0.0  # Part of the weights of attention and feed-forward that are left out of an update.
     layer_norm: NormPlace = NormPlace.POST  # Where the layer norm stands.
     encoding: Encoding = Encoding.RELATIVE  # How positions are told: the paper's way, or one of those it compares with.
     n_position: int = 0  # shaw, al_rfou: distances that their tables hold; greater ones share the last.
@@ -227,6 +232,16 @@ class ModelConfig:
         """Whether embeddings are projected to d_model; with div_val > 1 they are, even where the width is d_model."""
         return self.div_val > 1 or self.embed_width != self.d_model
 
+    @property
+    def input_rate(self) -> float:
+        """Dropout on embedding and positions."""
+        return self.dropout if self.input_dropout < 0 else self.input_dropout
+
+    @property
+    def output_rate(self) -> float:
+        """Dropout on what the softmax reads."""
+        return self.dropout if self.output_dropout < 0 else self.output_dropout
+
     def clamp(self, clamp_len: int) -> int:
         """The distance that all above it share with it, as `clamp_len` and the tables' size limit it; 0: none."""
         if not self.encoding.is_learned:
@@ -243,9 +258,16 @@ class ModelConfig:
             _require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}; it must be at least 1")
         _require(self.d_model % 2 == 0, f"model.d_model is {self.d_model}; sinusoids come in pairs, so it must be even")
         _require(self.d_embed >= 0, f"model.d_embed is {self.d_embed}; give a width, or 0 for d_model")
-        for name in ("dropout", "attention_dropout"):
+        for name in ("dropout", "attention_dropout", "embedding_dropout", "weight_dropout"):
             rate = getattr(self, name)
             _require(0 <= rate < 1, f"model.{name} is {rate}; it must be at least 0 and below 1")
+        for name in ("input_dropout", "output_dropout"):
+            rate = getattr(self, name)
+            _require(rate < 1, f"model.{name} is {rate}; it must be below 1, or below 0 for model.dropout")
+        _require(
+            self.network is Network.TRANSFORMER_XL or not self.weight_dropout,
+            f"model.weight_dropout is {self.weight_dropout} and model.network is {self.network}, which has none",
+        )
         _require(
             list(self.cutoffs) == sorted(set(self.cutoffs)) and all(c > 0 for c in self.cutoffs),
             f"model.cutoffs are {list(self.cutoffs)}; they must be positive and increase",
@@ -434,6 +456,8 @@ class OptimizerConfig:
     adam_b2: float = 0.999  # Decay of the second moment.
     adam_eps: float = 1e-8  # Added to the root of the second moment.
     clip_norm: float = 0.25  # Largest global norm of the gradient.
+    weight_decay: float = 0.0  # Times the learning rate: the part by which matrices shrink in an update (AdamW's).
+    embedding_rate: float = 1.0  # The embedding's learning rate, as a multiple of all others'.
 
     def validate(self) -> None:
         for name in ("learning_rate", "adam_eps", "clip_norm"):
@@ -441,6 +465,8 @@ class OptimizerConfig:
         for name in ("adam_b1", "adam_b2"):
             decay = getattr(self, name)
             _require(0 <= decay < 1, f"optimizer.{name} is {decay}; it must be at least 0 and below 1")
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay is {self.weight_decay}; it cannot be negative")
+        _require(self.embedding_rate > 0, f"optimizer.embedding_rate is {self.embedding_rate}; it must be positive")
         _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}; it cannot be negative")
 
 
@@ -481,14 +507,19 @@ class TrainConfig:
     clamp_len: int = 0  # Distances above this share one position code; 0: off.
     same_length: bool = False  # Every query sees the same number of keys.
     loss: LossPart = LossPart.FULL  # Positions of the segment that are scored.
+    activation_l2: float = 0.0  # Added to the loss: this times the mean square of the last layer's outputs (AR).
+    temporal_l2: float = 0.0  # The same of their change from each position to the next (TAR).
     segments_per_call: int = 1  # S, updates per dispatch; larger hides the host's work, the numbers stay the same.
     log_every: int = free(200)  # Updates between progress lines.
     eval_every: int = free(4000)  # Updates between evaluations on the validation text.
     checkpoint_every: int = free(4000)  # Updates between checkpoints.
     keep_checkpoints: int = free(2)  # Newest checkpoints kept, beside the best.
+    patience: int = free(0)  # Evaluations in a row without a better loss that end the training; 0: none do.
 
     def validate(self) -> None:
         _validate_span("train", self)
+        for name in ("activation_l2", "temporal_l2", "patience"):
+            _require(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; it cannot be negative")
         _require(self.keep_checkpoints >= 1, f"train.keep_checkpoints is {self.keep_checkpoints}; keep at least 1")
         for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
             interval = getattr(self, name)
@@ -497,6 +528,31 @@ class TrainConfig:
                 interval % self.segments_per_call == 0,
                 f"train.{name} is {interval}, no multiple of train.segments_per_call, {self.segments_per_call}",
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class AverageConfig:
+    """A mean over updates of the weights, which is what is then scored and kept as the best."""
+
+    start: int = -1  # Updates before the mean begins; below 0: there is none, unless trigger begins it.
+    trigger: int = 0  # Begin once validation is worse than the best but of the last so many (AWD-LSTM: 5); 0: never.
+    decay: float = 1.0  # 1: all weights since the start count alike; below: older ones fade by this with each update.
+
+    @property
+    def on(self) -> bool:
+        """Whether a mean is kept at all."""
+        return self.start >= 0 or self.trigger > 0
+
+    def validate(self) -> None:
+        _require(self.trigger >= 0, f"average.trigger is {self.trigger}; it cannot be negative")
+        _require(0 < self.decay <= 1, f"average.decay is {self.decay}; it must be above 0 and at most 1")
+        _require(
+            self.start < 0 or not self.trigger,
+            f"average.start is {self.start} and average.trigger {self.trigger}; the mean begins by one of the two",
+        )
+        _require(
+            self.on or self.decay == 1, f"average.decay is {self.decay} and nothing begins a mean; give average.start"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -556,6 +612,7 @@ class ExperimentConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
+    average: AverageConfig = AverageConfig()
     eval: EvalConfig = EvalConfig()
     generate: GenerateConfig = GenerateConfig()
 

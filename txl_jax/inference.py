@@ -8,6 +8,9 @@
 segment and layer, as training must. Here keys and values are what is remembered, and position keys are part of the
 weights. The numbers are the same up to rounding (tests/test_inference.py).
 
+Every encoding admits it: with relative positions (the paper's, Shaw's) a key says nothing of where it stands, and absolute
+ones are in the stored states, which are reused as they are. An LSTM has no keys (`txl_jax.readers`).
+
 Layers follow one another as code and not in a `lax.scan`: a scan would cut each layer's weights and memory out of
 stacked arrays, that is copy them, in every step. Compile time therefore grows with N (0.2 s a layer on a CPU).
 """

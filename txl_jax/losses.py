@@ -12,6 +12,16 @@ def position_weights(segment_len: int, part: LossPart) -> jax.Array:
     return (jnp.arange(segment_len) >= scored_from).astype(jnp.float32)
 
 
+def activation_penalty(outputs: jax.Array, *, activation: float, temporal: float) -> jax.Array:
+    """What is added to the loss for outputs [B, L, D] of the last layer that are large, or change fast (Merity et al., 2017).
+
+    Both of the outputs before dropout, as the authors' PTB release has it; AWD-LSTM takes the first one after.
+    """
+    outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
+    change = outputs[:, 1:] - outputs[:, :-1]
+    return activation * jnp.mean(outputs**2) + temporal * jnp.sum(change**2) / max(change.size, 1)
+
+
 def weighted_sum(nll: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Summed nats and summed weights of losses [B, L] with weights [B, L].
 

@@ -50,10 +50,12 @@ def memory_line(parts: Parts, compilation: Compilation) -> str:
     """Estimated memory per device, and how long compiling took."""
     state = parts.abstract_state
     sizes = {
-        "parameters": _bytes(state.params),
-        "optimiser": _bytes(state.opt_state),
-        "segment memory": _bytes(state.memory),
+        "parameters": bytes_on_device(state.params),
+        "optimiser": bytes_on_device(state.opt_state),
+        "segment memory": bytes_on_device(state.memory),
     }
+    if state.average is not None:
+        sizes["mean of the weights"] = bytes_on_device(state.average)
     if compilation.temporary_bytes is not None:
         sizes["activations and gradients"] = compilation.temporary_bytes
     parts_text = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
@@ -114,7 +116,7 @@ def timed(line: str, seconds: float) -> str:
     return f"{line}  in {duration(seconds)}"
 
 
-def _bytes(tree: Any) -> int:
+def bytes_on_device(tree: Any) -> int:
     """Bytes on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -99,6 +99,11 @@ SECOND = {
     "model.d_embed": ("init", 20),
     "model.dropout": ("train_step", 0.2),
     "model.attention_dropout": ("train_step", 0.3),
+    "model.input_dropout": ("train_step", 0.3),
+    "model.output_dropout": ("train_step", 0.3),
+    "model.locked_dropout": ("train_step", True),
+    "model.embedding_dropout": ("train_step", 0.3),
+    "model.weight_dropout": ("train_step", 0.3),
     "model.layer_norm": ("train_step", NormPlace.POST),
     "model.encoding": ("init", Encoding.VASWANI),
     "model.n_position": ("init", 20),
@@ -142,6 +147,8 @@ SECOND = {
     "optimizer.adam_b2": ("train_step", 0.9),
     "optimizer.adam_eps": ("train_step", 1e-6),
     "optimizer.clip_norm": ("train_step", 1.0),
+    "optimizer.weight_decay": ("train_step", 0.1),
+    "optimizer.embedding_rate": ("train_step", 2.0),
     "mesh.data": ("devices", 2),
     "mesh.fsdp": ("devices", 2),
     "mesh.model": ("devices", 2),
@@ -152,11 +159,17 @@ SECOND = {
     "train.clamp_len": ("train_step", 3),
     "train.same_length": ("train_step", False),
     "train.loss": ("train_step", LossPart.HALF),
+    "train.activation_l2": ("train_step", 0.1),
+    "train.temporal_l2": ("train_step", 0.1),
     "train.segments_per_call": ("batch", 4),
     "train.log_every": ("files", 2),
     "train.eval_every": ("files", 2),
     "train.checkpoint_every": ("files", 2),
     "train.keep_checkpoints": ("files", 1),
+    "train.patience": ("files", 1),
+    "average.start": ("train_step", 3),
+    "average.trigger": ("files", 1),
+    "average.decay": ("train_step", 0.9),
     "eval.batch_size": ("batch", 3),
     "eval.segment_len": ("batch", 5),
     "eval.mem_len": ("eval_step", 8),
@@ -178,7 +191,12 @@ SECOND = {
 }
 
 # Settings that stand beside the second value, so that it is legal.
+# A rate at which the loss of a tiny run rises.
+RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}
 BESIDE = {
+    "train.patience": RISING,
+    "average.trigger": RISING | {"average.trigger": 10**6},
+    "average.decay": {"average.start": 0},
     "model.n_position": {"model.encoding": Encoding.AL_RFOU},
     "compat.shaw_terms": {"model.encoding": Encoding.SHAW, "model.n_position": 12},
     "data.corpus": {"data.file": ""},
@@ -198,7 +216,11 @@ BESIDE = {
 
 
 # First values, where that of `BASE` is not legal beside the others.
-FIRST = {"model.n_position": 12, **{f"data.{split}": ("words.txt",) for split in ("train", "valid", "test")}}
+FIRST = {
+    "model.n_position": 12,
+    "average.trigger": 10**6,
+    **{f"data.{split}": ("words.txt",) for split in ("train", "valid", "test")},
+}
 
 
 @functools.cache

@@ -84,13 +84,13 @@ def test_remat_changes_neither_values_nor_gradients(x64):
 # Where the original drops: name of the module that calls Dropout (call number), shape, rate.
 WIDTHS = (tiny.B, L, tiny.D)
 DROPOUTS = {
-    "position codes": (("drop", 0), (M + L, tiny.D), 0.5),
-    "embedding": (("drop", 1), WIDTHS, 0.5),
+    "position codes": (("drop_input", 0), (M + L, tiny.D), 0.5),
+    "embedding": (("drop_input", 1), WIDTHS, 0.5),
     "attention probabilities": (("stack/layers/attention/Dropout_0", 0), (tiny.B, tiny.H, L, M + L), 0.25),
     "attention output": (("stack/layers/attention/Dropout_1", 0), WIDTHS, 0.5),
     "inner layer": (("stack/layers/feed_forward/Dropout_0", 0), (tiny.B, L, tiny.F), 0.5),
     "feed-forward output": (("stack/layers/feed_forward/Dropout_1", 0), WIDTHS, 0.5),
-    "last layer": (("drop", 2), WIDTHS, 0.5),
+    "last layer": (("drop_output", 0), WIDTHS, 0.5),
 }
 
 
@@ -104,7 +104,7 @@ def run_with_dropout(change=None):
         if not isinstance(context.module, nn.Dropout):
             return outputs
         path = "/".join(context.module.path)
-        number = sum(seen == path for seen, _ in places) if path == "drop" else 0
+        number = sum(seen == path for seen, _ in places) if path.startswith("drop_") else 0
         places[path, number] = (args[0].shape, context.module.rate)
         return 2 * outputs if (path, number) == change else outputs
 

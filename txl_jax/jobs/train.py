@@ -24,7 +24,8 @@ from txl_jax.data.prefetch import Prefetcher
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.jobs.score import Interrupted, as_record, score
 from txl_jax.metrics import Totals
-from txl_jax.run_log import RunLog, write_json
+from txl_jax.run_log import RunLog, read_metrics, write_json
+from txl_jax.training import averaging
 from txl_jax.training.loop import Hook, train
 from txl_jax.training.progress import NonFiniteError, Progress
 from txl_jax.training.state import TrainState
@@ -102,6 +103,7 @@ class _Run:
         self.saved_step = -1
         self.evaluation_pending = False
         self.log: RunLog | None = None
+        self.losses: list[float] = []  # Of the validation text so far.
         self.unsaid: list[str] = []  # Until the log is open: it opens at a step that the checkpoints tell.
 
     def run(self, changes: list[str]) -> Outcome:
@@ -113,12 +115,15 @@ class _Run:
             step, state, notes = self._restore_or_init()
             with RunLog(self.workdir.path, first_step=step) as self.log:
                 self._open(step)
-                if step >= self.config.steps and (results := self._results_on_disk()):
+                self.losses = self._losses_before(step + 1)
+                ended = step >= self.config.steps or self._out_of_patience()
+                if ended and (results := self._results_on_disk()):
                     self.log.say(f"finished  already: {self.workdir.path / 'results.json'}")
                     return Outcome(True, step, results)
                 train_step, compilation = self.parts.compile_train_step()
                 self.log.say(report.memory_line(self.parts, compilation))
-                step, state = self._train(train_step, step, state, notes)
+                if not ended:
+                    step, state = self._train(train_step, step, state, notes)
                 return self._finish(step, state)
 
     def _restore_or_init(self) -> tuple[int, TrainState, dict[str, Any]]:
@@ -155,11 +160,13 @@ class _Run:
         )
         if notes.get("evaluation_pending"):
             began = time.monotonic()
-            self._evaluate(step, state)
+            state = self._evaluate(step, state)
             if self.evaluation_pending:
                 return step, state
             self._save(step, state)  # Else a kill before the next checkpoint would evaluate, and record, again.
             self.progress.exclude(time.monotonic() - began)
+            if self._out_of_patience():
+                return step, state
         try:
             with Prefetcher(
                 lambda first, count: self.parts.place(self.reader.segments(first, count), batch_size=span.batch_size),
@@ -176,7 +183,7 @@ class _Run:
                     progress=self.progress,
                     # Evaluation first: a checkpoint of a step implies that its evaluation is on disk.
                     hooks=[Hook(span.eval_every, self._evaluate), Hook(span.checkpoint_every, self._save)],
-                    stop_requested=self.stop_requested,
+                    stop_requested=lambda: self.stop_requested() or self._out_of_patience(),
                 )
         except NonFiniteError as error:
             kept = (
@@ -189,15 +196,19 @@ class _Run:
                 "in a new --workdir"
             ) from None
 
-    def _evaluate(self, step: int, state: TrainState) -> None:
-        """Scores the validation text, and keeps the parameters if no earlier ones were better."""
+    def _evaluate(self, step: int, state: TrainState) -> TrainState:
+        """Scores the validation text, and keeps the parameters if no earlier ones were better.
+
+        Returns:
+          The state to go on with: a mean of the weights may begin here.
+        """
         began = time.monotonic()
         valid = self.corpus.valid[: self.parts.config.eval.valid_tokens or None]
         self.evaluation_pending = True  # Until it is done: a checkpoint written now must say so.
         try:
-            totals = self._score(state.params, valid, f"step {step}: valid")
+            totals = self._score(state.scored_params, valid, f"step {step}: valid")
         except Interrupted:
-            return
+            return state
         self.evaluation_pending = False
         best = self._best()
         better = best is None or totals.nll < best["loss"]
@@ -208,7 +219,27 @@ class _Run:
         )
         if better:
             notes = {"step": step, **as_record(totals), "eval": self._eval_settings()}
-            self.best.save(step, {"params": state.params}, notes)
+            self.best.save(step, {"params": state.scored_params}, notes)
+        self.losses = [*self._losses_before(step), totals.nll]
+        return self._with_average(step, state)
+
+    def _losses_before(self, step: int) -> list[float]:
+        """The validation losses of this run before `step`, in order."""
+        return [r["loss"] for r in read_metrics(self.workdir.path) if r["kind"] == "valid" and r["step"] < step]
+
+    def _with_average(self, step: int, state: TrainState) -> TrainState:
+        trigger = self.parts.config.average.trigger
+        if not trigger or averaging.has_begun(state.average) or not averaging.is_due(self.losses, trigger):
+            return state
+        self.log.say(f"note      the mean of the weights begins here: no better loss than {trigger} evaluations ago")
+        return state.replace(average=averaging.begin(state.average, step))
+
+    def _out_of_patience(self) -> bool:
+        """Whether the last `patience` validation losses were all no better than the best before them."""
+        patience = self.config.patience
+        if not patience or len(self.losses) <= patience:
+            return False
+        return min(self.losses[-patience:]) >= min(self.losses[:-patience])
 
     def _best(self) -> dict[str, Any] | None:
         """Step and scores of the best parameters so far; None if there are none that can be compared with."""
@@ -238,32 +269,35 @@ class _Run:
         self.saved_step = step
 
     def _finish(self, step: int, state: TrainState) -> Outcome:
-        finished = step >= self.config.steps and not self.evaluation_pending
+        early = step < self.config.steps and self._out_of_patience()
+        if early:
+            self.log.say(f"note      ends after step {step}: no better loss in {self.config.patience} evaluations")
+        finished = (early or step >= self.config.steps) and not self.evaluation_pending
         if self.saved_step != step:
             self._save(step, state)
         self.latest.wait()
         self.best.wait()
         if finished:
             try:
-                return Outcome(True, step, self._test(state))
+                return Outcome(True, step, self._test(step, state))
             except Interrupted:
                 pass
         self.log.say(f"stopped   on request after step {step}; everything is saved, the same command goes on from here")
         return Outcome(False, step, None)
 
-    def _test(self, state: TrainState) -> dict[str, Any]:
+    def _test(self, step: int, state: TrainState) -> dict[str, Any]:
         best, params = self._best_or_last(state)
         began = time.monotonic()
         totals = self._score(params, self.corpus.test, "test")
-        self.log.record("test", self.config.steps, as_record(totals))
+        self.log.record("test", step, as_record(totals))
         self.log.say(report.timed(f"test {report.scores(totals, self.measure)}", time.monotonic() - began))
         results = {
             "corpus": self.corpus.name,
             "text": self.corpus.description,
             "parameters": self.parts.n_parameter,
-            "steps": self.config.steps,
+            "steps": step,
             "best_valid": best,
-            "test": {"step": best["step"] if best else self.config.steps, **as_record(totals)},
+            "test": {"step": best["step"] if best else step, **as_record(totals)},
             "eval": self._eval_settings(),
             **report.environment(),
         }
@@ -279,7 +313,7 @@ class _Run:
             self._note(f"{error}; the parameters after the last update are used instead")
             restored = None
         if restored is None:
-            return None, state.params
+            return None, state.scored_params
         _, tree, notes = restored
         return {name: value for name, value in notes.items() if name != "eval"}, tree["params"]
 

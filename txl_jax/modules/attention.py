@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from txl_jax import axes
 from txl_jax.config import CompatConfig, Encoding, ModelConfig
 from txl_jax.modules import parameters
+from txl_jax.modules.dropout import dropout, weight_dropout
 from txl_jax.modules.encodings import ShawTable
 from txl_jax.ops.dot_product_attention import dot_product_attention
 from txl_jax.ops.relative_attention import relative_attention
@@ -46,11 +47,12 @@ class Attention(nn.Module):
         """
         c = self.config
         dtype = segment.dtype
+        drop_weights = weight_dropout(c, deterministic=self.deterministic)
         inward = parameters.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
         def project(name: str, inputs: jax.Array) -> jax.Array:
             """[..., D] -> [..., H, E]."""
-            kernel = self.param(name, inward, (c.d_model, c.n_head, c.d_head))
+            kernel = drop_weights(self.param(name, inward, (c.d_model, c.n_head, c.d_head)))
             return jnp.einsum("...d,dhe->...he", inputs, kernel.astype(dtype))
 
         # Heads before positions: the products over E and K then run on contiguous matrices, which on CPU
@@ -82,9 +84,9 @@ class Attention(nn.Module):
                 drop=drop,
             )
         outward = parameters.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
-        kernel = self.param("output", outward, (c.n_head, c.d_head, c.d_model))
+        kernel = drop_weights(self.param("output", outward, (c.n_head, c.d_head, c.d_model)))
         output = jnp.einsum("bhle,hed->bld", attended_BxHxLxE, kernel.astype(dtype))
-        return nn.Dropout(c.dropout, deterministic=self.deterministic)(output)
+        return dropout(c, c.dropout, deterministic=self.deterministic)(output)
 
     def _keep(self, *arrays: jax.Array) -> None:
         """Leaves what scores are made of for who asks with mutable=["attention"]; else nothing is kept."""

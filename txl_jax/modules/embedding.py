@@ -44,12 +44,19 @@ class Embedding(nn.Module):
             for i, width in enumerate(widths)
         ]
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int [B, L] -> [B, L, D] in the compute type, scaled by sqrt(D)."""
+    def __call__(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """int [B, L] -> [B, L, D] in the compute type, scaled by sqrt(D).
+
+        With `embedding_dropout` whole words are left out, the same ones in all rows (Gal and Ghahramani, 2016).
+        """
         c = self.config
         clusters = [
             adaptive.Cluster(table, None, projection)
             for table, projection in zip(self.tables, self.projections, strict=True)
         ]
         cutoffs = c.cutoffs if len(clusters) > 1 else ()
-        return adaptive.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype)) * c.d_model**0.5
+        embedded = adaptive.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype)) * c.d_model**0.5
+        if deterministic or not c.embedding_dropout:
+            return embedded
+        kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - c.embedding_dropout, (self.vocab_size,))
+        return jnp.where(kept[tokens][..., None], embedded / (1 - c.embedding_dropout), 0)

@@ -1,5 +1,7 @@
 """The position-wise feed-forward part."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 from txl_jax import axes
 from txl_jax.config import ModelConfig
 from txl_jax.modules import parameters
+from txl_jax.modules.dropout import dropout, weight_dropout
 from txl_jax.ops.products import project
 
 
@@ -20,16 +23,24 @@ class FeedForward(nn.Module):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[B, L, D] -> [B, L, D]."""
         c = self.config
-        inner = self._dense("inner", inputs, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER))
-        inner = nn.Dropout(c.dropout, deterministic=self.deterministic)(nn.relu(inner))
-        outer = self._dense("outer", inner, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED))
-        return nn.Dropout(c.dropout, deterministic=self.deterministic)(outer)
+        drop_weights = weight_dropout(c, deterministic=self.deterministic)
+        inner = self._dense("inner", inputs, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER), drop_weights)
+        inner = dropout(c, c.dropout, deterministic=self.deterministic)(nn.relu(inner))
+        outer = self._dense("outer", inner, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED), drop_weights)
+        return dropout(c, c.dropout, deterministic=self.deterministic)(outer)
 
-    def _dense(self, name: str, inputs: jax.Array, rows: tuple[int, str], columns: tuple[int, str]) -> jax.Array:
+    def _dense(
+        self,
+        name: str,
+        inputs: jax.Array,
+        rows: tuple[int, str],
+        columns: tuple[int, str],
+        drop_weights: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
         """x W + b, with parameters `name`_kernel and `name`_bias; `rows` and `columns` are (size, axis name)."""
         (n_row, row_axis), (n_column, column_axis) = rows, columns
         init = parameters.normal(self.config.init_std, row_axis, column_axis)
-        kernel = self.param(f"{name}_kernel", init, (n_row, n_column)).astype(inputs.dtype)
+        kernel = drop_weights(self.param(f"{name}_kernel", init, (n_row, n_column))).astype(inputs.dtype)
         bias = self.param(f"{name}_bias", parameters.zeros(column_axis), (n_column,)).astype(inputs.dtype)
         outputs = project(inputs, kernel)
         return outputs + jnp.broadcast_to(bias, outputs.shape)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, MemoryStart, ModelConfig
 from txl_jax.memory import Memory
+from txl_jax.modules.activations import keep_last
+from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.softmax import Softmax
 
@@ -31,7 +33,9 @@ class LSTM(nn.Module):
         cell = {"dtype": jnp.dtype(c.dtype), "param_dtype": jnp.result_type(float)}
         self.layers = [nn.RNN(nn.OptimizedLSTMCell(c.d_model, **cell), return_carry=True) for _ in range(c.n_layer)]
         self.softmax = Softmax(c, self.vocab_size, self.row_groups)
-        self.drop = nn.Dropout(c.dropout)
+        self.drop = dropout(c, c.dropout)
+        self.drop_input = dropout(c, c.input_rate)
+        self.drop_output = dropout(c, c.output_rate)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
         """Touches every parameter, for `init`; returns the losses [B, L]."""
@@ -44,11 +48,15 @@ class LSTM(nn.Module):
         """int [B, L] -> outputs [B, L, D] of the last layer, and the states at the segment's end."""
         del clamp_len, same_length
         states = jnp.where(memory.valid[None, :, None, None] > 0, memory.hidden, 0)
-        hidden, ends = self.drop(self.embedding(tokens), deterministic=deterministic), []
-        for layer, state in zip(self.layers, states, strict=True):
+        embedded = self.embedding(tokens, deterministic=deterministic)
+        hidden, ends = self.drop_input(embedded, deterministic=deterministic), []
+        for i, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
+            if i:
+                hidden = self.drop(hidden, deterministic=deterministic)
             end, hidden = layer(hidden, initial_carry=(state[:, 0], state[:, 1]))
-            hidden = self.drop(hidden, deterministic=deterministic)
             ends.append(jnp.stack(end, axis=1))
+        keep_last(self, hidden)
+        hidden = self.drop_output(hidden, deterministic=deterministic)
         return hidden, memory_lib.update(memory, jnp.stack(ends))
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace
 from txl_jax.memory import Memory
+from txl_jax.modules.activations import keep_last
 from txl_jax.modules.block import LayerContext, Stack, layer_norm
+from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.softmax import Softmax
 from txl_jax.ops import adaptive, masks, positions
@@ -36,7 +38,8 @@ class TransformerXL(nn.Module):
         if c.layer_norm is NormPlace.PRE and self.compat.final_norm:
             self.final_norm = layer_norm("final_norm", compat=self.compat, dtype=jnp.dtype(c.dtype))
         self.softmax = Softmax(c, self.vocab_size, self.row_groups)
-        self.drop = nn.Dropout(c.dropout)
+        self.drop_input = dropout(c, c.input_rate)
+        self.drop_output = dropout(c, c.output_rate)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
         """Touches every parameter, for `init`; returns the losses [B, L]."""
@@ -61,7 +64,7 @@ class TransformerXL(nn.Module):
         c, segment_len, mem_len = self.config, tokens.shape[1], memory.mem_len
         codes = None
         if c.encoding is Encoding.RELATIVE:
-            codes = self.drop(self._codes(mem_len + segment_len, clamp_len), deterministic=deterministic)
+            codes = self.drop_input(self._codes(mem_len + segment_len, clamp_len), deterministic=deterministic)
         elif c.encoding.is_learned:
             codes = positions.key_distances(mem_len + segment_len, clamp_len=c.clamp(clamp_len))
         window = self.compat.window(mem_len, same_length=same_length)
@@ -70,19 +73,22 @@ class TransformerXL(nn.Module):
             mask=masks.attention_mask(memory.valid, segment_len=segment_len, mem_len=mem_len, window=window),
             biases=None,
         )
-        inputs = self.drop(self.embed(tokens, clamp_len=clamp_len), deterministic=deterministic)
+        embedded = self.embed(tokens, clamp_len=clamp_len, deterministic=deterministic)
+        inputs = self.drop_input(embedded, deterministic=deterministic)
         hidden, layer_inputs = self.stack(inputs, memory.hidden, context, deterministic=deterministic)
-        hidden = self.drop(self.finish(hidden), deterministic=deterministic)
+        hidden = self.finish(hidden)
+        keep_last(self, hidden)
+        hidden = self.drop_output(hidden, deterministic=deterministic)
         return hidden, memory_lib.update(memory, layer_inputs)
 
-    def embed(self, tokens: jax.Array, *, clamp_len: int) -> jax.Array:
-        """What the first layer reads, without dropout: int [B, L] -> [B, L, D].
+    def embed(self, tokens: jax.Array, *, clamp_len: int, deterministic: bool = True) -> jax.Array:
+        """What the first layer reads, before `input_dropout`: int [B, L] -> [B, L, D].
 
         Sinusoids at the input are counted back from the segment's end: row i gets R(L - 1 - i), with distances above
         `clamp_len` > 0 set to it (the original's attn_type 2). Only a segment's own rows get a code. The memory is
         reused as it was stored (section 3.3), where the original adds another one to it in every segment.
         """
-        embedded = self.embedding(tokens)
+        embedded = self.embedding(tokens, deterministic=deterministic)
         if self.config.encoding is Encoding.VASWANI:
             embedded += self._codes(tokens.shape[1], clamp_len)[None]
         return embedded

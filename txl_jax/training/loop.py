@@ -15,10 +15,13 @@ from txl_jax.training.step import TrainStep
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """An action that is due after every `every` updates, and after the last one."""
+    """An action that is due after every `every` updates, and after the last one.
+
+    It may return a state to go on with; None: as it was.
+    """
 
     every: int
-    action: Callable[[int, TrainState], None]
+    action: Callable[[int, TrainState], TrainState | None]
 
 
 def train(
@@ -59,7 +62,7 @@ def train(
             progress.update(*_on_host(*pending))
             pending = None
         for hook in due:
-            _run(hook, step, state, progress)
+            state = _run(hook, step, state, progress)
         if stop_requested():  # Asked after the hooks: one that was cut short must be repeated at this very step.
             break
     if pending is not None:
@@ -67,10 +70,11 @@ def train(
     return step, state
 
 
-def _run(hook: Hook, step: int, state: TrainState, progress: Progress) -> None:
+def _run(hook: Hook, step: int, state: TrainState, progress: Progress) -> TrainState:
     began = time.monotonic()
-    hook.action(step, state)
+    changed = hook.action(step, state)
     progress.exclude(time.monotonic() - began)
+    return state if changed is None else changed
 
 
 def _on_host(step: int, metrics: Any) -> tuple[int, Any]:

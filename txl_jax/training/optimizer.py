@@ -1,5 +1,8 @@
 """Adam, the learning-rate schedule and the clipping of the gradient."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -21,8 +24,33 @@ def learning_rate(config: OptimizerConfig, compat: CompatConfig, *, steps: int) 
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clip by the global norm over all devices, then Adam without weight decay."""
-    return optax.chain(
+    """Clip by the global norm over all devices, then Adam, with the decay and the embedding's rate of the config."""
+    steps = [
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adam(schedule, b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps),
-    )
+        optax.scale_by_adam(b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps),
+    ]
+    # Only where they are asked for, so that checkpoints of runs without them stay what they were.
+    if config.weight_decay:
+        steps.append(optax.add_decayed_weights(config.weight_decay, mask=_matrices))
+    if config.embedding_rate != 1:
+        steps.append(optax.masked(optax.scale(config.embedding_rate), _of_embedding))
+    return optax.chain(*steps, optax.scale_by_learning_rate(schedule))
+
+
+def _matrices(params: Any) -> Any:
+    """True for all but biases, u and v among them, and the scales of norms."""
+
+    def is_matrix(path: tuple, leaf: Any) -> bool:
+        names = _names(path)
+        return not names[-1].endswith(("bias", "scale")) and "biases" not in names
+
+    return jax.tree.map_with_path(is_matrix, params)
+
+
+def _of_embedding(params: Any) -> Any:
+    return jax.tree.map_with_path(lambda path, leaf: _names(path)[0] == "embedding", params)
+
+
+def _names(path: tuple) -> list[str]:
+    """The names along a path, without the boxes that a parameter may lie in."""
+    return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]

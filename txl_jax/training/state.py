@@ -7,8 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from txl_jax.config import AverageConfig
 from txl_jax.memory import Memory
 from txl_jax.readers import Model
+from txl_jax.training import averaging
+from txl_jax.training.averaging import Average
+
+_NO_AVERAGE = AverageConfig()
 
 
 @flax.struct.dataclass
@@ -22,12 +27,19 @@ class TrainState:
       params: the parameters, float32.
       opt_state: state of the optimiser.
       memory: M slots for each row of the batch.
+      average: the mean of the parameters over updates; None: none is kept.
     """
 
     step: jax.Array
     params: Any
     opt_state: Any
     memory: Memory
+    average: Average | None = None
+
+    @property
+    def scored_params(self) -> Any:
+        """What is evaluated and kept as the best: the mean where there is one."""
+        return self.params if self.average is None else self.average.params
 
 
 def init_params(model: Model, key: jax.Array) -> Any:
@@ -43,6 +55,7 @@ def init_state(
     seed: int,
     batch_size: int,
     mem_len: int,
+    average: AverageConfig = _NO_AVERAGE,
 ) -> TrainState:
     """The state before the first update; parameters and their moments are boxed as in `init_params`."""
     params = init_params(model, jax.random.key(seed))
@@ -51,4 +64,5 @@ def init_state(
         params=params,
         opt_state=optimizer.init(params),
         memory=model.init_memory(batch_size=batch_size, mem_len=mem_len),
+        average=averaging.init(params, average),
     )

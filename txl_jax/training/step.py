@@ -13,7 +13,9 @@ from txl_jax import memory as memory_lib
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.segments import Segments
 from txl_jax.memory import Memory
+from txl_jax.modules import activations
 from txl_jax.readers import Model
+from txl_jax.training import averaging
 from txl_jax.training.state import TrainState
 
 
@@ -37,11 +39,12 @@ def make_train_step(
 ) -> TrainStep:
     """A function of (state, S segments) that is ready for `jax.jit` with the state donated."""
     train = config.train
+    penalised = train.activation_l2 > 0 or train.temporal_l2 > 0
 
     def loss(params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array) -> tuple[jax.Array, Any]:
-        """Mean nats over the scored tokens, and (sum, count, new memory)."""
+        """Mean nats over the scored tokens and penalties, and (sum, count, new memory) without them."""
         variables = {"params": params}
-        hidden, memory = model.apply(
+        (hidden, memory), kept = model.apply(
             variables,
             segment.inputs,
             memory,
@@ -49,32 +52,40 @@ def make_train_step(
             same_length=train.same_length,
             deterministic=False,
             rngs={"dropout": dropout_key},
+            mutable=[activations.COLLECTION] if penalised else [],
             method=model.encode,
         )
         nll = model.apply(variables, hidden, segment.targets, method=model.nll)
         weights = segment.weights * losses.position_weights(train.segment_len, train.loss)[None, :]
         nats, tokens = losses.weighted_sum(nll, weights)
-        return nats / jnp.maximum(tokens, 1), (nats, tokens, memory)
+        mean = nats / jnp.maximum(tokens, 1)
+        if penalised:
+            mean += losses.activation_penalty(
+                activations.last(kept), activation=train.activation_l2, temporal=train.temporal_l2
+            )
+        return mean, (nats, tokens, memory)
 
     def update(carry: Any, memory: Memory, segment: Segments) -> tuple[Any, Memory, UpdateMetrics]:
-        step, params, opt_state = carry
+        step, params, opt_state, average = carry
         # The key depends on seed and step alone, so a checkpoint holds no random state.
         dropout_key = jax.random.fold_in(jax.random.key(config.seed), step)
         gradient = jax.grad(loss, has_aux=True)
         grads, (nats, tokens, memory) = gradient(params, memory, segment, dropout_key)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         metrics = UpdateMetrics(nats, tokens, optax.tree.norm(grads), jnp.asarray(schedule(step), jnp.float32))
-        return (step + 1, optax.apply_updates(params, updates), opt_state), memory, metrics
+        params = optax.apply_updates(params, updates)
+        average = averaging.update(average, params, step, config.average)
+        return (step + 1, params, opt_state, average), memory, metrics
 
     def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
-        carry = (state.step, state.params, state.opt_state)
-        (step, params, opt_state), memory, metrics = recurrence.scan_segments(
+        carry = (state.step, state.params, state.opt_state, state.average)
+        (step, params, opt_state, average), memory, metrics = recurrence.scan_segments(
             update,
             carry,
             state.memory,
             segments,
             reset=functools.partial(memory_lib.reset, start=config.compat.memory_start),
         )
-        return TrainState(step, params, opt_state, memory), metrics
+        return TrainState(step, params, opt_state, memory, average), metrics
 
     return train_step

@@ -1,0 +1,116 @@
+"""Tests what validation decides while a run goes on: when it ends early, and when the mean of the weights begins."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from txl_jax import config_tree
+from txl_jax.assemble import assemble
+from txl_jax.checkpoint import Checkpointer
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    EvalConfig,
+    ExperimentConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from txl_jax.data.corpus import read_corpus
+from txl_jax.jobs import train
+from txl_jax.run_log import read_metrics
+from txl_jax.workdir import Workdir
+
+EVERY = 3
+CONFIG = ExperimentConfig(
+    model=ModelConfig(n_layer=1, d_model=12, n_head=2, d_head=5, d_inner=14, dropout=0.1),
+    optimizer=OptimizerConfig(learning_rate=0.1),  # So high that the loss goes up and down.
+    train=TrainConfig(
+        steps=60, batch_size=4, segment_len=9, mem_len=7, log_every=60, eval_every=EVERY, checkpoint_every=30
+    ),
+    eval=EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=0),
+)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """(config, corpus)."""
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    words = np.random.default_rng(0).choice(["one", "two", "three", "four"], 800)
+    path.write_bytes(" ".join(words).encode()[:3000])
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(path))
+    return config_tree.replace(CONFIG, {"data": data}), read_corpus(data, "nowhere", str(path.parent))
+
+
+def run(given, folder, **changes):
+    config, corpus = given
+    stop_requested = changes.pop("stop_requested", lambda: False)
+    config = config_tree.replace(config, {name.replace("__", "."): value for name, value in changes.items()})
+    workdir = Workdir(folder)
+    outcome = train.run(config, corpus, workdir, stop_requested=stop_requested)
+    return outcome, [r["loss"] for r in read_metrics(folder) if r["kind"] == "valid"], (config, corpus, workdir)
+
+
+def first(due, losses):
+    """The first evaluation, from 1, after which `due` of the losses so far."""
+    return next(n for n in range(1, len(losses) + 1) if due(losses[:n]))
+
+
+def never_better(losses, patience):
+    return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
+
+
+def state_of(found):
+    config, corpus, workdir = found
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    with Checkpointer(workdir.latest, keep=2, report=print) as latest:
+        return latest.restore(parts.abstract_state)[1]
+
+
+@pytest.fixture(scope="module")
+def whole(given, tmp_path_factory):
+    return run(given, tmp_path_factory.mktemp("whole"))
+
+
+def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
+    _, losses, _ = whole
+    last = first(lambda so_far: never_better(so_far, 2), losses)
+    assert last < len(losses), "the losses of this run fall all the time; choose a higher rate"
+    outcome, found, _ = run(given, tmp_path, train__patience=2)
+    assert outcome.finished and outcome.step == last * EVERY and found == losses[:last]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["steps"] == last * EVERY and results["best_valid"]["loss"] == min(found)
+    # Once more: nothing is trained, and nothing is scored.
+    records = len(read_metrics(tmp_path))
+    again, _, _ = run(given, tmp_path, train__patience=2)
+    assert again.finished and again.results == outcome.results and len(read_metrics(tmp_path)) == records
+    # Given more patience it goes on.
+    longer, found, _ = run(given, tmp_path, train__patience=0)
+    assert longer.step == 60 and found == losses
+
+
+def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path):
+    _, losses, _ = whole
+    due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), losses)
+    outcome, found, run_found = run(given, tmp_path, average__trigger=1)
+    state = state_of(run_found)
+    assert int(state.average.begun) == due * EVERY < 60
+    assert found[:due] == losses[:due], "before it begins, the mean is the parameters"
+    assert found[due + 1 :] != losses[due + 1 :]
+    mean, last = (jax.tree.leaves(tree)[0] for tree in (state.average.params, state.params))
+    assert np.abs(mean - last).max() > 1e-3
+    assert outcome.results["best_valid"]["loss"] == min(found)
+    assert state.scored_params is state.average.params
+
+
+def test_a_stopped_run_with_a_mean_goes_on_exactly(given, tmp_path):
+    changes = {"average__trigger": 1, "average__decay": 0.9}
+    _, losses, undisturbed = run(given, tmp_path / "a", **changes)
+    calls = iter(range(1000))
+    run(given, tmp_path / "b", stop_requested=lambda: next(calls) > 150, **changes)
+    _, found, resumed = run(given, tmp_path / "b", **changes)
+    assert found == losses
+    for a, b in zip(*(jax.tree.leaves(state_of(each)) for each in (undisturbed, resumed)), strict=True):
+        np.testing.assert_array_equal(a, b)

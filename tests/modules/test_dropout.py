@@ -1,0 +1,118 @@
+"""Tests of what is left out in training: masks, whom they are shared by, and expectations."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from txl_jax.config import Network
+from txl_jax.modules.dropout import dropout
+from txl_jax.modules.embedding import Embedding
+from txl_jax.modules.feed_forward import FeedForward
+from txl_jax.modules.lstm import LSTM
+
+RNGS = {"dropout": jax.random.key(0)}
+L = 40
+
+
+def config(**changes):
+    return dataclasses.replace(tiny.CONFIG, **changes)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_locked_masks_are_shared_by_positions_and_not_by_rows(locked):
+    drop = dropout(config(locked_dropout=locked), 0.4, deterministic=False)
+    found = np.asarray(drop.apply({}, jnp.ones((50, L, 60)), rngs=RNGS))
+    assert set(np.unique(found)) == {0.0, np.float32(1 / 0.6)}
+    assert found.mean() == pytest.approx(1, abs=0.03)
+    assert (found == found[:, :1]).all() == locked
+    assert (found[0] != found[1]).any()
+    # Position codes have no rows.
+    codes = np.asarray(drop.apply({}, jnp.ones((L, 60)), rngs=RNGS))
+    assert (codes == codes[:1]).all() == locked
+
+
+def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilities():
+    model, seen = tiny.make(dropout=0.5, attention_dropout=0.5, locked_dropout=True), []
+
+    def interceptor(call, args, kwargs, context):
+        if isinstance(context.module, nn.Dropout) and context.module.rate:
+            seen.append((args[0].shape, context.module.broadcast_dims))
+        return call(*args, **kwargs)
+
+    memory, variables = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.variables(model)
+    options = {"clamp_len": 0, "same_length": False, "deterministic": False, "method": model.encode}
+    with nn.intercept_methods(interceptor):
+        model.apply(variables, tiny.text(5), memory, rngs={"dropout": jax.random.key(0, impl="rbg")}, **options)
+    probabilities = (tiny.B, tiny.H, 5, 8)
+    assert {dims for shape, dims in seen if shape != probabilities} == {(-2,)}
+    assert {dims for shape, dims in seen if shape == probabilities} == {()}
+    assert {shape[-1] for shape, _ in seen} == {tiny.D, tiny.F, 8}
+
+
+def test_whole_words_are_left_out_wherever_they_stand():
+    embedding = Embedding(config(embedding_dropout=0.5), tiny.V)
+    tokens = jnp.asarray(tiny.text(L))
+    variables = {"params": {"table_0": jnp.ones((tiny.V, tiny.D))}}
+    whole = embedding.apply(variables, tokens)
+    found = np.asarray(embedding.apply(variables, tokens, deterministic=False, rngs=RNGS))
+    kept = {int(token): found[tokens == token] for token in np.unique(tokens)}
+    for rows in kept.values():
+        assert (rows == rows[0, 0]).all() and rows[0, 0] in (0.0, 2 * whole[0, 0, 0])
+    assert {float(rows[0, 0]) for rows in kept.values()} == {0.0, float(2 * whole[0, 0, 0])}
+    many = [
+        embedding.apply(variables, tokens, deterministic=False, rngs={"dropout": key})
+        for key in jax.random.split(RNGS["dropout"], 200)
+    ]
+    assert np.mean(many) == pytest.approx(float(whole.mean()), rel=0.05)
+
+
+def test_weights_are_left_out_and_keep_their_expectation():
+    c = config(weight_dropout=0.5, d_inner=64)
+    inputs = jnp.ones((1, 4, tiny.D))
+    rng = np.random.default_rng(0)
+    params = {
+        "inner_kernel": jnp.asarray(np.abs(rng.normal(size=(tiny.D, 64)))),
+        "inner_bias": jnp.zeros(64),
+        "outer_kernel": jnp.asarray(rng.normal(size=(64, tiny.D))),
+        "outer_bias": jnp.zeros(tiny.D),
+    }
+    whole = FeedForward(c, deterministic=True).apply({"params": params}, inputs)
+    module = FeedForward(c, deterministic=False)
+    keys = jax.random.split(jax.random.key(1), 4000)
+    apply = jax.vmap(lambda key: module.apply({"params": params}, inputs, rngs={"dropout": key}))
+    found, whole = np.asarray(apply(keys)), np.asarray(whole)
+    # All positions meet the same weights.
+    np.testing.assert_allclose(found, np.broadcast_to(found[:, :, :1], found.shape), rtol=1e-5, atol=1e-5)
+    assert np.abs(found - whole).max() > 1
+    # Positive weights before the ReLU, so that the mean goes through it.
+    np.testing.assert_allclose(found.mean(0), whole, rtol=0, atol=2.5)
+
+
+@pytest.mark.parametrize("rate", ["input_dropout", "output_dropout"])
+def test_rates_of_input_and_output_may_differ_from_the_others(rate):
+    model = tiny.make(dropout=0.3, **{rate: 0.7})
+    other = {"input_dropout": "output_rate", "output_dropout": "input_rate"}[rate]
+    assert getattr(model.config, rate.replace("dropout", "rate")) == 0.7 and getattr(model.config, other) == 0.3
+    assert tiny.make(dropout=0.3, **{rate: 0.0}).config.input_rate == (0.0 if rate == "input_dropout" else 0.3)
+
+
+def test_scoring_leaves_nothing_out():
+    rates = {"dropout": 0.5, "attention_dropout": 0.5, "embedding_dropout": 0.5, "weight_dropout": 0.5}
+    plain, dropped = tiny.make(), tiny.make(locked_dropout=True, **rates)
+    variables, memory = tiny.variables(plain), plain.init_memory(batch_size=tiny.B, mem_len=3)
+    found = [tiny.encoder(model)(variables, tiny.text(5), memory)[0] for model in (plain, dropped)]
+    np.testing.assert_array_equal(*found)
+
+
+def test_an_lstm_has_locked_dropout_too():
+    model = LSTM(config(network=Network.LSTM, dropout=0.5, locked_dropout=True), tiny.COMPAT, tiny.V)
+    memory = model.init_memory(batch_size=tiny.B, mem_len=0)
+    variables = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2), jnp.int32), memory)
+    hidden, _ = tiny.encoder(model, deterministic=False)(variables, tiny.text(L), memory, RNGS)
+    dropped = np.asarray(hidden == 0)
+    assert dropped.any() and (dropped == dropped[:, :1]).all()
