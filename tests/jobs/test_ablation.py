@@ -1,0 +1,122 @@
+"""Tests the ablation job: what each row changes, what is found best, going on after a stop, equal memory."""
+
+import csv
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tiny_run
+
+from txl_jax import config_tree
+from txl_jax.config import CorpusName, DataConfig, Encoding, LossPart
+from txl_jax.data.corpus import read_corpus
+from txl_jax.jobs import ablation
+from txl_jax.jobs.ablation import TABLES, Plan, Row
+from txl_jax.jobs.score import Interrupted
+from txl_jax.metrics import Measure
+
+RECURRENT, SHAW, ALONE = TABLES["6"][0], TABLES["6"][1], TABLES["6"][4]
+VANILLA, AL_RFOU = TABLES["6"][-2:]
+L, M = tiny_run.L, tiny_run.M
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(config, corpus)."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
+    return config_tree.replace(tiny_run.CONFIG, {"data": data}), read_corpus(data, "nowhere", str(folder))
+
+
+def run(base, plan, folder, **others):
+    return ablation.run(*base, plan, folder, table="6", say=others.pop("say", lambda line: None), **others)
+
+
+def test_the_rows_of_table_6():
+    assert [row.name for row in TABLES["6"]] == [
+        "recurrence-relative-full",
+        "recurrence-shaw-full",
+        "recurrence-relative-half",
+        "none-relative-full",
+        "none-relative-half",
+        "none-shaw-full",
+        "none-shaw-half",
+        "none-vaswani-half",
+        "none-al_rfou-half",
+    ]
+
+
+@pytest.mark.parametrize("row", [row for rows in TABLES.values() for row in rows], ids=lambda row: row.name)
+def test_every_row_is_a_legal_run_that_differs_as_it_says(row):
+    config = ablation.row_config(tiny_run.CONFIG, row, 5)
+    config.validate()
+    assert (config.seed, config.model.encoding, config.train.loss) == (5, row.encoding, row.loss)
+    assert (config.train.mem_len > 0) == row.recurrence == (config.eval.mem_len > 0)
+    assert config.train.segment_len == (row.segment_len or L)
+    if row.encoding.is_learned:
+        assert config.model.n_position == config.train.segment_len + config.train.mem_len
+
+
+def test_rows_are_trained_scored_and_told(base, tmp_path):
+    plan = Plan((RECURRENT, VANILLA), seeds=(1, 2), lengths=(4, 12), stride=2)
+    found = run(base, plan, tmp_path)
+    assert list(found) == [RECURRENT.name, VANILLA.name] and all(len(scores) == 2 for scores in found.values())
+    for row, trained in ((RECURRENT, L + M), (VANILLA, L)):
+        for seed, score in zip((1, 2), found[row.name], strict=True):
+            with open(tmp_path / f"{row.name}-seed{seed}" / "context_length.csv", newline="") as file:
+                scores = {int(r["attention_length"]): float(r["bpc"]) for r in csv.DictReader(file)}
+            assert set(scores) == {4, 12, trained}
+            assert (score.init, score.best) == (scores[trained], min(scores.values()))
+            assert scores[score.length] <= score.best + 0.0005
+    told = json.loads((tmp_path / "ablation.json").read_text())
+    assert len(told["scores"]) == 4 and told["seeds"] == [1, 2]
+    page = (tmp_path / "ablation.md").read_text()
+    assert (
+        "| yes | relative | full | " in page and "| no | vaswani | half | " in page and "27.02 | 26.77 | 500 |" in page
+    )
+
+
+def test_a_stopped_job_goes_on(base, tmp_path):
+    plan = Plan((RECURRENT, AL_RFOU), seeds=(1,), lengths=(4,), stride=2)
+    said = []
+    with pytest.raises(Interrupted):
+        run(base, plan, tmp_path, stop_requested=lambda: len(said) > 0, say=said.append)
+    assert not (tmp_path / "ablation.md").exists()
+    found = run(base, plan, tmp_path)
+    results = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("context_length.csv")}
+    assert run(base, plan, tmp_path) == found
+    assert {path: path.stat().st_mtime_ns for path in results} == results  # Nothing was scored again.
+
+
+def test_the_shortest_length_that_is_as_good():
+    config = ablation.row_config(tiny_run.CONFIG, RECURRENT, 1)
+    scores = {4: 9.0, 8: 5.005, L + M: 5.0, 40: 5.001}
+    assert ablation._judged(config, RECURRENT, scores, Measure.PPL) == (5.0, 5.0, 8)
+    assert ablation._judged(config, RECURRENT, scores, Measure.BPC) == (5.0, 5.0, L + M)
+
+
+def test_nothing_to_do_is_refused(base, tmp_path):
+    with pytest.raises(ValueError, match="0 rows and 1 seeds"):
+        run(base, Plan((), (1,), (4,)), tmp_path)
+    with pytest.raises(ValueError, match=r"seeds are \[1, 1\]"):
+        run(base, Plan((SHAW,), (1, 1), (4,)), tmp_path)
+
+
+def test_the_longest_segment_of_equal_memory():
+    """Against compiling every length."""
+    config = config_tree.replace(tiny_run.CONFIG, {"train.mem_len": 24})
+    limit = ablation.training_bytes(ablation.row_config(config, RECURRENT, 0), 13)
+    row = Row(False, Encoding.RELATIVE, LossPart.FULL, segment_len=1)
+    found = ablation.longest_segment(config, row, limit=limit, vocab_size=13)
+    needs = {
+        length: ablation.training_bytes(
+            ablation.row_config(config, dataclasses.replace(row, segment_len=length), 0), 13
+        )
+        for length in (found, found + 4)
+    }
+    assert needs[found] <= limit < needs[found + 4]
+    assert found > L
+    with pytest.raises(ValueError, match="needs more than 10 bytes"):
+        ablation.longest_segment(config, row, limit=10, vocab_size=13)
