@@ -35,18 +35,7 @@ def run(
       ValueError: the prompt has bytes outside the vocabulary, `generate.stop` is not one of its tokens, or the model
         has absolute positions, or no memory.
     """
-    if config.model.network is Network.LSTM:
-        raise ValueError(f"model.network is {config.model.network}, a baseline that is scored and writes no text")
-    if not config.model.encoding.is_relative:
-        raise ValueError(
-            f"model.encoding is {config.model.encoding}, which counts positions from the end of a segment, and a token "
-            "that is written by itself has no place in one; only models with relative positions write text"
-        )
-    if config.eval.mem_len == 0:
-        raise ValueError(
-            "eval.mem_len is 0, so that each token would be written from the one before it alone; give a memory with "
-            "--eval.mem_len"
-        )
+    check_can_write(config)
     stop = read_stop(config.generate, vocabulary)
     prompt = read_prompt(config.generate)
     try:
@@ -79,6 +68,22 @@ def run(
         write((prompt + text).decode(errors="replace") + "\n")
     _save(workdir.path / f"sample-seed{config.generate.seed}.txt", prompt, texts)
     return texts
+
+
+def check_can_write(config: ExperimentConfig) -> None:
+    """Raises `ValueError` for a model that cannot write token after token."""
+    if config.model.network is Network.LSTM:
+        raise ValueError(f"model.network is {config.model.network}, a baseline that is scored and writes no text")
+    if not config.model.encoding.is_relative:
+        raise ValueError(
+            f"model.encoding is {config.model.encoding}, which counts positions from the end of a segment, and a token "
+            "that is written by itself has no place in one; only models with relative positions write text"
+        )
+    if config.eval.mem_len == 0:
+        raise ValueError(
+            "eval.mem_len is 0, so that each token would be written from the one before it alone; give a memory with "
+            "--eval.mem_len"
+        )
 
 
 def read_prompt(config: GenerateConfig) -> bytes:

@@ -1,0 +1,85 @@
+"""Tests the continuation job: the parts of its page, the same text as generation writes, and what is refused."""
+
+import drawn_run
+import numpy as np
+import pytest
+import tiny_run
+
+from txl_jax import config_tree
+from txl_jax.config import CorpusName, DataConfig, LineMark, Network, Tokenizer
+from txl_jax.data.corpus import read_corpus
+from txl_jax.generation import Generator
+from txl_jax.jobs import continuation
+from txl_jax.jobs.score import Interrupted
+from txl_jax.workdir import TextInfo
+
+WORDS = "the cat sat @-@ on ( a ) mat , and was seen .".split()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(config, corpus, workdir, parts) of a run on words."""
+    folder = tmp_path_factory.mktemp("continuation")
+    lines = [" ".join(np.random.default_rng(i).choice(WORDS, 9)) for i in range(120)]
+    (folder / "text").write_text("\n".join(lines) + "\n")
+    data = DataConfig(
+        corpus=CorpusName.TEXT, file=str(folder / "text"), tokenizer=Tokenizer.WORD, line_mark=LineMark.EOS
+    )
+    config = config_tree.replace(tiny_run.CONFIG, {"data": data, "generate.length": 7, "generate.samples": 2})
+    corpus = read_corpus(config.data, "nowhere", str(folder))
+    return config, corpus, *drawn_run.make(folder / "run", config, corpus)
+
+
+def write(run, path, **others):
+    config, corpus, workdir, _ = run
+    say = others.pop("say", lambda line: None)
+    continuation.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), path=path, say=say, **others)
+    return path.read_text()
+
+
+def test_context_continuation_and_the_texts_own_stand_below_each_other(run, tmp_path):
+    page = write(run, tmp_path / "page.md", starts=[3, 20], context=11)
+    headings = [line for line in page.splitlines() if line.startswith("##")]
+    assert headings == [
+        heading
+        for start in (3, 20)
+        for heading in (
+            f"## From token {start}",
+            "### Context (11 tokens)",
+            "### The model's continuation 1 (7 tokens)",
+            "### The model's continuation 2 (7 tokens)",
+            "### The text's own (7 tokens)",
+        )
+    ]
+    assert "@-@" not in page
+    assert "Step 7; drawn among the 40 likeliest tokens, temperature 1, seed 0, with a memory of 9;" in page
+
+
+def test_the_model_goes_on_from_the_context(run, tmp_path):
+    config, corpus, _, parts = run
+    page = write(run, tmp_path / "page.md", starts=[5], context=11)
+    generator = Generator(parts.model, config.eval, config.generate)
+    weights = generator.freeze(tiny_run.params(parts.model))
+    written = np.concatenate(list(generator.tokens(weights, np.asarray(corpus.test)[5:16])), axis=1)
+    for row in written:
+        assert continuation._quoted(corpus, row) in page
+    assert continuation._quoted(corpus, np.asarray(corpus.test)[16:23]) in page
+
+
+def test_a_stop_writes_nothing(run, tmp_path):
+    with pytest.raises(Interrupted):
+        write(run, tmp_path / "page.md", context=3, stop_requested=lambda: True)
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_what_cannot_be_is_refused(run, tmp_path):
+    n_token = len(run[1].test)
+    with pytest.raises(ValueError, match=f"at token {n_token}, .* the last place with room is {n_token - 18}"):
+        write(run, tmp_path / "page.md", starts=[n_token], context=11)
+    changed = (config_tree.replace(run[0], {"model.network": Network.LSTM}), *run[1:])
+    with pytest.raises(ValueError, match="writes no text"):
+        write(changed, tmp_path / "page.md")
+
+
+def test_signs_of_markdown_are_shown_as_they_are(run):
+    assert continuation._escaped("a *b* #1\nc") == "a \\*b\\* \\#1  \nc"

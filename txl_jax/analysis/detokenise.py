@@ -1,0 +1,34 @@
+"""Words with spaces between them, as corpora have them, back to text as people write it."""
+
+import re
+
+# In this order. WikiText writes hyphens, commas and points inside words and numbers as @-@, @,@ and @.@.
+_RULES = [
+    (re.compile(r" ?@([-,.])@ ?"), r"\1"),
+    (re.compile(r" ([.,:;?!%)\]}])(?=\s|$)"), r"\1"),
+    (re.compile(r"([(\[{$£€#]) (?=\S)"), r"\1"),
+    (re.compile(r" ('(?:s|re|ve|ll|d|m|t)\b)", re.IGNORECASE), r"\1"),
+    (re.compile(r" (n't\b)", re.IGNORECASE), r"\1"),
+    (re.compile(r"(s) (')(?= )"), r"\1\2"),
+    (re.compile(r" ?([–—/]) ?"), r"\1"),
+]
+_QUOTED = re.compile(r'" ([^"\n]*?) "')
+_HEADING = re.compile(r"^ *((?:= )+)(.+?)((?: =)+) *$", re.MULTILINE)
+
+
+def detokenise(text: str) -> str:
+    """Takes the spaces out that a tokenizer put in; what has none comes back as it was.
+
+    >>> detokenise('He said : " It is 3 @.@ 5 miles , isn \\'t it ? "')
+    'He said: "It is 3.5 miles, isn\\'t it?"'
+    """
+    text = _HEADING.sub(_as_heading, text)
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
+    return _QUOTED.sub(r'"\1"', text)
+
+
+def _as_heading(match: re.Match) -> str:
+    """` = = Reception = = ` is a heading, but only with as many signs on both sides."""
+    before, title, after = match.group(1).count("="), match.group(2), match.group(3).count("=")
+    return title if before == after else match.group(0)
