@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,3 +54,27 @@ def test_activation_penalties_by_hand():
     found = losses.activation_penalty(jnp.asarray(outputs), activation=0.2, temporal=0.1)
     assert found == pytest.approx(0.2 * square + 0.1 * np.mean(change), rel=1e-5)
     assert losses.activation_penalty(jnp.ones((2, 1, 3)), activation=0.0, temporal=1.0) == 0
+
+
+def test_the_adversarial_loss_is_that_of_the_moved_logit():
+    """Against all logits, with the target's own changed; one target's logit is negative and stays."""
+    rng, size = np.random.default_rng(0), 0.1
+    hidden, table, bias = rng.normal(size=(2, 3, 4)), rng.normal(size=(7, 4)), rng.normal(size=7)
+    targets = rng.integers(7, size=(2, 3))
+    plain, expected = np.zeros((2, 3)), np.zeros((2, 3))
+    for where in np.ndindex(2, 3):
+        h, t = hidden[where], targets[where]
+        logits = table @ h + bias
+        plain[where] = np.log(np.exp(logits).sum()) - logits[t]
+        if table[t] @ h > 0:
+            logits[t] -= size * np.linalg.norm(table[t]) * np.linalg.norm(h)
+        expected[where] = np.log(np.exp(logits).sum()) - logits[t]
+    found = losses.adversarial_nll(*map(jnp.asarray, (plain, hidden, table[targets])), size)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert (expected > plain + 1e-3).any() and (expected == plain).any()
+
+
+def test_the_adversarial_loss_has_a_gradient_where_nothing_is_left():
+    zeros = jnp.zeros((1, 1, 4))
+    gradient = jax.grad(lambda hidden: losses.adversarial_nll(jnp.ones((1, 1)), hidden, zeros + 1, 0.1).sum())(zeros)
+    assert np.isfinite(gradient).all()

@@ -509,6 +509,9 @@ class TrainConfig:
     loss: LossPart = LossPart.FULL  # Positions of the segment that are scored.
     activation_l2: float = 0.0  # Added to the loss: this times the mean square of the last layer's outputs (AR).
     temporal_l2: float = 0.0  # The same of their change from each position to the next (TAR).
+    adversarial: float = (
+        0.0  # Words' vectors are pushed away by this part of their length (AdvSoft); full softmax only.
+    )
     segments_per_call: int = 1  # S, updates per dispatch; larger hides the host's work, the numbers stay the same.
     log_every: int = free(200)  # Updates between progress lines.
     eval_every: int = free(4000)  # Updates between evaluations on the validation text.
@@ -518,7 +521,7 @@ class TrainConfig:
 
     def validate(self) -> None:
         _validate_span("train", self)
-        for name in ("activation_l2", "temporal_l2", "patience"):
+        for name in ("activation_l2", "temporal_l2", "adversarial", "patience"):
             _require(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; it cannot be negative")
         _require(self.keep_checkpoints >= 1, f"train.keep_checkpoints is {self.keep_checkpoints}; keep at least 1")
         for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
@@ -566,6 +569,7 @@ class EvalConfig:
     same_length: bool = free(True)  # Every query sees the same number of keys.
     segments_per_call: int = free(8)  # S, segments per dispatch.
     memory_type: MemoryType = free(MemoryType.COMPUTED)  # Type of the stored keys and values.
+    temperature: float = free(1.0)  # Logits are divided by this before a text is scored; full softmax only.
     warmup_tokens: int = free(0)  # Unscored tokens that each row but the first reads first: no cold start.
     valid_tokens: int = free(0)  # Tokens of the validation text scored during training; 0: all.
 
@@ -575,6 +579,7 @@ class EvalConfig:
             self.valid_tokens == 0 or self.valid_tokens >= 2,
             f"eval.valid_tokens is {self.valid_tokens}; give at least 2, or 0 for all",
         )
+        _require(self.temperature > 0, f"eval.temperature is {self.temperature}; it must be positive")
         _require(self.warmup_tokens >= 0, f"eval.warmup_tokens is {self.warmup_tokens}; it cannot be negative")
 
 
@@ -621,6 +626,13 @@ class ExperimentConfig:
         for group in dataclasses.fields(self):
             if dataclasses.is_dataclass(group.type):
                 getattr(self, group.name).validate()
+        for name, usual in (("eval.temperature", 1.0), ("train.adversarial", 0.0)):
+            value = getattr(getattr(self, name.split(".")[0]), name.split(".")[1])
+            _require(
+                value == usual or not (self.model.cutoffs or self.model.has_projections),
+                f"{name} is {value} and the softmax has clusters or projections (model.cutoffs {list(self.model.cutoffs)}, "
+                f"model.d_embed {self.model.d_embed}); it goes with a full softmax over d_model",
+            )
         _require(
             self.optimizer.warmup_steps < self.train.steps,
             f"optimizer.warmup_steps is {self.optimizer.warmup_steps} and train.steps is {self.train.steps}; "

@@ -12,6 +12,27 @@ def position_weights(segment_len: int, part: LossPart) -> jax.Array:
     return (jnp.arange(segment_len) >= scored_from).astype(jnp.float32)
 
 
+def adversarial_nll(nll: jax.Array, hidden: jax.Array, vectors: jax.Array, size: float) -> jax.Array:
+    """The nats [B, L] of targets whose vectors were turned against the hidden states (Wang et al., 2019, AdvSoft).
+
+    The worst vector within `size` |w| of a target's own, w, lies against h, so that the target's logit falls by
+    `size` |w| |h|; where it is negative already it stays. All other logits stay too, so the new loss needs no logits:
+    with p = exp(-nll) and a fall of d it is nll + d + log(1 + p (exp(-d) - 1)).
+
+    Args:
+      nll: [B, L].
+      hidden: [B, L, D], h.
+      vectors: [B, L, D], w of each target.
+      size: at least 0.
+    """
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    hidden, vectors = hidden.astype(wide), vectors.astype(wide)
+    # A sum of squares of 0 (dropout may leave nothing of h) has no slope at its root.
+    norms = [jnp.sqrt(jnp.maximum(jnp.sum(array**2, axis=-1), 1e-12)) for array in (hidden, vectors)]
+    fall = jnp.where(jnp.sum(hidden * vectors, axis=-1) > 0, size * norms[0] * norms[1], 0)
+    return nll + fall + jnp.log1p(jnp.exp(-nll) * jnp.expm1(-fall))
+
+
 def activation_penalty(outputs: jax.Array, *, activation: float, temporal: float) -> jax.Array:
     """What is added to the loss for outputs [B, L, D] of the last layer that are large, or change fast (Merity et al., 2017).
 

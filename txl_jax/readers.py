@@ -43,6 +43,13 @@ def _of_transformer(model: TransformerXL, span: EvalConfig) -> Reader:
         window = model.compat.window(memory.mem_len, same_length=span.same_length)
         return inference.read(weights, model, tokens, memory, window=window)
 
+    def nll(weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        if span.temperature != 1:  # (h w + b) / T; there is one cluster.
+            [cluster] = weights.clusters
+            weights = weights.replace(clusters=(cluster._replace(bias=cluster.bias / span.temperature),))
+            hidden = hidden / span.temperature
+        return inference.nll(weights, model, hidden, targets)
+
     def reset(weights: Any, memory: Any, rows: jax.Array) -> Any:
         return memory_lib.reset_key_values(memory, rows, weights.start, model.compat.memory_start)
 
@@ -56,7 +63,7 @@ def _of_transformer(model: TransformerXL, span: EvalConfig) -> Reader:
             **lengths,
         ),
         read=read,
-        nll=lambda weights, hidden, targets: inference.nll(weights, model, hidden, targets),
+        nll=nll,
         reset=reset,
     )
 
@@ -69,6 +76,9 @@ def _of_lstm(model: LSTM, span: EvalConfig) -> Reader:
         return model.apply({"params": params}, tokens, memory, **lengths, method=model.encode)
 
     def nll(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        if span.temperature != 1:
+            softmax = params["softmax"] | {"bias": params["softmax"]["bias"] / span.temperature}
+            params, hidden = params | {"softmax": softmax}, hidden / span.temperature
         return model.apply({"params": params}, hidden, targets, method=model.nll)
 
     return Reader(

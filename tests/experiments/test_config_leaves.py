@@ -161,6 +161,7 @@ SECOND = {
     "train.loss": ("train_step", LossPart.HALF),
     "train.activation_l2": ("train_step", 0.1),
     "train.temporal_l2": ("train_step", 0.1),
+    "train.adversarial": ("train_step", 0.01),
     "train.segments_per_call": ("batch", 4),
     "train.log_every": ("files", 2),
     "train.eval_every": ("files", 2),
@@ -177,6 +178,7 @@ SECOND = {
     "eval.same_length": ("eval_step", False),
     "eval.segments_per_call": ("batch", 3),
     "eval.memory_type": ("eval_step", MemoryType.BFLOAT16),
+    "eval.temperature": ("eval_step", 1.1),
     "eval.warmup_tokens": ("files", 4),
     "eval.valid_tokens": ("files", 20),
     "generate.prompt": ("prompt", "one"),
@@ -193,10 +195,12 @@ SECOND = {
 # Settings that stand beside the second value, so that it is legal.
 # A rate at which the loss of a tiny run rises.
 RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}
+FULL_SOFTMAX = {"model.cutoffs": (), "model.div_val": 1, "model.tie_projs": (), "model.d_embed": 0}
 BESIDE = {
     "train.patience": RISING,
     "average.trigger": RISING | {"average.trigger": 10**6},
     "average.decay": {"average.start": 0},
+    **{name: FULL_SOFTMAX for name in ("train.adversarial", "eval.temperature")},
     "model.n_position": {"model.encoding": Encoding.AL_RFOU},
     "compat.shaw_terms": {"model.encoding": Encoding.SHAW, "model.n_position": 12},
     "data.corpus": {"data.file": ""},

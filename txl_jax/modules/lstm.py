@@ -63,6 +63,10 @@ class LSTM(nn.Module):
         """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
         return self.softmax.nll(hidden, targets, self.embedding.tables, self.embedding.projections)
 
+    def target_vectors(self, targets: jax.Array) -> jax.Array:
+        """The softmax's vector of each target, where it is full: int [B, L] -> [B, L, D]."""
+        return self.softmax.target_vectors(targets, self.embedding.tables)
+
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """No state; `mem_len` does not matter."""
         del mem_len

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from txl_jax import axes
 from txl_jax.config import ModelConfig
@@ -61,6 +62,11 @@ class Softmax(nn.Module):
         # Rows that do not divide are not spread (`sharding.rows`).
         groups = self.row_groups if hidden.shape[0] % self.row_groups == 0 else 1
         return adaptive.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs, groups=groups)
+
+    def target_vectors(self, targets: jax.Array, tables: Sequence[jax.Array]) -> jax.Array:
+        """Rows of the table of a full softmax without projection: int [B, L] -> [B, L, D]."""
+        table = tables[0] if self.own_tables[0] is None else self.own_tables[0]
+        return jnp.take(table, targets, axis=0)
 
     def log_probabilities(
         self, hidden: jax.Array, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]

@@ -111,6 +111,10 @@ class TransformerXL(nn.Module):
         """The softmax's weights, joined and cut as `ops.adaptive` reads them."""
         return self.softmax.clusters(self.embedding.tables, self.embedding.projections)
 
+    def target_vectors(self, targets: jax.Array) -> jax.Array:
+        """The softmax's vector of each target, where it is full: int [B, L] -> [B, L, D]."""
+        return self.softmax.target_vectors(targets, self.embedding.tables)
+
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """The memory before the first segment, in the compute type."""
         return memory_lib.init(

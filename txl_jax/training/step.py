@@ -56,9 +56,13 @@ def make_train_step(
             method=model.encode,
         )
         nll = model.apply(variables, hidden, segment.targets, method=model.nll)
+        scored = nll  # What is reported.
+        if train.adversarial:
+            vectors = model.apply(variables, segment.targets, method=model.target_vectors)
+            nll = losses.adversarial_nll(nll, hidden, vectors, train.adversarial)
         weights = segment.weights * losses.position_weights(train.segment_len, train.loss)[None, :]
-        nats, tokens = losses.weighted_sum(nll, weights)
-        mean = nats / jnp.maximum(tokens, 1)
+        nats, tokens = losses.weighted_sum(scored, weights)
+        mean = losses.weighted_sum(nll, weights)[0] / jnp.maximum(tokens, 1)
         if penalised:
             mean += losses.activation_penalty(
                 activations.last(kept), activation=train.activation_l2, temporal=train.temporal_l2

@@ -1,0 +1,81 @@
+"""Tests the temperature job: scores against logits divided by hand, what is chosen, and what is refused."""
+
+import json
+
+import drawn_run
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+
+from txl_jax import config_tree
+from txl_jax.config import CorpusName, DataConfig, Network
+from txl_jax.data.corpus import read_corpus
+from txl_jax.jobs import evaluate, temperature
+from txl_jax.workdir import TextInfo
+
+
+@pytest.fixture(scope="module", params=Network)
+def run(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("temperature")
+    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
+    config = config_tree.replace(tiny_run.CONFIG, {"data": data, "model.network": request.param})
+    corpus = read_corpus(config.data, "nowhere", str(folder))
+    return config, corpus, *drawn_run.make(folder / "run", config, corpus)
+
+
+def choose(run, temperatures):
+    config, corpus, workdir, _ = run
+    return temperature.run(
+        config, corpus, workdir, trained_on=TextInfo.of(corpus), temperatures=temperatures, say=lambda line: None
+    )
+
+
+def by_hand(run, tokens, t):
+    """Mean nats of a text from all logits, divided by t."""
+    config, _, _, parts = run
+    span, params = config.eval, tiny_run.params(parts.model)
+    memory, total = parts.model.init_memory(batch_size=1, mem_len=span.mem_len), 0.0
+    table = params["embedding"]["table_0"]
+    for start in range(0, len(tokens) - 1, span.segment_len):
+        part = tokens[start : start + span.segment_len + 1]
+        hidden, memory = parts.model.apply(
+            {"params": params},
+            jnp.asarray(part[None, :-1]),
+            memory,
+            clamp_len=span.clamp_len,
+            same_length=span.same_length,
+            deterministic=True,
+            method=parts.model.encode,
+        )
+        logits = (hidden[0] @ table.T + jnp.asarray(params["softmax"]["bias"])[None]) / t
+        total -= float(jax.nn.log_softmax(logits)[np.arange(len(part) - 1), part[1:]].sum())
+    return total / (len(tokens) - 1)
+
+
+def test_scores_are_those_of_logits_divided(run):
+    results = choose(run, [0.8, 2.0])
+    assert list(results["valid"]) == ["0.8", "1", "2"]
+    for t in (0.8, 1.0, 2.0):
+        expected = by_hand(run, np.asarray(run[1].valid), t)
+        assert results["valid"][f"{t:g}"]["loss"] == pytest.approx(expected, rel=1e-5)
+    best = min((0.8, 1.0, 2.0), key=lambda t: results["valid"][f"{t:g}"]["loss"])
+    assert results["best"] == best != 1.0
+    assert set(results["test"]) == {"1", f"{best:g}"}
+    expected = by_hand(run, np.asarray(run[1].test), best)
+    assert results["test"][f"{best:g}"]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert json.loads((run[2].path / "temperature.json").read_text()) == json.loads(json.dumps(results))
+
+
+def test_at_one_it_is_the_evaluation(run):
+    config, corpus, workdir, _ = run
+    alone = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), say=lambda line: None)
+    assert choose(run, [1.0])["test"]["1"] == alone["test"]
+
+
+@pytest.mark.parametrize(("temperatures", "told"), [([], "no temperature"), ([0.0], "eval.temperature is 0.0")])
+def test_what_is_no_temperature_is_refused(temperatures, told):
+    with pytest.raises(ValueError, match=told):
+        temperature.at_temperatures(tiny_run.CONFIG, temperatures)
