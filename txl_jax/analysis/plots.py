@@ -1,7 +1,7 @@
 """Pictures, as PNG files. matplotlib is an extra (`plots`) and is imported only when a picture is drawn."""
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +130,20 @@ def attention_average(average: np.ndarray, path: Path, *, title: str) -> None:
     figure.savefig(path)
 
 
-def attention_rows(rows: Mapping[str, np.ndarray], labels: Sequence[str], path: Path, *, title: str) -> None:
+def attention_rows(
+    rows: Mapping[str, np.ndarray],
+    labels: Sequence[str],
+    path: Path,
+    *,
+    title: str,
+    without_labels: Collection[str] = (),
+) -> None:
     """Draws what one query looks at, a panel per row, with the tokens that get most.
 
     Args:
       rows: probabilities [A] of the distances 0 .. A - 1, by name.
       labels: the token at each distance.
+      without_labels: names of rows that do not depend on the tokens.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
@@ -143,19 +151,31 @@ def attention_rows(rows: Mapping[str, np.ndarray], labels: Sequence[str], path: 
     figure = _figure(height=1.9 * len(rows) + 0.8)
     panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
     for panel, (name, row) in zip(panels, rows.items(), strict=True):
-        panel.vlines(np.arange(len(row)), 0, row, color="#2980b9", linewidth=max(0.6, 300 / len(row) / 3))
-        for distance in np.argsort(-row)[:6]:
-            text = labels[distance].replace("$", r"\$")
+        panel.vlines(np.arange(len(row)), 0, row, color="#2980b9", linewidth=max(0.6, 100 / len(row)))
+        for distance in [] if name in without_labels else _apart(np.argsort(-row), len(row) / 14)[:7]:
             panel.annotate(
-                text, (distance, row[distance]), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8
+                labels[distance].replace("$", r"\$"),
+                (distance, row[distance]),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="right" if distance < len(row) / 40 else "center",
+                fontsize=8,
             )
-        panel.set_ylim(0, row.max() * 1.25)
-        panel.set_xlim(len(row) - 0.5, -0.5)
+        panel.set(ylim=(0, row.max() * 1.25), xlim=(len(row) - 0.5, -0.5), ylabel="probability")
         panel.set_title(name, fontsize=9, loc="left")
         panel.grid(alpha=0.2)
     panels[-1].set_xlabel("distance of the key (tokens)")
     figure.suptitle(title, fontsize=11)
     figure.savefig(path)
+
+
+def _apart(places: Sequence[int], least: float) -> list[int]:
+    """The places in their order, without those nearer than `least` to one before."""
+    kept: list[int] = []
+    for place in places:
+        if all(abs(place - other) >= least for other in kept):
+            kept.append(int(place))
+    return kept
 
 
 def _figure(height: float = 4.5) -> Any:

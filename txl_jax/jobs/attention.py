@@ -189,7 +189,11 @@ def _write(
         layer_head = heads[0]
         terms = {told: query.terms[name][layer_head] for name, told in _TERMS.items()}
         plots.attention_rows(
-            terms, labels, folder / f"terms-{query.position}.png", title=f"{where}, {names[0]}, term by term"
+            terms,
+            labels,
+            folder / f"terms-{query.position}.png",
+            title=f"{where}, {names[0]}, term by term",
+            without_labels=[_TERMS["d"]],
         )
 
 
@@ -219,4 +223,5 @@ def _labels(position: int, n_distance: int, tokens: np.ndarray, corpus: Corpus) 
     """The token at each distance before a query, as one can print it."""
     texts = (corpus.vocabulary.decode(tokens[position - d : position - d + 1]) for d in range(n_distance))
     shown = (text.decode(errors="replace") for text in texts)
+    shown = (text.rstrip(" ") or text for text in shown)  # A word's space says nothing; a space by itself is a token.
     return [text.replace("\n", "\\n").replace("\t", "\\t").replace("|", "\\|").replace("`", "'") for text in shown]
