@@ -156,9 +156,54 @@ def test_tokens_are_scored_and_context_lengths_compared_without_a_flagfile(undis
     assert float(rows[1]["loss"]) == results["test"]["loss"]
 
 
+def test_a_trained_run_is_looked_into_without_a_flagfile(undisturbed, tmp_path):
+    workdir, _ = undisturbed
+    for program, flags, made in (
+        ("attention", ["--attention_heads=0.1", f"--attention_out={tmp_path}"], tmp_path / "attention.md"),
+        ("continuation", ["--generate.length=5", "--continuation_context=40"], workdir / "continuation.md"),
+        ("temperature", ["--temperatures=1.1"], workdir / "temperature.json"),
+    ):
+        code, out, err = finish(start(program, f"--workdir={workdir}", *flags))
+        assert code == 0, err
+        assert made.exists() and "results   " in out
+
+
+def test_a_group_of_runs_is_compared(undisturbed, text_file, tmp_path):
+    workdir, _ = undisturbed
+    short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
+    lstm = [*TINY, *short, "--model.network=lstm", f"--data.file={text_file}", f"--workdir={tmp_path / 'lstm'}"]
+    code, _, err = finish(start("text", *lstm, f"--cache_dir={text_file.parent}"))
+    assert code == 0, err
+    group = [
+        f"--recl_workdirs={workdir},{tmp_path / 'lstm'}",
+        "--recl_names=ours,LSTM",
+        f"--recl_out={tmp_path / 'recl'}",
+    ]
+    code, out, err = finish(start("recl", *group, "--recl_lengths=4,12,4", "--recl_stride=200"))
+    assert code == 0, err
+    assert "| LSTM | " in out and (tmp_path / "recl" / "recl.json").exists()
+
+
+def test_rows_of_a_table_are_run(text_file, tmp_path):
+    short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
+    flags = [*TINY, *short, "--data.corpus=text", f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
+    chosen = ["--ablation_rows=none-shaw-half", "--ablation_lengths=8", "--ablation_stride=8", "--ablation_seeds=1"]
+    code, out, err = finish(start("ablation", *flags, *chosen, f"--ablation_out={tmp_path}"))
+    assert code == 0, err
+    assert "| no | shaw | half | " in out and (tmp_path / "none-shaw-half-seed1" / "context_length.csv").exists()
+
+
 @pytest.mark.parametrize(
     ("program", "flags", "code", "says"),
     [
+        ("recl", ["--recl_workdirs=WORK", "--recl_out=WORK"], 1, ["1 folders", "two or more"]),
+        ("recl", ["--recl_workdirs=WORK,WORK/b", "--recl_out=WORK"], 1, ["WORK holds no run"]),
+        ("recl", ["--recl_lengths=3"], 1, ["--recl_lengths is '3'", "100,1000,100"]),
+        ("ablation", ["--ablation_rows=best", "--ablation_out=WORK"], 1, ["no row best", "none-al_rfou-half"]),
+        ("ablation", ["--flagfile=ptb_small"], 1, ["--ablation_out"]),
+        ("attention", ["--workdir=WORK"], 1, ["WORK holds no run"]),
+        ("continuation", ["--workdir=WORK"], 1, ["WORK holds no run"]),
+        ("temperature", ["--workdir=WORK"], 1, ["WORK holds no run"]),
         ("enwik8", ["--workdir=WORK", "--data_dir=WORK"], 1, ["enwik8.zip", "--data.file", "mattmahoney"]),
         ("enwik8", ["--workdir=WORK", "--data.file=WORK/none"], 1, ["WORK/none"]),
         ("text", ["--data.file=setup.cfg"], 1, ["--workdir"]),
@@ -198,7 +243,7 @@ def test_a_missing_prompt_file_is_named(undisturbed, tmp_path):
     assert code == 1 and str(prompt) in err and len(err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("program", ["enwik8", "text", "quickstart", "speed", "context_length"])
+@pytest.mark.parametrize("program", ["enwik8", "text", "quickstart", "speed", "context_length", "ablation"])
 def test_help_names_the_programs_flags_and_the_flagfiles(program):
     code, out, err = finish(start(program, "--help"))
     assert code == 0 and not err
