@@ -213,13 +213,14 @@ class Checkpointer:
         found = sorted({candidate.step for candidate in self._candidates()})
         raise CheckpointError(f"there is no checkpoint of step {step} in {self._directory}; there are {found}")
 
-    def restore(self, abstract_state: Any) -> tuple[int, Any, dict[str, Any]] | None:
+    def restore(self, abstract_state: Any, *, before: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """Restores the newest step that is whole: verified steps first, then those without digests.
 
         Each step passed over is reported in a line. Nothing on disk is changed.
 
         Args:
           abstract_state: a pytree like the saved one, of jax.ShapeDtypeStruct with shardings, or of arrays.
+          before: only steps before this one; None: any.
 
         Returns:
           The step, the state, placed as `abstract_state` says, and the notes; None if there is no step at all.
@@ -228,7 +229,7 @@ class Checkpointer:
           CheckpointError: there are steps and none restores, or they are of another model.
         """
         self.wait()
-        candidates = self._candidates()
+        candidates = [each for each in self._candidates() if before is None or each.step < before]
         if not candidates:
             return None
         unverified, tried = [], []

@@ -569,6 +569,7 @@ class EvalConfig:
     same_length: bool = free(True)  # Every query sees the same number of keys.
     segments_per_call: int = free(8)  # S, segments per dispatch.
     memory_type: MemoryType = free(MemoryType.COMPUTED)  # Type of the stored keys and values.
+    average_checkpoints: int = free(0)  # After training: the mean of so many newest checkpoints is scored; 0: the best.
     temperature: float = free(1.0)  # Logits are divided by this before a text is scored; full softmax only.
     warmup_tokens: int = free(0)  # Unscored tokens that each row but the first reads first: no cold start.
     valid_tokens: int = free(0)  # Tokens of the validation text scored during training; 0: all.
@@ -578,6 +579,10 @@ class EvalConfig:
         _require(
             self.valid_tokens == 0 or self.valid_tokens >= 2,
             f"eval.valid_tokens is {self.valid_tokens}; give at least 2, or 0 for all",
+        )
+        _require(
+            self.average_checkpoints >= 0,
+            f"eval.average_checkpoints is {self.average_checkpoints}; give a number of checkpoints, or 0 for the best",
         )
         _require(self.temperature > 0, f"eval.temperature is {self.temperature}; it must be positive")
         _require(self.warmup_tokens >= 0, f"eval.warmup_tokens is {self.warmup_tokens}; it cannot be negative")

@@ -46,13 +46,13 @@ from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.data.text import File
 from txl_jax.data.vocabulary import ByteVocabulary, dumps
 from txl_jax.generation import Generator
-from txl_jax.jobs import train
+from txl_jax.jobs import evaluate, train
 from txl_jax.jobs.generate import read_prompt, read_stop
 from txl_jax.jobs.train import training_reader
 from txl_jax.run_log import read_metrics
 from txl_jax.training.state import init_state
 from txl_jax.training.step import make_train_step
-from txl_jax.workdir import Workdir
+from txl_jax.workdir import TextInfo, Workdir
 
 # Chosen so that every setting matters: clusters, pre layer norm, same_length, a clamp, a warm-up.
 BASE = ExperimentConfig(
@@ -178,6 +178,7 @@ SECOND = {
     "eval.same_length": ("eval_step", False),
     "eval.segments_per_call": ("batch", 3),
     "eval.memory_type": ("eval_step", MemoryType.BFLOAT16),
+    "eval.average_checkpoints": ("scored", 2),
     "eval.temperature": ("eval_step", 1.1),
     "eval.warmup_tokens": ("files", 4),
     "eval.valid_tokens": ("files", 20),
@@ -324,6 +325,14 @@ def files(config):
     return records, sorted(path.name for path in workdir.latest.iterdir())
 
 
+def scored(config):
+    """What a run that has ended scores."""
+    trained = config_tree.replace(config, {"eval.average_checkpoints": 0})
+    corpus, workdir = read_corpus(config.data, "."), Workdir(config_run_folder(trained))
+    train.run(trained, corpus, workdir)
+    return evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), say=str)["test"]
+
+
 def config_run_folder(config):
     from pathlib import Path
 
@@ -349,7 +358,7 @@ def text(config):
 
 PROBES = {
     probe.__name__: probe
-    for probe in (init, train_step, eval_step, batch, corpus, epochs, devices, files, prompt, text)
+    for probe in (init, train_step, eval_step, batch, corpus, epochs, devices, files, scored, prompt, text)
 }
 
 

@@ -22,6 +22,7 @@ from txl_jax.config import (
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.vocabulary import ByteVocabulary
 from txl_jax.jobs import evaluate, generate, train
+from txl_jax.jobs.parameters import load_parameters
 from txl_jax.run_log import read_metrics
 from txl_jax.training.progress import NonFiniteError
 from txl_jax.workdir import TextInfo, Workdir
@@ -272,3 +273,23 @@ def test_generation_stops_on_request(finished, config, corpus):
     asked = config_tree.replace(config, {"generate.length": 100})
     texts = generate.run(asked, corpus.vocabulary, workdir, stop_requested=StopAfter(3))
     assert len(texts[0]) == 32  # Two blocks of 16, after as many questions.
+
+
+def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
+    workdir, _ = finished
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    each = []
+    with Checkpointer(workdir.latest, keep=2, report=print) as latest:
+        for before in (None, STEPS):
+            step, state, _ = latest.restore(parts.abstract_state, before=before)
+            each.append(state.params)
+    assert step == STEPS - 6
+    averaged = assemble(config_tree.replace(config, {"eval.average_checkpoints": 2}), vocab_size=corpus.vocabulary.size)
+    said = []
+    step, found = load_parameters(averaged, workdir, say=said.append)
+    assert step == STEPS and said == [f"the mean of the checkpoints of steps {STEPS - 6}, {STEPS}"]
+    for a, b, mean in zip(*map(jax.tree.leaves, (*each, found)), strict=True):
+        np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-6)
+    more = assemble(config_tree.replace(config, {"eval.average_checkpoints": 3}), vocab_size=corpus.vocabulary.size)
+    with pytest.raises(ValueError, match="average_checkpoints is 3 and .* holds 2"):
+        load_parameters(more, workdir, say=said.append)

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from txl_jax.assemble import Parts, assemble
 from txl_jax.checkpoint import Checkpointer, CheckpointError
 from txl_jax.config import ExperimentConfig
@@ -38,10 +41,15 @@ def load_to_score(
 def load_parameters(parts: Parts, workdir: Workdir, *, say: Callable[[str], None]) -> tuple[int, Any]:
     """The best parameters of a run, or, before its first evaluation, the latest: (step, parameters).
 
+    With `eval.average_checkpoints` the mean of that many newest checkpoints, and the newest's step.
+
     Raises:
       FileNotFoundError: the run has no checkpoint.
       CheckpointError: it has, but none can be read.
+      ValueError: a mean of more checkpoints than there are.
     """
+    if parts.config.eval.average_checkpoints:
+        return _mean_of_newest(parts, workdir, parts.config.eval.average_checkpoints, say=say)
     if workdir.best.exists():
         try:
             with Checkpointer(workdir.best, keep=1, report=say) as best:
@@ -59,3 +67,21 @@ def load_parameters(parts: Parts, workdir: Workdir, *, say: Callable[[str], None
             say("no best checkpoint to be had; these are the latest parameters")
             return restored[0], restored[1].params
     raise FileNotFoundError(f"{workdir.path} has no checkpoint yet; train it first (--mode=train)")
+
+
+def _mean_of_newest(parts: Parts, workdir: Workdir, count: int, *, say: Callable[[str], None]) -> tuple[int, Any]:
+    """The mean of the scored parameters of the newest checkpoints, and the first one's step."""
+    steps, total = [], None
+    with Checkpointer(workdir.latest, keep=parts.config.train.keep_checkpoints, report=say) as latest:
+        while len(steps) < count:
+            restored = latest.restore(parts.abstract_state, before=steps[-1] if steps else None)
+            if restored is None:
+                raise ValueError(
+                    f"eval.average_checkpoints is {count} and {workdir.latest} holds {len(steps)}; train with as many "
+                    "--train.keep_checkpoints, or give a smaller number"
+                )
+            steps.append(restored[0])
+            params = restored[1].scored_params
+            total = params if total is None else jax.tree.map(jnp.add, total, params)
+    say(f"the mean of the checkpoints of steps {', '.join(map(str, reversed(steps)))}")
+    return steps[0], jax.tree.map(lambda leaf: leaf / count, total)
