@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
 
@@ -14,6 +15,7 @@ from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.lstm import LSTM
+from txl_jax.training.state import init_params
 
 RNGS = {"dropout": jax.random.key(0)}
 L = 40
@@ -60,10 +62,15 @@ def test_whole_words_are_left_out_wherever_they_stand():
     variables = {"params": {"table_0": jnp.ones((tiny.V, tiny.D))}}
     whole = embedding.apply(variables, tokens)
     found = np.asarray(embedding.apply(variables, tokens, deterministic=False, rngs=RNGS))
-    kept = {int(token): found[tokens == token] for token in np.unique(tokens)}
+    after, seen = np.asarray(tokens)[:, 1:], found[:, 1:]
+    kept = {int(token): seen[after == token] for token in np.unique(after)}
     for rows in kept.values():
         assert (rows == rows[0, 0]).all() and rows[0, 0] in (0.0, 2 * whole[0, 0, 0])
     assert {float(rows[0, 0]) for rows in kept.values()} == {0.0, float(2 * whole[0, 0, 0])}
+    # But where they begin a segment, they stay as they are.
+    dropped = [token for token, rows in kept.items() if not rows.any()]
+    first = embedding.apply(variables, jnp.asarray(dropped)[:, None], deterministic=False, rngs=RNGS)
+    np.testing.assert_array_equal(first, jnp.broadcast_to(whole[0, 0, 0], first.shape))
     many = [
         embedding.apply(variables, tokens, deterministic=False, rngs={"dropout": key})
         for key in jax.random.split(RNGS["dropout"], 200)
@@ -91,6 +98,22 @@ def test_weights_are_left_out_and_keep_their_expectation():
     assert np.abs(found - whole).max() > 1
     # Positive weights before the ReLU, so that the mean goes through it.
     np.testing.assert_allclose(found.mean(0), whole, rtol=0, atol=2.5)
+
+
+def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
+    """From an empty memory and with biases of 0, as in the first update."""
+    model = tiny.make(n_layer=16, embedding_dropout=0.9)
+    params = nn.unbox(init_params(model, jax.random.key(0)))
+    memory = model.init_memory(batch_size=tiny.B, mem_len=3)
+
+    @jax.jit
+    def loss(params, key):
+        options = {"clamp_len": 0, "same_length": False, "deterministic": False, "method": model.encode}
+        hidden, _ = model.apply({"params": params}, tiny.text(5), memory, rngs={"dropout": key}, **options)
+        return model.apply({"params": params}, hidden, tiny.text(5, seed=1), method=model.nll).mean()
+
+    for key in jax.random.split(jax.random.key(0), 3):
+        assert optax.tree.norm(jax.grad(loss)(params, key)) < 100
 
 
 @pytest.mark.parametrize("rate", ["input_dropout", "output_dropout"])
