@@ -51,8 +51,7 @@ def _run() -> int:
         raise ValueError("no folder was given; say with --ablation_out=PATH where the runs and the table belong")
     folder, plan = Path(FLAGS.ablation_out).expanduser().resolve(), _plan()
     plan.validate()
-    for row in plan.rows:
-        ablation.row_config(config, row, plan.seeds[0]).validate()  # Before a text is read.
+    ablation.check(config, plan)  # Before a text is read.
     corpus = read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
     with StopRequest() as stop:
         try:

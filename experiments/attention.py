@@ -44,9 +44,9 @@ def _run() -> int:
     attention.check(config)  # Before a text is read.
     try:
         positions = [int(word) for word in FLAGS.attention_positions]
-        heads = [tuple(int(number) for number in word.split(".")) for word in FLAGS.attention_heads]
-        assert all(len(head) == 2 for head in heads)
-    except (ValueError, AssertionError):
+        pairs = [word.split(".") for word in FLAGS.attention_heads]
+        heads = [(int(layer), int(head)) for layer, head in pairs]
+    except ValueError:
         raise ValueError(
             f"--attention_heads is {','.join(FLAGS.attention_heads)!r} and --attention_positions "
             f"{','.join(FLAGS.attention_positions)!r}; give heads as 0.1,3.2 and positions as 4000,5210"

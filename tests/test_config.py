@@ -49,6 +49,8 @@ CONFLICTS = [
     ({"model.input_dropout": 1.0}, ("model.input_dropout is 1.0", "below 1")),
     ({"average.start": 3, "average.trigger": 5}, ("average.start is 3", "average.trigger 5", "one of the two")),
     ({"average.decay": 0.9}, ("average.decay is 0.9", "average.start")),
+    ({"average.start": 400_000}, ("average.start is 400000", "train.steps is 400000")),
+    ({"model.network": Network.LSTM, "model.encoding": Encoding.VASWANI}, ("model.encoding is vaswani", "lstm")),
     ({"train.patience": -1}, ("train.patience is -1", "negative")),
     ({"optimizer.embedding_rate": 0.0}, ("optimizer.embedding_rate is 0.0", "positive")),
     ({"compat.layer_norm_eps": 0.0}, ("compat.layer_norm_eps is 0.0", "positive")),

@@ -78,3 +78,14 @@ def test_the_adversarial_loss_has_a_gradient_where_nothing_is_left():
     zeros = jnp.zeros((1, 1, 4))
     gradient = jax.grad(lambda hidden: losses.adversarial_nll(jnp.ones((1, 1)), hidden, zeros + 1, 0.1).sum())(zeros)
     assert np.isfinite(gradient).all()
+
+
+def test_the_adversarial_loss_of_what_is_certain_is_finite_and_vectors_get_no_gradient():
+    hidden, vectors = jnp.ones((1, 2, 4)), jnp.full((1, 2, 4), 3.0)
+    nll = jnp.asarray([[0.0, 1e-8]])
+    assert losses.adversarial_nll(nll, hidden, vectors, 2.0) == pytest.approx(
+        np.full((1, 2), 24 + math.log(1e-7 + math.exp(-24))), rel=1e-3
+    )
+    slopes = jax.grad(lambda h, w: losses.adversarial_nll(jnp.ones((1, 2)), h, w, 0.1).sum(), argnums=(0, 1))
+    of_hidden, of_vectors = slopes(hidden, vectors)
+    assert of_hidden.all() and not of_vectors.any()

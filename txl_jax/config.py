@@ -265,6 +265,10 @@ class ModelConfig:
             rate = getattr(self, name)
             _require(rate < 1, f"model.{name} is {rate}; it must be below 1, or below 0 for model.dropout")
         _require(
+            self.network is Network.TRANSFORMER_XL or self.encoding is Encoding.RELATIVE,
+            f"model.encoding is {self.encoding} and model.network is {self.network}, which has none; leave it out",
+        )
+        _require(
             self.network is Network.TRANSFORMER_XL or not self.weight_dropout,
             f"model.weight_dropout is {self.weight_dropout} and model.network is {self.network}, which has none",
         )
@@ -569,7 +573,7 @@ class EvalConfig:
     same_length: bool = free(True)  # Every query sees the same number of keys.
     segments_per_call: int = free(8)  # S, segments per dispatch.
     memory_type: MemoryType = free(MemoryType.COMPUTED)  # Type of the stored keys and values.
-    average_checkpoints: int = free(0)  # After training: the mean of so many newest checkpoints is scored; 0: the best.
+    average_checkpoints: int = free(0)  # Scoring a trained run: the mean of so many newest checkpoints; 0: the best.
     temperature: float = free(1.0)  # Logits are divided by this before a text is scored; full softmax only.
     warmup_tokens: int = free(0)  # Unscored tokens that each row but the first reads first: no cold start.
     valid_tokens: int = free(0)  # Tokens of the validation text scored during training; 0: all.
@@ -631,6 +635,10 @@ class ExperimentConfig:
         for group in dataclasses.fields(self):
             if dataclasses.is_dataclass(group.type):
                 getattr(self, group.name).validate()
+        _require(
+            self.average.start < self.train.steps,
+            f"average.start is {self.average.start} and train.steps is {self.train.steps}; the mean would never begin",
+        )
         for name, usual in (("eval.temperature", 1.0), ("train.adversarial", 0.0)):
             value = getattr(getattr(self, name.split(".")[0]), name.split(".")[1])
             _require(

@@ -17,7 +17,8 @@ def adversarial_nll(nll: jax.Array, hidden: jax.Array, vectors: jax.Array, size:
 
     The worst vector within `size` |w| of a target's own, w, lies against h, so that the target's logit falls by
     `size` |w| |h|; where it is negative already it stays. All other logits stay too, so the new loss needs no logits:
-    with p = exp(-nll) and a fall of d it is nll + d + log(1 + p (exp(-d) - 1)).
+    with p = exp(-nll) and a fall of d it is nll + d + log(1 - p + p exp(-d)). As in the authors' code no gradient goes
+    into |w|, which would pull at the lengths of vectors that a tied embedding shares.
 
     Args:
       nll: [B, L].
@@ -26,11 +27,12 @@ def adversarial_nll(nll: jax.Array, hidden: jax.Array, vectors: jax.Array, size:
       size: at least 0.
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    hidden, vectors = hidden.astype(wide), vectors.astype(wide)
+    hidden, vectors = hidden.astype(wide), jax.lax.stop_gradient(vectors.astype(wide))
     # A sum of squares of 0 (dropout may leave nothing of h) has no slope at its root.
     norms = [jnp.sqrt(jnp.maximum(jnp.sum(array**2, axis=-1), 1e-12)) for array in (hidden, vectors)]
     fall = jnp.where(jnp.sum(hidden * vectors, axis=-1) > 0, size * norms[0] * norms[1], 0)
-    return nll + fall + jnp.log1p(jnp.exp(-nll) * jnp.expm1(-fall))
+    log_others = jnp.log(-jnp.expm1(-jnp.maximum(nll, 1e-7)))  # log(1 - p)
+    return nll + fall + jnp.logaddexp(-nll - fall, log_others)
 
 
 def activation_penalty(outputs: jax.Array, *, activation: float, temporal: float) -> jax.Array:

@@ -36,6 +36,14 @@ def memory_dtype(model: Model, span: EvalConfig) -> jnp.dtype:
     return jnp.dtype(model.config.dtype if span.memory_type is MemoryType.COMPUTED else span.memory_type)
 
 
+def at_temperature(params: Any, hidden: jax.Array, temperature: float) -> tuple[Any, jax.Array]:
+    """Parameters and hidden states whose logits are divided by `temperature`, where the softmax is full: (h w + b) / T."""
+    if temperature == 1:
+        return params, hidden
+    softmax = params["softmax"] | {"bias": params["softmax"]["bias"] / temperature}
+    return params | {"softmax": softmax}, hidden / temperature
+
+
 def _of_transformer(model: TransformerXL, span: EvalConfig) -> Reader:
     lengths = {"segment_len": span.segment_len, "mem_len": span.mem_len}
 
@@ -76,9 +84,7 @@ def _of_lstm(model: LSTM, span: EvalConfig) -> Reader:
         return model.apply({"params": params}, tokens, memory, **lengths, method=model.encode)
 
     def nll(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        if span.temperature != 1:
-            softmax = params["softmax"] | {"bias": params["softmax"]["bias"] / span.temperature}
-            params, hidden = params | {"softmax": softmax}, hidden / span.temperature
+        params, hidden = at_temperature(params, hidden, span.temperature)
         return model.apply({"params": params}, hidden, targets, method=model.nll)
 
     return Reader(

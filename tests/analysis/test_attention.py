@@ -1,5 +1,6 @@
 """Tests of what attention looks at: terms, order by distance, spans."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,8 @@ import tiny
 
 from txl_jax.analysis import attention
 from txl_jax.config import COMPAT_PRESETS, DType
-from txl_jax.ops import masks
+from txl_jax.modules.block import Block, LayerContext
+from txl_jax.ops import masks, positions
 from txl_jax.ops.relative_attention import relative_attention, score_terms
 
 L, M = 3, 7
@@ -60,6 +62,37 @@ def test_memory_is_that_of_the_model():
     for k, (_, found) in enumerate(read(model)):
         _, memory = encode(tiny.variables(model), text[:, k * L : (k + 1) * L], memory)
         np.testing.assert_allclose(found.hidden, memory.hidden, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("untie_r", [False, True])
+def test_probabilities_are_those_of_the_model(untie_r, x64):
+    """Those that go through the dropout on attention probabilities, layer by layer outside of the scan."""
+    model = tiny.make(dtype=DType.FLOAT64, untie_r=untie_r)
+    params, text = tiny.variables(model)["params"], tiny.text(2 * L)
+    memory, seen = model.init_memory(batch_size=tiny.B, mem_len=M), []
+    for k in range(2):
+        looks, after = attention.read(params, model, text[:, k * L : k * L + L], memory, clamp_len=2, same_length=True)
+        before, memory = memory, after
+    stack, layers = params["stack"], params["stack"]["layers"]
+    codes = positions.sinusoids(positions.key_distances(M + L, clamp_len=2), tiny.D, jnp.float64)
+    mask = masks.attention_mask(before.valid, segment_len=L, mem_len=M, window=M)
+    hidden = model.apply({"params": params}, text[:, L:], clamp_len=2, method=model.embed)
+
+    def interceptor(call, args, kwargs, context):
+        if isinstance(context.module, nn.Dropout) and args[0].ndim == 4:
+            seen.append(args[0])
+        return call(*args, **kwargs)
+
+    for i in range(tiny.N):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
+        biases = None if untie_r else (stack["biases"]["content"], stack["biases"]["position"])
+        block = Block(model.config, model.compat, deterministic=True)
+        with nn.intercept_methods(interceptor):
+            hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], LayerContext(codes, mask, biases))
+    for found, expected in zip(looks.probabilities, seen, strict=True):
+        for row in range(L):
+            of_keys = expected[:, :, row, row + 1 : M + row + 1]  # Distances M - 1 .. 0.
+            np.testing.assert_allclose(found[:, :, row], of_keys[..., ::-1], rtol=0, atol=1e-12)
 
 
 def test_term_d_is_the_same_for_every_query_and_term_b_is_not(x64):

@@ -190,7 +190,7 @@ def test_rows_of_a_table_are_run(text_file, tmp_path):
     chosen = ["--ablation_rows=none-shaw-half", "--ablation_lengths=8", "--ablation_stride=8", "--ablation_seeds=1"]
     code, out, err = finish(start("ablation", *flags, *chosen, f"--ablation_out={tmp_path}"))
     assert code == 0, err
-    assert "| no | shaw | half | " in out and (tmp_path / "none-shaw-half-seed1" / "context_length.csv").exists()
+    assert "| no | shaw | half | " in out and (tmp_path / "none-shaw-half-seed1" / "ablation.json").exists()
 
 
 @pytest.mark.parametrize(

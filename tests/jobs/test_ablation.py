@@ -1,6 +1,5 @@
 """Tests the ablation job: what each row changes, what is found best, going on after a stop, equal memory."""
 
-import csv
 import dataclasses
 import json
 
@@ -9,7 +8,7 @@ import pytest
 import tiny_run
 
 from txl_jax import config_tree
-from txl_jax.config import CorpusName, DataConfig, Encoding, LossPart
+from txl_jax.config import CorpusName, DataConfig, Encoding, LossPart, Network
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import ablation
 from txl_jax.jobs.ablation import TABLES, Plan, Row
@@ -65,11 +64,11 @@ def test_rows_are_trained_scored_and_told(base, tmp_path):
     assert list(found) == [RECURRENT.name, VANILLA.name] and all(len(scores) == 2 for scores in found.values())
     for row, trained in ((RECURRENT, L + M), (VANILLA, L)):
         for seed, score in zip((1, 2), found[row.name], strict=True):
-            with open(tmp_path / f"{row.name}-seed{seed}" / "context_length.csv", newline="") as file:
-                scores = {int(r["attention_length"]): float(r["bpc"]) for r in csv.DictReader(file)}
-            assert set(scores) == {4, 12, trained}
-            assert (score.init, score.best) == (scores[trained], min(scores.values()))
-            assert scores[score.length] <= score.best + 0.0005
+            kept = json.loads((tmp_path / f"{row.name}-seed{seed}" / "ablation.json").read_text())["scores"]
+            assert {int(length): value for length, value in kept.items()} == score.at
+            assert set(score.at) == {4, 12, trained}
+            assert (score.init, score.best) == (score.at[trained], min(score.at.values()))
+            assert score.at[score.length] <= score.best + 0.0005
     told = json.loads((tmp_path / "ablation.json").read_text())
     assert len(told["scores"]) == 4 and told["seeds"] == [1, 2]
     page = (tmp_path / "ablation.md").read_text()
@@ -79,22 +78,37 @@ def test_rows_are_trained_scored_and_told(base, tmp_path):
 
 
 def test_a_stopped_job_goes_on(base, tmp_path):
-    plan = Plan((RECURRENT, AL_RFOU), seeds=(1,), lengths=(4,), stride=2)
+    plan = Plan((RECURRENT, AL_RFOU), seeds=(1,), lengths=(4, 12), stride=2)
     said = []
     with pytest.raises(Interrupted):
         run(base, plan, tmp_path, stop_requested=lambda: len(said) > 0, say=said.append)
     assert not (tmp_path / "ablation.md").exists()
-    found = run(base, plan, tmp_path)
-    results = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("context_length.csv")}
-    assert run(base, plan, tmp_path) == found
-    assert {path: path.stat().st_mtime_ns for path in results} == results  # Nothing was scored again.
+    # Once more while lengths are scored: the one that was done stays.
+    with pytest.raises(Interrupted):
+        run(
+            base,
+            plan,
+            tmp_path,
+            stop_requested=lambda: any("at attention length 4 " in line for line in said),
+            say=said.append,
+        )
+    of_row = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
+    assert list(json.loads(of_row.read_text())["scores"]) == ["4"]
+    found = run(base, plan, tmp_path, say=said.append)
+    assert sum("at attention length 4 bpc" in line for line in said) == 2, "each row once"
+    said.clear()
+    assert run(base, plan, tmp_path, say=said.append) == found
+    assert not any("at attention length" in line for line in said), "nothing is scored again"
+    # Scores of another stride are not taken for these; those of the recurrent row depend on none, and are made anew too.
+    run(base, dataclasses.replace(plan, stride=4), tmp_path, say=said.append)
+    assert sum("at attention length 4 bpc" in line for line in said) == 2
 
 
 def test_the_shortest_length_that_is_as_good():
     config = ablation.row_config(tiny_run.CONFIG, RECURRENT, 1)
     scores = {4: 9.0, 8: 5.005, L + M: 5.0, 40: 5.001}
-    assert ablation._judged(config, RECURRENT, scores, Measure.PPL) == (5.0, 5.0, 8)
-    assert ablation._judged(config, RECURRENT, scores, Measure.BPC) == (5.0, 5.0, L + M)
+    assert ablation._judged(config, RECURRENT, scores, Measure.PPL) == (5.0, 5.0, 8, scores)
+    assert ablation._judged(config, RECURRENT, scores, Measure.BPC) == (5.0, 5.0, L + M, scores)
 
 
 def test_nothing_to_do_is_refused(base, tmp_path):
@@ -102,6 +116,13 @@ def test_nothing_to_do_is_refused(base, tmp_path):
         run(base, Plan((), (1,), (4,)), tmp_path)
     with pytest.raises(ValueError, match=r"seeds are \[1, 1\]"):
         run(base, Plan((SHAW,), (1, 1), (4,)), tmp_path)
+    with pytest.raises(ValueError, match=r"attention lengths are \[0\]"):
+        run(base, Plan((SHAW,), (1,), (0,)), tmp_path)
+    with pytest.raises(ValueError, match="no row has a segment length"):
+        run(base, Plan((SHAW,), (1,), (4,), equal_memory=True), tmp_path)
+    lstm = config_tree.replace(base[0], {"model.network": Network.LSTM})
+    with pytest.raises(ValueError, match="model.network is lstm"):
+        ablation.check(lstm, Plan((SHAW,), (1,), (4,)))
 
 
 def test_the_longest_segment_of_equal_memory():

@@ -81,5 +81,13 @@ def test_what_cannot_be_is_refused(run, tmp_path):
         write(changed, tmp_path / "page.md")
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("- a", "\\- a"), ("----", "\\----"), ("1. b", "1\\. b"), ("&lt;", "\\&lt;"), ("    c", "&nbsp;" * 4 + "c")],
+)
+def test_what_would_begin_a_list_or_a_heading_does_not(text, shown):
+    assert continuation._escaped(text) == shown
+
+
 def test_signs_of_markdown_are_shown_as_they_are(run):
     assert continuation._escaped("a *b* #1\nc") == "a \\*b\\* \\#1  \nc"

@@ -30,7 +30,7 @@ CONFIG = ExperimentConfig(
     train=TrainConfig(
         steps=60, batch_size=4, segment_len=9, mem_len=7, log_every=60, eval_every=EVERY, checkpoint_every=30
     ),
-    eval=EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=0),
+    eval=EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=0, segments_per_call=1),
 )
 
 
@@ -114,3 +114,27 @@ def test_a_stopped_run_with_a_mean_goes_on_exactly(given, tmp_path):
     assert found == losses
     for a, b in zip(*(jax.tree.leaves(state_of(each)) for each in (undisturbed, resumed)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_stop_in_the_last_evaluation_is_made_good(given, tmp_path):
+    """Nothing but that evaluation has chosen the best parameters yet."""
+    changes = {"train__steps": 6, "train__eval_every": 6, "train__checkpoint_every": 6, "train__log_every": 6}
+    whole, losses, _ = run(given, tmp_path / "a", **changes)
+    calls = iter(range(1000))
+    stopped, found, _ = run(given, tmp_path / "b", stop_requested=lambda: next(calls) >= 5, **changes)
+    assert not stopped.finished and stopped.step == 6 and not found
+    again, found, _ = run(given, tmp_path / "b", **changes)
+    assert again.finished and found == losses
+    assert again.results["best_valid"]["loss"] == whole.results["best_valid"]["loss"]
+
+
+def test_losses_of_other_settings_are_not_compared(given, tmp_path):
+    """Scored at another temperature they are worse than before, and so would end a run of little patience at once."""
+    calls = iter(range(1000))
+    stopped, before, _ = run(given, tmp_path, stop_requested=lambda: next(calls) >= 30)
+    assert not stopped.finished and len(before) >= 2
+    outcome, found, _ = run(given, tmp_path, eval__temperature=10.0, train__patience=1)
+    after = found[len(before) :]
+    assert after[0] > min(before), "choose a temperature that scores worse"
+    ends = next((n for n in range(1, len(after) + 1) if never_better(after[:n], 1)), len(after))
+    assert len(after) == ends > 1 and outcome.finished

@@ -15,6 +15,7 @@ from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.lstm import LSTM
+from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.training.state import init_params
 
 RNGS = {"dropout": jax.random.key(0)}
@@ -68,8 +69,7 @@ def test_whole_words_are_left_out_wherever_they_stand():
         assert (rows == rows[0, 0]).all() and rows[0, 0] in (0.0, 2 * whole[0, 0, 0])
     assert {float(rows[0, 0]) for rows in kept.values()} == {0.0, float(2 * whole[0, 0, 0])}
     # But where they begin a segment, they stay as they are.
-    dropped = [token for token, rows in kept.items() if not rows.any()]
-    first = embedding.apply(variables, jnp.asarray(dropped)[:, None], deterministic=False, rngs=RNGS)
+    first = embedding.apply(variables, jnp.arange(tiny.V)[:, None], deterministic=False, rngs=RNGS)
     np.testing.assert_array_equal(first, jnp.broadcast_to(whole[0, 0, 0], first.shape))
     many = [
         embedding.apply(variables, tokens, deterministic=False, rngs={"dropout": key})
@@ -116,12 +116,25 @@ def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
         assert optax.tree.norm(jax.grad(loss)(params, key)) < 100
 
 
-@pytest.mark.parametrize("rate", ["input_dropout", "output_dropout"])
-def test_rates_of_input_and_output_may_differ_from_the_others(rate):
-    model = tiny.make(dropout=0.3, **{rate: 0.7})
-    other = {"input_dropout": "output_rate", "output_dropout": "input_rate"}[rate]
-    assert getattr(model.config, rate.replace("dropout", "rate")) == 0.7 and getattr(model.config, other) == 0.3
-    assert tiny.make(dropout=0.3, **{rate: 0.0}).config.input_rate == (0.0 if rate == "input_dropout" else 0.3)
+@pytest.mark.parametrize("network", Network)
+def test_rates_of_input_and_output_may_differ_from_the_others(network):
+    c = config(network=network, dropout=0.3, input_dropout=0.6, output_dropout=0.5)
+    model = {Network.LSTM: LSTM, Network.TRANSFORMER_XL: TransformerXL}[network](c, tiny.COMPAT, tiny.V)
+    memory, seen = model.init_memory(batch_size=tiny.B, mem_len=0), []
+    variables = {"params": nn.unbox(init_params(model, jax.random.key(0)))}
+
+    def interceptor(call, args, kwargs, context):
+        if isinstance(context.module, nn.Dropout):
+            seen.append((context.module.rate, args[0]))
+        return call(*args, **kwargs)
+
+    options = {"clamp_len": 0, "same_length": False, "deterministic": False, "method": model.encode}
+    with nn.intercept_methods(interceptor):
+        model.apply(variables, tiny.text(5), memory, rngs={"dropout": jax.random.key(0, impl="rbg")}, **options)
+    rates = [rate for rate, array in seen if array.ndim < 4]  # But for attention probabilities.
+    first = 1 if network is Network.LSTM else 2  # Codes and embedding.
+    assert rates[:first] == [0.6] * first and rates[-1] == 0.5 and set(rates[first:-1]) == {0.3}
+    assert (config(dropout=0.3).input_rate, config(dropout=0.3, output_dropout=0.0).output_rate) == (0.3, 0.0)
 
 
 def test_scoring_leaves_nothing_out():

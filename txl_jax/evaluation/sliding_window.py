@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from txl_jax.metrics import Totals
-from txl_jax.readers import Model
+from txl_jax.readers import Model, at_temperature
 
 # (params, windows int [B, A], targets int [B, n]) -> nats of the targets [B, n]
 WindowStep = Callable[[Any, jax.Array, jax.Array], jax.Array]
@@ -36,10 +36,10 @@ class Windows(NamedTuple):
     weights: np.ndarray  # float32 [B, n]: 1, and 0 past the text's end.
 
 
-def make_window_step(model: Model, *, clamp_len: int) -> WindowStep:
+def make_window_step(model: Model, *, clamp_len: int, temperature: float = 1.0) -> WindowStep:
     """The jitted scoring of windows. A and the number n of scored positions are those of the arrays it is given.
 
-    Only the last n hidden states go through the softmax.
+    Only the last n hidden states go through the softmax, its logits divided by `temperature`.
     """
 
     def step(params: Any, windows: jax.Array, targets: jax.Array) -> jax.Array:
@@ -53,7 +53,8 @@ def make_window_step(model: Model, *, clamp_len: int) -> WindowStep:
             deterministic=True,
             method=model.encode,
         )
-        return model.apply(variables, hidden[:, -targets.shape[1] :], targets, method=model.nll)
+        at, hidden = at_temperature(params, hidden[:, -targets.shape[1] :], temperature)
+        return model.apply({"params": at}, hidden, targets, method=model.nll)
 
     return jax.jit(step)
 

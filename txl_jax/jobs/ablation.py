@@ -9,6 +9,7 @@ best of all, and the length beside it the shortest that reaches it.
 import csv
 import dataclasses
 import io
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from txl_jax import config_tree, report
 from txl_jax.assemble import assemble
-from txl_jax.config import Encoding, ExperimentConfig, LossPart
+from txl_jax.config import Encoding, ExperimentConfig, LossPart, Network
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs import context_length, train
 from txl_jax.jobs.score import Interrupted
@@ -90,6 +91,7 @@ class Score(NamedTuple):
     init: float
     best: float
     length: int
+    at: dict[int, float]  # By attention length.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,19 @@ def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
     return config_tree.replace(base, changes)
 
 
+def check(base: ExperimentConfig, plan: Plan) -> None:
+    """Raises `ValueError` for settings that do not go together in any row, at any length."""
+    if base.model.network is not Network.TRANSFORMER_XL:
+        raise ValueError(f"model.network is {base.model.network}; the rows are of {Network.TRANSFORMER_XL}")
+    if plan.equal_memory and all(row.segment_len is None for row in plan.rows):
+        raise ValueError("equal memory was asked for, and no row has a segment length of its own; that is table 10")
+    for row in plan.rows:
+        config = row_config(base, row, plan.seeds[0])
+        config.validate()
+        for length in _lengths(config, row, plan):
+            context_length.at_lengths(config, [length], stride=_stride(config, plan, length))
+
+
 def run(
     base: ExperimentConfig,
     corpus: Corpus,
@@ -155,8 +170,7 @@ def run(
       Interrupted: a stop was requested; the same call goes on from there.
     """
     plan.validate()
-    for row in plan.rows:
-        row_config(base, row, plan.seeds[0]).validate()
+    check(base, plan)
     if plan.equal_memory:
         plan = _with_equal_memory(base, plan, corpus.vocabulary.size, say)
     found: dict[str, list[Score]] = {}
@@ -168,7 +182,8 @@ def run(
             outcome = train.run(config, corpus, workdir, stop_requested=stop_requested)
             if not outcome.finished:
                 raise Interrupted(f"{row.name}, seed {seed}")
-            scores = _at_lengths(config, corpus, workdir, row, plan, say=say, stop_requested=stop_requested)
+            watch = {"say": say, "stop_requested": stop_requested}
+            scores = _at_lengths(config, corpus, workdir, row, plan, outcome.step, **watch)
             found.setdefault(row.name, []).append(_judged(config, row, scores, corpus.vocabulary.measure))
             _write(folder, found, plan, corpus, table)
     say(f"\n{(folder / 'ablation.md').read_text()}")
@@ -214,8 +229,9 @@ def longest_segment(base: ExperimentConfig, row: Row, *, limit: int, vocab_size:
 
 
 def _with_equal_memory(base: ExperimentConfig, plan: Plan, vocab_size: int, say: Callable[[str], None]) -> Plan:
-    limit = training_bytes(row_config(base, plan.rows[0], 0), vocab_size)
-    say(f"an update of {plan.rows[0].name} needs {report.megabytes(limit)}")
+    first = TABLES["10"][0]
+    limit = training_bytes(row_config(base, first, 0), vocab_size)
+    say(f"an update of {first.name} needs {report.megabytes(limit)}")
     rows = []
     for row in plan.rows:
         if row.segment_len is not None:
@@ -226,34 +242,45 @@ def _with_equal_memory(base: ExperimentConfig, plan: Plan, vocab_size: int, say:
 
 
 def _at_lengths(
-    config: ExperimentConfig, corpus: Corpus, workdir: Workdir, row: Row, plan: Plan, **watch: Any
+    config: ExperimentConfig, corpus: Corpus, workdir: Workdir, row: Row, plan: Plan, step: int, **watch: Any
 ) -> dict[int, float]:
-    """The validation measure at each attention length, from context_length.csv where it is all there."""
-    lengths = sorted({*plan.lengths, _trained_length(config, row)})
-    column = {Measure.BPC: "bpc", Measure.PPL: "perplexity"}[corpus.vocabulary.measure]
-    path = workdir.path / "context_length.csv"
-    for attempt in range(2):
-        if path.exists():
-            with open(path, newline="") as file:
-                scores = {int(r["attention_length"]): float(r[column]) for r in csv.DictReader(file)}
-            if set(scores) == set(lengths):
-                return scores
-        if not attempt:
-            stride = None if context_length.is_recurrent(config) else min(plan.stride, lengths[0])
-            text = TextInfo.of(corpus)
-            context_length.run(config, corpus, workdir, trained_on=text, lengths=lengths, stride=stride, **watch)
-    raise ValueError(f"{path} holds other lengths than {lengths}; remove it, and the scores are made anew")
+    """The validation measure at each attention length; what was scored before is in ablation.json of the run."""
+    path, text = workdir.path / "ablation.json", TextInfo.of(corpus)
+    evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
+    told = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    known = kept["scores"] if kept.get("of") == json.loads(json.dumps(told)) else {}
+    for length in _lengths(config, row, plan):
+        if str(length) not in known:
+            stride = _stride(config, plan, length)
+            [found] = context_length.run(
+                config, corpus, workdir, trained_on=text, lengths=[length], stride=stride, **watch
+            )
+            known[str(length)] = found.totals.value(corpus.vocabulary.measure)
+            write_json(path, {"of": told, "scores": known})
+    return {length: known[str(length)] for length in _lengths(config, row, plan)}
+
+
+def _lengths(config: ExperimentConfig, row: Row, plan: Plan) -> list[int]:
+    return sorted({*plan.lengths, _trained_length(config, row)})
+
+
+def _stride(config: ExperimentConfig, plan: Plan, length: int) -> int | None:
+    """Tokens that a window of this length scores; None: the model streams."""
+    return None if context_length.is_recurrent(config) else min(plan.stride, max(length, 1))
 
 
 def _trained_length(config: ExperimentConfig, row: Row) -> int:
-    """The attention length of training: the last query of a segment sees this many keys."""
-    return config.train.mem_len + config.train.segment_len if row.recurrence else config.train.segment_len
+    """The attention length of training: the keys that the last query of a segment sees."""
+    train = config.train
+    window = config.compat.window(train.mem_len, same_length=train.same_length)
+    return window or train.mem_len + train.segment_len
 
 
 def _judged(config: ExperimentConfig, row: Row, scores: dict[int, float], measure: Measure) -> Score:
     best = min(scores.values())
     length = min(length for length, value in scores.items() if value <= best + _AS_GOOD[measure])
-    return Score(scores[_trained_length(config, row)], best, length)
+    return Score(scores[_trained_length(config, row)], best, length, scores)
 
 
 def _write(folder: Path, found: dict[str, list[Score]], plan: Plan, corpus: Corpus, table: str) -> None:
@@ -268,7 +295,7 @@ def _write(folder: Path, found: dict[str, list[Score]], plan: Plan, corpus: Corp
     settings = {"lengths": plan.lengths, "stride": plan.stride, "seeds": plan.seeds}
     write_json(folder / "ablation.json", {**facts, **settings, "scores": records})
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, ["row", "seed", "init", "best", "length"], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     write_text(folder / "ablation.csv", text.getvalue())
@@ -279,8 +306,9 @@ def _markdown(found: dict[str, list[Score]], plan: Plan, facts: dict[str, Any]) 
     measure = facts["measure"]
     lines = [
         f"Table {facts['table']} in miniature or in full: {facts['text']}, validation {measure}; mean of the seeds (standard "
-        f"deviation, number of seeds); windows of models without recurrence score {plan.stride} tokens each; "
-        f"{facts['device']}, {facts['date']}. The paper's numbers are of the full size.",
+        f"deviation, number of seeds); windows of models without recurrence score {plan.stride} tokens each, or their "
+        f"length; {facts['device']}, {facts['date']}. The paper's numbers are of the full size"
+        + (", and of the test text." if facts["table"] == "7" else "."),
         "",
         f"| recurrence | encoding | loss | init {measure} | best {measure} | attention length | paper: init | best | length |",
         "|---|---|---|---|---|---|---|---|---|",

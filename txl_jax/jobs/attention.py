@@ -120,22 +120,28 @@ def _walk(
     span, model = parts.config.eval, parts.model
     length = span.segment_len
 
+    def looks_at(params: Any, segment: jax.Array, memory: Any) -> Any:
+        return attention.read(params, model, segment, memory, clamp_len=span.clamp_len, same_length=True)
+
     @jax.jit
     def read(params: Any, segment: jax.Array, memory: Any) -> Any:
-        looks, memory = attention.read(params, model, segment, memory, clamp_len=span.clamp_len, same_length=True)
-        return looks, looks.probabilities.sum(axis=(1, 3)), memory
+        looks, memory = looks_at(params, segment, memory)
+        return looks.probabilities.sum(axis=(1, 3)), memory
+
+    look = jax.jit(looks_at)  # All of a segment's looks, which can be a gigabyte: only where a query is asked for.
 
     memory, total, found = model.init_memory(batch_size=1, mem_len=span.mem_len), 0.0, {}
     n_segment = len(tokens) // length
     with watched("attention", total=n_segment, unit="segment", **watch) as show:
         for k in range(n_segment):
             segment = tokens[None, k * length : (k + 1) * length].astype(np.int32)
-            looks, summed, memory = read(params, segment, memory)
+            here = [position for position in positions if position // length == k]
+            if here:
+                looks, _ = look(params, segment, memory)
+                found |= {position: _query(looks, position, position % length) for position in here}
+            summed, memory = read(params, segment, memory)
             if k >= first_full:
                 total = total + np.asarray(summed, np.float64)
-            for position in positions:
-                if position // length == k:
-                    found[position] = _query(looks, position, position % length)
             show(k + 1, Totals())
     return total / ((n_segment - first_full) * length), [found[position] for position in positions]
 

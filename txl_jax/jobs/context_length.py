@@ -138,7 +138,7 @@ def _score(parts: Parts, params: Any, tokens: Any, *, length: int, stride: int |
     span = parts.config.eval
     with watched(total=len(tokens) - 1, unit="token", **watch) as show:
         totals = evaluate_windows(
-            make_window_step(parts.model, clamp_len=span.clamp_len),
+            make_window_step(parts.model, clamp_len=span.clamp_len, temperature=span.temperature),
             params,
             tokens,
             attention_len=length,

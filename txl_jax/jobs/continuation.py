@@ -3,6 +3,7 @@
 The paper's texts were seeded with a part of WikiText-103's test set and drawn among the 40 likeliest words.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,13 @@ def _quoted(corpus: Corpus, ids: np.ndarray) -> str:
 
 
 def _escaped(text: str) -> str:
-    for sign in "\\`*_<>[]#|":
-        text = text.replace(sign, f"\\{sign}")
+    """Lines that markdown shows as they are: signs that mean something to it, and what would begin a list or a heading."""
+    text = re.sub(r"([\\`*_<>\[\]#|&~])", r"\\\1", text)
+    text = re.sub(
+        r"^( *)([-+=]|\d+[.)])",
+        lambda match: f"{match[1]}\\{match[2]}" if match[2] in "-+=" else f"{match[1]}{match[2][:-1]}\\{match[2][-1]}",
+        text,
+        flags=re.MULTILINE,
+    )
+    text = re.sub(r"^ {4,}", lambda match: "&nbsp;" * len(match[0]), text, flags=re.MULTILINE)
     return text.replace("\n", "  \n")

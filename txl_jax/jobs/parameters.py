@@ -65,7 +65,7 @@ def load_parameters(parts: Parts, workdir: Workdir, *, say: Callable[[str], None
             restored = latest.restore(parts.abstract_state)
         if restored is not None:
             say("no best checkpoint to be had; these are the latest parameters")
-            return restored[0], restored[1].params
+            return restored[0], restored[1].scored_params
     raise FileNotFoundError(f"{workdir.path} has no checkpoint yet; train it first (--mode=train)")
 
 

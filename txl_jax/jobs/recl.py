@@ -102,6 +102,8 @@ def run(
     tokens = getattr(corpus, plan.split)
     scored = positions(len(tokens), longest=plan.lengths[-1], stride=plan.stride)
     losses = {length: [] for length in plan.lengths}
+    for member in members:  # What is wrong with the last is said before the first takes its hours.
+        load_to_score(member.config, corpus, member.workdir, trained_on=member.trained_on, say=lambda line: None)
     for member in members:
         found = _losses_of(member, corpus, tokens, scored, plan, folder, say=say, stop_requested=stop_requested)
         for length, values in found.items():
@@ -129,11 +131,13 @@ def _losses_of(
         "text": corpus.digest,
         "split": plan.split,
         "clamp_len": member.config.eval.clamp_len,
+        "temperature": member.config.eval.temperature,
         "first": int(scored[0]),
         "stride": plan.stride,
     }
     _check_same(own / "scored.json", told)
-    window_step = make_window_step(parts.model, clamp_len=member.config.eval.clamp_len)
+    span = member.config.eval
+    window_step = make_window_step(parts.model, clamp_len=span.clamp_len, temperature=span.temperature)
     found = {}
     for length in plan.lengths:
         path, name = own / f"{length}.npy", f"{member.name} from {length:,} tokens"
@@ -242,7 +246,7 @@ def _judge(
 
 def _caption(facts: dict[str, Any], plan: Plan) -> str:
     return (
-        f"RECL on {facts['text']} ({facts['split']}), {facts['tokens']:,} tokens, each {plan.stride}th scored, contexts from "
+        f"RECL on {facts['text']} ({facts['split']}), {facts['tokens']:,} tokens, one in {plan.stride}, contexts from "
         f"{plan.lengths[0]} to {plan.lengths[-1]} in steps of {plan.lengths[1] - plan.lengths[0]}, threshold "
         f"{plan.threshold:g}; {facts['device']}, {facts['date']}. The paper's lengths are of models on WikiText-103."
     )

@@ -115,8 +115,9 @@ class _Run:
             step, state, notes = self._restore_or_init()
             with RunLog(self.workdir.path, first_step=step) as self.log:
                 self._open(step)
-                self.losses = self._losses_before(step + 1)
-                ended = step >= self.config.steps or self._out_of_patience()
+                self.losses = self._losses_so_far()
+                pending = notes.get("evaluation_pending", False)
+                ended = (step >= self.config.steps or self._out_of_patience()) and not pending
                 if ended and (results := self._results_on_disk()):
                     self.log.say(f"finished  already: {self.workdir.path / 'results.json'}")
                     return Outcome(True, step, results)
@@ -220,12 +221,14 @@ class _Run:
         if better:
             notes = {"step": step, **as_record(totals), "eval": self._eval_settings()}
             self.best.save(step, {"params": state.scored_params}, notes)
-        self.losses = [*self._losses_before(step), totals.nll]
+        self.losses.append(totals.nll)
         return self._with_average(step, state)
 
-    def _losses_before(self, step: int) -> list[float]:
-        """The validation losses of this run before `step`, in order."""
-        return [r["loss"] for r in read_metrics(self.workdir.path) if r["kind"] == "valid" and r["step"] < step]
+    def _losses_so_far(self) -> list[float]:
+        """The validation losses of this run in order; none if they were scored with other --eval settings."""
+        if self.best.latest_step() is None or self._best() is None:
+            return []
+        return [record["loss"] for record in read_metrics(self.workdir.path) if record["kind"] == "valid"]
 
     def _with_average(self, step: int, state: TrainState) -> TrainState:
         trigger = self.parts.config.average.trigger

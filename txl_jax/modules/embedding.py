@@ -62,5 +62,5 @@ class Embedding(nn.Module):
             return embedded
         kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - c.embedding_dropout, (self.vocab_size,))
         begins = (jnp.arange(tokens.shape[-1]) == 0)[None]
-        whole = embedded / (1 - c.embedding_dropout)
-        return jnp.where(kept[tokens][..., None], whole, jnp.where(begins[..., None], embedded, 0))
+        others = jnp.where(kept[tokens][..., None], embedded / (1 - c.embedding_dropout), 0)
+        return jnp.where(begins[..., None], embedded, others)

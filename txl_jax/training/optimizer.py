@@ -42,7 +42,7 @@ def _matrices(params: Any) -> Any:
 
     def is_matrix(path: tuple, leaf: Any) -> bool:
         names = _names(path)
-        return not names[-1].endswith(("bias", "scale")) and "biases" not in names
+        return not names[-1].endswith(("bias", "scale", "content")) and "biases" not in names
 
     return jax.tree.map_with_path(is_matrix, params)
 
