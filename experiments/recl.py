@@ -15,7 +15,6 @@ from pathlib import Path
 from absl import flags
 
 from experiments import runner
-from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import recl
 from txl_jax.jobs.recl import Member, Plan
 from txl_jax.jobs.score import SPLITS, Interrupted
@@ -45,11 +44,7 @@ def _run() -> int:
     plan, members = _plan(), _members()
     if not FLAGS.recl_out:
         raise ValueError("no folder was given; say with --recl_out=PATH where losses, table and pictures belong")
-    config, text = members[0].config, members[0].trained_on
-    folders = (FLAGS.data_dir, FLAGS.cache_dir)
-    if not FLAGS["data_dir"].present:  # As the run was started, unless this is another machine.
-        folders = (text.data_dir, FLAGS.cache_dir or text.cache_dir)
-    corpus = read_corpus(config.data, *folders, vocabulary=text.vocabulary)
+    corpus = runner.trained_corpus(members[0].config, members[0].trained_on)
     with StopRequest() as stop:
         try:
             recl.run(members, corpus, plan, Path(FLAGS.recl_out).expanduser(), stop_requested=lambda: stop)

@@ -15,7 +15,7 @@ from experiments import flag_tree
 from txl_jax import config_tree
 from txl_jax.checkpoint import CheckpointError
 from txl_jax.config import TOKEN_SETTINGS, CorpusName, ExperimentConfig
-from txl_jax.data.corpus import read_corpus
+from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.jobs import evaluate, generate, score_tokens, train
 from txl_jax.jobs.score import Interrupted
 from txl_jax.run_log import RunLogError
@@ -152,16 +152,21 @@ def score_trained(
       config, text: of `trained_config`.
       stopped: what is said of the files if a signal ends the job.
     """
-    folders = (FLAGS.data_dir, FLAGS.cache_dir)
-    if not FLAGS["data_dir"].present:  # As the run was started, unless this is another machine.
-        folders = (text.data_dir, FLAGS.cache_dir or text.cache_dir)
-    corpus = read_corpus(config.data, *folders, vocabulary=text.vocabulary)
+    corpus = trained_corpus(config, text)
     with StopRequest() as stop:
         try:
             job(config, corpus, workdir, trained_on=text, stop_requested=lambda: stop)
         except Interrupted as interrupted:
             print(f"stopped   on request while scoring {interrupted}; {stopped}")
     return _stopped(stop)
+
+
+def trained_corpus(config: ExperimentConfig, text: TextInfo) -> Corpus:
+    """The text that `config` names, in the vocabulary of a trained run; in the run's own folders unless others are given."""
+    folders = (FLAGS.data_dir, FLAGS.cache_dir)
+    if not FLAGS["data_dir"].present:  # As the run was started, unless this is another machine.
+        folders = (text.data_dir, FLAGS.cache_dir or text.cache_dir)
+    return read_corpus(config.data, *folders, vocabulary=text.vocabulary)
 
 
 def _generate(workdir: Workdir) -> int:

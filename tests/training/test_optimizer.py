@@ -2,6 +2,8 @@
 
 import math
 
+import flax.linen as nn
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,3 +75,41 @@ def test_updates_are_those_of_a_numpy_adam_after_clipping(x64):
             mean, square = first[name] / (1 - 0.8 ** (count + 1)), second[name] / (1 - 0.95 ** (count + 1))
             np.testing.assert_allclose(updates[name], -rate * mean / (np.sqrt(square) + 1e-3), rtol=1e-6, atol=0)
     assert 0 < clipped < 4  # Both sides of the limit were seen.
+
+
+PARAMS = {
+    "embedding": {"table_0": np.full((3, 2), 2.0, np.float32)},
+    "softmax": {"bias": np.full(3, 2.0, np.float32)},
+    "stack": {
+        "biases": {"content": np.full((2, 2), 2.0, np.float32)},
+        "layers": {
+            "attention": {"query": np.full((2, 2), 2.0, np.float32)},
+            "attention_norm": {"scale": np.full(2, 2.0, np.float32), "bias": np.full(2, 2.0, np.float32)},
+        },
+    },
+}
+
+
+def first_update(gradient: float, *, boxed: bool = False, **settings) -> dict[str, float]:
+    """The change of each parameter by name, for a gradient of this size everywhere."""
+    config = OptimizerConfig(learning_rate=0.1, clip_norm=1e9, **settings)
+    optimizer, params = make_optimizer(config, lambda count: 0.1), PARAMS
+    if boxed:  # As when the state is made.
+        params = jax.tree.map(lambda leaf: nn.LogicallyPartitioned(leaf, (None,) * leaf.ndim), PARAMS)
+    state = optimizer.init(params)
+    gradients = jax.tree.map(lambda leaf: np.full_like(leaf, gradient), PARAMS)
+    updates, _ = optimizer.update(gradients, nn.unbox(state), PARAMS)
+    return {"/".join(path): float(leaf.ravel()[0]) for path, leaf in flax.traverse_util.flatten_dict(updates).items()}
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+def test_decay_shrinks_matrices_and_nothing_else(boxed):
+    found = first_update(0.0, weight_decay=0.5, boxed=boxed)
+    matrices = {"embedding/table_0", "stack/layers/attention/query"}
+    assert found == {name: pytest.approx(-0.1 * 0.5 * 2 if name in matrices else 0) for name in found}
+    assert len(found) == 6
+
+
+def test_the_embedding_has_a_rate_of_its_own():
+    found = first_update(1.0, embedding_rate=3.0)
+    assert found == {name: pytest.approx(-0.3 if name == "embedding/table_0" else -0.1, rel=1e-4) for name in found}

@@ -51,8 +51,8 @@ class Block(nn.Module):
     def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
         """One layer: inputs [B, L, D] and memory [B, M, D] -> outputs [B, L, D], and the inputs again.
 
-        The second result is what the memory will keep, with Al-Rfou's positions added. Only this segment's rows leave the layer: handing
-        the whole memory through the scan would copy it once per layer.
+        The second result is what the memory will keep, with Al-Rfou's positions added. Only this segment's rows leave
+        the layer: handing the whole memory through the scan would copy it once per layer.
         """
         c = self.config
         dtype = inputs.dtype

@@ -19,9 +19,11 @@ _NEVER = 2**31 - 1
 
 @flax.struct.dataclass
 class Average:
-    """Attributes:
-    params: the mean; before it has begun, the parameters themselves.
-    begun: int32 [], updates before it began.
+    """A mean that is carried from update to update.
+
+    Attributes:
+      params: the mean; before it has begun, the parameters themselves.
+      begun: int32 [], updates before it began.
     """
 
     params: Any
