@@ -513,9 +513,7 @@ class TrainConfig:
     loss: LossPart = LossPart.FULL  # Positions of the segment that are scored.
     activation_l2: float = 0.0  # Added to the loss: this times the mean square of the last layer's outputs (AR).
     temporal_l2: float = 0.0  # The same of their change from each position to the next (TAR).
-    adversarial: float = (
-        0.0  # Words' vectors are pushed away by this part of their length (AdvSoft); full softmax only.
-    )
+    adversarial: float = 0.0  # Words' vectors are pushed off by this part of their length (AdvSoft); full softmax only.
     segments_per_call: int = 1  # S, updates per dispatch; larger hides the host's work, the numbers stay the same.
     log_every: int = free(200)  # Updates between progress lines.
     eval_every: int = free(4000)  # Updates between evaluations on the validation text.
