@@ -28,6 +28,7 @@ from txl_jax import config_tree, flops, report
 from txl_jax.assemble import Parts, assemble
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.jobs import beside_peer, speed
+from txl_jax.jobs.generate import check_can_write
 from txl_jax.jobs.speed import Speed, Task
 from txl_jax.run_log import write_json
 
@@ -68,6 +69,8 @@ def _run() -> int:
     if FLAGS.peer:
         config = beside_peer.with_compat(config)
     vocab_size = FLAGS.speed_vocab or _VOCABULARIES.get(config.data.corpus, 256)
+    if "generation" in (FLAGS.speed_tasks or _TASKS):
+        check_can_write(config)
     parts = assemble(config, vocab_size=vocab_size)
     facts = report.environment()
     print(f"{parts.n_parameter:,} parameters, vocabulary {vocab_size:,}, {config.model.dtype}")
