@@ -30,7 +30,11 @@ def main() -> None:
     runner.define_data_folders()
     flag_tree.define(ExperimentConfig())
     flags.DEFINE_enum("ablation_table", "6", list(ablation.TABLES), "Table of the paper.")
-    flags.DEFINE_list("ablation_rows", [], "Names of the rows to run, as their folders; none: all of the table.")
+    flags.DEFINE_list(
+        "ablation_rows",
+        [],
+        "Rows to run, named as their folders; none: all of the table. Others of the grid too: none-vaswani-full.",
+    )
     flags.DEFINE_list("ablation_seeds", ["1111"], "A run of each row for each seed.")
     flags.DEFINE_list("ablation_lengths", ["64", "128", "256", "512"], "Attention lengths that are tried.")
     flags.DEFINE_integer("ablation_stride", 1, "Tokens that a window scores, without recurrence.", lower_bound=1)
@@ -62,12 +66,8 @@ def _run() -> int:
 
 
 def _plan() -> ablation.Plan:
-    rows = {row.name: row for row in ablation.TABLES[FLAGS.ablation_table]}
-    unknown = [name for name in FLAGS.ablation_rows if name not in rows]
-    if unknown:
-        raise ValueError(
-            f"table {FLAGS.ablation_table} has no row {', '.join(unknown)}; its rows are {', '.join(rows)}"
-        )
+    table = FLAGS.ablation_table
+    rows = tuple(ablation.row_named(table, name) for name in FLAGS.ablation_rows) or ablation.TABLES[table]
     try:
         seeds, lengths = (
             tuple(int(word) for word in words) for words in (FLAGS.ablation_seeds, FLAGS.ablation_lengths)
@@ -77,9 +77,8 @@ def _plan() -> ablation.Plan:
             f"--ablation_seeds is {','.join(FLAGS.ablation_seeds)!r} and --ablation_lengths "
             f"{','.join(FLAGS.ablation_lengths)!r}; give whole numbers, as 1,2,3 and 64,128"
         ) from None
-    chosen = FLAGS.ablation_rows or list(rows)
     return ablation.Plan(
-        rows=tuple(rows[name] for name in chosen),
+        rows=rows,
         seeds=seeds,
         lengths=lengths,
         stride=FLAGS.ablation_stride,

@@ -200,7 +200,12 @@ def test_rows_of_a_table_are_run(text_file, tmp_path):
         ("recl", ["--recl_workdirs=WORK,WORK/b", "--recl_out=WORK"], 1, ["WORK holds no run"]),
         ("speed", ["--model.network=lstm"], 1, ["model.network is lstm", "writes no text"]),
         ("recl", ["--recl_lengths=3"], 1, ["--recl_lengths is '3'", "100,1000,100"]),
-        ("ablation", ["--ablation_rows=best", "--ablation_out=WORK"], 1, ["no row best", "none-al_rfou-half"]),
+        (
+            "ablation",
+            ["--ablation_rows=best", "--ablation_out=WORK"],
+            1,
+            ["no row is called best", "none-al_rfou-half"],
+        ),
         ("ablation", ["--flagfile=ptb_small"], 1, ["--ablation_out"]),
         ("attention", ["--workdir=WORK"], 1, ["WORK holds no run"]),
         ("continuation", ["--workdir=WORK"], 1, ["WORK holds no run"]),

@@ -47,6 +47,20 @@ def test_the_rows_of_table_6():
     ]
 
 
+def test_a_row_outside_the_table_is_known_by_its_name():
+    assert ablation.row_named("6", RECURRENT.name) is RECURRENT
+    row = ablation.row_named("6", "recurrence-al_rfou-half-24")
+    assert (
+        row == Row(True, Encoding.AL_RFOU, LossPart.HALF, segment_len=24) and row.name == "recurrence-al_rfou-half-24"
+    )
+
+
+@pytest.mark.parametrize("name", ["best", "none-shaw", "some-shaw-full", "none-shaw-full-0", "none-shaw-full-8-8"])
+def test_a_name_that_says_no_row_is_refused(name):
+    with pytest.raises(ValueError, match=f"no row is called {name}.*none-al_rfou-half"):
+        ablation.row_named("6", name)
+
+
 @pytest.mark.parametrize("row", [row for rows in TABLES.values() for row in rows], ids=lambda row: row.name)
 def test_every_row_is_a_legal_run_that_differs_as_it_says(row):
     config = ablation.row_config(tiny_run.CONFIG, row, 5)
@@ -72,6 +86,7 @@ def test_rows_are_trained_scored_and_told(base, tmp_path):
     told = json.loads((tmp_path / "ablation.json").read_text())
     assert len(told["scores"]) == 4 and told["seeds"] == [1, 2]
     page = (tmp_path / "ablation.md").read_text()
+    assert f"| row | 4 | {L} | 12 | {L + M} |" in page  # Each row lacks the attention length of the other's training.
     assert (
         "| yes | relative | full | " in page and "| no | vaswani | half | " in page and "27.02 | 26.77 | 500 |" in page
     )

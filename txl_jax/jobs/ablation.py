@@ -85,6 +85,34 @@ TABLES = {
 }
 
 
+def row_named(table: str, name: str) -> Row:
+    """The row of a table, or any other of the grid, of which the paper has no numbers.
+
+    >>> row_named("6", "none-vaswani-full").published
+    Published(init=None, best=None, length=None)
+
+    Raises:
+      ValueError: a name that says no row.
+    """
+    for row in TABLES[table]:
+        if row.name == name:
+            return row
+    parts = name.split("-")
+    try:
+        recurrence = {"recurrence": True, "none": False}[parts[0]]
+        encoding, loss = Encoding(parts[1]), LossPart(parts[2])
+        segment_len = int(parts[3]) if len(parts) == 4 else None
+        if len(parts) > 4 or (segment_len is not None and segment_len < 1):
+            raise ValueError
+    except (KeyError, ValueError, IndexError):
+        raise ValueError(
+            f"no row is called {name}; table {table} has {', '.join(row.name for row in TABLES[table])}, and others are "
+            f"named alike: recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and a segment length "
+            "where it is not the flagfile's"
+        ) from None
+    return Row(recurrence, encoding, loss, segment_len=segment_len)
+
+
 class Score(NamedTuple):
     """A row's scores on the validation text, for one seed."""
 
@@ -322,11 +350,29 @@ def _markdown(found: dict[str, list[Score]], plan: Plan, facts: dict[str, Any]) 
         paper = ["" if value is None else f"{value:g}" for value in row.published]
         cells = ["yes" if row.recurrence else "no", row.encoding, row.loss, *shown, lengths, *paper]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_by_length(found, plan, measure)]) + "\n"
+
+
+def _by_length(found: dict[str, list[Score]], plan: Plan, measure: str) -> list[str]:
+    """The mean of the seeds at each attention length."""
+    shown = sorted({length for scores in found.values() for length in scores[0].at})
+    lines = [
+        f"Validation {measure} by attention length:",
+        "",
+        f"| row | {' | '.join(f'{length:,}' for length in shown)} |",
+        "|---" * (len(shown) + 1) + "|",
+    ]
+    for row in plan.rows:
+        if scores := found.get(row.name):
+            values = [[score.at[length] for score in scores] if length in scores[0].at else [] for length in shown]
+            lines.append(f"| {row.name} | {' | '.join(_mean(each, measure) for each in values)} |")
+    return lines
 
 
 def _mean(values: Sequence[float], measure: str) -> str:
     digits = 2 if measure == Measure.PPL.value else 4
+    if not values:
+        return ""
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{statistics.mean(values):.{digits}f} ({statistics.stdev(values):.{digits}f}, {len(values)})"
