@@ -15,6 +15,7 @@ from txl_jax.config import (
     ExperimentConfig,
     Heldout,
     LineMark,
+    LossPart,
     ModelConfig,
     Network,
     Newlines,
@@ -119,6 +120,28 @@ CONFLICTS = [
     *(({f"optimizer.{name}": 1.0}, (f"optimizer.{name} is 1.0", "below 1")) for name in ("adam_b1", "adam_b2")),
     ({"optimizer.warmup_steps": -1}, ("optimizer.warmup_steps is -1",)),
     ({"optimizer.warmup_steps": 600, "train.steps": 400}, ("warmup_steps is 600", "train.steps is 400")),
+    ({"optimizer.warmup_steps": 60, "optimizer.decay_steps": 50}, ("warmup_steps is 60", "decay_steps is 50")),
+    ({"optimizer.decay_steps": 500, "train.steps": 400}, ("decay_steps is 500", "train.steps is 400")),
+    *(({f"optimizer.{name}": -1}, (f"optimizer.{name} is -1",)) for name in ("decay_steps", "l2")),
+    ({"optimizer.embedding_rate": 0.1, "compat.lr_floor": 0.5}, ("lr_floor is 0.5", "embedding_rate is 0.1")),
+    ({"average.rate": 0.5}, ("average.rate is 0.5", "average.start is -1")),
+    ({"average.rate": 0.0, "average.start": 3}, ("average.rate is 0.0",)),
+    ({"model.tie_positions": True, "model.untie_r": True}, ("tie_positions", "untie_r is True")),
+    ({"model.tie_positions": True, "model.encoding": Encoding.VASWANI}, ("tie_positions", "encoding is vaswani")),
+    ({"model.qkv_dropout": 0.1, "model.network": Network.LSTM}, ("qkv_dropout is 0.1", "network is lstm")),
+    *(
+        ({f"{group}.stride": 600, f"{group}.mem_len": 0}, (f"{group}.stride is 600", f"{group}.segment_len is"))
+        for group in ("train", "eval")
+    ),
+    *(({f"{group}.stride": 4}, (f"{group}.stride is 4", f"{group}.mem_len is")) for group in ("train", "eval")),
+    (
+        {"train.stride": 4, "train.mem_len": 0, "train.loss": LossPart.HALF},
+        ("train.stride is 4", "train.loss is half"),
+    ),
+    (
+        {"eval.stride": 4, "eval.mem_len": 0, "eval.same_length": False, "eval.warmup_tokens": 5},
+        ("eval.stride is 4", "eval.warmup_tokens is 5"),
+    ),
     ({"mesh.data": -1}, ("mesh.data is -1",)),
     *(({f"mesh.{name}": 0}, (f"mesh.{name} is 0", "at least 1")) for name in ("fsdp", "model")),
     *(

@@ -30,6 +30,7 @@ MODELS = {
     "post": {},
     "pre": {"layer_norm": NormPlace.PRE},
     "own biases": {"untie_r": True},
+    "tied positions": {"tie_positions": True},
     "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
     "vaswani": {"encoding": Encoding.VASWANI},
     "al_rfou": {"encoding": Encoding.AL_RFOU, "n_position": 9},

@@ -24,6 +24,15 @@ def test_position_weights(segment_len, part, expected):
     np.testing.assert_array_equal(losses.position_weights(segment_len, part), expected)
 
 
+def test_half_loss_has_no_gradient_in_the_first_half():
+    def half(nll):
+        nats, tokens = losses.weighted_sum(nll, losses.position_weights(7, LossPart.HALF)[None])
+        return nats / tokens
+
+    gradient = jax.grad(half)(jnp.arange(14.0).reshape(2, 7))
+    np.testing.assert_allclose(gradient, [[0, 0, 0] + [1 / 4] * 4] * 2)
+
+
 def test_weighted_sum_gives_nats_and_weights():
     nll = jnp.asarray([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
     weights = jnp.asarray([[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]])

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from txl_jax import axes, readers, sharding
 from txl_jax.config import ExperimentConfig, Network
 from txl_jax.data.segments import Segments
+from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
 from txl_jax.evaluation.streaming import EvalStep, make_eval_step
 from txl_jax.memory import KeyValueMemory, Memory
 from txl_jax.modules.lstm import LSTM
@@ -102,6 +103,12 @@ class Parts:
     def eval_step(self) -> EvalStep:
         """The jitted evaluation of S segments; the memory is donated."""
         return jax.jit(make_eval_step(self.model, self.config.eval), donate_argnums=1)
+
+    @functools.cached_property
+    def window_step(self) -> WindowStep:
+        """The jitted evaluation of windows."""
+        span = self.config.eval
+        return make_window_step(self.model, clamp_len=span.clamp_len, temperature=span.temperature)
 
     def eval_memory(self, weights: Any) -> Any:
         """An empty memory of the evaluation's shape."""
@@ -222,12 +229,11 @@ def assemble(config: ExperimentConfig, *, vocab_size: int) -> Parts:
         size, devices = getattr(config.model, name), mesh.shape[axis]
         if size % devices:
             raise ValueError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
-    schedule = optimizer_lib.learning_rate(config.optimizer, config.compat, steps=config.train.steps)
     network = {Network.TRANSFORMER_XL: TransformerXL, Network.LSTM: LSTM}[config.model.network]
     return Parts(
         config=config,
         model=network(config.model, config.compat, vocab_size, sharding.row_groups(mesh)),
-        optimizer=optimizer_lib.make_optimizer(config.optimizer, schedule),
-        schedule=schedule,
+        optimizer=optimizer_lib.make_optimizer(config),
+        schedule=optimizer_lib.learning_rate(config),
         mesh=mesh,
     )

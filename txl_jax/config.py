@@ -203,12 +203,14 @@ class ModelConfig:
     input_dropout: float = -1.0  # On embedding and positions; below 0: as dropout.
     output_dropout: float = -1.0  # On what the softmax reads; below 0: as dropout.
     locked_dropout: bool = False  # One mask for all positions of a row's segment, except on attention probabilities.
+    qkv_dropout: float = 0.0  # On queries, keys and values.
     embedding_dropout: float = 0.0  # Part of the words that are left out wherever they stand in a batch.
     weight_dropout: float = 0.0  # Part of the weights of attention and feed-forward that are left out of an update.
     layer_norm: NormPlace = NormPlace.POST  # Where the layer norm stands.
     encoding: Encoding = Encoding.RELATIVE  # How positions are told: the paper's way, or one of those it compares with.
     n_position: int = 0  # shaw, al_rfou: distances that their tables hold; greater ones share the last.
     untie_r: bool = False  # u and v (r_w_bias, r_r_bias) per layer instead of shared by all.
+    tie_positions: bool = False  # Position codes go through the key's matrix; u and v are the query of distance 0.
     tie_weight: bool = True  # Embedding and softmax share their tables.
     cutoffs: tuple[int, ...] = ()  # First token of each tail cluster of the adaptive softmax; empty: full softmax.
     div_val: int = 1  # Cluster c is embedded in d_embed // div_val**c numbers.
@@ -235,12 +237,12 @@ class ModelConfig:
     @property
     def input_rate(self) -> float:
         """Dropout on embedding and positions."""
-        return self.dropout if self.input_dropout < 0 else self.input_dropout
+        return self.dropout if _is_unset(self.input_dropout) else self.input_dropout
 
     @property
     def output_rate(self) -> float:
         """Dropout on what the softmax reads."""
-        return self.dropout if self.output_dropout < 0 else self.output_dropout
+        return self.dropout if _is_unset(self.output_dropout) else self.output_dropout
 
     def clamp(self, clamp_len: int) -> int:
         """The distance that all above it share with it, as `clamp_len` and the tables' size limit it; 0: none."""
@@ -258,7 +260,7 @@ class ModelConfig:
             _require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}; it must be at least 1")
         _require(self.d_model % 2 == 0, f"model.d_model is {self.d_model}; sinusoids come in pairs, so it must be even")
         _require(self.d_embed >= 0, f"model.d_embed is {self.d_embed}; give a width, or 0 for d_model")
-        for name in ("dropout", "attention_dropout", "embedding_dropout", "weight_dropout"):
+        for name in ("dropout", "attention_dropout", "qkv_dropout", "embedding_dropout", "weight_dropout"):
             rate = getattr(self, name)
             _require(0 <= rate < 1, f"model.{name} is {rate}; it must be at least 0 and below 1")
         for name in ("input_dropout", "output_dropout"):
@@ -268,10 +270,11 @@ class ModelConfig:
             self.network is Network.TRANSFORMER_XL or self.encoding is Encoding.RELATIVE,
             f"model.encoding is {self.encoding} and model.network is {self.network}, which has none; leave it out",
         )
-        _require(
-            self.network is Network.TRANSFORMER_XL or not self.weight_dropout,
-            f"model.weight_dropout is {self.weight_dropout} and model.network is {self.network}, which has none",
-        )
+        for name in ("qkv_dropout", "weight_dropout"):
+            _require(
+                self.network is Network.TRANSFORMER_XL or not getattr(self, name),
+                f"model.{name} is {getattr(self, name)} and model.network is {self.network}, which has none",
+            )
         _require(
             list(self.cutoffs) == sorted(set(self.cutoffs)) and all(c > 0 for c in self.cutoffs),
             f"model.cutoffs are {list(self.cutoffs)}; they must be positive and increase",
@@ -288,6 +291,11 @@ class ModelConfig:
         _require(
             self.encoding is Encoding.RELATIVE or not self.untie_r,
             f"model.untie_r is on and model.encoding is {self.encoding}, which has no u and v",
+        )
+        _require(
+            not self.tie_positions or (self.encoding is Encoding.RELATIVE and not self.untie_r),
+            f"model.tie_positions is on, model.encoding is {self.encoding} and model.untie_r is {self.untie_r}; it goes "
+            f"with {Encoding.RELATIVE}, and leaves no u and v to untie",
         )
         _require(
             self.n_position >= 2 if self.encoding.is_learned else self.n_position == 0,
@@ -460,8 +468,10 @@ class OptimizerConfig:
     adam_b2: float = 0.999  # Decay of the second moment.
     adam_eps: float = 1e-8  # Added to the root of the second moment.
     clip_norm: float = 0.25  # Largest global norm of the gradient.
+    decay_steps: int = 0  # Updates after which the rate is at its floor, and stays there; 0: train.steps.
+    l2: float = 0.0  # This times the parameters is added to the clipped gradient: the weight decay of PyTorch's Adam.
     weight_decay: float = 0.0  # Times the learning rate: the part by which matrices shrink in an update (AdamW's).
-    embedding_rate: float = 1.0  # The embedding's learning rate, as a multiple of all others'.
+    embedding_rate: float = 1.0  # The embedding's peak learning rate, as a multiple of all others'; one floor for all.
 
     def validate(self) -> None:
         for name in ("learning_rate", "adam_eps", "clip_norm"):
@@ -469,7 +479,8 @@ class OptimizerConfig:
         for name in ("adam_b1", "adam_b2"):
             decay = getattr(self, name)
             _require(0 <= decay < 1, f"optimizer.{name} is {decay}; it must be at least 0 and below 1")
-        _require(self.weight_decay >= 0, f"optimizer.weight_decay is {self.weight_decay}; it cannot be negative")
+        for name in ("decay_steps", "l2", "weight_decay"):
+            _require(getattr(self, name) >= 0, f"optimizer.{name} is {getattr(self, name)}; it cannot be negative")
         _require(self.embedding_rate > 0, f"optimizer.embedding_rate is {self.embedding_rate}; it must be positive")
         _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}; it cannot be negative")
 
@@ -495,6 +506,16 @@ def _validate_span(group: str, span: "TrainConfig | EvalConfig") -> None:
     for name in ("mem_len", "clamp_len"):
         _require(getattr(span, name) >= 0, f"{group}.{name} is {getattr(span, name)}; it cannot be negative")
     _require(
+        0 <= span.stride <= span.segment_len,
+        f"{group}.stride is {span.stride} and {group}.segment_len is {span.segment_len}; the stride lies between 1 and "
+        "that, or is 0 for all of it",
+    )
+    _require(
+        not (span.stride and span.mem_len),
+        f"{group}.stride is {span.stride} and {group}.mem_len is {span.mem_len}; what a segment reads again is not to be "
+        "remembered too, so give one of them",
+    )
+    _require(
         not span.same_length or span.mem_len > 0,
         f"{group}.same_length is on and {group}.mem_len is {span.mem_len}; the window would be empty",
     )
@@ -508,6 +529,7 @@ class TrainConfig:
     batch_size: int = 22  # B, rows over all devices.
     segment_len: int = 512  # L, tokens per row and update (the original's tgt_len).
     mem_len: int = 512  # M, slots of memory.
+    stride: int = 0  # Tokens of a segment that are new and scored, at its end; those before are read again; 0: all.
     clamp_len: int = 0  # Distances above this share one position code; 0: off.
     same_length: bool = False  # Every query sees the same number of keys.
     loss: LossPart = LossPart.FULL  # Positions of the segment that are scored.
@@ -521,8 +543,17 @@ class TrainConfig:
     keep_checkpoints: int = free(2)  # Newest checkpoints kept, beside the best.
     patience: int = free(0)  # Evaluations in a row without a better loss that end the training; 0: none do.
 
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of a row that an update reads for the first time."""
+        return self.stride or self.segment_len
+
     def validate(self) -> None:
         _validate_span("train", self)
+        _require(
+            not self.stride or self.loss is LossPart.FULL,
+            f"train.stride is {self.stride} and train.loss is {self.loss}; the stride says what is scored",
+        )
         for name in ("activation_l2", "temporal_l2", "adversarial", "patience"):
             _require(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; it cannot be negative")
         _require(self.keep_checkpoints >= 1, f"train.keep_checkpoints is {self.keep_checkpoints}; keep at least 1")
@@ -541,6 +572,7 @@ class AverageConfig:
 
     start: int = -1  # Updates before the mean begins; below 0: there is none, unless trigger begins it.
     trigger: int = 0  # Begin once validation is worse than the best but of the last so many (AWD-LSTM: 5); 0: never.
+    rate: float = 1.0  # Factor on the learning rate from start on.
     decay: float = 1.0  # 1: all weights since the start count alike; below: older ones fade by this with each update.
 
     @property
@@ -550,6 +582,11 @@ class AverageConfig:
 
     def validate(self) -> None:
         _require(self.trigger >= 0, f"average.trigger is {self.trigger}; it cannot be negative")
+        _require(self.rate > 0, f"average.rate is {self.rate}; it must be positive")
+        _require(
+            self.start >= 0 or self.rate == 1,
+            f"average.rate is {self.rate} and average.start is {self.start}; the factor applies from there on, so give it",
+        )
         _require(0 < self.decay <= 1, f"average.decay is {self.decay}; it must be above 0 and at most 1")
         _require(
             self.start < 0 or not self.trigger,
@@ -567,6 +604,7 @@ class EvalConfig:
     batch_size: int = free(1)  # B, streams read side by side; each starts from an empty memory.
     segment_len: int = free(80)  # L, tokens per row and step.
     mem_len: int = free(2100)  # M, slots of memory.
+    stride: int = free(0)  # Without memory: tokens that a window of segment_len scores, at its end; 0: all.
     clamp_len: int = free(820)  # Distances above this share one position code; 0: off.
     same_length: bool = free(True)  # Every query sees the same number of keys.
     segments_per_call: int = free(8)  # S, segments per dispatch.
@@ -588,6 +626,11 @@ class EvalConfig:
         )
         _require(self.temperature > 0, f"eval.temperature is {self.temperature}; it must be positive")
         _require(self.warmup_tokens >= 0, f"eval.warmup_tokens is {self.warmup_tokens}; it cannot be negative")
+        _require(
+            not (self.stride and self.warmup_tokens),
+            f"eval.stride is {self.stride} and eval.warmup_tokens is {self.warmup_tokens}; windows have no cold start but "
+            "the text's own, so leave them out",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -645,10 +688,28 @@ class ExperimentConfig:
                 f"model.d_embed {self.model.d_embed}); it goes with a full softmax over d_model",
             )
         _require(
-            self.optimizer.warmup_steps < self.train.steps,
-            f"optimizer.warmup_steps is {self.optimizer.warmup_steps} and train.steps is {self.train.steps}; "
-            "the warm-up must end before the training does",
+            self.compat.lr_floor <= self.optimizer.embedding_rate,
+            f"compat.lr_floor is {self.compat.lr_floor} and optimizer.embedding_rate is {self.optimizer.embedding_rate}; the "
+            "embedding's peak would lie below the floor",
         )
+        ends, end = self.optimizer.decay_steps, "optimizer.decay_steps"
+        _require(
+            ends <= self.train.steps,
+            f"optimizer.decay_steps is {ends} and train.steps is {self.train.steps}; the decay must end with the training, "
+            "or before",
+        )
+        if not ends:
+            ends, end = self.train.steps, "train.steps"
+        _require(
+            self.optimizer.warmup_steps < ends,
+            f"optimizer.warmup_steps is {self.optimizer.warmup_steps} and {end} is {ends}; "
+            "the warm-up must end before the rate has fallen",
+        )
+
+
+def _is_unset(rate: Any) -> bool:
+    """Whether a rate stands for another; a traced number (`txl_jax.training.together`) stands for itself."""
+    return isinstance(rate, int | float) and rate < 0
 
 
 def _require(condition: Any, message: str) -> None:

@@ -221,15 +221,20 @@ def _norm(model: TransformerXL, scales: Any):
 
 
 def _freeze_layer(params: Any, biases: Any, distances: jax.Array, model: TransformerXL) -> Layer:
-    """One layer of the model's parameters; `biases`: u and v, its own or those of all."""
+    """One layer of the model's parameters; `biases`: u and v, its own or those of all, if there are any."""
     attention, encoding = params["attention"], model.config.encoding
     scale, dtype = model.config.d_head**-0.5, jnp.dtype(model.config.dtype)
     parts = attention["query"] * scale, attention["key"], attention["value"]
     content_bias, by_distance = None, None
     if encoding is Encoding.RELATIVE:
         codes = positions.sinusoids(distances, model.config.d_model, dtype)
-        content_bias, position_bias = ((biases[name] * scale).astype(dtype) for name in ("content", "position"))
-        key = jnp.einsum("pd,dhe->hep", codes, attention["position_key"].astype(dtype))
+        if model.config.tie_positions:
+            own = jnp.einsum("d,dhe->he", codes[-1], parts[0].astype(dtype))
+            content_bias, position_bias, kernel = own, own, attention["key"]
+        else:
+            content_bias, position_bias = ((biases[name] * scale).astype(dtype) for name in ("content", "position"))
+            kernel = attention["position_key"]
+        key = jnp.einsum("pd,dhe->hep", codes, kernel.astype(dtype))
         by_distance = ByDistance(bias=position_bias, key=key, score=None)
     elif encoding is Encoding.SHAW:
         table = {name: leaf.astype(dtype) for name, leaf in attention["positions"].items()}

@@ -21,22 +21,35 @@ from txl_jax.training.progress import duration
 def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
     """Text, model, work per step, devices."""
     c, train = parts.config.model, parts.config.train
-    tokens_per_step = train.batch_size * train.segment_len
+    tokens_per_step = train.batch_size * train.new_tokens
     epochs = train.steps / reader.n_segments
     span = parts.config.eval
     return [
         f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} tokens "
         f"to train / validate / test on, vocabulary {corpus.vocabulary.size:,}",
         f"model     {_sizes(c)}, {c.dtype}: {parts.n_parameter:,} parameters",
-        f"training  {train.batch_size} rows x {train.segment_len} = {tokens_per_step:,} tokens per step, memory "
-        f"{train.mem_len}; {train.steps:,} steps = {epochs:.2f} epochs of {reader.n_segments:,} steps "
+        f"training  {train.batch_size} rows x {train.new_tokens} = {tokens_per_step:,} tokens per step, "
+        + (
+            f"after {train.segment_len - train.stride} that are read again"
+            if train.stride
+            else f"memory {train.mem_len}"
+        )
+        + f"; {train.steps:,} steps = {epochs:.2f} epochs of {reader.n_segments:,} steps "
         f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
-        f"scoring   segments of {span.segment_len}, memory {span.mem_len}, "
-        f"{f'distances clamped at {span.clamp_len}' if span.clamp_len else 'no clamp'}, "
-        f"{span.batch_size} row{'s' if span.batch_size > 1 else ''}"
+        "scoring   "
+        + (
+            f"the last {span.stride} of windows of {span.segment_len}, "
+            if span.stride
+            else f"segments of {span.segment_len}, memory {span.mem_len}, "
+        )
+        + f"{_clamp(span.clamp_len)}, {span.batch_size} row{'s' if span.batch_size > 1 else ''}"
         + (f", each begun {span.warmup_tokens} tokens early" if span.warmup_tokens else ""),
         f"devices   {parts.mesh.size} x {device_kind()} ({', '.join(f'{k} {n}' for k, n in parts.mesh.shape.items())})",
     ]
+
+
+def _clamp(clamp_len: int) -> str:
+    return f"distances clamped at {clamp_len}" if clamp_len else "no clamp"
 
 
 def _sizes(c: ModelConfig) -> str:

@@ -63,11 +63,13 @@ class RunLog:
       workdir: the run's folder; made if missing.
       first_step: the step that the run starts after (that of the checkpoint it resumes from). Records of later
         steps are dropped.
+      label: stands before each line that is printed.
 
     Every method raises RunLogError when a file cannot be written.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, first_step: int = 0):
+    def __init__(self, workdir: str | os.PathLike, *, first_step: int = 0, label: str = ""):
+        self._label = label
         self._workdir = Path(workdir)
         with _Writing(self._workdir):
             self._workdir.mkdir(parents=True, exist_ok=True)
@@ -112,9 +114,10 @@ class RunLog:
             self._events.write_event(event)
             self._events.flush()
 
-    def say(self, line: str) -> None:
-        """Prints a line, and adds it to log.txt; after `close` it only prints."""
-        print(line, flush=True)
+    def say(self, line: str, *, shown: bool = True) -> None:
+        """Prints a line, unless it is not to be `shown`, and adds it to log.txt; after `close` it only prints."""
+        if shown:
+            print(self._label + line, flush=True)
         if self._lines.closed:
             return
         with _Writing(self._workdir):

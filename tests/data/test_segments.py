@@ -54,6 +54,35 @@ def make(kind, length, batch_size, segment_len, **others):
     return constructor(numbered(length), batch_size=batch_size, segment_len=segment_len, **others)
 
 
+@given(**SIZES, stride=st.integers(1, 9), rolled=st.booleans())
+def test_segments_with_a_stride_read_again_what_they_do_not_score(length, batch_size, segment_len, stride, rolled):
+    if length - 1 < batch_size * segment_len or stride > segment_len:
+        reject()
+    roll = Roll.ROWS if rolled else Roll.NONE
+    sizes = {"batch_size": batch_size, "segment_len": segment_len}
+    reader = training_segments(numbered(length), **sizes, stride=stride, roll=roll)
+    again, seen = segment_len - stride, []
+    for epoch in range(2):
+        read = epoch_of(reader, epoch)
+        assert read.reset[0].all() and not read.reset[1:].any()
+        np.testing.assert_array_equal(read.inputs[1:, :, :again], read.inputs[:-1, :, stride:])
+        np.testing.assert_array_equal(read.targets[1:, :, :again], read.targets[:-1, :, stride:])
+        assert read.weights[0].all() and read.weights[1:, :, again:].all() and not read.weights[1:, :, :again].any()
+        assert read.weights.sum() == reader.tokens_per_epoch
+        scored = np.sort(read.targets[read.weights > 0])
+        assert len(set(scored)) == len(scored)
+        seen.append(scored.tolist())
+        # What is left out fills no stride.
+        assert (length - 1) // batch_size - reader.tokens_per_epoch // batch_size < stride
+    assert rolled or seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("stride", [-1, 4])
+def test_a_stride_lies_within_a_segment(stride):
+    with pytest.raises(ValueError, match=f"stride is {stride} and segment_len is 3"):
+        training_segments(numbered(20), batch_size=1, segment_len=3, stride=stride)
+
+
 def rows_of(values):
     """[S, B, L] to the B rows in reading order, [B, S * L]."""
     return values.transpose(1, 0, 2).reshape(values.shape[1], -1)

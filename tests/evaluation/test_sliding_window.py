@@ -92,7 +92,9 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
                     scored.append(target)
         return targets.astype(np.float64)
 
-    found = evaluate_windows(note, None, np.arange(length), **sizes)
+    nats = np.full(length, -1.0)
+    found = evaluate_windows(note, None, np.arange(length), **sizes, token_nats=nats)
+    assert nats.tolist() == [-1, *range(1, length)]
     assert sorted(scored) == list(range(1, length))
     assert (found.tokens, found.nats) == (length - 1, sum(range(length)))
     assert shapes[0] == ((1, attention_len), (1, attention_len))

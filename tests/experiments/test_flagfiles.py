@@ -50,6 +50,7 @@ FLAGFILES = {
     "lm1b_large": Row("lm1b", LM1B, 841e6, 0.005),
     "lm1b_ablation": Row("lm1b", LM1B, 0.3e9, 0.03),
     "ptb": Row("ptb", PTB, 24e6, 0.02),
+    "ptb_author": Row("ptb", PTB, 24e6, 0.02),
     # Not from the paper: the count pins the sizes.
     "ptb_small": Row("ptb", PTB, 2_146_832),
     "small": Row("text", 256, 3_483_392),
@@ -114,8 +115,8 @@ def test_size_with_u_and_v_per_layer(name):
 @pytest.mark.parametrize("name", FLAGFILES)
 def test_comment_says_the_tokens_of_a_step_and_of_the_run(name):
     train = resolved(name).train
-    step = train.batch_size * train.segment_len
-    assert f"{train.batch_size} x {train.segment_len} = {step:,} tokens per step" in opening_comment(name)
+    step = train.batch_size * train.new_tokens
+    assert f"{train.batch_size} x {train.new_tokens} = {step:,} tokens per step" in opening_comment(name)
     assert f"{train.steps:,} steps = {step * train.steps:.1e} tokens".replace("e+0", "e").replace("e+", "e") in (
         opening_comment(name)
     )

@@ -120,6 +120,11 @@ def test_absolute_positions_have_no_names():
             convert({}, config)
 
 
+def test_tied_positions_have_no_names():
+    with pytest.raises(ValueError, match="model.tie_positions is on"):
+        huggingface.from_flax({}, dataclasses.replace(tiny.CONFIG, tie_positions=True))
+
+
 def test_config_of_holds_sizes_ties_and_lengths():
     config = ModelConfig(
         n_layer=3, d_model=12, n_head=2, d_head=5, d_inner=18, d_embed=16, cutoffs=(9, 20), div_val=2, untie_r=True

@@ -149,6 +149,12 @@ def test_the_final_norm_has_no_name():
         original.from_flax(random_params(config, CompatConfig(final_norm=True)), config)
 
 
+def test_tied_positions_have_no_names():
+    config = dataclasses.replace(SMALL, tie_positions=True)
+    with pytest.raises(ValueError, match="model.tie_positions is on"):
+        original.from_flax(random_params(config), config)
+
+
 @pytest.mark.parametrize(("made_as", "read_as"), [("nothing tied", "full softmax"), ("full softmax", "nothing tied")])
 def test_params_of_another_config_are_refused(made_as, read_as):
     with pytest.raises(ValueError, match=r"parameter softmax/table_0 .*\[37, 12\]"):

@@ -39,6 +39,20 @@ def test_locked_masks_are_shared_by_positions_and_not_by_rows(locked):
     assert (codes == codes[:1]).all() == locked
 
 
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_traced_rate_leaves_out_the_same_as_a_number(locked):
+    def dropped(rate):
+        drop = dropout(config(locked_dropout=locked), rate, deterministic=False)
+        return drop.apply({}, jnp.arange(1.0, 241).reshape(2, 4, 30), rngs=RNGS)
+
+    rates = [0.0, 0.3, 0.8]
+    np.testing.assert_allclose(jax.vmap(dropped)(jnp.asarray(rates)), [dropped(rate) for rate in rates], rtol=1e-6)
+    # And as flax has it.
+    axes = (-2,) if locked else ()
+    flax = nn.Dropout(0.3, broadcast_dims=axes, deterministic=False).apply({}, jnp.ones((2, 4, 30)), rngs=RNGS)
+    np.testing.assert_array_equal(flax != 0, dropped(0.3) != 0)
+
+
 def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilities():
     model, seen = tiny.make(dropout=0.5, attention_dropout=0.5, locked_dropout=True), []
 
@@ -55,6 +69,25 @@ def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilitie
     assert {dims for shape, dims in seen if shape != probabilities} == {(-2,)}
     assert {dims for shape, dims in seen if shape == probabilities} == {()}
     assert {shape[-1] for shape, _ in seen} == {tiny.D, tiny.F, 8}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_queries_keys_and_values_have_a_dropout_of_their_own(tied):
+    """Those of tokens, and with tied positions also the keys of positions and the query of distance 0."""
+    model, seen = tiny.make(qkv_dropout=0.25, locked_dropout=True, tie_positions=tied), []
+
+    def interceptor(call, args, kwargs, context):
+        if isinstance(context.module, nn.Dropout) and context.module.rate == 0.25:
+            seen.append((args[0].shape, context.module.broadcast_dims))
+        return call(*args, **kwargs)
+
+    memory, variables = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.variables(model)
+    options = {"clamp_len": 0, "same_length": False, "deterministic": False, "method": model.encode}
+    with nn.intercept_methods(interceptor):
+        model.apply(variables, tiny.text(5), memory, rngs=RNGS, **options)
+    tokens = {(tiny.B, tiny.H, n, tiny.E) for n in (5, 8)}
+    positions = {(tiny.H, n, tiny.E) for n in (8, 1)} if tied else set()
+    assert set(seen) == {(shape, (-2,)) for shape in tokens | positions}
 
 
 def test_whole_words_are_left_out_wherever_they_stand():

@@ -65,6 +65,30 @@ def test_the_scan_over_layers_is_a_loop_over_layers(norm, untie_r, x64):
     np.testing.assert_allclose(hidden, states, rtol=0, atol=1e-12)
 
 
+def test_tied_positions_are_the_keys_matrix_and_the_query_of_distance_zero(x64):
+    """Against a model with matrices of their own, filled in by hand."""
+    tied, own = (tiny.make(dtype=DType.FLOAT64, tie_positions=tie, untie_r=not tie) for tie in (True, False))
+    params = tiny.variables(tied)["params"]
+    layers = params["stack"]["layers"]
+    assert set(layers["attention"]) == {"query", "key", "value", "output"} and "biases" not in params["stack"]
+    code = positions.sinusoids(jnp.zeros(1, int), tiny.D, jnp.float64)[0]
+    query = jnp.einsum("d,ndhe->nhe", code, layers["attention"]["query"])
+    filled = {
+        **layers,
+        "attention": {**layers["attention"], "position_key": layers["attention"]["key"]},
+        "biases": {"content": query, "position": query},
+    }
+    same = {"params": {**params, "stack": {"layers": filled}}}
+    for lengths in ([4, 4, 4], [3, 5]):
+        found, expected = (
+            tiny.stream(
+                tiny.encoder(model), of, tiny.text(12), lengths, model.init_memory(batch_size=tiny.B, mem_len=5)
+            )
+            for model, of in ((tied, {"params": params}), (own, same))
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 def test_remat_changes_neither_values_nor_gradients(x64):
     found, texts = {}, {}
     for remat in Remat:

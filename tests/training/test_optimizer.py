@@ -9,16 +9,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from txl_jax.config import CompatConfig, OptimizerConfig, ScheduleOffset
+from txl_jax.config import AverageConfig, CompatConfig, ExperimentConfig, OptimizerConfig, ScheduleOffset, TrainConfig
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 
 PEAK, WARMUP, STEPS, FLOOR = 0.5, 8, 20, 0.1
 
 
-def rates(*, warmup: int = WARMUP, offset: ScheduleOffset = ScheduleOffset.AFTER_WARMUP) -> list[float]:
+def config_of(steps: int = STEPS, others: dict | None = None, **own) -> ExperimentConfig:
+    """A config with the optimiser's own settings, and groups of `others`."""
+    return ExperimentConfig(optimizer=OptimizerConfig(**own), train=TrainConfig(steps=steps), **(others or {}))
+
+
+def rates(
+    *,
+    warmup: int = WARMUP,
+    offset: ScheduleOffset = ScheduleOffset.AFTER_WARMUP,
+    multiple: float = 1.0,
+    average: AverageConfig | None = None,
+    **own,
+) -> list[float]:
     """The rate of updates 0 .. STEPS + 1, from one compiled call as in training."""
-    config = OptimizerConfig(learning_rate=PEAK, warmup_steps=warmup)
-    schedule = learning_rate(config, CompatConfig(schedule_offset=offset, lr_floor=FLOOR), steps=STEPS)
+    others = {"compat": CompatConfig(schedule_offset=offset, lr_floor=FLOOR), "average": average or AverageConfig()}
+    config = config_of(others=others, learning_rate=PEAK, warmup_steps=warmup, **own)
+    schedule = learning_rate(config, multiple=multiple)
     return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(STEPS + 2))).tolist()
 
 
@@ -51,10 +64,34 @@ def test_without_warm_up_the_first_rate_is_the_peak(offset):
     assert rates(warmup=0, offset=offset)[:-1] == pytest.approx([cosine(i / STEPS) for i in range(STEPS + 1)])
 
 
-def test_updates_are_those_of_a_numpy_adam_after_clipping(x64):
-    config = OptimizerConfig(learning_rate=0.1, warmup_steps=2, adam_b1=0.8, adam_b2=0.95, adam_eps=1e-3, clip_norm=0.7)
-    schedule = learning_rate(config, CompatConfig(), steps=10)
-    optimizer = make_optimizer(config, schedule)
+def test_the_rate_stays_at_the_floor_after_the_last_step_of_the_decay():
+    found, whole = rates(decay_steps=14), rates()
+    assert found[WARMUP:15] == pytest.approx([cosine(i / 6) for i in range(7)])
+    assert found[14:] == pytest.approx([FLOOR * PEAK] * 8)
+    assert found[:WARMUP] == whole[:WARMUP] and found[13] < whole[13]
+
+
+def test_the_rate_is_multiplied_while_weights_are_averaged():
+    average = AverageConfig(start=16, rate=0.5)
+    found, without = rates(average=average), rates()
+    assert found[:16] == pytest.approx(without[:16])
+    assert found[16:] == pytest.approx([rate / 2 for rate in without[16:]])
+
+
+def test_a_higher_peak_falls_to_the_same_floor():
+    found, without = rates(multiple=3.0), rates()
+    assert found[: WARMUP + 1] == pytest.approx([3 * rate for rate in without[: WARMUP + 1]])
+    assert found[STEPS] == pytest.approx(without[STEPS])
+    middle = (WARMUP + STEPS) // 2
+    assert found[middle] == pytest.approx((3 * PEAK + FLOOR * PEAK) / 2)
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.3])
+def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, x64):
+    adam = {"adam_b1": 0.8, "adam_b2": 0.95, "adam_eps": 1e-3}
+    whole = config_of(10, learning_rate=0.1, warmup_steps=2, clip_norm=0.7, l2=l2, **adam)
+    config, schedule = whole.optimizer, learning_rate(whole)
+    optimizer = make_optimizer(whole)
     rng = np.random.default_rng(0)
     params = {"matrix": rng.normal(size=(2, 3)), "vector": rng.normal(size=4)}
     state = optimizer.init(jax.tree.map(jnp.asarray, params))
@@ -68,8 +105,8 @@ def test_updates_are_those_of_a_numpy_adam_after_clipping(x64):
         norm = math.sqrt(sum((value**2).sum() for value in gradient.values()))
         clipped += norm > config.clip_norm
         rate = float(schedule(count))
-        for name in params:
-            g = gradient[name] * min(1, config.clip_norm / norm)
+        for name, value in params.items():
+            g = gradient[name] * min(1, config.clip_norm / norm) + l2 * value
             first[name] = 0.8 * first[name] + 0.2 * g
             second[name] = 0.95 * second[name] + 0.05 * g**2
             mean, square = first[name] / (1 - 0.8 ** (count + 1)), second[name] / (1 - 0.95 ** (count + 1))
@@ -92,8 +129,7 @@ PARAMS = {
 
 def first_update(gradient: float, *, boxed: bool = False, **settings) -> dict[str, float]:
     """The change of each parameter by name, for a gradient of this size everywhere."""
-    config = OptimizerConfig(learning_rate=0.1, clip_norm=1e9, **settings)
-    optimizer, params = make_optimizer(config, lambda count: 0.1), PARAMS
+    optimizer, params = make_optimizer(config_of(learning_rate=0.1, clip_norm=1e9, **settings)), PARAMS
     if boxed:  # As when the state is made.
         params = jax.tree.map(lambda leaf: nn.LogicallyPartitioned(leaf, (None,) * leaf.ndim), PARAMS)
     state = optimizer.init(params)
@@ -110,6 +146,7 @@ def test_decay_shrinks_matrices_and_nothing_else(boxed):
     assert len(found) == 6
 
 
-def test_the_embedding_has_a_rate_of_its_own():
-    found = first_update(1.0, embedding_rate=3.0)
+@pytest.mark.parametrize("boxed", [False, True])
+def test_the_embedding_has_a_rate_of_its_own(boxed):
+    found = first_update(1.0, embedding_rate=3.0, boxed=boxed)
     assert found == {name: pytest.approx(-0.3 if name == "embedding/table_0" else -0.1, rel=1e-4) for name in found}

@@ -24,6 +24,12 @@ Variants, all for the same 12 tokens:
       row 0:   4 5 1        left out this time: 2 3
       row 1:   7 8 9        left out this time: 10 11 6
 
+- Training with stride 2: what a segment reads again, in brackets, has weight 0; only a row's first has nothing to read
+  again.
+
+      row 0:   1 2 3 | (3) 4 5
+      row 1:   6 7 8 | (8) 9 10
+
 - Training with shuffled sentences: a stream of T tokens is strung together anew in each epoch, and dealt out like a
   text.
 
@@ -64,6 +70,7 @@ class SegmentReader:
     tokens: np.ndarray  # Integer ids [T]; may be memory-mapped, only the places asked for are read.
     batch_size: int  # B, rows over all hosts.
     segment_len: int  # L
+    stride: int  # Places of a segment after a row's first that are new; those before were read already.
     rows: Rows  # Of all hosts.
     order: EpochOrder  # Where an epoch's pairs stand in the text.
     repeats: bool  # After a pass the next epoch begins; otherwise only padding follows.
@@ -73,7 +80,8 @@ class SegmentReader:
     @property
     def n_segments(self) -> int:
         """Steps of one pass over the text."""
-        return -(-int((self.rows.end - self.rows.first).max()) // self.segment_len)
+        after_first = int((self.rows.end - self.rows.first).max()) - self.segment_len
+        return 1 + max(-(-after_first // self.stride), 0)
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -121,7 +129,7 @@ class SegmentReader:
 
     def _pairs(self, index_S: np.ndarray, first_B: np.ndarray) -> np.ndarray:
         """The number of each place's pair [S, B, L]; places past a row's end go on counting."""
-        first_SxB = first_B + index_S[:, None] * self.segment_len
+        first_SxB = first_B + index_S[:, None] * self.stride
         return first_SxB[..., None] + np.arange(self.segment_len)
 
     def _within_epoch(self, epoch: int, index_S: np.ndarray) -> Segments:
@@ -131,11 +139,13 @@ class SegmentReader:
         begins = live and (epoch == 0 or self.epoch_memory is EpochMemory.EMPTIED)
         pair_SxBxL = self._pairs(index_S, first_B)
         real_SxBxL = (pair_SxBxL < end_B[:, None]) & live
+        again_SxL = (index_S[:, None] > 0) & (np.arange(self.segment_len) < self.segment_len - self.stride)
+        counts_SxBxL = real_SxBxL & (pair_SxBxL >= scored_B[:, None]) & ~again_SxL[:, None]
         input_SxBxL, target_SxBxL = self.order.pairs(epoch, pair_SxBxL[..., 0], self.segment_len)
         return Segments(
             inputs=self._take(input_SxBxL, real_SxBxL),
             targets=self._take(target_SxBxL, real_SxBxL),
-            weights=(real_SxBxL & (pair_SxBxL >= scored_B[:, None])).astype(np.float32),
+            weights=counts_SxBxL.astype(np.float32),
             reset=np.repeat(((index_S == 0) & begins | (not live))[:, None], len(first_B), axis=1),
         )
 
@@ -149,6 +159,7 @@ def training_segments(
     *,
     batch_size: int,
     segment_len: int,
+    stride: int = 0,
     seed: int = 0,
     roll: Roll = Roll.NONE,
     sentence_starts: np.ndarray | None = None,
@@ -165,6 +176,8 @@ def training_segments(
       tokens: integer ids [T], may be memory-mapped.
       batch_size: B, over all hosts.
       segment_len: L.
+      stride: places by which a row moves on from segment to segment; of all but its first in an epoch only so many are
+        scored, the last ones. 0: L.
       seed: of rolls and shuffling; not read without them.
       roll: what is turned round by a random number in each epoch.
       sentence_starts: signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
@@ -173,13 +186,17 @@ def training_segments(
       host: (i, n): this is host i of n and gets the rows i * B / n to (i + 1) * B / n - 1.
 
     Raises:
-      ValueError: a text too short for one segment; rows that do not divide among the hosts; sentence starts of another
+      ValueError: a text too short for one segment; a stride beyond L; rows that do not divide among the hosts; sentence starts of another
         text, or together with a roll.
     """
     _check(tokens, batch_size, segment_len, host)
     n_pairs = len(tokens) - 1
-    row_len = n_pairs // batch_size // segment_len * segment_len
-    if row_len == 0:
+    stride = stride or segment_len
+    if not 1 <= stride <= segment_len:
+        raise ValueError(f"stride is {stride} and segment_len is {segment_len}; the stride lies between 1 and that")
+    row_len = n_pairs // batch_size
+    row_len -= (row_len - segment_len) % stride
+    if row_len < segment_len:
         needed = batch_size * segment_len
         raise ValueError(
             f"the training text has {len(tokens)} tokens and one segment of all rows takes batch_size x segment_len = "
@@ -197,7 +214,7 @@ def training_segments(
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
         first_B, order = edges[:-1], Rolled(edges, seed)
     rows = Rows(first_B, first_B, first_B + row_len)
-    return SegmentReader(tokens, batch_size, segment_len, rows, order, True, epoch_memory, host)
+    return SegmentReader(tokens, batch_size, segment_len, stride, rows, order, True, epoch_memory, host)
 
 
 def evaluation_segments(
@@ -235,7 +252,8 @@ def evaluation_segments(
     end_B = np.minimum(scored_B + row_len, n_pairs)
     first_B = np.where(scored_B < end_B, np.maximum(scored_B - warmup_tokens, 0), end_B)
     rows = Rows(first_B, scored_B, end_B)
-    return SegmentReader(tokens, batch_size, segment_len, rows, AsItStands(), False, EpochMemory.EMPTIED, host)
+    order = AsItStands()
+    return SegmentReader(tokens, batch_size, segment_len, segment_len, rows, order, False, EpochMemory.EMPTIED, host)
 
 
 def _check(tokens: np.ndarray, batch_size: int, segment_len: int, host: tuple[int, int]) -> None:

@@ -33,7 +33,7 @@ class Windows(NamedTuple):
 
     inputs: np.ndarray  # int32 [B, A]; 0 past the text's end.
     targets: np.ndarray  # int32 [B, n]; 0 past the text's end.
-    weights: np.ndarray  # float32 [B, n]: 1, and 0 past the text's end.
+    scored: np.ndarray  # int64 [B, n]: which token of the text each target is; 0 past the text's end.
 
 
 def make_window_step(model: Model, *, clamp_len: int, temperature: float = 1.0) -> WindowStep:
@@ -68,6 +68,7 @@ def evaluate_windows(
     stride: int,
     batch_size: int,
     after_call: Callable[[Totals], None] = lambda totals: None,
+    token_nats: np.ndarray | None = None,
 ) -> Totals:
     """Scores every token of a text but the first.
 
@@ -79,18 +80,27 @@ def evaluate_windows(
       batch_size: B, windows per call; changes no number.
       after_call: called after each call but the last with the totals up to there, of T - 1 tokens in all; may raise
         to stop.
+      token_nats: floats [T] that take the nats of each token; the first one is not scored and stays as it is.
 
     Raises:
       ValueError: as `window_batches`.
     """
     totals, pending = Totals(), None
+
+    def fetch(nll: jax.Array, scored: np.ndarray) -> Totals:
+        """Sums on the host, in double precision."""
+        nats = np.asarray(nll)[scored > 0]
+        if token_nats is not None:
+            token_nats[scored[scored > 0]] = nats
+        return Totals(nats.sum(dtype=np.float64).item(), nats.size)
+
     for batch in window_batches(tokens, attention_len=attention_len, stride=stride, batch_size=batch_size):
         nll = step(params, batch.inputs, batch.targets)
         if pending is not None:  # Fetched one call late, so that the device never waits for the host.
-            totals += _sum(*pending)
+            totals += fetch(*pending)
             after_call(totals)
-        pending = nll, batch.weights
-    return totals + _sum(*pending)
+        pending = nll, batch.scored
+    return totals + fetch(*pending)
 
 
 def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch_size: int) -> Iterator[Windows]:
@@ -133,16 +143,10 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_score
     return Windows(
         inputs=_take(tokens, pair_BxA, real_BxA),
         targets=_take(tokens, pair_Bxn + 1, real_Bxn),
-        weights=real_Bxn.astype(np.float32),
+        scored=np.where(real_Bxn, pair_Bxn + 1, 0),
     )
 
 
 def _take(tokens: np.ndarray, place: np.ndarray, real: np.ndarray) -> np.ndarray:
     """The tokens at `place` as int32, and 0 where `real` is false."""
     return np.where(real, np.take(tokens, place, mode="clip"), 0).astype(np.int32)
-
-
-def _sum(nll: jax.Array, weights: np.ndarray) -> Totals:
-    """Sums on the host, in double precision."""
-    nats = np.where(weights > 0, np.asarray(nll), 0).sum(dtype=np.float64)
-    return Totals(nats.item(), weights.sum(dtype=np.float64).item())

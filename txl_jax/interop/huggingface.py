@@ -98,6 +98,10 @@ def config_of(config: ModelConfig, span: EvalConfig, *, vocab_size: int) -> dict
 def _check_encoding(config: ModelConfig) -> None:
     if config.encoding is not Encoding.RELATIVE:
         raise ValueError(f"model.encoding is {config.encoding}, and Hugging Face's model has {Encoding.RELATIVE} only")
+    if config.tie_positions:
+        raise ValueError(
+            "model.tie_positions is on, and Hugging Face's model has a matrix of positions, u and v; turn it off"
+        )
 
 
 def _pop_bias(tensors: dict[str, np.ndarray], bias: str, config: ModelConfig) -> np.ndarray:

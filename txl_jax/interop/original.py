@@ -134,6 +134,8 @@ def aliases(config: ModelConfig) -> dict[str, str]:
 
 def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -> Iterator[Piece]:
     """The correspondence, tensor by tensor; second names of shared tensors are left out."""
+    if config.tie_positions:
+        raise ValueError("model.tie_positions is on, and the original has a matrix of positions, u and v; turn it off")
     if config.encoding is Encoding.RELATIVE:
         yield from _position_biases(config)
     if config.encoding.is_learned:

@@ -16,12 +16,11 @@ from typing import Any
 
 from txl_jax import config_tree, report
 from txl_jax.analysis import plots
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, Network
 from txl_jax.data.corpus import Corpus
-from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 from txl_jax.jobs.parameters import load_to_score
-from txl_jax.jobs.score import as_record, check_finite, score, watched
+from txl_jax.jobs.score import as_record, score
 from txl_jax.metrics import Measure, Totals
 from txl_jax.run_log import write_text
 from txl_jax.workdir import TextInfo, Workdir
@@ -77,7 +76,7 @@ def run(
         name, began = f"{split} at attention length {length:,}", time.monotonic()
         parts = assemble(changed, vocab_size=corpus.vocabulary.size)
         tokens = getattr(corpus, split)
-        totals = _score(parts, params, tokens, length=length, stride=stride, name=name, **watch)
+        totals = score(parts, params, tokens, name=name, **watch)
         rows.append(Row(length, totals, time.monotonic() - began))
         say(report.timed(f"{name} {report.scores(totals, measure)}", rows[-1].seconds))
         write_text(workdir.path / "context_length.csv", _csv(rows))
@@ -113,7 +112,7 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
             f"the stride is {stride} and the shortest attention length {shortest}; it must be at least 1 and at most "
             "that, or tokens would be left out"
         )
-    changed = {length: _at_length(config, length) if stride is None else config for length in sorted(set(lengths))}
+    changed = {length: _at_length(config, length, stride) for length in sorted(set(lengths))}
     for each in changed.values():
         each.validate()
     return changed
@@ -125,29 +124,14 @@ def is_recurrent(config: ExperimentConfig) -> bool:
     return attends and config.model.encoding.is_relative and config.train.mem_len > 0
 
 
-def _at_length(config: ExperimentConfig, length: int) -> ExperimentConfig:
-    """The config of streaming evaluation at one attention length."""
-    span = {"mem_len": length, "same_length": True, "segment_len": min(config.eval.segment_len, length)}
-    return config_tree.replace(config, {f"eval.{name}": value for name, value in span.items()})
-
-
-def _score(parts: Parts, params: Any, tokens: Any, *, length: int, stride: int | None, **watch: Any) -> Totals:
-    """The totals of a text [T]; `watch` is what `watched` takes beside its size."""
+def _at_length(config: ExperimentConfig, length: int, stride: int | None) -> ExperimentConfig:
+    """The config of evaluation at one attention length, streaming or in windows."""
     if stride is None:
-        return score(parts, params, tokens, **watch)
-    span = parts.config.eval
-    with watched(total=len(tokens) - 1, unit="token", **watch) as show:
-        totals = evaluate_windows(
-            make_window_step(parts.model, clamp_len=span.clamp_len, temperature=span.temperature),
-            params,
-            tokens,
-            attention_len=length,
-            stride=stride,
-            batch_size=span.batch_size,
-            after_call=lambda so_far: show(so_far.tokens, so_far),
-        )
-    check_finite(totals, watch["name"])
-    return totals
+        segment_len = min(config.eval.segment_len, length)
+        span = {"mem_len": length, "same_length": True, "segment_len": segment_len, "stride": 0}
+    else:
+        span = {"mem_len": 0, "same_length": False, "segment_len": length, "stride": stride}
+    return config_tree.replace(config, {f"eval.{name}": value for name, value in span.items()})
 
 
 def _csv(rows: Sequence[Row]) -> str:

@@ -21,7 +21,6 @@ from txl_jax.analysis import plots, recl
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.evaluation.context_losses import context_losses, positions
-from txl_jax.evaluation.sliding_window import make_window_step
 from txl_jax.jobs.parameters import load_to_score
 from txl_jax.jobs.score import check_finite, watched
 from txl_jax.metrics import Measure, Totals
@@ -136,8 +135,6 @@ def _losses_of(
         "stride": plan.stride,
     }
     _check_same(own / "scored.json", told)
-    span = member.config.eval
-    window_step = make_window_step(parts.model, clamp_len=span.clamp_len, temperature=span.temperature)
     found = {}
     for length in plan.lengths:
         path, name = own / f"{length}.npy", f"{member.name} from {length:,} tokens"
@@ -149,7 +146,7 @@ def _losses_of(
         watch = {"measure": measure, "say": say, "stop_requested": stop_requested}
         with watched(name, total=len(scored), unit="token", **watch) as show:
             found[length] = context_losses(
-                window_step,
+                parts.window_step,
                 params,
                 tokens,
                 scored,

@@ -14,6 +14,7 @@ from txl_jax import report
 from txl_jax.assemble import Parts
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, evaluation_segments
+from txl_jax.evaluation.sliding_window import evaluate_windows
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Measure, Totals
 from txl_jax.training.progress import NonFiniteError, duration
@@ -37,7 +38,7 @@ def score(
     stop_requested: Callable[[], Any] = lambda: False,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Losses of a text [T] at the evaluation lengths.
+    """Losses of a text [T] at the evaluation lengths: read once with a memory, or, with `eval.stride`, in windows.
 
     Args:
       token_nats: floats [T] that take the nats of each token; the first one is not scored and stays as it is.
@@ -46,6 +47,33 @@ def score(
       Interrupted: a stop was requested before the end.
       NonFiniteError: the loss is nan or infinite.
     """
+    watch = {"measure": measure, "say": say, "stop_requested": stop_requested}
+    by = _in_windows if parts.config.eval.stride else _streaming
+    totals = by(parts, params, tokens, name=name, token_nats=token_nats, **watch)
+    check_finite(totals, name)
+    return totals
+
+
+def _in_windows(
+    parts: Parts, params: Any, tokens: Any, *, name: str, token_nats: np.ndarray | None, **watch: Any
+) -> Totals:
+    span = parts.config.eval
+    with watched(name, len(tokens) - 1, unit="token", **watch) as show:
+        return evaluate_windows(
+            parts.window_step,
+            params,
+            tokens,
+            attention_len=span.segment_len,
+            stride=span.stride,
+            batch_size=span.batch_size,
+            after_call=lambda so_far: show(so_far.tokens, so_far),
+            token_nats=token_nats,
+        )
+
+
+def _streaming(
+    parts: Parts, params: Any, tokens: Any, *, name: str, token_nats: np.ndarray | None, **watch: Any
+) -> Totals:
     span = parts.config.eval
     reader = evaluation_segments(
         tokens,
@@ -55,10 +83,8 @@ def score(
         host=parts.host(span.batch_size),
     )
     weights = parts.freeze(params)
-    with watched(
-        name, reader.n_segments, unit="segment", measure=measure, say=say, stop_requested=stop_requested
-    ) as show:
-        totals = evaluate(
+    with watched(name, reader.n_segments, unit="segment", **watch) as show:
+        return evaluate(
             parts.eval_step,
             weights,
             parts.eval_memory(weights),
@@ -68,8 +94,6 @@ def score(
             after_call=show,
             keep=None if token_nats is None else functools.partial(put_in_text_order, token_nats, reader),
         )
-    check_finite(totals, name)
-    return totals
 
 
 def score_split(

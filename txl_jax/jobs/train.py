@@ -9,10 +9,12 @@ Starting goes in this order, so that the cheap failures come first and nothing i
   6. the best parameters are scored on the test text.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from txl_jax import config_tree, report
@@ -64,7 +66,7 @@ def run(
     with workdir.create().lock():
         changes = workdir.check_same_run(config, text)
         workdir.record(config, text)
-        return _Run(parts, corpus, reader, workdir, stop_requested).run(changes)
+        return Run(parts, corpus, reader, workdir, stop_requested).run(changes)
 
 
 def training_reader(parts: Parts, corpus: Corpus) -> SegmentReader:
@@ -74,6 +76,7 @@ def training_reader(parts: Parts, corpus: Corpus) -> SegmentReader:
         corpus.train,
         batch_size=span.batch_size,
         segment_len=span.segment_len,
+        stride=span.stride,
         seed=parts.config.seed,
         roll=data.roll,
         sentence_starts=corpus.sentences if data.order is Order.SENTENCES else None,
@@ -82,8 +85,12 @@ def training_reader(parts: Parts, corpus: Corpus) -> SegmentReader:
     )
 
 
-class _Run:
-    """One start of the job."""
+class Run:
+    """One start of a run: its state, its log, its checkpoints.
+
+    Args:
+      label: stands before each line that is printed, where several runs print.
+    """
 
     def __init__(
         self,
@@ -92,6 +99,8 @@ class _Run:
         reader: SegmentReader,
         workdir: Workdir,
         stop_requested: Callable[[], Any],
+        *,
+        label: str = "",
     ):
         self.parts = parts
         self.config = parts.config.train
@@ -100,6 +109,7 @@ class _Run:
         self.reader = reader
         self.workdir = workdir
         self.stop_requested = stop_requested
+        self.label = label
         self.saved_step = -1
         self.evaluation_pending = False
         self.log: RunLog | None = None
@@ -107,32 +117,57 @@ class _Run:
         self.unsaid: list[str] = []  # Until the log is open: it opens at a step that the checkpoints tell.
 
     def run(self, changes: list[str]) -> Outcome:
+        """All of it; `changes` are settings that differ from the start before."""
+        with self.opened(changes, self.parts.init_state) as (step, state, notes):
+            if results := self.ended_before(step, notes):
+                return Outcome(True, step, results)
+            train_step, compilation = self.parts.compile_train_step()
+            self.log.say(report.memory_line(self.parts, compilation))
+            if not self._has_ended(step, notes):
+                step, state = self._train(train_step, step, state, notes)
+            return self.finish(step, state)
+
+    @contextlib.contextmanager
+    def opened(
+        self,
+        changes: list[str],
+        init_state: Callable[[], TrainState],
+        *,
+        before: int | None = None,
+        introduce: bool = True,
+    ) -> Iterator[tuple[int, TrainState, dict[str, Any]]]:
+        """Checkpoints and log, open; gives the number of updates done, the state after them, and its notes.
+
+        Args:
+          before: only checkpoints of fewer updates count.
+          introduce: print what the run is; it is written to the log anyway.
+        """
         self.unsaid += changes
         with (
             Checkpointer(self.workdir.latest, keep=self.config.keep_checkpoints, report=self._note) as self.latest,
             Checkpointer(self.workdir.best, keep=1, report=self._note) as self.best,
         ):
-            step, state, notes = self._restore_or_init()
-            with RunLog(self.workdir.path, first_step=step) as self.log:
-                self._open(step)
+            restored = self.latest.restore(self.parts.abstract_state, before=before)
+            if restored is None:
+                restored = 0, init_state(), {}
+            else:
+                self.saved_step = restored[0]
+            step, _, notes = restored
+            with RunLog(self.workdir.path, first_step=step, label=self.label) as self.log:
+                self._open(step, introduce=introduce)
                 self.losses = self._losses_so_far()
-                pending = notes.get("evaluation_pending", False)
-                ended = (step >= self.config.steps or self._out_of_patience()) and not pending
-                if ended and (results := self._results_on_disk()):
-                    self.log.say(f"finished  already: {self.workdir.path / 'results.json'}")
-                    return Outcome(True, step, results)
-                train_step, compilation = self.parts.compile_train_step()
-                self.log.say(report.memory_line(self.parts, compilation))
-                if not ended:
-                    step, state = self._train(train_step, step, state, notes)
-                return self._finish(step, state)
+                yield restored
 
-    def _restore_or_init(self) -> tuple[int, TrainState, dict[str, Any]]:
-        restored = self.latest.restore(self.parts.abstract_state)
-        if restored is None:
-            return 0, self.parts.init_state(), {}
-        self.saved_step = restored[0]
-        return restored
+    def ended_before(self, step: int, notes: dict[str, Any]) -> dict[str, Any] | None:
+        """The results of a run that had ended when it was opened; None: there is something to do."""
+        results = self._results_on_disk() if self._has_ended(step, notes) else None
+        if results:
+            self.log.say(f"finished  already: {self.workdir.path / 'results.json'}")
+        return results
+
+    def _has_ended(self, step: int, notes: dict[str, Any]) -> bool:
+        ended = step >= self.config.steps or self._out_of_patience()
+        return ended and not notes.get("evaluation_pending", False)
 
     def _note(self, line: str) -> None:
         if self.log is None:
@@ -140,33 +175,34 @@ class _Run:
         else:
             self.log.say(f"note      {line}")
 
-    def _open(self, step: int) -> None:
+    def _open(self, step: int, *, introduce: bool) -> None:
         for line in report.opening(self.parts, self.corpus, self.reader):
-            self.log.say(line)
+            self.log.say(line, shown=introduce)
         for line in self.unsaid:
             self._note(line)
         if step:
             epoch, index = divmod(step, self.reader.n_segments)
             self.log.say(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
 
-    def _train(self, train_step: Any, step: int, state: TrainState, notes: dict[str, Any]) -> tuple[int, TrainState]:
+    def begin(self, notes: dict[str, Any], *, shown: bool = True) -> None:
+        """Starts the clock; the lines of progress are printed if `shown`."""
         span = self.config
         self.progress = Progress(
             self.log,
             steps=span.steps,
             log_every=span.log_every,
-            tokens_per_step=span.batch_size * span.segment_len,
+            tokens_per_step=span.batch_size * span.new_tokens,
             measure=self.measure,
             window=notes.get("window"),
+            say=functools.partial(self.log.say, shown=shown),
         )
+
+    def _train(self, train_step: Any, step: int, state: TrainState, notes: dict[str, Any]) -> tuple[int, TrainState]:
+        span = self.config
+        self.begin(notes)
         if notes.get("evaluation_pending"):
-            began = time.monotonic()
-            state = self._evaluate(step, state)
-            if self.evaluation_pending:
-                return step, state
-            self._save(step, state)  # Else a kill before the next checkpoint would evaluate, and record, again.
-            self.progress.exclude(time.monotonic() - began)
-            if self._out_of_patience():
+            state = self.repeat_evaluation(step, state)
+            if self.evaluation_pending or self._out_of_patience():
                 return step, state
         try:
             with Prefetcher(
@@ -183,21 +219,32 @@ class _Run:
                     segments_per_call=span.segments_per_call,
                     progress=self.progress,
                     # Evaluation first: a checkpoint of a step implies that its evaluation is on disk.
-                    hooks=[Hook(span.eval_every, self._evaluate), Hook(span.checkpoint_every, self._save)],
+                    hooks=[Hook(span.eval_every, self.evaluate), Hook(span.checkpoint_every, self.save)],
                     stop_requested=lambda: self.stop_requested() or self._out_of_patience(),
                 )
         except NonFiniteError as error:
-            kept = (
-                "no checkpoint was written"
-                if self.saved_step < 0
-                else f"the checkpoint of step {self.saved_step} is kept"
-            )
-            raise NonFiniteError(
-                f"{error}; {kept}. Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, "
-                "in a new --workdir"
-            ) from None
+            raise self.told_with_advice(error) from None
 
-    def _evaluate(self, step: int, state: TrainState) -> TrainState:
+    def told_with_advice(self, error: NonFiniteError) -> NonFiniteError:
+        """The same with what is kept and what to try."""
+        kept = (
+            "no checkpoint was written" if self.saved_step < 0 else f"the checkpoint of step {self.saved_step} is kept"
+        )
+        return NonFiniteError(
+            f"{error}; {kept}. Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, "
+            "in a new --workdir"
+        )
+
+    def repeat_evaluation(self, step: int, state: TrainState) -> TrainState:
+        """What a stop cut short; returns the state to go on with."""
+        began = time.monotonic()
+        state = self.evaluate(step, state)
+        if not self.evaluation_pending:
+            self.save(step, state)  # Else a kill before the next checkpoint would evaluate, and record, again.
+        self.progress.exclude(time.monotonic() - began)
+        return state
+
+    def evaluate(self, step: int, state: TrainState) -> TrainState:
         """Scores the validation text, and keeps the parameters if no earlier ones were better.
 
         Returns:
@@ -265,19 +312,21 @@ class _Run:
         """The evaluation lengths: scores at other ones are not comparable."""
         return config_tree.to_dict(self.parts.config.eval)
 
-    def _save(self, step: int, state: TrainState) -> None:
+    def save(self, step: int, state: TrainState) -> None:
+        """Writes a checkpoint."""
         self.best.wait()  # Else a kill could leave a checkpoint whose evaluation's best is lost.
         window = dataclasses.asdict(self.progress.window)
         self.latest.save(step, state, {"window": window, "evaluation_pending": self.evaluation_pending})
         self.saved_step = step
 
-    def _finish(self, step: int, state: TrainState) -> Outcome:
+    def finish(self, step: int, state: TrainState) -> Outcome:
+        """The last checkpoint, and, after the last update, the test text."""
         early = step < self.config.steps and self._out_of_patience()
         if early:
             self.log.say(f"note      ends after step {step}: no better loss in {self.config.patience} evaluations")
         finished = (early or step >= self.config.steps) and not self.evaluation_pending
         if self.saved_step != step:
-            self._save(step, state)
+            self.save(step, state)
         self.latest.wait()
         self.best.wait()
         if finished:

@@ -90,7 +90,8 @@ class Stack(nn.Module):
         self, inputs: jax.Array, memory: jax.Array, context: LayerContext, *, deterministic: bool
     ) -> tuple[jax.Array, jax.Array]:
         """[B, L, D] and memory [N, B, M, D] -> outputs [B, L, D] and layer inputs [N, B, L, D]."""
-        if self.config.encoding is Encoding.RELATIVE and not self.config.untie_r:
+        c = self.config
+        if c.encoding is Encoding.RELATIVE and not (c.untie_r or c.tie_positions):
             context = context._replace(biases=PositionBiases(self.config, name="biases")())
         layers = nn.scan(
             _with_remat(Block, self.config.remat),

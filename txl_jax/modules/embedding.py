@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from txl_jax import axes
 from txl_jax.config import ModelConfig
 from txl_jax.modules import parameters
+from txl_jax.modules.dropout import is_on
 from txl_jax.ops import adaptive
 
 
@@ -58,7 +59,7 @@ class Embedding(nn.Module):
         ]
         cutoffs = c.cutoffs if len(clusters) > 1 else ()
         embedded = adaptive.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype)) * c.d_model**0.5
-        if deterministic or not c.embedding_dropout:
+        if deterministic or not is_on(c.embedding_dropout):
             return embedded
         kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - c.embedding_dropout, (self.vocab_size,))
         begins = (jnp.arange(tokens.shape[-1]) == 0)[None]

@@ -6,35 +6,43 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from txl_jax.config import CompatConfig, OptimizerConfig, ScheduleOffset
+from txl_jax.config import ExperimentConfig, ScheduleOffset
 
 
-def learning_rate(config: OptimizerConfig, compat: CompatConfig, *, steps: int) -> optax.Schedule:
-    """Linear warm-up from 0 to the peak, then a cosine down to `lr_floor` of the peak at update `steps`.
+def learning_rate(config: ExperimentConfig, *, multiple: float = 1.0) -> optax.Schedule:
+    """Linear warm-up from 0 to the peak, then a cosine down to a floor, which is reached with the last update.
 
-    The cosine runs from the end of the warm-up, or, as in the original PyTorch script
-    (`ScheduleOffset.ORIGINAL`), from update 0, so that the rate jumps down where the warm-up ends.
+    With `decay_steps` it is reached there and kept. From `average.start` on all is times `average.rate`. `multiple`
+    raises the peak, but not the floor, which is `lr_floor` of the peak without it.
+
+    The cosine runs from the end of the warm-up, or, as in the original PyTorch script (`ScheduleOffset.ORIGINAL`),
+    from update 0, so that the rate jumps down where the warm-up ends.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    optimizer, compat, average = config.optimizer, config.compat, config.average
+    peak, warmup = multiple * optimizer.learning_rate, optimizer.warmup_steps
+    steps = optimizer.decay_steps or config.train.steps
     offset = warmup if compat.schedule_offset is ScheduleOffset.AFTER_WARMUP else 0
-    cosine = optax.cosine_decay_schedule(peak, decay_steps=steps - offset, alpha=compat.lr_floor)
-    if not warmup:
-        return cosine
-    return lambda count: jnp.where(count < warmup, peak * count / warmup, cosine(count - offset))
+    cosine = optax.cosine_decay_schedule(peak, decay_steps=steps - offset, alpha=compat.lr_floor / multiple)
+
+    def rate(count: jax.Array) -> jax.Array:
+        falling = jnp.where(count < warmup, peak * count / max(warmup, 1), cosine(count - offset))
+        return falling if average.rate == 1 else jnp.where(count < average.start, 1, average.rate) * falling
+
+    return rate
 
 
-def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clip by the global norm over all devices, then Adam, with the decay and the embedding's rate of the config."""
-    steps = [
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps),
-    ]
-    # Only where they are asked for, so that checkpoints of runs without them stay what they were.
-    if config.weight_decay:
-        steps.append(optax.add_decayed_weights(config.weight_decay, mask=_matrices))
+def make_optimizer(whole: ExperimentConfig) -> optax.GradientTransformation:
+    """Clip by the global norm over all devices, then Adam, with the decays and the rates of the config."""
+    config, schedule = whole.optimizer, learning_rate(whole)
+    # What was not asked for leaves nothing here, so that checkpoints of runs without it stay what they were.
+    decays = [optax.add_decayed_weights(config.l2)] if config.l2 else []
+    after = [optax.add_decayed_weights(config.weight_decay, mask=_matrices)] if config.weight_decay else []
+    rates = [optax.scale_by_learning_rate(schedule)]
     if config.embedding_rate != 1:
-        steps.append(optax.masked(optax.scale(config.embedding_rate), _of_embedding))
-    return optax.chain(*steps, optax.scale_by_learning_rate(schedule))
+        each = {"embedding": learning_rate(whole, multiple=config.embedding_rate), "others": schedule}
+        rates = [optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in each.items()}, _owner)]
+    adam = optax.scale_by_adam(b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), *decays, adam, *after, *rates)
 
 
 def _matrices(params: Any) -> Any:
@@ -47,8 +55,11 @@ def _matrices(params: Any) -> Any:
     return jax.tree.map_with_path(is_matrix, params)
 
 
-def _of_embedding(params: Any) -> Any:
-    return jax.tree.map_with_path(lambda path, leaf: _names(path)[0] == "embedding", params)
+def _owner(params: Any) -> Any:
+    """Whose learning rate each parameter has."""
+    return jax.tree.map_with_path(
+        lambda path, leaf: "embedding" if _names(path)[0] == "embedding" else "others", params
+    )
 
 
 def _names(path: tuple) -> list[str]:

@@ -28,7 +28,16 @@ class Window:
 
 
 class Progress:
-    """Collects updates, and reports each time `log_every` of them are complete."""
+    """Collects updates, and reports each time `log_every` of them are complete.
+
+    Args:
+      log: takes a record for each report.
+      window: the sums of an interrupted run.
+      say: takes a line for each report; None: the log does.
+
+    Attributes:
+      reported: step and values of the last report.
+    """
 
     def __init__(
         self,
@@ -39,10 +48,13 @@ class Progress:
         tokens_per_step: int,
         measure: Measure = Measure.BPC,
         window: dict[str, Any] | None = None,
+        say: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.window = Window(**(window or {}))
+        self.reported: dict[str, float] = {}
         self._log = log
+        self._say = say or log.say
         self._steps = steps
         self._log_every = log_every
         self._tokens_per_step = tokens_per_step
@@ -78,19 +90,17 @@ class Progress:
         rate = self._timed_updates * self._tokens_per_step / seconds
         remaining = (self._steps - step) * seconds / max(self._timed_updates, 1)
         totals, grad_norm = Totals(window.nats, window.tokens), window.grad_norm / window.updates
-        self._log.record(
-            "train",
-            step,
-            {
-                "loss": totals.nll,
-                "bpc": totals.bpc,
-                "perplexity": totals.perplexity,
-                "grad_norm": grad_norm,
-                "learning_rate": learning_rate,
-                "tokens_per_second": rate,
-            },
-        )
-        self._log.say(
+        values = {
+            "loss": totals.nll,
+            "bpc": totals.bpc,
+            "perplexity": totals.perplexity,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens_per_second": rate,
+        }
+        self._log.record("train", step, values)
+        self.reported = {"step": step, **values, "remaining": remaining}
+        self._say(
             f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {totals.nll:.4f}  {totals.told(self._measure)}  "
             f"grad norm {grad_norm:.3f}  lr {learning_rate:.2e}  {rate:,.0f} tokens/s  ETA {duration(remaining)}"
         )

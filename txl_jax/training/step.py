@@ -64,9 +64,8 @@ def make_train_step(
         nats, tokens = losses.weighted_sum(scored, weights)
         mean = losses.weighted_sum(nll, weights)[0] / jnp.maximum(tokens, 1)
         if penalised:
-            mean += losses.activation_penalty(
-                activations.last(kept), activation=train.activation_l2, temporal=train.temporal_l2
-            )
+            new = activations.last(kept)[:, -train.new_tokens :]
+            mean += losses.activation_penalty(new, activation=train.activation_l2, temporal=train.temporal_l2)
         return mean, (nats, tokens, memory)
 
     def update(carry: Any, memory: Memory, segment: Segments) -> tuple[Any, Memory, UpdateMetrics]:
