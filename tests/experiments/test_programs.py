@@ -193,9 +193,21 @@ def test_rows_of_a_table_are_run(text_file, tmp_path):
     assert "| no | shaw | half | " in out and (tmp_path / "none-shaw-half-seed1" / "ablation.json").exists()
 
 
+def test_members_are_trained_together(text_file, tmp_path):
+    short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
+    flags = [*TINY, *short, "--data.corpus=text", f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
+    chosen = ["--member=seed=1", "--member=seed=2 optimizer.learning_rate=0.002", f"--members_out={tmp_path}"]
+    code, out, err = finish(start("members", *flags, *chosen))
+    assert code == 0, err
+    assert "| seed=2,learning_rate=0.002 | " in out and (tmp_path / "seed=1" / "results.json").exists()
+
+
 @pytest.mark.parametrize(
     ("program", "flags", "code", "says"),
     [
+        ("members", ["--members_out=WORK", "--member=seed=1"], 1, ["1 members", "two or more"]),
+        ("members", ["--members_out=WORK", "--member=seed"], 1, ["--member is 'seed'", "seed=2"]),
+        ("members", ["--member=seed=1"], 1, ["--members_out"]),
         ("recl", ["--recl_workdirs=WORK", "--recl_out=WORK"], 1, ["1 folders", "two or more"]),
         ("recl", ["--recl_workdirs=WORK,WORK/b", "--recl_out=WORK"], 1, ["WORK holds no run"]),
         ("speed", ["--model.network=lstm"], 1, ["model.network is lstm", "writes no text"]),
@@ -249,7 +261,7 @@ def test_a_missing_prompt_file_is_named(undisturbed, tmp_path):
     assert code == 1 and str(prompt) in err and len(err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("program", ["enwik8", "text", "quickstart", "speed", "context_length", "ablation"])
+@pytest.mark.parametrize("program", ["enwik8", "text", "quickstart", "speed", "context_length", "ablation", "members"])
 def test_help_names_the_programs_flags_and_the_flagfiles(program):
     code, out, err = finish(start(program, "--help"))
     assert code == 0 and not err

@@ -1,0 +1,161 @@
+"""Tests runs that are trained together: each is the run that it would be alone, stopped and resumed alike."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+
+from txl_jax import config_tree
+from txl_jax.assemble import assemble
+from txl_jax.checkpoint import Checkpointer
+from txl_jax.config import CorpusName, DataConfig, DType
+from txl_jax.data.corpus import read_corpus
+from txl_jax.jobs import members, train
+from txl_jax.run_log import read_metrics
+from txl_jax.training.progress import NonFiniteError
+from txl_jax.workdir import Workdir
+
+STEPS = 12
+RATE, DROPOUT = "optimizer.learning_rate", "model.dropout"
+# A rate that is 0 in one and not in another; the others at rates of their own throughout.
+MEMBERS = [{"seed": 3}, {"seed": 4, RATE: 0.02, DROPOUT: 0.0}, {DROPOUT: 0.5}]
+NAMES = ["seed=3", "seed=4,learning_rate=0.02,dropout=0", "dropout=0.5"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(config, corpus)."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
+    changes = {
+        "data": data,
+        "model.attention_dropout": 0.2,
+        "model.embedding_dropout": 0.1,
+        "train.steps": STEPS,
+        "train.segments_per_call": 2,
+        "train.log_every": 4,
+        "train.eval_every": 4,
+        "train.checkpoint_every": 2,
+        "average.start": 6,
+        "eval.segments_per_call": 4,
+    }
+    return config_tree.replace(tiny_run.CONFIG, changes), read_corpus(data, "nowhere", str(folder))
+
+
+def run(base, folder, chosen=MEMBERS, **others):
+    return members.run(base[0], chosen, base[1], folder, say=others.pop("say", lambda line: None), **others)
+
+
+def latest(config, corpus, path):
+    """Step and state of the newest checkpoint."""
+    with Checkpointer(Workdir(path).latest, keep=2, report=print) as checkpoints:
+        step, state, _ = checkpoints.restore(assemble(config, vocab_size=corpus.vocabulary.size).abstract_state)
+    return step, state
+
+
+def records(path):
+    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(path)]
+
+
+@pytest.fixture(scope="module")
+def together(base, tmp_path_factory):
+    """(folder, outcomes, lines) of members that were never stopped."""
+    folder, said = tmp_path_factory.mktemp("together"), []
+    return folder, run(base, folder, say=said.append), said
+
+
+def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
+    base = config_tree.replace(base[0], {"model.dtype": DType.FLOAT64}), base[1]
+    outcomes = run(base, tmp_path)
+    for name, config in members.member_configs(base[0], MEMBERS).items():
+        alone = train.run(config, base[1], Workdir(tmp_path / "alone" / name))
+        assert outcomes[name].finished and outcomes[name].step == STEPS
+        found, expected = records(tmp_path / name), records(tmp_path / "alone" / name)
+        for one, other in zip(found, expected, strict=True):
+            assert one.pop("kind") == other.pop("kind") and one == pytest.approx(other, rel=1e-6)
+        assert outcomes[name].results["test"]["loss"] == pytest.approx(alone.results["test"]["loss"], rel=1e-9)
+        own, lone = (latest(config, base[1], path / name)[1] for path in (tmp_path, tmp_path / "alone"))
+        for (path, a), b in zip(jax.tree.leaves_with_path(own), jax.tree.leaves(lone), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=jax.tree_util.keystr(path))
+        # And goes on alone: the folder is that of a run.
+        assert train.run(config, base[1], Workdir(tmp_path / name)).results == outcomes[name].results
+
+
+def test_members_are_not_alike(together):
+    losses = [outcome.results["test"]["loss"] for outcome in together[1].values()]
+    assert len({round(loss, 3) for loss in losses}) == 3
+
+
+def test_the_table_has_every_member_and_lines_have_every_loss(together):
+    folder, outcomes, said = together
+    page = (folder / "members.md").read_text()
+    assert all(f"| {name} | " in page for name in NAMES)
+    assert json.loads((folder / "members.json").read_text()) == {n: o.results for n, o in outcomes.items()}
+    lines = [line for line in said if line.startswith("step ")]
+    assert len(lines) == STEPS // 4
+    last = [read_metrics(folder / name) for name in NAMES]
+    told = [[r["loss"] for r in of if r["kind"] == "train"][-1] for of in last]
+    assert "  ".join(f"{loss:.4f}" for loss in told) in lines[-1]
+    assert "grad norm" in (folder / NAMES[1] / "log.txt").read_text()
+
+
+def stop_after(calls):
+    asked = iter([False] * (calls - 1))
+    return lambda: next(asked, True)
+
+
+@pytest.mark.parametrize("stops", [[2, 2], [3], [6]], ids=str)
+def test_stopped_members_go_on_exactly(base, together, tmp_path, stops):
+    """After updates, and in the middle of the evaluation of one of them."""
+    for calls in stops:
+        assert not any(outcome.finished for outcome in run(base, tmp_path, stop_requested=stop_after(calls)).values())
+    outcomes = run(base, tmp_path)
+    assert all(outcome.finished for outcome in outcomes.values())
+    for name, outcome in outcomes.items():
+        assert records(tmp_path / name) == records(together[0] / name)
+        assert outcome.results["test"] == together[1][name].results["test"]
+    assert run(base, tmp_path) == outcomes  # And finished already.
+
+
+def test_members_that_were_killed_between_saves_go_on_from_the_last_common_one(base, together, tmp_path):
+    run(base, tmp_path, stop_requested=stop_after(9))
+    config = members.member_configs(base[0], MEMBERS)[NAMES[1]]
+    shutil.rmtree(Workdir(tmp_path / NAMES[1]).latest / str(latest(config, base[1], tmp_path / NAMES[1])[0]))
+    assert latest(config, base[1], tmp_path / NAMES[1])[0] == latest(config, base[1], tmp_path / NAMES[0])[0] - 2
+    outcomes = run(base, tmp_path)
+    assert {name: outcome.results["test"] for name, outcome in outcomes.items()} == {
+        name: outcome.results["test"] for name, outcome in together[1].items()
+    }
+
+
+def test_members_without_a_common_checkpoint_are_refused(base, tmp_path):
+    run(base, tmp_path, stop_requested=stop_after(9))
+    name = NAMES[2]
+    train.run(members.member_configs(base[0], MEMBERS)[name], base[1], Workdir(tmp_path / name))
+    with pytest.raises(ValueError, match="stand at different updates.*have a checkpoint of update"):
+        run(base, tmp_path)
+
+
+def test_a_loss_that_is_not_finite_names_its_member(base, tmp_path):
+    with pytest.raises(NonFiniteError, match=r"^learning_rate=1e\+20: update \d+.*new --workdir"):
+        run(base, tmp_path, [{"seed": 1}, {RATE: 1e20}])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "changes", "says"),
+    [
+        ([{"seed": 1}], {}, "1 members were given"),
+        ([{"seed": 1}, {"seed": 1}], {}, "seed=1; seed=1; two that are alike"),
+        ([{"seed": 1}, {"model.n_layer": 3}], {}, "cannot differ in model.n_layer.*model.dropout"),
+        ([{"seed": 1}, {DROPOUT: 1.5}], {}, "model.dropout is 1.5"),
+        ([{"seed": 1}, {"seed": 2}], {"train.patience": 2}, "train.patience is 2"),
+    ],
+)
+def test_mistakes_are_refused(base, chosen, changes, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        run((config_tree.replace(base[0], changes), base[1]), tmp_path, chosen)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,299 @@
+"""The members job: several runs that differ in seed, learning rate or dropout, trained at once as one program.
+
+Each is a run like any other, in a folder of its own, with its own log, checkpoints and results: it can be scored,
+written with, and gone on with alone. What they share is the program of an update (`txl_jax.training.together`) and the
+pace: all of them make the same number of updates, whatever becomes of each.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from txl_jax import config_tree, report
+from txl_jax.assemble import Parts, assemble
+from txl_jax.checkpoint import Checkpointer
+from txl_jax.config import ExperimentConfig
+from txl_jax.data.corpus import Corpus
+from txl_jax.data.prefetch import Prefetcher
+from txl_jax.data.segments import Segments
+from txl_jax.jobs.train import Outcome, Run, training_reader
+from txl_jax.metrics import Totals
+from txl_jax.run_log import write_json, write_text
+from txl_jax.training import together
+from txl_jax.training.loop import Hook, train
+from txl_jax.training.progress import NonFiniteError, check_finite, duration
+from txl_jax.training.state import TrainState
+from txl_jax.training.step import UpdateMetrics
+from txl_jax.workdir import TextInfo, Workdir
+
+Member = Mapping[str, float]  # What a run differs in, by dotted name.
+
+
+def run(
+    base: ExperimentConfig,
+    members: Sequence[Member],
+    corpus: Corpus,
+    folder: Path,
+    *,
+    say: Callable[[str], None] = print,
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> dict[str, Outcome]:
+    """Trains all to the end, or until a stop is requested; the same call goes on where that stopped.
+
+    At the end members.md and members.json in `folder` have the scores of all.
+
+    Returns:
+      How each ended, by its name.
+
+    Raises:
+      ValueError: fewer than two members, two that are alike, a setting in which they cannot differ, more than one
+        device; or as `txl_jax.jobs.train.run`.
+      NonFiniteError: a loss of one of them was not finite; it is named.
+    """
+    configs = member_configs(base, members)
+    parts = assemble(base, vocab_size=corpus.vocabulary.size)
+    if parts.mesh.size != 1:
+        raise ValueError(
+            f"the mesh has {parts.mesh.size} devices and the members share one; give --mesh.data=1, or start each as a "
+            "run of its own"
+        )
+    text, changes = TextInfo.of(corpus), {}
+    workdirs = {name: Workdir(folder / name) for name in configs}
+    readers = {name: training_reader(_parts_of(parts, config), corpus) for name, config in configs.items()}
+    for name, config in configs.items():
+        workdirs[name].check_same_run(config, text)
+    with contextlib.ExitStack() as stack:
+        for name, config in configs.items():
+            stack.enter_context(workdirs[name].create().lock())
+            changes[name] = workdirs[name].check_same_run(config, text)
+            workdirs[name].record(config, text)
+        for line in report.opening(parts, corpus, next(iter(readers.values()))):
+            say(line)
+        say(f"members   {'; '.join(configs)}: one program, losses in this order")
+        runs = {
+            name: Run(parts, corpus, readers[name], workdirs[name], stop_requested, label=f"{name}: ")
+            for name in configs
+        }
+        outcomes = _Together(parts, configs, runs, changes, say, stop_requested).run(stack)
+    if all(outcome.finished for outcome in outcomes.values()):
+        _write(folder, outcomes, corpus, say)
+    return outcomes
+
+
+def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[str, ExperimentConfig]:
+    """The config of each member by its name, as "seed=2,learning_rate=0.001".
+
+    Raises:
+      ValueError: as `run`.
+    """
+    if len(members) < 2:
+        raise ValueError(f"{len(members)} members were given; give two or more, or start a run of its own")
+    for name in sorted({name for member in members for name in member}):
+        if name not in together.NUMBERS:
+            near = config_tree.did_you_mean(name, together.NUMBERS)
+            raise ValueError(
+                f"members cannot differ in {name}{near}; they can in {', '.join(together.NUMBERS)}, which change no shape"
+            )
+    if base.train.patience:
+        raise ValueError(
+            f"train.patience is {base.train.patience}, and members are trained to the same end; leave it out"
+        )
+    names = [_name(member) for member in members]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the members are {'; '.join(names)}; two that are alike would be trained twice")
+    configs = {name: config_tree.replace(base, dict(member)) for name, member in zip(names, members, strict=True)}
+    for config in configs.values():
+        config.validate()
+    return configs
+
+
+def _name(member: Member) -> str:
+    """Also its folder's: "seed=2,learning_rate=0.001"."""
+    numbers = (f"{name.rpartition('.')[2]}={member[name]:.10g}" for name in together.NUMBERS if name in member)
+    return ",".join(numbers) or "base"
+
+
+def _parts_of(parts: Parts, config: ExperimentConfig) -> Parts:
+    return Parts(config, parts.model, parts.optimizer, parts.schedule, parts.mesh)
+
+
+class _Together:
+    """One start of all members."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        configs: dict[str, ExperimentConfig],
+        runs: dict[str, Run],
+        changes: dict[str, list[str]],
+        say: Callable[[str], None],
+        stop_requested: Callable[[], Any],
+    ):
+        self.parts = parts
+        self.configs = configs
+        self.runs = runs
+        self.changes = changes
+        self.say = say
+        self.stop_requested = stop_requested
+
+    def run(self, stack: contextlib.ExitStack) -> dict[str, Outcome]:
+        """All of it; logs and checkpoints are open until the stack is closed."""
+        step, states, notes = self._open(stack)
+        results = [run.ended_before(step, noted) for run, noted in zip(self.runs.values(), notes, strict=True)]
+        if all(results):
+            return {name: Outcome(True, step, result) for name, result in zip(self.runs, results, strict=True)}
+        for run, noted in zip(self.runs.values(), notes, strict=True):
+            run.begin(noted, shown=False)
+        for i, (run, noted) in enumerate(zip(self.runs.values(), notes, strict=True)):
+            if noted.get("evaluation_pending"):
+                states[i] = run.repeat_evaluation(step, states[i])
+        pending = any(run.evaluation_pending for run in self.runs.values())
+        if step < self.parts.config.train.steps and not pending:
+            step, states = self._train(step, states)
+        return {name: run.finish(step, state) for (name, run), state in zip(self.runs.items(), states, strict=True)}
+
+    def _open(self, stack: contextlib.ExitStack) -> tuple[int, list[TrainState], list[dict[str, Any]]]:
+        """Every member at the newest step that all of them have a checkpoint of."""
+        common = min(_newest(run) for run in self.runs.values())
+        init = jax.jit(lambda seed: nn.unbox(together.make_init(self.parts.model, self.parts.config)(seed)))
+        opened = []
+        for name, run in self.runs.items():
+            seed = self.configs[name].seed
+            start = run.opened(self.changes[name], lambda seed=seed: init(seed), before=common + 1, introduce=False)
+            opened.append(stack.enter_context(start))
+        steps, states, notes = zip(*opened, strict=True)
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"the members stand at different updates, {dict(zip(self.runs, steps, strict=True))}, and not all of them "
+                f"have a checkpoint of update {common}; go on with each alone, or move all their folders away to start anew"
+            )
+        return steps[0], list(states), list(notes)
+
+    def _train(self, step: int, states: list[TrainState]) -> tuple[int, list[TrainState]]:
+        span = self.parts.config.train
+        state = _stack(states)
+        states.clear()  # Else all would be held twice.
+        train_step = self._compiled(step, state)
+        try:
+            with Prefetcher(self._segments, segments_per_call=span.segments_per_call, steps=span.steps) as segments:
+                step, state = train(
+                    state,
+                    train_step,
+                    segments,
+                    first_step=step,
+                    steps=span.steps,
+                    segments_per_call=span.segments_per_call,
+                    progress=self,
+                    hooks=[Hook(span.eval_every, self._evaluate), Hook(span.checkpoint_every, self._save)],
+                    stop_requested=self.stop_requested,
+                )
+        except NonFiniteError as error:
+            raise next(iter(self.runs.values())).told_with_advice(error) from None
+        return step, self._each(state)
+
+    def _compiled(
+        self, step: int, state: TrainState
+    ) -> Callable[[TrainState, Segments], tuple[TrainState, UpdateMetrics]]:
+        """The update of all; the numbers that they differ in are arrays that the compiled program is given."""
+        began = time.monotonic()
+        changes = (config_tree.differences(self.parts.config, config) for config in self.configs.values())
+        names = sorted({leaf.name for changed in changes for leaf, *_ in changed})
+        numbers = {
+            name: jnp.asarray(
+                [_number(config, name) for config in self.configs.values()], "uint32" if name == "seed" else float
+            )
+            for name in names
+        }
+        together_step = jax.jit(together.make_step(self.parts.model, self.parts.config), donate_argnums=1)
+        segments = self._segments(step, self.parts.config.train.segments_per_call)
+        compiled = together_step.lower(numbers, state, segments).compile()
+        self.exclude(time.monotonic() - began)
+        return lambda state, segments: compiled(numbers, state, segments)
+
+    def _segments(self, first: int, count: int) -> Segments:
+        """[n, S, B, L]"""
+        each = [run.reader.segments(first, count) for run in self.runs.values()]
+        return jax.tree.map(lambda *parts: jnp.asarray(np.stack(parts)), *each)
+
+    # What the loop asks of progress.
+
+    def update(self, first_step: int, metrics: UpdateMetrics) -> None:
+        """Takes the metrics [n, S]; says one line for all."""
+        runs = list(self.runs.items())
+        for i, (name, run) in enumerate(runs):
+            own = jax.tree.map(lambda metric, i=i: metric[i], metrics)
+            try:
+                check_finite(first_step, own)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{name}: {error}") from None
+            run.progress.update(first_step, own)
+        done, told = first_step + metrics.nats.shape[1], runs[0][1].progress.reported
+        if told.get("step") == done:
+            losses = "  ".join(f"{run.progress.reported['loss']:.4f}" for _, run in runs)
+            rate = told["tokens_per_second"] * len(runs)
+            steps = self.parts.config.train.steps
+            self.say(
+                f"step {done:>{len(str(steps))}}/{steps}  losses {losses}  {rate:,.0f} tokens/s together  "
+                f"ETA {duration(told['remaining'])}"
+            )
+
+    def exclude(self, seconds: float) -> None:
+        """Leaves time spent on something else out of the next tokens/s."""
+        for run in self.runs.values():
+            run.progress.exclude(seconds)
+
+    def _evaluate(self, step: int, state: TrainState) -> TrainState:
+        each = self._each(state)
+        after = [run.evaluate(step, own) for run, own in zip(self.runs.values(), each, strict=True)]
+        began = any(a is not b for a, b in zip(each, after, strict=True))  # The mean of a member's weights.
+        return _stack(after) if began else state
+
+    def _save(self, step: int, state: TrainState) -> None:
+        for run, own in zip(self.runs.values(), self._each(state), strict=True):
+            run.save(step, own)
+
+    def _each(self, state: TrainState) -> list[TrainState]:
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(len(self.runs))]
+
+
+def _newest(run: Run) -> int:
+    """The newest step that a run has a checkpoint of; 0: none."""
+    with Checkpointer(run.workdir.latest, keep=run.config.keep_checkpoints, report=lambda line: None) as latest:
+        return latest.latest_step() or 0
+
+
+def _number(config: ExperimentConfig, name: str) -> float:
+    """A setting as the program takes it: rates that stand for another are spelt out."""
+    spelt_out = {"model.input_dropout": config.model.input_rate, "model.output_dropout": config.model.output_rate}
+    return spelt_out.get(name, config_tree.get(config, name))
+
+
+def _stack(states: Sequence[TrainState]) -> TrainState:
+    return jax.jit(lambda *each: jax.tree.map(lambda *leaves: jnp.stack(leaves), *each))(*states)
+
+
+def _write(folder: Path, outcomes: dict[str, Outcome], corpus: Corpus, say: Callable[[str], None]) -> None:
+    """The scores of all members, and what each line means."""
+    measure = corpus.vocabulary.measure
+    results = {name: outcome.results for name, outcome in outcomes.items()}
+    write_json(folder / "members.json", results)
+    lines = [
+        f"{corpus.description}; {report.environment()['device']}, {report.environment()['date']}; the test text was scored "
+        "with the parameters of the best validation.",
+        "",
+        f"| member | best valid {measure} | after updates | test {measure} |",
+        "|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        best, test = result["best_valid"], result["test"]
+        told = [Totals(scores["loss"], 1).told(measure).split()[-1] if scores else "" for scores in (best, test)]
+        lines.append(f"| {name} | {told[0]} | {best['step'] if best else result['steps']:,} | {told[1]} |")
+    write_text(folder / "members.md", "\n".join(lines) + "\n")
+    say(f"\n{(folder / 'members.md').read_text()}\nresults   {folder / 'members.md'}")
