@@ -11,7 +11,7 @@ import jax
 
 import txl_jax
 from txl_jax.assemble import Compilation, Parts
-from txl_jax.config import Encoding, ModelConfig, Network
+from txl_jax.config import Encoding, EvalConfig, ModelConfig, Network
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader
 from txl_jax.metrics import Measure, Totals
@@ -23,7 +23,6 @@ def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
     c, train = parts.config.model, parts.config.train
     tokens_per_step = train.batch_size * train.new_tokens
     epochs = train.steps / reader.n_segments
-    span = parts.config.eval
     return [
         f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} tokens "
         f"to train / validate / test on, vocabulary {corpus.vocabulary.size:,}",
@@ -36,20 +35,18 @@ def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
         )
         + f"; {train.steps:,} steps = {epochs:.2f} epochs of {reader.n_segments:,} steps "
         f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
-        "scoring   "
-        + (
-            f"the last {span.stride} of windows of {span.segment_len}, "
-            if span.stride
-            else f"segments of {span.segment_len}, memory {span.mem_len}, "
-        )
-        + f"{_clamp(span.clamp_len)}, {span.batch_size} row{'s' if span.batch_size > 1 else ''}"
-        + (f", each begun {span.warmup_tokens} tokens early" if span.warmup_tokens else ""),
+        f"scoring   {_how_scored(parts.config.eval)}",
         f"devices   {parts.mesh.size} x {device_kind()} ({', '.join(f'{k} {n}' for k, n in parts.mesh.shape.items())})",
     ]
 
 
-def _clamp(clamp_len: int) -> str:
-    return f"distances clamped at {clamp_len}" if clamp_len else "no clamp"
+def _how_scored(span: EvalConfig) -> str:
+    clamp = f"distances clamped at {span.clamp_len}" if span.clamp_len else "no clamp"
+    if span.stride:
+        return f"the last {span.stride} of windows of {span.segment_len}, {clamp}, {span.batch_size} windows at a time"
+    early = f", each begun {span.warmup_tokens} tokens early" if span.warmup_tokens else ""
+    rows = f"{span.batch_size} row{'s' if span.batch_size > 1 else ''}"
+    return f"segments of {span.segment_len}, memory {span.mem_len}, {clamp}, {rows}{early}"
 
 
 def _sizes(c: ModelConfig) -> str:

@@ -86,6 +86,9 @@ def test_rows_are_trained_scored_and_told(base, tmp_path):
     told = json.loads((tmp_path / "ablation.json").read_text())
     assert len(told["scores"]) == 4 and told["seeds"] == [1, 2]
     page = (tmp_path / "ablation.md").read_text()
+    least = [[score.best for score in found[row.name]] for row in (RECURRENT, VANILLA)]
+    beside = np.subtract(*reversed(least))
+    assert f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | " in page
     assert f"| row | 4 | {L} | 12 | {L + M} |" in page  # Each row lacks the attention length of the other's training.
     assert (
         "| yes | relative | full | " in page and "| no | vaswani | half | " in page and "27.02 | 26.77 | 500 |" in page

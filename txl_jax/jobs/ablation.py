@@ -334,21 +334,32 @@ def _markdown(found: dict[str, list[Score]], plan: Plan, facts: dict[str, Any]) 
     measure = facts["measure"]
     lines = [
         f"Table {facts['table']} in miniature or in full: {facts['text']}, validation {measure}; mean of the seeds (standard "
-        f"deviation, number of seeds); windows of models without recurrence score {plan.stride} tokens each, or their "
+        f'deviation, number of seeds); "beside" is the best less that of the first row, seed by seed; windows of models without recurrence score {plan.stride} tokens each, or their '
         f"length; {facts['device']}, {facts['date']}. The paper's numbers are of the full size"
         + (", and of the test text." if facts["table"] == "7" else "."),
         "",
-        f"| recurrence | encoding | loss | init {measure} | best {measure} | attention length | paper: init | best | length |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| recurrence | encoding | loss | init {measure} | best {measure} | beside | attention length | paper: init | best | "
+        "length |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in plan.rows:
         if row.name not in found:
             continue
         scores = found[row.name]
         shown = [_mean([getattr(score, field) for score in scores], measure) for field in ("init", "best")]
+        first = [] if row is plan.rows[0] else found.get(plan.rows[0].name, [])
+        beside = [score.best - other.best for score, other in zip(scores, first, strict=False)]
         lengths = ", ".join(f"{length:,}" for length in sorted({score.length for score in scores}))
         paper = ["" if value is None else f"{value:g}" for value in row.published]
-        cells = ["yes" if row.recurrence else "no", row.encoding, row.loss, *shown, lengths, *paper]
+        cells = [
+            "yes" if row.recurrence else "no",
+            row.encoding,
+            row.loss,
+            *shown,
+            _mean(beside, measure, sign="+"),
+            lengths,
+            *paper,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_by_length(found, plan, measure)]) + "\n"
 
@@ -369,10 +380,10 @@ def _by_length(found: dict[str, list[Score]], plan: Plan, measure: str) -> list[
     return lines
 
 
-def _mean(values: Sequence[float], measure: str) -> str:
+def _mean(values: Sequence[float], measure: str, *, sign: str = "") -> str:
     digits = 2 if measure == Measure.PPL.value else 4
     if not values:
         return ""
     if len(values) == 1:
-        return f"{values[0]:.{digits}f}"
-    return f"{statistics.mean(values):.{digits}f} ({statistics.stdev(values):.{digits}f}, {len(values)})"
+        return f"{values[0]:{sign}.{digits}f}"
+    return f"{statistics.mean(values):{sign}.{digits}f} ({statistics.stdev(values):.{digits}f}, {len(values)})"
