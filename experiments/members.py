@@ -50,8 +50,9 @@ def _run() -> int:
     folder = Path(FLAGS.members_out).expanduser().resolve()
     corpus = read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
     with StopRequest() as stop:
-        members.run(config, chosen, corpus, folder, stop_requested=lambda: stop)
-    return 128 + stop.signal_number if stop else 0
+        outcomes = members.run(config, chosen, corpus, folder, stop_requested=lambda: stop)
+    finished = all(outcome.finished for outcome in outcomes.values())
+    return 128 + stop.signal_number if stop and not finished else 0
 
 
 def _member(text: str) -> dict[str, float]:

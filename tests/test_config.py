@@ -128,6 +128,11 @@ CONFLICTS = [
     ({"average.rate": 0.0, "average.start": 3}, ("average.rate is 0.0",)),
     ({"model.tie_positions": True, "model.untie_r": True}, ("tie_positions", "untie_r is True")),
     ({"model.tie_positions": True, "model.encoding": Encoding.VASWANI}, ("tie_positions", "encoding is vaswani")),
+    ({"model.tie_positions": True, "model.network": Network.LSTM}, ("tie_positions is True", "network is lstm")),
+    (
+        {"train.stride": 4, "train.mem_len": 0, "model.network": Network.LSTM},
+        ("train.stride is 4", "network is lstm"),
+    ),
     ({"model.qkv_dropout": 0.1, "model.network": Network.LSTM}, ("qkv_dropout is 0.1", "network is lstm")),
     *(
         ({f"{group}.stride": 600, f"{group}.mem_len": 0}, (f"{group}.stride is 600", f"{group}.segment_len is"))

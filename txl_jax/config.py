@@ -270,7 +270,7 @@ class ModelConfig:
             self.network is Network.TRANSFORMER_XL or self.encoding is Encoding.RELATIVE,
             f"model.encoding is {self.encoding} and model.network is {self.network}, which has none; leave it out",
         )
-        for name in ("qkv_dropout", "weight_dropout"):
+        for name in ("qkv_dropout", "weight_dropout", "tie_positions"):
             _require(
                 self.network is Network.TRANSFORMER_XL or not getattr(self, name),
                 f"model.{name} is {getattr(self, name)} and model.network is {self.network}, which has none",
@@ -527,7 +527,7 @@ class TrainConfig:
 
     steps: int = 400_000  # Updates in all.
     batch_size: int = 22  # B, rows over all devices.
-    segment_len: int = 512  # L, tokens per row and update (the original's tgt_len).
+    segment_len: int = 512  # L, tokens per row and update (the original's tgt_len, and with a stride its ext_len too).
     mem_len: int = 512  # M, slots of memory.
     stride: int = 0  # Tokens of a segment that are new and scored, at its end; those before are read again; 0: all.
     clamp_len: int = 0  # Distances above this share one position code; 0: off.
@@ -679,6 +679,11 @@ class ExperimentConfig:
         _require(
             self.average.start < self.train.steps,
             f"average.start is {self.average.start} and train.steps is {self.train.steps}; the mean would never begin",
+        )
+        _require(
+            self.model.network is Network.TRANSFORMER_XL or not self.train.stride,
+            f"train.stride is {self.train.stride} and model.network is {self.model.network}, whose state has read already "
+            "what would be read again; leave it out",
         )
         for name, usual in (("eval.temperature", 1.0), ("train.adversarial", 0.0)):
             value = getattr(getattr(self, name.split(".")[0]), name.split(".")[1])

@@ -199,7 +199,7 @@ def test_members_are_trained_together(text_file, tmp_path):
     chosen = ["--member=seed=1", "--member=seed=2 optimizer.learning_rate=0.002", f"--members_out={tmp_path}"]
     code, out, err = finish(start("members", *flags, *chosen))
     assert code == 0, err
-    assert "| seed=2,learning_rate=0.002 | " in out and (tmp_path / "seed=1" / "results.json").exists()
+    assert "| seed=2+learning_rate=0.002 | " in out and (tmp_path / "seed=1" / "results.json").exists()
 
 
 @pytest.mark.parametrize(

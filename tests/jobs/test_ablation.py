@@ -141,6 +141,26 @@ def test_nothing_to_do_is_refused(base, tmp_path):
     lstm = config_tree.replace(base[0], {"model.network": Network.LSTM})
     with pytest.raises(ValueError, match="model.network is lstm"):
         ablation.check(lstm, Plan((SHAW,), (1,), (4,)))
+    forgetful = config_tree.replace(base[0], {"train.mem_len": 0})
+    with pytest.raises(ValueError, match="recurrence-shaw-full has recurrence and train.mem_len is 0"):
+        ablation.check(forgetful, Plan((SHAW,), (1,), (4,)))
+
+
+def test_the_whole_table_follows_from_a_base_with_tied_positions(base):
+    tied = config_tree.replace(base[0], {"model.tie_positions": True, "eval.warmup_tokens": 3})
+    ablation.check(tied, Plan(TABLES["6"], (1,), (4,), stride=2))
+    assert [ablation.row_config(tied, row, 1).model.tie_positions for row in (RECURRENT, SHAW)] == [True, False]
+
+
+def test_scores_from_before_a_setting_of_evaluation_existed_are_kept(base, tmp_path, monkeypatch):
+    plan = Plan((RECURRENT,), seeds=(1,), lengths=(4,))
+    found = run(base, plan, tmp_path)
+    path = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
+    kept = json.loads(path.read_text())
+    assert kept["of"].pop("eval.stride") == 0
+    path.write_text(json.dumps(kept))
+    monkeypatch.setattr(ablation.context_length, "run", None)  # Nothing is scored again.
+    assert run(base, plan, tmp_path) == found
 
 
 def test_the_longest_segment_of_equal_memory():

@@ -10,19 +10,21 @@ import tiny_run
 
 from txl_jax import config_tree
 from txl_jax.assemble import assemble
-from txl_jax.checkpoint import Checkpointer
+from txl_jax.checkpoint import DIGESTS, Checkpointer
 from txl_jax.config import CorpusName, DataConfig, DType
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import members, train
 from txl_jax.run_log import read_metrics
 from txl_jax.training.progress import NonFiniteError
+from txl_jax.training.step import make_train_step
+from txl_jax.training.together import make_step as together_step
 from txl_jax.workdir import Workdir
 
 STEPS = 12
 RATE, DROPOUT = "optimizer.learning_rate", "model.dropout"
 # A rate that is 0 in one and not in another; the others at rates of their own throughout.
 MEMBERS = [{"seed": 3}, {"seed": 4, RATE: 0.02, DROPOUT: 0.0}, {DROPOUT: 0.5}]
-NAMES = ["seed=3", "seed=4,learning_rate=0.02,dropout=0", "dropout=0.5"]
+NAMES = ["seed=3", "seed=4+learning_rate=0.02+dropout=0.0", "dropout=0.5"]
 
 
 @pytest.fixture(scope="module")
@@ -121,27 +123,78 @@ def test_stopped_members_go_on_exactly(base, together, tmp_path, stops):
     assert run(base, tmp_path) == outcomes  # And finished already.
 
 
-def test_members_that_were_killed_between_saves_go_on_from_the_last_common_one(base, together, tmp_path):
+@pytest.mark.parametrize("damage", ["the whole checkpoint", "its digests"])
+def test_members_that_were_killed_between_saves_go_on_from_the_last_common_one(base, together, tmp_path, damage):
     run(base, tmp_path, stop_requested=stop_after(9))
     config = members.member_configs(base[0], MEMBERS)[NAMES[1]]
-    shutil.rmtree(Workdir(tmp_path / NAMES[1]).latest / str(latest(config, base[1], tmp_path / NAMES[1])[0]))
+    newest = Workdir(tmp_path / NAMES[1]).latest / str(latest(config, base[1], tmp_path / NAMES[1])[0])
+    if damage == "its digests":
+        (newest / DIGESTS).unlink()
+    else:
+        shutil.rmtree(newest)
     assert latest(config, base[1], tmp_path / NAMES[1])[0] == latest(config, base[1], tmp_path / NAMES[0])[0] - 2
     outcomes = run(base, tmp_path)
-    assert {name: outcome.results["test"] for name, outcome in outcomes.items()} == {
-        name: outcome.results["test"] for name, outcome in together[1].items()
-    }
+    for name, outcome in outcomes.items():
+        assert outcome.results["test"] == together[1][name].results["test"]
+        assert records(tmp_path / name) == records(together[0] / name)
 
 
-def test_members_without_a_common_checkpoint_are_refused(base, tmp_path):
+def test_a_finished_member_is_not_scored_again(base, together, tmp_path):
+    """The stop comes while the second member's test text is scored."""
+    calls = 0
+
+    def stop():
+        nonlocal calls
+        calls += 1
+        return (tmp_path / NAMES[0] / "results.json").exists()
+
+    first = run(base, tmp_path, stop_requested=stop)
+    assert [outcome.finished for outcome in first.values()] == [True, False, False] and calls
+    outcomes = run(base, tmp_path)
+    for name in NAMES:
+        assert outcomes[name].finished and records(tmp_path / name) == records(together[0] / name)
+
+
+@pytest.mark.parametrize("what", ["one more", "one ahead"])
+def test_members_without_a_common_checkpoint_are_refused_and_keep_what_they_have(base, tmp_path, what):
     run(base, tmp_path, stop_requested=stop_after(9))
-    name = NAMES[2]
-    train.run(members.member_configs(base[0], MEMBERS)[name], base[1], Workdir(tmp_path / name))
-    with pytest.raises(ValueError, match="stand at different updates.*have a checkpoint of update"):
-        run(base, tmp_path)
+    chosen = MEMBERS
+    if what == "one more":
+        chosen = [*MEMBERS, {"seed": 9}]
+    else:
+        config = members.member_configs(base[0], MEMBERS)[NAMES[2]]
+        train.run(config, base[1], Workdir(tmp_path / NAMES[2]))
+    before = {name: (records(tmp_path / name), sorted(Workdir(tmp_path / name).latest.iterdir())) for name in NAMES}
+    with pytest.raises(ValueError, match="no checkpoint of the same update.*--members_out"):
+        run(base, tmp_path, chosen)
+    after = {name: (records(tmp_path / name), sorted(Workdir(tmp_path / name).latest.iterdir())) for name in NAMES}
+    assert before == after and all(found for found, _ in after.values())
+
+
+def test_in_bfloat16_a_traced_rate_widens_nothing(base):
+    """And members that drop nothing of queries, keys and values draw the other masks that they would draw alone."""
+    names = ("model.embedding_dropout", "model.qkv_dropout", "model.weight_dropout", DROPOUT)
+    config = config_tree.replace(base[0], {"model.dtype": DType.BFLOAT16, "average.start": -1})
+    made = assemble(config, vocab_size=256)
+    segments = train.training_reader(made, base[1]).segments(0, 2)
+    state, rates = tiny_run.state(made), {name: [0.0, 0.3] for name in names}
+    step = jax.jit(together_step(made.model, config))
+    numbers = {name: np.asarray(values, np.float32) for name, values in rates.items()}
+    _, found = step(numbers, *jax.tree.map(lambda leaf: np.stack([leaf, leaf]), (state, segments)))
+    for i in range(2):
+        alone = assemble(config_tree.replace(config, {n: v[i] for n, v in rates.items()}), vocab_size=256)
+        _, expected = jax.jit(make_train_step(alone.model, alone.optimizer, alone.schedule, alone.config))(
+            state, segments
+        )
+        # The same roundings, up to the order of sums.
+        np.testing.assert_allclose(found.nats[i], expected.nats, rtol=2e-3)
+        np.testing.assert_allclose(found.grad_norm[i], expected.grad_norm, rtol=2e-2)
 
 
 def test_a_loss_that_is_not_finite_names_its_member(base, tmp_path):
-    with pytest.raises(NonFiniteError, match=r"^learning_rate=1e\+20: update \d+.*new --workdir"):
+    with pytest.raises(
+        NonFiniteError, match=r"^learning_rate=1e\+20: update \d+.*no checkpoint was written. Leave that --member out"
+    ):
         run(base, tmp_path, [{"seed": 1}, {RATE: 1e20}])
 
 
@@ -150,6 +203,9 @@ def test_a_loss_that_is_not_finite_names_its_member(base, tmp_path):
     [
         ([{"seed": 1}], {}, "1 members were given"),
         ([{"seed": 1}, {"seed": 1}], {}, "seed=1; seed=1; two that are alike"),
+        ([{}, {"seed": 1111}], {}, "base; seed=1111; two that are alike"),
+        ([{"seed": 1}, {"seed": -1}], {}, "seed is -1"),
+        ([{"seed": 1}, {"seed": 2}], {"train.keep_checkpoints": 1}, "keep_checkpoints is 1"),
         ([{"seed": 1}, {"model.n_layer": 3}], {}, "cannot differ in model.n_layer.*model.dropout"),
         ([{"seed": 1}, {DROPOUT: 1.5}], {}, "model.dropout is 1.5"),
         ([{"seed": 1}, {"seed": 2}], {"train.patience": 2}, "train.patience is 2"),

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import tiny_run
 
+from txl_jax import config_tree
 from txl_jax.assemble import assemble
 from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
 from txl_jax.generation import Generator
@@ -71,6 +72,17 @@ def test_each_task_runs_and_knows_its_size(parts, name, tokens, shape, mem_len):
         assert task.memory_bytes > 1000 and task.flops_per_token > 1000
     if name == "generation":
         assert task.first_token_seconds > 0 and task.bytes_per_step > 1000
+
+
+def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(parts):
+    changes = {"train.stride": 3, "train.mem_len": 0, "eval.stride": 2, "eval.mem_len": 0, "eval.same_length": False}
+    strided = assemble(config_tree.replace(parts.config, changes), vocab_size=tiny.V)
+    tasks = [speed.reading(strided), speed.training(strided)]
+    assert [task.tokens for task in tasks] == [12, 12] and tasks[1].shape == "2 x 4"
+    whole = assemble(config_tree.replace(parts.config, changes | {"train.stride": 0}), vocab_size=tiny.V)
+    assert tasks[1].flops_per_token == pytest.approx(4 / 3 * speed.training(whole).flops_per_token)
+    with pytest.raises(ValueError, match=r"eval.stride is 2.*leave it out"):
+        speed.evaluation(strided, tiny_run.params(strided.model))
 
 
 def test_beside_the_peer(parts):

@@ -141,6 +141,29 @@ def test_a_finished_run_is_left_as_it_is(finished, config, corpus, capsys):
     assert "finished  already" in capsys.readouterr().out
 
 
+def test_a_run_from_before_a_setting_of_evaluation_existed_is_left_as_it_is(finished, config, corpus, monkeypatch):
+    workdir, outcome = finished
+    before, path = numbers(workdir), workdir.path / "results.json"
+    results = json.loads(path.read_text())
+    assert results["eval"].pop("stride") == 0
+    path.write_text(json.dumps(results))
+    assert train.run(config, corpus, workdir).results == results
+    assert numbers(workdir) == before
+    # And its best is compared with: it is not chosen anew.
+    notes = Checkpointer.notes
+
+    def of_old(self, step):
+        told = notes(self, step)
+        del told["eval"]["stride"]
+        return told
+
+    monkeypatch.setattr(Checkpointer, "notes", of_old)
+    longer = config_tree.replace(config, {"train.checkpoint_every": 8, "train.log_every": 8})
+    path.unlink()
+    assert train.run(longer, corpus, workdir).results["best_valid"] == outcome.results["best_valid"]
+    assert "chosen anew" not in (workdir.path / "log.txt").read_text()
+
+
 def test_a_finished_run_is_scored_again_at_other_lengths(finished, config, corpus):
     workdir, outcome = finished
     again = train.run(config_tree.replace(config, {"eval.mem_len": 3}), corpus, workdir)

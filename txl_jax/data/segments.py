@@ -51,7 +51,7 @@ class Segments(NamedTuple):
 
     inputs: np.ndarray  # int32 [S, B, L]; 0 in padding.
     targets: np.ndarray  # int32 [S, B, L]; 0 in padding.
-    weights: np.ndarray  # float32 [S, B, L]: 1 for a place that counts, 0 for padding and warm-up.
+    weights: np.ndarray  # float32 [S, B, L]: 1 for a place that counts, 0 for padding, warm-up, what is read again.
     reset: np.ndarray  # bool [S, B]: the row starts anew here, so its memory is emptied first.
 
 
@@ -186,8 +186,8 @@ def training_segments(
       host: (i, n): this is host i of n and gets the rows i * B / n to (i + 1) * B / n - 1.
 
     Raises:
-      ValueError: a text too short for one segment; a stride beyond L; rows that do not divide among the hosts; sentence starts of another
-        text, or together with a roll.
+      ValueError: a text too short for one segment; a stride beyond L; rows that do not divide among the hosts;
+        sentence starts of another text, or together with a roll.
     """
     _check(tokens, batch_size, segment_len, host)
     n_pairs = len(tokens) - 1

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from txl_jax import config_tree, report
 from txl_jax.assemble import assemble
-from txl_jax.config import Encoding, ExperimentConfig, LossPart, Network
+from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, LossPart, Network
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs import context_length, train
 from txl_jax.jobs.score import Interrupted
@@ -155,6 +155,7 @@ def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
         "model.encoding": row.encoding,
         "model.n_position": segment_len + mem_len if row.encoding.is_learned else 0,
         "model.untie_r": base.model.untie_r and row.encoding is Encoding.RELATIVE,
+        "model.tie_positions": base.model.tie_positions and row.encoding is Encoding.RELATIVE,
         "train.loss": row.loss,
         "train.segment_len": segment_len,
         "train.mem_len": mem_len,
@@ -174,6 +175,8 @@ def check(base: ExperimentConfig, plan: Plan) -> None:
     for row in plan.rows:
         config = row_config(base, row, plan.seeds[0])
         config.validate()
+        if row.recurrence and not config.train.mem_len:
+            raise ValueError(f"the row {row.name} has recurrence and train.mem_len is 0; give the length of its memory")
         for length in _lengths(config, row, plan):
             context_length.at_lengths(config, [length], stride=_stride(config, plan, length))
 
@@ -277,7 +280,8 @@ def _at_lengths(
     evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
     told = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
     kept = json.loads(path.read_text()) if path.exists() else {}
-    known = kept["scores"] if kept.get("of") == json.loads(json.dumps(told)) else {}
+    defaults = {f"eval.{name}": value for name, value in config_tree.to_dict(EvalConfig()).items()}
+    known = kept["scores"] if defaults | kept.get("of", {}) == json.loads(json.dumps(told)) else {}
     for length in _lengths(config, row, plan):
         if str(length) not in known:
             stride = _stride(config, plan, length)

@@ -130,7 +130,7 @@ def _at_length(config: ExperimentConfig, length: int, stride: int | None) -> Exp
         segment_len = min(config.eval.segment_len, length)
         span = {"mem_len": length, "same_length": True, "segment_len": segment_len, "stride": 0}
     else:
-        span = {"mem_len": 0, "same_length": False, "segment_len": length, "stride": stride}
+        span = {"mem_len": 0, "same_length": False, "segment_len": length, "stride": stride, "warmup_tokens": 0}
     return config_tree.replace(config, {f"eval.{name}": value for name, value in span.items()})
 
 

@@ -82,7 +82,7 @@ def check_can_write(config: ExperimentConfig) -> None:
     if config.eval.mem_len == 0:
         raise ValueError(
             "eval.mem_len is 0, so that each token would be written from the one before it alone; give a memory with "
-            "--eval.mem_len"
+            "--eval.mem_len" + (f", and no stride (eval.stride is {config.eval.stride})" if config.eval.stride else "")
         )
 
 

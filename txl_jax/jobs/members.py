@@ -2,10 +2,11 @@
 
 Each is a run like any other, in a folder of its own, with its own log, checkpoints and results: it can be scored,
 written with, and gone on with alone. What they share is the program of an update (`txl_jax.training.together`) and the
-pace: all of them make the same number of updates, whatever becomes of each.
+pace: all of them have made the same number of updates, and if a loss of one is not finite, all stop.
 """
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ import numpy as np
 
 from txl_jax import config_tree, report
 from txl_jax.assemble import Parts, assemble
-from txl_jax.checkpoint import Checkpointer
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.prefetch import Prefetcher
@@ -88,7 +88,7 @@ def run(
 
 
 def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[str, ExperimentConfig]:
-    """The config of each member by its name, as "seed=2,learning_rate=0.001".
+    """The config of each member by its name, as "seed=2+learning_rate=0.001".
 
     Raises:
       ValueError: as `run`.
@@ -105,19 +105,27 @@ def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[st
         raise ValueError(
             f"train.patience is {base.train.patience}, and members are trained to the same end; leave it out"
         )
+    if base.train.keep_checkpoints < 2:
+        raise ValueError(
+            f"train.keep_checkpoints is {base.train.keep_checkpoints}, and members that are killed between two saves need "
+            "the one before; give at least 2"
+        )
     names = [_name(member) for member in members]
-    if len(set(names)) < len(names):
+    configs = [config_tree.replace(base, dict(member)) for member in members]
+    if any(config in configs[:i] for i, config in enumerate(configs)):
         raise ValueError(f"the members are {'; '.join(names)}; two that are alike would be trained twice")
-    configs = {name: config_tree.replace(base, dict(member)) for name, member in zip(names, members, strict=True)}
-    for config in configs.values():
+    for config in configs:
         config.validate()
-    return configs
+        if not 0 <= config.seed < 2**32:
+            raise ValueError(f"a member's seed is {config.seed}; together seeds go from 0 to {2**32 - 1}")
+    return dict(zip(names, configs, strict=True))
 
 
 def _name(member: Member) -> str:
-    """Also its folder's: "seed=2,learning_rate=0.001"."""
-    numbers = (f"{name.rpartition('.')[2]}={member[name]:.10g}" for name in together.NUMBERS if name in member)
-    return ",".join(numbers) or "base"
+    """Also its folder's: "seed=2+learning_rate=0.001"."""
+    return (
+        "+".join(f"{name.rpartition('.')[2]}={member[name]}" for name in together.NUMBERS if name in member) or "base"
+    )
 
 
 def _parts_of(parts: Parts, config: ExperimentConfig) -> Parts:
@@ -145,36 +153,48 @@ class _Together:
 
     def run(self, stack: contextlib.ExitStack) -> dict[str, Outcome]:
         """All of it; logs and checkpoints are open until the stack is closed."""
-        step, states, notes = self._open(stack)
-        results = [run.ended_before(step, noted) for run, noted in zip(self.runs.values(), notes, strict=True)]
-        if all(results):
-            return {name: Outcome(True, step, result) for name, result in zip(self.runs, results, strict=True)}
-        for run, noted in zip(self.runs.values(), notes, strict=True):
-            run.begin(noted, shown=False)
+        for run in self.runs.values():
+            stack.enter_context(run.checkpoints())
+        step, states, notes = self._restored()
+        for name, run in self.runs.items():
+            stack.enter_context(run.logging(step, self.changes[name], introduce=False))
+        ended = [run.ended_before(step, noted) for run, noted in zip(self.runs.values(), notes, strict=True)]
         for i, (run, noted) in enumerate(zip(self.runs.values(), notes, strict=True)):
+            run.begin(noted, shown=False)
             if noted.get("evaluation_pending"):
                 states[i] = run.repeat_evaluation(step, states[i])
         pending = any(run.evaluation_pending for run in self.runs.values())
         if step < self.parts.config.train.steps and not pending:
             step, states = self._train(step, states)
-        return {name: run.finish(step, state) for (name, run), state in zip(self.runs.items(), states, strict=True)}
+        return {
+            name: Outcome(True, step, results) if results else run.finish(step, state)
+            for (name, run), state, results in zip(self.runs.items(), states, ended, strict=True)
+        }
 
-    def _open(self, stack: contextlib.ExitStack) -> tuple[int, list[TrainState], list[dict[str, Any]]]:
-        """Every member at the newest step that all of them have a checkpoint of."""
-        common = min(_newest(run) for run in self.runs.values())
+    def _restored(self) -> tuple[int, list[TrainState], list[dict[str, Any]]]:
+        """Every member at the newest update that all have a sound checkpoint of. Nothing on disk is changed.
+
+        Raises:
+          ValueError: there is none, though some have checkpoints.
+        """
+        standing = {name: run.latest.latest_step() for name, run in self.runs.items()}
         init = jax.jit(lambda seed: nn.unbox(together.make_init(self.parts.model, self.parts.config)(seed)))
-        opened = []
-        for name, run in self.runs.items():
-            seed = self.configs[name].seed
-            start = run.opened(self.changes[name], lambda seed=seed: init(seed), before=common + 1, introduce=False)
-            opened.append(stack.enter_context(start))
-        steps, states, notes = zip(*opened, strict=True)
-        if len(set(steps)) > 1:
-            raise ValueError(
-                f"the members stand at different updates, {dict(zip(self.runs, steps, strict=True))}, and not all of them "
-                f"have a checkpoint of update {common}; go on with each alone, or move all their folders away to start anew"
-            )
-        return steps[0], list(states), list(notes)
+        before, agreed = None, all(step is None for step in standing.values())
+        while agreed or None not in standing.values():
+            found = [
+                run.restore(lambda seed=self.configs[name].seed: init(seed), before=before)
+                for name, run in self.runs.items()
+            ]
+            steps, states, notes = zip(*found, strict=True)
+            if len(set(steps)) == 1:
+                return steps[0], list(states), list(notes)
+            if min(steps) == 0:
+                break
+            before = min(steps) + 1
+        raise ValueError(
+            f"the members have no checkpoint of the same update (the newest are {standing}); go on with each alone, or give "
+            "another --members_out to train all of them anew"
+        )
 
     def _train(self, step: int, states: list[TrainState]) -> tuple[int, list[TrainState]]:
         span = self.parts.config.train
@@ -195,7 +215,11 @@ class _Together:
                     stop_requested=self.stop_requested,
                 )
         except NonFiniteError as error:
-            raise next(iter(self.runs.values())).told_with_advice(error) from None
+            kept = next(iter(self.runs.values())).kept
+            raise NonFiniteError(
+                f"{error}; {kept}. Leave that --member out, and the others go on from there; or give it a lower "
+                "learning rate"
+            ) from None
         return step, self._each(state)
 
     def _compiled(
@@ -263,12 +287,6 @@ class _Together:
         return [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(len(self.runs))]
 
 
-def _newest(run: Run) -> int:
-    """The newest step that a run has a checkpoint of; 0: none."""
-    with Checkpointer(run.workdir.latest, keep=run.config.keep_checkpoints, report=lambda line: None) as latest:
-        return latest.latest_step() or 0
-
-
 def _number(config: ExperimentConfig, name: str) -> float:
     """A setting as the program takes it: rates that stand for another are spelt out."""
     spelt_out = {"model.input_dropout": config.model.input_rate, "model.output_dropout": config.model.output_rate}
@@ -283,6 +301,10 @@ def _write(folder: Path, outcomes: dict[str, Outcome], corpus: Corpus, say: Call
     """The scores of all members, and what each line means."""
     measure = corpus.vocabulary.measure
     results = {name: outcome.results for name, outcome in outcomes.items()}
+    path = folder / "members.json"
+    if path.exists() and json.loads(path.read_text()) == results:
+        say(f"results   {folder / 'members.md'}")
+        return
     write_json(folder / "members.json", results)
     lines = [
         f"{corpus.description}; {report.environment()['device']}, {report.environment()['date']}; the test text was scored "

@@ -88,7 +88,7 @@ def reading(parts: Parts) -> Task:
     The text is of random tokens, long enough that the parts read lie far apart, in sentences of 25 tokens.
     """
     span, data = parts.config.train, parts.config.data
-    tokens_per_call = span.batch_size * span.segment_len * span.segments_per_call
+    tokens_per_call = span.batch_size * span.new_tokens * span.segments_per_call
     length = max(_READ_TOKENS, tokens_per_call + 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.npy")
@@ -98,6 +98,7 @@ def reading(parts: Parts) -> Task:
         text,
         batch_size=span.batch_size,
         segment_len=span.segment_len,
+        stride=span.stride,
         seed=parts.config.seed,
         roll=data.roll,
         sentence_starts=np.append(np.arange(0, length, 25), length) if data.order is Order.SENTENCES else None,
@@ -114,12 +115,19 @@ def reading(parts: Parts) -> Task:
 
 
 def training(parts: Parts) -> Task:
-    """The whole update: forward, backward, optimiser and memory."""
+    """The whole update: forward, backward, optimiser and memory. Tokens are those that are read for the first time."""
     span = parts.config.train
     train_step, compilation = parts.compile_train_step()
     state = parts.init_state()
     segments = random_segments(training_segments, parts, span)
     scratch = compilation.temporary_bytes
+    per_place = flops.of_training(
+        parts.config.model,
+        vocab_size=parts.model.vocab_size,
+        segment_len=span.segment_len,
+        mem_len=span.mem_len,
+        same_length=span.same_length,
+    )
 
     def call() -> None:
         nonlocal state
@@ -130,23 +138,23 @@ def training(parts: Parts) -> Task:
         name="training",
         shape=f"{span.batch_size} x {span.segment_len}",
         mem_len=span.mem_len,
-        tokens=span.batch_size * span.segment_len * span.segments_per_call,
+        tokens=span.batch_size * span.new_tokens * span.segments_per_call,
         call=call,
         compile_seconds=compilation.seconds,
         memory_bytes=None if scratch is None else scratch + _bytes(state),
-        flops_per_token=flops.of_training(
-            parts.config.model,
-            vocab_size=parts.model.vocab_size,
-            segment_len=span.segment_len,
-            mem_len=span.mem_len,
-            same_length=span.same_length,
-        ),
+        flops_per_token=per_place * span.segment_len / span.new_tokens,
     )
 
 
 def evaluation(parts: Parts, params: Any) -> Task:
-    """Streaming evaluation at the evaluation lengths, with a full memory."""
+    """Streaming evaluation at the evaluation lengths, with a full memory.
+
+    Raises:
+      ValueError: evaluation is to be in windows.
+    """
     span = parts.config.eval
+    if span.stride:
+        raise ValueError(f"eval.stride is {span.stride}, and what is timed is evaluation with a memory; leave it out")
     weights = parts.freeze(params)
     memory = parts.eval_memory(weights)
     memory = memory.replace(valid=memory.valid * 0 + span.mem_len)

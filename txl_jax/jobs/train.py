@@ -20,7 +20,7 @@ from typing import Any
 from txl_jax import config_tree, report
 from txl_jax.assemble import Parts, assemble
 from txl_jax.checkpoint import Checkpointer, CheckpointError
-from txl_jax.config import ExperimentConfig, Order
+from txl_jax.config import EvalConfig, ExperimentConfig, Order
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.prefetch import Prefetcher
 from txl_jax.data.segments import SegmentReader, training_segments
@@ -118,45 +118,49 @@ class Run:
 
     def run(self, changes: list[str]) -> Outcome:
         """All of it; `changes` are settings that differ from the start before."""
-        with self.opened(changes, self.parts.init_state) as (step, state, notes):
-            if results := self.ended_before(step, notes):
-                return Outcome(True, step, results)
-            train_step, compilation = self.parts.compile_train_step()
-            self.log.say(report.memory_line(self.parts, compilation))
-            if not self._has_ended(step, notes):
-                step, state = self._train(train_step, step, state, notes)
-            return self.finish(step, state)
+        with self.checkpoints():
+            step, state, notes = self.restore(self.parts.init_state)
+            with self.logging(step, changes):
+                if results := self.ended_before(step, notes):
+                    return Outcome(True, step, results)
+                train_step, compilation = self.parts.compile_train_step()
+                self.log.say(report.memory_line(self.parts, compilation))
+                if not self._has_ended(step, notes):
+                    step, state = self._train(train_step, step, state, notes)
+                return self.finish(step, state)
 
     @contextlib.contextmanager
-    def opened(
-        self,
-        changes: list[str],
-        init_state: Callable[[], TrainState],
-        *,
-        before: int | None = None,
-        introduce: bool = True,
-    ) -> Iterator[tuple[int, TrainState, dict[str, Any]]]:
-        """Checkpoints and log, open; gives the number of updates done, the state after them, and its notes.
-
-        Args:
-          before: only checkpoints of fewer updates count.
-          introduce: print what the run is; it is written to the log anyway.
-        """
-        self.unsaid += changes
+    def checkpoints(self) -> Iterator[None]:
+        """The checkpoints are open."""
         with (
             Checkpointer(self.workdir.latest, keep=self.config.keep_checkpoints, report=self._note) as self.latest,
             Checkpointer(self.workdir.best, keep=1, report=self._note) as self.best,
         ):
-            restored = self.latest.restore(self.parts.abstract_state, before=before)
-            if restored is None:
-                restored = 0, init_state(), {}
-            else:
-                self.saved_step = restored[0]
-            step, _, notes = restored
-            with RunLog(self.workdir.path, first_step=step, label=self.label) as self.log:
-                self._open(step, introduce=introduce)
-                self.losses = self._losses_so_far()
-                yield restored
+            yield
+
+    def restore(
+        self, init_state: Callable[[], TrainState], *, before: int | None = None
+    ) -> tuple[int, TrainState, dict[str, Any]]:
+        """The number of updates done, the state after them, and its notes; only checkpoints `before` a step count."""
+        restored = self.latest.restore(self.parts.abstract_state, before=before)
+        if restored is None:
+            return 0, init_state(), {}
+        self.saved_step = restored[0]
+        return restored
+
+    @contextlib.contextmanager
+    def logging(self, step: int, changes: list[str], *, introduce: bool = True) -> Iterator[None]:
+        """The log is open, and drops what it has of updates after `step`.
+
+        Args:
+          changes: settings that differ from the start before.
+          introduce: print what the run is; it is written to the log anyway.
+        """
+        self.unsaid += changes
+        with RunLog(self.workdir.path, first_step=step, label=self.label) as self.log:
+            self._open(step, introduce=introduce)
+            self.losses = self._losses_so_far()
+            yield
 
     def ended_before(self, step: int, notes: dict[str, Any]) -> dict[str, Any] | None:
         """The results of a run that had ended when it was opened; None: there is something to do."""
@@ -223,16 +227,16 @@ class Run:
                     stop_requested=lambda: self.stop_requested() or self._out_of_patience(),
                 )
         except NonFiniteError as error:
-            raise self.told_with_advice(error) from None
+            raise NonFiniteError(
+                f"{error}; {self.kept}. Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, "
+                "in a new --workdir"
+            ) from None
 
-    def told_with_advice(self, error: NonFiniteError) -> NonFiniteError:
-        """The same with what is kept and what to try."""
-        kept = (
+    @property
+    def kept(self) -> str:
+        """What a run that ends now leaves."""
+        return (
             "no checkpoint was written" if self.saved_step < 0 else f"the checkpoint of step {self.saved_step} is kept"
-        )
-        return NonFiniteError(
-            f"{error}; {kept}. Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, "
-            "in a new --workdir"
         )
 
     def repeat_evaluation(self, step: int, state: TrainState) -> TrainState:
@@ -301,7 +305,7 @@ class Run:
         except CheckpointError as error:
             self._note(f"{error}; the best is chosen anew from here")
             return None
-        if notes["eval"] != self._eval_settings():
+        if _with_defaults(notes["eval"]) != self._eval_settings():
             self._note(
                 f"the best so far, of step {step}, was scored with other --eval settings; it is chosen anew from here"
             )
@@ -375,7 +379,7 @@ class Run:
             results = json.loads((self.workdir.path / "results.json").read_text())
         except (OSError, ValueError):
             return None
-        return results if results.get("eval") == self._eval_settings() else None
+        return results if _with_defaults(results.get("eval", {})) == self._eval_settings() else None
 
     def _score(self, params: Any, tokens: Any, name: str) -> Totals:
         return score(
@@ -391,3 +395,8 @@ class Run:
     def _told(self, notes: dict[str, Any]) -> str:
         """The scores that a checkpoint's notes hold, for people."""
         return Totals(notes["loss"], 1).told(self.measure)
+
+
+def _with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Recorded settings of evaluation; one that did not exist then had the effect of its default."""
+    return config_tree.to_dict(EvalConfig()) | evaluation

@@ -58,8 +58,12 @@ class Attention(nn.Module):
         # halves the time of the forward pass.
         w_query, w_key, w_value = (matrix(name) for name in ("query", "key", "value"))
         query, key, value = (
-            self._drop_projected(_project(states, kernel))
-            for states, kernel in ((segment, w_query), (context, w_key), (context, w_value))
+            self._drop(_project(states, kernel), name)
+            for name, states, kernel in (
+                ("query", segment, w_query),
+                ("key", context, w_key),
+                ("value", context, w_value),
+            )
         )
         drop = Dropout(c.attention_dropout, deterministic=self.deterministic)
         if not c.encoding.is_relative:
@@ -68,10 +72,8 @@ class Attention(nn.Module):
             if c.encoding is Encoding.RELATIVE:
                 score = None
                 if c.tie_positions:
-                    position_key, own = (
-                        self._drop_projected(_project(states, kernel))
-                        for states, kernel in ((positions, w_key), (positions[-1:], w_query))
-                    )
+                    position_key = self._drop(_project(positions, w_key), "position_key")
+                    own = self._drop(_project(positions[-1:], w_query), "position_query")
                     content_bias = position_bias = own[:, 0]
                 else:
                     position_key = _project(positions, matrix("position_key"))
@@ -98,11 +100,15 @@ class Attention(nn.Module):
         output = jnp.einsum("bhle,hed->bld", attended_BxHxLxE, kernel.astype(dtype))
         return dropout(c, c.dropout, deterministic=self.deterministic)(output)
 
-    def _drop_projected(self, states: jax.Array) -> jax.Array:
-        """Dropout on [..., H, positions, E]."""
-        if not is_on(self.config.qkv_dropout):
+    def _drop(self, states: jax.Array, name: str) -> jax.Array:
+        """Dropout on [..., H, positions, E].
+
+        By names, so that with or without it the other dropouts, which are numbered, draw what they draw.
+        """
+        c = self.config
+        if not is_on(c.qkv_dropout):
             return states
-        return dropout(self.config, self.config.qkv_dropout, deterministic=self.deterministic)(states)
+        return dropout(c, c.qkv_dropout, deterministic=self.deterministic, name=f"drop_{name}")(states)
 
     def _keep(self, *arrays: jax.Array) -> None:
         """Leaves what scores are made of for who asks with mutable=["attention"]; else nothing is kept."""

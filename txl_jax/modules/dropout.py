@@ -32,13 +32,14 @@ def is_on(rate: float | jax.Array) -> bool:
     return isinstance(rate, jax.Array) or rate > 0
 
 
-def dropout(config: ModelConfig, rate: float, *, deterministic: bool | None = None) -> Dropout:
+def dropout(config: ModelConfig, rate: float, *, deterministic: bool | None = None, name: str | None = None) -> Dropout:
     """Dropout over arrays [..., positions, width].
 
     With `locked_dropout` the positions share a mask (variational dropout: Gal and Ghahramani, 2016), so that what is
     left out stays out while a segment is read. Rows of the batch never share one, and each update draws anew.
     """
-    return Dropout(rate, broadcast_dims=(-2,) if config.locked_dropout else (), deterministic=deterministic)
+    axes = (-2,) if config.locked_dropout else ()
+    return Dropout(rate, broadcast_dims=axes, deterministic=deterministic, name=name)
 
 
 def weight_dropout(config: ModelConfig, *, deterministic: bool) -> Callable[[jax.Array], jax.Array]:

@@ -63,5 +63,5 @@ class Embedding(nn.Module):
             return embedded
         kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - c.embedding_dropout, (self.vocab_size,))
         begins = (jnp.arange(tokens.shape[-1]) == 0)[None]
-        others = jnp.where(kept[tokens][..., None], embedded / (1 - c.embedding_dropout), 0)
+        others = jnp.where(kept[tokens][..., None], embedded / jnp.asarray(1 - c.embedding_dropout, embedded.dtype), 0)
         return jnp.where(begins[..., None], embedded, others)
