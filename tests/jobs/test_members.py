@@ -139,6 +139,14 @@ def test_members_that_were_killed_between_saves_go_on_from_the_last_common_one(b
         assert records(tmp_path / name) == records(together[0] / name)
 
 
+def test_members_that_were_killed_while_the_first_checkpoints_were_written_begin_anew(base, together, tmp_path):
+    run(base, tmp_path, stop_requested=stop_after(1))
+    shutil.rmtree(Workdir(tmp_path / NAMES[2]).latest)
+    for name, outcome in run(base, tmp_path).items():
+        assert outcome.results["test"] == together[1][name].results["test"]
+        assert records(tmp_path / name) == records(together[0] / name)
+
+
 def test_a_finished_member_is_not_scored_again(base, together, tmp_path):
     """The stop comes while the second member's test text is scored."""
     calls = 0

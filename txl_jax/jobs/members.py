@@ -177,10 +177,12 @@ class _Together:
         Raises:
           ValueError: there is none, though some have checkpoints.
         """
-        standing = {name: run.latest.latest_step() for name, run in self.runs.items()}
+        standing = {name: run.latest.latest_step() or 0 for name, run in self.runs.items()}
         init = jax.jit(lambda seed: nn.unbox(together.make_init(self.parts.model, self.parts.config)(seed)))
-        before, agreed = None, all(step is None for step in standing.values())
-        while agreed or None not in standing.values():
+        before = None
+        if min(standing.values()) == 0 and max(standing.values()) <= self.parts.config.train.checkpoint_every:
+            before = 1  # Killed while the first checkpoints were written: so little is made again.
+        while True:
             found = [
                 run.restore(lambda seed=self.configs[name].seed: init(seed), before=before)
                 for name, run in self.runs.items()
@@ -189,12 +191,11 @@ class _Together:
             if len(set(steps)) == 1:
                 return steps[0], list(states), list(notes)
             if min(steps) == 0:
-                break
+                raise ValueError(
+                    f"the members have no checkpoint of the same update (the newest are {standing}); go on with each alone, "
+                    "or give another --members_out to train all of them anew"
+                )
             before = min(steps) + 1
-        raise ValueError(
-            f"the members have no checkpoint of the same update (the newest are {standing}); go on with each alone, or give "
-            "another --members_out to train all of them anew"
-        )
 
     def _train(self, step: int, states: list[TrainState]) -> tuple[int, list[TrainState]]:
         span = self.parts.config.train

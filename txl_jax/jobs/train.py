@@ -143,10 +143,8 @@ class Run:
     ) -> tuple[int, TrainState, dict[str, Any]]:
         """The number of updates done, the state after them, and its notes; only checkpoints `before` a step count."""
         restored = self.latest.restore(self.parts.abstract_state, before=before)
-        if restored is None:
-            return 0, init_state(), {}
-        self.saved_step = restored[0]
-        return restored
+        self.saved_step = -1 if restored is None else restored[0]
+        return restored or (0, init_state(), {})
 
     @contextlib.contextmanager
     def logging(self, step: int, changes: list[str], *, introduce: bool = True) -> Iterator[None]:
