@@ -14,9 +14,8 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import flag_tree, runner
-from experiments.prepare import DEFAULTS as PROGRAMS
-from txl_jax.config import CorpusName, ExperimentConfig
+from experiments import flag_tree, programs, runner
+from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import ablation
 from txl_jax.jobs.score import Interrupted
@@ -47,10 +46,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    config = runner.with_absolute_paths(
-        flag_tree.build(PROGRAMS.get(CorpusName(FLAGS["data.corpus"].value), ExperimentConfig()))
-    )
-    config.validate()
+    config = programs.config_of_flags()
     if not FLAGS.ablation_out:
         raise ValueError("no folder was given; say with --ablation_out=PATH where the runs and the table belong")
     folder, plan = Path(FLAGS.ablation_out).expanduser().resolve(), _plan()

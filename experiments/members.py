@@ -16,9 +16,8 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import flag_tree, runner
-from experiments.prepare import DEFAULTS as PROGRAMS
-from txl_jax.config import CorpusName, ExperimentConfig
+from experiments import flag_tree, programs, runner
+from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import members
 from txl_jax.training.stop import StopRequest
@@ -39,10 +38,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    config = runner.with_absolute_paths(
-        flag_tree.build(PROGRAMS.get(CorpusName(FLAGS["data.corpus"].value), ExperimentConfig()))
-    )
-    config.validate()
+    config = programs.config_of_flags()
     if not FLAGS.members_out:
         raise ValueError("no folder was given; say with --members_out=PATH where the runs belong")
     chosen = [_member(text) for text in FLAGS.member]

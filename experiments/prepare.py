@@ -14,17 +14,12 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from experiments import enwik8, flag_tree, lm1b, ptb, runner, text, text8, wikitext103
-from txl_jax import config_tree
+from experiments import flag_tree, runner
+from experiments.programs import DEFAULTS
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.corpus import Corpus, read_corpus
 
 FLAGS = flags.FLAGS
-
-# Whose settings a corpus is read with.
-DEFAULTS = {
-    program.DEFAULTS.data.corpus: program.DEFAULTS for program in (enwik8, text8, wikitext103, lm1b, ptb, text)
-} | {CorpusName.WIKITEXT2: config_tree.replace(wikitext103.DEFAULTS, {"data.corpus": CorpusName.WIKITEXT2})}
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from absl import flags
 
 from experiments import flag_tree, runner
-from experiments.prepare import DEFAULTS as PROGRAMS
+from experiments.programs import DEFAULTS as PROGRAMS
 from txl_jax import config_tree, flops, report
 from txl_jax.assemble import Parts, assemble
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig

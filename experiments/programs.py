@@ -1,0 +1,22 @@
+"""The corpora's programs: the settings that each begins with, for programs that take any corpus."""
+
+from absl import flags
+
+from experiments import enwik8, flag_tree, lm1b, ptb, runner, text, text8, wikitext103
+from txl_jax import config_tree
+from txl_jax.config import CorpusName, ExperimentConfig
+
+FLAGS = flags.FLAGS
+
+# Whose settings a corpus is read with.
+DEFAULTS = {
+    program.DEFAULTS.data.corpus: program.DEFAULTS for program in (enwik8, text8, wikitext103, lm1b, ptb, text)
+} | {CorpusName.WIKITEXT2: config_tree.replace(wikitext103.DEFAULTS, {"data.corpus": CorpusName.WIKITEXT2})}
+
+
+def config_of_flags() -> ExperimentConfig:
+    """What the flags make of the defaults of their corpus's program; raises `ValueError` for a conflict."""
+    defaults = DEFAULTS.get(CorpusName(FLAGS["data.corpus"].value), ExperimentConfig())
+    config = runner.with_absolute_paths(flag_tree.build(defaults))
+    config.validate()
+    return config
