@@ -14,9 +14,20 @@ DEFAULTS = {
 } | {CorpusName.WIKITEXT2: config_tree.replace(wikitext103.DEFAULTS, {"data.corpus": CorpusName.WIKITEXT2})}
 
 
-def config_of_flags() -> ExperimentConfig:
+# Sizes of the published vocabularies, for programs that read no text.
+VOCABULARIES = {
+    CorpusName.ENWIK8: 204,
+    CorpusName.TEXT8: 27,
+    CorpusName.WIKITEXT103: 267_735,
+    CorpusName.WIKITEXT2: 33_278,
+    CorpusName.PTB: 10_000,
+    CorpusName.LM1B: 793_470,
+}
+
+
+def config_of_flags(flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
     """What the flags make of the defaults of their corpus's program; raises `ValueError` for a conflict."""
-    defaults = DEFAULTS.get(CorpusName(FLAGS["data.corpus"].value), ExperimentConfig())
-    config = runner.with_absolute_paths(flag_tree.build(defaults))
+    defaults = DEFAULTS.get(CorpusName(flag_values["data.corpus"].value), ExperimentConfig())
+    config = runner.with_absolute_paths(flag_tree.build(defaults, flag_values))
     config.validate()
     return config

@@ -22,8 +22,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import flag_tree, runner
-from experiments.programs import DEFAULTS as PROGRAMS
+from experiments import flag_tree, programs, runner
 from txl_jax import config_tree, flops, report
 from txl_jax.assemble import Parts, assemble
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
@@ -35,15 +34,6 @@ from txl_jax.run_log import write_json
 FLAGS = flags.FLAGS
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
 _TASKS = ("reading", "training", "evaluation", "generation")
-# Of the whole corpora.
-_VOCABULARIES = {
-    CorpusName.ENWIK8: 204,
-    CorpusName.TEXT8: 27,
-    CorpusName.WIKITEXT103: 267_735,
-    CorpusName.WIKITEXT2: 33_278,
-    CorpusName.PTB: 10_000,
-    CorpusName.LM1B: 793_470,
-}
 
 
 def main() -> None:
@@ -64,11 +54,11 @@ def main() -> None:
 
 def _run() -> int:
     # Tokens are random, but an order that a corpus's program reads it in takes time.
-    base = PROGRAMS.get(CorpusName(FLAGS["data.corpus"].value), DEFAULTS)
+    base = programs.DEFAULTS.get(CorpusName(FLAGS["data.corpus"].value), DEFAULTS)
     config = flag_tree.build(base)
     if FLAGS.peer:
         config = beside_peer.with_compat(config)
-    vocab_size = FLAGS.speed_vocab or _VOCABULARIES.get(config.data.corpus, 256)
+    vocab_size = FLAGS.speed_vocab or programs.VOCABULARIES.get(config.data.corpus, 256)
     if "generation" in (FLAGS.speed_tasks or _TASKS):
         check_can_write(config)
     parts = assemble(config, vocab_size=vocab_size)

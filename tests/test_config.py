@@ -163,6 +163,8 @@ CONFLICTS = [
         ({f"{group}.same_length": True, f"{group}.mem_len": 0}, (f"{group}.same_length", f"{group}.mem_len is 0"))
         for group in ("train", "eval")
     ),
+    ({"train.batch_chunks": 0}, ("train.batch_chunks is 0", "train.batch_size is 22")),
+    ({"train.batch_chunks": 4}, ("train.batch_chunks is 4", "train.batch_size is 22", "divide")),
     ({"train.keep_checkpoints": 0}, ("train.keep_checkpoints is 0", "at least 1")),
     ({"train.steps": 0}, ("train.steps is 0", "at least 1")),
     *(

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from txl_jax import axes, readers, sharding
-from txl_jax.config import ExperimentConfig, Network
+from txl_jax.config import EvalConfig, ExperimentConfig, Network, TrainConfig
 from txl_jax.data.segments import Segments
 from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
 from txl_jax.evaluation.streaming import EvalStep, make_eval_step
@@ -71,7 +71,7 @@ class Parts:
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         # The state must come out as it went in, or the next call would not take it.
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.named(self.mesh)))
-        lowered = jitted.lower(self.abstract_state, self._abstract_segments())
+        lowered = jitted.lower(self.abstract_state, self.abstract_segments(self.config.train))
         began = time.monotonic()
         compiled = lowered.compile()
         analysis = compiled.memory_analysis()
@@ -82,11 +82,13 @@ class Parts:
 
     def check_training_rows(self) -> None:
         """Raises `ValueError` if the training rows do not divide among the devices."""
-        rows, groups = self.config.train.batch_size, sharding.row_groups(self.mesh)
-        if rows % groups:
+        train, devices = self.config.train, sharding.row_groups(self.mesh)
+        groups = devices * train.batch_chunks
+        if train.batch_size % groups:
+            chunks = f", in {train.batch_chunks} chunks (train.batch_chunks)" if train.batch_chunks > 1 else ""
             raise ValueError(
-                f"train.batch_size is {rows} and the rows are spread over {groups} devices "
-                f"(mesh.data x mesh.fsdp); choose a multiple of {groups}, or fewer devices with --mesh.data"
+                f"train.batch_size is {train.batch_size} and the rows are spread over {devices} devices "
+                f"(mesh.data x mesh.fsdp){chunks}; choose a multiple of {groups}, or fewer devices with --mesh.data"
             )
 
     @functools.cached_property
@@ -112,20 +114,23 @@ class Parts:
 
     def eval_memory(self, weights: Any) -> Any:
         """An empty memory of the evaluation's shape."""
+        return jax.jit(self.reader.init_memory, out_shardings=self.eval_memory_shardings)(weights)
+
+    @property
+    def eval_memory_shardings(self) -> Any:
+        """Where the memory of the evaluation lies."""
         span = self.config.eval
         if isinstance(self.model, LSTM):
-            shardings = self._memory_shardings(span.batch_size)
-            return jax.jit(self.reader.init_memory, out_shardings=shardings)(weights)
+            return self._memory_shardings(span.batch_size)
         rows = sharding.rows(self.mesh, span.batch_size)
         layers = (sharding.named(self.mesh, rows, axes.HEADS, None, None),) * self.config.model.n_layer
-        shardings = KeyValueMemory(
+        return KeyValueMemory(
             keys=layers,
             values=layers,
             valid=sharding.named(self.mesh, rows),
             slot=sharding.named(self.mesh),
             mem_len=span.mem_len,
         )
-        return jax.jit(self.reader.init_memory, out_shardings=shardings)(weights)
 
     @property
     def memory_dtype(self) -> jnp.dtype:
@@ -193,15 +198,15 @@ class Parts:
         tokens = sharding.named(self.mesh, None, rows, axes.LENGTH)
         return Segments(inputs=tokens, targets=tokens, weights=tokens, reset=sharding.named(self.mesh, None, rows))
 
-    def _abstract_segments(self) -> Segments:
-        train = self.config.train
-        shape = (train.segments_per_call, train.batch_size, train.segment_len)
+    def abstract_segments(self, span: TrainConfig | EvalConfig) -> Segments:
+        """Shapes, types and shardings of what a call of the training or evaluation step reads."""
+        shape = (span.segments_per_call, span.batch_size, span.segment_len)
         shapes = Segments(inputs=shape, targets=shape, weights=shape, reset=shape[:2])
         dtypes = Segments(inputs="int32", targets="int32", weights="float32", reset="bool")
         return Segments(
             *(
                 jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
-                for shape, dtype, placed in zip(shapes, dtypes, self._segment_shardings(train.batch_size), strict=True)
+                for shape, dtype, placed in zip(shapes, dtypes, self._segment_shardings(span.batch_size), strict=True)
             )
         )
 
@@ -214,15 +219,15 @@ class Compilation:
     temporary_bytes: int | None  # Activations and other scratch, per device; None: the backend does not say.
 
 
-def assemble(config: ExperimentConfig, *, vocab_size: int) -> Parts:
-    """The parts of a run.
+def assemble(config: ExperimentConfig, *, vocab_size: int, mesh: Mesh | None = None) -> Parts:
+    """The parts of a run, over its own devices or another mesh's.
 
     Raises:
       ValueError: settings that do not fit each other, the vocabulary or the devices.
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     if jnp.zeros((), config.model.dtype).dtype != config.model.dtype:
         raise ValueError(f"model.dtype is {config.model.dtype} and jax runs without it; set JAX_ENABLE_X64=1")
     for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.MODEL), ("d_inner", sharding.MODEL)):
@@ -232,7 +237,7 @@ def assemble(config: ExperimentConfig, *, vocab_size: int) -> Parts:
     network = {Network.TRANSFORMER_XL: TransformerXL, Network.LSTM: LSTM}[config.model.network]
     return Parts(
         config=config,
-        model=network(config.model, config.compat, vocab_size, sharding.row_groups(mesh)),
+        model=network(config.model, config.compat, vocab_size, sharding.spread(mesh)),
         optimizer=optimizer_lib.make_optimizer(config),
         schedule=optimizer_lib.learning_rate(config),
         mesh=mesh,

@@ -527,6 +527,7 @@ class TrainConfig:
 
     steps: int = 400_000  # Updates in all.
     batch_size: int = 22  # B, rows over all devices.
+    batch_chunks: int = 1  # Parts of the rows that go through the model in turn (gradient accumulation).
     segment_len: int = 512  # L, tokens per row and update (the original's tgt_len, and with a stride its ext_len too).
     mem_len: int = 512  # M, slots of memory.
     stride: int = 0  # Tokens of a segment that are new and scored, at its end; those before are read again; 0: all.
@@ -556,6 +557,10 @@ class TrainConfig:
         )
         for name in ("activation_l2", "temporal_l2", "adversarial", "patience"):
             _require(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; it cannot be negative")
+        _require(
+            self.batch_chunks >= 1 and self.batch_size % self.batch_chunks == 0,
+            f"train.batch_size is {self.batch_size} and train.batch_chunks is {self.batch_chunks}; the rows must divide evenly",
+        )
         _require(self.keep_checkpoints >= 1, f"train.keep_checkpoints is {self.keep_checkpoints}; keep at least 1")
         for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
             interval = getattr(self, name)

@@ -68,7 +68,7 @@ class Generator:
         # Every query sees as far back, whatever segment it was read in.
         limit = model.compat.window(span.mem_len, same_length=span.same_length)
         self._window = span.mem_len + 1 if limit is None else limit
-        self._freeze_segment = jax.jit(self._freeze)
+        self.freeze_segment = jax.jit(self._freeze)
         self._read = jax.jit(self._read_segment, donate_argnums=1)
         self._read_rest = jax.jit(self._read_tokens, donate_argnums=1)
         self.write = jax.jit(self._write_block, static_argnames="count", donate_argnums=1)
@@ -115,7 +115,7 @@ class Generator:
             raise ValueError("the prompt is empty; generation needs at least one token to go on from")
         segment_len = self._span.segment_len
         known = np.asarray(prompt[:-1], np.int32)
-        memory = self._empty(weights.segment)
+        memory = self.empty(weights.segment)
         n_whole = len(known) // segment_len
         for tokens in known[: n_whole * segment_len].reshape(n_whole, 1, segment_len):
             if stop_requested():
@@ -133,15 +133,20 @@ class Generator:
 
     def freeze(self, params: Any) -> Weights:
         """The parameters laid out. What both layouts have alike is held once, so this is not to be jitted as a whole."""
-        segment = self._freeze_segment(params)
-        return Weights(segment, inference.for_single_tokens(segment, mem_len=self._span.mem_len))
+        segment = self.freeze_segment(params)
+        return Weights(segment, self.for_tokens(segment))
+
+    def for_tokens(self, segment: FrozenWeights) -> FrozenWeights:
+        """The weights for segments of the prompt laid out for single tokens."""
+        return inference.for_single_tokens(segment, mem_len=self._span.mem_len)
 
     def _freeze(self, params: Any) -> FrozenWeights:
         span = self._span
         lengths = {"segment_len": span.segment_len, "mem_len": span.mem_len, "clamp_len": span.clamp_len}
         return inference.freeze(params, self._model, **lengths)
 
-    def _empty(self, weights: FrozenWeights) -> KeyValueMemory:
+    def empty(self, weights: FrozenWeights) -> KeyValueMemory:
+        """The memory of one row before the prompt."""
         span = self._span
         return inference.init_memory(
             weights,

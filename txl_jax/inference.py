@@ -165,9 +165,8 @@ def read(
 
 def nll(weights: FrozenWeights, model: TransformerXL, hidden: jax.Array, targets: jax.Array) -> jax.Array:
     """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
-    groups = model.row_groups if hidden.shape[0] % model.row_groups == 0 else 1
     return adaptive.negative_log_likelihood(
-        hidden, targets, weights.clusters, None, model.config.cutoffs, groups=groups
+        hidden, targets, weights.clusters, None, model.config.cutoffs, spread=model.spread
     )
 
 

@@ -6,16 +6,19 @@ and `model` (devices that share heads, inner width and vocabulary). Batch rows a
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from txl_jax import axes
 from txl_jax.config import MeshConfig
+from txl_jax.ops.spread import Spread
 
-DATA, FSDP, MODEL = "data", "fsdp", "model"
+DATA, FSDP, MODEL = _NAMES = "data", "fsdp", "model"
 
 _MESH_AXES = {
     axes.BATCH: (DATA, FSDP),
@@ -33,26 +36,42 @@ _MESH_AXES = {
 }
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over this run's devices; with `data` given, those beyond the product stay idle.
+
+    Neighbours along an axis of the mesh are neighbours on the wire, where a device tells its place.
+
+    Args:
+      devices: None: those of this run; else others, such as those of a topology that is not at hand.
 
     Raises:
       ValueError: the sizes ask for more devices than there are, or leave a remainder where `data` is 0.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
+    shape = _shape(config, len(devices))
+    # As `jax.make_mesh`, which lays no axis of the mesh over a part of an axis of the wires.
+    grid = mesh_utils.create_device_mesh(shape, devices[: math.prod(shape)], allow_split_physical_axes=True)
+    return Mesh(grid, _NAMES, axis_types=(AxisType.Auto,) * 3)
+
+
+def abstract_mesh(config: MeshConfig, n_device: int) -> AbstractMesh:
+    """The mesh over devices of which only the number is known: enough to say what would lie where.
+
+    Raises:
+      ValueError: as `make_mesh`.
+    """
+    return AbstractMesh(_shape(config, n_device), _NAMES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _shape(config: MeshConfig, n_device: int) -> tuple[int, int, int]:
     shared = config.fsdp * config.model
-    data = config.data or len(devices) // shared
-    if data * shared > len(devices) or (not config.data and data * shared != len(devices)):
+    data = config.data or n_device // shared
+    if data * shared > n_device or (not config.data and data * shared != n_device):
         raise ValueError(
             f"mesh.data x mesh.fsdp x mesh.model is {config.data or 'all'} x {config.fsdp} x {config.model} and there "
-            f"are {len(devices)} devices; the product must not exceed that, nor leave a remainder where data is 0"
+            f"are {n_device} devices; the product must not exceed that, nor leave a remainder where data is 0"
         )
-    return jax.make_mesh(
-        (data, config.fsdp, config.model),
-        (DATA, FSDP, MODEL),
-        axis_types=(AxisType.Auto,) * 3,
-        devices=devices[: data * shared],
-    )
+    return data, config.fsdp, config.model
 
 
 def spec(*names: str | None) -> PartitionSpec:
@@ -75,21 +94,44 @@ def named(mesh: Mesh, *names: str | None) -> NamedSharding:
 def of_boxed(mesh: Mesh, tree: Any) -> Any:
     """Shardings for a tree whose arrays sit in boxes with logical axis names; bare arrays are replicated.
 
-    Vocabularies and their clusters have the size that the text gives them (205 bytes in enwik8), so such
-    an axis stays whole where it does not divide among the devices.
+    Vocabularies and their clusters have the sizes that the text gives them (205 bytes in enwik8). A table whose tokens do
+    not divide over `model` is whole there, and over `fsdp` its tokens are spread if its width does not divide. (Over
+    `model` the width would have to be gathered for every use, which reads parts of the tokens.)
 
     Shaped like `nn.unbox(tree)`.
     """
 
     def place(names: PartitionSpec, array: Any) -> NamedSharding:
-        uneven = [
-            name == axes.VOCAB and size % mesh.shape[MODEL] for name, size in zip(names, array.shape, strict=False)
-        ]
-        return named(mesh, *(None if whole else name for name, whole in zip(names, uneven, strict=False)))
+        if tuple(names) == (axes.VOCAB,):  # A bias, of which each cluster takes a piece at its cutoffs: whole.
+            return named(mesh)
+        if axes.VOCAB not in names:
+            return named(mesh, *names)
+        return NamedSharding(mesh, _of_table(mesh, dict(zip(names, array.shape, strict=True))))
 
     return jax.tree.map(
         place, nn.get_partition_spec(tree), nn.unbox(tree), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
+
+
+def _of_table(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
+    """The mesh axes of a table of embeddings, of these sizes by names of axes."""
+    found: dict[str, list[str]] = {name: [] for name in sizes}
+
+    def divides(name: str, axis: str) -> bool:
+        return sizes[name] % math.prod(mesh.shape[other] for other in (axis, *found[name])) == 0
+
+    if divides(axes.VOCAB, MODEL):
+        found[axes.VOCAB].append(MODEL)
+    for name in (axes.CLUSTER_EMBED, axes.VOCAB):
+        if divides(name, FSDP):
+            found[name].append(FSDP)
+            break
+    return PartitionSpec(*(tuple(axes_of) or None for axes_of in found.values()))
+
+
+def spread(mesh: Mesh) -> Spread | None:
+    """What operations on a batch and a vocabulary must know of the mesh; None: it is one device."""
+    return Spread(mesh, rows=(DATA, FSDP), vocab=MODEL) if mesh.size > 1 else None
 
 
 def rows(mesh: Mesh, batch_size: int) -> str | None:

@@ -158,6 +158,7 @@ SECOND = {
     "mesh.model": ("devices", 2),
     "train.steps": ("train_step", 10),
     "train.batch_size": ("batch", 3),
+    "train.batch_chunks": ("train_step", 2),
     "train.segment_len": ("batch", 8),
     "train.mem_len": ("train_step", 6),
     "train.stride": ("epochs", 3),

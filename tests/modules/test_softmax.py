@@ -1,14 +1,10 @@
 """Tests that embedding and softmax hand the right tables and projections to the clusters, however they are tied."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
 import tiny
-
-from txl_jax.ops import adaptive
 
 CASES = {
     "full": {},
@@ -69,19 +65,3 @@ def test_embedding_and_losses_match_loops_over_tokens(changes, x64):
     nll = model.apply(variables, jnp.asarray(hidden), jnp.asarray(tokens), method=model.nll)
     expected = oracles.adaptive_nll(hidden, tokens, outputs, *tails, config.cutoffs)
     np.testing.assert_allclose(nll, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("rows", "groups"), [(4, 2), (3, 1), (1, 1)])
-def test_rows_that_divide_are_walked_in_groups(rows, groups, monkeypatch):
-    asked = []
-
-    def nll(*args, groups):
-        asked.append(groups)
-        return jnp.zeros((rows, 5))
-
-    variables = tiny.variables(tiny.make(cutoffs=(4, 11)))
-    monkeypatch.setattr(adaptive, "negative_log_likelihood", nll)
-    model = dataclasses.replace(tiny.make(cutoffs=(4, 11)), row_groups=2)
-    hidden, targets = jnp.zeros((rows, 5, tiny.D)), jnp.zeros((rows, 5), jnp.int32)
-    model.apply(variables, hidden, targets, method=model.nll)
-    assert asked == [groups]

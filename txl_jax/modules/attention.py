@@ -1,5 +1,7 @@
 """Multi-head attention over [memory; segment], with relative positions or without positions of its own."""
 
+from collections.abc import Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ class Attention(nn.Module):
     def __call__(
         self,
         segment: jax.Array,
-        context: jax.Array,
+        context: Sequence[jax.Array],
         positions: jax.Array | None,
         mask: jax.Array,
         biases: tuple[jax.Array, jax.Array] | None,
@@ -39,7 +41,7 @@ class Attention(nn.Module):
 
         Args:
           segment: [B, L, D], where queries come from.
-          context: [B, K, D], memory and segment, where keys and values come from.
+          context: [B, M, D] and [B, L, D], memory and segment, where keys and values come from.
           positions: [K, D], codes of the distances K - 1, .., 0, or int [K], those distances, clamped, where keys of
             them are learned; None with absolute positions.
           mask: bool [B, L, K].
@@ -57,13 +59,11 @@ class Attention(nn.Module):
         # Heads before positions: the products over E and K then run on contiguous matrices, which on CPU
         # halves the time of the forward pass.
         w_query, w_key, w_value = (matrix(name) for name in ("query", "key", "value"))
-        query, key, value = (
-            self._drop(_project(states, kernel), name)
-            for name, states, kernel in (
-                ("query", segment, w_query),
-                ("key", context, w_key),
-                ("value", context, w_value),
-            )
+        query = self._drop(_project(segment, w_query), "query")
+        key, value = (
+            # One by one, since nothing goes back into the memory: of one product the gradient of all K rows is computed.
+            self._drop(jnp.concatenate([_project(states, kernel) for states in context], axis=-2), name)
+            for name, kernel in (("key", w_key), ("value", w_value))
         )
         drop = Dropout(c.attention_dropout, deterministic=self.deterministic)
         if not c.encoding.is_relative:

@@ -62,19 +62,18 @@ class Block(nn.Module):
         feed_forward_norm = layer_norm("feed_forward_norm", compat=self.compat, dtype=dtype)
         biases = PositionBiases(c, name="biases")() if c.untie_r else context.biases
 
-        def attend(segment: jax.Array, keys_from: jax.Array) -> jax.Array:
-            return attention(segment, keys_from, context.positions, context.mask, biases)
+        def attend(segment: jax.Array, memory: jax.Array) -> jax.Array:
+            return attention(segment, (memory, segment), context.positions, context.mask, biases)
 
         if c.encoding is Encoding.AL_RFOU:
             places = context.positions[memory.shape[1] :]
             inputs += AddedTable(c, name="positions")().astype(dtype)[places][None]
-        both = jnp.concatenate([memory, inputs], axis=1)
         if c.layer_norm is NormPlace.POST:
-            middle = attention_norm(inputs + attend(inputs, both))
+            middle = attention_norm(inputs + attend(inputs, memory))
             outputs = feed_forward_norm(middle + feed_forward(middle))
         else:  # The memory holds values before the norm and is normalised with the segment.
-            normed = attention_norm(both)
-            middle = inputs + attend(normed[:, memory.shape[1] :], normed)
+            normed = attention_norm(jnp.concatenate([memory, inputs], axis=1))
+            middle = inputs + attend(normed[:, memory.shape[1] :], normed[:, : memory.shape[1]])
             outputs = middle + feed_forward(feed_forward_norm(middle))
         return outputs, inputs
 

@@ -11,6 +11,7 @@ from txl_jax.config import ModelConfig
 from txl_jax.modules import parameters
 from txl_jax.modules.dropout import is_on
 from txl_jax.ops import adaptive
+from txl_jax.ops.spread import Spread
 
 
 def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
@@ -29,6 +30,7 @@ class Embedding(nn.Module):
 
     config: ModelConfig
     vocab_size: int
+    spread: Spread | None = None  # Where rows and vocabulary lie on a mesh; None: one device.
 
     def setup(self) -> None:
         c = self.config
@@ -58,7 +60,8 @@ class Embedding(nn.Module):
             for table, projection in zip(self.tables, self.projections, strict=True)
         ]
         cutoffs = c.cutoffs if len(clusters) > 1 else ()
-        embedded = adaptive.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype)) * c.d_model**0.5
+        vectors = adaptive.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype), spread=self.spread)
+        embedded = vectors * c.d_model**0.5
         if deterministic or not is_on(c.embedding_dropout):
             return embedded
         kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - c.embedding_dropout, (self.vocab_size,))

@@ -17,6 +17,7 @@ from txl_jax.modules.activations import keep_last
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.softmax import Softmax
+from txl_jax.ops.spread import Spread
 
 
 class LSTM(nn.Module):
@@ -25,14 +26,14 @@ class LSTM(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     vocab_size: int
-    row_groups: int = 1  # As `TransformerXL`.
+    spread: Spread | None = None  # As `TransformerXL`.
 
     def setup(self) -> None:
         c = self.config
-        self.embedding = Embedding(c, self.vocab_size)
+        self.embedding = Embedding(c, self.vocab_size, self.spread)
         cell = {"dtype": jnp.dtype(c.dtype), "param_dtype": jnp.result_type(float)}
         self.layers = [nn.RNN(nn.OptimizedLSTMCell(c.d_model, **cell), return_carry=True) for _ in range(c.n_layer)]
-        self.softmax = Softmax(c, self.vocab_size, self.row_groups)
+        self.softmax = Softmax(c, self.vocab_size, self.spread)
         self.drop = dropout(c, c.dropout)
         self.drop_input = dropout(c, c.input_rate)
         self.drop_output = dropout(c, c.output_rate)

@@ -11,6 +11,7 @@ from txl_jax.config import ModelConfig
 from txl_jax.modules import parameters
 from txl_jax.modules.embedding import cluster_sizes
 from txl_jax.ops import adaptive
+from txl_jax.ops.spread import Spread
 
 
 class Softmax(nn.Module):
@@ -24,7 +25,7 @@ class Softmax(nn.Module):
 
     config: ModelConfig
     vocab_size: int
-    row_groups: int = 1  # Parts of a batch's rows that lie on devices of their own.
+    spread: Spread | None = None  # Where rows and vocabulary lie on a mesh; None: one device.
 
     def setup(self) -> None:
         c = self.config
@@ -59,9 +60,9 @@ class Softmax(nn.Module):
     ) -> jax.Array:
         """Nats of each target, [B, L], in token order; `tables`, `projections` are the embedding's."""
         clusters, tails = self._weights(tables, projections)
-        # Rows that do not divide are not spread (`sharding.rows`).
-        groups = self.row_groups if hidden.shape[0] % self.row_groups == 0 else 1
-        return adaptive.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs, groups=groups)
+        return adaptive.negative_log_likelihood(
+            hidden, targets, clusters, tails, self.config.cutoffs, spread=self.spread
+        )
 
     def target_vectors(self, targets: jax.Array, tables: Sequence[jax.Array]) -> jax.Array:
         """Rows of the table of a full softmax without projection: int [B, L] -> [B, L, D]."""

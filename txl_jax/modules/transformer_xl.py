@@ -21,6 +21,7 @@ from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.softmax import Softmax
 from txl_jax.ops import adaptive, masks, positions
+from txl_jax.ops.spread import Spread
 
 
 class TransformerXL(nn.Module):
@@ -29,15 +30,15 @@ class TransformerXL(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     vocab_size: int
-    row_groups: int = 1  # Parts of a batch's rows that lie on devices of their own; changes no number.
+    spread: Spread | None = None  # Where rows and vocabulary lie on a mesh; None: one device. It changes no number.
 
     def setup(self) -> None:
         c = self.config
-        self.embedding = Embedding(c, self.vocab_size)
+        self.embedding = Embedding(c, self.vocab_size, self.spread)
         self.stack = Stack(c, self.compat)
         if c.layer_norm is NormPlace.PRE and self.compat.final_norm:
             self.final_norm = layer_norm("final_norm", compat=self.compat, dtype=jnp.dtype(c.dtype))
-        self.softmax = Softmax(c, self.vocab_size, self.row_groups)
+        self.softmax = Softmax(c, self.vocab_size, self.spread)
         self.drop_input = dropout(c, c.input_rate)
         self.drop_output = dropout(c, c.output_rate)
 

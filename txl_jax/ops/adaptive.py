@@ -6,14 +6,16 @@ log p = log p_head(c) + log p_c(token). Without cutoffs the head is the whole vo
 """
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from txl_jax.ops.selected import at_selected
+from txl_jax.ops.spread import Spread
 
 
 class Cluster(NamedTuple):
@@ -31,24 +33,26 @@ class TailEntries(NamedTuple):
     bias: jax.Array  # [C - 1]
 
 
-def embed(tokens: jax.Array, clusters: Sequence[Cluster], cutoffs: Sequence[int], *, dtype: jnp.dtype) -> jax.Array:
-    """Embeds tokens: int [...] -> [..., D] of type `dtype`, not yet scaled by sqrt(D).
+def embed(
+    tokens: jax.Array,
+    clusters: Sequence[Cluster],
+    cutoffs: Sequence[int],
+    *,
+    dtype: jnp.dtype,
+    spread: Spread | None = None,
+) -> jax.Array:
+    """Embeds tokens: int [B, ...] -> [B, ..., D] of type `dtype`, not yet scaled by sqrt(D).
 
     Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the table's
     type: in bfloat16 a sum of ones stops at 256.
+
+    Args:
+      spread: each device looks up its own rows' tokens in its own part of each table; None: one device.
     """
-    bounds = [0, *cutoffs]
-    total = None
-    for start, cluster in zip(bounds, clusters, strict=True):
-        rows = cluster.table.shape[0]
-        inside = (tokens >= start) & (tokens < start + rows)
-        vectors = jnp.take(cluster.table, jnp.clip(tokens - start, 0, rows - 1), axis=0).astype(dtype)
-        if cluster.projection is not None:
-            vectors = vectors @ cluster.projection.astype(dtype)
-        if len(clusters) > 1:
-            vectors = jnp.where(inside[..., None], vectors, 0)
-        total = vectors if total is None else total + vectors
-    return total
+    if spread is None:
+        return _embed(tokens, clusters=clusters, cutoffs=cutoffs, dtype=dtype, vocab=None)
+    local = functools.partial(_embed, cutoffs=cutoffs, dtype=dtype, vocab=spread.divided)
+    return _on_mesh(local, spread, clusters)(tokens)
 
 
 def negative_log_likelihood(
@@ -58,34 +62,83 @@ def negative_log_likelihood(
     tails: TailEntries | None,
     cutoffs: Sequence[int],
     *,
-    groups: int = 1,
+    spread: Spread | None = None,
     capacity: int | None = None,
 ) -> jax.Array:
-    """Nats of each target: [..., D] and int [...] -> [...], in at least float32.
+    """Nats of each target: [B, ..., D] and int [B, ...] -> [B, ...], in at least float32.
 
     A tail is computed only at the positions whose target lies in it.
 
     Args:
       tails: what the head knows of the tails; None: there are none, or the head ends with them (`with_tails`).
-      groups: equal parts of the leading axis that are walked side by side. Where they lie on devices of their own,
-        each device computes its own part; in one part, every device would compute them all.
-      capacity: positions that a group computes at a time; None: as many as a tail's rows allow (`_tail_capacity`).
+      spread: each device computes its own rows, with its own part of each cluster's tokens; None: one device.
+      capacity: positions that a device computes at a time; None: as many as a tail's rows allow (`_tail_capacity`).
+    """
+    nll = functools.partial(_nll, cutoffs=cutoffs, capacity=capacity)
+    if spread is None:
+        return nll(hidden, targets, clusters=clusters, tails=tails, vocab=None, in_step=())
+    in_step = spread.of_rows(hidden.shape[0]).rows
+    local = functools.partial(nll, vocab=spread.divided, in_step=in_step)
+    return _on_mesh(local, spread, clusters, tails=tails)(hidden, targets)
+
+
+def _embed(
+    tokens: jax.Array,
+    *,
+    clusters: Sequence[Cluster],
+    cutoffs: Sequence[int],
+    dtype: jnp.dtype,
+    vocab: str | None,
+) -> jax.Array:
+    """`embed` on one device; `vocab`: the mesh axis over which the tables' rows lie divided, or None."""
+    total = None
+    for start, cluster in zip([0, *cutoffs], clusters, strict=True):
+        rows = cluster.table.shape[0]
+        place = tokens - start - _first_row(rows, vocab)
+        inside = ((place >= 0) & (place < rows))[..., None]
+        vectors = jnp.take(cluster.table, jnp.clip(place, 0, rows - 1), axis=0).astype(dtype)
+        if vocab is not None:  # Of what is added up all but one are 0.
+            vectors = jax.lax.psum(jnp.where(inside, vectors, 0), vocab)
+        if cluster.projection is not None:
+            vectors = vectors @ cluster.projection.astype(dtype)
+        if vocab is None and len(clusters) > 1:
+            vectors = jnp.where(inside, vectors, 0)
+        total = vectors if total is None else total + vectors
+    return total
+
+
+def _nll(
+    hidden: jax.Array,
+    targets: jax.Array,
+    *,
+    clusters: Sequence[Cluster],
+    tails: TailEntries | None,
+    cutoffs: Sequence[int],
+    capacity: int | None,
+    vocab: str | None,
+    in_step: tuple[str, ...],
+) -> jax.Array:
+    """`negative_log_likelihood` on one device.
+
+    Args:
+      vocab: the mesh axis over which the clusters' rows lie divided, or None.
+      in_step: the mesh axes over which positions lie divided.
     """
     bounds = [0, *cutoffs]
     cluster_of_target = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
     n_head_token = cutoffs[0] if cutoffs else clusters[0].table.shape[0]
     head_target = jnp.where(cluster_of_target == 0, targets, n_head_token + cluster_of_target - 1)
-    nll = optax.softmax_cross_entropy_with_integer_labels(_head_logits(hidden, clusters[0], tails), head_target)
+    nll = _head_nll(hidden, head_target, clusters[0], tails, n_token=n_head_token, vocab=vocab)
     for c in range(1, len(clusters)):
-        slots = capacity or _tail_capacity(clusters[c].table.shape[0], targets.size // groups)
-        walk = functools.partial(at_selected, _cluster_nll, slots, clusters[c])
-        parts = (
-            hidden.reshape(groups, -1, hidden.shape[-1]),
-            (targets - bounds[c]).reshape(groups, -1),
-            (cluster_of_target == c).reshape(groups, -1),
+        tail = at_selected(
+            functools.partial(_cluster_nll, vocab=vocab),
+            capacity or _tail_capacity(clusters[c].table.shape[0], targets.size),
+            clusters[c],
+            hidden.reshape(-1, hidden.shape[-1]),
+            (targets - bounds[c]).reshape(-1),
+            (cluster_of_target == c).reshape(-1),
+            in_step,
         )
-        # Groups that are done wait for the others, which costs a copy of the gradients a round: not for one group.
-        tail = jax.vmap(walk)(*parts) if groups > 1 else walk(*(part[0] for part in parts))
         nll += tail.reshape(nll.shape)
     return nll
 
@@ -101,9 +154,80 @@ def log_probabilities(hidden: jax.Array, clusters: Sequence[Cluster], tails: Tai
     return jnp.concatenate(parts, axis=-1)
 
 
-def _cluster_nll(cluster: Cluster, hidden: jax.Array, rows: jax.Array) -> jax.Array:
-    """Nats of rows of one cluster: [..., D] and int [...] -> [...]."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits(hidden, cluster), rows)
+def _cluster_nll(cluster: Cluster, hidden: jax.Array, labels: jax.Array, *, vocab: str | None) -> jax.Array:
+    """Nats of labels of one cluster: [..., D] and int [...] -> [...]; `vocab` as in `_nll`."""
+    if vocab is None:
+        return optax.softmax_cross_entropy_with_integer_labels(logits(hidden, cluster), labels)
+    own = _divided_logits(logits(hidden, cluster), labels, vocab=vocab)
+    return own.log_total - own.target
+
+
+def _head_nll(
+    hidden: jax.Array, labels: jax.Array, head: Cluster, tails: TailEntries | None, *, n_token: int, vocab: str | None
+) -> jax.Array:
+    """Nats of the head's labels: its `n_token` own tokens and, after them, the tails."""
+    if vocab is None or tails is None:
+        return _cluster_nll(with_tails(head, tails), hidden, labels, vocab=vocab)
+    of_token = labels < n_token
+    own = _divided_logits(logits(hidden, head), jnp.where(of_token, labels, -1), vocab=vocab)
+    entries = logits(hidden, Cluster(tails.table, tails.bias, head.projection))
+    entry = jnp.take_along_axis(entries, jnp.maximum(labels - n_token, 0)[..., None], axis=-1)[..., 0]
+    log_total = jnp.logaddexp(own.log_total, jax.nn.logsumexp(entries, axis=-1))
+    return log_total - jnp.where(of_token, own.target, entry)
+
+
+class _Divided(NamedTuple):
+    """What a loss needs of logits that lie divided over devices; the same on all of them."""
+
+    log_total: jax.Array  # [...], log of the sum of their exponentials.
+    target: jax.Array  # [...], the label's logit; 0 for a label below 0.
+
+
+def _divided_logits(own: jax.Array, labels: jax.Array, *, vocab: str) -> _Divided:
+    """Of logits [..., rows] of which device i has those of the labels i * rows, .., (i + 1) * rows - 1.
+
+    Numbers per position are sent, never logits.
+    """
+    most = jax.lax.pmax(jax.lax.stop_gradient(own.max(axis=-1)), vocab)
+    total = jax.lax.psum(jnp.exp(own - most[..., None]).sum(axis=-1), vocab)
+    rows = own.shape[-1]
+    place = labels - _first_row(rows, vocab)
+    found = jnp.take_along_axis(own, jnp.clip(place, 0, rows - 1)[..., None], axis=-1)[..., 0]
+    target = jax.lax.psum(jnp.where((place >= 0) & (place < rows), found, 0), vocab)
+    return _Divided(most + jnp.log(total), target)
+
+
+def _first_row(rows: int, vocab: str | None) -> jax.Array | int:
+    """The number in its cluster of the first of a device's rows."""
+    return 0 if vocab is None else rows * jax.lax.axis_index(vocab)
+
+
+def _on_mesh(
+    local: Callable[..., jax.Array], spread: Spread, clusters: Sequence[Cluster], **whole: Any
+) -> Callable[..., jax.Array]:
+    """`local` on each device: of arrays [B, ...] its rows, of the clusters its tokens, of all else everything."""
+    tokens = PartitionSpec(spread.vocab)
+    of_cluster = Cluster(table=tokens, bias=tokens, projection=PartitionSpec())
+    named = {"clusters": [_divisible(cluster, spread.vocab_parts) for cluster in clusters], **whole}
+    specs = {"clusters": [of_cluster] * len(clusters), **dict.fromkeys(whole, PartitionSpec())}
+
+    def run(*arrays: jax.Array) -> jax.Array:
+        rows = PartitionSpec(spread.of_rows(arrays[0].shape[0]).rows or None)
+        in_specs = ((rows,) * len(arrays), specs)
+        return spread.map(lambda own, named: local(*own, **named), in_specs=in_specs, out_specs=rows)(arrays, named)
+
+    return run
+
+
+def _divisible(cluster: Cluster, parts: int) -> Cluster:
+    """The cluster with rows of no probability at its end, so that all divide into `parts`."""
+    missing = -cluster.table.shape[0] % parts
+    if not missing:
+        return cluster
+    table, bias = jnp.pad(cluster.table, ((0, missing), (0, 0))), cluster.bias
+    if bias is not None:  # Not -inf, whose differences are nan.
+        bias = jnp.pad(bias, (0, missing), constant_values=jnp.finfo(bias.dtype).min / 2)
+    return Cluster(table, bias, cluster.projection)
 
 
 def _tail_capacity(rows: int, n_position: int) -> int:

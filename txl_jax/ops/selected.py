@@ -19,7 +19,7 @@ import jax.numpy as jnp
 PositionFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 6))
 def at_selected(
     function: PositionFunction,
     capacity: int,
@@ -27,6 +27,7 @@ def at_selected(
     states: jax.Array,
     labels: jax.Array,
     selected: jax.Array,
+    in_step: tuple[str, ...] = (),
 ) -> jax.Array:
     """`function(weights, states, labels)` where `selected`, 0 elsewhere: [T].
 
@@ -38,8 +39,10 @@ def at_selected(
       states: [T, ...], with gradients.
       labels: int [T].
       selected: bool [T].
+      in_step: inside `jax.shard_map`, mesh axes whose devices must walk the same number of rounds, as they must where
+        `function` sends anything; those with fewer positions walk through empty chunks.
     """
-    values, _ = _forward(function, capacity, weights, states, labels, selected)
+    values, _ = _forward(function, capacity, weights, states, labels, selected, in_step)
     return values
 
 
@@ -50,8 +53,11 @@ def _forward(
     states: jax.Array,
     labels: jax.Array,
     selected: jax.Array,
+    in_step: tuple[str, ...] = (),
 ) -> tuple[jax.Array, Any]:
     chunks, n_chunk = _chunks(selected, capacity)
+    if in_step:
+        n_chunk = jax.lax.pmax(n_chunk, in_step)
 
     def add_chunk(i: jax.Array, values: jax.Array) -> jax.Array:
         positions = chunks[i]
@@ -63,7 +69,10 @@ def _forward(
     return values, (weights, states, labels, chunks, n_chunk)
 
 
-def _backward(function: PositionFunction, capacity: int, kept: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+def _backward(
+    function: PositionFunction, capacity: int, in_step: tuple[str, ...], kept: Any, cotangent: jax.Array
+) -> tuple[Any, ...]:
+    del in_step  # The rounds were counted together.
     weights, states, labels, chunks, n_chunk = kept
 
     def add_chunk(i: jax.Array, gradients: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:

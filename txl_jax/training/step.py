@@ -16,6 +16,7 @@ from txl_jax.memory import Memory
 from txl_jax.modules import activations
 from txl_jax.readers import Model
 from txl_jax.training import averaging
+from txl_jax.training.chunks import Chunks
 from txl_jax.training.state import TrainState
 
 
@@ -41,8 +42,10 @@ def make_train_step(
     train = config.train
     penalised = train.activation_l2 > 0 or train.temporal_l2 > 0
 
-    def loss(params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array) -> tuple[jax.Array, Any]:
-        """Mean nats over the scored tokens and penalties, and (sum, count, new memory) without them."""
+    def loss(
+        params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """What is minimised, as a part of the batch's mean over `tokens`; and (summed nats, new memory)."""
         variables = {"params": params}
         (hidden, memory), kept = model.apply(
             variables,
@@ -60,20 +63,26 @@ def make_train_step(
         if train.adversarial:
             vectors = model.apply(variables, segment.targets, method=model.target_vectors)
             nll = losses.adversarial_nll(nll, hidden, vectors, train.adversarial)
-        weights = segment.weights * losses.position_weights(train.segment_len, train.loss)[None, :]
-        nats, tokens = losses.weighted_sum(scored, weights)
-        mean = losses.weighted_sum(nll, weights)[0] / jnp.maximum(tokens, 1)
+        mean = losses.weighted_sum(nll, segment.weights)[0] / jnp.maximum(tokens, 1)
         if penalised:
             new = activations.last(kept)[:, -train.new_tokens :]
-            mean += losses.activation_penalty(new, activation=train.activation_l2, temporal=train.temporal_l2)
-        return mean, (nats, tokens, memory)
+            penalty = losses.activation_penalty(new, activation=train.activation_l2, temporal=train.temporal_l2)
+            mean += penalty / train.batch_chunks
+        return mean, (losses.weighted_sum(scored, segment.weights)[0], memory)
+
+    chunks = Chunks(train.batch_chunks, 1 if model.spread is None else model.spread.row_parts)
 
     def update(carry: Any, memory: Memory, segment: Segments) -> tuple[Any, Memory, UpdateMetrics]:
         step, params, opt_state, average = carry
+        segment = segment._replace(
+            weights=segment.weights * losses.position_weights(train.segment_len, train.loss)[None, :]
+        )
+        tokens = jnp.sum(segment.weights)
         # The key depends on seed and step alone, so a checkpoint holds no random state.
         dropout_key = jax.random.fold_in(jax.random.key(config.seed), step)
-        gradient = jax.grad(loss, has_aux=True)
-        grads, (nats, tokens, memory) = gradient(params, memory, segment, dropout_key)
+        grads, nats, memory = chunks.gradient(
+            jax.grad(loss, has_aux=True), params, memory, segment, dropout_key, tokens
+        )
         updates, opt_state = optimizer.update(grads, opt_state, params)
         metrics = UpdateMetrics(nats, tokens, optax.tree.norm(grads), jnp.asarray(schedule(step), jnp.float32))
         params = optax.apply_updates(params, updates)

@@ -1,0 +1,75 @@
+"""Slices of Cloud TPUs by name, described by libtpu on a machine that has none."""
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+# libtpu looks for its chips, and for other processes that have them, unless it is told not to.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+# From small to large, as Google Cloud offers them.
+SLICES = {
+    "v3": ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v4": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"),
+    "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v5p": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
+    "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+}
+_MEGACORE = ("v4", "v5p")  # Both cores of a chip are one device.
+
+
+def set_environment() -> None:
+    """To be called before jax is imported."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def split(topology: str) -> tuple[str, str]:
+    """`v5e:4x8` as generation and shape.
+
+    Raises:
+      ValueError: it is not written so, or of an unknown generation.
+    """
+    found = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", topology)
+    if not found or found[1] not in SLICES:
+        raise ValueError(
+            f"the topology is {topology!r}; give a generation ({', '.join(SLICES)}) and the chips along each axis, such as "
+            "v5e:4x8 or v4:2x2x4"
+        )
+    return found[1], found[2]
+
+
+def n_device(topology: str) -> int:
+    """How many devices jax counts there."""
+    generation, shape = split(topology)
+    return math.prod(map(int, shape.split("x"))) * (2 if generation == "v3" else 1)
+
+
+def devices(topology: str) -> Sequence[Any] | None:
+    """The devices of a slice, to compile for; None: libtpu is not installed.
+
+    Raises:
+      ValueError: libtpu knows no such slice.
+    """
+    import jax  # Not at the top, which stands before `set_environment`.
+    from jax.experimental import topologies
+
+    generation, shape = split(topology)
+    if importlib.util.find_spec("libtpu") is None:
+        return None
+    options = {"chip_config_name": "megacore"} if generation in _MEGACORE else {}
+    if set(shape) == {"1", "x"}:  # Less than a host, which has four chips.
+        options["chips_per_host_bounds"] = [1, 1, 1]
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"libtpu knows no slice {topology} ({reason}); give another --topology") from None

@@ -1,0 +1,150 @@
+"""What a configuration needs on devices that are not at hand: from the shapes of its arrays, and from the compiler.
+
+The compiler's part takes a topology's devices (`jax.experimental.topologies`): the programs of a run are compiled for
+them as they would be there, so that what does not shard, or does not fit, fails here. It shows neither numbers nor speed.
+"""
+
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from txl_jax import flops, report
+from txl_jax import memory as memory_lib
+from txl_jax.analysis.collectives import Collective, collectives
+from txl_jax.analysis.roofline import Work
+from txl_jax.assemble import Parts
+from txl_jax.config import Remat
+from txl_jax.generation import Context, Generator
+
+_BLOCK = 16  # Tokens that generation writes per call.
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one program, for one device."""
+
+    needed: int  # Bytes: arguments, results that are no arguments, and scratch.
+    scratch: int  # Bytes of activations, gradients, gathered weights.
+    seconds: float  # That compiling took.
+    collectives: list[Collective]  # Of a whole call.
+
+
+class DoesNotFitError(ValueError):
+    """The compiler found that a program needs more memory than a device has; the message gives both numbers."""
+
+
+def held(parts: Parts) -> dict[str, int]:
+    """Bytes that lie on one device from update to update, by kind."""
+    state = parts.abstract_state
+    found = {
+        "parameters": report.bytes_on_device(state.params),
+        "optimiser": report.bytes_on_device(state.opt_state),
+        "segment memory": report.bytes_on_device(state.memory),
+    }
+    if state.average is not None:
+        found["mean of the weights"] = report.bytes_on_device(state.average)
+    return found
+
+
+def update_work(parts: Parts, *, compiled: Compiled | None) -> Work:
+    """What one device does in an update, at least.
+
+    Operations: those of `txl_jax.flops`, and the forward pass once more with `remat=full`. Memory: weights in the compute
+    type once each way, parameters and moments read and written, gradients written and read, the segment memory read
+    twice and written once, scratch written and read. Sent: as compiled; without it 0.
+    """
+    config, train = parts.config, parts.config.train
+    lengths = {"segment_len": train.segment_len, "mem_len": train.mem_len, "same_length": train.same_length}
+    per_token = flops.of_training(config.model, vocab_size=parts.model.vocab_size, **lengths)
+    if config.model.remat is Remat.FULL:
+        per_token *= 4 / 3
+    sizes = held(parts)
+    weights = parts.n_parameter * config_bytes(parts) / parts.mesh.shape["model"]
+    moved = (
+        2 * weights * train.batch_chunks
+        + 2 * (sizes["parameters"] + sizes["optimiser"])
+        + 2 * sizes["parameters"]
+        + 3 * sizes["segment memory"]
+        + (2 * compiled.scratch if compiled else 0)
+    )
+    sent = sum(one.sent * one.times for one in compiled.collectives) / train.segments_per_call if compiled else 0
+    return Work(per_token * train.batch_size * train.segment_len / parts.mesh.size, moved, sent)
+
+
+def config_bytes(parts: Parts) -> int:
+    """Bytes of a number of the compute type."""
+    return jax.numpy.dtype(parts.config.model.dtype).itemsize
+
+
+def training(parts: Parts) -> Compiled:
+    """The step of S updates; raises `DoesNotFitError`."""
+    return _measured(lambda: parts.compile_train_step()[0])
+
+
+def evaluation(parts: Parts) -> Compiled:
+    """The step of streaming evaluation; raises `DoesNotFitError`."""
+    weights = _placed(parts.freeze, parts.abstract_state.params)
+    init = jax.jit(parts.reader.init_memory, out_shardings=parts.eval_memory_shardings)
+    memory = _placed(init, weights)
+    segments = parts.abstract_segments(parts.config.eval)
+    return _measured(lambda: parts.eval_step.lower(weights, memory, segments).compile())
+
+
+def generation(parts: Parts) -> Compiled:
+    """The step that writes 16 tokens; raises `DoesNotFitError`."""
+    span, samples = parts.config.eval, parts.config.generate.samples
+    generator = Generator(parts.model, span, parts.config.generate, memory_dtype=parts.memory_dtype)
+    weights = _placed(generator.freeze_segment, parts.abstract_state.params)
+    tokens = _placed(jax.jit(functools.partial(generator.for_tokens)), weights)
+
+    def start(weights: Any) -> Context:
+        memory = memory_lib.in_order(generator.empty(weights))
+        memory = jax.tree.map(lambda array: array.repeat(samples, axis=0) if array.ndim else array, memory)
+        return Context(memory, jax.numpy.zeros(samples, "int32"), jax.numpy.zeros(samples, bool))
+
+    context = _placed(jax.jit(start), weights)
+    return _measured(lambda: generator.write.lower(tokens, context, 0, _BLOCK, count=_BLOCK).compile())
+
+
+def _placed(function: Any, *arguments: Any) -> Any:
+    """What a jitted function of abstract arguments returns: shapes, types, and where the compiler puts it."""
+    compiled = function.lower(*arguments).compile()
+    return jax.tree.map(
+        lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
+        jax.eval_shape(function, *arguments),
+        compiled.output_shardings,
+    )
+
+
+def _measured(compile_: Callable[[], Any]) -> Compiled:
+    began = time.monotonic()
+    try:
+        compiled = compile_()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise DoesNotFitError(_told(str(error))) from None
+    sizes = compiled.memory_analysis()
+    arguments, results = sizes.argument_size_in_bytes, sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return Compiled(
+        needed=arguments + results + sizes.temp_size_in_bytes,
+        scratch=sizes.temp_size_in_bytes,
+        seconds=time.monotonic() - began,
+        collectives=collectives(compiled.as_text()),
+    )
+
+
+def _told(error: str) -> str:
+    """The compiler's two numbers, of a message that goes on for pages."""
+    found = re.search(
+        r"Used ([\d.]+\w) of ([\d.]+\w) hbm|temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", error
+    )
+    if not found:
+        return error.partition("\n")[0][:200]
+    needed, there = filter(None, found.groups())
+    return f"needs {needed}iB of {there}iB"
