@@ -183,7 +183,7 @@ def _by_slurm(environment: Mapping[str, str]) -> Several | None:
     if count == 1 or not {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys():
         return None
     arguments: dict[str, Any] = {"num_processes": count, "cluster_detection_method": "slurm"}
-    if _has_own_devices(environment):
+    if "JAX_LOCAL_DEVICE_IDS" not in environment and _has_own_devices(environment):
         arguments["local_device_ids"] = []  # All that it sees. jax would take one GPU for each task.
     return Several(count, "Slurm (SLURM_STEP_NUM_TASKS)", arguments)
 

@@ -103,7 +103,9 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) 
             if not jax.distributed.is_initialized():
                 raise
             traceback.print_exc()
-        return hosts.leave(code or 1, together=processes.is_known_to_all(error))
+        # A loss is a sum over all processes, so that one that is not finite ends them all.
+        together = processes.is_known_to_all(error) or isinstance(error, NonFiniteError)
+        return hosts.leave(code or 1, together=together)
 
 
 def _told(error: BaseException) -> int | None:
