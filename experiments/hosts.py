@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -36,6 +37,8 @@ HEARTBEAT_SECONDS = 60
 START_SECONDS = 300
 # And at the end, where all come at nearly the same time.
 END_SECONDS = 60
+# After this time a process that waits for the others says so.
+_SILENT_SECONDS = 10
 
 _METADATA_SECONDS = 3
 # What the errors of collectives have in common when a process is gone: of CPUs, of GPUs, of jax's own service.
@@ -75,6 +78,18 @@ def join() -> None:
     if found is None:
         return
     _own_output(is_first=True)  # Gloo's lines come before it is known which process this is.
+    # Said here, because jax ends a process that waits in vain without coming back.
+    waiting = threading.Timer(
+        _SILENT_SECONDS,
+        print,
+        [
+            f"waiting for {found.count} processes, announced by {found.source}; start the same command on every host "
+            f"(this ends after {START_SECONDS} s)"
+        ],
+        {"file": sys.stderr, "flush": True},
+    )
+    waiting.daemon = True
+    waiting.start()
     try:
         jax.distributed.initialize(
             **found.arguments,
@@ -87,6 +102,8 @@ def join() -> None:
             f"{found.count} processes were announced by {found.source} and they did not come together ({_brief(error)}); "
             "start the same command on every host, and see that they reach process 0"
         ) from error
+    finally:
+        waiting.cancel()
     if not processes.is_first():
         _own_output(is_first=False)
     global _number
