@@ -5,13 +5,14 @@ JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; by a Slurm step o
 hosts. Otherwise there is one, and nothing is started and nothing waited for.
 """
 
+import contextlib
 import glob
 import importlib.util
 import os
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +44,6 @@ _SILENT_SECONDS = 10
 _METADATA_SECONDS = 3
 # What the errors of collectives have in common when a process is gone: of CPUs, of GPUs, of jax's own service.
 _SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "coordination service")
-
 
 _number = 0  # Of this process, once it has joined the others.
 
@@ -78,32 +78,19 @@ def join() -> None:
     if found is None:
         return
     _own_output(is_first=True)  # Gloo's lines come before it is known which process this is.
-    # Said here, because jax ends a process that waits in vain without coming back.
-    waiting = threading.Timer(
-        _SILENT_SECONDS,
-        print,
-        [
-            f"waiting for {found.count} processes, announced by {found.source}; start the same command on every host "
-            f"(this ends after {START_SECONDS} s)"
-        ],
-        {"file": sys.stderr, "flush": True},
-    )
-    waiting.daemon = True
-    waiting.start()
     try:
-        jax.distributed.initialize(
-            **found.arguments,
-            initialization_timeout=START_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=END_SECONDS,
-        )
+        with _said_if_it_lasts(found):
+            jax.distributed.initialize(
+                **found.arguments,
+                initialization_timeout=START_SECONDS,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=END_SECONDS,
+            )
     except (RuntimeError, ValueError) as error:  # jax's own errors are RuntimeErrors.
         raise ConnectionError(
             f"{found.count} processes were announced by {found.source} and they did not come together ({_brief(error)}); "
             "start the same command on every host, and see that they reach process 0"
         ) from error
-    finally:
-        waiting.cancel()
     if not processes.is_first():
         _own_output(is_first=False)
     global _number
@@ -239,6 +226,22 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
     except requests.RequestException:
         return ""
     return answer.text if answer.ok else ""
+
+
+@contextlib.contextmanager
+def _said_if_it_lasts(found: Several) -> Iterator[None]:
+    """Waiting for the others; said in time, because jax ends a process that waits in vain without coming back."""
+    line = (
+        f"waiting for {found.count} processes, announced by {found.source}; start the same command on every host (this "
+        f"ends after {START_SECONDS} s)"
+    )
+    timer = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _given() -> dict[str, Any]:

@@ -44,7 +44,9 @@ def main() -> None:
     except flags.Error as error:
         sys.exit(_fail(error))
     if not command:
-        sys.exit(_fail("no command was given; write it after --, as -- python -m experiments.enwik8 --workdir=runs/mine"))
+        sys.exit(
+            _fail("no command was given; write it after --, as -- python -m experiments.enwik8 --workdir=runs/mine")
+        )
     environments = process_environments(FLAGS.processes, devices=FLAGS.devices, base=os.environ)
     if FLAGS.dry_run:
         for environment in environments:

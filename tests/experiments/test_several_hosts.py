@@ -109,6 +109,7 @@ def test_a_signal_to_one_process_saves_the_same_step_in_both(stopped):
     assert out_1 == "" and "Traceback" not in err_0 + err_1
     step = int(re.search(r"stopped   on request after step (\d+); everything is saved", out_0)[1])
     assert 2 <= step < STEPS
+    assert "(data 8, fsdp 1, model 1) in 2 processes" in out_0
     newest = max(int(path.name) for path in (workdir / "checkpoints" / "latest").iterdir())
     assert newest == step and (workdir / "checkpoints" / "latest" / str(step) / "digests.json").exists()
 
