@@ -18,11 +18,11 @@ import several
 
 from txl_jax.run_log import read_metrics
 
-STEPS = 24
+STEPS = 16
 TINY = (
     "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 --model.dtype=float64 "
     "--train.batch_size=8 --train.segment_len=16 --train.mem_len=16 --train.segments_per_call=2 "
-    f"--train.steps={STEPS} --train.log_every=2 --train.eval_every=12 --train.checkpoint_every=4 "
+    f"--train.steps={STEPS} --train.log_every=2 --train.eval_every=8 --train.checkpoint_every=4 "
     "--train.keep_checkpoints=4 --eval.batch_size=8 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=0"
 ).split()
 TOLERANCE = 1e-10
@@ -134,7 +134,7 @@ def killed(undisturbed, start, tmp_path_factory):
     for path in [*(workdir / "checkpoints" / "latest").iterdir(), *(workdir / "checkpoints" / "best").iterdir()]:
         if int(path.name) > STEPS // 2:
             shutil.rmtree(path)
-    assert (workdir / "checkpoints" / "latest" / "12").exists()
+    assert (workdir / "checkpoints" / "latest" / str(STEPS // 2)).exists()
     (workdir / "metrics.jsonl").write_text("")  # So that its progress shows; what is missing is put back.
     started = start(2, workdir)
     wait_for_step(workdir, STEPS // 2 + 2, started)
