@@ -14,7 +14,8 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import flag_tree, programs, runner
+from experiments import flag_tree, hosts, programs, runner
+from txl_jax import processes
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import ablation
@@ -27,6 +28,7 @@ FLAGS = flags.FLAGS
 def main() -> None:
     """Parses the flags and runs the rows."""
     runner.define_data_folders()
+    hosts.define_flags()
     flag_tree.define(ExperimentConfig())
     flags.DEFINE_enum("ablation_table", "6", list(ablation.TABLES), "Table of the paper.")
     flags.DEFINE_list(
@@ -42,7 +44,7 @@ def main() -> None:
     )
     flags.DEFINE_string("ablation_out", None, "Folder of the runs and of the table. Made if missing.")
     runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+    sys.exit(runner.guarded(_run, begin=hosts.join))
 
 
 def _run() -> int:
@@ -52,7 +54,7 @@ def _run() -> int:
     folder, plan = Path(FLAGS.ablation_out).expanduser().resolve(), _plan()
     plan.validate()
     ablation.check(config, plan)  # Before a text is read.
-    corpus = read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
+    corpus = processes.together(lambda: read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir))
     with StopRequest() as stop:
         try:
             ablation.run(config, corpus, plan, folder, table=FLAGS.ablation_table, stop_requested=lambda: stop)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from experiments import flag_tree, runner
+from experiments import flag_tree, hosts, runner
 from txl_jax.config import ExperimentConfig
 from txl_jax.jobs import context_length
 from txl_jax.jobs.score import SPLITS
@@ -29,6 +29,7 @@ def main() -> None:
     """Parses the flags and scores."""
     runner.define_workdir()
     runner.define_data_folders()
+    hosts.define_flags()
     flag_tree.define(ExperimentConfig())
     flags.DEFINE_list("context_lengths", [str(length) for length in _LENGTHS], "Attention lengths.")
     flags.DEFINE_enum("context_text", "valid", SPLITS, "The text that is scored.")
@@ -36,7 +37,7 @@ def main() -> None:
         "context_stride", None, "Without recurrence: tokens that a window scores; 1: the published protocol."
     )
     runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+    sys.exit(runner.guarded(_run, begin=hosts.join))
 
 
 def _run() -> int:

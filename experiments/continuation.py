@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import flag_tree, runner
+from experiments import flag_tree, hosts, runner
 from txl_jax.config import ExperimentConfig
 from txl_jax.jobs import continuation
 from txl_jax.jobs.generate import check_can_write
@@ -27,13 +27,14 @@ def main() -> None:
     """Parses the flags and writes."""
     runner.define_workdir()
     runner.define_data_folders()
+    hosts.define_flags()
     flag_tree.define(ExperimentConfig())
     flags.DEFINE_enum("continuation_text", "test", SPLITS, "The text that is gone on from.")
     flags.DEFINE_list("continuation_at", ["0"], "Tokens of it at which contexts begin.")
     flags.DEFINE_integer("continuation_context", 512, "Tokens of a context.", lower_bound=1)
     flags.DEFINE_string("continuation_out", None, "Markdown file; none: continuation.md in the workdir.")
     runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+    sys.exit(runner.guarded(_run, begin=hosts.join))
 
 
 def _run() -> int:

@@ -3,7 +3,8 @@
     python -m experiments.prepare --corpus=wikitext103 --data_dir=data
     python -m experiments.prepare --flagfile=lm1b_large --corpus=lm1b --data_dir=data --cache_dir=/scratch/text
 
-It does what the corpus's program would do at its start, with that program's tokens; --data.* flags change them.
+It does what the corpus's program would do at its start, with that program's tokens; --data.* flags change them. Hosts that
+share no disk may each run it; where they share one, the first prepares and the others wait.
 """
 
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from experiments import flag_tree, runner
+from experiments import flag_tree, hosts, runner
 from experiments.programs import DEFAULTS
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.corpus import Corpus, read_corpus
@@ -28,7 +29,7 @@ def main() -> None:
     flag_tree.define(ExperimentConfig())
     flags.DEFINE_alias("corpus", "data.corpus")
     runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+    sys.exit(runner.guarded(_run, begin=hosts.each))
 
 
 def _run() -> int:

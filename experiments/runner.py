@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import flag_tree
-from txl_jax import config_tree
+from experiments import flag_tree, hosts
+from txl_jax import config_tree, processes
 from txl_jax.checkpoint import CheckpointError
 from txl_jax.config import TOKEN_SETTINGS, CorpusName, ExperimentConfig
 from txl_jax.data.corpus import Corpus, read_corpus
@@ -31,6 +32,7 @@ _PROGRAMS = {name: name.value for name in CorpusName} | {
 }
 # What a user can mend. Anything else is our mistake and keeps its traceback.
 _USER_ERRORS = (ValueError, OSError, CheckpointError, NonFiniteError, RunLogError)
+_GOES_ON = "start the same command on all hosts again, it goes on from the last checkpoint"
 _SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, or --model.remat=full"
 
 FLAGS = flags.FLAGS
@@ -47,7 +49,7 @@ def run(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types.Mappin
     for alias, name in aliases.items():
         flags.DEFINE_alias(alias, name)
     parse_or_exit()
-    sys.exit(guarded(lambda: _run_mode(defaults)))
+    sys.exit(guarded(lambda: _run_mode(defaults), begin=hosts.join))
 
 
 def define_flags(defaults: ExperimentConfig) -> None:
@@ -55,6 +57,7 @@ def define_flags(defaults: ExperimentConfig) -> None:
     flags.DEFINE_enum("mode", "train", _MODES, "What to do.")
     define_workdir()
     define_data_folders()
+    hosts.define_flags()
     flag_tree.define(defaults)
 
 
@@ -85,28 +88,51 @@ def parse_or_exit(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
 
 
-def guarded(job: Callable[[], int]) -> int:
-    """Runs a job; a mistake that the user can mend becomes one sentence and the exit code 1."""
+def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) -> int:
+    """Runs a job; a mistake that the user can mend becomes one sentence and the exit code 1.
+
+    Args:
+      begin: what is done about other hosts before: `hosts.join`, `hosts.each`, or `hosts.alone`, which refuses them.
+    """
     try:
-        return job()
-    except KeyboardInterrupt:
-        fail("interrupted; what was saved before stays, and the same command goes on from there")
-        return 128 + signal.SIGINT
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        fail(f"the device has too little memory ({_first_line(error)}); {_SAVES_MEMORY}")
-        return 1
-    except _USER_ERRORS as error:
-        if isinstance(error, ValueError) and not _raised_by_us(error):
-            raise
-        fail(error)
-        return 1
+        begin()
+        return hosts.leave(job(), together=True)
+    except BaseException as error:
+        code = _told(error)
+        if code is None:
+            if not jax.distributed.is_initialized():
+                raise
+            traceback.print_exc()
+        # A loss is a sum over all processes, so that one that is not finite ends them all.
+        together = processes.is_known_to_all(error) or isinstance(error, NonFiniteError)
+        return hosts.leave(code or 1, together=together)
+
+
+def _told(error: BaseException) -> int | None:
+    """The exit code for an error of a user, who is told what it was; None: it is none."""
+    match error:
+        case KeyboardInterrupt():
+            fail("interrupted; what was saved before stays, and the same command goes on from there")
+            return 128 + signal.SIGINT
+        case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
+            fail(f"the device has too little memory ({_first_line(error)}); {_SAVES_MEMORY}")
+        case jax.errors.JaxRuntimeError() if hosts.lost_another(error):
+            fail(f"another process of this run is gone ({_first_line(error)}); {_GOES_ON}")
+        case processes.ElsewhereError():
+            if processes.is_first():  # Where it happened it is said too.
+                fail(error)
+        case ValueError() if not _raised_by_us(error):
+            return None
+        case _ if isinstance(error, _USER_ERRORS):
+            fail(error)
+        case _:
+            return None
+    return 1
 
 
 def fail(error: BaseException | str) -> None:
     """Says one sentence on the error stream."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"{hosts.prefix()}error: {error}", file=sys.stderr, flush=True)
 
 
 def given_workdir() -> Workdir:
@@ -117,18 +143,24 @@ def given_workdir() -> Workdir:
 
 
 def _run_mode(defaults: ExperimentConfig) -> int:
-    workdir = given_workdir()
+    processes.check_same(
+        FLAGS.mode, lambda first, other: f"--mode is {other}, and {first} in process 0; give all the same"
+    )
+    workdir = processes.together(given_workdir)
     if FLAGS.mode == "train":
         return _train(defaults, workdir)
     return {"eval": _evaluate, "score": _score_tokens, "generate": _generate}[FLAGS.mode](workdir)
 
 
 def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
-    config = with_absolute_paths(flag_tree.build(defaults))
-    config.validate()
-    check_program(defaults, config)
-    workdir.check_same_settings(config)  # Before a text is read, which may take minutes.
-    corpus = read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
+    def prepare() -> tuple[ExperimentConfig, Corpus]:
+        config = with_absolute_paths(flag_tree.build(defaults))
+        config.validate()
+        check_program(defaults, config)
+        workdir.check_same_settings(config)  # Before a text is read, which may take minutes.
+        return config, read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
+
+    config, corpus = processes.together(prepare)
     with StopRequest() as stop:  # From here on: a text that is being read may be stopped at once.
         outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
     return 0 if outcome.finished else _stopped(stop)
@@ -152,7 +184,7 @@ def score_trained(
       config, text: of `trained_config`.
       stopped: what is said of the files if a signal ends the job.
     """
-    corpus = trained_corpus(config, text)
+    corpus = processes.together(lambda: trained_corpus(config, text))
     with StopRequest() as stop:
         try:
             job(config, corpus, workdir, trained_on=text, stop_requested=lambda: stop)
@@ -208,6 +240,10 @@ def trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
     Raises:
       ValueError: what was given would change the trained model.
     """
+    return processes.together(lambda: _trained_config(workdir))
+
+
+def _trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
     trained, text = workdir.load()
     config = with_absolute_paths(flag_tree.build(_without_old_files(trained)))
     refused = [
@@ -252,7 +288,7 @@ def _first_line(error: BaseException) -> str:
 
 def _help() -> str:
     """The program's flags with their defaults; the libraries' own are left out."""
-    first = ["flagfile", "mode", "workdir", "data_dir", "cache_dir", "compat", "seed"]
+    first = ["flagfile", "mode", "workdir", "data_dir", "cache_dir", *hosts.FLAG_NAMES, "compat", "seed"]
     ours = {flag.name for module, found in FLAGS.flags_by_module_dict().items() if _is_ours(module) for flag in found}
     names = [name for name in first if name in FLAGS] + sorted(ours - set(first))
     lines = ["Flags (a flagfile holds one per line; later flags win):", ""]

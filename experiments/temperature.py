@@ -12,7 +12,7 @@ import sys
 
 from absl import flags
 
-from experiments import flag_tree, runner
+from experiments import flag_tree, hosts, runner
 from txl_jax.config import ExperimentConfig
 from txl_jax.jobs import temperature
 
@@ -24,10 +24,11 @@ def main() -> None:
     """Parses the flags and scores."""
     runner.define_workdir()
     runner.define_data_folders()
+    hosts.define_flags()
     flag_tree.define(ExperimentConfig())
     flags.DEFINE_list("temperatures", _TEMPERATURES, "What is tried on the validation text, beside 1.")
     runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+    sys.exit(runner.guarded(_run, begin=hosts.join))
 
 
 def _run() -> int:

@@ -10,7 +10,7 @@ FLOORS = [
     ["config", "config_tree", "axes"],
     ["ops", "memory", "losses", "metrics", "flops"],
     ["modules"],
-    ["recurrence", "inference", "readers", "sharding", "data", "checkpoint", "run_log"],
+    ["recurrence", "inference", "readers", "sharding", "data", "checkpoint", "run_log", "processes"],
     ["training", "evaluation", "generation", "analysis", "interop"],
     ["assemble", "report", "workdir"],
     ["jobs"],

@@ -30,8 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
+from txl_jax import processes
 from txl_jax.run_log import write_json
 
 DIGESTS = "digests.json"
@@ -53,6 +53,8 @@ class _Candidate(NamedTuple):
 
 class Checkpointer:
     """The checkpoints in one directory. Use it as a context manager, in every process of a run alike.
+
+    Only `latest_step` and `notes` may be asked by one process alone.
 
     Args:
       directory: on a file system that all processes see; made by the first save.
@@ -121,8 +123,7 @@ class Checkpointer:
         """
         self.wait()
         try:
-            if jax.process_index() == 0:
-                self._make_way(step)
+            processes.first_tells(lambda: self._make_way(step))
             if self._writer is None:
                 self._writer = _open_writer(self._directory.name)
             # Orbax refuses arrays of size zero (the memory of a model without recurrence). They hold nothing to save.
@@ -168,7 +169,7 @@ class Checkpointer:
     def _finish(self, writer: ocp.AsyncCheckpointer, step: int) -> None:
         """In the background: waits for the commit, writes the digests, then drops what is no longer kept."""
         writer.wait_until_finished()
-        if jax.process_index() != 0:
+        if not processes.is_first():
             return
         path = self._directory / str(step)
         write_json(path / DIGESTS, {name: _digest(path / name) for name in _files(path)})
@@ -205,7 +206,7 @@ class Checkpointer:
             if candidate.step == step:
                 args = ocp.args.Composite(notes=ocp.args.JsonRestore())
                 try:
-                    return _open_reader().restore(candidate.path, args=args).notes
+                    return _open_reader(alone=True).restore(candidate.path, args=args).notes
                 except Exception as error:
                     raise CheckpointError(
                         f"the notes of checkpoint {candidate.path} cannot be read ({_brief(error)}); use another step"
@@ -229,12 +230,17 @@ class Checkpointer:
           CheckpointError: there are steps and none restores, or they are of another model.
         """
         self.wait()
-        candidates = [each for each in self._candidates() if before is None or each.step < before]
+        # As the first process finds them: all must try the same ones.
+        found = processes.first_tells(lambda: [(each.step, each.path.name) for each in self._candidates()])
+        candidates = [
+            _Candidate(step, self._directory / name) for step, name in found if before is None or step < before
+        ]
         if not candidates:
             return None
         unverified, tried = [], []
         for candidate in candidates:
-            fault = _agreed_fault(candidate.path)
+            # One reader of every byte will do, and all must restore the same step.
+            fault = processes.first_tells(lambda path=candidate.path: _fault(path))
             if fault == _NO_DIGESTS:
                 unverified.append(candidate)
                 self._report(f"checkpoint {candidate.path} is unverified ({fault}): looking for a verified one first")
@@ -261,16 +267,20 @@ class Checkpointer:
         """A step restored; None if Orbax cannot. Another model's step raises: an older one would be no better."""
         reader = _open_reader()
         wanted = jax.tree.map(lambda leaf: leaf if np.size(leaf) else None, abstract_state)
+        restored, difference, trouble = None, "", None
         try:
             saved = reader.metadata(candidate.path).item_metadata.state.tree
             difference = _difference(_described(saved), _described(wanted))
             if not difference:
                 args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore())
                 restored = reader.restore(candidate.path, args=args)
-                return candidate.step, _with_empty(restored.state, abstract_state), restored.notes
         except Exception as error:  # noqa: BLE001 (damage shows as nearly any type)
-            self._pass_over(candidate, f"Orbax cannot restore it ({_brief(error)})", tried)
+            trouble = _brief(error)
+        if trouble := processes.first_trouble(trouble):
+            self._pass_over(candidate, f"Orbax cannot restore it ({trouble})", tried)
             return None
+        if restored is not None:
+            return candidate.step, _with_empty(restored.state, abstract_state), restored.notes
         raise CheckpointError(
             f"checkpoint {candidate.path} is of another model ({difference}); "
             "use the configuration that it was saved with, or another directory"
@@ -315,8 +325,11 @@ def _open_writer(name: str) -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(_handler(), multiprocessing_options=options)
 
 
-def _open_reader() -> ocp.Checkpointer:
-    return ocp.Checkpointer(_handler())
+def _open_reader(*, alone: bool = False) -> ocp.Checkpointer:
+    """A reader that all processes read with; `alone`: one that waits for no other process."""
+    own = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own}) if alone else None
+    return ocp.Checkpointer(_handler(), multiprocessing_options=options or ocp.options.MultiprocessingOptions())
 
 
 def _brief(error: BaseException) -> str:
@@ -356,16 +369,6 @@ def _fault(path: Path) -> str | None:
         except OSError as error:
             return f"the file {name} cannot be read ({error.strerror})"
     return None
-
-
-def _agreed_fault(path: Path) -> str | None:
-    """`_fault` as the first process finds it: all must restore the same step, and one reader of every byte will do."""
-    if jax.process_count() == 1:
-        return _fault(path)
-    fault = _fault(path) if jax.process_index() == 0 else None
-    code = 0 if fault is None else 1 if fault == _NO_DIGESTS else 2
-    code = int(multihost_utils.broadcast_one_to_all(np.int32(code)))
-    return fault or (None, _NO_DIGESTS, "process 0 found it damaged")[code]
 
 
 # Trees

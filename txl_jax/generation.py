@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax import inference
+from txl_jax import inference, processes
 from txl_jax import memory as memory_lib
 from txl_jax.config import EvalConfig, GenerateConfig
 from txl_jax.inference import FrozenWeights
@@ -69,6 +69,7 @@ class Generator:
         limit = model.compat.window(span.mem_len, same_length=span.same_length)
         self._window = span.mem_len + 1 if limit is None else limit
         self.freeze_segment = jax.jit(self._freeze)
+        self._init_memory = jax.jit(self.empty)
         self._read = jax.jit(self._read_segment, donate_argnums=1)
         self._read_rest = jax.jit(self._read_tokens, donate_argnums=1)
         self.write = jax.jit(self._write_block, static_argnames="count", donate_argnums=1)
@@ -100,8 +101,8 @@ class Generator:
                 return
             count = min(block, length - first)
             context, tokens, written = self.write(weights.token, context, first, count, count=block)
-            yield np.asarray(tokens)[:, : int(written)]
-            if np.all(context.done):
+            yield processes.on_host(tokens)[:, : int(processes.on_host(written))]
+            if np.all(processes.on_host(context.done)):
                 return
 
     def read(
@@ -115,7 +116,7 @@ class Generator:
             raise ValueError("the prompt is empty; generation needs at least one token to go on from")
         segment_len = self._span.segment_len
         known = np.asarray(prompt[:-1], np.int32)
-        memory = self.empty(weights.segment)
+        memory = self._init_memory(weights.segment)
         n_whole = len(known) // segment_len
         for tokens in known[: n_whole * segment_len].reshape(n_whole, 1, segment_len):
             if stop_requested():
@@ -127,8 +128,9 @@ class Generator:
         samples = self._config.samples
         return Context(
             memory=_repeat_rows(memory, samples),
-            last=jnp.full((samples,), prompt[-1], jnp.int32),
-            done=jnp.zeros((samples,), bool),
+            # Not of jax: what it makes here would lie on this process's devices only.
+            last=np.full(samples, prompt[-1], np.int32),
+            done=np.zeros(samples, bool),
         )
 
     def freeze(self, params: Any) -> Weights:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 import txl_jax
+from txl_jax import processes
 from txl_jax.assemble import Compilation, Parts
 from txl_jax.config import Encoding, EvalConfig, ModelConfig, Network
 from txl_jax.data.corpus import Corpus
@@ -36,7 +37,8 @@ def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
         + f"; {train.steps:,} steps = {epochs:.2f} epochs of {reader.n_segments:,} steps "
         f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
         f"scoring   {_how_scored(parts.config.eval)}",
-        f"devices   {parts.mesh.size} x {device_kind()} ({', '.join(f'{k} {n}' for k, n in parts.mesh.shape.items())})",
+        f"devices   {parts.mesh.size} x {device_kind()} ({', '.join(f'{k} {n}' for k, n in parts.mesh.shape.items())})"
+        + (f" in {jax.process_count()} processes" if processes.several() else ""),
     ]
 
 

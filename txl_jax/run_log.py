@@ -2,7 +2,7 @@
 
 A resumed run repeats the steps after its last checkpoint. Opening the log drops what was recorded of them, so that
 `metrics.jsonl` reads as if the run had never stopped; `log.txt` keeps everything, being the story rather than the
-numbers. With several processes, only one should open a RunLog.
+numbers. With several processes one keeps a RunLog, and the others a `NoLog`.
 """
 
 import contextlib
@@ -123,6 +123,22 @@ class RunLog:
         with _Writing(self._workdir):
             self._lines.write(line + "\n")
             self._lines.flush()
+
+
+class NoLog:
+    """Takes what a RunLog takes and drops it: with several processes the first one's log is that of all."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        pass
+
+    def record(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """Drops a record."""
+
+    def say(self, line: str, *, shown: bool = True) -> None:
+        """Drops a line."""
 
 
 class _Writing:

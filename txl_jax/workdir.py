@@ -11,16 +11,19 @@ import dataclasses
 import fcntl
 import json
 import os
+import secrets
+import time
 from pathlib import Path
 from typing import Any
 
-from txl_jax import config_tree
+from txl_jax import config_tree, processes
 from txl_jax.config import FREE_ON_RESUME, ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.counting import KINDS
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.run_log import write_json, write_text
 
+_SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts when what they remember has expired.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
 
 
@@ -81,6 +84,32 @@ class Workdir:
                 "give --workdir=... a folder that you may write to, on a disk with space"
             ) from error
         return self
+
+    def check_shared(self) -> None:
+        """Shows that all processes see the same folder; they call it together, once it is there.
+
+        Raises:
+          ValueError: one sees another; in all of them (or `ElsewhereError`).
+        """
+        if not processes.several():
+            return
+        name = processes.first_tells(lambda: f".seen-by-all-{secrets.token_hex(8)}")
+        processes.first_tells(lambda: (self.path / name).touch())
+        try:
+            processes.together(lambda: self._wait_for(name))
+        finally:
+            if processes.is_first():
+                (self.path / name).unlink(missing_ok=True)
+
+    def _wait_for(self, name: str) -> None:
+        until = time.monotonic() + _SECONDS_TO_APPEAR
+        while not (self.path / name).exists():
+            if time.monotonic() > until:
+                raise ValueError(
+                    f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir on "
+                    "a file system that they share"
+                )
+            time.sleep(0.1)
 
     def lock(self) -> Any:
         """An open file that keeps other runs out until it is closed or the process ends.

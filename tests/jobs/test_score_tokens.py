@@ -3,7 +3,6 @@
 import re
 
 import drawn_run
-import jax
 import numpy as np
 import pytest
 import tiny_run
@@ -98,12 +97,6 @@ def test_a_stop_leaves_the_texts_before_it(run):
     with pytest.raises(Interrupted, match="test"):
         score(run, stop_requested=lambda: next(asked))
     assert [score_tokens.scores_file(run[2], split).exists() for split in SPLITS] == [True, False]
-
-
-def test_several_processes_are_refused(run, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="there are 2 processes.*with one process"):
-        score(run)
 
 
 def test_another_vocabulary_is_refused(run):

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import several
 
 from txl_jax.training.stop import StopRequest
 
@@ -56,3 +57,41 @@ def test_ctrl_c_twice_interrupts():
             send(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+SCRIPT = """
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from experiments import hosts
+from txl_jax.training.stop import StopRequest
+
+hosts._given = dict  # No flags here.
+hosts.join()
+with StopRequest() as stop:
+    step = 0
+    while not stop:
+        step += 1
+        multihost_utils.process_allgather(np.zeros(1))
+        if step == 3:
+            print("ready", file=sys.stderr, flush=True)
+        time.sleep(0.01)
+    assert stop and stop.signal_number == 15, "it stays true"
+print(step, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("name", "number"), [("SIGTERM", 1), ("SIGINT", 0)])
+def test_a_signal_to_one_process_stops_all_at_the_same_step(name, number):
+    started = several.start("-c", SCRIPT, devices=1)
+    while "ready" not in (line := started[number].stderr.readline()):
+        assert line, several.finish(started)
+    started[number].send_signal(NAMES[name])
+    ended = several.finish(started)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    steps = [int(err.splitlines()[-1]) for _, _, err in ended]
+    assert steps[0] == steps[1] >= 3

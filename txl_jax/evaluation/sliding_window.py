@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from txl_jax import processes
 from txl_jax.metrics import Totals
 from txl_jax.readers import Model, at_temperature
 
@@ -89,7 +90,7 @@ def evaluate_windows(
 
     def fetch(nll: jax.Array, scored: np.ndarray) -> Totals:
         """Sums on the host, in double precision."""
-        nats = np.asarray(nll)[scored > 0]
+        nats = processes.on_host(nll)[scored > 0]
         if token_nats is not None:
             token_nats[scored[scored > 0]] = nats
         return Totals(nats.sum(dtype=np.float64).item(), nats.size)

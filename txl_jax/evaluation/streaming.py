@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from txl_jax import losses, recurrence
+from txl_jax import losses, processes, recurrence
 from txl_jax.config import EvalConfig
 from txl_jax.data.segments import SegmentReader, Segments
 from txl_jax.metrics import Totals
@@ -69,8 +69,8 @@ def evaluate(
 
     def fetch(first: int, scores: Scores) -> Totals:
         if keep is not None:
-            keep(first, np.asarray(scores.nll))
-        nats, tokens = jax.device_get((scores.nats, scores.tokens))
+            keep(first, processes.on_host(scores.nll))
+        nats, tokens = processes.on_host(scores.nats), processes.on_host(scores.tokens)
         # Summed on the host, in double precision.
         return Totals(nats.sum(dtype="float64").item(), tokens.sum(dtype="float64").item())
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from txl_jax import config_tree, report
+from txl_jax import config_tree, processes, report
 from txl_jax.assemble import assemble
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, LossPart, Network
 from txl_jax.data.corpus import Corpus
@@ -216,8 +216,8 @@ def run(
             watch = {"say": say, "stop_requested": stop_requested}
             scores = _at_lengths(config, corpus, workdir, row, plan, outcome.step, **watch)
             found.setdefault(row.name, []).append(_judged(config, row, scores, corpus.vocabulary.measure))
-            _write(folder, found, plan, corpus, table)
-    say(f"\n{(folder / 'ablation.md').read_text()}")
+            processes.first_tells(lambda: _write(folder, found, plan, corpus, table))
+    say("\n" + processes.first_tells(lambda: (folder / "ablation.md").read_text()))
     say(f"results   {folder / 'ablation.md'}")
     return found
 
@@ -279,7 +279,7 @@ def _at_lengths(
     path, text = workdir.path / "ablation.json", TextInfo.of(corpus)
     evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
     told = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
-    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept = processes.first_tells(lambda: json.loads(path.read_text()) if path.exists() else {})
     defaults = {f"eval.{name}": value for name, value in config_tree.to_dict(EvalConfig()).items()}
     known = kept["scores"] if defaults | kept.get("of", {}) == json.loads(json.dumps(told)) else {}
     for length in _lengths(config, row, plan):
@@ -289,7 +289,7 @@ def _at_lengths(
                 config, corpus, workdir, trained_on=text, lengths=[length], stride=stride, **watch
             )
             known[str(length)] = found.totals.value(corpus.vocabulary.measure)
-            write_json(path, {"of": told, "scores": known})
+            processes.first_tells(lambda: write_json(path, {"of": told, "scores": known}))
     return {length: known[str(length)] for length in _lengths(config, row, plan)}
 
 

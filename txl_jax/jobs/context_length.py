@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from txl_jax import config_tree, report
+from txl_jax import config_tree, processes, report
 from txl_jax.analysis import plots
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, Network
@@ -79,7 +79,7 @@ def run(
         totals = score(parts, params, tokens, name=name, **watch)
         rows.append(Row(length, totals, time.monotonic() - began))
         say(report.timed(f"{name} {report.scores(totals, measure)}", rows[-1].seconds))
-        write_text(workdir.path / "context_length.csv", _csv(rows))
+        processes.first_tells(lambda: write_text(workdir.path / "context_length.csv", _csv(rows)))
     say(f"results   {workdir.path / 'context_length.csv'}")
     how = "streaming with a memory" if stride is None else f"windows moved on by {stride:,}"
     title = f"{corpus.name} ({split}), step {step:,}, {how}"
@@ -147,5 +147,5 @@ def _draw(path: Path, rows: Sequence[Row], measure: Measure, *, title: str, say:
         say("no picture drawn: matplotlib is not installed (pip install '.[plots]')")
         return
     values = {row.attention_length: row.as_record()[_COLUMN_OF[measure]] for row in rows}
-    plots.context_curve(values, path, title=title, measure=measure)
+    processes.first_tells(lambda: plots.context_curve(values, path, title=title, measure=measure))
     say(f"picture   {path}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax import report
+from txl_jax import processes, report
 from txl_jax.analysis.detokenise import detokenise
 from txl_jax.config import ExperimentConfig, Tokenizer
 from txl_jax.data.corpus import Corpus
@@ -68,7 +68,7 @@ def run(
         own = tokens[start + context : start + context + length]
         sections.append(_section(corpus, start, known, written, own))
         say(f"written   from token {start:,}: {len(written)} x {length:,} tokens")
-    write_text(path, "\n".join(sections))
+    processes.first_tells(lambda: write_text(path, "\n".join(sections)))
     say(f"results   {path}")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from txl_jax import config_tree, report
+from txl_jax import config_tree, processes, report
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs.parameters import load_to_score
@@ -41,6 +41,6 @@ def run(
     }
     for split in SPLITS:
         results[split] = as_record(score_split(parts, params, corpus, split, say=say, stop_requested=stop_requested))
-    write_json(workdir.path / "evaluation.json", results)
+    processes.first_tells(lambda: write_json(workdir.path / "evaluation.json", results))
     say(f"results   {workdir.path / 'evaluation.json'}")
     return results

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from txl_jax import processes
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
 from txl_jax.data.vocabulary import Vocabulary, unescape
 from txl_jax.generation import Generator
-from txl_jax.jobs.parameters import load_parameters
+from txl_jax.jobs import alike
+from txl_jax.jobs.parameters import load_parameters, make
 from txl_jax.workdir import Workdir
 
 
@@ -37,7 +39,8 @@ def run(
     """
     check_can_write(config)
     stop = read_stop(config.generate, vocabulary)
-    prompt = read_prompt(config.generate)
+    alike.check_settings(config)
+    prompt = os.fsencode(processes.first_tells(lambda: os.fsdecode(read_prompt(config.generate))))
     try:
         ids = vocabulary.encode(prompt)
         prompt = vocabulary.decode(ids)  # As the model reads it: words stand between single spaces, for example.
@@ -45,8 +48,8 @@ def run(
         raise ValueError(f"the prompt cannot be read by this model: {error}") from None
     if not len(ids):
         ids = vocabulary.start
-    workdir.create()
-    parts = assemble(config, vocab_size=vocabulary.size)
+    make(workdir)
+    parts = processes.together(lambda: assemble(config, vocab_size=vocabulary.size))
     step, params = load_parameters(parts, workdir, say=say)
     generator = Generator(parts.model, config.eval, config.generate, memory_dtype=parts.memory_dtype, stop_token=stop)
     at_most = "" if stop is None else "at most "
@@ -66,7 +69,8 @@ def run(
     for number, text in enumerate(texts[1:], start=2):
         say(f"--- sample {number} ---")
         write((prompt + text).decode(errors="replace") + "\n")
-    _save(workdir.path / f"sample-seed{config.generate.seed}.txt", prompt, texts)
+    path = workdir.path / f"sample-seed{config.generate.seed}.txt"
+    processes.first_tells(lambda: _save(path, prompt, texts))
     return texts
 
 

@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from txl_jax import processes
 from txl_jax.assemble import Parts, assemble
 from txl_jax.checkpoint import Checkpointer, CheckpointError
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
+from txl_jax.jobs import alike
 from txl_jax.workdir import TextInfo, Workdir
 
 
@@ -22,10 +24,11 @@ def load_to_score(
       trained_on: what the run was trained on; another text may be scored if its vocabulary is the same.
 
     Raises:
-      ValueError: the text has another vocabulary.
+      ValueError: the text has another vocabulary, or processes have different ones.
       OSError: the workdir cannot be written to.
       FileNotFoundError, CheckpointError: as `load_parameters`.
     """
+    alike.check(config, corpus)
     if corpus.vocabulary != trained_on.vocabulary:
         raise ValueError(
             f"the run was trained on {trained_on.description!r} with {trained_on.vocabulary.size} tokens, and "
@@ -33,9 +36,14 @@ def load_to_score(
         )
     if corpus.digest != trained_on.digest:
         say(f"note: this is not the text of training ({trained_on.description}), but {corpus.description}")
-    workdir.create()
-    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    make(workdir)
+    parts = processes.together(lambda: assemble(config, vocab_size=corpus.vocabulary.size))
     return parts, *load_parameters(parts, workdir, say=say)
+
+
+def make(workdir: Workdir) -> None:
+    """Makes the folder of a run; raises `OSError` if it cannot be written to."""
+    processes.first_tells(lambda: workdir.create() and None)
 
 
 def load_parameters(parts: Parts, workdir: Workdir, *, say: Callable[[str], None]) -> tuple[int, Any]:
@@ -50,17 +58,18 @@ def load_parameters(parts: Parts, workdir: Workdir, *, say: Callable[[str], None
     """
     if parts.config.eval.average_checkpoints:
         return _mean_of_newest(parts, workdir, parts.config.eval.average_checkpoints, say=say)
-    if workdir.best.exists():
+    has_best, has_latest = processes.first_tells(lambda: [workdir.best.exists(), workdir.latest.exists()])
+    if has_best:
         try:
             with Checkpointer(workdir.best, keep=1, report=say) as best:
                 restored = best.restore({"params": parts.abstract_state.params})
             if restored is not None:
                 return restored[0], restored[1]["params"]
         except CheckpointError as error:
-            if not workdir.latest.exists():
+            if not has_latest:
                 raise
             say(str(error))
-    if workdir.latest.exists():
+    if has_latest:
         with Checkpointer(workdir.latest, keep=parts.config.train.keep_checkpoints, report=say) as latest:
             restored = latest.restore(parts.abstract_state)
         if restored is not None:

@@ -1,6 +1,7 @@
 """Scoring a text, with a bar or lines that tell how far it is, and a way out."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -75,13 +76,10 @@ def _streaming(
     parts: Parts, params: Any, tokens: Any, *, name: str, token_nats: np.ndarray | None, **watch: Any
 ) -> Totals:
     span = parts.config.eval
-    reader = evaluation_segments(
-        tokens,
-        batch_size=span.batch_size,
-        segment_len=span.segment_len,
-        warmup_tokens=span.warmup_tokens,
-        host=parts.host(span.batch_size),
+    whole = evaluation_segments(
+        tokens, batch_size=span.batch_size, segment_len=span.segment_len, warmup_tokens=span.warmup_tokens
     )
+    reader = dataclasses.replace(whole, host=parts.host(span.batch_size))  # It reads this process's rows only.
     weights = parts.freeze(params)
     with watched(name, reader.n_segments, unit="segment", **watch) as show:
         return evaluate(
@@ -92,7 +90,7 @@ def _streaming(
             segments_per_call=span.segments_per_call,
             place=functools.partial(parts.place, batch_size=span.batch_size),
             after_call=show,
-            keep=None if token_nats is None else functools.partial(put_in_text_order, token_nats, reader),
+            keep=None if token_nats is None else functools.partial(put_in_text_order, token_nats, whole),
         )
 
 

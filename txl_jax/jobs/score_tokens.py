@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from txl_jax import processes
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary, escape
@@ -49,15 +49,10 @@ def run(
       trained_on: what the run was trained on; another text may be scored if its vocabulary is the same.
 
     Raises:
-      ValueError: the text has another vocabulary, or there are several processes.
+      ValueError: the text has another vocabulary.
       FileNotFoundError: the workdir holds no checkpoint.
       Interrupted: a stop was requested.
     """
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"there are {jax.process_count()} processes, and each would know the scores of its own rows only; score "
-            "tokens with one process"
-        )
     parts, _, params = load_to_score(config, corpus, workdir, trained_on=trained_on, say=say)
     totals = {}
     for split in SPLITS:
@@ -67,7 +62,7 @@ def run(
             parts, params, corpus, split, say=say, stop_requested=stop_requested, token_nats=nats
         )
         path = scores_file(workdir, split)
-        write_lines(path, lines(tokens, nats, corpus.vocabulary))
+        processes.first_tells(lambda: write_lines(path, lines(tokens, nats, corpus.vocabulary)))  # noqa: B023
         say(f"scores    {path}")
     return totals
 

@@ -7,7 +7,7 @@ mends some of that. The number is chosen on the validation text, and the test te
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from txl_jax import config_tree, report
+from txl_jax import config_tree, processes, report
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
@@ -53,7 +53,7 @@ def run(
         "test": {f"{temperature:g}": scored(temperature, "test") for temperature in dict.fromkeys((1.0, best))},
         **report.environment(),
     }
-    write_json(workdir.path / "temperature.json", results)
+    processes.first_tells(lambda: write_json(workdir.path / "temperature.json", results))
     if best in (min(configs), max(configs)) and best != 1:
         say(f"note      {best:g} is the last temperature that was tried; try others beyond it")
     say(f"results   {workdir.path / 'temperature.json'}")

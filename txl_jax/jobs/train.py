@@ -1,7 +1,8 @@
 """The training job: from config and text to checkpoints and results.json.
 
 Starting goes in this order, so that the cheap failures come first and nothing is written before them:
-  1. the parts are assembled and the text is cut: settings that do not fit fail here;
+  1. the parts are assembled and the text is cut: settings that do not fit fail here, and so do processes that do not
+     have the same ones;
   2. the workdir is made, locked, and compared with what an earlier start left in it;
   3. the newest sound checkpoint is read, or the state initialised;
   4. the opening lines are printed, and the step is compiled;
@@ -17,16 +18,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from txl_jax import config_tree, report
+from txl_jax import config_tree, processes, report
 from txl_jax.assemble import Parts, assemble
 from txl_jax.checkpoint import Checkpointer, CheckpointError
 from txl_jax.config import EvalConfig, ExperimentConfig, Order
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.prefetch import Prefetcher
 from txl_jax.data.segments import SegmentReader, training_segments
+from txl_jax.jobs import alike
 from txl_jax.jobs.score import Interrupted, as_record, score
 from txl_jax.metrics import Totals
-from txl_jax.run_log import RunLog, read_metrics, write_json
+from txl_jax.run_log import NoLog, RunLog, read_metrics, write_json
 from txl_jax.training import averaging
 from txl_jax.training.loop import Hook, train
 from txl_jax.training.progress import NonFiniteError, Progress
@@ -57,16 +59,29 @@ def run(
       OSError: the workdir cannot be used.
       NonFiniteError: a loss or gradient was not finite; the last checkpoint is from before it.
       CheckpointError: there are checkpoints, but none can be read.
+      ElsewhereError: another process could not go on.
     """
-    parts = assemble(config, vocab_size=corpus.vocabulary.size)
-    parts.check_training_rows()
-    reader = training_reader(parts, corpus)
-    text = TextInfo.of(corpus)
-    workdir.check_same_run(config, text)
-    with workdir.create().lock():
-        changes = workdir.check_same_run(config, text)
-        workdir.record(config, text)
+    alike.check(config, corpus)
+
+    def prepare() -> tuple[Parts, SegmentReader]:
+        parts = assemble(config, vocab_size=corpus.vocabulary.size)
+        parts.check_training_rows()
+        return parts, training_reader(parts, corpus)
+
+    parts, reader = processes.together(prepare)
+    with contextlib.ExitStack() as held:
+        changes = processes.first_tells(lambda: _claim(workdir, config, TextInfo.of(corpus), held))
+        workdir.check_shared()
         return Run(parts, corpus, reader, workdir, stop_requested).run(changes)
+
+
+def _claim(workdir: Workdir, config: ExperimentConfig, text: TextInfo, held: contextlib.ExitStack) -> list[str]:
+    """Locks the workdir until `held` is closed, and records the run in it; returns how its settings have changed."""
+    workdir.check_same_run(config, text)
+    held.enter_context(workdir.create().lock())
+    changes = workdir.check_same_run(config, text)
+    workdir.record(config, text)
+    return changes
 
 
 def training_reader(parts: Parts, corpus: Corpus) -> SegmentReader:
@@ -112,7 +127,7 @@ class Run:
         self.label = label
         self.saved_step = -1
         self.evaluation_pending = False
-        self.log: RunLog | None = None
+        self.log: RunLog | NoLog | None = None
         self.losses: list[float] = []  # Of the validation text so far.
         self.unsaid: list[str] = []  # Until the log is open: it opens at a step that the checkpoints tell.
 
@@ -155,14 +170,19 @@ class Run:
           introduce: print what the run is; it is written to the log anyway.
         """
         self.unsaid += changes
-        with RunLog(self.workdir.path, first_step=step, label=self.label) as self.log:
+        with self._open_log(step) as self.log:
             self._open(step, introduce=introduce)
             self.losses = self._losses_so_far()
             yield
 
+    def _open_log(self, step: int) -> RunLog | NoLog:
+        if processes.is_first():
+            return RunLog(self.workdir.path, first_step=step, label=self.label)
+        return NoLog()
+
     def ended_before(self, step: int, notes: dict[str, Any]) -> dict[str, Any] | None:
         """The results of a run that had ended when it was opened; None: there is something to do."""
-        results = self._results_on_disk() if self._has_ended(step, notes) else None
+        results = processes.first_tells(self._results_on_disk) if self._has_ended(step, notes) else None
         if results:
             self.log.say(f"finished  already: {self.workdir.path / 'results.json'}")
         return results
@@ -275,9 +295,11 @@ class Run:
 
     def _losses_so_far(self) -> list[float]:
         """The validation losses of this run in order; none if they were scored with other --eval settings."""
-        if self.best.latest_step() is None or self._best() is None:
+        if self._best() is None:
             return []
-        return [record["loss"] for record in read_metrics(self.workdir.path) if record["kind"] == "valid"]
+        return processes.first_tells(
+            lambda: [record["loss"] for record in read_metrics(self.workdir.path) if record["kind"] == "valid"]
+        )
 
     def _with_average(self, step: int, state: TrainState) -> TrainState:
         trigger = self.parts.config.average.trigger
@@ -295,6 +317,9 @@ class Run:
 
     def _best(self) -> dict[str, Any] | None:
         """Step and scores of the best parameters so far; None if there are none that can be compared with."""
+        return processes.first_tells(self._best_on_disk)
+
+    def _best_on_disk(self) -> dict[str, Any] | None:
         step = self.best.latest_step()
         if step is None:
             return None
@@ -355,7 +380,7 @@ class Run:
             "eval": self._eval_settings(),
             **report.environment(),
         }
-        write_json(self.workdir.path / "results.json", results)
+        processes.first_tells(lambda: write_json(self.workdir.path / "results.json", results))
         self.log.say(f"results   {self.workdir.path / 'results.json'}")
         return results
 

@@ -1,0 +1,174 @@
+"""Starts a command as several processes on this machine, as if each were a host of its own.
+
+    python -m launch.local --processes=2 --devices=4 -- \\
+        python -m experiments.enwik8 --flagfile=small --workdir=runs/two --data.file=enwik8-part
+
+The command gets what announces the processes to it (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID). What the
+first process prints is printed as it is; lines of the others begin with their number. When one ends with an error the
+others are ended too, and the exit code is that of the first that did. SIGTERM and Ctrl-C are passed on to all, once, and
+all are waited for; a second one kills them.
+"""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from absl import flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("processes", 2, "Processes to start.", lower_bound=1)
+flags.DEFINE_integer("devices", None, "Made-up CPU devices of each; none: those that jax finds.", lower_bound=1)
+flags.DEFINE_bool("dry_run", False, "Print the commands, and start nothing.")
+
+# Processes that lost one of them find out by themselves and say so; then they are told, and then they are killed.
+_SECONDS_TO_END = 15
+_SECONDS_TO_OBEY = 5
+_POLL_SECONDS = 0.1
+
+
+def main() -> None:
+    """Parses the flags and starts the processes."""
+    if {"--help", "-h"} & set(sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]):
+        print(__doc__)
+        print(FLAGS.module_help(sys.argv[0]))
+        sys.exit(0)
+    try:
+        command = FLAGS(sys.argv)[1:]
+    except flags.Error as error:
+        sys.exit(_fail(error))
+    if not command:
+        sys.exit(
+            _fail("no command was given; write it after --, as -- python -m experiments.enwik8 --workdir=runs/mine")
+        )
+    environments = process_environments(FLAGS.processes, devices=FLAGS.devices, base=os.environ)
+    if FLAGS.dry_run:
+        for environment in environments:
+            print(shell_line(command, environment))
+        return
+    sys.exit(Group(command, environments).wait())
+
+
+def process_environments(count: int, *, devices: int | None, base: Mapping[str, str]) -> list[dict[str, str]]:
+    """What each process finds in its environment beside what it has from this one."""
+    announced = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
+    if devices is not None:
+        made_up = f"--xla_force_host_platform_device_count={devices}"
+        announced |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{base.get('XLA_FLAGS', '')} {made_up}".strip()}
+    return [announced | {"JAX_PROCESS_ID": str(number)} for number in range(count)]
+
+
+def free_port() -> int:
+    """A port that nobody listens to at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The command as it could be typed.
+
+    >>> shell_line(["echo", "a b"], {"X": "1"})
+    "X=1 echo 'a b'"
+    """
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
+
+
+class Group:
+    """The processes, from their start to the end of the last."""
+
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
+        self._signalled = False
+        self._handlers = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._readers: list[threading.Thread] = []
+        self._processes: list[subprocess.Popen] = []
+        try:
+            for number, environment in enumerate(environments):
+                self._start(number, command, environment)
+        except OSError as error:
+            self._send(signal.SIGKILL)
+            sys.exit(_fail(f"cannot start {command[0]} ({error.strerror}); give a program after --"))
+
+    def _start(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        output = {} if number == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        # A session of its own: Ctrl-C in a terminal would reach it a second time, beside what is passed on.
+        process = subprocess.Popen(
+            command, env=os.environ | environment, start_new_session=True, text=True, errors="replace", **output
+        )
+        self._processes.append(process)
+        if number:
+            reader = threading.Thread(target=_print_lines, args=(number, process.stdout), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def wait(self) -> int:
+        """Returns the exit code of the first process that ended with one other than 0, once all have ended; else 0."""
+        failed = None
+        while failed is None and any(process.poll() is None for process in self._processes):
+            failed = self._first_failure()
+            time.sleep(_POLL_SECONDS)
+        failed = self._first_failure() if failed is None else failed
+        if failed is not None:
+            self._end_all(failed)
+        for reader in self._readers:
+            reader.join(timeout=1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        return 0 if failed is None else _exit_code(self._processes[failed])
+
+    def _first_failure(self) -> int | None:
+        return next((number for number, process in enumerate(self._processes) if process.poll()), None)
+
+    def _end_all(self, failed: int) -> None:
+        if not self._signalled:
+            code = self._processes[failed].returncode
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with the exit code {code}"
+            print(f"process {failed} {how}; the others are ended too", file=sys.stderr, flush=True)
+        for number, seconds in ((None, _SECONDS_TO_END), (signal.SIGTERM, _SECONDS_TO_OBEY), (signal.SIGKILL, None)):
+            if number is not None:
+                self._send(number)
+            if self._all_end_within(seconds):
+                return
+
+    def _all_end_within(self, seconds: float | None) -> bool:
+        until = None if seconds is None else time.monotonic() + seconds
+        while any(process.poll() is None for process in self._processes):
+            if until is not None and time.monotonic() > until:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._send(signal.SIGKILL if self._signalled else number)
+        self._signalled = True
+
+    def _send(self, number: int) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+
+
+def _print_lines(number: int, lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"[{number}] {line}", end="", file=sys.stderr, flush=True)
+
+
+def _exit_code(process: subprocess.Popen) -> int:
+    """As a shell tells it: 128 and the number of the signal that ended it."""
+    return 128 - process.returncode if process.returncode < 0 else process.returncode
+
+
+def _fail(error: object) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Tests that processes on one machine are announced to each other, watched, ended together, and told of signals once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def local(*arguments, **kwargs):
+    command = [sys.executable, "-m", "launch.local", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ), **kwargs
+    )
+
+
+def finish(process):
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def test_each_process_is_told_of_the_others():
+    code, out, err = finish(local("--processes=3", "--devices=2", "--", "sh", "-c", "env | grep -E '^(JAX|XLA)'"))
+    assert code == 0
+    [coordinator] = {line for line in out.splitlines() if line.startswith("JAX_COORDINATOR_ADDRESS=localhost:")}
+    for number, lines in ((0, out), (1, err), (2, err)):
+        prefix = "" if number == 0 else f"[{number}] "
+        for line in (coordinator, "JAX_NUM_PROCESSES=3", f"JAX_PROCESS_ID={number}", "JAX_PLATFORMS=cpu"):
+            assert f"{prefix}{line}\n" in lines
+    assert "force_host_platform_device_count=2" in out
+
+
+def test_a_dry_run_prints_commands_and_starts_nothing(tmp_path):
+    made = tmp_path / "made"
+    code, out, _ = finish(local("--dry_run", "--", "touch", str(made), "a b"))
+    assert code == 0 and not made.exists()
+    lines = out.splitlines()
+    assert len(lines) == 2 and lines[1].endswith(f"JAX_PROCESS_ID=1 touch {made} 'a b'")
+
+
+@pytest.mark.parametrize(("how", "expected", "told"), [("exit 7", 7, "exit code 7"), ("kill -9 $$", 137, "SIGKILL")])
+def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_told(how, expected, told, monkeypatch):
+    script = f'trap "" TERM; test $JAX_PROCESS_ID = 1 && {how}; sleep 50'
+    starter = "import sys; from launch import local; local._SECONDS_TO_END = local._SECONDS_TO_OBEY = 0.3; local.main()"
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-c", starter, "--", "sh", "-c", script], cwd=ROOT, text=True, stderr=subprocess.PIPE
+    )
+    code, _, err = finish(process)
+    assert code == expected and time.monotonic() - began < 20
+    assert f"process 1 {'was ended by' if told == 'SIGKILL' else 'ended with the'} {told}" in err
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_is_passed_on_once_and_all_are_waited_for(name, tmp_path):
+    script = f"""
+import os, signal, sys, time
+arrived = []
+signal.signal(signal.{name}, lambda number, frame: arrived.append(number))
+open(f"{tmp_path}/ready" + os.environ["JAX_PROCESS_ID"], "w")
+while not arrived:
+    time.sleep(0.01)
+time.sleep(0.5)  # As if a checkpoint were written.
+assert os.getsid(0) == os.getpid(), "a terminal's Ctrl-C would come beside the one that is passed on"
+print("saved after", len(arrived), flush=True)
+sys.exit(143)
+"""
+    process = local("--", sys.executable, "-c", script, start_new_session=True)
+    while len(list(tmp_path.glob("ready*"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.Signals[name])  # As a terminal does it.
+    code, out, err = finish(process)
+    assert code == 143
+    assert out == "saved after 1\n" and err == "[1] saved after 1\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "no command was given"),
+        (["--processes=0", "--", "true"], "processes"),
+        (["--procs=2", "--", "true"], "procs"),
+        (["--", "no-such-program"], "cannot start no-such-program"),
+    ],
+)
+def test_bad_input_is_answered_in_one_sentence(arguments, says):
+    code, out, err = finish(local(*arguments))
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and says in err and len(err.splitlines()) == 1

@@ -1,0 +1,38 @@
+"""Starts the same command as several processes with made-up CPU devices, as if each were a host."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from launch.local import process_environments
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 120  # Longer is a hang.
+
+
+def start(*arguments, processes=2, devices=4, of_process=lambda number: (), **variables):
+    """The started processes; `of_process` tells further arguments of each."""
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    announced = process_environments(processes, devices=devices, base=os.environ)
+    return [
+        subprocess.Popen(
+            [sys.executable, *map(str, arguments), *of_process(number)],
+            cwd=ROOT,
+            env=os.environ | path | environment | variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number, environment in enumerate(announced)
+    ]
+
+
+def finish(started):
+    """Exit code, output and errors of each; none may hang."""
+    try:
+        ended = [process.communicate(timeout=SECONDS) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *told) for process, told in zip(started, ended, strict=True)]
