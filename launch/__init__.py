@@ -1,0 +1,1 @@
+"""Starting runs elsewhere than in a terminal: Cloud TPU, Slurm, sweeps, a notebook."""
