@@ -156,7 +156,7 @@ do_watch() {
     watch_in_words
     return
   fi
-  local asked='' crashes=0 now before=''
+  local asked='' begun='' crashes=0 now before=''
   while :; do
     now=$(state)
     [[ $now == "$before" ]] || say "the request is $now"
@@ -185,6 +185,10 @@ attend() {
   local now
   now=$(poll)
   case $now in
+    running) begun=1 ;;
+    finished | failed | stopped | crashed) [[ -n $begun ]] || now=idle ;; # What ended before this watch is begun again.
+  esac
+  case $now in
     finished)
       say "the run has finished; the TPU is still there: launch/tpu.sh delete $name --zone=$zone"
       exit 0
@@ -208,7 +212,12 @@ attend() {
       if do_install; then say "the program is installed"; else say "it could not be installed, which is tried again"; fi
       ;;
     idle)
-      if do_run; then say "the run is started"; else say "it could not be started, which is tried again"; fi
+      if do_run; then
+        begun=1
+        say "the run is started"
+      else
+        say "it could not be started, which is tried again"
+      fi
       ;;
   esac
 }
