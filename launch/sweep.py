@@ -43,8 +43,6 @@ from launch import sweep_file, sweep_table
 from launch.sweep_file import Mistake, Run, Sweep
 from txl_jax.training import together
 
-_SCRIPTS = {"slurm": "slurm.sh", "tpu": "tpu.sh"}
-
 
 def main(argv: Sequence[str]) -> int:
     """Does what a command line asks for; returns the exit code: 0, 1 (a run failed), 2 (usage) or 128 + signal."""
@@ -78,7 +76,7 @@ def _flags() -> flags.FlagValues:
     define(flags.DEFINE_list, "gpus", [], "Numbers of the GPUs to share out, one to a run; as many runs at a time.")
     define(flags.DEFINE_bool, "table", False, "Only print the table of what there is.")
     define(flags.DEFINE_bool, "dry_run", False, "Only print the commands of the runs that have not finished.")
-    define(flags.DEFINE_enum, "print", None, sorted(_SCRIPTS), "Only print them as a job array, or for Cloud TPUs.")
+    define(flags.DEFINE_enum, "print", None, ["slurm", "tpu"], "Only print them as a job array, or for Cloud TPUs.")
     define(flags.DEFINE_string, "with", "", "Flags of launch/slurm.sh or launch/tpu.sh, for --print.")
     return given
 
@@ -117,7 +115,7 @@ def _printed(runs: Sequence[Run], where: str, words: list[str]) -> str:
             for run, command in zip(runs, commands, strict=True)
         )
         return "".join(lines)
-    asked = [Path(__file__).with_name(_SCRIPTS[where]), "--commands=-", "--dry_run", *words]
+    asked = ["bash", Path(__file__).with_name("slurm.sh"), "--commands=-", "--dry_run", *words]
     told = subprocess.run(asked, check=False, input="\n".join(commands) + "\n", text=True, capture_output=True)
     if told.returncode:
         raise Mistake(told.stderr.strip().removeprefix("error: "))

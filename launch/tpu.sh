@@ -122,7 +122,8 @@ do_status() {
 
 do_install() {
   if [[ -z $git ]]; then
-    [[ -f setup.cfg ]] || refuse "$PWD is not the root of the repository, whose files are installed; go there, or give --git=URL@REVISION"
+    [[ -f setup.cfg && -e .git ]] ||
+      refuse "$PWD is not the root of a clone, whose files would be installed; go there, or give --git=URL@REVISION"
     local archive=${TMPDIR:-/tmp}/txl-$name.tar.gz
     execute bash -c "git ls-files -z --cached --others --exclude-standard |
   tar --create --gzip --file=$(quoted "$archive") --null --ignore-failed-read --files-from=-" || return

@@ -27,6 +27,13 @@ def cloud(tmp_path):
     (commands / "gcloud").symlink_to(FAKES / "gcloud")
     for name in HOST_COMMANDS:
         (commands / name).symlink_to(FAKES / "host")
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)
+    (clone / "setup.cfg").write_text("[metadata]\n")
+    (clone / ".gitignore").write_text("data/\n")
+    (clone / "data").mkdir()
+    (clone / "data" / "large").write_text("not to be sent")
     return tmp_path
 
 
@@ -34,7 +41,7 @@ def start(cloud, *words, **environment):
     path = f"{cloud / 'bin'}:{os.environ['PATH']}"
     variables = os.environ | {"PATH": path, "FAKE": str(cloud), "TMPDIR": str(cloud)} | environment
     return subprocess.Popen(
-        [SCRIPT, *words], cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [SCRIPT, *words], cwd=cloud / "clone", env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
@@ -165,8 +172,10 @@ def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(clou
         assert (cloud / "mnt" / "run" / host).read_text() == "6\n"
     assert (cloud / "mnt" / "run" / "host0.starts").read_text() == "goes on after 0\ngoes on after 3\n"
     assert "the request is SUSPENDED" in out and out.splitlines()[-1].endswith("delete one --zone=z")
-    installed = (cloud / "host0" / "txl" / "source" / "launch" / "tpu.sh").read_text()
-    assert installed == Path(SCRIPT).read_text(), "the working tree is what is installed"
+    source = cloud / "host1" / "txl" / "source"
+    assert sorted(path.name for path in source.iterdir()) == [".gitignore", "setup.cfg"], (
+        "the working tree, but for data"
+    )
     assert "mine " + str(cloud / "mnt") + " gcsfuse" in (cloud / "tee.log").read_text()
 
 
