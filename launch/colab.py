@@ -32,12 +32,13 @@ SETTINGS = {}  # Any flags of `python -m experiments.quickstart`, as {"train.ste
 # %% [markdown]
 # ## Installing
 #
-# Only Colab needs this; elsewhere the notebook uses what is installed. Colab brings its own jax, made for its TPU or GPU:
-# choose one under *Runtime → Change runtime type*.
+# Only Colab needs this; elsewhere the notebook uses what is installed. Choose a TPU or a GPU first, under *Runtime → Change
+# runtime type*: jax comes in a kind for each, and the kind that Colab brings is the one to update.
 
 # %%
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 if "google.colab" in sys.modules:
@@ -45,8 +46,10 @@ if "google.colab" in sys.modules:
 
     if not PACKAGE.startswith("git+") and not Path(PACKAGE).exists():
         files.upload()  # Asks for the archive.
-    wanted = f"txl_jax[plots] @ {PACKAGE if PACKAGE.startswith('git+') else Path(PACKAGE).resolve().as_uri()}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
+    kinds = {"jax_cuda12_plugin": "jax[cuda12]", "jax_cuda13_plugin": "jax[cuda13]", "libtpu": "jax[tpu]"}
+    wanted = [kind for module, kind in kinds.items() if find_spec(module)]
+    wanted += [f"txl_jax[plots] @ {PACKAGE if PACKAGE.startswith('git+') else Path(PACKAGE).resolve().as_uri()}"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
 
 # %% [markdown]
 # ## What it runs on
@@ -164,9 +167,9 @@ display(Image(curve))
 # %% [markdown]
 # ## Where it looks
 #
-# Each line of the first picture is a head, each column a distance: dark means that the head looks there on average. Heads
-# of the lower layers mostly look at the last few bytes; those whose grey reaches to the left use the memory. The second
-# picture is a single prediction: the bytes that three far-sighted heads looked at.
+# Each line of the first picture is a head, each column a distance: dark means that the head looks there on average. Many
+# heads look at the last few bytes; those whose grey reaches to the left use the memory. The second picture is a single
+# prediction: the bytes that three far-sighted heads looked at.
 
 # %%
 from txl_jax.jobs import attention

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             raise Mistake("no folder was given; say with --out=PATH where the runs belong")
         out = Path(given.out).expanduser()
         return _do(given, sweep_file.read(Path(files[0]), out), out)
-    except (flags.Error, Mistake) as error:
+    except (flags.Error, Mistake, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -146,7 +146,10 @@ class _Pool:
     """
 
     def __init__(self, sweep: Sweep, slots: Sequence[str | None]):
-        self._waiting = sweep.unfinished
+        going_on = [run for run in sweep.unfinished if sweep_table.is_going_on(run)]
+        for run in going_on:
+            print(f"{run.name} is going on already, and is left alone")
+        self._waiting = [run for run in sweep.unfinished if run not in going_on]
         self._free = list(slots)  # The number of a GPU each, or None: all that there is.
         self._going: dict[subprocess.Popen, tuple[Run, str | None, float]] = {}
         self.signal_number = 0
@@ -155,7 +158,9 @@ class _Pool:
 
     def run(self) -> None:
         """All of it."""
-        previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        # SIGHUP: the terminal is gone.
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        previous = {number: signal.signal(number, self._pass_on) for number in signals}
         try:
             while self._going or (self._waiting and not self.signal_number):
                 while self._waiting and self._free and not self.signal_number:
@@ -179,7 +184,7 @@ class _Pool:
         self._going[process] = (run, gpu, time.monotonic())
         print(f"started   {run.name}" + (f" on GPU {gpu}" if gpu is not None else ""), flush=True)
         if self.signal_number:  # It came while the process was being made.
-            process.send_signal(self.signal_number)
+            process.send_signal(_as_runs_know_it(self.signal_number))
 
     def _note_end(self, process: subprocess.Popen) -> None:
         run, gpu, began = self._going.pop(process)
@@ -192,7 +197,11 @@ class _Pool:
         self.signal_number = number
         for process in list(self._going):
             with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+                process.send_signal(_as_runs_know_it(number))
+
+
+def _as_runs_know_it(number: int) -> int:
+    return signal.SIGTERM if number == signal.SIGHUP else number
 
 
 if __name__ == "__main__":

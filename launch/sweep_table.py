@@ -43,7 +43,7 @@ def state_of(run: Run) -> str:
     if run.results is not None:
         return "finished"
     step = max(_saved_steps(run), default=0)
-    if _is_locked(run):
+    if is_going_on(run):
         return f"running, saved after step {step}"
     code = _ended(run).get("exit_code", 0)
     if code and code not in [sign for number in _ASKED_TO_STOP for sign in (-number, 128 + number)]:
@@ -95,7 +95,7 @@ def _saved_steps(run: Run) -> list[int]:
     return [int(path.name) for path in run.workdir.latest.glob("*") if path.name.isdigit()]
 
 
-def _is_locked(run: Run) -> bool:
+def is_going_on(run: Run) -> bool:
     """Whether a process is training in the folder, on this machine or one that shares its locks."""
     try:
         with open(run.folder / ".lock") as handle:

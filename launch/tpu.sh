@@ -33,6 +33,7 @@ MAX_CRASHES=5
 
 main() {
   read_words "$@"
+  [[ -n $dry_run ]] || command -v gcloud >/dev/null || refuse "gcloud is not installed here; see https://cloud.google.com/sdk, or add --dry_run"
   case $command in
     create | wait | status | install | run | logs | stop | watch | delete) "do_$command" ;;
     *) refuse "there is no command '$command'; the commands are create, wait, status, install, run, logs, stop, watch and delete" ;;
@@ -165,7 +166,7 @@ do_watch() {
     case $now in
       ABSENT)
         do_create
-        asked=1
+        asked=1 crashes=0
         ;;
       SUSPENDED | FAILED)
         [[ $now != FAILED || -z $asked ]] ||
@@ -207,7 +208,7 @@ attend() {
       ((++crashes <= MAX_CRASHES)) || fail "the run broke off $crashes times; launch/tpu.sh logs $name shows why"
       say "the run broke off; it is started again"
       do_stop || true
-      do_run || say "it could not be started, which is tried again"
+      begun=''
       ;;
     bare)
       if do_install; then say "the program is installed"; else say "it could not be installed, which is tried again"; fi
@@ -220,6 +221,7 @@ attend() {
         say "it could not be started, which is tried again"
       fi
       ;;
+    unreachable) say "the hosts do not answer" ;;
   esac
 }
 
@@ -367,7 +369,7 @@ poll() {
     { crashed++ }
     END {
       if (!hosts) print "unreachable"
-      else if (bare && idle == hosts) print "bare"
+      else if (bare && !running) print "bare"
       else if (idle == hosts) print "idle"
       else if (finished == hosts) print "finished"
       else if (idle || crashed) print "crashed"  # A host that has started anew knows of no run.
@@ -395,6 +397,7 @@ state() {
   elif [[ $told == *NOT_FOUND* ]]; then
     echo ABSENT
   else
+    tail -n 1 <<<"$told" >&2
     echo UNKNOWN
   fi
 }

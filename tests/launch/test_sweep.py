@@ -277,6 +277,36 @@ def test_states_are_read_from_the_folders(write):
         assert sweep_table.state_of(run) == "running, saved after step 0"
 
 
+def test_a_run_that_is_going_on_is_left_alone(write, capsys):
+    """Of another sweep, say; it is no failure."""
+    found = read(write("[grid]\nseed = [1, 2]\n"))
+    found = dataclasses.replace(found, runs=tuple(instead(run, "") for run in found.runs))
+    found.runs[0].folder.mkdir(parents=True)
+    with found.runs[0].workdir.lock():
+        sweep._Pool(found, slots=[None]).run()
+        told = capsys.readouterr().out
+    assert "seed=1 is going on already" in told and "started   seed=2" in told and "started   seed=1" not in told
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
+    """A terminal that is closed counts as SIGTERM, which is what runs understand."""
+    found = read(write("[grid]\nseed = [1, 2]\n"))
+    script = (
+        "import os, pathlib, signal, sys, time\n"
+        "got = pathlib.Path(sys.argv[1], 'got')\n"
+        "[signal.signal(n, lambda n, _: got.open('a').write(signal.Signals(n).name)) for n in (1, 2, 15)]\n"
+        f"os.kill(os.getppid(), signal.{name})\n"
+        "time.sleep(0.3)"
+    )
+    found = dataclasses.replace(found, runs=tuple(instead(run, script) for run in found.runs))
+    pool = sweep._Pool(found, slots=[None])
+    pool.run()
+    assert pool.signal_number == signal.Signals[name]
+    assert (found.runs[0].folder / "got").read_text() == name.replace("HUP", "TERM")
+    assert not found.runs[1].folder.exists()
+
+
 def test_gpus_are_shared_out(write):
     """Two GPUs for three runs: the third takes the one that is free first."""
     found = read(write("[grid]\nseed = [1, 2, 3]\n"))

@@ -3,6 +3,7 @@
 import itertools
 import os
 import shlex
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -54,6 +55,24 @@ def call(cloud, *words, **environment):
 def program(cloud, text):
     (cloud / "program").write_text(f"#!/usr/bin/env bash\nset -eu\n{text}")
     (cloud / "program").chmod(0o755)
+
+
+def wait_until(condition, process):
+    """Returns when it holds; kills the process if that takes half a minute."""
+    for _ in range(1500):
+        if condition():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.kill()
+    pytest.fail(f"it never came to that: {process.communicate()}")
+
+
+def is_running(cloud):
+    """Whether both hosts run the program, and have been asked about it since."""
+    log = (cloud / "host.log").read_text() if (cloud / "host.log").exists() else ""
+    _, started, since = log.rpartition("\nsystemd-run ")
+    return started and since.count("ExecMainStatus") >= 2
 
 
 def asked_of_gcloud(cloud):
@@ -182,9 +201,7 @@ def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(clou
 def test_watch_ends_when_the_run_is_stopped(cloud):
     program(cloud, "trap 'echo saved; exit 143' TERM\nwhile :; do sleep 0.02; done\n")
     watching = watch(cloud, wait=False)
-    while not all((cloud / host / "pid").exists() for host in ("host0", "host1")):
-        time.sleep(0.02)
-        assert watching.poll() is None, watching.communicate()
+    wait_until(lambda: is_running(cloud), watching)
     code, out, err = call(cloud, "stop", "one", "--zone=z")
     assert code == 0, err
     out, err = watching.communicate(timeout=60)
@@ -233,6 +250,27 @@ def test_a_request_that_is_never_served_is_not_asked_for_again(cloud):
     code, out, err = watch(cloud, FAKE_FIRST_STATE="FAILED")
     assert code == 1 and "the request failed before it was served" in err
     assert asked_of_gcloud(cloud) == ["create"]
+
+
+def test_a_host_that_was_replaced_is_installed_again(cloud):
+    """One of two hosts comes back empty: the run is stopped on the other, and begins again on both."""
+    program(cloud, 'trap "exit 143" TERM\nwhile [ ! -e "$FAKE/replaced" ]; do sleep 0.02; done\n')
+    watching = watch(cloud, wait=False)
+    wait_until(lambda: is_running(cloud), watching)
+    pid = int((cloud / "host1" / "pid").read_text())
+    (cloud / "host1").rename(cloud / "host1-gone")
+    (cloud / "host1").mkdir()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: (cloud / "gcloud.log").read_text().count(" scp ") == 2, watching)
+    (cloud / "replaced").touch()
+    out, err = watching.communicate(timeout=60)
+    assert watching.returncode == 0 and "the run broke off" in out, out + err
+
+
+def test_a_folder_that_is_no_clone_is_not_sent(cloud):
+    (cloud / "clone" / "setup.cfg").unlink()
+    code, _, err = call(cloud, "install", "one", "--zone=z")
+    assert code == 2 and "is not the root of a clone" in err and "--git=" in err
 
 
 @pytest.mark.parametrize(
