@@ -81,6 +81,7 @@ read_words() {
   done
   [[ -n $zone ]] || refuse "no zone was given; say with --zone=ZONE where the TPU is"
   [[ $mount =~ ^(/[-A-Za-z0-9_.]+)+$ ]] || refuse "--mount is '$mount'; give an absolute path of letters, digits, dots and hyphens"
+  [[ -z $git || $git == *://*@?* || $git == *@*:*@?* ]] || refuse "--git is '$git'; give URL@REVISION, as https://host/repository@main"
   [[ -z $bucket || -z $nfs ]] || refuse "both --bucket and --nfs were given; one of them is mounted at $mount"
 }
 

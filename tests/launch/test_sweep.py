@@ -157,9 +157,15 @@ def test_mistakes_on_the_command_line_too(write, capsys, words, told):
     assert not out and err.startswith("error: ") and told in err and len(err.strip().splitlines()) == 1, err
 
 
+def test_a_flagfile_of_another_program(write, capsys):
+    path = write("", base="program = 'text'\nflagfile = 'ptb_small'\ngrid.seed = [1]\n")
+    assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
+    assert "the program of text; run python -m experiments.ptb" in capsys.readouterr().err
+
+
 def test_a_program_that_is_not_known(write, capsys):
     path = write("", base="program = 'ptp'\ngrid.seed = [1]\n")
-    assert sweep.main(["sweep", str(path), "--out=x"]) == 2
+    assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
     assert "program is 'ptp'; did you mean ptb?" in capsys.readouterr().err
 
 
@@ -291,27 +297,30 @@ def test_a_run_that_is_going_on_is_left_alone(write, capsys):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
     """A terminal that is closed counts as SIGTERM, which is what runs understand."""
-    found = read(write("[grid]\nseed = [1, 2]\n"))
+    found = read(write("[grid]\nseed = [1, 2, 3]\n"))
     script = (
         "import os, pathlib, signal, sys, time\n"
         "got = pathlib.Path(sys.argv[1], 'got')\n"
         "[signal.signal(n, lambda n, _: got.open('a').write(signal.Signals(n).name)) for n in (1, 2, 15)]\n"
         f"os.kill(os.getppid(), signal.{name})\n"
-        "time.sleep(0.3)"
+        "time.sleep(0.5)"
     )
-    found = dataclasses.replace(found, runs=tuple(instead(run, script) for run in found.runs))
-    pool = sweep._Pool(found, slots=[None])
+    runs = [instead(found.runs[0], script), *(instead(run, "import time; time.sleep(9)") for run in found.runs[1:])]
+    found = dataclasses.replace(found, runs=tuple(runs))
+    pool = sweep._Pool(found, slots=[None, None])
     pool.run()
     assert pool.signal_number == signal.Signals[name]
     assert (found.runs[0].folder / "got").read_text() == name.replace("HUP", "TERM")
-    assert not found.runs[1].folder.exists()
+    assert not found.runs[2].folder.exists()
 
 
 def test_gpus_are_shared_out(write):
-    """Two GPUs for three runs: the third takes the one that is free first."""
+    """Two GPUs for three runs: the first run waits for the third, which takes the second's."""
     found = read(write("[grid]\nseed = [1, 2, 3]\n"))
-    script = "import os, pathlib, sys; pathlib.Path(sys.argv[1], 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
-    found = dataclasses.replace(found, runs=tuple(instead(run, script) for run in found.runs))
-    sweep._Pool(found, slots=["4", "7"]).run()
-    given = [(run.folder / "gpu").read_text() for run in found.runs]
-    assert given[:2] == ["4", "7"] and given[2] in ("4", "7")
+    script = (
+        "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
+    waits = f"\nwhile not os.path.exists({str(found.runs[2].folder / 'gpu')!r}): time.sleep(0.01)"
+    runs = [instead(found.runs[0], script + waits), *(instead(run, script) for run in found.runs[1:])]
+    sweep._Pool(dataclasses.replace(found, runs=tuple(runs)), slots=["4", "7"]).run()
+    assert [(run.folder / "gpu").read_text() for run in found.runs] == ["4", "7", "7"]

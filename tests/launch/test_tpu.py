@@ -286,6 +286,8 @@ def test_a_folder_that_is_no_clone_is_not_sent(cloud):
         (["run", "one", "--zone=z"], "give the command after --"),
         (["install", "one", "--zone=z", "--bucket=a", "--nfs=b:/c"], "both --bucket and --nfs"),
         (["install", "one", "--zone=z", "--mount=here"], "--mount is 'here'"),
+        (["install", "one", "--zone=z", "--git=https://h/r"], "give URL@REVISION"),
+        (["install", "one", "--zone=z", "--git=git@h:o/r"], "give URL@REVISION"),
         (["watch", "one", "--zone=z", "--type=v4-8", *RUN], "neither --bucket nor --nfs"),
         (
             ["watch", "one", "--zone=z", "--type=v4-8", "--bucket=b", "--", "python", "--workdir=runs/x"],
