@@ -26,7 +26,7 @@ def rooms_imported(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from ([node.module.split(".")[1]] if node.module.startswith("txl_jax.") else [])
-            assert not node.module.startswith("experiments"), f"{path.name} imports a program"
+            assert not node.module.startswith(("experiments", "launch")), f"{path.name} imports a program"
         elif isinstance(node, ast.Import):
             yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("txl_jax."))
 
@@ -36,6 +36,15 @@ def test_imports_point_down(path):
     own = path.relative_to(ROOT / "txl_jax").parts[0].removesuffix(".py")
     for room in rooms_imported(path):
         assert FLOOR_OF[room] <= FLOOR_OF[own], f"{own} (floor {FLOOR_OF[own]}) imports {room} (floor {FLOOR_OF[room]})"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.py")), ids=lambda path: path.name)
+def test_programs_know_nothing_of_who_launches_them(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        named = (
+            [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)]
+        )
+        assert not any((name or "").partition(".")[0] == "launch" for name in named)
 
 
 def test_the_library_reads_no_flags_and_no_environment():

@@ -1,0 +1,49 @@
+"""Tests that what docs/launch.md tells to type can be typed."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import sweep, sweep_file
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "launch.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def commands(first):
+    """The commands that begin with these words, as lists of words."""
+    lines = "".join(blocks("sh")).replace("\\\n", " ").splitlines()
+    found = [shlex.split(line.rpartition(" | ")[0] or line, comments=True) for line in lines if line.startswith(first)]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("words", [*commands("launch/tpu.sh"), *commands("launch/slurm.sh")], ids=" ".join)
+def test_the_scripts_take_what_is_shown(words):
+    flags_begin = 1 if "slurm" in words[0] else 3
+    asked = [*words[:flags_begin], "--dry_run", *words[flags_begin:]]
+    done = subprocess.run(asked, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert done.returncode == 0 and done.stdout, done.stderr
+    if "--" in words:  # What the program is given is checked as for a run of a sweep.
+        program = words[words.index("--") + 1 :]
+        given = [word for word in program[3:] if not word.startswith("--workdir=")]
+        sweep_file._config(program[2].removeprefix("experiments."), given)
+
+
+@pytest.mark.parametrize("words", commands("python -m launch.sweep"), ids=" ".join)
+def test_the_sweep_takes_what_is_shown(words, tmp_path, capsys):
+    (tmp_path / "sweep.toml").write_text(blocks("toml")[0])
+    words = [word.replace("sweep.toml", str(tmp_path / "sweep.toml")) for word in words[2:]]
+    words += [] if any(word.startswith("--print") for word in words) else ["--dry_run"]
+    out = [f"--out={tmp_path / 'runs'}"] if "--out=runs/sweep" in words else []
+    assert sweep.main([*words, *out]) == 0
+    out = capsys.readouterr().out
+    assert out.count("experiments.ptb") == 12
+    assert "/seed=1+dropout=0.1" in out and "/no_memory+seed=3+dropout=0.3" in out

@@ -1,0 +1,14 @@
+"""Tests that shellcheck finds nothing in the project's shell scripts."""
+
+from pathlib import Path
+
+import pytest
+import shell
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [*(ROOT / "launch").glob("*.sh"), ROOT / ".ci" / "run", *(Path(__file__).parent / "fake").iterdir()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nothing_is_found(script):
+    assert not shell.findings(script.read_text())

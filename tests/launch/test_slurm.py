@@ -1,0 +1,131 @@
+"""Tests launch/slurm.sh: the batch scripts that it prints, and what they do under a fake srun."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import shell
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "launch" / "slurm.sh")
+RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=runs/one", "--generate.prompt=it's"]
+
+
+def call(*words, path="", given=None):
+    environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [SCRIPT, *words], env=environment, input=given, text=True, capture_output=True, check=False, timeout=60
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def batch_script(*words, given=None):
+    code, out, err = call("--dry_run", *words, given=given)
+    assert code == 0, err
+    return out
+
+
+def options(script):
+    """Of the #SBATCH lines, by name."""
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def test_two_nodes_with_a_process_for_each_gpu():
+    words = ["--nodes=2", "--gpus=8", "--time=4:00:00", "--partition=a100", "--account=us", "--name=big", "--grace=300"]
+    script = batch_script(*words, *RUN)
+    assert options(script) == {
+        "job-name": "big",
+        "nodes": "2",
+        "ntasks-per-node": "8",
+        "cpus-per-task": "8",
+        "gpus-per-node": "8",
+        "time": "4:00:00",
+        "partition": "a100",
+        "account": "us",
+        "output": "big-%j.log",
+        "open-mode": "append",
+        "requeue": "",
+        "signal": "TERM@300",
+    }
+    prompt = r"'--generate.prompt=it'\''s'"
+    assert f"srun --cpus-per-task=8 python -m experiments.enwik8 --workdir=runs/one {prompt}" in script.splitlines()
+    assert "JAX_LOCAL_DEVICE_IDS" not in script
+
+
+def test_a_process_for_each_node_takes_all_of_its_gpus():
+    script = batch_script("--gpus=4", "--per=node", "--setup=source .venv/bin/activate", *RUN)
+    assert options(script)["ntasks-per-node"] == "1" and options(script)["gpus-per-node"] == "4"
+    assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3" in script.splitlines()
+    assert "source .venv/bin/activate || exit" in script.splitlines()
+
+
+def test_no_gpu():
+    found = options(batch_script("--gpus=0", *RUN))
+    assert found["ntasks-per-node"] == "1" and "gpus-per-node" not in found
+
+
+def test_an_array_of_commands():
+    script = batch_script("--commands=-", "--at_most=2", given="# a comment\npython -m one\npython -m two 'a b'\n")
+    assert options(script)["array"] == "0-1%2" and options(script)["output"] == "txl-%A_%a.log"
+    assert "  1) srun --cpus-per-task=8 python -m two 'a b' ;;" in script.splitlines()
+
+
+@pytest.mark.parametrize("words", [RUN, ["--gpus=2", "--per=node", "--setup=true", *RUN], ["--commands=-"]])
+def test_batch_scripts_are_sound_shell(words):
+    assert not shell.findings(batch_script(*words, given="python -m one\n"))
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A folder with commands of Slurm: sbatch runs the script, and again for each time that it is queued again."""
+    commands = {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
+        "scontrol": f'echo "$*" >>{tmp_path}/scontrol.log\ntouch {tmp_path}/again',
+        "sbatch": f"cat >{tmp_path}/script\nexport SLURM_JOB_ID=17 SLURM_ARRAY_TASK_ID=${{TASK:-0}}\ntouch {tmp_path}/again\n"
+        f"while [ -e {tmp_path}/again ]; do rm {tmp_path}/again; bash {tmp_path}/script; code=$?; done\nexit $code",
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def test_a_run_that_saved_at_the_time_limit_queues_again_until_it_has_finished(cluster):
+    """It stops three times; the words arrive as they were given."""
+    (cluster / "run").write_text(f'echo "$1" >>{cluster}/starts\n[ "$(wc -l <{cluster}/starts)" -gt 3 ] || exit 143\n')
+    code, out, err = call("--", "bash", str(cluster / "run"), "two words", path=cluster)
+    assert code == 0, err
+    assert (cluster / "starts").read_text() == "two words\n" * 4
+    assert (cluster / "scontrol.log").read_text() == "requeue 17\n" * 3
+    assert out.count("goes on from there") == 3
+
+
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_a_run_that_has_ended_otherwise_does_not(cluster, code):
+    assert call("--", "bash", "-c", f"exit {code}", path=cluster)[0] == code
+    assert not (cluster / "scontrol.log").exists()
+
+
+def test_each_task_of_an_array_runs_its_own_command(cluster, monkeypatch):
+    monkeypatch.setenv("TASK", "1")
+    code, out, _ = call("--commands=-", given="echo one\necho two\n", path=cluster)
+    assert (code, out) == (0, "two\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "give the command after --"),
+        (["--gpu=2", *RUN], "there is no flag --gpu=2"),
+        (["--gpus=two", *RUN], "--gpus is 'two'"),
+        (["--per=core", *RUN], "there is no flag --per=core"),
+        (["--commands=-", *RUN], "both --commands and a command"),
+        (["--commands=-"], "there is no command in -"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(words, told):
+    code, out, err = call(*words, given="")
+    assert code == 2 and not out
+    assert err.startswith("error: ") and told in err and len(err.splitlines()) == 1

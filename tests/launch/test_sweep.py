@@ -1,0 +1,326 @@
+"""Tests sweeps: the runs that a file stands for, its mistakes, and a sweep that is stopped and gone on with."""
+
+import csv
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import shell
+
+from launch import sweep, sweep_file, sweep_table
+from txl_jax.run_log import read_metrics
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+program = "text"
+[base]
+data.file = "WORK/words.txt"
+cache_dir = "WORK/cache"
+model = { n_layer = 1, d_model = 16, n_head = 2, d_head = 8, d_inner = 16 }
+optimizer.warmup_steps = 10
+train.batch_size = 4
+train.segment_len = 16
+train.mem_len = 16
+train.segments_per_call = 2
+train.steps = 1200
+train.log_every = 10
+train.eval_every = 600
+train.checkpoint_every = 600
+eval = { batch_size = 4, segment_len = 16, mem_len = 32, clamp_len = 0 }
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes the file of a sweep, on tiny runs unless told otherwise; returns its path."""
+    (tmp_path / "words.txt").write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three"], 12_000)))
+
+    def make(text, base=TINY):
+        (tmp_path / "sweep.toml").write_text(base.replace("WORK", str(tmp_path)) + text)
+        return tmp_path / "sweep.toml"
+
+    return make
+
+
+def read(path):
+    return sweep_file.read(path, path.parent / "out")
+
+
+def names(path):
+    return [run.name for run in read(path).runs]
+
+
+def test_a_grid_is_every_combination_and_names_say_what_differs(write):
+    found = read(write("[grid]\nseed = [1, 2]\nmodel.dropout = [0.0, 0.5]\n"))
+    assert [run.name for run in found.runs] == [
+        "seed=1+dropout=0.0",
+        "seed=1+dropout=0.5",
+        "seed=2+dropout=0.0",
+        "seed=2+dropout=0.5",
+    ]
+    last = found.runs[3]
+    assert (last.config.seed, last.config.model.dropout, last.config.train.steps) == (2, 0.5, 1200)
+    assert list(last.command[1:3]) == ["-m", "experiments.text"]
+    assert list(last.command[-3:]) == ["--seed=2", "--model.dropout=0.5", f"--workdir={last.folder}"]
+
+
+def test_each_run_is_combined_with_the_grid(write):
+    text = (
+        '[grid]\nseed = [1, 2]\n[[runs]]\nmodel.d_inner = 8\n[[runs]]\nname = "deep one"\nmodel.n_layer = 3\n[[runs]]\n'
+    )
+    assert names(write(text)) == [
+        "d_inner=8+seed=1",
+        "d_inner=8+seed=2",
+        "deep_one+seed=1",
+        "deep_one+seed=2",
+        "seed=1",
+        "seed=2",
+    ]
+
+
+def test_names_that_end_alike_are_written_out(write):
+    assert names(write("[[runs]]\ntrain.mem_len = 8\n[[runs]]\neval.mem_len = 8\n")) == [
+        "train.mem_len=8",
+        "eval.mem_len=8",
+    ]
+
+
+def test_values_become_flags(write):
+    found = read(write('[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, 20]\ndata.newlines = "drop"\n'))
+    words = found.runs[0].command
+    assert {"--model.untie_r=true", "--model.cutoffs=9,20", "--data.newlines=drop"} <= set(words)
+
+
+def test_flagfiles_come_first(write):
+    found = read(
+        write("[grid]\nseed = [1]\n", base='program = "ptb"\nflagfile = "ptb_small"\nbase.train.steps = 2000\n')
+    )
+    assert list(found.runs[0].command[3:5]) == ["--flagfile=ptb_small", "--train.steps=2000"]
+    assert found.runs[0].config.model.n_layer == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "neither a grid nor runs"),
+        ("[grid]\n", "neither a grid nor runs"),
+        ("[grid]\nseed = []\n", "grid has seed = []; give a list"),
+        ("[grid]\nseed = 3\n", "grid has seed = 3; give a list"),
+        ("[gird]\nseed = [1]\n", "'gird', which is not known; did you mean grid?"),
+        ("[grid]\nmodel.n_layr = [1, 2]\n", "there is no flag --model.n_layr; did you mean model.n_layer"),
+        ("[grid]\nmodel.n_layer = ['many']\n", "model.n_layer"),
+        ("[grid]\nworkdir = ['a']\n", "there is no flag --workdir"),
+        ("[grid]\ntrain.steps = [1201]\n", "train.steps is 1201"),
+        ("[grid]\nseed = [1, 1]\n", "two runs are called seed=1"),
+        ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'\nseed = 2\n", "two runs are called a"),
+        ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'b'\n", "a and b have the same settings"),
+        ("[grid]\nseed = [1]\n[[runs]]\nseed = 2\n", "seed stands in the grid and in runs"),
+        ("[grid]\ndata.corpus = ['ptb']\n", "corpus=ptb: data.file is "),
+        ("[runs]\nseed = 2\n", "write it as [[runs]]"),
+        ("[grid\n", "is no TOML"),
+    ],
+)
+def test_mistakes_in_the_file_are_told_in_one_sentence(write, capsys, text, told):
+    path = write(text)
+    assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and told in err and len(err.splitlines()) == 1, err
+    assert not (path.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "0 files were given"),
+        (["FILE", "FILE", "--out=OUT"], "2 files were given"),
+        (["FILE"], "say with --out=PATH"),
+        (["none.toml", "--out=OUT"], "cannot read none.toml"),
+        (["FILE", "--out=OUT", "--job=2"], "job"),
+        (["FILE", "--out=OUT", "--jobs=0"], "jobs"),
+        (["FILE", "--out=OUT", "--with=--gpus=2"], "--with holds flags"),
+        (["FILE", "--out=OUT", "--print=slurm", "--with=--gpu=2"], "there is no flag --gpu=2"),
+    ],
+)
+def test_mistakes_on_the_command_line_too(write, capsys, words, told):
+    path = write("[grid]\nseed = [1]\n")
+    words = [word.replace("FILE", str(path)).replace("OUT", str(path.parent / "out")) for word in words]
+    assert sweep.main(["sweep", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and told in err and len(err.strip().splitlines()) == 1, err
+
+
+def test_a_flagfile_of_another_program(write, capsys):
+    path = write("", base="program = 'text'\nflagfile = 'ptb_small'\ngrid.seed = [1]\n")
+    assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
+    assert "the program of text; run python -m experiments.ptb" in capsys.readouterr().err
+
+
+def test_a_program_that_is_not_known(write, capsys):
+    path = write("", base="program = 'ptp'\ngrid.seed = [1]\n")
+    assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
+    assert "program is 'ptp'; did you mean ptb?" in capsys.readouterr().err
+
+
+def printed(capsys, path, *words):
+    assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_printed_for_a_shell_for_slurm_and_for_tpus(write, capsys):
+    path = write("[grid]\nseed = [1, 2]\n")
+    lines = printed(capsys, path, "--dry_run").splitlines()
+    assert [shlex.split(line) for line in lines] == [list(run.command) for run in read(path).runs]
+    script = printed(capsys, path, "--print=slurm", "--with=--gpus=2 --time=1:00:00")
+    assert "#SBATCH --array=0-1" in script and "#SBATCH --time=1:00:00" in script and not shell.findings(script)
+    assert f"  1) srun --cpus-per-task=8 {shlex.join(['python', *read(path).runs[1].command[1:]])} ;;" in script
+    lines = printed(capsys, path, "--print=tpu", "--with=--zone=z --type=v6e-8").splitlines()
+    assert lines[1].startswith("launch/tpu.sh watch txl-seed-2 --zone=z --type=v6e-8 -- python -m experiments.text ")
+
+
+def test_runs_that_could_be_one_program_are_pointed_out(write):
+    assert "experiments.members" in sweep._members_hint(read(write("[grid]\nseed = [1, 2]\nmodel.dropout = [0.1]\n")))
+    assert not sweep._members_hint(read(write("[grid]\nseed = [1, 2]\nmodel.d_inner = [8]\n")))
+    assert not sweep._members_hint(read(write("[grid]\nseed = [1]\n")))
+
+
+def start(path, *words):
+    command = [sys.executable, "-m", "launch.sweep", str(path), f"--out={path.parent / 'out'}", *words]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def table(path):
+    """The rows of results.csv, by run."""
+    with open(path.parent / "out" / "results.csv", newline="") as file:
+        return {row["run"]: row for row in csv.DictReader(file)}
+
+
+def test_a_sweep_is_stopped_gone_on_with_and_told(write, capsys):
+    """Both runs are stopped on the way, and finish at the second call."""
+    path = write("[grid]\nseed = [1, 2]\n")
+    out = path.parent / "out"
+    process = start(path, "--jobs=2")
+    while len(read_metrics(out / "seed=1")) <= 3:
+        time.sleep(0.05)
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    code, told, err = finish(process)
+    assert code == 128 + signal.SIGTERM and not err, err
+    found = table(path)
+    step = int(found["seed=1"]["state"].removeprefix("stopped after step "))
+    assert 0 < step < 1200 and (out / "seed=1" / "checkpoints" / "latest" / str(step)).is_dir()
+    assert f"| stopped after step {step} |" in told
+    assert found["seed=2"]["state"].startswith("stopped after step ")
+
+    assert sweep.main(["sweep", str(path), f"--out={out}", "--jobs=2"]) == 0
+    told = capsys.readouterr().out
+    assert f"resuming  after step {step}," in (out / "seed=1" / "sweep.log").read_text()
+    for name in ("seed=1", "seed=2"):
+        results = json.loads((out / name / "results.json").read_text())
+        row = table(path)[name]
+        assert row["state"] == "finished" and row["steps"] == "1200" and row["measure"] == "bpc"
+        assert float(row["test"]) == pytest.approx(results["test"]["bpc"])
+        assert float(row["best_valid"]) == pytest.approx(results["best_valid"]["bpc"])
+        assert f"| bpc {results['test']['bpc']:.4f} | 1200 |" in told
+        assert float(row["seconds"]) > 1
+
+    before = (out / "seed=1" / "log.txt").stat().st_mtime_ns
+    assert "| seed=2 | 2 | bpc " in printed(capsys, path, "--table")
+    assert "2 of 2 runs have finished already" in printed(capsys, path)
+    assert (out / "seed=1" / "log.txt").stat().st_mtime_ns == before, "a finished run is not opened"
+    path.write_text(path.read_text().replace("d_inner = 16", "d_inner = 32"))
+    assert sweep.main(["sweep", str(path), f"--out={out}"]) == 2
+    assert "other settings: --model.d_inner was 16 and is now 32" in capsys.readouterr().err
+
+
+def instead(run, script):
+    """A run that does something else: a script of Python, which is given the run's folder."""
+    return dataclasses.replace(run, command=(sys.executable, "-c", script, str(run.folder)))
+
+
+def test_what_has_failed_is_told_and_tried_again(write, capsys):
+    found = read(write("[grid]\nseed = [1, 2]\n"))
+    found = dataclasses.replace(
+        found, runs=tuple(instead(run, "import sys; sys.exit('error: no')") for run in found.runs)
+    )
+    for times in (1, 2):
+        sweep._Pool(found, slots=[None]).run()
+        assert sweep_table.write(found, found.runs[0].folder.parent) == 1
+        assert capsys.readouterr().out.count("| failed: error: no |") == 2
+        assert (found.runs[1].folder / "sweep.log").read_text() == "error: no\n" * times
+
+
+def test_states_are_read_from_the_folders(write):
+    run = read(write("[grid]\nseed = [1]\n")).runs[0]
+    assert sweep_table.state_of(run) == "not started"
+    run.folder.mkdir(parents=True)
+    (run.folder / "sweep.log").write_text("step 1\nerror: a | b\n\n")
+    sweep_table.note_end(run, seconds=2.0, code=1)
+    sweep_table.note_end(run, seconds=3.0, code=1)
+    assert sweep_table.state_of(run) == "failed: error: a | b"
+    assert json.loads((run.folder / "sweep.json").read_text()) == {"seconds": 5.0, "exit_code": 1}
+    sweep_table.note_end(run, seconds=1.0, code=-signal.SIGKILL)
+    assert sweep_table.state_of(run) == "failed: ended by SIGKILL"
+    for code in (-signal.SIGTERM, 128 + signal.SIGINT):
+        sweep_table.note_end(run, seconds=1.0, code=code)
+        assert sweep_table.state_of(run) == "stopped after step 0"
+    with run.workdir.lock():
+        assert sweep_table.state_of(run) == "running, saved after step 0"
+
+
+def test_a_run_that_is_going_on_is_left_alone(write, capsys):
+    """Of another sweep, say; it is no failure."""
+    found = read(write("[grid]\nseed = [1, 2]\n"))
+    found = dataclasses.replace(found, runs=tuple(instead(run, "") for run in found.runs))
+    found.runs[0].folder.mkdir(parents=True)
+    with found.runs[0].workdir.lock():
+        sweep._Pool(found, slots=[None]).run()
+        told = capsys.readouterr().out
+    assert "seed=1 is going on already" in told and "started   seed=2" in told and "started   seed=1" not in told
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
+    """A terminal that is closed counts as SIGTERM, which is what runs understand."""
+    found = read(write("[grid]\nseed = [1, 2, 3]\n"))
+    script = (
+        "import os, pathlib, signal, sys, time\n"
+        "got = pathlib.Path(sys.argv[1], 'got')\n"
+        "[signal.signal(n, lambda n, _: got.open('a').write(signal.Signals(n).name)) for n in (1, 2, 15)]\n"
+        f"os.kill(os.getppid(), signal.{name})\n"
+        "time.sleep(0.5)"
+    )
+    runs = [instead(found.runs[0], script), *(instead(run, "import time; time.sleep(9)") for run in found.runs[1:])]
+    found = dataclasses.replace(found, runs=tuple(runs))
+    pool = sweep._Pool(found, slots=[None, None])
+    pool.run()
+    assert pool.signal_number == signal.Signals[name]
+    assert (found.runs[0].folder / "got").read_text() == name.replace("HUP", "TERM")
+    assert not found.runs[2].folder.exists()
+
+
+def test_gpus_are_shared_out(write):
+    """Two GPUs for three runs: the first run waits for the third, which takes the second's."""
+    found = read(write("[grid]\nseed = [1, 2, 3]\n"))
+    script = (
+        "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
+    waits = f"\nwhile not os.path.exists({str(found.runs[2].folder / 'gpu')!r}): time.sleep(0.01)"
+    runs = [instead(found.runs[0], script + waits), *(instead(run, script) for run in found.runs[1:])]
+    sweep._Pool(dataclasses.replace(found, runs=tuple(runs)), slots=["4", "7"]).run()
+    assert [(run.folder / "gpu").read_text() for run in found.runs] == ["4", "7", "7"]

@@ -1,0 +1,309 @@
+"""Tests launch/tpu.sh: the commands that it prints, and the script itself against a fake gcloud and fake hosts."""
+
+import itertools
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import shell
+
+ROOT = Path(__file__).parents[2]
+FAKES = Path(__file__).parent / "fake"
+SCRIPT = str(ROOT / "launch" / "tpu.sh")
+RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=/mnt/txl/one", "--generate.prompt=it's"]
+HOST_COMMANDS = (
+    "sudo python3 uv mountpoint lsb_release systemd-escape systemctl systemd-run journalctl apt-get curl".split()
+)
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    """A folder that stands for the cloud; its `program` is what the hosts run in place of python."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "gcloud").symlink_to(FAKES / "gcloud")
+    for name in HOST_COMMANDS:
+        (commands / name).symlink_to(FAKES / "host")
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)
+    (clone / "setup.cfg").write_text("[metadata]\n")
+    (clone / ".gitignore").write_text("data/\n")
+    (clone / "data").mkdir()
+    (clone / "data" / "large").write_text("not to be sent")
+    return tmp_path
+
+
+def start(cloud, *words, **environment):
+    path = f"{cloud / 'bin'}:{os.environ['PATH']}"
+    variables = os.environ | {"PATH": path, "FAKE": str(cloud), "TMPDIR": str(cloud)} | environment
+    return subprocess.Popen(
+        [SCRIPT, *words], cwd=cloud / "clone", env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def call(cloud, *words, **environment):
+    process = start(cloud, *words, **environment)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def program(cloud, text):
+    (cloud / "program").write_text(f"#!/usr/bin/env bash\nset -eu\n{text}")
+    (cloud / "program").chmod(0o755)
+
+
+def wait_until(condition, process):
+    """Returns when it holds; kills the process if that takes half a minute."""
+    for _ in range(1500):
+        if condition():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.kill()
+    pytest.fail(f"it never came to that: {process.communicate()}")
+
+
+def is_running(cloud):
+    """Whether both hosts run the program, and have been asked about it since."""
+    log = (cloud / "host.log").read_text() if (cloud / "host.log").exists() else ""
+    _, started, since = log.rpartition("\nsystemd-run ")
+    return started and since.count("ExecMainStatus") >= 2
+
+
+def asked_of_gcloud(cloud):
+    """What was asked of it, in short, without the looks; an installation that is tried again counts once."""
+    lines = (cloud / "gcloud.log").read_text().splitlines()
+    told = [line.split()[2:4] for line in lines]
+    return [verb for verb, _ in itertools.groupby(verb for _, verb in told if verb in ("create", "delete", "scp"))]
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (
+            ["create", "one", "--zone=us-east5-b", "--type=v6e-8", "--spot"],
+            "gcloud compute tpus queued-resources create one --node-id=one --zone=us-east5-b --accelerator-type=v6e-8 "
+            "--runtime-version=v2-alpha-tpuv6e --spot\n",
+        ),
+        (
+            ["create", "one", "--zone=z", "--type=v5litepod-16", "--reserved", "--runtime=mine"],
+            "gcloud compute tpus queued-resources create one --node-id=one --zone=z --accelerator-type=v5litepod-16 "
+            "--runtime-version=mine --reserved\n",
+        ),
+        (
+            ["create", "one", "--zone=z", "--type=v4-32"],
+            "gcloud compute tpus queued-resources create one --node-id=one --zone=z --accelerator-type=v4-32 "
+            "--runtime-version=tpu-ubuntu2204-base\n",
+        ),
+        (
+            ["wait", "one", "--zone=z"],
+            "gcloud compute tpus queued-resources describe one --zone=z '--format=value(state.state)'\n",
+        ),
+        (
+            ["logs", "one", "--zone=z", "--worker=3", "--follow"],
+            "gcloud compute tpus tpu-vm ssh one --zone=z --worker=3 --quiet "
+            "'--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow'\n",
+        ),
+        (
+            ["stop", "one", "--zone=z"],
+            "gcloud compute tpus tpu-vm ssh one --zone=z --worker=all --quiet '--command=sudo systemctl stop txl'\n",
+        ),
+        (
+            ["delete", "one", "--zone=z"],
+            "gcloud compute tpus queued-resources delete one --zone=z --force --quiet\n",
+        ),
+    ],
+)
+def test_dry_run_prints_each_command_and_runs_none(cloud, words, printed):
+    code, out, err = call(cloud, *words, "--dry_run")
+    assert (code, out, err) == (0, printed, "")
+    assert not (cloud / "gcloud.log").exists()
+
+
+def remote_scripts(out):
+    """The scripts for the hosts that were printed, as a shell reads them."""
+    return [word.removeprefix("--command=") for word in shlex.split(out) if word.startswith("--command=")]
+
+
+@pytest.mark.parametrize("share", ["--bucket=gs://mine", "--nfs=10.0.0.2:/share"])
+def test_what_the_hosts_are_told_is_sound_shell(cloud, share):
+    code, out, err = call(
+        cloud, "watch", "one", "--zone=z", "--type=v5p-8", share, "--git=https://h/r@v1", "--dry_run", *RUN
+    )
+    assert code == 0, err
+    install, run, poll = remote_scripts(out)
+    for script in (install, run, poll):
+        assert not shell.findings(script)
+    for line in ("git clone --quiet https://h/r txl/source", "git -C txl/source checkout --quiet v1"):
+        assert line in install.splitlines()
+    assert "'./txl/source[plots]' 'jax[tpu]'" in install
+    assert ("mine /mnt/txl gcsfuse" in install) == ("bucket" in share)
+    assert ("10.0.0.2:/share /mnt/txl nfs" in install) == ("nfs" in share)
+    assert shlex.split(run.splitlines()[-1])[1:] == RUN[1:]
+    assert "RequiresMountsFor=/mnt/txl" in run
+
+
+STEPS = """
+folder=${3#--workdir=} # Six steps, in a workdir that all hosts share; each host counts its own.
+mkdir -p "$folder"
+own=$folder/$(basename "$HOME")
+n=$(cat "$own" 2>/dev/null || echo 0)
+echo "goes on after $n" >>"$own.starts"
+while [ "$n" -lt 6 ]; do
+  n=$((n + 1))
+  echo $n >"$own.new" && mv "$own.new" "$own" # A kill in between must not leave it empty.
+  sleep 0.02
+  if [ $n = 3 ] && [ ! -e "$FAKE/preempted" ] && [ "$(basename "$HOME")" = host0 ]; then
+    touch "$FAKE/preempted"
+    echo SUSPENDED >"$FAKE/state"
+    kill -KILL $$
+  fi
+done
+"""
+
+
+def watch(cloud, *more, wait=True, **environment):
+    words = [
+        "watch",
+        "one",
+        "--zone=z",
+        "--type=v4-32",
+        "--spot",
+        "--bucket=mine",
+        f"--mount={cloud}/mnt",
+        "--every=0.05",
+    ]
+    run = ["--", "python", "-m", "experiments.enwik8", f"--workdir={cloud}/mnt/run", "two words"]
+    return (call if wait else start)(cloud, *words, *more, *run, **environment)
+
+
+def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(cloud):
+    program(cloud, f'[ "$4" = "two words" ]\n{STEPS}')
+    code, out, err = watch(cloud)
+    assert code == 0, out + err
+    assert asked_of_gcloud(cloud) == ["create", "scp", "delete", "create", "scp"], out + err
+    for host in ("host0", "host1"):
+        assert (cloud / "mnt" / "run" / host).read_text() == "6\n"
+    assert (cloud / "mnt" / "run" / "host0.starts").read_text() == "goes on after 0\ngoes on after 3\n"
+    assert "the request is SUSPENDED" in out and out.splitlines()[-1].endswith("delete one --zone=z")
+    source = cloud / "host1" / "txl" / "source"
+    assert sorted(path.name for path in source.iterdir()) == [".gitignore", "setup.cfg"], (
+        "the working tree, but for data"
+    )
+    assert "mine " + str(cloud / "mnt") + " gcsfuse" in (cloud / "tee.log").read_text()
+
+
+def test_watch_ends_when_the_run_is_stopped(cloud):
+    program(cloud, "trap 'echo saved; exit 143' TERM\nwhile :; do sleep 0.02; done\n")
+    watching = watch(cloud, wait=False)
+    wait_until(lambda: is_running(cloud), watching)
+    code, out, err = call(cloud, "stop", "one", "--zone=z")
+    assert code == 0, err
+    out, err = watching.communicate(timeout=60)
+    assert watching.returncode == 143 and "the run was stopped, and has saved" in err
+    assert (cloud / "host1" / "journal").read_text() == "saved\n"
+    program(cloud, "echo went on\n")
+    code, out, err = watch(cloud)
+    assert code == 0, "watch goes on with a run that was stopped before: " + err
+    assert (cloud / "host1" / "journal").read_text() == "went on\n"
+    assert asked_of_gcloud(cloud) == ["create", "scp"]
+
+
+def test_a_run_that_is_going_on_is_not_started_twice(cloud):
+    program(cloud, "trap 'exit 143' TERM\nwhile :; do sleep 0.02; done\n")
+    assert call(cloud, "create", "one", "--zone=z", "--type=v4-8")[0] == 0
+    assert call(cloud, "wait", "one", "--zone=z", "--every=0.05")[0] == 0
+    assert call(cloud, "install", "one", "--zone=z")[0] == 0
+    assert call(cloud, "run", "one", "--zone=z", *RUN)[0] == 0
+    code, out, _ = call(cloud, "status", "one", "--zone=z")
+    assert code == 0 and out.splitlines() == ["one ACTIVE", "run running 0 installed", "run running 0 installed"]
+    code, _, err = call(cloud, "run", "one", "--zone=z", *RUN)
+    assert code == 1 and "a run is going on here" in err
+    assert call(cloud, "stop", "one", "--zone=z")[0] == 0
+    assert call(cloud, "run", "one", "--zone=z", *RUN)[0] == 0, "after a stop it may be started again"
+    assert call(cloud, "stop", "one", "--zone=z")[0] == 0
+
+
+def test_watch_tells_a_mistake_and_ends(cloud):
+    program(cloud, "echo 'error: no workdir was given' >&2\nexit 1\n")
+    code, out, err = watch(cloud)
+    assert code == 1 and "error: no workdir was given" in out and "the run ended with a mistake" in err
+
+
+def test_watch_starts_a_run_that_broke_off_again(cloud):
+    """One host loses the other and is aborted, a few times."""
+    program(cloud, 'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 3 ] || exit 134\n')
+    code, out, err = watch(cloud)
+    assert code == 0, err
+    assert out.count("the run broke off") == 2
+    program(cloud, "exit 134\n")
+    code, out, err = watch(cloud)
+    assert code == 1 and "broke off 6 times" in err, out + err
+
+
+def test_a_request_that_is_never_served_is_not_asked_for_again(cloud):
+    code, out, err = watch(cloud, FAKE_FIRST_STATE="FAILED")
+    assert code == 1 and "the request failed before it was served" in err
+    assert asked_of_gcloud(cloud) == ["create"]
+
+
+def test_a_host_that_was_replaced_is_installed_again(cloud):
+    """One of two hosts comes back empty: the run is stopped on the other, and begins again on both."""
+    program(cloud, 'trap "exit 143" TERM\nwhile [ ! -e "$FAKE/replaced" ]; do sleep 0.02; done\n')
+    watching = watch(cloud, wait=False)
+    wait_until(lambda: is_running(cloud), watching)
+    pid = int((cloud / "host1" / "pid").read_text())
+    (cloud / "host1").rename(cloud / "host1-gone")
+    (cloud / "host1").mkdir()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: (cloud / "gcloud.log").read_text().count(" scp ") == 2, watching)
+    (cloud / "replaced").touch()
+    out, err = watching.communicate(timeout=60)
+    assert watching.returncode == 0 and "the run broke off" in out, out + err
+
+
+def test_a_folder_that_is_no_clone_is_not_sent(cloud):
+    (cloud / "clone" / "setup.cfg").unlink()
+    code, _, err = call(cloud, "install", "one", "--zone=z")
+    assert code == 2 and "is not the root of a clone" in err and "--git=" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["creat", "one", "--zone=z"], "there is no command 'creat'"),
+        (["create", "--zone=z"], "the name is '--zone=z'"),
+        (["create", "one"], "say with --zone=ZONE"),
+        (["create", "one", "--zone=z"], "say with --type=TYPE"),
+        (["create", "one", "--zone=z", "--type=v9-8"], "no software is known for the type v9-8"),
+        (["create", "one", "--zone=z", "--type=v4-8", "--spot", "--reserved"], "both --spot and --reserved"),
+        (["create", "one", "--zone=z", "--typ=v4-8"], "there is no flag --typ=v4-8"),
+        (["run", "one", "--zone=z"], "give the command after --"),
+        (["install", "one", "--zone=z", "--bucket=a", "--nfs=b:/c"], "both --bucket and --nfs"),
+        (["install", "one", "--zone=z", "--mount=here"], "--mount is 'here'"),
+        (["install", "one", "--zone=z", "--git=https://h/r"], "give URL@REVISION"),
+        (["install", "one", "--zone=z", "--git=git@h:o/r"], "give URL@REVISION"),
+        (["watch", "one", "--zone=z", "--type=v4-8", *RUN], "neither --bucket nor --nfs"),
+        (
+            ["watch", "one", "--zone=z", "--type=v4-8", "--bucket=b", "--", "python", "--workdir=runs/x"],
+            "--workdir=runs/x is not in /mnt/txl",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(cloud, words, told):
+    code, out, err = call(cloud, *words)
+    assert code == 2 and not out
+    assert err.startswith("error: ") and told in err and len(err.splitlines()) == 1
+    assert not (cloud / "gcloud.log").exists()
+
+
+def test_help_names_every_command_and_flag(cloud):
+    code, out, _ = call(cloud, "--help")
+    assert code == 0
+    for word in ("create", "watch", "--bucket=NAME", "--dry_run"):
+        assert word in out

