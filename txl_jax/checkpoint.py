@@ -134,6 +134,13 @@ class Checkpointer:
             raise self._not_written(step, error) from error
         self._pending = step, self._threads.submit(self._finish, self._writer, step)
 
+    def sweep(self) -> None:
+        """Removes what killed runs left behind; for the one that writes here, while it does not."""
+        if jax.process_index() == 0:
+            for pattern in _LEFTOVERS:
+                for path in self._directory.glob(pattern):
+                    shutil.rmtree(path, ignore_errors=True)
+
     def wait(self) -> None:
         """Returns once the last save is on disk with its digests.
 
@@ -152,9 +159,7 @@ class Checkpointer:
     def _make_way(self, step: int) -> None:
         """Sweeps what killed runs left behind, and moves an earlier checkpoint of the same step aside."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        for pattern in _LEFTOVERS:
-            for path in self._directory.glob(pattern):
-                shutil.rmtree(path)
+        self.sweep()
         if newer := sorted({other.step for other in self._candidates() if other.step > step}):
             self._report(
                 f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step} that is "

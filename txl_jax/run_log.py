@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,17 +63,18 @@ class RunLog:
       workdir: the run's folder; made if missing.
       first_step: the step that the run starts after (that of the checkpoint it resumes from). Records of later
         steps are dropped.
+      redone: kinds of records that this start makes again at `first_step` itself; those are dropped too.
       label: stands before each line that is printed.
 
     Every method raises RunLogError when a file cannot be written.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, first_step: int = 0, label: str = ""):
+    def __init__(self, workdir: str | os.PathLike, *, first_step: int = 0, redone: Collection[str] = (), label: str = ""):
         self._label = label
         self._workdir = Path(workdir)
         with _Writing(self._workdir):
             self._workdir.mkdir(parents=True, exist_ok=True)
-            _drop_after(self._workdir / METRICS, first_step)
+            _drop_repeated(self._workdir / METRICS, first_step, redone)
             self._metrics = open(self._workdir / METRICS, "a", encoding="utf-8")
             self._lines = open(self._workdir / "log.txt", "a", encoding="utf-8")
             self._events = _open_events(self._workdir / "tensorboard", first_step)
@@ -197,9 +198,13 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if whole else None
 
 
-def _drop_after(path: Path, last_step: int) -> None:
+def _drop_repeated(path: Path, last_step: int, redone: Collection[str]) -> None:
     """Takes torn and repeated records out of a metrics file, and leaves a file without any untouched."""
-    kept = "".join(json.dumps(record) + "\n" for record in _records(path) if record["step"] <= last_step)
+    kept = "".join(
+        json.dumps(record) + "\n"
+        for record in _records(path)
+        if record["step"] < last_step or record["step"] == last_step and record["kind"] not in redone
+    )
     if path.exists() and path.read_bytes() != kept.encode():
         _replace(path, [kept])
 
