@@ -7,6 +7,7 @@ trained, evaluated and saved, and the test text is scored. Its numbers are compa
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ FLAGS = (
     f"--train.segments_per_call=2 --train.steps={STEPS} --train.log_every=4 --train.eval_every=8 "
     "--train.checkpoint_every=6 --eval.batch_size=16 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=0"
 ).split()
+KILLED = -signal.SIGKILL
 PATIENCE = 120  # Seconds that one start may take.
 
 
@@ -43,16 +45,16 @@ class Ended:
 
 
 class Victim:
-    """A start of a program, with a plan of `victim.py` for what happens to it."""
+    """A start of a program, with the faults of `victim.py` that happen to it."""
 
-    def __init__(self, place, *flags, program="ptb", environment=(), **plan):
+    def __init__(self, place, *flags, faults, program="ptb"):
         self._marks, marks = os.pipe()
-        plan["marks"] = marks
-        command = [sys.executable, str(Path(__file__).with_name("victim.py")), json.dumps(plan), program, *flags]
+        victim = str(Path(__file__).with_name("victim.py"))
+        command = [sys.executable, victim, str(marks), json.dumps(faults), program, *flags]
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | place.environment | dict(environment),
+            env=os.environ | place.environment,
             pass_fds=[marks],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -114,13 +116,13 @@ class Place:
     folder: Path
     environment: dict[str, str]
 
-    def train(self, name, *more, **plan):
-        """Starts the run `name`, or resumes it."""
-        return Victim(self, *FLAGS, *self.folders(name), *more, **plan)
+    def train(self, name, *faults, **fault):
+        """Starts the run `name`, or resumes it; faults are objects of `victim.py`, or one is given by its parts."""
+        return Victim(self, *FLAGS, *self.folders(name), faults=[*faults, *([fault] if fault else [])])
 
-    def score(self, name, **plan):
+    def score(self, name, **fault):
         """Starts to score a trained run again."""
-        return Victim(self, "--mode=eval", *self.folders(name), **plan)
+        return Victim(self, "--mode=eval", *self.folders(name), faults=[fault] if fault else [])
 
     def folders(self, name):
         """The flags of the folders; each run has a cache of its own, so that each prepares its text."""

@@ -1,8 +1,9 @@
-"""A program of this project with one fault in it: `python victim.py PLAN PROGRAM [flags]`.
+"""A program of this project with faults in it: `python victim.py MARKS FAULTS PROGRAM [flags]`.
 
-PLAN is a JSON object. Whatever it asks for happens at a moment of the program's own, so that a test can be repeated:
+MARKS is a descriptor that takes a line per mark: "ready" once everything is imported, "+NAME" and "-NAME" around a
+phase. FAULTS is a JSON list of objects. What they ask for happens at moments of the program's own, so that a test can
+be repeated:
 
-marks   a descriptor that takes a line per mark: "ready" once everything is imported, "+NAME" and "-NAME" around a phase
 fault   "kill", "term" (SIGTERM), "full" (from then on no file may grow), "clock" (from then on the clock is wrong), or
         "pause" (it waits for a file to appear)
 at      when: a pattern, as of the shell, of a file operation such as "os.rename */config.json"
@@ -46,16 +47,16 @@ PHASES = {
 
 
 def main() -> None:
-    """Reads the plan, arranges for it, and becomes the program."""
-    plan, program = json.loads(sys.argv[1]), f"experiments.{sys.argv[2]}"
-    sys.argv = [program, *sys.argv[3:]]
+    """Reads what is to happen, arranges for it, and becomes the program."""
+    _, marks, faults, program, *flags = sys.argv
+    sys.argv = [program, *flags]
     miniature.install()
-    mark = functools.partial(write_mark, plan["marks"])
+    mark = functools.partial(write_mark, int(marks))
     watch_phases(mark)
-    if "fault" in plan:
-        sys.addaudithook(Watch(plan))
+    for fault in json.loads(faults):
+        sys.addaudithook(Watch(fault, mark))
     mark("ready")
-    runpy.run_module(program, run_name="__main__", alter_sys=True)
+    runpy.run_module(f"experiments.{program}", run_name="__main__", alter_sys=True)
 
 
 def write_mark(descriptor: int, name: str) -> None:
@@ -90,10 +91,11 @@ def marked(function, mark, before, after):
 
 
 class Watch:
-    """An audit hook that waits for the operation of a plan, and then does what the plan says."""
+    """An audit hook that waits for the operation of a fault, and then makes it."""
 
-    def __init__(self, plan):
+    def __init__(self, plan, mark):
         self.plan = plan
+        self.mark = mark
         self.left = plan.get("count", 1)
 
     def __call__(self, event: str, args: tuple) -> None:
@@ -114,7 +116,7 @@ class Watch:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.plan.get("largest", 0), hard))
 
     def pause(self) -> None:
-        write_mark(self.plan["marks"], "paused")
+        self.mark("paused")
         while not os.path.exists(self.plan["go_on"]):
             time.sleep(0.01)
 
