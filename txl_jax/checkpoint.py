@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -74,6 +75,7 @@ class Checkpointer:
         self._writer: ocp.AsyncCheckpointer | None = None
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "checkpoint_digests")
         self._pending: tuple[int, concurrent.futures.Future] | None = None
+        self._failed = False
         self._quiet = _QuietOrbax()
         logging.getLogger("absl").addFilter(self._quiet)
 
@@ -101,7 +103,8 @@ class Checkpointer:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
-            logging.getLogger("absl").removeFilter(self._quiet)
+            if not self._failed:  # Else threads of Orbax may still tell of it, at length.
+                logging.getLogger("absl").removeFilter(self._quiet)
 
     # Writing
 
@@ -187,6 +190,7 @@ class Checkpointer:
                 shutil.rmtree(other.path.rename(f"{other.path}.deleted"))
 
     def _not_written(self, step: int, error: BaseException) -> CheckpointError:
+        self._failed = True
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self._directory} ({_brief(error)}); "
             "free space or allow writing there, then resume: earlier checkpoints are untouched"
@@ -314,7 +318,15 @@ def _handler() -> ocp.CompositeCheckpointHandler:
     return ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler(), notes=ocp.JsonCheckpointHandler())
 
 
+def _hide_closed_loops(unraisable: Any) -> None:
+    """sys.unraisablehook without what TensorStore tells of writes that end after Orbax gave up on the first of them."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
 def _open_writer(name: str) -> ocp.AsyncCheckpointer:
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _hide_closed_loops  # For good: those writes outlive the save.
     # The prefix: two directories are written at the same time, and processes must not meet at each other's barriers.
     options = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name)
     return ocp.AsyncCheckpointer(_handler(), multiprocessing_options=options)

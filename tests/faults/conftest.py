@@ -1,7 +1,6 @@
 """The place of the runs that something happens to, and one that nothing happens to."""
 
 import os
-import shutil
 import time
 
 import miniature
@@ -33,14 +32,6 @@ def undisturbed(place):
     finished(place.train("undisturbed"))
     finished(place.score("undisturbed"))
     return place.workdir("undisturbed")
-
-
-@pytest.fixture
-def copied(place, undisturbed, request):
-    """The name of a run that has just ended, for this test alone."""
-    name = request.node.name.replace("/", "-")
-    shutil.copytree(undisturbed.parent, place.folder / name)
-    return name
 
 
 @pytest.fixture

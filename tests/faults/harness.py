@@ -61,6 +61,7 @@ class Victim:
             text=True,
         )
         os.close(marks)
+        self.pid = self._process.pid
         self._told, self._ready = b"", time.monotonic()
 
     def wait_for(self, mark):
@@ -71,10 +72,6 @@ class Victim:
             self._told += more
         if mark == "ready":
             self._ready = time.monotonic()
-
-    def is_over(self):
-        """Whether the program has ended."""
-        return self._process.poll() is not None
 
     def send(self, signal_number):
         """Sends a signal; it may come too late."""

@@ -17,11 +17,8 @@ MOMENTS = {
         4_000,
         ("checkpoint of step 12 could not be written", "File too large", "earlier checkpoints are untouched"),
     ),
-    "digests": (
-        "open *latest/18/.digests.json.*",
-        0,
-        ("checkpoint of step 18 could not be written", "File too large", "earlier checkpoints are untouched"),
-    ),
+    # The next save, and the log, fail too: which of them is told of is a matter of time.
+    "digests": ("open *latest/18/.digests.json.*", 0, ("File too large", "free space")),
     "best parameters": (
         "os.mkdir *best/24.orbax-checkpoint-tmp",
         4_000,
