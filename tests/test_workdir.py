@@ -88,7 +88,13 @@ def test_a_flipped_bit_in_what_is_recorded_is_named_or_harmless(workdir):
 
 
 def test_a_lock_clears_what_killed_runs_began_and_nothing_else(workdir):
-    ours = [".probe-12", ".config.json.12.tmp", ".vocabulary.txt.12.tmp", ".metrics.jsonl.12.tmp", ".results.json.12.tmp"]
+    ours = [
+        ".probe-12",
+        ".config.json.12.tmp",
+        ".vocabulary.txt.12.tmp",
+        ".metrics.jsonl.12.tmp",
+        ".results.json.12.tmp",
+    ]
     others = [".evaluation.json.12.tmp", ".lock", "config.json", "vocabulary.txt"]
     for name in (*ours, others[0]):
         (workdir.path / name).touch()

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
 METRICS = "metrics.jsonl"
+_EVENTS = re.compile(r"events\.(\d+)\.")
 
 
 class RunLogError(RuntimeError):
@@ -69,7 +71,9 @@ class RunLog:
     Every method raises RunLogError when a file cannot be written.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, first_step: int = 0, redone: Collection[str] = (), label: str = ""):
+    def __init__(
+        self, workdir: str | os.PathLike, *, first_step: int = 0, redone: Collection[str] = (), label: str = ""
+    ):
         self._label = label
         self._workdir = Path(workdir)
         with _Writing(self._workdir):
@@ -213,11 +217,13 @@ def _open_events(folder: Path, first_step: int) -> EventsWriter:
     """A TensorBoard file that hides what earlier files in the folder hold of later steps.
 
     tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later
-    its queue is full and the training loop waits forever. And its files are named by the second, so that a run which
-    is resumed within that second overwrites the file before: hence the number in the suffix.
+    its queue is full and the training loop waits forever. And its files are named by the second, while TensorBoard
+    reads them in the order of their names: a run that is resumed within that second would overwrite the file before,
+    and one that is resumed after the clock went back would be read before it. Hence the number in the name.
     """
     folder.mkdir(exist_ok=True)
-    events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+    number = max((int(match[1]) for path in folder.iterdir() if (match := _EVENTS.match(path.name))), default=0) + 1
+    events = EventsWriter(str(folder / f"events.{number:06}"))
     start = Event(wall_time=time.time(), step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
     events.write_event(start)
     events.flush()

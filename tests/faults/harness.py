@@ -92,7 +92,7 @@ class Victim:
 
 
 def phase_of(marks):
-    """The last phase that had begun and not ended."""
+    """The last phase that had begun and not ended; a save goes on while the loop does other things."""
     if "ready" not in marks:
         return "importing"
     open_phases = []

@@ -55,20 +55,20 @@ def assert_nothing_left_over(place, name):
     assert not left
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
     """Runs are killed and resumed until so many kills have landed; each run is then compared.
 
-    Half of the kills come after a random time, the others before a random file operation: there are many where
-    little time is spent. A start that ends before its kill is an end all the same, so this ends too.
+    Half of many kills come after a random time; the others, and a few, before a random file operation: there are many
+    of those where little time is spent. Each run is left to end after some kills, so this ends too.
     """
     rng = random.Random(fault_seed)
     phases, starts, runs, began = collections.Counter(), 0, 0, time.monotonic()
-    span = finished(place.train("timed")).seconds
+    span = finished(place.train("timed")).seconds if kills > KILLS_PER_RUN else 0.0
     while phases.total() < kills:
         name = f"random-{kills}-{runs}"
         runs += 1
-        for act in (place.train, place.score):
+        for act in (place.train, place.score) if span else (place.train,):
             for _ in range(KILLS_PER_RUN):
                 starts += 1
                 if (ended := killed_at_random(act, name, rng, span)).code != KILLED:
@@ -79,21 +79,22 @@ def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
                     break
             finished(act(name))
         assert_equal_runs(place.workdir(name), undisturbed)
-        assert result(place.workdir(name), "evaluation.json") == result(undisturbed, "evaluation.json")
+        if span:
+            assert result(place.workdir(name), "evaluation.json") == result(undisturbed, "evaluation.json")
         assert_nothing_left_over(place, name)
     print(
-        f"\nseed {fault_seed}: {phases.total()} kills in {starts} starts of {runs} runs, {time.monotonic() - began:.0f} s; "
-        f"one undisturbed start takes {span:.1f} s after its imports"
+        f"\nseed {fault_seed}: {phases.total()} kills in {starts} starts of {runs} runs, {time.monotonic() - began:.0f} s"
     )
     for phase, count in phases.most_common():
-        print(f"  {phase:<14}{count:>3}")
+        print(f"  {phase:<24}{count:>3}")
 
 
 def killed_at_random(act, name, rng, span):
     """A start that is killed at a random time, or before a random file operation, if it lasts that long."""
-    if rng.random() < 0.5:
-        return act(name, fault="kill", at=f"*{name}/*", count=rng.randint(1, OPERATIONS)).end()
-    moment, victim = rng.uniform(0, span), act(name)
+    if not span or rng.random() < 0.5:
+        last = rng.choice([OPERATIONS // 5, OPERATIONS])  # Else hardly any would come while a text is prepared.
+        return act(name, fault="kill", at=f"*{name}/*", count=rng.randint(1, last)).end()
+    moment, victim = rng.uniform(0, 0.8 * span), act(name)
     victim.wait_for("ready")
     time.sleep(moment)
     victim.send(signal.SIGKILL)

@@ -39,7 +39,7 @@ def read(corpus: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout 
                 _prepare(corpus, folder, find)
     try:
         return _open(corpus, folder, heldout)
-    except Exception as error:  # noqa: BLE001 (damage beside the records shows as nearly any type)
+    except Exception as error:  # Damage to what lies beside the records shows as nearly any type.
         raise _damaged(_records_folder(corpus, folder), error) from error
 
 
@@ -121,7 +121,7 @@ class _Records:
             for start in range(first, first + count, _RECORDS_PER_BLOCK):
                 block = range(start, min(start + _RECORDS_PER_BLOCK, first + count))
                 yield b"".join(self._source[i]["block"] for i in block)
-        except Exception as error:  # noqa: BLE001 (ArrayRecord's, tensorflow-datasets', those of a missing file)
+        except Exception as error:  # So does damage to the records themselves.
             raise _damaged(self.folder, error) from error
 
     @functools.cached_property

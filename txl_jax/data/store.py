@@ -9,8 +9,8 @@ store.json                       sizes and sha256 of the others, written last: a
 
 Its name holds the fingerprint of the text, of the tokens' settings and of `VERSION`, so another text or
 setting never meets an old store. It is written under a temporary name and renamed, and a lock beside it
-lets one process write while others wait. Every byte is checked when a store is opened (100 MB in 0.05 s on a core of
-2026 that knows sha256): an id that was flipped on a disk would be learned, and no one would know.
+lets one process write while others wait. Every byte is checked when a store is opened (docs/faults.md has what that
+costs): an id that was flipped on a disk would be learned, and no one would know.
 """
 
 import contextlib
