@@ -19,6 +19,7 @@ def place(tmp_path_factory):
     (folder / "data" / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
     environment = {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "PYTHONFAULTHANDLER": "1",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

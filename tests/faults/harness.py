@@ -78,12 +78,12 @@ class Victim:
         self._process.send_signal(signal_number)
 
     def end(self):
-        """Waits for the end."""
+        """Waits for the end; fails if it does not come."""
         try:
             out, err = self._process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise
+            self._process.send_signal(signal.SIGABRT)  # It tells where each thread stands.
+            raise AssertionError(f"it did not end in {PATIENCE} s: {self._process.communicate()}") from None
         seconds = time.monotonic() - self._ready
         while more := os.read(self._marks, 4096):
             self._told += more
