@@ -49,12 +49,14 @@ class Victim:
 
     def __init__(self, place, *flags, faults, program="ptb"):
         self._marks, marks = os.pipe()
+        # As a user starts it: jax, which is imported here, sets this for itself.
+        inherited = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
         victim = str(Path(__file__).with_name("victim.py"))
         command = [sys.executable, victim, str(marks), json.dumps(faults), program, *flags]
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | place.environment,
+            env=inherited | place.environment,
             pass_fds=[marks],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
