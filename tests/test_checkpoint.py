@@ -82,6 +82,7 @@ def step_names(directory):
 
 def test_round_trip_is_bit_equal(open_checkpoints, lines):
     state = make_state(7)
+    filters = [*logging.getLogger("absl").filters]
     with open_checkpoints() as checkpoints:
         assert checkpoints.latest_step() is None
         assert checkpoints.restore(abstract(state)) is None
@@ -93,6 +94,16 @@ def test_round_trip_is_bit_equal(open_checkpoints, lines):
         assert checkpoints.notes(7) == notes
         assert_same(checkpoints.restore(make_state(8))[1], state)  # Arrays serve as well as their shapes.
     assert lines == []
+    assert logging.getLogger("absl").filters == filters, "once closed, all log lines are as they were"
+
+
+def test_sweeping_removes_what_killed_runs_left_and_no_step(two_steps, open_checkpoints):
+    for name in ("300.orbax-checkpoint-tmp", "50.deleted"):
+        shutil.copytree(two_steps / "100", two_steps / name)
+    (two_steps / "200").rename(two_steps / "200.replaced-1")
+    with open_checkpoints() as checkpoints:
+        checkpoints.sweep()
+    assert step_names(two_steps) == ["100", "200.replaced-1"]
 
 
 def test_restores_to_another_sharding(open_checkpoints):
@@ -359,7 +370,8 @@ def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
     assert step_names(two_steps) == ["100", "200", "300"]
     said = [record.getMessage() for record in caplog.records]
     assert (said, capfd.readouterr()) == ([], ("", "")), "the sentence is all that people see"
-    assert logging.getLogger("absl").filters == [], "once closed, others' log lines are theirs again"
+    other = logging.LogRecord("absl", logging.ERROR, "/somewhere/else.py", 1, "a line of others", (), None)
+    assert logging.getLogger("absl").filter(other), "others' log lines are theirs"
 
 
 def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):

@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,17 @@ def test_resuming_drops_later_steps(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
+def test_what_is_done_again_is_dropped_at_the_first_step_too(tmp_path):
+    with RunLog(tmp_path) as log:
+        for step in (10, 20):
+            for kind in ("train", "valid", "test"):
+                log.record(kind, step, {"loss": 1.0})
+    with RunLog(tmp_path, first_step=20, redone={"valid", "test"}):
+        pass
+    found = [(record["kind"], record["step"]) for record in read_metrics(tmp_path)]
+    assert found == [("train", 10), ("valid", 10), ("test", 10), ("train", 20)]
+
+
 def test_nothing_to_drop_leaves_the_file_alone(tmp_path):
     log_steps(tmp_path, [10, 20])
     before = (tmp_path / "metrics.jsonl").stat()
@@ -200,14 +212,17 @@ def test_say_prints_and_keeps(tmp_path, capsys):
 
 def read_events(folder):
     """Events of all files in the order written: each record is a length, its checksum, the bytes, their checksum."""
-    events = []
-    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
-        data = path.read_bytes()
-        while data:
-            (length,) = struct.unpack("<Q", data[:8])
-            events.append(Event.FromString(data[12 : 12 + length]))
-            data = data[16 + length :]
-    return events
+    paths = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    return [event for path in paths for event in read_events_of(path)]
+
+
+def read_events_of(path):
+    """Events of one file."""
+    data = path.read_bytes()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        yield Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
 
 
 def test_scalars_can_be_read_back(tmp_path):
@@ -217,6 +232,19 @@ def test_scalars_can_be_read_back(tmp_path):
     values = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
     assert values == [(7, "train/loss", 0.5), (7, "train/rate", 2.0)]
     assert events[0].file_version == "brain.Event:2"
+
+
+def test_files_are_read_in_the_order_written_though_the_clock_goes_back(tmp_path, monkeypatch):
+    """TensorBoard reads them in the order of their names."""
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
+    log_steps(tmp_path, [10, 20, 30])
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
+    log_steps(tmp_path, [30], first_step=20)
+    log_steps(tmp_path, [40], first_step=30)
+    events = []
+    for path in sorted((tmp_path / "tensorboard").iterdir()):
+        events += [event.step for event in read_events_of(path) if event.summary.value]
+    assert events == [10, 20, 30, 30, 40]
 
 
 def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path):

@@ -1,6 +1,7 @@
 """Tests the folder of a run: what is written and read back, and the refusals of another text or vocabulary."""
 
 import json
+import os
 
 import pytest
 
@@ -65,11 +66,46 @@ def test_another_text_is_refused(workdir):
         workdir.check_same_run(CONFIG, TextInfo("text", "other", "e" * 64, WORDS))
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"config": {}, "text": {}}'])
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"config": {}, "text": {}}', '{"config": 7, "text": {}}', ""])
 def test_a_damaged_config_is_named(workdir, text):
     workdir.config_file.write_text(text)
     with pytest.raises(ValueError, match=r"config\.json is damaged"):
         workdir.load()
+
+
+def test_a_flipped_bit_in_what_is_recorded_is_named_or_harmless(workdir):
+    for path in (workdir.config_file, workdir.vocabulary_file):
+        whole = path.read_bytes()
+        for place in range(0, len(whole), 7):
+            damaged = bytearray(whole)
+            damaged[place] ^= (1, 32, 128)[place % 3]  # Other digits, other cases, no UTF-8.
+            path.write_bytes(damaged)
+            try:
+                workdir.load()
+            except ValueError as error:
+                assert str(error).startswith(f"{workdir.path}/") and "\n" not in str(error)
+        path.write_bytes(whole)
+
+
+def test_a_lock_clears_what_killed_runs_began_and_nothing_else(workdir):
+    ours = [
+        ".probe-12",
+        ".config.json.12.tmp",
+        ".vocabulary.txt.12.tmp",
+        ".metrics.jsonl.12.tmp",
+        ".results.json.12.tmp",
+    ]
+    others = [".evaluation.json.12.tmp", ".lock", "config.json", "vocabulary.txt"]
+    for name in (*ours, others[0]):
+        (workdir.path / name).touch()
+    with workdir.lock():
+        assert sorted(path.name for path in workdir.path.iterdir()) == sorted(others)
+
+
+def test_the_lock_of_a_process_that_is_gone_keeps_nobody_out(workdir):
+    (workdir.path / ".lock").write_text("1")  # A process that is there, but does not hold it.
+    with workdir.lock(), pytest.raises(OSError, match=rf"another run \(process {os.getpid()}\) is training in .*/run"):
+        workdir.lock()
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):

@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -76,6 +77,7 @@ class Checkpointer:
         self._writer: ocp.AsyncCheckpointer | None = None
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "checkpoint_digests")
         self._pending: tuple[int, concurrent.futures.Future] | None = None
+        self._failed = False
         self._quiet = _QuietOrbax()
         logging.getLogger("absl").addFilter(self._quiet)
 
@@ -103,7 +105,8 @@ class Checkpointer:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
-            logging.getLogger("absl").removeFilter(self._quiet)
+            if not self._failed:  # Else threads of Orbax may still tell of it, at length.
+                logging.getLogger("absl").removeFilter(self._quiet)
 
     # Writing
 
@@ -135,6 +138,13 @@ class Checkpointer:
             raise self._not_written(step, error) from error
         self._pending = step, self._threads.submit(self._finish, self._writer, step)
 
+    def sweep(self) -> None:
+        """Removes what killed runs left behind; for the one that writes here, while it does not."""
+        if jax.process_index() == 0:
+            for pattern in _LEFTOVERS:
+                for path in self._directory.glob(pattern):
+                    shutil.rmtree(path, ignore_errors=True)
+
     def wait(self) -> None:
         """Returns once the last save is on disk with its digests.
 
@@ -153,9 +163,7 @@ class Checkpointer:
     def _make_way(self, step: int) -> None:
         """Sweeps what killed runs left behind, and moves an earlier checkpoint of the same step aside."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        for pattern in _LEFTOVERS:
-            for path in self._directory.glob(pattern):
-                shutil.rmtree(path)
+        self.sweep()
         if newer := sorted({other.step for other in self._candidates() if other.step > step}):
             self._report(
                 f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step} that is "
@@ -183,6 +191,7 @@ class Checkpointer:
                 shutil.rmtree(other.path.rename(f"{other.path}.deleted"))
 
     def _not_written(self, step: int, error: BaseException) -> CheckpointError:
+        self._failed = True
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self._directory} ({_brief(error)}); "
             "free space or allow writing there, then resume: earlier checkpoints are untouched"
@@ -319,7 +328,15 @@ def _handler() -> ocp.CompositeCheckpointHandler:
     return ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler(), notes=ocp.JsonCheckpointHandler())
 
 
+def _hide_closed_loops(unraisable: Any) -> None:
+    """sys.unraisablehook without what TensorStore tells of writes that end after Orbax gave up on the first of them."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
 def _open_writer(name: str) -> ocp.AsyncCheckpointer:
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _hide_closed_loops  # For good: those writes outlive the save.
     # The prefix: two directories are written at the same time, and processes must not meet at each other's barriers.
     options = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name)
     return ocp.AsyncCheckpointer(_handler(), multiprocessing_options=options)

@@ -9,8 +9,9 @@ import contextlib
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
 METRICS = "metrics.jsonl"
+_EVENTS = re.compile(r"events\.(\d+)\.")
 
 
 class RunLogError(RuntimeError):
@@ -63,17 +65,20 @@ class RunLog:
       workdir: the run's folder; made if missing.
       first_step: the step that the run starts after (that of the checkpoint it resumes from). Records of later
         steps are dropped.
+      redone: kinds of records that this start makes again at `first_step` itself; those are dropped too.
       label: stands before each line that is printed.
 
     Every method raises RunLogError when a file cannot be written.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, first_step: int = 0, label: str = ""):
+    def __init__(
+        self, workdir: str | os.PathLike, *, first_step: int = 0, redone: Collection[str] = (), label: str = ""
+    ):
         self._label = label
         self._workdir = Path(workdir)
         with _Writing(self._workdir):
             self._workdir.mkdir(parents=True, exist_ok=True)
-            _drop_after(self._workdir / METRICS, first_step)
+            _drop_repeated(self._workdir / METRICS, first_step, redone)
             self._metrics = open(self._workdir / METRICS, "a", encoding="utf-8")
             self._lines = open(self._workdir / "log.txt", "a", encoding="utf-8")
             self._events = _open_events(self._workdir / "tensorboard", first_step)
@@ -213,9 +218,13 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if whole else None
 
 
-def _drop_after(path: Path, last_step: int) -> None:
+def _drop_repeated(path: Path, last_step: int, redone: Collection[str]) -> None:
     """Takes torn and repeated records out of a metrics file, and leaves a file without any untouched."""
-    kept = "".join(json.dumps(record) + "\n" for record in _records(path) if record["step"] <= last_step)
+    kept = "".join(
+        json.dumps(record) + "\n"
+        for record in _records(path)
+        if record["step"] < last_step or record["step"] == last_step and record["kind"] not in redone
+    )
     if path.exists() and path.read_bytes() != kept.encode():
         _replace(path, [kept])
 
@@ -224,11 +233,13 @@ def _open_events(folder: Path, first_step: int) -> EventsWriter:
     """A TensorBoard file that hides what earlier files in the folder hold of later steps.
 
     tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later
-    its queue is full and the training loop waits forever. And its files are named by the second, so that a run which
-    is resumed within that second overwrites the file before: hence the number in the suffix.
+    its queue is full and the training loop waits forever. And its files are named by the second, while TensorBoard
+    reads them in the order of their names: a run that is resumed within that second would overwrite the file before,
+    and one that is resumed after the clock went back would be read before it. Hence the number in the name.
     """
     folder.mkdir(exist_ok=True)
-    events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+    number = max((int(match[1]) for path in folder.iterdir() if (match := _EVENTS.match(path.name))), default=0) + 1
+    events = EventsWriter(str(folder / f"events.{number:06}"))
     start = Event(wall_time=time.time(), step=first_step + 1, session_log=SessionLog(status=SessionLog.START))
     events.write_event(start)
     events.flush()

@@ -21,7 +21,7 @@ from txl_jax.config import FREE_ON_RESUME, ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.counting import KINDS
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
-from txl_jax.run_log import write_json, write_text
+from txl_jax.run_log import METRICS, write_json, write_text
 
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts when what they remember has expired.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
@@ -77,7 +77,7 @@ class Workdir:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
             probe.write_bytes(b"\0" * 4096)
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # Another run that holds the lock may have swept it.
         except OSError as error:
             raise OSError(
                 f"cannot write to the workdir {self.path} ({error.strerror}); "
@@ -130,7 +130,15 @@ class Workdir:
         handle.truncate(0)
         handle.write(str(os.getpid()))
         handle.flush()
+        self._sweep()
         return handle
+
+    def _sweep(self) -> None:
+        """Removes half-written files of killed runs; those of other programs may be of one that is running."""
+        names = (self.config_file.name, self.vocabulary_file.name, METRICS, "results.json")
+        for pattern in (".probe-*", *(f".{name}.*.tmp" for name in names)):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def record(self, config: ExperimentConfig, text: TextInfo) -> None:
         """Writes config.json and vocabulary.txt."""
@@ -146,19 +154,19 @@ class Workdir:
           ValueError: config.json cannot be read.
         """
         try:
-            saved = json.loads(self.config_file.read_text())
-            config, text = saved["config"], saved["text"]
+            saved = json.loads(self.config_file.read_bytes())
+            config, text = config_tree.from_dict(saved["config"]), saved["text"]
             facts = {name: text[name] for name in _TEXT_FACTS}
             expected = text["vocabulary_sha256"]
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{self.path} holds no run (no {self.config_file.name}); give the --workdir of a run that was trained"
             ) from error
-        except (json.JSONDecodeError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # Damage shows as any of them.
             raise ValueError(
                 f"{self.config_file} is damaged or of an older version ({error!r}); restore it or give another --workdir"
             ) from error
-        return config_tree.from_dict(config), TextInfo(**facts, vocabulary=self._load_vocabulary(expected))
+        return config, TextInfo(**facts, vocabulary=self._load_vocabulary(expected))
 
     def _load_vocabulary(self, expected_sha256: str) -> Vocabulary:
         try:

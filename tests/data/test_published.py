@@ -689,13 +689,17 @@ def test_files_that_may_not_be_read_are_not_the_caches_fault(tmp_path, monkeypat
     assert denied in str(caught.value) and "cache_dir" not in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", ["cut", "emptied", "removed"])
+@pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "flipped"])
 def test_a_damaged_cache(damage, tmp_path):
     place_official(tmp_path, CorpusName.ENWIK8)
     read(CorpusName.ENWIK8, tmp_path)
     (path,) = (tmp_path / "cache" / "tfds" / "txl_enwik8").rglob("*train*")
     if damage == "removed":
         path.unlink()
+    elif damage == "flipped":
+        data = bytearray(path.read_bytes())
+        data[data.index(miniature.texts(CorpusName.ENWIK8)["train"][1000:1008])] ^= 1
+        path.write_bytes(data)
     else:
         path.write_bytes(path.read_bytes()[: 70_000 if damage == "cut" else 0])
     folder = tmp_path / "cache" / "tfds" / "txl_enwik8" / "1.0.0"
@@ -703,3 +707,23 @@ def test_a_damaged_cache(damage, tmp_path):
         contents(read(CorpusName.ENWIK8, tmp_path))
     shutil.rmtree(folder)
     assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "metadata.json"])
+def test_damage_beside_the_records(name, tmp_path):
+    """Cut, without content, gone, or with flipped bits: never another text, and never more than one sentence."""
+    place_official(tmp_path, CorpusName.PTB)
+    read(CorpusName.PTB, tmp_path)
+    folder = tmp_path / "cache" / "tfds" / "txl_ptb" / "1.0.0"
+    whole = (folder / name).read_bytes()
+    damaged = [whole[: len(whole) // 2], b"", *(_flipped(whole, place) for place in range(0, len(whole), 25))]
+    for content in damaged:
+        (folder / name).write_bytes(content)
+        try:
+            assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+        except ValueError as error:
+            assert str(error).startswith(f"the prepared text in {folder} is damaged (") and "\n" not in str(error)
+
+
+def _flipped(content, place):
+    return content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :]

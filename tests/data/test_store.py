@@ -191,8 +191,8 @@ def test_another_text_setting_or_version_is_another_store(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "name", ["train.npy", "valid.npy", "test.npy", "sentences.npy", "vocabulary.txt", "store.json"]
 )
-@pytest.mark.parametrize("damage", ["cut", "gone", "longer"])
-def test_a_damaged_store_is_made_again(name, damage, tmp_path):
+@pytest.mark.parametrize("damage", ["cut", "gone", "longer", "flipped"])
+def test_a_damaged_store_is_made_again(name, damage, tmp_path, capsys):
     expected = open_store(text_of(), SETTINGS, words, folder=tmp_path / "undamaged")
     open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens")
     folder = tmp_path / "tokens" / names(tmp_path / "tokens")[0]
@@ -204,9 +204,14 @@ def test_a_damaged_store_is_made_again(name, damage, tmp_path):
             path.unlink()
         case "longer":
             path.write_bytes(path.read_bytes() + b"more")
+        case "flipped":
+            data = bytearray(path.read_bytes())
+            data[-1 if name.endswith(".npy") else data.rindex(b"sentences" if name == "store.json" else b"sat")] ^= 1
+            path.write_bytes(data)
     assert find_store(text_of(), SETTINGS, tmp_path / "tokens") is None
     assert_same(open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens"), expected)
     assert names(tmp_path / "tokens") == [folder.name] and len(names(folder)) == 6
+    assert f"the tokens in {folder} are damaged" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("summary", ["", "{}", "[]", "7", '{"bytes": 7}', '{"bytes": {"train.npy": 7}}'])

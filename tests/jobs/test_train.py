@@ -133,6 +133,50 @@ def test_a_stop_during_evaluation_repeats_it(finished, config, corpus, tmp_path,
     assert numbers(workdir) == numbers(whole)
 
 
+@pytest.mark.parametrize("fails", [train.Run.save, train.write_json], ids=["repeated evaluation", "test"])
+def test_what_was_recorded_before_a_kill_is_not_recorded_twice(finished, config, corpus, tmp_path, monkeypatch, fails):
+    """A kill between a record and the file that says that it is done."""
+    whole, _ = finished
+    workdir = Workdir(tmp_path / "pieces")
+    asked = StopAfter(5)  # In the first evaluation, which then has to be repeated.
+    assert not train.run(config, corpus, workdir, stop_requested=asked).finished
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*unused):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run if fails is train.Run.save else train, fails.__name__, killed)
+        if fails is train.write_json:
+            patch.setattr(Workdir, "record", lambda *unused: None)
+        with pytest.raises(Killed):
+            train.run(config, corpus, workdir)
+    kind = "valid" if fails is train.Run.save else "test"
+    assert [record["kind"] for record in read_metrics(workdir.path)][-1] == kind
+    train.run(config, corpus, workdir)
+    assert numbers(workdir) == numbers(whole)
+
+
+def test_results_of_an_earlier_end_are_not_those_of_a_later_one(finished, config, corpus):
+    """As a kill leaves them between the last checkpoint and the test scores of a run that went on from an end."""
+    workdir, outcome = finished
+    path = workdir.path / "results.json"
+    path.write_text(json.dumps(outcome.results | {"steps": STEPS - 8, "test": {"loss": 0.0}}))
+    assert train.run(config, corpus, workdir) == outcome
+    assert json.loads(path.read_text()) == outcome.results
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"steps": 24, "eval": 7}', b"\xff"])
+def test_damaged_results_are_made_again(finished, config, corpus, content):
+    workdir, outcome = finished
+    before = numbers(workdir)
+    (workdir.path / "results.json").write_bytes(content)
+    assert train.run(config, corpus, workdir) == outcome
+    assert numbers(workdir) == before
+
+
 def test_a_finished_run_is_left_as_it_is(finished, config, corpus, capsys):
     workdir, outcome = finished
     before = numbers(workdir)

@@ -37,7 +37,10 @@ def read(corpus: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout 
         with folders.writable(folder, what=CORPORA[corpus].title), folders.locked(folder / f".txl_{corpus}.lock"):
             if not _is_prepared(corpus, folder):  # Else another process has prepared it meanwhile.
                 _prepare(corpus, folder, find)
-    return _open(corpus, folder, heldout)
+    try:
+        return _open(corpus, folder, heldout)
+    except Exception as error:  # Damage to what lies beside the records shows as nearly any type.
+        raise _damaged(_records_folder(corpus, folder), error) from error
 
 
 def _prepare(corpus: CorpusName, folder: Path, find: finding.Find) -> None:
@@ -97,6 +100,13 @@ def _open(corpus: CorpusName, folder: Path, heldout: Heldout) -> Text:
     )
 
 
+def _damaged(folder: Path, error: Exception) -> ValueError:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return ValueError(
+        f"the prepared text in {folder} is damaged ({reason}); remove this folder, and it is prepared again"
+    )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Records:
     """The records of a split."""
@@ -111,10 +121,8 @@ class _Records:
             for start in range(first, first + count, _RECORDS_PER_BLOCK):
                 block = range(start, min(start + _RECORDS_PER_BLOCK, first + count))
                 yield b"".join(self._source[i]["block"] for i in block)
-        except (RuntimeError, OSError, IndexError) as error:  # ArrayRecord's, and those of a missing file.
-            raise ValueError(
-                f"the prepared text in {self.folder} is damaged ({error}); remove this folder, and it is prepared again"
-            ) from error
+        except Exception as error:  # So does damage to the records themselves.
+            raise _damaged(self.folder, error) from error
 
     @functools.cached_property
     def _source(self) -> Any:

@@ -5,11 +5,12 @@ A store is a folder of plain .npy files beside the vocabulary and a summary:
 train.npy, valid.npy, test.npy   ids, one axis, of the smallest type that holds them
 sentences.npy                    int64 [n + 1]: where each line of the training text begins, and where the last ends
 vocabulary.txt                   what the ids mean
-store.json                       sizes, written last: a folder without it is no store
+store.json                       sizes and sha256 of the others, written last: a folder without it is no store
 
 Its name holds the fingerprint of the text, of the tokens' settings and of `VERSION`, so another text or
 setting never meets an old store. It is written under a temporary name and renamed, and a lock beside it
-lets one process write while others wait.
+lets one process write while others wait. Every byte is checked when a store is opened (docs/faults.md has what that
+costs): an id that was flipped on a disk would be learned, and no one would know.
 """
 
 import contextlib
@@ -75,6 +76,8 @@ def open_store(
     if not _is_whole(path):
         with folders.writable(folder, what="the tokens of the text"), folders.locked(folder / f".{path.name}.lock"):
             if not _is_whole(path):  # Else another process has made it meanwhile.
+                if path.exists():
+                    print(f"the tokens in {path} are damaged, or of an older version: they are made again", flush=True)
                 _make(path, text, make_vocabulary(), reading)
     return _load(path)
 
@@ -90,12 +93,20 @@ def _path(text: Text, settings: dict[str, Any], folder: Path) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the folder is a store of which nothing is missing."""
+    """Whether the folder is a store whose every byte is as it was written."""
     try:
-        sizes = json.loads((path / _SUMMARY).read_text())["bytes"]
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
+        summary = json.loads((path / _SUMMARY).read_bytes())
+        sizes, digests = summary["bytes"], summary["sha256"]
+        if any((path / name).stat().st_size != size for name, size in sizes.items()):
+            return False  # At once, where large files would be read for it.
+        return {name: _sha256(path / name) for name in sizes} == digests
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _load(path: Path) -> TokenStore:
@@ -115,8 +126,14 @@ def _make(path: Path, text: Text, vocabulary: Vocabulary, reading: Reading) -> N
     try:
         tokens = {split: _write_split(partial, split, text, vocabulary, reading) for split in SPLITS}
         (partial / _VOCABULARY).write_text(dumps(vocabulary), encoding="utf-8")
-        sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        summary = {"text": text.description, "digest": text.digest, "tokens": tokens, "bytes": sizes}
+        files = sorted(partial.iterdir())
+        summary = {
+            "text": text.description,
+            "digest": text.digest,
+            "tokens": tokens,
+            "bytes": {file.name: file.stat().st_size for file in files},
+            "sha256": {file.name: _sha256(file) for file in files},
+        }
         (partial / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         shutil.rmtree(path, ignore_errors=True)  # A damaged one.
         partial.rename(path)

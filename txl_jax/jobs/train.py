@@ -151,6 +151,9 @@ class Run:
             Checkpointer(self.workdir.latest, keep=self.config.keep_checkpoints, report=self._note) as self.latest,
             Checkpointer(self.workdir.best, keep=1, report=self._note) as self.best,
         ):
+            # A run that was killed after its last save will save no more, and so would never sweep.
+            self.latest.sweep()
+            self.best.sweep()
             yield
 
     def restore(
@@ -159,7 +162,9 @@ class Run:
         """The number of updates done, the state after them, and its notes; only checkpoints `before` a step count."""
         restored = self.latest.restore(self.parts.abstract_state, before=before)
         self.saved_step = -1 if restored is None else restored[0]
-        return restored or (0, init_state(), {})
+        step, state, notes = restored or (0, init_state(), {})
+        self.evaluation_pending = notes.get("evaluation_pending", False)
+        return step, state, notes
 
     @contextlib.contextmanager
     def logging(self, step: int, changes: list[str], *, introduce: bool = True) -> Iterator[None]:
@@ -176,13 +181,19 @@ class Run:
             yield
 
     def _open_log(self, step: int) -> RunLog | NoLog:
-        if processes.is_first():
-            return RunLog(self.workdir.path, first_step=step, label=self.label)
-        return NoLog()
+        if not processes.is_first():
+            return NoLog()
+        # What was recorded and then lost its consequences to a kill is done, and recorded, again.
+        redone = {"valid"} if self.evaluation_pending else set()
+        if self._results_on_disk(step) is None:
+            redone.add("test")
+        return RunLog(self.workdir.path, first_step=step, redone=redone, label=self.label)
 
     def ended_before(self, step: int, notes: dict[str, Any]) -> dict[str, Any] | None:
         """The results of a run that had ended when it was opened; None: there is something to do."""
-        results = processes.first_tells(self._results_on_disk) if self._has_ended(step, notes) else None
+        results = None
+        if self._has_ended(step, notes):
+            results = processes.first_tells(lambda: self._results_on_disk(step))
         if results:
             self.log.say(f"finished  already: {self.workdir.path / 'results.json'}")
         return results
@@ -281,7 +292,8 @@ class Run:
             return state
         self.evaluation_pending = False
         best = self._best()
-        better = best is None or totals.nll < best["loss"]
+        # Those of this very step are written again: a kill may have come before they had their digests.
+        better = best is None or totals.nll < best["loss"] or best["step"] == step
         self.log.record("valid", step, as_record(totals))
         self.log.say(
             report.timed(f"step {step}: valid {report.scores(totals, self.measure)}", time.monotonic() - began)
@@ -396,13 +408,14 @@ class Run:
         _, tree, notes = restored
         return {name: value for name, value in notes.items() if name != "eval"}, tree["params"]
 
-    def _results_on_disk(self) -> dict[str, Any] | None:
-        """What results.json holds, if it was measured with these evaluation settings."""
+    def _results_on_disk(self, step: int) -> dict[str, Any] | None:
+        """What results.json holds, if it was measured after `step` updates with these evaluation settings."""
         try:
             results = json.loads((self.workdir.path / "results.json").read_text())
-        except (OSError, ValueError):
+            same = results["steps"] == step and _with_defaults(results["eval"]) == self._eval_settings()
+        except (OSError, ValueError, KeyError, TypeError):  # There is none, or it is damaged: it is made again.
             return None
-        return results if _with_defaults(results.get("eval", {})) == self._eval_settings() else None
+        return results if same else None
 
     def _score(self, params: Any, tokens: Any, name: str) -> Totals:
         return score(

@@ -1,0 +1,41 @@
+"""The place of the runs that something happens to, and one that nothing happens to."""
+
+import os
+import time
+
+import miniature
+import pytest
+from faults.harness import ROOT, Place, finished
+
+from txl_jax.config import CorpusName
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """Runs on a miniature text, whose programs are compiled once."""
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "data").mkdir()
+    name = CorpusName.PTB
+    (folder / "data" / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
+    environment = {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "PYTHONFAULTHANDLER": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return Place(folder, environment)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(place):
+    """The workdir of a run that nothing happened to, scored once more at its end."""
+    finished(place.train("undisturbed"))
+    finished(place.score("undisturbed"))
+    return place.workdir("undisturbed")
+
+
+@pytest.fixture
+def fault_seed():
+    """What random moments are drawn with: TXL_FAULT_SEED repeats them as far as processes can be repeated."""
+    return int(os.environ.get("TXL_FAULT_SEED") or time.time_ns() % 10**6)

@@ -1,0 +1,96 @@
+"""Tests damaged checkpoints of a whole run: it says so, goes on from the step before, and trains to the same numbers."""
+
+import shutil
+
+import pytest
+from faults.harness import KILLED, assert_equal_runs, assert_one_sentence, finished
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def killed(place, undisturbed):
+    """A workdir with the checkpoints of steps 12 and 18."""
+    assert place.train("killed", fault="kill", at="os.rename *latest/24.orbax-checkpoint-tmp*").end().code == KILLED
+    assert sorted(path.name for path in (place.workdir("killed") / "checkpoints" / "latest").glob("??")) == ["12", "18"]
+    return place.workdir("killed")
+
+
+@pytest.fixture
+def copy(killed, place):
+    """Makes another run of it, by its name."""
+
+    def copy(name):
+        shutil.copytree(killed.parent, place.folder / name)
+        return place.workdir(name)
+
+    return copy
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 8
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_in_any_file(copy, killed, place, undisturbed):
+    newest = killed / "checkpoints" / "latest" / "18"
+    files = sorted(path.relative_to(killed) for path in newest.rglob("*") if path.is_file())
+    assert len(files) > 8
+    for n, file in enumerate(files):
+        workdir = copy(f"flipped-{n}")
+        flip(workdir / file)
+        out = finished(place.train(f"flipped-{n}")).out
+        assert f"{workdir / 'checkpoints/latest/18'} is " in out and "resuming  after step 12" in out
+        assert file.name == "digests.json" or "is damaged" in out
+        assert_equal_runs(workdir, undisturbed)
+    print(f"{len(files)} files of a checkpoint, each with a flipped bit")
+
+
+def cut(newest):
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+
+
+def emptied(newest):
+    shutil.rmtree(newest)
+    newest.mkdir()
+
+
+def without_digests(newest):
+    (newest / "digests.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, emptied, without_digests])
+def test_other_damage(damage, copy, place, undisturbed):
+    workdir = copy(damage.__name__)
+    damage(workdir / "checkpoints" / "latest" / "18")
+    out = finished(place.train(damage.__name__)).out
+    assert f"{workdir / 'checkpoints/latest/18'} is " in out and "resuming  after step 12" in out
+    assert_equal_runs(workdir, undisturbed)
+
+
+def test_damage_to_all(copy, place):
+    workdir = copy("all")
+    for step in ("12", "18"):
+        cut(workdir / "checkpoints" / "latest" / step)
+    ended = place.train("all").end()
+    assert ended.code == 1
+    assert_one_sentence(ended.err, "none of the checkpoints in", "18: the file", "12: the file", "bring back a copy")
+
+
+def test_a_torn_line_of_metrics(copy, place, undisturbed):
+    """As after a power cut: records of steps that come again."""
+    workdir = copy("torn")
+    path = workdir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    finished(place.train("torn"))
+    assert_equal_runs(workdir, undisturbed)
+
+
+def test_flipped_ids_are_made_again(copy, place, undisturbed):
+    workdir = copy("ids")
+    (ids,) = place.cache("ids").glob("tokens/*/train.npy")
+    flip(ids)
+    assert "are damaged, or of an older version: they are made again" in finished(place.train("ids")).out
+    assert_equal_runs(workdir, undisturbed)

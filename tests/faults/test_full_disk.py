@@ -1,0 +1,91 @@
+"""Tests a disk that fills up: one sentence, nothing that was there is lost, and with space again the same numbers."""
+
+import os
+import subprocess
+
+import pytest
+from faults.harness import Place, assert_equal_runs, assert_one_sentence, finished
+
+from txl_jax.checkpoint import _fault
+
+# When the disk fills up: before which file operation, how large files may still become, and what is then said.
+MOMENTS = {
+    "records": ("os.mkdir *tfds*incomplete*", 0, ("cannot write Penn Treebank to", "File too large", "--cache_dir=")),
+    "tokens": ("open *tokens/*/train.npy", 100_000, ("cannot write the tokens", "File too large", "--cache_dir=")),
+    "config.json": ("open */.config.json.*", 100, ("config.json", "File too large", "free space")),
+    "metrics": ("os.mkdir */tensorboard", 300, ("cannot write to", "File too large", "free space")),
+    "a checkpoint": (
+        "os.mkdir *latest/12.orbax-checkpoint-tmp",
+        4_000,
+        ("checkpoint of step 12 could not be written", "File too large", "earlier checkpoints are untouched"),
+    ),
+    # The next save, and the log, fail too: which of them is told of is a matter of time.
+    "digests": ("open *latest/18/.digests.json.*", 0, ("File too large", "free space")),
+    "best parameters": (
+        "os.mkdir *best/24.orbax-checkpoint-tmp",
+        4_000,
+        ("checkpoint of step 24 could not be written", "File too large", "earlier checkpoints are untouched"),
+    ),
+    "results": ("open */.results.json.*", 0, ("results.json", "File too large", "free space")),
+}
+FAST = ("a checkpoint", "results")
+
+
+def whole_steps(workdir):
+    """The newest checkpoint of each kind that is whole; 0: there is none."""
+    kinds = (workdir / "checkpoints" / kind for kind in ("latest", "best"))
+    return [max((int(path.name) for path in kind.glob("*") if is_whole(path)), default=0) for kind in kinds]
+
+
+def is_whole(path):
+    return path.name.isdigit() and _fault(path) is None
+
+
+@pytest.mark.parametrize("moments", [FAST, pytest.param(tuple(MOMENTS), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_no_file_may_grow(moments, place, undisturbed):
+    name = f"full-{len(moments)}"
+    for moment in moments:
+        at, largest, says = MOMENTS[moment]
+        before = whole_steps(place.workdir(name))
+        ended = place.train(name, fault="full", at=at, largest=largest).end()
+        assert ended.code == 1, (moment, ended.out)
+        assert_one_sentence(ended.err, *says)
+        assert all(new >= old for new, old in zip(whole_steps(place.workdir(name)), before, strict=True))
+    finished(place.train(name))
+    assert_equal_runs(place.workdir(name), undisturbed)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 3 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small file system")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)], check=False, capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"no small file system can be mounted here ({done.stderr.strip()})")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.slow
+def test_a_small_disk_fills_up_again_and_again(small_disk, place, undisturbed):
+    """With ever a little more space than before, a run ends in one sentence each time until there is enough."""
+    here = Place(small_disk, place.environment)
+    (small_disk / "data").symlink_to(place.folder / "data")
+    ballast = small_disk / "ballast"
+    free = 8_000
+    for n in range(40):
+        ballast.write_bytes(b"")
+        space = os.statvfs(small_disk)
+        ballast.write_bytes(b"\0" * max(space.f_bavail * space.f_frsize - free, 0))
+        ended = here.train("run").end()
+        if ended.code == 0:
+            break
+        assert ended.code == 1
+        assert_one_sentence(ended.err, "space")
+        free += 30_000
+    assert n >= 5, "the disk was large enough at once"
+    print(f"a disk with 8 kB, 38 kB, ... of space: {n} sentences, then the end")
+    assert_equal_runs(here.workdir("run"), undisturbed)

@@ -1,0 +1,99 @@
+"""Tests `kill -9` and signals at chosen and at random moments: the run goes on and every number is as if undisturbed."""
+
+import collections
+import random
+import signal
+import time
+
+import pytest
+from faults.harness import KILLED, assert_equal_runs, finished, result
+
+# File operations that a start is killed before. They follow one another, so that each start comes a little further.
+MOMENTS = {
+    "while records are written": "os.mkdir *tfds*incomplete*",
+    "before the records have their name": "os.rename *tfds*incomplete*",
+    "while tokens are written": "open *tokens/*/test.npy",
+    "before the tokens have their name": "os.rename *tokens/ptb-*",
+    "while the workdir is tried": "os.remove */.probe-*",
+    "before the lock": "open */.lock",
+    "between vocabulary.txt and config.json": "open */.config.json.*",
+    "before config.json has its name": "os.rename *config.json*",
+    "while arrays are written": "os.mkdir *latest/6.orbax-checkpoint-tmp/*",
+    "before a checkpoint has its name": "os.rename *latest/6.orbax-checkpoint-tmp*",
+    "between a checkpoint and its digests": "open *latest/12/.digests.json*",
+    "before the digests have their name": "os.rename *latest/18/*digests.json*",
+    "while a step goes": "shutil.rmtree *latest/6.deleted",
+    "between the best parameters and their digests": "open *best/24/.digests.json*",
+    "while the best before goes": "shutil.rmtree *best/8.deleted",
+    "before the test scores are written": "open */.results.json.*",
+    "before results.json has its name": "os.rename *results.json*",
+}
+KILLS_PER_RUN = 6  # Then it is left to end, so that there are many ends to compare.
+OPERATIONS = 200  # What a whole run does in files; a start that goes on from a checkpoint does less.
+FAST = (
+    "before the tokens have their name",
+    "between a checkpoint and its digests",
+    "between the best parameters and their digests",
+    "before the test scores are written",
+)
+
+
+@pytest.mark.parametrize("moments", [FAST, pytest.param(tuple(MOMENTS), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_kills_before_chosen_file_operations(moments, place, undisturbed):
+    name = f"chosen-{len(moments)}"
+    for moment in moments:
+        assert place.train(name, fault="kill", at=MOMENTS[moment]).end().code == KILLED, f"no kill {moment}"
+    finished(place.train(name))
+    assert_equal_runs(place.workdir(name), undisturbed)
+    assert_nothing_left_over(place, name)
+
+
+def assert_nothing_left_over(place, name):
+    """What killed starts of the training began is gone; what scoring began may be of one that is under way."""
+    workdir = place.workdir(name)
+    left = {path for pattern in ("*.tmp", ".probe-*", "*.deleted", "*orbax*") for path in workdir.rglob(pattern)}
+    assert not left - {*workdir.glob(".evaluation.json.*.tmp")}
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
+    """Runs are killed and resumed until so many kills have landed; each run is then compared.
+
+    Half of many kills come after a random time; the others, and a few, before a random file operation: there are many
+    of those where little time is spent. Each run is left to end after some kills, so this ends too.
+    """
+    rng = random.Random(fault_seed)
+    phases, starts, runs, began = collections.Counter(), 0, 0, time.monotonic()
+    span = finished(place.train("timed")).seconds if kills > KILLS_PER_RUN else 0.0
+    while phases.total() < kills:
+        name = f"random-{kills}-{runs}"
+        runs += 1
+        for act in (place.train, place.score) if span else (place.train,):
+            for _ in range(min(KILLS_PER_RUN, kills - phases.total())):
+                starts += 1
+                if (ended := killed_at_random(act, name, rng, span)).code != KILLED:
+                    assert ended.code == 0, ended.err
+                    break
+                phases[ended.phase] += 1
+            finished(act(name))
+        assert_equal_runs(place.workdir(name), undisturbed)
+        if span:
+            assert result(place.workdir(name), "evaluation.json") == result(undisturbed, "evaluation.json")
+        assert_nothing_left_over(place, name)
+    print(
+        f"\nseed {fault_seed}: {phases.total()} kills in {starts} starts of {runs} runs, {time.monotonic() - began:.0f} s"
+    )
+    for phase, count in phases.most_common():
+        print(f"  {phase:<24}{count:>3}")
+
+
+def killed_at_random(act, name, rng, span):
+    """A start that is killed at a random time, or before a random file operation, if it lasts that long."""
+    if not span or rng.random() < 0.5:
+        last = rng.choice([OPERATIONS // 5, OPERATIONS])  # Else hardly any would come while a text is prepared.
+        return act(name, fault="kill", at=f"*{name}/*", count=rng.randint(1, last)).end()
+    moment, victim = rng.uniform(0, 0.8 * span), act(name)
+    victim.wait_for("ready")
+    time.sleep(moment)
+    victim.send(signal.SIGKILL)
+    return victim.end()

@@ -1,0 +1,39 @@
+"""Tests two runs in one workdir: one of them trains, and the other is refused in one sentence and touches nothing."""
+
+import pytest
+from faults.harness import assert_equal_runs, assert_one_sentence, finished
+
+
+def contents(folder):
+    """Every file below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_second_is_refused_while_the_first_starts(place, undisturbed):
+    go_on, workdir = place.folder / "go-on", place.workdir("two")
+    first = place.train("two", fault="pause", at="open */run/log.txt", go_on=str(go_on))
+    first.wait_for("paused")
+    before = contents(workdir)
+    second = place.train("two").end()
+    assert second.code == 1
+    assert_one_sentence(second.err, f"another run (process {first.pid}) is training in {workdir}", "another --workdir")
+    assert contents(workdir) == before
+    go_on.touch()
+    finished(first)
+    assert_equal_runs(workdir, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["os.mkdir *tfds*incomplete*", "open *tokens/*/test.npy"], ids=["records", "tokens"])
+def test_while_the_first_prepares_its_text_the_second_waits_and_then_one_is_refused(at, place, undisturbed, request):
+    name, go_on = request.node.callspec.id, place.folder / f"go-on-{request.node.callspec.id}"
+    first = place.train(name, fault="pause", at=at, go_on=str(go_on))
+    first.wait_for("paused")
+    second = place.train(name)
+    second.wait_for("ready")
+    go_on.touch()
+    ends = [first.end(), second.end()]
+    assert sorted(ended.code for ended in ends) == [0, 1], ends
+    (refused,) = (ended for ended in ends if ended.code)
+    assert_one_sentence(refused.err, "another run (process ", "is training in")
+    assert_equal_runs(place.workdir(name), undisturbed)
