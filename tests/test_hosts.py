@@ -10,12 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
+import dataclasses
 import sys
 
 import jax
 import numpy as np
 
-port, process, data, fsdp, model, batch_size = map(int, sys.argv[1:])
+port, process, data, fsdp, model, batch_size, tiled = map(int, sys.argv[1:])
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
 
 import tiny_run
@@ -24,16 +25,19 @@ from txl_jax.data.segments import training_segments
 parts = tiny_run.parts(
     mesh__data=data, mesh__fsdp=fsdp, mesh__model=model, train__batch_size=batch_size, model__n_head=8, model__d_inner=16
 )
+if tiled:  # A process's devices are no stretch of the mesh.
+    devices = np.array(jax.devices()).reshape(2, 4).T.reshape(parts.mesh.devices.shape)
+    parts = dataclasses.replace(parts, mesh=jax.sharding.Mesh(devices, parts.mesh.axis_names))
 tokens = np.arange(1000)
 whole = training_segments(tokens, batch_size=batch_size, segment_len=7).segments(3, 2)
-host = parts.host(batch_size)
-own = training_segments(tokens, batch_size=batch_size, segment_len=7, host=host).segments(3, 2)
+rows = parts.own_rows(batch_size)
+own = training_segments(tokens, batch_size=batch_size, segment_len=7, own=rows).segments(3, 2)
 placed = parts.place(own, batch_size=batch_size)
 for found, expected in zip(placed, whole):
     assert found.shape == expected.shape, (found.shape, expected.shape)
     for shard in found.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
-print("host", *host)
+print("rows", *rows)
 """
 
 
@@ -64,13 +68,14 @@ def two_processes(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "batch_size", "hosts"),
+    ("mesh", "batch_size", "tiled", "rows"),
     [
-        ((8, 1, 1), 8, ["host 0 2", "host 1 2"]),
-        ((4, 1, 2), 8, ["host 0 2", "host 1 2"]),
-        ((1, 1, 8), 8, ["host 0 1", "host 0 1"]),  # Both processes' devices hold all rows.
-        ((8, 1, 1), 1, ["host 0 1", "host 0 1"]),  # One row cannot be spread.
+        ((8, 1, 1), 8, False, ["rows 0 1 2 3", "rows 4 5 6 7"]),
+        ((8, 1, 1), 16, True, ["rows 0 1 4 5 8 9 12 13", "rows 2 3 6 7 10 11 14 15"]),
+        ((4, 1, 2), 8, False, ["rows 0 1 2 3", "rows 4 5 6 7"]),
+        ((1, 1, 8), 4, False, ["rows 0 1 2 3", "rows 0 1 2 3"]),  # Both processes' devices hold all rows.
+        ((8, 1, 1), 1, False, ["rows 0", "rows 0"]),  # One row cannot be spread.
     ],
 )
-def test_every_device_gets_its_rows(mesh, batch_size, hosts):
-    assert two_processes(*mesh, batch_size) == hosts
+def test_every_device_gets_its_rows(mesh, batch_size, tiled, rows):
+    assert two_processes(*mesh, batch_size, int(tiled)) == rows

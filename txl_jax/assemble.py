@@ -137,41 +137,39 @@ class Parts:
         """Type of stored keys and values."""
         return readers.memory_dtype(self.model, self.config.eval)
 
-    def host(self, batch_size: int) -> tuple[int, int]:
-        """(i, n): this process's devices hold part i of n of a batch's rows, and so it reads those.
+    def own_rows(self, batch_size: int) -> np.ndarray:
+        """Numbers of the rows of a batch that this process's devices hold, ascending, and that it therefore reads.
+
+        They need not follow one another: where a mesh is laid over a torus, a host's chips are a tile of it.
 
         Raises:
-          ValueError: they hold rows that are not one such part.
+          ValueError: they hold none, as the mesh does not reach them.
         """
-        rows = sharding.named(self.mesh, sharding.rows(self.mesh, batch_size))
-        own = rows.addressable_devices_indices_map((batch_size,))
+        placed = sharding.named(self.mesh, sharding.rows(self.mesh, batch_size))
+        own = placed.addressable_devices_indices_map((batch_size,))
         if not own:
             raise ValueError(
                 f"no device of process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}; start fewer "
                 "processes, or use all devices with --mesh.data=0"
             )
-        parts = {part[0].indices(batch_size)[:2] for part in own.values()}
-        first, last = min(parts)[0], max(parts)[1]
-        size = last - first
-        if sum(b - a for a, b in parts) != size or batch_size % size or first % size:
-            raise ValueError(
-                f"the devices of process {jax.process_index()} hold the rows {sorted(parts)} of {batch_size}, which are "
-                "no equal part of them; order the mesh so that a process's devices lie together"
-            )
-        return first // size, batch_size // size
+        return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
 
     def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
         """Puts segments on the devices, their rows spread as those of the memory.
 
         Args:
-          segments: the rows that this process reads (see `host`).
+          segments: the rows that this process reads (see `own_rows`).
           batch_size: B, over all processes; None: this process has read them all.
         """
-        batch_size = batch_size or segments.inputs.shape[1]
+        own = np.arange(segments.inputs.shape[1]) if batch_size is None else self.own_rows(batch_size)
+        batch_size = batch_size or len(own)
 
         def put(placed: NamedSharding, part: np.ndarray) -> jax.Array:
-            whole = (part.shape[0], batch_size, *part.shape[2:])
-            return jax.make_array_from_process_local_data(placed, part, whole)
+            def of_device(index: tuple[slice, ...]) -> np.ndarray:
+                rows = np.arange(batch_size)[index[1]]
+                return part[:, np.searchsorted(own, rows)]
+
+            return jax.make_array_from_callback((part.shape[0], batch_size, *part.shape[2:]), placed, of_device)
 
         return jax.tree.map(put, self._segment_shardings(batch_size), segments)
 

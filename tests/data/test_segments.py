@@ -1,7 +1,8 @@
-"""Tests dealing out tokens: what each segment holds, against lists, for any text, batch, segment, order and host."""
+"""Tests dealing out tokens: what each segment holds, against lists, for any text, batch, segment, order and process."""
 
 import doctest
 import itertools
+import re
 import time
 
 import numpy as np
@@ -176,7 +177,7 @@ def test_a_place_of_evaluation_knows_which_token_it_scores(
     """Also in steps past the end, which are padding."""
     for host in range(hosts):
         sizes = {"length": length, "batch_size": batch_size * hosts, "segment_len": segment_len}
-        reader = make("evaluation", **sizes, warmup_tokens=warmup, host=(host, hosts))
+        reader = make("evaluation", **sizes, warmup_tokens=warmup, own=range(host, batch_size * hosts, hosts))
         got = reader.segments(first, count)
         # The text is numbered, so a target says where it stands.
         np.testing.assert_array_equal(reader.scored(first, count), np.where(got.weights == 1, got.targets, 0))
@@ -334,17 +335,18 @@ def test_what_was_asked_before_does_not_matter(kind, steps, length, batch_size, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(**SIZES, n_hosts=st.integers(1, 4), first_step=st.integers(0, 20))
-def test_hosts_share_the_rows_of_one(kind, n_hosts, first_step, length, batch_size, segment_len):
-    rows = batch_size * n_hosts
-    whole = make(kind, length, rows, segment_len)
-    shares = [make(kind, length, rows, segment_len, host=(i, n_hosts)) for i in range(n_hosts)]
-    parts = [share.segments(first_step, 4) for share in shares]
-    assert {part.targets.shape for part in parts} == {(4, batch_size, segment_len)}
-    joined = (np.concatenate(values, axis=1) for values in zip(*parts, strict=True))
-    assert_equal(segments.Segments(*joined), whole.segments(first_step, 4))
-    for name in ("batch_size", "n_segments", "tokens_per_epoch", "skipped_tokens"):
-        assert {getattr(share, name) for share in shares} == {getattr(whole, name)}, "numbers of all hosts together"
+@given(**SIZES, n_processes=st.integers(1, 4), first_step=st.integers(0, 20), data=st.data())
+def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, length, batch_size, segment_len):
+    """Whichever rows each has."""
+    whole = make(kind, length, batch_size, segment_len)
+    expected = whole.segments(first_step, 4)
+    owners = np.array(data.draw(st.lists(st.integers(0, n_processes - 1), min_size=batch_size, max_size=batch_size)))
+    for process in np.unique(owners):
+        own = np.flatnonzero(owners == process)
+        share = make(kind, length, batch_size, segment_len, own=own)
+        assert_equal(share.segments(first_step, 4), segments.Segments(*(array[:, own] for array in expected)))
+        for name in ("batch_size", "n_segments", "tokens_per_epoch", "skipped_tokens"):
+            assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
 
 
 def test_a_case_drawn_by_hand():
@@ -456,16 +458,10 @@ def test_sizes_must_be_positive(constructor, sizes):
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
-def test_rows_must_divide_among_hosts(constructor):
-    with pytest.raises(ValueError, match="batch_size is 6 and there are 4 hosts"):
-        constructor(numbered(50), batch_size=6, segment_len=2, host=(0, 4))
-
-
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
-@pytest.mark.parametrize("host", [(2, 2), (-1, 2), (0, 0)])
-def test_a_host_must_be_one_of_them(constructor, host):
-    with pytest.raises(ValueError, match=f"number {host[0]} of {host[1]}"):
-        constructor(numbered(50), batch_size=6, segment_len=2, host=host)
+@pytest.mark.parametrize("own", [[6], [-1, 2], [2, 1], [3, 3]])
+def test_own_rows_must_be_rows_in_order(constructor, own):
+    with pytest.raises(ValueError, match=f"own rows are {re.escape(str(own))} and batch_size is 6"):
+        constructor(numbered(50), batch_size=6, segment_len=2, own=own)
 
 
 def test_warm_up_cannot_be_negative():

@@ -34,10 +34,11 @@ Variants, all for the same 12 tokens:
   text.
 
 A roll moves what is left out, so that every target is read in the long run. `txl_jax.data.order` has the details of
-rolls and shuffling. `host` divides the rows among processes: all draw the same numbers, and each reads its own rows.
+rolls and shuffling. `own` names the rows that a process reads: all processes draw the same numbers, and each reads its own rows.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ from txl_jax.data.order import AsItStands, EpochOrder, Rolled, ShuffledSentences
 
 
 class Segments(NamedTuple):
-    """S consecutive segments of B rows (of one host) and L places."""
+    """S consecutive segments of B rows (of one process) and L places."""
 
     inputs: np.ndarray  # int32 [S, B, L]; 0 in padding.
     targets: np.ndarray  # int32 [S, B, L]; 0 in padding.
@@ -68,14 +69,14 @@ class SegmentReader:
     """Deals out a text; made by `training_segments` or `evaluation_segments`."""
 
     tokens: np.ndarray  # Integer ids [T]; may be memory-mapped, only the places asked for are read.
-    batch_size: int  # B, rows over all hosts.
+    batch_size: int  # B, rows over all processes.
     segment_len: int  # L
     stride: int  # Places of a segment after a row's first that are new; those before were read already.
-    rows: Rows  # Of all hosts.
+    rows: Rows  # Of all processes.
     order: EpochOrder  # Where an epoch's pairs stand in the text.
     repeats: bool  # After a pass the next epoch begins; otherwise only padding follows.
     epoch_memory: EpochMemory  # Whether the rows are reset where it begins.
-    host: tuple[int, int]  # (i, n): the rows i * B / n to (i + 1) * B / n - 1 come back.
+    own: Sequence[int] | None  # Numbers of the rows that come back; None: all.
 
     @property
     def n_segments(self) -> int:
@@ -85,16 +86,16 @@ class SegmentReader:
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Targets of weight 1 in one pass, over all rows of all hosts."""
+        """Targets of weight 1 in one pass, over all rows of all processes."""
         return int((self.rows.end - self.rows.scored).sum())
 
     @property
     def skipped_tokens(self) -> int:
-        """Targets that one pass leaves out, over all hosts; a roll or shuffling leaves out others in each epoch."""
+        """Targets that one pass leaves out, over all processes; a roll or shuffling leaves out others in each epoch."""
         return len(self.tokens) - 1 - self.tokens_per_epoch
 
     def segments(self, first_step: int, count: int) -> Segments:
-        """The segments of steps `first_step` to `first_step + count - 1`, for this host's rows: [S, B / n, L].
+        """The segments of steps `first_step` to `first_step + count - 1`, for this process's rows: [S, own rows, L].
 
         Training steps run on through epochs of `n_segments` steps; rows are reset where one begins, or, if memory is
         carried, only at step 0. In evaluation, steps from `n_segments` on are padding, so blocks of S segments have
@@ -110,7 +111,7 @@ class SegmentReader:
         return Segments(*map(np.concatenate, zip(*parts, strict=True)))
 
     def scored(self, first_step: int, count: int) -> np.ndarray:
-        """Which token each place of these evaluation steps scores: its number in the text, int64 [S, B / n, L].
+        """Which token each place of these evaluation steps scores: its number in the text, int64 [S, own rows, L].
 
         0, the number of the one token that is never scored, stands where the weight is 0.
 
@@ -123,9 +124,8 @@ class SegmentReader:
         return np.where(counts, pair_SxBxL + 1, 0)
 
     def _own_rows(self) -> Rows:
-        """The rows of this host."""
-        i, n = self.host
-        return Rows(*(of_all[i * (self.batch_size // n) : (i + 1) * (self.batch_size // n)] for of_all in self.rows))
+        """The rows of this process."""
+        return self.rows if self.own is None else Rows(*(of_all[np.asarray(self.own)] for of_all in self.rows))
 
     def _pairs(self, index_S: np.ndarray, first_B: np.ndarray) -> np.ndarray:
         """The number of each place's pair [S, B, L]; places past a row's end go on counting."""
@@ -164,7 +164,7 @@ def training_segments(
     roll: Roll = Roll.NONE,
     sentence_starts: np.ndarray | None = None,
     epoch_memory: EpochMemory = EpochMemory.EMPTIED,
-    host: tuple[int, int] = (0, 1),
+    own: Sequence[int] | None = None,
 ) -> SegmentReader:
     """Whole segments only: the targets that fill none are skipped, without a roll in every epoch the same.
 
@@ -174,7 +174,7 @@ def training_segments(
 
     Args:
       tokens: integer ids [T], may be memory-mapped.
-      batch_size: B, over all hosts.
+      batch_size: B, over all processes.
       segment_len: L.
       stride: places by which a row moves on from segment to segment; of all but its first in an epoch only so many are
         scored, the last ones. 0: L.
@@ -183,13 +183,13 @@ def training_segments(
       sentence_starts: signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
         The sentences then come in another order in each epoch. None: the text stays as it stands.
       epoch_memory: whether the rows are reset where an epoch begins, or at step 0 only.
-      host: (i, n): this is host i of n and gets the rows i * B / n to (i + 1) * B / n - 1.
+      own: numbers of the rows that this process reads, ascending (`assemble.Parts.own_rows`); None: all.
 
     Raises:
-      ValueError: a text too short for one segment; a stride beyond L; rows that do not divide among the hosts;
+      ValueError: a text too short for one segment; a stride beyond L; own rows that are none of the batch's;
         sentence starts of another text, or together with a roll.
     """
-    _check(tokens, batch_size, segment_len, host)
+    _check(tokens, batch_size, segment_len, own)
     n_pairs = len(tokens) - 1
     stride = stride or segment_len
     if not 1 <= stride <= segment_len:
@@ -214,7 +214,7 @@ def training_segments(
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
         first_B, order = edges[:-1], Rolled(edges, seed)
     rows = Rows(first_B, first_B, first_B + row_len)
-    return SegmentReader(tokens, batch_size, segment_len, stride, rows, order, True, epoch_memory, host)
+    return SegmentReader(tokens, batch_size, segment_len, stride, rows, order, True, epoch_memory, own)
 
 
 def evaluation_segments(
@@ -223,7 +223,7 @@ def evaluation_segments(
     batch_size: int,
     segment_len: int,
     warmup_tokens: int = 0,
-    host: tuple[int, int] = (0, 1),
+    own: Sequence[int] | None = None,
 ) -> SegmentReader:
     """Every token but the first is a target of weight 1 exactly once; rows are padded at their ends.
 
@@ -233,17 +233,17 @@ def evaluation_segments(
 
     Args:
       tokens: integer ids [T], may be memory-mapped.
-      batch_size: B, over all hosts.
+      batch_size: B, over all processes.
       segment_len: L.
       warmup_tokens: targets before its own that a row reads with weight 0, to fill its memory. Row 0 has none before
         its own and rows near it fewer than this, so they end with more padding; a pass takes up to this many places
         longer. A row without targets of its own reads none.
-      host: (i, n): this is host i of n and gets the rows i * B / n to (i + 1) * B / n - 1.
+      own: numbers of the rows that this process reads, ascending (`assemble.Parts.own_rows`); None: all.
 
     Raises:
-      ValueError: a text of fewer than 2 tokens; negative warmup_tokens; rows that do not divide among the hosts.
+      ValueError: a text of fewer than 2 tokens; negative warmup_tokens; own rows that are none of the batch's.
     """
-    _check(tokens, batch_size, segment_len, host)
+    _check(tokens, batch_size, segment_len, own)
     if warmup_tokens < 0:
         raise ValueError(f"warmup_tokens is {warmup_tokens}; it cannot be negative")
     n_pairs = len(tokens) - 1
@@ -253,16 +253,13 @@ def evaluation_segments(
     first_B = np.where(scored_B < end_B, np.maximum(scored_B - warmup_tokens, 0), end_B)
     rows = Rows(first_B, scored_B, end_B)
     order = AsItStands()
-    return SegmentReader(tokens, batch_size, segment_len, segment_len, rows, order, False, EpochMemory.EMPTIED, host)
+    return SegmentReader(tokens, batch_size, segment_len, segment_len, rows, order, False, EpochMemory.EMPTIED, own)
 
 
-def _check(tokens: np.ndarray, batch_size: int, segment_len: int, host: tuple[int, int]) -> None:
+def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Sequence[int] | None) -> None:
     if tokens.ndim != 1 or len(tokens) < 2:
         raise ValueError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
     if batch_size < 1 or segment_len < 1:
         raise ValueError(f"batch_size is {batch_size} and segment_len is {segment_len}; both must be at least 1")
-    i, n = host
-    if not 0 <= i < n:
-        raise ValueError(f"host is ({i}, {n}), number {i} of {n}; numbers run from 0")
-    if batch_size % n:
-        raise ValueError(f"batch_size is {batch_size} and there are {n} hosts; each must get as many rows")
+    if own is not None and not (list(own) == sorted(set(own)) and 0 <= min(own) <= max(own) < batch_size):
+        raise ValueError(f"own rows are {list(own)} and batch_size is {batch_size}; rows ascend from 0 to below that")

@@ -79,7 +79,7 @@ def _streaming(
     whole = evaluation_segments(
         tokens, batch_size=span.batch_size, segment_len=span.segment_len, warmup_tokens=span.warmup_tokens
     )
-    reader = dataclasses.replace(whole, host=parts.host(span.batch_size))  # It reads this process's rows only.
+    reader = dataclasses.replace(whole, own=parts.own_rows(span.batch_size))  # It reads this process's rows only.
     weights = parts.freeze(params)
     with watched(name, reader.n_segments, unit="segment", **watch) as show:
         return evaluate(

@@ -96,7 +96,7 @@ def training_reader(parts: Parts, corpus: Corpus) -> SegmentReader:
         roll=data.roll,
         sentence_starts=corpus.sentences if data.order is Order.SENTENCES else None,
         epoch_memory=data.epoch_memory,
-        host=parts.host(span.batch_size),
+        own=parts.own_rows(span.batch_size),
     )
 
 
