@@ -8,6 +8,7 @@ import dataclasses
 import json
 import re
 import sys
+import tempfile
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 from txl_jax import config_tree, sharding
 from txl_jax.analysis.collectives import collectives
 from txl_jax.assemble import Parts, assemble
+from txl_jax.checkpoint import Checkpointer
 from txl_jax.config import (
     DType,
     EvalConfig,
@@ -30,6 +32,8 @@ from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
 from txl_jax.ops import adaptive
+from txl_jax.training.state import TrainState
+from txl_jax.training.step import TrainStep
 
 MESHES = {
     "one": MeshConfig(data=1),
@@ -71,15 +75,20 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
     return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
 
 
-def run(parts: Parts, *, scores: bool) -> dict:
-    """Losses of each update, parameters after the last, where arrays lie, and what is sent."""
-    train_step, compilation = parts.compile_train_step()
-    state, losses, norms = parts.init_state(), [], []
-    reader = training_segments(TOKENS, batch_size=B, segment_len=L)
-    for step in range(0, STEPS, PER_CALL):
+def walk(parts: Parts, train_step: TrainStep, state: TrainState, steps: range) -> tuple[TrainState, list, list]:
+    """The state after these updates, and the loss and gradient norm of each."""
+    losses, norms, reader = [], [], training_segments(TOKENS, batch_size=B, segment_len=L)
+    for step in steps[::PER_CALL]:
         state, metrics = train_step(state, parts.place(reader.segments(step, PER_CALL)))
         losses += (metrics.nats / metrics.tokens).tolist()
         norms += metrics.grad_norm.tolist()
+    return state, losses, norms
+
+
+def run(parts: Parts, *, scores: bool) -> dict:
+    """Losses of each update, parameters after the last, where arrays lie, and what is sent."""
+    train_step, compilation = parts.compile_train_step()
+    state, losses, norms = walk(parts, train_step, parts.init_state(), range(STEPS))
     found = {
         "losses": losses,
         "grad_norms": norms,
@@ -150,6 +159,21 @@ def score(parts: Parts, params: Any) -> tuple[Totals, tuple[int, ...]]:
         place=parts.place,
     )
     return totals, keys_per_device
+
+
+def moved() -> list[float]:
+    """The losses of a run that goes on from its checkpoint on other devices: eight, then four laid out otherwise, then one."""
+    losses, steps = [], (range(8), range(8, 14), range(14, STEPS))
+    meshes = (MESHES["fsdp"], MeshConfig(data=1, fsdp=2, model=2), MESHES["one"])
+    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, report=print) as checkpoints:
+        for mesh, these in zip(meshes, steps, strict=True):
+            parts = assemble(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
+            restored = checkpoints.restore(parts.abstract_state)
+            state = parts.init_state() if restored is None else restored[1]
+            state, more, _ = walk(parts, parts.compile_train_step()[0], state, these)
+            losses += more
+            checkpoints.save(these.stop, state, {})
+    return losses
 
 
 def differences() -> dict[str, float]:
@@ -250,6 +274,7 @@ def exact() -> dict[str, Any]:
     whole = config(MESHES["one"], model__dropout=0.0)
     found["chunks, mixed"] = run(assemble(in_chunks, vocab_size=42), scores=False)
     found["chunks, one"] = run(assemble(whole, vocab_size=42), scores=False)
+    found["moved"] = moved()
     found["differences"] = differences()
     found["uneven"] = uneven_vocabulary()
     found["tail"] = tail_work()

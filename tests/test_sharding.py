@@ -133,6 +133,11 @@ def test_parts_of_the_rows_on_a_mesh_are_the_whole_batch(found):
     np.testing.assert_allclose(chunks["params"], one["params"], rtol=0, atol=1e-10)
 
 
+def test_a_run_goes_on_from_its_checkpoint_on_other_devices(found):
+    """Fully sharded over eight, then over four that share heads too, then one: the curve is that of one alone."""
+    np.testing.assert_allclose(found["moved"], found["adaptive, one"]["losses"], rtol=1e-10)
+
+
 def test_losses_vectors_and_gradients_of_the_adaptive_softmax(found):
     """Uneven clusters, tails in small chunks, most rows without a target in them; apart from their entries and joined."""
     assert len(found["differences"]) == 10

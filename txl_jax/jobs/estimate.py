@@ -28,8 +28,8 @@ _BLOCK = 16  # Tokens that generation writes per call.
 class Compiled:
     """What the compiler says of one program, for one device."""
 
-    needed: int  # Bytes: arguments, results that are no arguments, and scratch.
-    scratch: int  # Bytes of activations, gradients, gathered weights.
+    needed: int  # Bytes at the fullest moment.
+    scratch: int  # Bytes of those that are no arguments: activations, gradients, gathered weights.
     seconds: float  # That compiling took.
     collectives: list[Collective]  # Of a whole call.
 
@@ -130,10 +130,10 @@ def _measured(compile_: Callable[[], Any]) -> Compiled:
             raise
         raise DoesNotFitError(_told(str(error))) from None
     sizes = compiled.memory_analysis()
-    arguments, results = sizes.argument_size_in_bytes, sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return Compiled(
-        needed=arguments + results + sizes.temp_size_in_bytes,
-        scratch=sizes.temp_size_in_bytes,
+        # Not the sum of arguments, results and scratch, which share places: it can be more than a device has.
+        needed=sizes.peak_memory_in_bytes,
+        scratch=sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes,
         seconds=time.monotonic() - began,
         collectives=collectives(compiled.as_text()),
     )
