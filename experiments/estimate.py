@@ -8,8 +8,9 @@ Training, evaluation and generation are compiled for the slice by the TPU's own 
 pip install 'jax[tpu]' (libtpu, 0.7 GB); without it only the part that follows from the shapes of arrays is printed. That a
 program compiles shows that it shards and fits, not that it is fast: the times are bounds from data sheets.
 
-With --estimate_configs it prints one line for each of these flagfiles and each slice, with a mesh that it chooses itself; a
-generation without a shape means the smallest slice of it that training fits on. Other flags change all of them.
+With --estimate_configs it prints one line for each of these flagfiles and each slice, of training, with a mesh that it
+chooses itself: all devices, as many as can be on fsdp, and remat=full where it fits only so. A generation without a shape
+means the smallest slice of it that training fits on so. Other flags change all of them.
 """
 
 from experiments import topologies
@@ -39,7 +40,7 @@ FLAGS = flags.FLAGS
 _TASKS = {"training": estimate.training, "evaluation": estimate.evaluation, "generation": estimate.generation}
 _HEAD = (
     "| configuration | rows x segment, memory | slice | mesh | remat | parameters and optimiser | segment memory | "
-    "activations, gradients | needed | of | least time per step |"
+    "activations, gradients | needed | of | least time of an update |"
 )
 
 
@@ -52,7 +53,9 @@ def main() -> None:
     flags.DEFINE_list("estimate_configs", None, "Flagfiles for a table, with commas; none: the flags' own settings.")
     flags.DEFINE_string("estimate_json", None, "File for all figures; none: only what is printed.")
     flags.register_validator(
-        "estimate_tasks", lambda names: set(names) <= set(_TASKS), f"has a task that is none of {', '.join(_TASKS)}"
+        "estimate_tasks",
+        lambda names: names and set(names) <= set(_TASKS),
+        f"has no task, or one that is none of {', '.join(_TASKS)}",
     )
     runner.parse_or_exit()
     sys.exit(runner.guarded(_run))
@@ -61,12 +64,23 @@ def main() -> None:
 def _run() -> int:
     if not FLAGS.topology:
         raise ValueError("no slice was given; say with --topology=v5e:4x8 which one")
-    print(f"jax {jax.__version__}, {datetime.date.today().isoformat()}\n")
     found = _table() if FLAGS.estimate_configs else _one()
     if FLAGS.estimate_json:
-        write_json(Path(FLAGS.estimate_json), {"jax": jax.__version__, "argv": sys.argv[1:], "estimates": found})
+        write_json(Path(FLAGS.estimate_json), {**_versions(), "argv": sys.argv[1:], "estimates": found})
         print(f"\nresults   {FLAGS.estimate_json}")
     return 0
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "jax": jax.__version__,
+        "libtpu": topologies.version() or "not installed",
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _opening() -> str:
+    return ", ".join(f"{name} {value}" for name, value in _versions().items())
 
 
 def _one() -> list[dict[str, Any]]:
@@ -79,12 +93,13 @@ def _one() -> list[dict[str, Any]]:
     parts, compiles = _assemble(config, topology)
     train = config.train
     print(
-        f"{parts.n_parameter:,} parameters in {config.model.dtype} on {topology}: {parts.mesh.size} x {chip.kind} "
+        f"{_opening()}\n\n"
+        f"{parts.n_parameter:,} parameters, computed in {config.model.dtype} on {topology}: {parts.mesh.size} x {chip.kind} "
         f"({', '.join(f'{name} {size}' for name, size in parts.mesh.shape.items())})\n"
         f"{train.batch_size} rows x {train.segment_len}, memory {train.mem_len}\n"
     )
     for name, size in estimate.held(parts).items():
-        print(f"{name:<24}{report.megabytes(size)} per device")
+        print(f"{name:<24}{_told(size)} per device")
     if not compiles:
         print("\nlibtpu is not installed (pip install 'jax[tpu]'): nothing is compiled, activations are not known")
         _say_bounds(parts, bounds(estimate.update_work(parts, compiled=None), chip), complete=False)
@@ -98,17 +113,34 @@ def _say_task(parts: Parts, topology: str, chip: Chip, name: str) -> dict[str, A
         compiled = _TASKS[name](parts)
     except DoesNotFitError as error:
         print(f"\n{name}: does not fit, it {error}")
-        return _record(parts, topology, name, None)
+        return _record(parts, topology, name, None) | {"does_not_fit": str(error)}
+    except ValueError as error:  # A model that cannot write, for one.
+        print(f"\n{name}: not possible, {error}")
+        return _record(parts, topology, name, None) | {"not_possible": str(error)}
     print(
-        f"\n{name}: needs {report.megabytes(compiled.needed)} of {report.megabytes(chip.memory)} per device, "
-        f"{report.megabytes(compiled.scratch)} of it activations, gradients and other scratch "
-        f"(compiled in {compiled.seconds:.0f} s)"
+        f"\n{name}: needs {_told(compiled.needed)} of {_told(chip.memory)} per device, {_told(compiled.scratch)} of it "
+        f"activations, gradients and other scratch (compiled in {compiled.seconds:.0f} s); a call is {_call(parts, name)}"
     )
     for line in _told_collectives(compiled):
         print(line)
     if name == "training":
         _say_bounds(parts, bounds(estimate.update_work(parts, compiled=compiled), chip), complete=True)
     return _record(parts, topology, name, compiled)
+
+
+def _call(parts: Parts, name: str) -> str:
+    """What one call of a program does."""
+    if name == "generation":
+        return f"{estimate.BLOCK} tokens"
+    span = getattr(parts.config, {"training": "train", "evaluation": "eval"}[name])
+    if name == "evaluation" and span.stride:
+        return "a batch of windows"
+    return f"{span.segments_per_call} {'updates' if name == 'training' else 'segments'}"
+
+
+def _told(n_bytes: float) -> str:
+    """Bytes for people."""
+    return report.megabytes(n_bytes) if n_bytes >= 1e6 else f"{n_bytes / 1e3:.1f} kB"
 
 
 def _told_collectives(compiled: Compiled) -> Iterator[str]:
@@ -124,18 +156,18 @@ def _told_collectives(compiled: Compiled) -> Iterator[str]:
         largest = max(found, key=lambda one: one.largest)
         sent = sum(one.sent * one.times for one in found)
         times = sum(one.times for one in found)
-        yield f"| {kind} | {devices} | {times:,} | {report.megabytes(sent)} | {largest.shape} |"
+        yield f"| {kind} | {devices} | {times:,} | {_told(sent)} | {largest.shape} |"
 
 
 def _say_bounds(parts: Parts, found: Bounds, *, complete: bool) -> None:
     train = parts.config.train
-    tokens = train.batch_size * train.segment_len
+    tokens = train.batch_size * train.new_tokens
     links = f", links {1e3 * found.links:.1f} ms" if complete else ""
     print(
-        f"\nA step takes at least {1e3 * found.overlapped:.1f} ms ({tokens / found.overlapped:,.0f} tokens/s), and "
-        f"{1e3 * found.in_turn:.1f} ms if nothing overlaps:\n"
-        f"products {1e3 * found.compute:.1f} ms, memory {1e3 * found.memory:.1f} ms{links}, at the rates of the data sheet; "
-        f"of the adaptive softmax\nonly the head is counted, and each array of memory as often as it must be moved."
+        f"\nAn update takes {1e3 * found.overlapped:.1f} ms ({tokens / found.overlapped:,.0f} tokens/s) if all overlaps, and "
+        f"{1e3 * found.in_turn:.1f} ms if nothing does:\n"
+        f"products {1e3 * found.compute:.1f} ms, memory {1e3 * found.memory:.1f} ms{links}, at the rates of the data sheet; of "
+        "the adaptive softmax\nonly the head is counted, arrays as often as they must be moved, and scratch once each way."
     )
 
 
@@ -175,15 +207,32 @@ def _record(parts: Parts, topology: str, name: str | None, compiled: Compiled | 
 
 
 def _table() -> list[dict[str, Any]]:
+    settled = [f"--{name}" for name in ("mesh.data", "mesh.fsdp", "mesh.model") if FLAGS[name].present]
+    settled += ["--estimate_tasks"] if FLAGS["estimate_tasks"].present else []
+    if settled:
+        raise ValueError(
+            f"{settled[0]} goes without --estimate_configs, whose table is of training on meshes of its own"
+        )
+    if topologies.version() is None:
+        raise ValueError("a table is made by the compiler; install it with pip install 'jax[tpu]'")
+    configs = {name: _config_of(name) for name in FLAGS.estimate_configs}
+    slices = {topology: _slices(topology) for topology in FLAGS.topology}
     found = []
-    print(f"{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
-    for name in FLAGS.estimate_configs:
-        config = _config_of(name)
-        for topology in FLAGS.topology:
-            line, record = _first_that_fits(name, config, topology)
+    print(f"{_opening()}\n\n{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
+    for name, config in configs.items():
+        for candidates in slices.values():
+            line, record = _first_that_fits(name, config, candidates)
             print(line, flush=True)
             found.append(record)
     return found
+
+
+def _slices(topology: str) -> list[str]:
+    """One slice, or all of a generation from small to large."""
+    if topology in topologies.SLICES:
+        return [f"{topology}:{shape}" for shape in topologies.SLICES[topology]]
+    topologies.split(topology)
+    return [topology]
 
 
 def _config_of(name: str) -> ExperimentConfig:
@@ -199,37 +248,35 @@ def _as_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _first_that_fits(name: str, config: ExperimentConfig, topology: str) -> tuple[str, dict[str, Any]]:
-    """The line of one configuration on a slice, or on the smallest of a generation on which training fits."""
-    if ":" in topology:
-        slices = [topology]
-    elif topology in topologies.SLICES:
-        slices = [f"{topology}:{shape}" for shape in topologies.SLICES[topology]]
-    else:
-        topologies.split(topology)  # Says what is wrong.
+def _first_that_fits(name: str, config: ExperimentConfig, slices: list[str]) -> tuple[str, dict[str, Any]]:
+    """The line of the first slice on which training fits."""
     refused: dict[str, Any] = {}
-    for one in slices:
-        for mesh, remat in _choices(config, topologies.n_device(one)):
+    for topology in slices:
+        for mesh, remat in _choices(config, topologies.n_device(topology)):
             changed = config_tree.replace(
                 config, {"mesh.data": mesh.data, "mesh.fsdp": mesh.fsdp, "mesh.model": mesh.model, "model.remat": remat}
             )
-            parts, compiles = _assemble(changed, one)
-            if not compiles:
-                raise ValueError("a table is made by the compiler; install it with pip install 'jax[tpu]'")
+            parts, _ = _assemble(changed, topology)
             try:
                 compiled = estimate.training(parts)
-            except DoesNotFitError:
-                refused = _record(parts, one, "training", None)
+            except DoesNotFitError as error:
+                refused = _record(parts, topology, "training", None) | {"does_not_fit": str(error)}
                 continue
-            return _line(name, parts, one, compiled), _record(parts, one, "training", compiled)
-    return f"| {name} | does not fit on {slices[-1]} |", refused
+            return _line(name, parts, topology, compiled), _record(parts, topology, "training", compiled)
+    if not refused:
+        rows, heads = config.train.batch_size // config.train.batch_chunks, config.model.n_head
+        return f"| {name} | no mesh of {slices[-1]} divides its {rows} rows and {heads} heads |", {
+            "topology": slices[-1]
+        }
+    mesh = " x ".join(map(str, refused["mesh"].values()))
+    return f"| {name} | {slices[-1]}, {mesh}: {refused['does_not_fit']} |", refused
 
 
 def _choices(config: ExperimentConfig, n_device: int) -> Iterator[tuple[MeshConfig, Remat]]:
     """Meshes over all devices that a configuration admits, and what is kept for the backward pass.
 
-    First those with no more on `model` than there must be, and of those the one with the most on `fsdp`; with everything
-    kept, and then with everything computed again.
+    That with no more on `model` than there must be, and of those the one with the most on `fsdp`; with what the
+    configuration keeps, and then with everything computed again.
     """
     model, rows = config.model, config.train.batch_size // config.train.batch_chunks
     for shared in range(1, n_device + 1):
@@ -260,8 +307,8 @@ def _line(name: str, parts: Parts, topology: str, compiled: Compiled) -> str:
         topology,
         " x ".join(str(size) for size in parts.mesh.shape.values()),
         config.model.remat,
-        *map(report.megabytes, sizes),
-        f"{1e3 * least.overlapped:.0f} to {1e3 * least.in_turn:.0f} ms",
+        *map(_told, sizes),
+        f"{1e3 * least.overlapped:.1f} to {1e3 * least.in_turn:.1f} ms",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -1,5 +1,6 @@
 """Slices of Cloud TPUs by name, described by libtpu on a machine that has none."""
 
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -36,7 +37,7 @@ def split(topology: str) -> tuple[str, str]:
     """`v5e:4x8` as generation and shape.
 
     Raises:
-      ValueError: it is not written so, or of an unknown generation.
+      ValueError: it is not written so, of an unknown generation, or no such slice can be.
     """
     found = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", topology)
     if not found or found[1] not in SLICES:
@@ -44,7 +45,19 @@ def split(topology: str) -> tuple[str, str]:
             f"the topology is {topology!r}; give a generation ({', '.join(SLICES)}) and the chips along each axis, such as "
             "v5e:4x8 or v4:2x2x4"
         )
-    return found[1], found[2]
+    generation, shape = found.groups()
+    chips, known = [int(n) for n in shape.split("x")], SLICES[generation]
+    hosts = [n % 2 == 0 for n in chips[:2]]  # A host has 2 x 2 chips.
+    if shape not in known and not (len(chips) == known[0].count("x") + 1 and all(hosts)):
+        raise ValueError(f"there is no slice {topology}; those of {generation} are {', '.join(known)} and larger ones")
+    return generation, shape
+
+
+def version() -> str | None:
+    """Of libtpu; None: it is not installed."""
+    if importlib.util.find_spec("libtpu") is None:
+        return None
+    return importlib.metadata.version("libtpu")
 
 
 def n_device(topology: str) -> int:
@@ -63,7 +76,7 @@ def devices(topology: str) -> Sequence[Any] | None:
     from jax.experimental import topologies
 
     generation, shape = split(topology)
-    if importlib.util.find_spec("libtpu") is None:
+    if version() is None:
         return None
     options = {"chip_config_name": "megacore"} if generation in _MEGACORE else {}
     if set(shape) == {"1", "x"}:  # Less than a host, which has four chips.

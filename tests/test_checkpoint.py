@@ -401,3 +401,14 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open
 def test_arguments_that_cannot_be(directory, keep, said):
     with pytest.raises(ValueError, match=said):
         Checkpointer(directory, keep=keep, report=print)
+
+
+def test_writes_that_nobody_waits_for_fail_in_silence(open_checkpoints, caplog):
+    """Of several writes to a full disk Orbax waits for one, and asyncio would print a traceback for each of the others."""
+    with open_checkpoints() as checkpoints:
+        checkpoints.save(1, {"x": jnp.zeros(3)}, {})
+    for error, said in ((ValueError("File too large [os_error_code='27']"), False), (ValueError("another"), True)):
+        exc_info = (type(error), error, None)
+        caplog.clear()
+        logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=exc_info)
+        assert ("never retrieved" in caplog.text) == said

@@ -334,7 +334,14 @@ def _hide_closed_loops(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
 
 
+def _is_no_failed_write(record: logging.LogRecord) -> bool:
+    """A filter for asyncio's log, which tells of each of several failed writes that Orbax did not wait for."""
+    error = record.exc_info[1] if record.exc_info else None
+    return "os_error_code=" not in str(error)
+
+
 def _open_writer(name: str) -> ocp.AsyncCheckpointer:
+    logging.getLogger("asyncio").addFilter(_is_no_failed_write)  # For good, too.
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _hide_closed_loops  # For good: those writes outlive the save.
     # The prefix: two directories are written at the same time, and processes must not meet at each other's barriers.

@@ -45,22 +45,33 @@ def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_l
     The memory is projected anew in every segment, as weights have changed, and nothing goes back into it; so are the
     position codes, of M + L distances.
     """
-    width = config.n_head * config.d_head
-    project = 2 * config.d_model * width
-    memory = 2 * project * mem_len / segment_len
-    codes = project * (mem_len + segment_len) / segment_len if config.encoding is Encoding.RELATIVE else 0
     lengths = {"segment_len": segment_len, "mem_len": mem_len, "same_length": same_length}
     forward = of_inference(config, vocab_size=vocab_size, **lengths)
     if config.network is Network.LSTM:
         return 3 * forward
     # Backward, the memory's projections and those of the codes have a gradient of the weights only.
-    return 3 * forward + config.n_layer * 2 * (memory + codes)
+    return 3 * forward + 2 * _of_memory(config, segment_len=segment_len, mem_len=mem_len)
+
+
+def of_recomputing(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
+    """Operations per token of an update that `remat=full` adds: all layers forward once more, not the softmax."""
+    lengths = {"segment_len": segment_len, "mem_len": mem_len}
+    forward = of_inference(config, vocab_size=vocab_size, same_length=same_length, **lengths)
+    again = 0 if config.network is Network.LSTM else _of_memory(config, **lengths)
+    return forward - _softmax(config, vocab_size) + again
 
 
 def device_peak(kind: str) -> float | None:
     """Operations per second of a device by the name that jax gives it; None: not known here."""
     found = [name for name in _PEAKS if re.search(rf"\b{name}\b", kind)]
     return _PEAKS[max(found, key=len)] if found else None
+
+
+def _of_memory(config: ModelConfig, *, segment_len: int, mem_len: int) -> float:
+    """Keys and values of the memory, and the position keys, per token of the segment."""
+    project = 2 * config.d_model * config.n_head * config.d_head
+    codes = project * (mem_len + segment_len) / segment_len if config.encoding is Encoding.RELATIVE else 0
+    return config.n_layer * (2 * project * mem_len / segment_len + codes)
 
 
 def _per_position(config: ModelConfig) -> float:

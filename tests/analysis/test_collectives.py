@@ -30,6 +30,11 @@ HloModule jit_f, is_scheduled=true, num_partitions=8
   %all-gather.10 = f32[4]{0:S(1)} all-gather(%p), channel_id=7, replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}, frontend_attributes={chain_id="0"}, metadata={op_name="a"}
 }
 
+%all-reduce-scatter.1 (p: f32[8,8]) -> f32[2,8] {
+  %all-reduce.7 = f32[8,8]{1,0} all-reduce(%p), channel_id=12, replica_groups=[2,4]<=[8], to_apply=%add.1
+  ROOT %slice.1 = f32[2,8]{1,0} dynamic-slice(%all-reduce.7, %i), dynamic_slice_sizes={2,8}
+}
+
 %outer.1 (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
   %while.2 = (s32[], f32[4,8]{1,0}) while(%t), condition=%condition.2, body=%body.2
   %fusion.1 = f32[4]{0} fusion(%p), kind=kLoop, calls=%piece.1
@@ -44,6 +49,8 @@ ENTRY %main.9 (Arg_0.1: f32[4,8]) -> f32[4,8] {
   %while.1 = (s32[], f32[4,8]{1,0}) while(%t), condition=%unknown.1, body=%outer.1, backend_config={"known_trip_count":{"n":"5"}}
   %ags.1 = (f32[2,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%Arg_0.1), channel_id=8, replica_groups={}, dimensions={0}
   %permute.1 = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%x), channel_id=9, source_target_pairs={{0,1},{1,0}}
+  %pair.1 = ((f32[2]{0}, f32[3]{0}), (f32[8]{0}, f32[12]{0})) all-gather-start(%x, %y), channel_id=11, replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([2,4]T(1,0)) {'axis_1'}
+  %scatter.1 = f32[2,8]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
   %alone.1 = f32[4]{0} all-reduce(%x), channel_id=10, replica_groups=[8,1]<=[8], to_apply=%add.1
 }
 """
@@ -58,17 +65,26 @@ def test_each_collective_is_found_with_its_bytes_its_group_and_how_often_it_runs
         ("all-gather", "f32[4]"): (16, 2, 1, 5, "a"),  # In two pieces, once.
         ("all-gather", "f32[16,8]"): (512, 8, 0, 1, ""),
         ("collective-permute", "f32[4]"): (16, 2, 0, 1, ""),
+        ("all-gather", "f32[12]"): (80, 4, 0, 1, ""),  # Two arrays at once.
+        ("reduce-scatter", "f32[8,8]"): (64, 4, 0, 1, ""),  # Of which a device keeps a quarter.
     }
-    assert len(collectives(TEXT)) == 5
+    assert len(collectives(TEXT)) == 7
+
+
+def test_groups_written_in_an_unknown_way_are_not_guessed():
+    with pytest.raises(ValueError, match="unknown way.*replica_groups=ring"):
+        collectives(TEXT.replace("replica_groups={}", "replica_groups=ring(8)"))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [
-    ("all-gather", 256 * 3 / 4), ("all-reduce", 2 * 136 / 2), ("collective-permute", 16)
+    ("all-gather", 256 * 3 / 4), ("all-reduce", 2 * 136 / 2), ("collective-permute", 16), ("reduce-scatter", 256 * 3 / 4)
 ])  # fmt: skip
 def test_bytes_that_a_device_sends(kind, expected):
-    """Of an all-gather of n devices all parts but the own, of an all-reduce twice as much, of a permutation all."""
+    """Of an all-gather all parts but the own, of an all-reduce twice as much, half of it in a reduce-scatter."""
     first = next(
-        one for one in collectives(TEXT) if one.kind == kind and (one.loops == 2 or kind == "collective-permute")
+        one
+        for one in collectives(TEXT)
+        if one.kind == kind and (one.loops == 2 or kind in ("collective-permute", "reduce-scatter"))
     )
     assert first.sent == expected
 

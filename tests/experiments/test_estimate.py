@@ -17,7 +17,9 @@ TINY = (
     "--train.batch_size=8 --train.segment_len=32 --train.mem_len=32 --eval.segment_len=16 --eval.mem_len=32 "
     "--eval.clamp_len=0"
 ).split()
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
+)
 
 
 def estimate(*flags, without_libtpu=False):
@@ -93,6 +95,12 @@ for generation, shapes in topologies.SLICES.items():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("topology", ["v5e:3x5", "v5e:4x4x4", "v4:4x4", "v5p:2x1x1"])
+def test_a_slice_is_whole_hosts_of_its_generation(topology):
+    with pytest.raises(ValueError, match=f"there is no slice {topology}; those of"):
+        topologies.split(topology)
+
+
 @pytest.mark.parametrize("topology", ["v9:2x2", "v5e", "v5e:2x", "v5e:2x2x2x2", "4x4"])
 def test_a_slice_is_written_as_generation_and_shape(topology):
     with pytest.raises(ValueError, match=f"the topology is '{topology}'; .*v5e.*v4:2x2x4"):
@@ -106,6 +114,10 @@ def test_a_slice_is_written_as_generation_and_shape(topology):
         (["--topology=v5e:2x2", "--mesh.fsdp=3"], ["all x 3 x 1", "4 devices"]),
         (["--topology=v5e:2x2", "--estimate_configs=smal"], ["smal", "small", "enwik8_12l"]),
         (["--topology=v5e:2x2", "--estimate_configs=small"], ["pip install 'jax[tpu]'"]),
+        (
+            ["--topology=v5e", "--estimate_configs=small", "--mesh.fsdp=2"],
+            ["--mesh.fsdp goes without --estimate_configs"],
+        ),
     ],
 )
 def test_mistakes_are_answered_in_one_sentence(flags, says):

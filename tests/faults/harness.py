@@ -183,7 +183,9 @@ def assert_equal_runs(workdir, undisturbed):
 
 def assert_one_sentence(err, *parts):
     """Nothing but one line on the error stream, with these words."""
-    (line,) = err.strip().splitlines() or [""]
+    lines = err.strip().splitlines() or [""]
+    assert len(lines) == 1, err
+    (line,) = lines
     assert line.startswith("error: "), err
     for part in parts:
         assert str(part) in line, line

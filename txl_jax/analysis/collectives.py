@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+# The TPU's compiler writes a reduce-scatter as a computation of this name: an all-reduce, of which a slice is taken.
+_SCATTERED = "all-reduce-scatter"
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _CALLED = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
@@ -59,6 +61,8 @@ def collectives(text: str) -> list[Collective]:
             if not match or (devices := _group(line, n_device)) < 2:
                 continue
             one = _collective(match, line, devices, loops, times)
+            if name.startswith(_SCATTERED):
+                one = one._replace(kind="reduce-scatter", n_bytes=one.n_bytes // devices)
             found.setdefault((one.kind, *_piece(line, name, number), loops), one)
     return list(found.values())
 
@@ -112,14 +116,26 @@ def _rounds(loop: str, condition: list[str]) -> int | None:
 
 
 def _collective(match: re.Match, line: str, devices: int, loops: int, times: int) -> Collective:
-    kind = match[2]
-    arrays = [(_size(*array.groups()), array[0]) for array in _ARRAY.finditer(re.sub(r"\{[^}]*\}", "", match[1]))]
-    if match[3] and kind != "all-reduce":  # Its tuple begins with the operands, and may end with counters.
-        arrays = [max(arrays)]
+    kind, results = match[2], re.sub(r"\{[^}]*\}", "", match[1])
+    if match[3] and kind != "all-reduce":  # A tuple of operands, results, and maybe counters.
+        results = _second(results)
+    arrays = [(_size(*array.groups()), array[0]) for array in _ARRAY.finditer(results)]
     source = re.search(r'op_name="([^"]*)"', line)
     largest, shape = max(arrays)
     n_bytes = sum(size for size, _ in arrays)
     return Collective(kind, n_bytes, largest, shape, devices, loops, times, source[1] if source else "")
+
+
+def _second(tuple_: str) -> str:
+    """The second member of a tuple such as (f32[2], (f32[4], f32[8]), u32[]), which may be a tuple itself."""
+    depth, members = 0, [""]
+    for letter in tuple_.strip()[1:-1]:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth:
+            members.append("")
+        else:
+            members[-1] += letter
+    return members[1]
 
 
 def _size(letters: str, bits: str | None, dimensions: str) -> int:
@@ -136,7 +152,9 @@ def _group(line: str, n_device: int) -> int:
         return int(found[1])
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return len(found[1].split(","))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line):
         sizes = dict(axis.split("=") for axis in found[1].split(","))
         return math.prod(int(sizes[axis]) for axis in found[2].split(","))
+    if re.search(r"replica_groups=[^{]|replica_groups=\{[^}]", line):
+        raise ValueError(f"XLA wrote groups of devices in an unknown way: {line.strip()[:300]}")
     return n_device

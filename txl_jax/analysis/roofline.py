@@ -19,13 +19,14 @@ class Chip(NamedTuple):
         return flops.device_peak(self.kind)
 
 
-# By the generation in a topology's name. v3 has two devices on a chip, each with half of it.
+# By the generation in a topology's name. v3 has two devices on a chip, each with half of it. Links: the all-reduce
+# bandwidth of a pod over its chips where the page gives it (v3, v5e, v6e), else the chip's, in one direction.
 CHIPS = {
-    "v3": Chip("TPU v3", 16 * 2**30, 900e9 / 2, 656e9 / 8 / 2),
+    "v3": Chip("TPU v3", 16 * 2**30, 900e9 / 2, 340e12 / 1024 / 2),
     "v4": Chip("TPU v4", 32 * 2**30, 1228e9, 2400e9 / 8),
-    "v5e": Chip("TPU v5 lite", 16 * 2**30, 819e9, 1600e9 / 8),
-    "v5p": Chip("TPU v5p", 95 * 2**30, 2765e9, 4800e9 / 8),
-    "v6e": Chip("TPU v6 lite", 32 * 2**30, 1640e9, 3584e9 / 8),
+    "v5e": Chip("TPU v5 lite", 16 * 2**30, 819e9, 51.2e12 / 256),
+    "v5p": Chip("TPU v5", 95 * 2**30, 2765e9, 4800e9 / 8),
+    "v6e": Chip("TPU v6 lite", 32 * 2**30, 1638e9, 102.4e12 / 256),
 }
 
 
@@ -38,7 +39,7 @@ class Work(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Seconds at the rates of the data sheets, which no program reaches."""
+    """Seconds at the rates of the data sheets, which programs do not reach."""
 
     compute: float
     memory: float
@@ -46,7 +47,7 @@ class Bounds(NamedTuple):
 
     @property
     def overlapped(self) -> float:
-        """If all goes on at once: no program is faster."""
+        """If all goes on at once."""
         return max(self)
 
     @property

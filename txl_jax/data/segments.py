@@ -261,5 +261,6 @@ def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Sequence[
         raise ValueError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
     if batch_size < 1 or segment_len < 1:
         raise ValueError(f"batch_size is {batch_size} and segment_len is {segment_len}; both must be at least 1")
-    if own is not None and not (list(own) == sorted(set(own)) and 0 <= min(own) <= max(own) < batch_size):
-        raise ValueError(f"own rows are {list(own)} and batch_size is {batch_size}; rows ascend from 0 to below that")
+    rows = range(batch_size) if own is None else [int(row) for row in own]
+    if list(rows) != sorted(set(rows) & set(range(batch_size))):
+        raise ValueError(f"own rows are {rows} and batch_size is {batch_size}; rows ascend from 0 to below that")

@@ -5,23 +5,24 @@ them as they would be there, so that what does not shard, or does not fit, fails
 """
 
 import dataclasses
-import functools
 import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from txl_jax import flops, report
+from txl_jax import flops, report, sharding
 from txl_jax import memory as memory_lib
 from txl_jax.analysis.collectives import Collective, collectives
 from txl_jax.analysis.roofline import Work
 from txl_jax.assemble import Parts
 from txl_jax.config import Remat
 from txl_jax.generation import Context, Generator
+from txl_jax.jobs.generate import check_can_write
 
-_BLOCK = 16  # Tokens that generation writes per call.
+BLOCK = 16  # Tokens that generation writes per call.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +53,19 @@ def held(parts: Parts) -> dict[str, int]:
 
 
 def update_work(parts: Parts, *, compiled: Compiled | None) -> Work:
-    """What one device does in an update, at least.
+    """What one device does in an update.
 
-    Operations: those of `txl_jax.flops`, and the forward pass once more with `remat=full`. Memory: weights in the compute
-    type once each way, parameters and moments read and written, gradients written and read, the segment memory read
-    twice and written once, scratch written and read. Sent: as compiled; without it 0.
+    Operations: those of `txl_jax.flops`. Memory: weights in the compute type once each way, parameters and moments read
+    and written, gradients written and read, the segment memory read twice and written once, scratch written and read.
+    Sent: as compiled; without it 0.
     """
     config, train = parts.config, parts.config.train
     lengths = {"segment_len": train.segment_len, "mem_len": train.mem_len, "same_length": train.same_length}
     per_token = flops.of_training(config.model, vocab_size=parts.model.vocab_size, **lengths)
     if config.model.remat is Remat.FULL:
-        per_token *= 4 / 3
+        per_token += flops.of_recomputing(config.model, vocab_size=parts.model.vocab_size, **lengths)
     sizes = held(parts)
-    weights = parts.n_parameter * config_bytes(parts) / parts.mesh.shape["model"]
+    weights = parts.n_parameter * jnp.dtype(config.model.dtype).itemsize / parts.mesh.shape[sharding.MODEL]
     moved = (
         2 * weights * train.batch_chunks
         + 2 * (sizes["parameters"] + sizes["optimiser"])
@@ -76,39 +77,47 @@ def update_work(parts: Parts, *, compiled: Compiled | None) -> Work:
     return Work(per_token * train.batch_size * train.segment_len / parts.mesh.size, moved, sent)
 
 
-def config_bytes(parts: Parts) -> int:
-    """Bytes of a number of the compute type."""
-    return jax.numpy.dtype(parts.config.model.dtype).itemsize
-
-
 def training(parts: Parts) -> Compiled:
     """The step of S updates; raises `DoesNotFitError`."""
     return _measured(lambda: parts.compile_train_step()[0])
 
 
 def evaluation(parts: Parts) -> Compiled:
-    """The step of streaming evaluation; raises `DoesNotFitError`."""
+    """The step of evaluation, streaming or in windows; raises `DoesNotFitError`."""
+    span = parts.config.eval
+    if span.stride:
+        shape = (span.batch_size, span.segment_len)
+        whole = sharding.named(parts.mesh)
+        tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=whole)
+        targets = jax.ShapeDtypeStruct((span.batch_size, span.stride), "int32", sharding=whole)
+        return _measured(lambda: parts.window_step.lower(parts.abstract_state.params, tokens, targets).compile())
     weights = _placed(parts.freeze, parts.abstract_state.params)
     init = jax.jit(parts.reader.init_memory, out_shardings=parts.eval_memory_shardings)
     memory = _placed(init, weights)
-    segments = parts.abstract_segments(parts.config.eval)
+    segments = parts.abstract_segments(span)
     return _measured(lambda: parts.eval_step.lower(weights, memory, segments).compile())
 
 
 def generation(parts: Parts) -> Compiled:
-    """The step that writes 16 tokens; raises `DoesNotFitError`."""
+    """The step that writes 16 tokens.
+
+    Raises:
+      DoesNotFitError: it needs more memory than there is.
+      ValueError: the model cannot write.
+    """
+    check_can_write(parts.config)
     span, samples = parts.config.eval, parts.config.generate.samples
     generator = Generator(parts.model, span, parts.config.generate, memory_dtype=parts.memory_dtype)
     weights = _placed(generator.freeze_segment, parts.abstract_state.params)
-    tokens = _placed(jax.jit(functools.partial(generator.for_tokens)), weights)
+    tokens = _placed(jax.jit(generator.for_tokens), weights)
 
     def start(weights: Any) -> Context:
         memory = memory_lib.in_order(generator.empty(weights))
         memory = jax.tree.map(lambda array: array.repeat(samples, axis=0) if array.ndim else array, memory)
-        return Context(memory, jax.numpy.zeros(samples, "int32"), jax.numpy.zeros(samples, bool))
+        return Context(memory, jnp.zeros(samples, jnp.int32), jnp.zeros(samples, bool))
 
     context = _placed(jax.jit(start), weights)
-    return _measured(lambda: generator.write.lower(tokens, context, 0, _BLOCK, count=_BLOCK).compile())
+    return _measured(lambda: generator.write.lower(tokens, context, 0, BLOCK, count=BLOCK).compile())
 
 
 def _placed(function: Any, *arguments: Any) -> Any:

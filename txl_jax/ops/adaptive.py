@@ -77,7 +77,8 @@ def negative_log_likelihood(
     nll = functools.partial(_nll, cutoffs=cutoffs, capacity=capacity)
     if spread is None:
         return nll(hidden, targets, clusters=clusters, tails=tails, vocab=None, in_step=())
-    in_step = spread.of_rows(hidden.shape[0]).rows
+    # Where nothing is sent, a device's tails need not wait for another's.
+    in_step = spread.of_rows(hidden.shape[0]).rows if spread.divided else ()
     local = functools.partial(nll, vocab=spread.divided, in_step=in_step)
     return _on_mesh(local, spread, clusters, tails=tails)(hidden, targets)
 
@@ -122,7 +123,7 @@ def _nll(
 
     Args:
       vocab: the mesh axis over which the clusters' rows lie divided, or None.
-      in_step: the mesh axes over which positions lie divided.
+      in_step: mesh axes whose devices walk a tail in the same number of rounds (`at_selected`).
     """
     bounds = [0, *cutoffs]
     cluster_of_target = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
