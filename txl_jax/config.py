@@ -487,11 +487,11 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis of the mesh; their product is the number of devices in use."""
+    """Devices along each axis of the mesh, in all those in use. They change no number but by rounding."""
 
-    data: int = 0  # Copies of the model, each with its rows of the batch; 0: all devices that the others leave.
-    fsdp: int = 1  # Devices that share the parameters of one copy.
-    model: int = 1  # Devices that share heads, inner width and vocabulary.
+    data: int = free(0)  # Copies of the model, each with its rows of the batch; 0: all devices that the others leave.
+    fsdp: int = free(1)  # Devices that share the parameters of one copy.
+    model: int = free(1)  # Devices that share heads, inner width and vocabulary.
 
     def validate(self) -> None:
         _require(self.data >= 0, f"mesh.data is {self.data}; give a number of devices, or 0 for all")

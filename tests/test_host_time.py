@@ -1,0 +1,21 @@
+"""Tests that what a step costs the host grows with the devices no more than docs/scaling.md says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "host_time.py"
+
+
+@pytest.mark.slow
+def test_a_step_costs_the_host_little_more_on_more_devices():
+    environment = os.environ | {"PYTHONPATH": str(PROGRAM.parents[1])}
+    result = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(result.stdout)
+    print(found)
+    for name in ("8", "8, fsdp", "8, 2 x 2 x 2"):
+        assert found[name] - found["1"] < 7 * 0.4, name  # Milliseconds per further device.
