@@ -39,7 +39,13 @@ def milliseconds_per_step(mesh: MeshConfig) -> float:
     config = ExperimentConfig(
         model=ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64),
         train=TrainConfig(
-            steps=STEPS, batch_size=rows, segment_len=L, mem_len=L, log_every=STEPS, eval_every=STEPS, checkpoint_every=STEPS
+            steps=STEPS,
+            batch_size=rows,
+            segment_len=L,
+            mem_len=L,
+            log_every=STEPS,
+            eval_every=STEPS,
+            checkpoint_every=STEPS,
         ),
         mesh=mesh,
     )

@@ -17,7 +17,9 @@ TINY = (
     "--train.batch_size=8 --train.segment_len=32 --train.mem_len=32 --eval.segment_len=16 --eval.mem_len=32 "
     "--eval.clamp_len=0"
 ).split()
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
+)
 
 
 def estimate(*flags, without_libtpu=False):
