@@ -297,7 +297,9 @@ def test_states_are_read_from_the_folders(write):
 )
 def test_damaged_results_and_those_of_other_settings_are_none(write, text, finished):
     run = read(write("[grid]\nseed = [1]\n")).runs[0]
-    run.workdir.create().record(run.config, TextInfo("text", "own text", "d" * 64, WordVocabulary(("<eos>", "one", "<unk>"))))
+    run.workdir.create().record(
+        run.config, TextInfo("text", "own text", "d" * 64, WordVocabulary(("<eos>", "one", "<unk>")))
+    )
     evaluation = json.dumps(config_tree.to_dict(run.config.eval))
     (run.folder / "results.json").write_text(text.replace("EVAL", evaluation))
     assert (run.results is not None) == finished
