@@ -48,6 +48,8 @@ def main() -> None:
 
 
 def _run() -> int:
+    runner.check_same_flags("ablation_table", "ablation_rows", "ablation_seeds", "ablation_lengths", "ablation_stride")
+    runner.check_same_flags("ablation_equal_memory")
     config = programs.config_of_flags()
     if not FLAGS.ablation_out:
         raise ValueError("no folder was given; say with --ablation_out=PATH where the runs and the table belong")

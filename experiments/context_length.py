@@ -41,6 +41,7 @@ def main() -> None:
 
 
 def _run() -> int:
+    runner.check_same_flags("context_lengths", "context_text", "context_stride")
     workdir, lengths = runner.given_workdir(), _lengths(FLAGS.context_lengths)
     config, text = runner.trained_config(workdir)
     context_length.at_lengths(config, lengths, stride=FLAGS.context_stride)  # Before a text is read.

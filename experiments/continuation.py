@@ -38,6 +38,7 @@ def main() -> None:
 
 
 def _run() -> int:
+    runner.check_same_flags("continuation_text", "continuation_at", "continuation_context")
     workdir = runner.given_workdir()
     config, text = runner.trained_config(workdir)
     check_can_write(config)  # Before a text is read.

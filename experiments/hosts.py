@@ -36,8 +36,10 @@ FLAG_NAMES = tuple(_VARIABLES)
 HEARTBEAT_SECONDS = 60
 # How long the others are waited for at the start: hosts of one job may be ready minutes apart.
 START_SECONDS = 300
-# And at the end, where all come at nearly the same time.
+# And at the end. All have met before (`leave`), so that none is late.
 END_SECONDS = 60
+# Exit code of a process that has lost another: nobody made a mistake, and the same command goes on.
+LOST = os.EX_TEMPFAIL  # 75
 # After this time a process that waits for the others says so.
 _SILENT_SECONDS = 10
 
@@ -95,6 +97,8 @@ def join() -> None:
         _own_output(is_first=False)
     global _number
     _number = jax.process_index()
+    # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
+    processes.together(lambda: None)
 
 
 def alone() -> None:
@@ -116,12 +120,24 @@ def leave(code: int, *, together: bool) -> int:
     Args:
       together: all of them end here. Otherwise this one leaves at once, so that the others find it gone: an orderly end
         would wait for them, and they for this one.
+
+    Raises:
+      Exception: as `lost_another` knows it, if the code is 0: nothing else has told of a mistake yet.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if jax.distributed.is_initialized() and not together:
-        os._exit(code)
-    return code
+    if not jax.distributed.is_initialized():
+        return code
+    if together:
+        try:
+            # Without a limit of time. jax's own barrier aborts those who wait long, and process 0 may hash a last
+            # checkpoint for minutes.
+            processes.together(lambda: None)
+            return code
+        except Exception:  # One of them is gone.
+            if not code:
+                raise
+    os._exit(code)
 
 
 def prefix() -> str:
@@ -130,8 +146,18 @@ def prefix() -> str:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether an error of jax says that another process cannot be reached any more."""
-    return jax.distributed.is_initialized() and any(sign in str(error) for sign in _SIGNS_OF_LOSS)
+    """Whether an error says that another process cannot be reached any more, whatever its type: Gloo raises ValueErrors too.
+
+    What all processes know was told by collectives, so that none was lost; files have connections of their own.
+    """
+    origin = error
+    while origin.__cause__ is not None:
+        origin = origin.__cause__
+    if not jax.distributed.is_initialized() or processes.is_known_to_all(error):
+        return False
+    if isinstance(error, OSError) or isinstance(origin, OSError):
+        return False
+    return any(sign in str(origin) for sign in _SIGNS_OF_LOSS)
 
 
 def announced(environment: Mapping[str, str], given: Mapping[str, Any]) -> Several | None:

@@ -39,7 +39,7 @@ FLAGS = flags.FLAGS
 
 
 def run(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types.MappingProxyType({})) -> None:
-    """The whole of `python -m experiments.NAME`; exits with 0, 1 (error), 2 (usage) or 128 + signal.
+    """The whole of `python -m experiments.NAME`; exits with 0, 1 (error), 2 (usage), 75 (another process is gone) or 128 + signal.
 
     Args:
       defaults: what the flags change.
@@ -116,8 +116,9 @@ def _told(error: BaseException) -> int | None:
             return 128 + signal.SIGINT
         case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
             fail(f"the device has too little memory ({_first_line(error)}); {_SAVES_MEMORY}")
-        case jax.errors.JaxRuntimeError() if hosts.lost_another(error):
+        case Exception() if hosts.lost_another(error):
             fail(f"another process of this run is gone ({_first_line(error)}); {_GOES_ON}")
+            return hosts.LOST
         case processes.ElsewhereError():
             if processes.is_first():  # Where it happened it is said too.
                 fail(error)
@@ -142,10 +143,20 @@ def given_workdir() -> Workdir:
     return Workdir(Path(FLAGS.workdir).expanduser().resolve())
 
 
+def check_same_flags(*names: str) -> None:
+    """Raises `ValueError`, in all processes, for one whose values of these flags are not those of the first.
+
+    For flags that are no settings: those are compared with the text.
+    """
+    for name in names:
+        processes.check_same(
+            str(FLAGS[name].value),
+            lambda first, other, name=name: f"--{name} is {other}, and {first} in process 0; give all the same",
+        )
+
+
 def _run_mode(defaults: ExperimentConfig) -> int:
-    processes.check_same(
-        FLAGS.mode, lambda first, other: f"--mode is {other}, and {first} in process 0; give all the same"
-    )
+    check_same_flags("mode")
     workdir = processes.together(given_workdir)
     if FLAGS.mode == "train":
         return _train(defaults, workdir)

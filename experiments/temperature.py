@@ -32,6 +32,7 @@ def main() -> None:
 
 
 def _run() -> int:
+    runner.check_same_flags("temperatures")
     workdir = runner.given_workdir()
     config, text = runner.trained_config(workdir)
     try:

@@ -5,7 +5,8 @@
 
 The command gets what announces the processes to it (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID). What the
 first process prints is printed as it is; lines of the others begin with their number. When one ends with an error the
-others are ended too, and the exit code is that of the first that did. SIGTERM and Ctrl-C are passed on to all, once, and
+others are ended too, and the exit code is that of the first that did; of several that are found dead at once, that of one
+which was killed, or else had a mistake of its own, before that of one which only lost another. SIGTERM and Ctrl-C are passed on to all, once, and
 all are waited for; a second one kills them.
 """
 
@@ -123,7 +124,9 @@ class Group:
         return 0 if failed is None else _exit_code(self._processes[failed])
 
     def _first_failure(self) -> int | None:
-        return next((number for number, process in enumerate(self._processes) if process.poll()), None)
+        """Of those that are found dead at once the one that looks least like a consequence of another's end."""
+        failed = [number for number, process in enumerate(self._processes) if process.poll()]
+        return min(failed, key=lambda number: _consequence(self._processes[number].returncode), default=None)
 
     def _end_all(self, failed: int) -> None:
         if not self._signalled:
@@ -158,6 +161,13 @@ class Group:
 def _print_lines(number: int, lines: Sequence[str]) -> None:
     for line in lines:
         print(f"[{number}] {line}", end="", file=sys.stderr, flush=True)
+
+
+def _consequence(code: int) -> int:
+    """How much an exit code looks like that of a process which lost another: such end with 75, or jax aborts them."""
+    if code in (os.EX_TEMPFAIL, -signal.SIGABRT):
+        return 2
+    return int(code > 0)
 
 
 def _exit_code(process: subprocess.Popen) -> int:

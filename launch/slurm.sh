@@ -60,7 +60,7 @@ read_words() {
   done
   if [[ -n $commands ]]; then
     ((${#program[@]} == 0)) || refuse "both --commands and a command after -- were given; give one of them"
-    mapfile -t lines < <(grep -v '^#' -- "$commands")
+    mapfile -t lines < <(grep -vE '^[[:space:]]*(#|$)' -- "$commands")
     ((${#lines[@]})) || refuse "there is no command in $commands; write one per line"
   elif ((${#program[@]} == 0)); then
     refuse "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=runs/one"
@@ -92,8 +92,6 @@ batch_script() {
   echo "# To the run alone, not to this script: it saves, and leaves with exit code 143."
   option signal "TERM@$grace"
   [[ -z $setup ]] || echo "$setup || exit"
-  # Alone on its node, a process would be given one GPU, as if it had neighbours.
-  [[ $per == gpu || $gpus -le 1 ]] || echo "export JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((gpus - 1)))"
   if [[ -n $commands ]]; then
     echo "case \$SLURM_ARRAY_TASK_ID in"
     local i
@@ -109,6 +107,9 @@ code=$?
 # scancel ends this script too, so that a run which is cancelled stays so.
 if [ $code -eq 143 ]; then
   echo "saved before the time limit; the job queues again, and goes on from there"
+  scontrol requeue "$SLURM_JOB_ID"
+elif [ $code -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
+  echo "a process of the run has lost another; the job queues again, and goes on from the last checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code

@@ -41,6 +41,7 @@ from absl import flags
 
 from launch import sweep_file, sweep_table
 from launch.sweep_file import Mistake, Run, Sweep
+from txl_jax.run_log import RunLogError
 from txl_jax.training import together
 
 
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             raise Mistake("no folder was given; say with --out=PATH where the runs belong")
         out = Path(given.out).expanduser()
         return _do(given, sweep_file.read(Path(files[0]), out), out)
-    except (flags.Error, Mistake, OSError) as error:
+    except (flags.Error, Mistake, RunLogError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -153,11 +154,11 @@ class _Pool:
         self._free = list(slots)  # The number of a GPU each, or None: all that there is.
         self._going: dict[subprocess.Popen, tuple[Run, str | None, float]] = {}
         self.signal_number = 0
-        if left_alone := len(sweep.runs) - len(self._waiting):
-            print(f"{left_alone} of {len(sweep.runs)} runs have finished already")
+        if finished := len(sweep.runs) - len(sweep.unfinished):
+            print(f"{finished} of {len(sweep.runs)} runs have finished already")
 
     def run(self) -> None:
-        """All of it."""
+        """All of it; no run outlives it, whatever goes wrong."""
         # SIGHUP: the terminal is gone.
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         previous = {number: signal.signal(number, self._pass_on) for number in signals}
@@ -168,6 +169,11 @@ class _Pool:
                 time.sleep(0.1)
                 for process in [process for process in self._going if process.poll() is not None]:
                     self._note_end(process)
+        except BaseException:
+            self._pass_on(signal.SIGTERM, None)
+            for process in self._going:
+                process.wait()
+            raise
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

@@ -15,6 +15,7 @@ from absl import flags
 from experiments import enwik8, flag_tree, lm1b, ptb, quickstart, runner, text, text8, wikitext103
 from txl_jax import config_tree
 from txl_jax.config import ExperimentConfig
+from txl_jax.jobs import train
 from txl_jax.workdir import Workdir
 
 _DEFAULTS = {
@@ -45,11 +46,16 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any] | None:
-        """What results.json holds; None: the run has not finished with these very settings."""
+        """What results.json holds; None: the run has not finished with these very settings, or the file is damaged."""
         path = self.folder / "results.json"
         if not path.exists() or self.workdir.load()[0] != self.config:
             return None
-        return json.loads(path.read_text())
+        try:
+            results = json.loads(path.read_text())
+            same = train.with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
+        except (ValueError, KeyError, TypeError):
+            return None
+        return results if same else None
 
 
 @dataclasses.dataclass(frozen=True)

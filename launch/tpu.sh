@@ -30,6 +30,7 @@ set -euo pipefail
 UNIT=txl # Of systemd, on the hosts.
 SAVING=143 # Exit code of a run that was asked to stop and has saved: 128 + SIGTERM.
 MAX_CRASHES=5
+MAX_REFUSALS=5 # Of requests, one after the other.
 
 main() {
   read_words "$@"
@@ -144,7 +145,8 @@ do_logs() {
 }
 
 do_stop() {
-  on_host all "sudo systemctl stop $UNIT"
+  # A run that SIGTERM ends before it listens leaves no trace in systemd: to it that is a clean end.
+  on_host all "mkdir -p txl && touch txl/stopped && sudo systemctl stop $UNIT"
 }
 
 do_delete() {
@@ -159,15 +161,19 @@ do_watch() {
     watch_in_words
     return
   fi
-  local asked='' begun='' crashes=0 now before=''
+  local asked='' begun='' crashes=0 refusals=0 now before=''
   while :; do
     now=$(state)
     [[ $now == "$before" ]] || say "the request is $now"
     before=$now
     case $now in
       ABSENT)
-        do_create
-        asked=1 crashes=0
+        if do_create; then
+          asked=1 crashes=0 refusals=0
+        else
+          ((++refusals < MAX_REFUSALS)) || fail "the TPU could not be asked for, $refusals times; gcloud says above why"
+          say "the TPU could not be asked for, which is tried again"
+        fi
         ;;
       SUSPENDED | FAILED)
         [[ $now != FAILED || -z $asked ]] ||
@@ -203,12 +209,13 @@ attend() {
     stopped)
       # Also what the hosts say in the seconds before a preemption: the next look tells which it was.
       sleep "$every"
-      [[ $(state) != ACTIVE || $(poll) != stopped ]] || fail "the run was stopped, and has saved; start watch again to go on" $SAVING
+      [[ $(state) != ACTIVE || $(poll) != stopped ]] ||
+        fail "the run was stopped; start watch again to go on from what it has saved" $SAVING
       ;;
     crashed)
       ((++crashes <= MAX_CRASHES)) || fail "the run broke off $crashes times; launch/tpu.sh logs $name shows why"
       say "the run broke off; it is started again"
-      do_stop || true
+      on_host all "sudo systemctl stop $UNIT" || true
       begun=''
       ;;
     bare)
@@ -330,6 +337,7 @@ END
 run_script() {
   local needs=''
   [[ -z $bucket$nfs ]] || needs=" --property=RequiresMountsFor=$mount"
+  # libtpu locks the memory that it maps for the device. And systemd would put the values of variables into the words.
   cat <<END
 set -euo pipefail
 if [ "\$(systemctl show $UNIT --property=SubState --value)" = running ]; then
@@ -338,16 +346,17 @@ if [ "\$(systemctl show $UNIT --property=SubState --value)" = running ]; then
 fi
 sudo systemctl stop $UNIT 2>/dev/null || true
 sudo systemctl reset-failed $UNIT 2>/dev/null || true
+rm -f txl/stopped
 sudo systemd-run --quiet --unit=$UNIT --remain-after-exit --uid="\$(id -u)" --gid="\$(id -g)" \\
   --working-directory="\$HOME" --setenv=HOME="\$HOME" --setenv=PATH="\$HOME/txl/venv/bin:\$PATH" \\
-  --setenv=PYTHONUNBUFFERED=1 --property=TimeoutStopSec=600$needs \\
-  env $(quoted "${program[@]}")
+  --setenv=PYTHONUNBUFFERED=1 --property=TimeoutStopSec=600 --property=LimitMEMLOCK=infinity$needs \\
+  env $(quoted "${program[@]//\$/\$\$}")
 END
 }
 
 poll_script() {
   cat <<END
-echo "run \$(systemctl show $UNIT --property=SubState --value) \$(systemctl show $UNIT --property=ExecMainStatus --value) \$(test -e txl/installed && echo installed || echo bare)"
+echo "run \$(systemctl show $UNIT --property=SubState --value) \$(systemctl show $UNIT --property=ExecMainStatus --value) \$(test -e txl/installed && echo installed || echo bare) \$(test -e txl/stopped && echo stopped || echo wanted)"
 END
 }
 
@@ -362,10 +371,11 @@ poll() {
     $1 != "run" { next }
     { hosts++ }
     $4 == "bare" { bare++ }
+    $2 == "exited" && $3 == 0 { finished++; next }
+    $2 != "dead" && $2 != "exited" && $2 != "failed" { running++; next }
+    $5 == "stopped" || ($2 == "failed" && $3 == saving) { stopped++; next }
     $2 == "dead" { idle++; next }
-    $2 == "exited" { finished++; next }
-    $2 != "failed" { running++; next }
-    $3 == saving { stopped++; next }
+    $2 == "exited" { crashed++; next }  # By a signal that nobody asked for, and that systemd calls a clean end.
     $3 == 1 || $3 == 2 { mistaken++; next }
     { crashed++ }
     END {

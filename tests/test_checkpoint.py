@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from txl_jax import checkpoint
+from txl_jax import checkpoint, processes
 from txl_jax.checkpoint import DIGESTS, Checkpointer, CheckpointError
 
 # Orbax leaves an event loop behind when a restore fails.
@@ -372,6 +372,34 @@ def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
     assert (said, capfd.readouterr()) == ([], ("", "")), "the sentence is all that people see"
     other = logging.LogRecord("absl", logging.ERROR, "/somewhere/else.py", 1, "a line of others", (), None)
     assert logging.getLogger("absl").filter(other), "others' log lines are theirs"
+
+
+@pytest.fixture
+def beside_another(monkeypatch):
+    """This process is the first of two; the other has no trouble."""
+    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(processes, "_of_each", lambda own: [own, ""])
+    monkeypatch.setattr(processes, "_of_first", lambda own: own)
+
+
+@pytest.mark.usefixtures("beside_another")
+def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
+    """Else the others would wait in the next save, and blame the disk or the network."""
+
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    with open_checkpoints() as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "_digest", fail)
+            checkpoints.save(1, make_state(), {})
+            with pytest.raises(CheckpointError, match="step 1 could not be written") as late:
+                checkpoints.save(2, make_state(), {})
+        (tmp_path / "latest").rename(tmp_path / "elsewhere")
+        (tmp_path / "latest").write_text("a file")
+        with pytest.raises(CheckpointError, match="step 3 could not be written") as early:
+            checkpoints.save(3, make_state(), {})
+    assert processes.is_known_to_all(late.value) and processes.is_known_to_all(early.value)
 
 
 def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):

@@ -1,7 +1,10 @@
 """Tests the folder of a run: what is written and read back, and the refusals of another text or vocabulary."""
 
+import fcntl
 import json
 import os
+import threading
+import time
 
 import pytest
 
@@ -98,6 +101,10 @@ def test_a_lock_clears_what_killed_runs_began_and_nothing_else(workdir):
     others = [".evaluation.json.12.tmp", ".lock", "config.json", "vocabulary.txt"]
     for name in (*ours, others[0]):
         (workdir.path / name).touch()
+    for name, age in ((".seen-by-all-1", 7200), (".seen-by-all-2", 0)):
+        (workdir.path / name).touch()
+        os.utime(workdir.path / name, (time.time() - age,) * 2)
+    others.append(".seen-by-all-2")
     with workdir.lock():
         assert sorted(path.name for path in workdir.path.iterdir()) == sorted(others)
 
@@ -106,6 +113,14 @@ def test_the_lock_of_a_process_that_is_gone_keeps_nobody_out(workdir):
     (workdir.path / ".lock").write_text("1")  # A process that is there, but does not hold it.
     with workdir.lock(), pytest.raises(OSError, match=rf"another run \(process {os.getpid()}\) is training in .*/run"):
         workdir.lock()
+
+
+def test_a_glance_at_the_lock_refuses_nobody(workdir):
+    """A sweep looks whether a run is going on."""
+    with open(workdir.path / ".lock", "a+") as handle:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        threading.Timer(0.2, fcntl.flock, [handle, fcntl.LOCK_UN]).start()
+        workdir.lock().close()
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):

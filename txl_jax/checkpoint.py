@@ -123,10 +123,11 @@ class Checkpointer:
 
         Raises:
           CheckpointError: this save cannot start, or the one before it failed.
+          ElsewhereError: the same, in the other processes.
         """
-        self.wait()
+        processes.together(self.wait)
+        processes.first_tells(lambda: self._make_way(step))
         try:
-            processes.first_tells(lambda: self._make_way(step))
             if self._writer is None:
                 self._writer = _open_writer(self._directory.name)
             # Orbax refuses arrays of size zero (the memory of a model without recurrence). They hold nothing to save.
@@ -140,7 +141,7 @@ class Checkpointer:
 
     def sweep(self) -> None:
         """Removes what killed runs left behind; for the one that writes here, while it does not."""
-        if jax.process_index() == 0:
+        if processes.is_first():
             for pattern in _LEFTOVERS:
                 for path in self._directory.glob(pattern):
                     shutil.rmtree(path, ignore_errors=True)
@@ -162,6 +163,12 @@ class Checkpointer:
 
     def _make_way(self, step: int) -> None:
         """Sweeps what killed runs left behind, and moves an earlier checkpoint of the same step aside."""
+        try:
+            self._make_way_or_fail(step)
+        except (OSError, CheckpointError) as error:
+            raise self._not_written(step, error) from error
+
+    def _make_way_or_fail(self, step: int) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         self.sweep()
         if newer := sorted({other.step for other in self._candidates() if other.step > step}):
@@ -238,7 +245,7 @@ class Checkpointer:
         Raises:
           CheckpointError: there are steps and none restores, or they are of another model.
         """
-        self.wait()
+        processes.together(self.wait)
         # As the first process finds them: all must try the same ones.
         found = processes.first_tells(lambda: [(each.step, each.path.name) for each in self._candidates()])
         candidates = [

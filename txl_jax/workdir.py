@@ -7,6 +7,7 @@ metrics.jsonl, log.txt, tensorboard/
 results.json      written when training has ended
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -24,6 +25,8 @@ from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.run_log import METRICS, write_json, write_text
 
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts when what they remember has expired.
+_SECONDS_OF_A_LOOK = 1.0
+_SECONDS_OF_A_START = 3600  # No start waits for others that long.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
 
 
@@ -119,7 +122,7 @@ class Workdir:
         """
         handle = open(self.path / ".lock", "a+")
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle)
         except BlockingIOError as error:
             handle.seek(0)
             holder = handle.read().strip() or "unknown"
@@ -139,6 +142,10 @@ class Workdir:
         for pattern in (".probe-*", *(f".{name}.*.tmp" for name in names)):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
+        for path in self.path.glob(".seen-by-all-*"):  # A scoring that is beginning may have one too.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _SECONDS_OF_A_START:
+                    path.unlink()
 
     def record(self, config: ExperimentConfig, text: TextInfo) -> None:
         """Writes config.json and vocabulary.txt."""
@@ -215,6 +222,18 @@ class Workdir:
                 f"{self.path} holds a run with other settings: {'; '.join(changes)}. "
                 "Start again with the old settings, or give another --workdir"
             )
+
+
+def _lock(handle: Any) -> None:
+    """Raises `BlockingIOError` for a lock that is held; who only looks at it, as a sweep does, holds it for a moment."""
+    until = time.monotonic() + _SECONDS_OF_A_LOOK
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.05)
 
 
 def _changes(old: ExperimentConfig, new: ExperimentConfig) -> tuple[list[str], list[str]]:

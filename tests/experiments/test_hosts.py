@@ -144,7 +144,7 @@ def test_every_program_works_on_several_hosts_or_refuses():
             begins[begin or "alone"].add(path.stem)
     assert begins == {
         "join": {"runner", "ablation", "context_length", "continuation", "temperature"},
-        "alone": {"attention", "members", "quickstart", "recl", "softmax_speed", "speed", "table9"},
+        "alone": {"attention", "estimate", "members", "quickstart", "recl", "softmax_speed", "speed", "table9"},
         "each": {"prepare"},
     }
 

@@ -11,7 +11,7 @@ import pytest
 LAUNCH = Path(__file__).parents[2] / "launch"
 TINY = {
     "optimizer.warmup_steps": 5,
-    "model.n_layer": 2,
+    "model.n_layer": 1,
     "model.d_model": 16,
     "model.n_head": 2,
     "model.d_head": 8,
@@ -20,10 +20,10 @@ TINY = {
     "train.segment_len": 16,
     "train.mem_len": 16,
     "train.segments_per_call": 2,
-    "train.steps": 40,
+    "train.steps": 20,
     "train.log_every": 10,
-    "train.eval_every": 20,
-    "train.checkpoint_every": 20,
+    "train.eval_every": 10,
+    "train.checkpoint_every": 10,
     "eval.batch_size": 2,
     "eval.segment_len": 16,
     "eval.mem_len": 32,
@@ -66,7 +66,7 @@ def test_it_runs_from_top_to_bottom(notebook, tmp_path):
     parameters.source = "\n".join(f"{name} = {value!r}" for name, value in given.items())
     nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(LAUNCH.parent)}}).execute()
     shown = "\n".join(cell["source"] + str(cell.get("outputs")) for cell in notebook.cells if cell.cell_type == "code")
-    for words in ("own text, 27,200 bytes", "step 40/40", "with a memory of 32", "zlib -9", "--- step "):
+    for words in ("own text, 27,200 bytes", "step 20/20", "with a memory of 32", "zlib -9", "--- step "):
         assert words in shown, words
     pictures = [output for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     assert sum("image/png" in output["data"] for output in pictures) == 3

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from launch import local as local_module
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,6 +59,24 @@ def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_told(how, expec
     code, _, err = finish(process)
     assert code == expected and time.monotonic() - began < 20
     assert f"process 1 {'was ended by' if told == 'SIGKILL' else 'ended with the'} {told}" in err
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [((1, -9), 137), ((75, 1), 1), ((-6, 1), 1), ((-6, -9), 137), ((75, 0), 75), ((0, 0), 0)]
+)
+def test_of_several_that_are_dead_at_once_the_first_cause_is_told(codes, expected, monkeypatch):
+    """Killed by a signal, a mistake, and then what comes of losing another."""
+
+    class Dead:
+        def __init__(self, code):
+            self.returncode = code
+
+        def poll(self):
+            return self.returncode
+
+    group = local_module.Group([], [])
+    group._processes = [Dead(code) for code in codes]
+    assert group.wait() == expected
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])

@@ -57,7 +57,6 @@ def test_two_nodes_with_a_process_for_each_gpu():
 def test_a_process_for_each_node_takes_all_of_its_gpus():
     script = batch_script("--gpus=4", "--per=node", "--setup=source .venv/bin/activate", *RUN)
     assert options(script)["ntasks-per-node"] == "1" and options(script)["gpus-per-node"] == "4"
-    assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3" in script.splitlines()
     assert "source .venv/bin/activate || exit" in script.splitlines()
 
 
@@ -67,7 +66,7 @@ def test_no_gpu():
 
 
 def test_an_array_of_commands():
-    script = batch_script("--commands=-", "--at_most=2", given="# a comment\npython -m one\npython -m two 'a b'\n")
+    script = batch_script("--commands=-", "--at_most=2", given="# a comment\npython -m one\n\n \npython -m two 'a b'\n")
     assert options(script)["array"] == "0-1%2" and options(script)["output"] == "txl-%A_%a.log"
     assert "  1) srun --cpus-per-task=8 python -m two 'a b' ;;" in script.splitlines()
 
@@ -100,6 +99,15 @@ def test_a_run_that_saved_at_the_time_limit_queues_again_until_it_has_finished(c
     assert (cluster / "starts").read_text() == "two words\n" * 4
     assert (cluster / "scontrol.log").read_text() == "requeue 17\n" * 3
     assert out.count("goes on from there") == 3
+
+
+def test_a_run_that_lost_a_process_queues_again_unless_it_often_has(cluster, monkeypatch):
+    (cluster / "run").write_text(f'echo x >>{cluster}/starts\n[ "$(wc -l <{cluster}/starts)" -gt 1 ] || exit 75\n')
+    assert call("--", "bash", str(cluster / "run"), path=cluster)[0] == 0
+    assert (cluster / "scontrol.log").read_text() == "requeue 17\n"
+    (cluster / "starts").unlink()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
+    assert call("--", "bash", str(cluster / "run"), path=cluster)[0] == 75
 
 
 @pytest.mark.parametrize("code", [0, 1, 130])

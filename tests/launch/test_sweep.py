@@ -16,7 +16,10 @@ import pytest
 import shell
 
 from launch import sweep, sweep_file, sweep_table
-from txl_jax.run_log import read_metrics
+from txl_jax import config_tree
+from txl_jax.data.vocabulary import WordVocabulary
+from txl_jax.run_log import RunLogError, read_metrics
+from txl_jax.workdir import TextInfo
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -283,6 +286,35 @@ def test_states_are_read_from_the_folders(write):
         assert sweep_table.state_of(run) == "running, saved after step 0"
 
 
+@pytest.mark.parametrize(
+    ("text", "finished"),
+    [
+        ("{", False),
+        ("{}", False),
+        ('{"steps": 1200, "eval": EVAL}', True),
+        ('{"steps": 1200, "eval": {"eval.mem_len": 64}}', False),
+    ],
+)
+def test_damaged_results_and_those_of_other_settings_are_none(write, text, finished):
+    run = read(write("[grid]\nseed = [1]\n")).runs[0]
+    run.workdir.create().record(
+        run.config, TextInfo("text", "own text", "d" * 64, WordVocabulary(("<eos>", "one", "<unk>")))
+    )
+    evaluation = json.dumps(config_tree.to_dict(run.config.eval))
+    (run.folder / "results.json").write_text(text.replace("EVAL", evaluation))
+    assert (run.results is not None) == finished
+
+
+def test_no_run_outlives_a_sweep_that_breaks_off(write, monkeypatch):
+    found = read(write("[grid]\nseed = [1, 2]\n"))
+    runs = (instead(found.runs[0], "import time; time.sleep(60)"), instead(found.runs[1], ""))
+    pool = sweep._Pool(dataclasses.replace(found, runs=runs), slots=[None, None])
+    monkeypatch.setattr(sweep_table, "note_end", lambda *unused, **more: (_ for _ in ()).throw(RunLogError("no space")))
+    with pytest.raises(RunLogError):
+        pool.run()
+    assert [process.poll() for process in pool._going] == [-signal.SIGTERM]
+
+
 def test_a_run_that_is_going_on_is_left_alone(write, capsys):
     """Of another sweep, say; it is no failure."""
     found = read(write("[grid]\nseed = [1, 2]\n"))
@@ -291,6 +323,7 @@ def test_a_run_that_is_going_on_is_left_alone(write, capsys):
     with found.runs[0].workdir.lock():
         sweep._Pool(found, slots=[None]).run()
         told = capsys.readouterr().out
+    assert "runs have finished already" not in told
     assert "seed=1 is going on already" in told and "started   seed=2" in told and "started   seed=1" not in told
 
 

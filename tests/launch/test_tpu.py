@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -40,7 +41,11 @@ def cloud(tmp_path):
 
 def start(cloud, *words, **environment):
     path = f"{cloud / 'bin'}:{os.environ['PATH']}"
-    variables = os.environ | {"PATH": path, "FAKE": str(cloud), "TMPDIR": str(cloud)} | environment
+    variables = (
+        os.environ
+        | {"PATH": path, "FAKE": str(cloud), "TMPDIR": str(cloud), "REAL_PYTHON": sys.executable}
+        | environment
+    )
     return subprocess.Popen(
         [SCRIPT, *words], cwd=cloud / "clone", env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -111,7 +116,8 @@ def asked_of_gcloud(cloud):
         ),
         (
             ["stop", "one", "--zone=z"],
-            "gcloud compute tpus tpu-vm ssh one --zone=z --worker=all --quiet '--command=sudo systemctl stop txl'\n",
+            "gcloud compute tpus tpu-vm ssh one --zone=z --worker=all --quiet "
+            "'--command=mkdir -p txl && touch txl/stopped && sudo systemctl stop txl'\n",
         ),
         (
             ["delete", "one", "--zone=z"],
@@ -145,7 +151,7 @@ def test_what_the_hosts_are_told_is_sound_shell(cloud, share):
     assert ("mine /mnt/txl gcsfuse" in install) == ("bucket" in share)
     assert ("10.0.0.2:/share /mnt/txl nfs" in install) == ("nfs" in share)
     assert shlex.split(run.splitlines()[-1])[1:] == RUN[1:]
-    assert "RequiresMountsFor=/mnt/txl" in run
+    assert "RequiresMountsFor=/mnt/txl" in run and "--property=LimitMEMLOCK=infinity" in run
 
 
 STEPS = """
@@ -178,12 +184,12 @@ def watch(cloud, *more, wait=True, **environment):
         f"--mount={cloud}/mnt",
         "--every=0.05",
     ]
-    run = ["--", "python", "-m", "experiments.enwik8", f"--workdir={cloud}/mnt/run", "two words"]
+    run = ["--", "python", "-m", "experiments.enwik8", f"--workdir={cloud}/mnt/run", "two words", "$HOME"]
     return (call if wait else start)(cloud, *words, *more, *run, **environment)
 
 
 def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(cloud):
-    program(cloud, f'[ "$4" = "two words" ]\n{STEPS}')
+    program(cloud, f'[ "$4" = "two words" ] && [ "$5" = "\\$HOME" ]\n{STEPS}')
     code, out, err = watch(cloud)
     assert code == 0, out + err
     assert asked_of_gcloud(cloud) == ["create", "scp", "delete", "create", "scp"], out + err
@@ -205,13 +211,42 @@ def test_watch_ends_when_the_run_is_stopped(cloud):
     code, out, err = call(cloud, "stop", "one", "--zone=z")
     assert code == 0, err
     out, err = watching.communicate(timeout=60)
-    assert watching.returncode == 143 and "the run was stopped, and has saved" in err
+    assert watching.returncode == 143 and "the run was stopped; start watch again" in err
     assert (cloud / "host1" / "journal").read_text() == "saved\n"
     program(cloud, "echo went on\n")
     code, out, err = watch(cloud)
     assert code == 0, "watch goes on with a run that was stopped before: " + err
     assert (cloud / "host1" / "journal").read_text() == "went on\n"
     assert asked_of_gcloud(cloud) == ["create", "scp"]
+
+
+def test_a_run_that_is_stopped_before_it_listens_stays_stopped(cloud):
+    program(cloud, "while :; do sleep 0.02; done\n")
+    watching = watch(cloud, wait=False)
+    wait_until(lambda: is_running(cloud), watching)
+    assert call(cloud, "stop", "one", "--zone=z")[0] == 0
+    out, err = watching.communicate(timeout=60)
+    assert watching.returncode == 143 and "the run was stopped" in err, out + err
+    code, out, _ = call(cloud, "status", "one", "--zone=z")
+    assert code == 0 and out.splitlines()[1:] == ["run dead 0 installed stopped"] * 2
+    program(cloud, "echo went on\n")
+    assert watch(cloud)[0] == 0
+
+
+def test_a_run_that_somebody_else_ends_is_not_taken_for_finished(cloud):
+    """systemd calls an end by SIGTERM a clean one."""
+    program(cloud, 'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 2 ] || kill -TERM $$\nsleep 0.02\n')
+    code, out, err = watch(cloud)
+    assert code == 0 and out.count("the run broke off") == 1, out + err
+
+
+def test_a_request_that_is_refused_is_made_again_a_few_times(cloud):
+    program(cloud, "echo done\n")
+    code, out, err = watch(cloud, FAKE_REFUSALS="2")
+    assert code == 0 and out.count("could not be asked for, which is tried again") == 2, out + err
+    (cloud / "state").unlink()
+    code, out, err = watch(cloud, FAKE_REFUSALS="9")
+    assert code == 1 and "error: the TPU could not be asked for, 5 times" in err
 
 
 def test_a_run_that_is_going_on_is_not_started_twice(cloud):
@@ -221,7 +256,7 @@ def test_a_run_that_is_going_on_is_not_started_twice(cloud):
     assert call(cloud, "install", "one", "--zone=z")[0] == 0
     assert call(cloud, "run", "one", "--zone=z", *RUN)[0] == 0
     code, out, _ = call(cloud, "status", "one", "--zone=z")
-    assert code == 0 and out.splitlines() == ["one ACTIVE", "run running 0 installed", "run running 0 installed"]
+    assert code == 0 and out.splitlines() == ["one ACTIVE", *["run running 0 installed wanted"] * 2]
     code, _, err = call(cloud, "run", "one", "--zone=z", *RUN)
     assert code == 1 and "a run is going on here" in err
     assert call(cloud, "stop", "one", "--zone=z")[0] == 0

@@ -143,7 +143,7 @@ def _csv(rows: Sequence[Row]) -> str:
 
 
 def _draw(path: Path, rows: Sequence[Row], measure: Measure, *, title: str, say: Callable[[str], None]) -> None:
-    if not plots.can_draw():
+    if not processes.first_tells(plots.can_draw):
         say("no picture drawn: matplotlib is not installed (pip install '.[plots]')")
         return
     values = {row.attention_length: row.as_record()[_COLUMN_OF[measure]] for row in rows}

@@ -340,7 +340,7 @@ class Run:
         except CheckpointError as error:
             self._note(f"{error}; the best is chosen anew from here")
             return None
-        if _with_defaults(notes["eval"]) != self._eval_settings():
+        if with_defaults(notes["eval"]) != self._eval_settings():
             self._note(
                 f"the best so far, of step {step}, was scored with other --eval settings; it is chosen anew from here"
             )
@@ -353,7 +353,7 @@ class Run:
 
     def save(self, step: int, state: TrainState) -> None:
         """Writes a checkpoint."""
-        self.best.wait()  # Else a kill could leave a checkpoint whose evaluation's best is lost.
+        processes.together(self.best.wait)  # Else a kill could leave a checkpoint whose evaluation's best is lost.
         window = dataclasses.asdict(self.progress.window)
         self.latest.save(step, state, {"window": window, "evaluation_pending": self.evaluation_pending})
         self.saved_step = step
@@ -366,8 +366,8 @@ class Run:
         finished = (early or step >= self.config.steps) and not self.evaluation_pending
         if self.saved_step != step:
             self.save(step, state)
-        self.latest.wait()
-        self.best.wait()
+        processes.together(self.latest.wait)
+        processes.together(self.best.wait)
         if finished:
             try:
                 return Outcome(True, step, self._test(step, state))
@@ -412,7 +412,7 @@ class Run:
         """What results.json holds, if it was measured after `step` updates with these evaluation settings."""
         try:
             results = json.loads((self.workdir.path / "results.json").read_text())
-            same = results["steps"] == step and _with_defaults(results["eval"]) == self._eval_settings()
+            same = results["steps"] == step and with_defaults(results["eval"]) == self._eval_settings()
         except (OSError, ValueError, KeyError, TypeError):  # There is none, or it is damaged: it is made again.
             return None
         return results if same else None
@@ -433,6 +433,6 @@ class Run:
         return Totals(notes["loss"], 1).told(self.measure)
 
 
-def _with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:
+def with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:
     """Recorded settings of evaluation; one that did not exist then had the effect of its default."""
     return config_tree.to_dict(EvalConfig()) | evaluation
