@@ -213,10 +213,10 @@ def _table() -> list[dict[str, Any]]:
         raise ValueError(
             f"{settled[0]} goes without --estimate_configs, whose table is of training on meshes of its own"
         )
-    if topologies.version() is None:
-        raise ValueError("a table is made by the compiler; install it with pip install 'jax[tpu]'")
     configs = {name: _config_of(name) for name in FLAGS.estimate_configs}
     slices = {topology: _slices(topology) for topology in FLAGS.topology}
+    if topologies.version() is None:
+        raise ValueError("a table is made by the compiler; install it with pip install 'jax[tpu]'")
     found = []
     print(f"{_opening()}\n\n{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
     for name, config in configs.items():
