@@ -15,7 +15,7 @@ means the smallest slice of it that training fits on so. Other flags change all 
 
 from experiments import topologies
 
-topologies.set_environment()
+topologies.set_environment()  # Before jax is imported, which reads it.
 
 import collections
 import datetime
@@ -34,6 +34,7 @@ from txl_jax.assemble import Parts, assemble
 from txl_jax.config import ExperimentConfig, MeshConfig, Remat
 from txl_jax.jobs import estimate
 from txl_jax.jobs.estimate import Compiled, DoesNotFitError
+from txl_jax.jobs.generate import check_can_write
 from txl_jax.run_log import write_json
 
 FLAGS = flags.FLAGS
@@ -98,7 +99,7 @@ def _one() -> list[dict[str, Any]]:
         f"({', '.join(f'{name} {size}' for name, size in parts.mesh.shape.items())})\n"
         f"{train.batch_size} rows x {train.segment_len}, memory {train.mem_len}\n"
     )
-    for name, size in estimate.held(parts).items():
+    for name, size in report.held(parts).items():
         print(f"{name:<24}{_told(size)} per device")
     if not compiles:
         print("\nlibtpu is not installed (pip install 'jax[tpu]'): nothing is compiled, activations are not known")
@@ -109,14 +110,17 @@ def _one() -> list[dict[str, Any]]:
 
 def _say_task(parts: Parts, topology: str, chip: Chip, name: str) -> dict[str, Any]:
     """One program."""
+    if name == "generation":
+        try:
+            check_can_write(parts.config)
+        except ValueError as error:
+            print(f"\n{name}: not possible, {error}")
+            return _record(parts, topology, name, None) | {"not_possible": str(error)}
     try:
         compiled = _TASKS[name](parts)
     except DoesNotFitError as error:
         print(f"\n{name}: does not fit, it {error}")
         return _record(parts, topology, name, None) | {"does_not_fit": str(error)}
-    except ValueError as error:  # A model that cannot write, for one.
-        print(f"\n{name}: not possible, {error}")
-        return _record(parts, topology, name, None) | {"not_possible": str(error)}
     print(
         f"\n{name}: needs {_told(compiled.needed)} of {_told(chip.memory)} per device, {_told(compiled.scratch)} of it "
         f"activations, gradients and other scratch (compiled in {compiled.seconds:.0f} s); a call is {_call(parts, name)}"
@@ -189,7 +193,7 @@ def _record(parts: Parts, topology: str, name: str | None, compiled: Compiled | 
         "topology": topology,
         "mesh": dict(parts.mesh.shape),
         "parameters": parts.n_parameter,
-        "held_bytes": estimate.held(parts),
+        "held_bytes": report.held(parts),
         "config": config_tree.to_dict(parts.config),
         "program": name,
     }
@@ -291,7 +295,7 @@ def _choices(config: ExperimentConfig, n_device: int) -> Iterator[tuple[MeshConf
 
 
 def _line(name: str, parts: Parts, topology: str, compiled: Compiled) -> str:
-    config, held = parts.config, estimate.held(parts)
+    config, held = parts.config, report.held(parts)
     chip = CHIPS[topologies.split(topology)[0]]
     least = bounds(estimate.update_work(parts, compiled=compiled), chip)
     sizes = (

@@ -58,16 +58,22 @@ def _sizes(c: ModelConfig) -> str:
     return f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}{how}"
 
 
-def memory_line(parts: Parts, compilation: Compilation) -> str:
-    """Estimated memory per device, and how long compiling took."""
+def held(parts: Parts) -> dict[str, int]:
+    """Bytes that lie on one device from update to update, by kind."""
     state = parts.abstract_state
-    sizes = {
+    found = {
         "parameters": bytes_on_device(state.params),
         "optimiser": bytes_on_device(state.opt_state),
         "segment memory": bytes_on_device(state.memory),
     }
     if state.average is not None:
-        sizes["mean of the weights"] = bytes_on_device(state.average)
+        found["mean of the weights"] = bytes_on_device(state.average)
+    return found
+
+
+def memory_line(parts: Parts, compilation: Compilation) -> str:
+    """Estimated memory per device, and how long compiling took."""
+    sizes = held(parts)
     if compilation.temporary_bytes is not None:
         sizes["activations and gradients"] = compilation.temporary_bytes
     parts_text = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())

@@ -20,7 +20,6 @@ from txl_jax.analysis.roofline import Work
 from txl_jax.assemble import Parts
 from txl_jax.config import Remat
 from txl_jax.generation import Context, Generator
-from txl_jax.jobs.generate import check_can_write
 
 BLOCK = 16  # Tokens that generation writes per call.
 
@@ -39,19 +38,6 @@ class DoesNotFitError(ValueError):
     """The compiler found that a program needs more memory than a device has; the message gives both numbers."""
 
 
-def held(parts: Parts) -> dict[str, int]:
-    """Bytes that lie on one device from update to update, by kind."""
-    state = parts.abstract_state
-    found = {
-        "parameters": report.bytes_on_device(state.params),
-        "optimiser": report.bytes_on_device(state.opt_state),
-        "segment memory": report.bytes_on_device(state.memory),
-    }
-    if state.average is not None:
-        found["mean of the weights"] = report.bytes_on_device(state.average)
-    return found
-
-
 def update_work(parts: Parts, *, compiled: Compiled | None) -> Work:
     """What one device does in an update.
 
@@ -64,7 +50,7 @@ def update_work(parts: Parts, *, compiled: Compiled | None) -> Work:
     per_token = flops.of_training(config.model, vocab_size=parts.model.vocab_size, **lengths)
     if config.model.remat is Remat.FULL:
         per_token += flops.of_recomputing(config.model, vocab_size=parts.model.vocab_size, **lengths)
-    sizes = held(parts)
+    sizes = report.held(parts)
     weights = parts.n_parameter * jnp.dtype(config.model.dtype).itemsize / parts.mesh.shape[sharding.MODEL]
     moved = (
         2 * weights * train.batch_chunks
@@ -99,13 +85,7 @@ def evaluation(parts: Parts) -> Compiled:
 
 
 def generation(parts: Parts) -> Compiled:
-    """The step that writes 16 tokens.
-
-    Raises:
-      DoesNotFitError: it needs more memory than there is.
-      ValueError: the model cannot write.
-    """
-    check_can_write(parts.config)
+    """The step that writes 16 tokens, of a model that can (`jobs.generate.check_can_write`); raises `DoesNotFitError`."""
     span, samples = parts.config.eval, parts.config.generate.samples
     generator = Generator(parts.model, span, parts.config.generate, memory_dtype=parts.memory_dtype)
     weights = _placed(generator.freeze_segment, parts.abstract_state.params)
