@@ -56,3 +56,13 @@ def test_an_update_costs_three_forward_passes_and_the_projections_of_memory_and_
 )
 def test_peaks_by_the_names_that_jax_gives(kind, peak):
     assert flops.device_peak(kind) == peak
+
+
+def test_computing_again_is_all_layers_forward_without_the_softmax():
+    config = tiny.CONFIG
+    width, lengths = config.n_head * config.d_head, {"segment_len": 4, "mem_len": 8, "same_length": True}
+    forward = flops.of_inference(config, vocab_size=tiny.V, **lengths)
+    softmax = 2 * tiny.V * config.d_model
+    projected = 2 * config.d_model * width * (2 * 2 + 3)  # As in an update.
+    found = flops.of_recomputing(config, vocab_size=tiny.V, **lengths)
+    assert found == forward - softmax + config.n_layer * projected
