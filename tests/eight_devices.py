@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -290,13 +291,22 @@ def exact() -> dict[str, Any]:
     return found
 
 
-def usual() -> dict[str, Any]:
+def usual(softmaxes: Iterable[str], meshes: Iterable[str]) -> dict[str, Any]:
     """Losses and parameters in float32, as runs are."""
     return {
-        name: run(assemble(config(MESHES[name], **SOFTMAX["adaptive"]), vocab_size=41), scores=False)
-        for name in ("one", "mixed", "model")
+        f"{kind}, {name}": run(
+            assemble(config(MESHES[name], **SOFTMAX[kind]), vocab_size=VOCABULARY[kind]), scores=False
+        )
+        for kind in softmaxes
+        for name in meshes
     }
 
 
+PROGRAMS = {
+    "exact": exact,
+    "usual, some": lambda: usual(["adaptive"], ["one", "mixed", "model"]),
+    "usual, all": lambda: usual(SOFTMAX, MESHES),
+}
+
 if __name__ == "__main__":
-    print(json.dumps(exact() if sys.argv[1] == "exact" else usual()))
+    print(json.dumps(PROGRAMS[sys.argv[1]]()))

@@ -119,12 +119,17 @@ def test_a_mesh_trains_as_one_device_does(found, softmax, name):
     assert len(set(one["losses"])) == 20
 
 
-def test_in_float32_too():
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_in_float32_too(which):
     """Adam's first updates are as large where a gradient is next to nothing, so that rounding is seen in parameters."""
-    found = eight_devices("usual")
-    for name in ("mixed", "model"):
-        np.testing.assert_allclose(found[name]["losses"], found["one"]["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(found[name]["params"], found["one"]["params"], rtol=0, atol=1e-6)
+    found = eight_devices(f"usual, {which}")
+    for numbers, most in (("losses", 1e-5), ("params", 1e-6)):
+        worst = {
+            name: np.abs(np.subtract(many[numbers], found[f"{name.partition(',')[0]}, one"][numbers])).max().item()
+            for name, many in found.items()
+        }
+        print(numbers, worst)
+        assert len(worst) == {"some": 3, "all": 10}[which] and max(worst.values()) <= most, worst
 
 
 def test_parts_of_the_rows_on_a_mesh_are_the_whole_batch(found):
