@@ -26,7 +26,9 @@ passed on to the runs, which save and leave. At the end the table is printed, an
 """
 
 import contextlib
+import hashlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -124,8 +126,14 @@ def _printed(runs: Sequence[Run], where: str, words: list[str]) -> str:
 
 
 def _tpu_name(name: str) -> str:
-    """A run's name as Google lets a TPU be called: lower-case letters, digits and hyphens."""
-    return "txl-" + "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
+    """A run's name as Google lets a TPU be called: up to 61 lower-case letters, digits and hyphens.
+
+    Of a longer one the beginning, and a number that stands for all of it.
+    """
+    told = "txl-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if len(told) > 61:
+        told = f"{told[:52].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return told
 
 
 def _members_hint(sweep: Sweep) -> str:

@@ -53,9 +53,11 @@ class Run:
         try:
             results = json.loads(path.read_text())
             same = train.with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
+            # Those of fewer steps stay until a run that was given more has ended; one without patience ends at its last.
+            ended = results["steps"] == self.config.train.steps or self.config.train.patience > 0
         except (ValueError, KeyError, TypeError):
             return None
-        return results if same else None
+        return results if same and ended else None
 
 
 @dataclasses.dataclass(frozen=True)

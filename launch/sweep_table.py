@@ -87,8 +87,10 @@ def _score(row: dict[str, Any], name: str) -> str:
 
 
 def _ended(run: Run) -> dict[str, Any]:
-    path = run.folder / _ENDED
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return json.loads((run.folder / _ENDED).read_text())
+    except (FileNotFoundError, ValueError):  # A damaged file costs the table a number, and no run anything.
+        return {}
 
 
 def _saved_steps(run: Run) -> list[int]:

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -188,6 +189,14 @@ def test_printed_for_a_shell_for_slurm_and_for_tpus(write, capsys):
     assert lines[1].startswith("launch/tpu.sh watch txl-seed-2 --zone=z --type=v6e-8 -- python -m experiments.text ")
 
 
+def test_a_long_name_is_cut_for_a_tpu_and_stays_its_own():
+    names = [f"learning_rate=0.00025+dropout=0.1+segment_len=150+mem_len=150+seed={seed}" for seed in (1, 2)]
+    cut = [sweep._tpu_name(name) for name in names]
+    assert cut[0] != cut[1] and all(len(name) <= 61 for name in cut)
+    assert all(re.fullmatch(r"txl-learning-rate-0-00025-[-a-z0-9]*[a-z0-9]", name) for name in cut)
+    assert sweep._tpu_name("Größe=1+seed=2") == "txl-gr-e-1-seed-2"
+
+
 def test_runs_that_could_be_one_program_are_pointed_out(write):
     assert "experiments.members" in sweep._members_hint(read(write("[grid]\nseed = [1, 2]\nmodel.dropout = [0.1]\n")))
     assert not sweep._members_hint(read(write("[grid]\nseed = [1, 2]\nmodel.d_inner = [8]\n")))
@@ -284,6 +293,8 @@ def test_states_are_read_from_the_folders(write):
         assert sweep_table.state_of(run) == "stopped after step 0"
     with run.workdir.lock():
         assert sweep_table.state_of(run) == "running, saved after step 0"
+    (run.folder / "sweep.json").write_text("{")
+    assert sweep_table.state_of(run) == "stopped after step 0"
 
 
 @pytest.mark.parametrize(
@@ -292,6 +303,7 @@ def test_states_are_read_from_the_folders(write):
         ("{", False),
         ("{}", False),
         ('{"steps": 1200, "eval": EVAL}', True),
+        ('{"steps": 600, "eval": EVAL}', False),  # Of the same run, before it was given more steps.
         ('{"steps": 1200, "eval": {"eval.mem_len": 64}}', False),
     ],
 )
