@@ -1,6 +1,6 @@
 """Logical names of array axes.
 
-Parameters, memory and batches are labelled with these; `txl_jax.sharding` holds the one table that maps
+Parameters, memory, activations and batches are labelled with these; `txl_jax.sharding` holds the one table that maps
 them to the axes of a device mesh.
 """
 

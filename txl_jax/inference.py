@@ -22,6 +22,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from txl_jax import axes
 from txl_jax import memory as memory_lib
 from txl_jax.config import Encoding, NormPlace
 from txl_jax.memory import KeyValueMemory, StartRows
@@ -31,6 +32,7 @@ from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import adaptive, positions
 from txl_jax.ops.products import project
 from txl_jax.ops.ring_attention import Visible, ring_attention, table_length, visible
+from txl_jax.ops.spread import lay
 
 
 @flax.struct.dataclass
@@ -157,6 +159,7 @@ def read(
     keys, values = [], []
     for layer, *ring in zip(weights.layers, memory.keys, memory.values, strict=True):
         hidden, key, value = _read_layer(layer, model, hidden, tuple(ring), memory.slot, seen)
+        hidden = lay(model.spread, hidden, axes.LENGTH, None)
         keys.append(key)
         values.append(value)
     memory = memory_lib.append(memory, keys, values, after=hidden)
@@ -183,14 +186,15 @@ def _read_layer(
     pre = model.config.layer_norm is NormPlace.PRE
     if layer.added is not None:
         inputs += layer.added[-inputs.shape[1] :][None]
-    query, key, value = _project(layer, attention_norm(inputs) if pre else inputs)
+    heads = _project(layer, attention_norm(inputs) if pre else inputs)
+    query, key, value = (lay(model.spread, states, axes.HEADS, axes.LENGTH, axes.HEAD_DIM) for states in heads)
     position, by_distance = None, layer.by_distance
     if by_distance is not None:
         position = _biased(query, by_distance.bias), by_distance.key, by_distance.score
     attended = ring_attention(_biased(query, layer.content_bias), key, value, ring, position, slot, seen)
     batch, _, segment_len, _ = attended.shape
     attended = project(attended.swapaxes(1, 2).reshape(batch, segment_len, -1), layer.output)
-    feed_forward = FeedForward(model.config, deterministic=True)
+    feed_forward = FeedForward(model.config, deterministic=True, spread=model.spread)
 
     def inner(states: jax.Array) -> jax.Array:
         return feed_forward.apply({"params": layer.feed_forward}, states)

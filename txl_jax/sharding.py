@@ -133,8 +133,8 @@ def _of_table(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
 
 
 def spread(mesh: Mesh) -> Spread | None:
-    """What operations on a batch and a vocabulary must know of the mesh; None: it is one device."""
-    return Spread(mesh, rows=(DATA, FSDP), vocab=MODEL) if mesh.size > 1 else None
+    """What the model must know of the mesh; None: it is one device."""
+    return Spread(mesh, spec) if mesh.size > 1 else None
 
 
 def rows(mesh: Mesh, batch_size: int) -> str | None:

@@ -13,6 +13,7 @@ from txl_jax.modules.dropout import Dropout, dropout, is_on, weight_dropout
 from txl_jax.modules.encodings import ShawTable
 from txl_jax.ops.dot_product_attention import dot_product_attention
 from txl_jax.ops.relative_attention import relative_attention
+from txl_jax.ops.spread import Spread, lay
 
 # What `score_terms` takes, by the names that the collection "attention" has it under.
 SCORE_PARTS = ("query", "key", "position_key", "content_bias", "position_bias")
@@ -27,6 +28,7 @@ class Attention(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     deterministic: bool
+    spread: Spread | None = None  # Where activations lie on a mesh; None: one device.
 
     @nn.compact
     def __call__(
@@ -59,10 +61,10 @@ class Attention(nn.Module):
         # Heads before positions: the products over E and K then run on contiguous matrices, which on CPU
         # halves the time of the forward pass.
         w_query, w_key, w_value = (matrix(name) for name in ("query", "key", "value"))
-        query = self._drop(_project(segment, w_query), "query")
+        query = self._drop(self._heads(_project(segment, w_query)), "query")
         key, value = (
             # One by one, since nothing goes back into the memory: of one product the gradient of all K rows is computed.
-            self._drop(jnp.concatenate([_project(states, kernel) for states in context], axis=-2), name)
+            self._drop(self._heads(jnp.concatenate([_project(states, kernel) for states in context], axis=-2)), name)
             for name, kernel in (("key", w_key), ("value", w_value))
         )
         drop = Dropout(c.attention_dropout, deterministic=self.deterministic)
@@ -97,7 +99,7 @@ class Attention(nn.Module):
             )
         outward = parameters.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
         kernel = drop_weights(self.param("output", outward, (c.n_head, c.d_head, c.d_model)))
-        output = jnp.einsum("bhle,hed->bld", attended_BxHxLxE, kernel.astype(dtype))
+        output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))
         return dropout(c, c.dropout, deterministic=self.deterministic)(output)
 
     def _drop(self, states: jax.Array, name: str) -> jax.Array:
@@ -109,6 +111,10 @@ class Attention(nn.Module):
         if not is_on(c.qkv_dropout):
             return states
         return dropout(c, c.qkv_dropout, deterministic=self.deterministic, name=f"drop_{name}")(states)
+
+    def _heads(self, states: jax.Array) -> jax.Array:
+        """[B, H, positions, E], pinned to where its rows and heads lie."""
+        return lay(self.spread, states, axes.HEADS, axes.LENGTH, axes.HEAD_DIM)
 
     def _keep(self, *arrays: jax.Array) -> None:
         """Leaves what scores are made of for who asks with mutable=["attention"]; else nothing is kept."""

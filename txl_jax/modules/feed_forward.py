@@ -11,6 +11,7 @@ from txl_jax.config import ModelConfig
 from txl_jax.modules import parameters
 from txl_jax.modules.dropout import dropout, weight_dropout
 from txl_jax.ops.products import project
+from txl_jax.ops.spread import Spread, lay
 
 
 class FeedForward(nn.Module):
@@ -18,6 +19,7 @@ class FeedForward(nn.Module):
 
     config: ModelConfig
     deterministic: bool
+    spread: Spread | None = None  # Where activations lie on a mesh; None: one device.
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -25,6 +27,7 @@ class FeedForward(nn.Module):
         c = self.config
         drop_weights = weight_dropout(c, deterministic=self.deterministic)
         inner = self._dense("inner", inputs, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER), drop_weights)
+        inner = lay(self.spread, inner, axes.LENGTH, axes.INNER)
         inner = dropout(c, c.dropout, deterministic=self.deterministic)(nn.relu(inner))
         outer = self._dense("outer", inner, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED), drop_weights)
         return dropout(c, c.dropout, deterministic=self.deterministic)(outer)

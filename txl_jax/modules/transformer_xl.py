@@ -35,7 +35,7 @@ class TransformerXL(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.embedding = Embedding(c, self.vocab_size, self.spread)
-        self.stack = Stack(c, self.compat)
+        self.stack = Stack(c, self.compat, self.spread)
         if c.layer_norm is NormPlace.PRE and self.compat.final_norm:
             self.final_norm = layer_norm("final_norm", compat=self.compat, dtype=jnp.dtype(c.dtype))
         self.softmax = Softmax(c, self.vocab_size, self.spread)

@@ -78,7 +78,7 @@ def negative_log_likelihood(
     if spread is None:
         return nll(hidden, targets, clusters=clusters, tails=tails, vocab=None, in_step=())
     # Where nothing is sent, a device's tails need not wait for another's.
-    in_step = spread.of_rows(hidden.shape[0]).rows if spread.divided else ()
+    in_step = spread.rows(hidden.shape[0]) if spread.divided else ()
     local = functools.partial(nll, vocab=spread.divided, in_step=in_step)
     return _on_mesh(local, spread, clusters, tails=tails)(hidden, targets)
 
@@ -213,7 +213,7 @@ def _on_mesh(
     specs = {"clusters": [of_cluster] * len(clusters), **dict.fromkeys(whole, PartitionSpec())}
 
     def run(*arrays: jax.Array) -> jax.Array:
-        rows = PartitionSpec(spread.of_rows(arrays[0].shape[0]).rows or None)
+        rows = PartitionSpec(spread.rows(arrays[0].shape[0]) or None)
         in_specs = ((rows,) * len(arrays), specs)
         return spread.map(lambda own, named: local(*own, **named), in_specs=in_specs, out_specs=rows)(arrays, named)
 

@@ -1,32 +1,39 @@
-"""How rows of a batch and tokens of a vocabulary lie on a device mesh, for the operations that must know.
+"""How batches, activations and vocabularies lie on a device mesh, for the code that must know.
 
-Most do not: XLA's partitioner follows the shardings of their inputs. The softmax does, since its loops over selected
-positions (`ops.selected`) have a number of rounds of each device's own, and since vocabularies have odd sizes.
+Operations that must know are those of the softmax: its loops over selected positions (`ops.selected`) have a number of
+rounds of each device's own, and vocabularies have odd sizes. All else XLA's partitioner lays out by itself, from where
+parameters and batch lie; the activations of a layer are pinned (`lay`), so that it is free to choose in little.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from txl_jax import axes
 
 
 class Spread(NamedTuple):
-    """Names of mesh axes; an array that is spread over none of them lies whole on every device."""
+    """A mesh of several devices, and where the arrays of a program lie on it."""
 
     mesh: Mesh
-    rows: tuple[str, ...]  # Axes that a batch's rows lie over.
-    vocab: str  # The axis that a cluster's tokens lie over.
+    spec: Callable[..., PartitionSpec]  # The mesh axes of an array by the logical names of its own (`sharding.spec`).
 
-    def of_rows(self, batch_size: int) -> Self:
-        """As it is, or without the rows' axes if that many rows do not divide among them."""
-        return self if batch_size % self.row_parts == 0 else self._replace(rows=())
+    def rows(self, batch_size: int) -> tuple[str, ...]:
+        """The mesh axes that a batch's rows lie over; none if so many rows do not divide among their devices."""
+        return self.spec(axes.BATCH)[0] if batch_size % self.row_parts == 0 else ()
 
     @property
     def row_parts(self) -> int:
         """Devices that share a batch's rows."""
-        return math.prod(self.mesh.shape[name] for name in self.rows)
+        return math.prod(self.mesh.shape[name] for name in self.spec(axes.BATCH)[0])
+
+    @property
+    def vocab(self) -> str:
+        """The mesh axis that a cluster's tokens lie over."""
+        return self.spec(axes.VOCAB)[0]
 
     @property
     def vocab_parts(self) -> int:
@@ -44,3 +51,17 @@ class Spread(NamedTuple):
         Without check_vma, under which arrays would have to be marked as different on different devices one by one.
         """
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def lay(spread: Spread | None, array: jax.Array, *names: str | None) -> jax.Array:
+    """Pins where an activation lies, and with it its gradient; it changes no number.
+
+    Args:
+      spread: None: one device, and nothing is done.
+      array: [B, ...].
+      names: what its axes after the first are called (`txl_jax.axes`); None stays whole.
+    """
+    if spread is None:
+        return array
+    spec = PartitionSpec(spread.rows(array.shape[0]) or None, *spread.spec(*names))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(spread.mesh, spec))
