@@ -39,6 +39,7 @@ DIGESTS = "digests.json"
 _STEP_NAME = re.compile(r"(0|[1-9]\d*)(\.replaced-\d+)?")
 _LEFTOVERS = ("*.orbax-checkpoint-tmp*", "*.deleted")
 _NO_DIGESTS = "it has no digests"
+_SECONDS_OF_A_SAVE = 30 * 86400
 
 
 class CheckpointError(RuntimeError):
@@ -352,8 +353,13 @@ def _open_writer(name: str) -> ocp.AsyncCheckpointer:
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _hide_closed_loops  # For good: those writes outlive the save.
     # The prefix: two directories are written at the same time, and processes must not meet at each other's barriers.
-    options = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name)
-    return ocp.AsyncCheckpointer(_handler(), multiprocessing_options=options)
+    multiprocessing = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name)
+    # Orbax gives a save 20 minutes of the time of day, and takes a clock that was set, or a computer that slept, for a
+    # save that hangs. With several processes it stays so: one that fails leaves the others waiting at a barrier.
+    patience = {} if processes.several() else {"timeout_secs": _SECONDS_OF_A_SAVE}
+    # Its threads wait for folders that are made aside, with another such limit, which cannot be set.
+    asynchronous = ocp.options.AsyncOptions(create_directories_asynchronously=False, **patience)
+    return ocp.AsyncCheckpointer(_handler(), async_options=asynchronous, multiprocessing_options=multiprocessing)
 
 
 def _open_reader(*, alone: bool = False) -> ocp.Checkpointer:
