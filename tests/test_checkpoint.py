@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -440,3 +441,21 @@ def test_writes_that_nobody_waits_for_fail_in_silence(open_checkpoints, caplog):
         caplog.clear()
         logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=exc_info)
         assert ("never retrieved" in caplog.text) == said
+
+
+def test_writes_that_were_not_begun_end_in_silence(open_checkpoints):
+    """As Orbax has them left when another write fails first."""
+
+    async def async_serialize_from_host():
+        pass
+
+    async def another():
+        pass
+
+    with warnings.catch_warnings(record=True) as caught, open_checkpoints() as checkpoints:
+        warnings.simplefilter("always")
+        checkpoints.save(1, {"x": jnp.zeros(3)}, {})
+        for write in (async_serialize_from_host, another):
+            write()  # And is dropped.
+    told = [str(warning.message) for warning in caught if "never awaited" in str(warning.message)]
+    assert len(told) == 1 and "another" in told[0]

@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -348,10 +349,19 @@ def _is_no_failed_write(record: logging.LogRecord) -> bool:
     return "os_error_code=" not in str(error)
 
 
-def _open_writer(name: str) -> ocp.AsyncCheckpointer:
-    logging.getLogger("asyncio").addFilter(_is_no_failed_write)  # For good, too.
+def _hide_failed_writes() -> None:
+    """Keeps back what Python tells of writes that Orbax did not wait for, or did not even begin, once one has failed.
+
+    For good: those writes outlive the save.
+    """
+    logging.getLogger("asyncio").addFilter(_is_no_failed_write)
+    warnings.filterwarnings("ignore", r"coroutine '.*serialize.*' was never awaited", RuntimeWarning)
     if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _hide_closed_loops  # For good: those writes outlive the save.
+        sys.unraisablehook = _hide_closed_loops
+
+
+def _open_writer(name: str) -> ocp.AsyncCheckpointer:
+    _hide_failed_writes()
     # The prefix: two directories are written at the same time, and processes must not meet at each other's barriers.
     multiprocessing = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name)
     # Orbax gives a save 20 minutes of the time of day, and takes a clock that was set, or a computer that slept, for a
