@@ -253,6 +253,7 @@ def test_help_names_the_programs_flags_and_the_flagfiles(program):
         assert "--speed_calls=" in out
 
 
+@pytest.mark.slow
 def test_speeds_are_printed_and_written(tmp_path):
     tiny = [*TINY, "--generate.length=4", "--model.cutoffs=50,100", "--model.div_val=2"]
     tasks = ["--speed_tasks=training,evaluation,generation", "--speed_calls=1", "--speed_warmup=0"]

@@ -163,6 +163,7 @@ def test_scores_from_before_a_setting_of_evaluation_existed_are_kept(base, tmp_p
     assert run(base, plan, tmp_path) == found
 
 
+@pytest.mark.slow
 def test_the_longest_segment_of_equal_memory():
     """Against compiling every length."""
     config = config_tree.replace(tiny_run.CONFIG, {"train.mem_len": 24})

@@ -56,8 +56,9 @@ def test_averages_are_probabilities_and_everything_is_written(run, tmp_path):
     assert pictures == (expected if plots.can_draw() else set())
 
 
-def test_the_average_is_over_queries_with_a_full_memory(run, tmp_path):
+def test_the_average_is_over_queries_with_a_full_memory(run, tmp_path, monkeypatch):
     """By hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on."""
+    monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
     everywhere = list(range(10, 55))
     average = draw(run, tmp_path, positions=everywhere)
     with np.load(tmp_path / "attention.npz") as arrays:

@@ -110,7 +110,7 @@ def stop_after(calls):
     return lambda: next(asked, True)
 
 
-@pytest.mark.parametrize("stops", [[2, 2], [3], [6]], ids=str)
+@pytest.mark.parametrize("stops", [pytest.param([2, 2], marks=pytest.mark.slow), [3], [6]], ids=str)
 def test_stopped_members_go_on_exactly(base, together, tmp_path, stops):
     """After updates, and in the middle of the evaluation of one of them."""
     for calls in stops:
@@ -179,6 +179,7 @@ def test_members_without_a_common_checkpoint_are_refused_and_keep_what_they_have
     assert before == after and all(found for found, _ in after.values())
 
 
+@pytest.mark.slow
 def test_in_bfloat16_a_traced_rate_widens_nothing(base):
     """And members that drop nothing of queries, keys and values draw the other masks that they would draw alone."""
     names = ("model.embedding_dropout", "model.qkv_dropout", "model.weight_dropout", DROPOUT)
