@@ -147,4 +147,4 @@ def rows(mesh: Mesh, batch_size: int) -> str | None:
 
 def row_groups(mesh: Mesh) -> int:
     """Over how many devices the rows of a batch are spread."""
-    return math.prod(mesh.shape[name] for name in (DATA, FSDP))
+    return Spread(mesh, spec).row_parts
