@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -230,10 +231,10 @@ def test_unverified_steps_are_used_only_without_a_verified_one(two_steps, open_c
     (two_steps / "200" / DIGESTS).unlink()
     with open_checkpoints() as checkpoints:
         assert checkpoints.restore(abstract(make_state()))[0] == 100
-        assert "200 is unverified" in lines[-1]
+        assert str(two_steps / "200") in lines[-1]
         (two_steps / "100" / DIGESTS).unlink()
         assert checkpoints.restore(abstract(make_state()))[0] == 200
-        assert f"trying the unverified {two_steps / '200'}" in lines[-1]
+        assert str(two_steps / "200") in lines[-1]
 
 
 def test_verified_steps_are_kept_before_unverified_ones(two_steps, open_checkpoints):
@@ -249,7 +250,7 @@ def test_an_unverified_step_that_orbax_cannot_read_falls_back_too(two_steps, ope
     shutil.rmtree(two_steps / "200" / "state" / "d")  # Small arrays lie here, not in ocdbt.process_0.
     with open_checkpoints() as checkpoints:
         assert checkpoints.restore(abstract(make_state()))[0] == 100
-    assert any("200 is passed over" in line and "Orbax" in line for line in lines)
+    assert any(str(two_steps / "200") in line and "Orbax" in line for line in lines)
 
 
 def test_steps_and_none_restores(two_steps, open_checkpoints):
@@ -257,8 +258,8 @@ def test_steps_and_none_restores(two_steps, open_checkpoints):
         flip_byte(two_steps / step / "notes" / "metadata")
     with open_checkpoints() as checkpoints, pytest.raises(CheckpointError) as caught:
         checkpoints.restore(abstract(make_state()))
-    for part in (str(two_steps), "200: the file notes/metadata is damaged", "100: the file notes/metadata", "copy"):
-        assert part in str(caught.value)
+    assert str(two_steps) in str(caught.value)
+    assert re.search(r"\b200\b.*\bnotes/metadata\b.*\b100\b.*\bnotes/metadata\b", str(caught.value))
     assert step_names(two_steps) == ["100", "200"]
 
 
@@ -308,16 +309,16 @@ def test_another_model_is_an_error_and_no_damage(two_steps, open_checkpoints, li
     with open_checkpoints() as checkpoints, pytest.raises(CheckpointError) as caught:
         checkpoints.restore(abstract(other))
     for part in (
-        "another model",
-        "params/q is float32[3, 5] there and float32[3, 8] here",
-        "float32[7] there and absent",
+        str(two_steps / "200"),
+        r"params/q\b.*float32\[3, 5\].*float32\[3, 8\]",
+        r"params/layers/.*float32\[7\]",
     ):
-        assert part in str(caught.value)
+        assert re.search(part, str(caught.value))
     assert (step_names(two_steps), lines) == (["100", "200"], [])
 
 
 def test_notes_of_a_step_that_is_not_there(two_steps, open_checkpoints):
-    with open_checkpoints() as checkpoints, pytest.raises(CheckpointError, match=r"no checkpoint of step 3 .*100, 200"):
+    with open_checkpoints() as checkpoints, pytest.raises(CheckpointError, match=r"\bstep 3\b.*\b100, 200\b"):
         checkpoints.notes(3)
 
 
@@ -358,9 +359,7 @@ def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
     with open_checkpoints() as checkpoints:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
-            with pytest.raises(
-                CheckpointError, match=r"step 300 could not be written to .*latest \(File too large\); free"
-            ):
+            with pytest.raises(CheckpointError, match=r"\bstep 300\b.*latest.*\bFile too large\b"):
                 checkpoints.save(300, state, {})
                 checkpoints.wait()
         finally:
@@ -394,11 +393,11 @@ def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, "_digest", fail)
             checkpoints.save(1, make_state(), {})
-            with pytest.raises(CheckpointError, match="step 1 could not be written") as late:
+            with pytest.raises(CheckpointError, match=r"\bstep 1\b.*\bNo space left\b") as late:
                 checkpoints.save(2, make_state(), {})
         (tmp_path / "latest").rename(tmp_path / "elsewhere")
         (tmp_path / "latest").write_text("a file")
-        with pytest.raises(CheckpointError, match="step 3 could not be written") as early:
+        with pytest.raises(CheckpointError, match=r"\bstep 3\b") as early:
             checkpoints.save(3, make_state(), {})
     assert processes.is_known_to_all(late.value) and processes.is_known_to_all(early.value)
 
@@ -406,9 +405,9 @@ def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
 def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):
     (tmp_path / "latest").write_text("a file")
     with open_checkpoints() as checkpoints:
-        with pytest.raises(CheckpointError, match=r"step 1 could not be written to .*latest .*File exists.*resume"):
+        with pytest.raises(CheckpointError, match=r"\bstep 1\b.*latest.*\bFile exists\b"):
             checkpoints.save(1, make_state(), {})
-        with pytest.raises(CheckpointError, match=r"latest cannot be read .*must be a folder"):
+        with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
             checkpoints.restore(make_state())
     assert (tmp_path / "latest").read_text() == "a file"
 
@@ -426,7 +425,7 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open
         checkpoints.save(2, make_state(), {})
 
 
-@pytest.mark.parametrize(("directory", "keep", "said"), [("x", 0, "keep is 0"), ("gs://x/y", 1, "is a URL")])
+@pytest.mark.parametrize(("directory", "keep", "said"), [("x", 0, r"\bkeep\D*\b0\b"), ("gs://x/y", 1, "gs://x/y")])
 def test_arguments_that_cannot_be(directory, keep, said):
     with pytest.raises(ValueError, match=said):
         Checkpointer(directory, keep=keep, report=print)

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import json
+import re
 
 import pytest
 
@@ -27,156 +28,156 @@ from txl_jax.config import (
 
 # (changed settings, what the message must name: the settings and every number of the conflict)
 CONFLICTS = [
-    *(({f"model.{name}": 0}, (f"model.{name} is 0", "at least 1")) for name in ("n_layer", "d_model", "n_head")),
-    *(({f"model.{name}": -3}, (f"model.{name} is -3", "at least 1")) for name in ("d_head", "d_inner", "div_val")),
-    ({"model.d_model": 7}, ("model.d_model is 7", "even")),
-    ({"model.d_embed": -1}, ("model.d_embed is -1",)),
-    ({"model.dropout": 1.0}, ("model.dropout is 1.0", "below 1")),
-    ({"model.attention_dropout": -0.1}, ("model.attention_dropout is -0.1", "at least 0")),
-    ({"model.cutoffs": (20, 10)}, ("model.cutoffs are [20, 10]", "increase")),
-    ({"model.cutoffs": (10, 10)}, ("model.cutoffs are [10, 10]", "increase")),
-    ({"model.cutoffs": (0, 10)}, ("model.cutoffs are [0, 10]", "positive")),
-    ({"model.cutoffs": (5,), "model.tie_projs": (True,) * 3}, ("tie_projs has 3", "2 clusters")),
-    ({"model.div_val": 4}, ("model.div_val is 4", "cutoffs")),
-    ({"model.div_val": 4, "model.cutoffs": (5, 9), "model.d_model": 8}, ("div_val 4", "cluster 2", "8")),
-    ({"model.untie_r": True, "model.encoding": Encoding.VASWANI}, ("model.untie_r is on", "vaswani")),
-    ({"model.encoding": Encoding.SHAW}, ("model.n_position is 0", "shaw", "at least 2")),
-    ({"model.encoding": Encoding.AL_RFOU, "model.n_position": 1}, ("model.n_position is 1", "al_rfou")),
-    ({"model.n_position": 8}, ("model.n_position is 8", "relative", "none, 0")),
-    ({"eval.temperature": 0.0}, ("eval.temperature is 0.0", "positive")),
-    ({"eval.temperature": 1.1, "model.cutoffs": (5,)}, ("eval.temperature is 1.1", "[5]", "full softmax")),
-    ({"train.adversarial": 0.1, "model.d_embed": 8}, ("train.adversarial is 0.1", "d_embed 8", "full softmax")),
-    ({"model.weight_dropout": 0.1, "model.network": Network.LSTM}, ("model.weight_dropout is 0.1", "lstm")),
-    ({"model.input_dropout": 1.0}, ("model.input_dropout is 1.0", "below 1")),
-    ({"average.start": 3, "average.trigger": 5}, ("average.start is 3", "average.trigger 5", "one of the two")),
-    ({"average.decay": 0.9}, ("average.decay is 0.9", "average.start")),
-    ({"average.start": 400_000}, ("average.start is 400000", "train.steps is 400000")),
-    ({"model.network": Network.LSTM, "model.encoding": Encoding.VASWANI}, ("model.encoding is vaswani", "lstm")),
-    ({"train.patience": -1}, ("train.patience is -1", "negative")),
-    ({"optimizer.embedding_rate": 0.0}, ("optimizer.embedding_rate is 0.0", "positive")),
-    ({"compat.layer_norm_eps": 0.0}, ("compat.layer_norm_eps is 0.0", "positive")),
-    ({"compat.lr_floor": 1.5}, ("compat.lr_floor is 1.5", "0 to 1")),
-    ({"data.corpus": CorpusName.TEXT}, ("data.file is ''", "none", "exactly one")),
-    ({"data.corpus": CorpusName.PTB, "data.file": "a"}, ("data.file is 'a'", "ptb", "--data.corpus=text")),
-    ({"data.tokenizer": Tokenizer.WORD, "data.newlines": Newlines.DROP}, ("data.newlines is drop", "word", "byte")),
-    ({"data.lower_case": True}, ("data.lower_case is True", "byte", "char, word, sentencepiece")),
-    ({"data.min_count": 3}, ("data.min_count is 3", "byte", "char, word")),
-    ({"data.min_count": 0}, ("data.min_count is 0", "byte")),
-    ({"data.vocab_file": "words", "data.tokenizer": Tokenizer.CHAR}, ("data.vocab_file is words", "char", "word")),
+    *(({f"model.{name}": 0}, (f"model.{name}", "0")) for name in ("n_layer", "d_model", "n_head")),
+    *(({f"model.{name}": -3}, (f"model.{name}", "-3")) for name in ("d_head", "d_inner", "div_val")),
+    ({"model.d_model": 7}, ("model.d_model", "7")),
+    ({"model.d_embed": -1}, ("model.d_embed", "-1")),
+    ({"model.dropout": 1.0}, ("model.dropout", "1.0")),
+    ({"model.attention_dropout": -0.1}, ("model.attention_dropout", "-0.1")),
+    ({"model.cutoffs": (20, 10)}, ("model.cutoffs", "[20, 10]")),
+    ({"model.cutoffs": (10, 10)}, ("model.cutoffs", "[10, 10]")),
+    ({"model.cutoffs": (0, 10)}, ("model.cutoffs", "[0, 10]")),
+    ({"model.cutoffs": (5,), "model.tie_projs": (True,) * 3}, ("tie_projs", "3", "2")),
+    ({"model.div_val": 4}, ("model.div_val", "4", "cutoffs")),
+    ({"model.div_val": 4, "model.cutoffs": (5, 9), "model.d_model": 8}, ("div_val", "4", "2", "8")),
+    ({"model.untie_r": True, "model.encoding": Encoding.VASWANI}, ("model.untie_r", "vaswani")),
+    ({"model.encoding": Encoding.SHAW}, ("model.n_position", "0", "shaw")),
+    ({"model.encoding": Encoding.AL_RFOU, "model.n_position": 1}, ("model.n_position", "1", "al_rfou")),
+    ({"model.n_position": 8}, ("model.n_position", "8", "relative")),
+    ({"eval.temperature": 0.0}, ("eval.temperature", "0.0")),
+    ({"eval.temperature": 1.1, "model.cutoffs": (5,)}, ("eval.temperature", "1.1", "[5]")),
+    ({"train.adversarial": 0.1, "model.d_embed": 8}, ("train.adversarial", "0.1", "d_embed", "8")),
+    ({"model.weight_dropout": 0.1, "model.network": Network.LSTM}, ("model.weight_dropout", "0.1", "lstm")),
+    ({"model.input_dropout": 1.0}, ("model.input_dropout", "1.0")),
+    ({"average.start": 3, "average.trigger": 5}, ("average.start", "3", "average.trigger", "5")),
+    ({"average.decay": 0.9}, ("average.decay", "0.9", "average.start")),
+    ({"average.start": 400_000}, ("average.start", "400000", "train.steps", "400000")),
+    ({"model.network": Network.LSTM, "model.encoding": Encoding.VASWANI}, ("model.encoding", "vaswani", "lstm")),
+    ({"train.patience": -1}, ("train.patience", "-1")),
+    ({"optimizer.embedding_rate": 0.0}, ("optimizer.embedding_rate", "0.0")),
+    ({"compat.layer_norm_eps": 0.0}, ("compat.layer_norm_eps", "0.0")),
+    ({"compat.lr_floor": 1.5}, ("compat.lr_floor", "1.5")),
+    ({"data.corpus": CorpusName.TEXT}, ("data.file", "''")),
+    ({"data.corpus": CorpusName.PTB, "data.file": "a"}, ("data.file", "'a'", "ptb", "--data.corpus=text")),
+    ({"data.tokenizer": Tokenizer.WORD, "data.newlines": Newlines.DROP}, ("data.newlines", "drop", "word", "byte")),
+    ({"data.lower_case": True}, ("data.lower_case", "True", "byte", "char, word, sentencepiece")),
+    ({"data.min_count": 3}, ("data.min_count", "3", "byte", "char, word")),
+    ({"data.min_count": 0}, ("data.min_count", "0", "byte")),
+    ({"data.vocab_file": "words", "data.tokenizer": Tokenizer.CHAR}, ("data.vocab_file", "words", "char", "word")),
     (
         {"data.vocab_file": "words", "data.tokenizer": Tokenizer.WORD, "data.min_count": 2},
-        ("data.min_count is 2", "'words'", "not both"),
+        ("data.min_count", "2", "'words'"),
     ),
     (
         {"data.sentencepiece_model": "m", "data.tokenizer": Tokenizer.WORD},
-        ("data.sentencepiece_model is m", "word", "sentencepiece"),
+        ("data.sentencepiece_model", "m", "word", "sentencepiece"),
     ),
     (
         {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.line_mark": LineMark.S},
-        ("data.line_mark is s", "eos", "none"),
+        ("data.line_mark", "s", "eos", "none"),
     ),
     (
         {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.sentencepiece_model": "m", "data.sentencepiece_vocab": 9},
-        ("data.sentencepiece_vocab is 9", "'m'", "not both"),
+        ("data.sentencepiece_vocab", "9", "'m'"),
     ),
-    ({"data.sentencepiece_vocab": 9}, ("data.sentencepiece_vocab is 9", "byte", "sentencepiece")),
+    ({"data.sentencepiece_vocab": 9}, ("data.sentencepiece_vocab", "9", "byte", "sentencepiece")),
     (
         {"data.tokenizer": Tokenizer.SENTENCEPIECE, "data.sentencepiece_vocab": 0},
-        ("data.sentencepiece_vocab is 0", "at least 1"),
+        ("data.sentencepiece_vocab", "0"),
     ),
-    ({"data.line_mark": LineMark.S}, ("data.line_mark is s", "byte", "word, sentencepiece")),
+    ({"data.line_mark": LineMark.S}, ("data.line_mark", "s", "byte", "word, sentencepiece")),
     (
         {"data.corpus": CorpusName.PTB, "data.tokenizer": Tokenizer.WORD, "data.empty_end": EmptyEnd.KEEP},
-        ("data.empty_end is keep", "ptb", "text"),
+        ("data.empty_end", "keep", "ptb", "text"),
     ),
-    ({"data.heldout": Heldout.PUBLISHED}, ("data.heldout is published", "enwik8", "lm1b")),
-    ({"data.order": Order.SENTENCES}, ("data.order is sentences", "byte", "line marks")),
+    ({"data.heldout": Heldout.PUBLISHED}, ("data.heldout", "published", "enwik8", "lm1b")),
+    ({"data.order": Order.SENTENCES}, ("data.order", "sentences", "byte")),
     (
         {"data.order": Order.SENTENCES, "data.tokenizer": Tokenizer.WORD, "data.line_mark": LineMark.NONE},
-        ("data.order is sentences", "data.line_mark none"),
+        ("data.order", "sentences", "data.line_mark", "none"),
     ),
     (
         {"data.order": Order.SENTENCES, "data.tokenizer": Tokenizer.WORD, "data.roll": Roll.ROWS},
-        ("data.order is sentences", "data.roll is rows"),
+        ("data.order", "sentences", "data.roll", "rows"),
     ),
-    ({"eval.warmup_tokens": -1}, ("eval.warmup_tokens is -1", "negative")),
+    ({"eval.warmup_tokens": -1}, ("eval.warmup_tokens", "-1")),
     (
         {"data.corpus": CorpusName.TEXT, "data.file": "a", "data.train": ("b",)},
-        ("data.file is 'a'", "data.train", "exactly one"),
+        ("data.file", "'a'", "data.train"),
     ),
     (
         {"data.corpus": CorpusName.TEXT, "data.train": ("b",)},
-        ("data.train given", "data.valid, data.test"),
+        ("data.train", "data.valid", "data.test"),
     ),
-    ({"data.valid": ("b",)}, ("data.valid given", "enwik8", "text")),
+    ({"data.valid": ("b",)}, ("data.valid", "enwik8", "text")),
     (
         {"data.corpus": CorpusName.PYTHON_STDLIB, "data.file": "a"},
-        ("data.file is 'a'", "python_stdlib"),
+        ("data.file", "'a'", "python_stdlib"),
     ),
     *(
-        ({f"optimizer.{name}": 0.0}, (f"optimizer.{name} is 0.0", "positive"))
+        ({f"optimizer.{name}": 0.0}, (f"optimizer.{name}", "0.0"))
         for name in ("learning_rate", "adam_eps", "clip_norm")
     ),
-    *(({f"optimizer.{name}": 1.0}, (f"optimizer.{name} is 1.0", "below 1")) for name in ("adam_b1", "adam_b2")),
-    ({"optimizer.warmup_steps": -1}, ("optimizer.warmup_steps is -1",)),
-    ({"optimizer.warmup_steps": 600, "train.steps": 400}, ("warmup_steps is 600", "train.steps is 400")),
-    ({"optimizer.warmup_steps": 60, "optimizer.decay_steps": 50}, ("warmup_steps is 60", "decay_steps is 50")),
-    ({"optimizer.decay_steps": 500, "train.steps": 400}, ("decay_steps is 500", "train.steps is 400")),
-    *(({f"optimizer.{name}": -1}, (f"optimizer.{name} is -1",)) for name in ("decay_steps", "l2")),
-    ({"optimizer.embedding_rate": 0.1, "compat.lr_floor": 0.5}, ("lr_floor is 0.5", "embedding_rate is 0.1")),
-    ({"average.rate": 0.5}, ("average.rate is 0.5", "average.start is -1")),
-    ({"average.rate": 0.0, "average.start": 3}, ("average.rate is 0.0",)),
-    ({"model.tie_positions": True, "model.untie_r": True}, ("tie_positions", "untie_r is True")),
-    ({"model.tie_positions": True, "model.encoding": Encoding.VASWANI}, ("tie_positions", "encoding is vaswani")),
-    ({"model.tie_positions": True, "model.network": Network.LSTM}, ("tie_positions is True", "network is lstm")),
+    *(({f"optimizer.{name}": 1.0}, (f"optimizer.{name}", "1.0")) for name in ("adam_b1", "adam_b2")),
+    ({"optimizer.warmup_steps": -1}, ("optimizer.warmup_steps", "-1")),
+    ({"optimizer.warmup_steps": 600, "train.steps": 400}, ("warmup_steps", "600", "train.steps", "400")),
+    ({"optimizer.warmup_steps": 60, "optimizer.decay_steps": 50}, ("warmup_steps", "60", "decay_steps", "50")),
+    ({"optimizer.decay_steps": 500, "train.steps": 400}, ("decay_steps", "500", "train.steps", "400")),
+    *(({f"optimizer.{name}": -1}, (f"optimizer.{name}", "-1")) for name in ("decay_steps", "l2")),
+    ({"optimizer.embedding_rate": 0.1, "compat.lr_floor": 0.5}, ("lr_floor", "0.5", "embedding_rate", "0.1")),
+    ({"average.rate": 0.5}, ("average.rate", "0.5", "average.start", "-1")),
+    ({"average.rate": 0.0, "average.start": 3}, ("average.rate", "0.0")),
+    ({"model.tie_positions": True, "model.untie_r": True}, ("tie_positions", "untie_r", "True")),
+    ({"model.tie_positions": True, "model.encoding": Encoding.VASWANI}, ("tie_positions", "encoding", "vaswani")),
+    ({"model.tie_positions": True, "model.network": Network.LSTM}, ("tie_positions", "True", "network", "lstm")),
     (
         {"train.stride": 4, "train.mem_len": 0, "model.network": Network.LSTM},
-        ("train.stride is 4", "network is lstm"),
+        ("train.stride", "4", "network", "lstm"),
     ),
-    ({"model.qkv_dropout": 0.1, "model.network": Network.LSTM}, ("qkv_dropout is 0.1", "network is lstm")),
+    ({"model.qkv_dropout": 0.1, "model.network": Network.LSTM}, ("qkv_dropout", "0.1", "network", "lstm")),
     *(
-        ({f"{group}.stride": 600, f"{group}.mem_len": 0}, (f"{group}.stride is 600", f"{group}.segment_len is"))
+        ({f"{group}.stride": 600, f"{group}.mem_len": 0}, (f"{group}.stride", "600", f"{group}.segment_len"))
         for group in ("train", "eval")
     ),
-    *(({f"{group}.stride": 4}, (f"{group}.stride is 4", f"{group}.mem_len is")) for group in ("train", "eval")),
+    *(({f"{group}.stride": 4}, (f"{group}.stride", "4", f"{group}.mem_len")) for group in ("train", "eval")),
     (
         {"train.stride": 4, "train.mem_len": 0, "train.loss": LossPart.HALF},
-        ("train.stride is 4", "train.loss is half"),
+        ("train.stride", "4", "train.loss", "half"),
     ),
     (
         {"eval.stride": 4, "eval.mem_len": 0, "eval.same_length": False, "eval.warmup_tokens": 5},
-        ("eval.stride is 4", "eval.warmup_tokens is 5"),
+        ("eval.stride", "4", "eval.warmup_tokens", "5"),
     ),
-    ({"mesh.data": -1}, ("mesh.data is -1",)),
-    *(({f"mesh.{name}": 0}, (f"mesh.{name} is 0", "at least 1")) for name in ("fsdp", "model")),
+    ({"mesh.data": -1}, ("mesh.data", "-1")),
+    *(({f"mesh.{name}": 0}, (f"mesh.{name}", "0")) for name in ("fsdp", "model")),
     *(
-        ({f"{group}.{name}": 0}, (f"{group}.{name} is 0", "at least 1"))
+        ({f"{group}.{name}": 0}, (f"{group}.{name}", "0"))
         for group in ("train", "eval")
         for name in ("batch_size", "segment_len", "segments_per_call")
     ),
     *(
-        ({f"{group}.{name}": -2}, (f"{group}.{name} is -2", "negative"))
+        ({f"{group}.{name}": -2}, (f"{group}.{name}", "-2"))
         for group in ("train", "eval")
         for name in ("mem_len", "clamp_len")
     ),
     *(
-        ({f"{group}.same_length": True, f"{group}.mem_len": 0}, (f"{group}.same_length", f"{group}.mem_len is 0"))
+        ({f"{group}.same_length": True, f"{group}.mem_len": 0}, (f"{group}.same_length", f"{group}.mem_len", "0"))
         for group in ("train", "eval")
     ),
-    ({"train.batch_chunks": 0}, ("train.batch_chunks is 0", "train.batch_size is 22")),
-    ({"train.batch_chunks": 4}, ("train.batch_chunks is 4", "train.batch_size is 22", "divide")),
-    ({"train.keep_checkpoints": 0}, ("train.keep_checkpoints is 0", "at least 1")),
-    ({"train.steps": 0}, ("train.steps is 0", "at least 1")),
+    ({"train.batch_chunks": 0}, ("train.batch_chunks", "0", "train.batch_size", "22")),
+    ({"train.batch_chunks": 4}, ("train.batch_chunks", "4", "train.batch_size", "22")),
+    ({"train.keep_checkpoints": 0}, ("train.keep_checkpoints", "0")),
+    ({"train.steps": 0}, ("train.steps", "0")),
     *(
-        ({f"train.{name}": 1001, "train.segments_per_call": 8}, (f"train.{name} is 1001", "segments_per_call, 8"))
+        ({f"train.{name}": 1001, "train.segments_per_call": 8}, (f"train.{name}", "1001", "segments_per_call", "8"))
         for name in ("steps", "log_every", "eval_every", "checkpoint_every")
     ),
-    ({"eval.valid_tokens": 1}, ("eval.valid_tokens is 1", "at least 2")),
-    ({"generate.prompt": "a", "generate.prompt_file": "b"}, ("generate.prompt and generate.prompt_file",)),
-    *(({f"generate.{name}": 0}, (f"generate.{name} is 0", "at least 1")) for name in ("length", "samples")),
-    ({"generate.temperature": -1.0}, ("generate.temperature is -1.0",)),
-    ({"generate.top_k": -1}, ("generate.top_k is -1",)),
-    *(({"generate.top_p": p}, (f"generate.top_p is {p}",)) for p in (0.0, 1.1)),
+    ({"eval.valid_tokens": 1}, ("eval.valid_tokens", "1")),
+    ({"generate.prompt": "a", "generate.prompt_file": "b"}, ("generate.prompt", "generate.prompt_file")),
+    *(({f"generate.{name}": 0}, (f"generate.{name}", "0")) for name in ("length", "samples")),
+    ({"generate.temperature": -1.0}, ("generate.temperature", "-1.0")),
+    ({"generate.top_k": -1}, ("generate.top_k", "-1")),
+    *(({"generate.top_p": p}, ("generate.top_p", f"{p}")) for p in (0.0, 1.1)),
 ]
 
 
@@ -186,7 +187,7 @@ def test_conflicts_are_refused_with_their_numbers(values, words):
     with pytest.raises(ValueError) as error:
         config.validate()
     for word in words:
-        assert word in str(error.value)
+        assert re.search(rf"(?<!\w)(?<!\d\.){re.escape(word)}(?!\w|\.\d)", str(error.value)), (word, error.value)
 
 
 def test_the_defaults_go_together():
@@ -218,7 +219,7 @@ def test_edges_that_are_allowed():
 def test_clusters_must_fit_the_vocabulary():
     model = ModelConfig(cutoffs=(10, 20))
     model.validate_vocabulary(21)
-    with pytest.raises(ValueError, match="end at 20 and the vocabulary has 20"):
+    with pytest.raises(ValueError, match=r"cutoffs\D*\b20\b\D*\b20\b"):
         model.validate_vocabulary(20)
 
 
@@ -261,7 +262,7 @@ def test_settings_left_out_of_a_dict_keep_their_defaults():
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest_one():
-    with pytest.raises(ValueError, match=r"'model.n_layers'; did you mean model.n_layer"):
+    with pytest.raises(ValueError, match=r"'model\.n_layers'.*\bmodel\.n_layer\b"):
         config_tree.from_dict({"model.n_layers": 3})
 
 

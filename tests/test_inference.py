@@ -179,7 +179,7 @@ def test_lengths_that_the_weights_were_not_frozen_for_are_refused(mem_len, segme
     model = tiny.make()
     weights = frozen(model, (4, 8, 0))
     memory = inference.init_memory(weights, model, batch_size=1, mem_len=mem_len, segment_len=segment_len)
-    with pytest.raises(ValueError, match=f"has {mem_len} slots and the segment {segment_len} tokens, .* the 12 that"):
+    with pytest.raises(ValueError, match=rf"\b{mem_len}\b.*\b{segment_len}\b.*\b12\b"):
         inference.read(weights, model, jnp.zeros((1, segment_len), jnp.int32), memory, window=None)
 
 
@@ -187,5 +187,5 @@ def test_a_segment_that_does_not_fill_the_ring_evenly_is_refused():
     model = tiny.make()
     weights = frozen(model, (4, 8, 0))
     memory = inference.init_memory(weights, model, batch_size=1, mem_len=8, segment_len=4)
-    with pytest.raises(ValueError, match="segment has 3 tokens and the memory a ring of 8 slots"):
+    with pytest.raises(ValueError, match=r"\b3\b.*\b8\b"):
         inference.read(weights, model, jnp.zeros((1, 3), jnp.int32), memory, window=None)

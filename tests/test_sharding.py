@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -49,7 +50,7 @@ def test_every_axis_name_has_a_row():
 
 
 def test_an_unknown_axis_name_is_refused():
-    with pytest.raises(ValueError, match=r"'heds' has no row .*known: .*heads"):
+    with pytest.raises(ValueError, match=r"'heds'.*\bheads\b"):
         sharding.spec("batch", "heds")
 
 
@@ -76,12 +77,12 @@ def test_bare_arrays_are_replicated():
     ("config", "numbers"),
     [
         (MeshConfig(data=64), "64 x 1 x 1"),
-        (MeshConfig(fsdp=32, model=5), "all x 32 x 5"),
+        (MeshConfig(fsdp=32, model=5), "32 x 5"),
         (MeshConfig(data=3, fsdp=7, model=11), "3 x 7 x 11"),
     ],
 )
 def test_a_mesh_larger_than_the_devices_is_refused(config, numbers):
-    with pytest.raises(ValueError, match=f"{numbers} and there are {len(jax.devices())} devices"):
+    with pytest.raises(ValueError, match=rf"\b{numbers}\b.*\b{len(jax.devices())}\b"):
         sharding.make_mesh(config)
 
 
@@ -245,10 +246,13 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(found):
 
 def test_what_does_not_fit_eight_devices_is_refused_with_both_numbers(found):
     refusals = found["refusals"]
-    assert "train.batch_size is 6 and the rows are spread over 4 devices" in refusals["batch"]
-    assert "in 8 chunks (train.batch_chunks); choose a multiple of 32" in refusals["chunks"]
-    assert "all x 3 x 1 and there are 8 devices" in refusals["remainder"]
-    assert "3 x 2 x 2 and there are 8 devices" in refusals["too many"]
-    assert "model.n_head is 2 and mesh.model is 4" in refusals["heads"]
-    assert "model.d_inner is 12 and mesh.model is 8" in refusals["inner"]
-    assert "model.d_model is 18 and mesh.fsdp is 4" in refusals["width"]
+    for kind, numbers in {
+        "batch": r"train\.batch_size\D*\b6\b.*\b4\b",
+        "chunks": r"\b8\b.*train\.batch_chunks\b.*\b32\b",
+        "remainder": r"\b3 x 1\b.*\b8\b",
+        "too many": r"\b3 x 2 x 2\b.*\b8\b",
+        "heads": r"model\.n_head\D*\b2\b.*mesh\.model\D*\b4\b",
+        "inner": r"model\.d_inner\D*\b12\b.*mesh\.model\D*\b8\b",
+        "width": r"model\.d_model\D*\b18\b.*mesh\.fsdp\D*\b4\b",
+    }.items():
+        assert re.search(numbers, refusals[kind]), refusals[kind]

@@ -39,40 +39,40 @@ def test_a_vocabulary_of_other_words_is_refused(workdir):
     """Ids would mean other words, and shapes would not tell."""
     exchanged = WordVocabulary(("<eos>", "the", "<unk>", "dog"))
     workdir.vocabulary_file.write_text(dumps(exchanged))
-    with pytest.raises(ValueError, match=r"vocabulary\.txt holds 4 tokens that are not those of the run's checkpoints"):
+    with pytest.raises(ValueError, match=r"vocabulary\.txt\b.*\b4\b"):
         workdir.load()
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text("the\ncat\n")])
 def test_a_missing_or_damaged_vocabulary_is_named(workdir, damage):
     damage(workdir.vocabulary_file)
-    with pytest.raises(ValueError, match=r"vocabulary\.txt cannot be read .* restore it"):
+    with pytest.raises(ValueError, match=r"vocabulary\.txt\b(?!.*\b4\b)"):
         workdir.load()
 
 
 def test_resuming_with_another_vocabulary_is_refused(workdir):
     """The same text and settings, but another file of words."""
     grown = TextInfo("text", "own text", TEXT.digest, WordVocabulary((*WORDS.words, "dog")))
-    with pytest.raises(ValueError, match="the vocabulary had 4 tokens and has 5, or others"):
+    with pytest.raises(ValueError, match=r"\b4\b.*\b5\b"):
         workdir.check_same_run(CONFIG, grown)
 
 
 def test_settings_are_compared_before_a_text_is_read(workdir, tmp_path):
     workdir.check_same_settings(CONFIG)
     Workdir(tmp_path / "new").check_same_settings(CONFIG)
-    with pytest.raises(ValueError, match=r"--data.min_count was 1 and is now 2"):
+    with pytest.raises(ValueError, match=r"--data\.min_count\D*\b1\b\D*\b2\b"):
         workdir.check_same_settings(config_tree.replace(CONFIG, {"data.min_count": 2}))
 
 
 def test_another_text_is_refused(workdir):
-    with pytest.raises(ValueError, match="is now 'other', with other content"):
+    with pytest.raises(ValueError, match="'own text'.*'other'"):
         workdir.check_same_run(CONFIG, TextInfo("text", "other", "e" * 64, WORDS))
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"config": {}, "text": {}}', '{"config": 7, "text": {}}', ""])
 def test_a_damaged_config_is_named(workdir, text):
     workdir.config_file.write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         workdir.load()
 
 
@@ -111,7 +111,7 @@ def test_a_lock_clears_what_killed_runs_began_and_nothing_else(workdir):
 
 def test_the_lock_of_a_process_that_is_gone_keeps_nobody_out(workdir):
     (workdir.path / ".lock").write_text("1")  # A process that is there, but does not hold it.
-    with workdir.lock(), pytest.raises(OSError, match=rf"another run \(process {os.getpid()}\) is training in .*/run"):
+    with workdir.lock(), pytest.raises(OSError, match=rf"\b{os.getpid()}\b.*/run\b.*--workdir"):
         workdir.lock()
 
 
@@ -124,7 +124,7 @@ def test_a_glance_at_the_lock_refuses_nobody(workdir):
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no run"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         Workdir(tmp_path).load()
 
 

@@ -72,9 +72,9 @@ def test_the_hardest_positions():
 
 def test_groups_and_lengths_that_compare_nothing_are_refused():
     alone = {length: rows[:1] for length, rows in losses(300, 700).items()}
-    with pytest.raises(ValueError, match="group has 1 model.*two or more"):
+    with pytest.raises(ValueError, match=r"\b1 model\b"):
         recl.gains(alone, ratio=1.0)
-    with pytest.raises(ValueError, match=r"lengths are \[100\]"):
+    with pytest.raises(ValueError, match=r"\blengths\b.*\[100\]"):
         recl.gains({100: losses(300, 700)[100]}, ratio=1.0)
-    with pytest.raises(ValueError, match=r"ratio of positions is 0"):
+    with pytest.raises(ValueError, match=r"\bratio\b.*\b0\b"):
         recl.gains(losses(300, 700), ratio=0)

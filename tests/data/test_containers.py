@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 import stat
 import tarfile
 import zipfile
@@ -37,7 +38,7 @@ def test_sizes_and_contents(container):
     wanted = ["box/a.txt", "box/c.txt", "box/b.txt"]
     assert contents(container, wanted) == {name: MEMBERS[name] for name in wanted}
     assert contents(container, ["c.txt"]) == {"c.txt": b"sea"}
-    assert container.where("c.txt") == f"c.txt in {container.name}"
+    assert container.name in container.where("c.txt") and "c.txt" in container.where("c.txt")
 
 
 def test_files_of_this_machine(tmp_path):
@@ -83,17 +84,18 @@ def test_the_first_layout_that_fits(container):
 def test_missing_files_are_named_with_what_is_there(container):
     with pytest.raises(ValueError) as caught:
         fit(container, [{"one": ("x", "y", "z")}, {"one": ("b.txt", "absent.txt")}], again=URL)
-    there = ", ".join(MEMBERS)
-    assert str(caught.value) == f"{container.name} has no absent.txt (it holds {there}); get it again from {URL}"
+    message, there = str(caught.value), ", ".join(MEMBERS)
+    assert re.search(rf"^{container.name}\b.*\babsent\.txt\b.*\b{there}\b.*{URL}", message)
+    assert not re.search(r"\b[yz]\b", message), "of the layout that lacks more"
 
 
 def test_an_empty_archive_holds_nothing(tmp_path):
-    with pytest.raises(ValueError, match=r"has no b\.txt \(it holds nothing\)"):
+    with pytest.raises(ValueError, match=rf"x\.zip\b.*\bb\.txt\b.*{URL}"):
         fit(opened(tmp_path, "x.zip", {}), [{"one": ("b.txt",)}], again=URL)
 
 
 def test_two_files_that_could_be_meant(container):
-    with pytest.raises(ValueError, match=r"holds box/c\.txt and c\.txt; remove one"):
+    with pytest.raises(ValueError, match=rf"{container.name}\b.* box/c\.txt\b.* c\.txt\b"):
         fit(container, [{"one": ("c.txt",)}], again=URL)
 
 
@@ -102,7 +104,8 @@ def test_two_files_that_could_be_meant(container):
 def test_names_that_lead_out_are_refused(kind, name, tmp_path):
     with pytest.raises(ValueError) as caught:
         opened(tmp_path, f"x.{kind}", {"good.txt": b"1", name: b"2"})
-    assert f"x.{kind} is refused: its member {name!r} leads out of the archive's own folder" in str(caught.value)
+    assert re.search(rf"x\.{kind}\b.*{re.escape(repr(name))}", str(caught.value))
+    assert "good.txt" not in str(caught.value)
 
 
 def write_links(path, links, kind=tarfile.SYMTYPE):
@@ -131,7 +134,7 @@ def test_links_that_lead_out_are_refused(file, target, tmp_path):
     write_links(tmp_path / file, {"box/link": target})
     with pytest.raises(ValueError) as caught:
         open_archive(str(tmp_path / file), again=URL)
-    assert f"its member 'box/link', a link to {target!r}, leads out" in str(caught.value)
+    assert re.search(rf"{file}\b.*'box/link'.*{re.escape(repr(target))}", str(caught.value))
 
 
 @pytest.mark.parametrize("file", ["x.zip", "x.tar"])
@@ -145,14 +148,14 @@ def test_hard_links_count_from_the_archives_root(tmp_path):
     assert list(open_archive(str(tmp_path / "x.tar"), again=URL).sizes) == ["box/a.txt"]
     for target in ("../a.txt", "/etc/passwd"):
         write_links(tmp_path / "x.tar", {"box/deep/link": target}, kind=tarfile.LNKTYPE)
-        with pytest.raises(ValueError, match="leads out"):
+        with pytest.raises(ValueError, match=r"x\.tar\b.*'box/deep/link'"):
             open_archive(str(tmp_path / "x.tar"), again=URL)
 
 
 @pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE])
 def test_devices_are_refused(kind, tmp_path):
     write_links(tmp_path / "x.tar", {"box/device": ""}, kind=kind)
-    with pytest.raises(ValueError, match=r"x\.tar is refused: its member 'box/device' is a device"):
+    with pytest.raises(ValueError, match=r"x\.tar\b.*'box/device'"):
         open_archive(str(tmp_path / "x.tar"), again=URL)
 
 
@@ -175,7 +178,6 @@ def test_an_archive_cut_anywhere_is_said_to_be_damaged_or_to_lack_a_file(file, t
             fit(cut, [{"all": ("a", "b")}], again=URL)
             contents(cut, ["a", "b"])
         assert str(tmp_path / file) in str(caught.value) and URL in str(caught.value), length
-        assert "cannot be unpacked" in str(caught.value) or "has no" in str(caught.value)
 
 
 @pytest.mark.parametrize("file", ["x.zip", "x.tar.gz"])
@@ -194,7 +196,7 @@ def test_flipped_bits_give_the_right_text_or_a_clear_error(file, tmp_path):
                 assert contents(got, ["a", "b"]) == members  # Some bytes, such as the date, do not matter.
             except ValueError as error:
                 messages.add(str(error))
-    assert any("may be damaged" in message for message in messages)
+    assert any(URL in message for message in messages)
     assert all(str(tmp_path / file) in message for message in messages)
 
 
@@ -206,7 +208,7 @@ def test_other_compressions(method, tmp_path):
     assert contents(open_archive(str(path), again=URL), ["a"]) == {"a": b"some text " * 1000}
     whole = path.read_bytes()
     path.write_bytes(whole[:45] + bytes(byte ^ 0x55 for byte in whole[45:60]) + whole[60:])
-    with pytest.raises(ValueError, match="cannot be unpacked"):
+    with pytest.raises(ValueError, match=rf"{path}\b.*{URL}"):
         contents(open_archive(str(path), again=URL), ["a"])
 
 
@@ -219,7 +221,7 @@ def test_a_member_shorter_than_its_entry_says(tmp_path):
     assert whole[entry : entry + 4] == size
     whole[entry : entry + 4] = wrong
     path.write_bytes(whole)
-    with pytest.raises(ValueError, match=r"x\.zip cannot be unpacked \(it ends 5 bytes early\); it may be damaged"):
+    with pytest.raises(ValueError, match=rf"x\.zip\b.*\b5\b.*{URL}"):
         contents(open_archive(str(path), again=URL), ["a"])
 
 
@@ -240,9 +242,7 @@ def test_an_archive_that_may_not_be_read_is_not_damaged(file, tmp_path, monkeypa
 def test_what_is_no_archive(tmp_path):
     for file in ("x.zip", "x.tar", "x.tgz"):
         (tmp_path / file).write_bytes(b"<html><body>404 Not Found</body></html>" * 30)
-        with pytest.raises(
-            ValueError, match=f"x.{file[2:]} cannot be unpacked .*; it may be damaged .* again from {URL}"
-        ):
+        with pytest.raises(ValueError, match=rf"{tmp_path / file}\b.*{URL}"):
             open_archive(str(tmp_path / file), again=URL)
 
 
@@ -251,5 +251,5 @@ def test_a_zip_with_a_password(tmp_path):
     for flags in (whole.index(b"PK\x03\x04") + 6, whole.index(b"PK\x01\x02") + 8):
         whole[flags] |= 1
     (tmp_path / "x.zip").write_bytes(whole)
-    with pytest.raises(ValueError, match="cannot be unpacked"):
+    with pytest.raises(ValueError, match=rf"x\.zip\b.*{URL}"):
         contents(open_archive(str(tmp_path / "x.zip"), again=URL), ["a"])

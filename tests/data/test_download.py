@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import http.server
 import os
+import re
 import threading
 
 import miniature
@@ -144,9 +145,9 @@ def test_a_wrong_checksum_is_said_with_both(server, source, tmp_path):
     right = hashlib.sha256(whole).hexdigest()
     source(CorpusName.TEXT8, (dataclasses.replace(served, sha256=right),))
     message = failure(CorpusName.TEXT8, tmp_path)
-    assert message.startswith(f"text8 is in none of {tmp_path / 'data'}, ")
+    assert re.search(rf"\btext8\b.*{tmp_path}/data\b", message)
     assert not left_in_the_cache(tmp_path)
-    assert f"downloading it failed ({served.url} gave a file of sha256 {served.sha256} and not {right}); put" in message
+    assert re.search(rf"{served.url}.*\b{served.sha256}\b.*\b{right}\b", message), "what came, then what should"
     assert server.asked == ["HEAD /text8.zip", "GET /text8.zip"]
 
 
@@ -162,10 +163,9 @@ def test_every_sources_answer_is_told(server, source, tmp_path):
     source(CorpusName.ENWIK8, *((remote,) for remote in sources))
     message = failure(CorpusName.ENWIK8, tmp_path)
     nowhere, absent, short, page = (remote.url for remote in sources)
-    assert f"({nowhere} cannot be reached; {absent} answers with HTTP status 404; " in message
-    assert f"{short} gave {size - 1:,} bytes and not {size:,}; {page} " in message
-    assert "cannot be unpacked" in message
-    assert f"put enwik8.zip ({size:,} bytes, from {miniature.NOWHERE}) or absent.zip" in message
+    assert re.search(rf"{nowhere}\b.*{absent}\b.*\b404\b.*{short}\b.*\b{size - 1:,}\b.*\b{size:,}\b.*{page}\b", message)
+    wanted = message[message.rindex(page) :]
+    assert re.search(rf"\benwik8\.zip\b.*\b{size:,}\b.*{miniature.NOWHERE}.*\babsent\.zip\b", wanted)
 
 
 def test_a_file_that_vanishes_after_it_was_asked_for(server, source, tmp_path, monkeypatch):
@@ -174,30 +174,33 @@ def test_a_file_that_vanishes_after_it_was_asked_for(server, source, tmp_path, m
     answer.status_code = 200
     monkeypatch.setattr(requests, "head", lambda url, **options: answer)
     message = failure(CorpusName.ENWIK8, tmp_path)
-    assert (
-        f"({server.url}enwik8.zip failed (Failed to get url {server.url}enwik8.zip. HTTP code: 404.)); put" in message
-    )
+    assert re.search(rf"{server.url}enwik8\.zip\b.*\b404\b", message)
 
 
-@pytest.mark.parametrize(
-    "error, words",
-    [
-        (requests.exceptions.ProxyError(), "cannot be reached through the proxy"),
-        (requests.exceptions.ConnectTimeout(), "does not answer in time"),
-        (requests.exceptions.ReadTimeout(), "does not answer in time"),
-        (requests.exceptions.SSLError(), "has no certificate that this machine trusts"),
-        (requests.exceptions.ConnectionError(), "cannot be reached"),
-        (requests.exceptions.TooManyRedirects("30 redirects"), "failed (30 redirects)"),
-    ],
-)
-def test_why_a_source_is_not_reached(error, words, source, tmp_path, monkeypatch):
+def test_why_a_source_is_not_reached(source, tmp_path, monkeypatch):
+    errors = [
+        requests.exceptions.ConnectionError(),
+        requests.exceptions.ProxyError(),
+        requests.exceptions.SSLError(),
+        requests.exceptions.ConnectTimeout(),
+        requests.exceptions.ReadTimeout(),
+        requests.exceptions.TooManyRedirects("30 redirects"),
+    ]
+    coming = iter(errors)
+
     def head(url, *, timeout, allow_redirects):
         assert timeout == (3, 10) and allow_redirects
-        raise error
+        raise next(coming)
 
     monkeypatch.setattr(requests, "head", head)
     source(CorpusName.ENWIK8, (miniature.remote("enwik8.zip", b"x"),))
-    assert f"({miniature.NOWHERE}enwik8.zip {words}); put" in failure(CorpusName.ENWIK8, tmp_path)
+    messages = [failure(CorpusName.ENWIK8, tmp_path) for _ in errors]
+    assert all(f"{miniature.NOWHERE}enwik8.zip" in message for message in messages)
+    unreached, proxy, certificate, connecting, reading, redirects = messages
+    assert connecting == reading, "each is a timeout"
+    assert len(set(messages)) == 5, "every other cause is told from the rest"
+    assert "proxy" in proxy and "certificate" in certificate and "30 redirects" in redirects
+    assert not any(word in unreached for word in ("proxy", "certificate"))
 
 
 def test_sources_are_asked_at_the_same_time(source, tmp_path, monkeypatch):
@@ -232,7 +235,7 @@ def test_a_download_outlives_a_failure_that_came_after_it(server, source, tmp_pa
         # What a killed download leaves, which the next start removes.
         cut = tmp_path / "cache" / "tfds" / "txl_ptb_downloads" / "txl_ptb" / "x.tmp.123"
         cut.mkdir(parents=True)
-        with pytest.raises(OSError, match=r"cannot write Penn Treebank .*No space left on device.*--cache_dir"):
+        with pytest.raises(OSError, match=r"\bPenn Treebank\b.*\bNo space left on device\b.*--cache_dir\b"):
             read(CorpusName.PTB, tmp_path)
         assert not cut.exists()
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
@@ -246,7 +249,10 @@ def test_what_came_and_is_not_the_corpus(server, source, tmp_path):
     members["./simple-examples/data/ptb.test.txt"] += b"more\n"
     serve(server, "simple-examples.tgz", miniature.archive(".tgz", members))
     source(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
-    with pytest.raises(ValueError, match=r"ptb\.test\.txt in .* holds .* tokens .* has exactly .*; get it again from"):
+    row = CORPORA[CorpusName.PTB]
+    known = row.facts["test"].tokens
+    # The line that was added counts as a word and a line's end.
+    with pytest.raises(ValueError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{row.url}"):
         read(CorpusName.PTB, tmp_path)
     serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
@@ -268,7 +274,7 @@ def test_a_download_that_is_cut_is_not_taken(server, source, tmp_path, monkeypat
     monkeypatch.setattr(Handler, "do_GET", cut, raising=False)
     source(CorpusName.ENWIK8, (Remote(server.url + "enwik8.zip"),))
     message = failure(CorpusName.ENWIK8, tmp_path)
-    assert f"({server.url}enwik8.zip " in message
+    assert f"{server.url}enwik8.zip" in message
 
 
 def test_the_builders_alone_download_too(server, source, tmp_path):

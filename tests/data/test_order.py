@@ -106,7 +106,8 @@ def test_long_lists_are_handled_in_chunks(chunk, monkeypatch):
     for i in range(1, 20):
         wrong = starts.copy()
         wrong[i] = wrong[i - 1] - 1
-        with pytest.raises(ValueError, match="must be sorted"):
+        first = (i - 1) // chunk * chunk  # Of the chunk in which they decrease.
+        with pytest.raises(ValueError, match=rf"\b{first}\b.*\b{first + chunk}\b"):
             shuffled(wrong, 4)
 
 
@@ -174,13 +175,13 @@ def test_numpys_own_random_state_is_left_alone():
 
 @pytest.mark.parametrize("starts", [np.array(0), np.array([0]), np.zeros((3, 4), int), np.zeros(3, np.uint64)])
 def test_starts_are_one_axis_of_signed_integers(starts):
-    with pytest.raises(ValueError, match=re.escape(f"the sentence starts are {starts.dtype} of shape {starts.shape}")):
+    with pytest.raises(ValueError, match=rf"\b{starts.dtype}\b.*{re.escape(str(starts.shape))}"):
         ShuffledSentences(starts, n_tokens=0, seed=0)
 
 
 @pytest.mark.parametrize("starts", [[0, 5, 9], [0, 5, 11], [-1, 5, 10]])
 def test_starts_must_be_those_of_the_text(starts):
-    with pytest.raises(ValueError, match=f"from {starts[0]} to {starts[-1]} and the text has 10 tokens"):
+    with pytest.raises(ValueError, match=rf"{starts[0]}\b.*\b{starts[-1]}\b.*\b10\b"):
         ShuffledSentences(np.array(starts), n_tokens=10, seed=0)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import re
 import sysconfig
 
 import pytest
@@ -68,8 +69,10 @@ def test_bytes_are_split_by_position(size, path):
         assert parts(text) == [content[:first], content[first:second], content[second:]]
         assert text.digest == hashlib.sha256(content).hexdigest()
         assert not text.closed_alphabet
-    assert (own.name, own.description) == ("text", f"own text, {size:,} bytes of poem.txt")
-    assert (prefix.name, prefix.description) == ("enwik8 prefix", f"prefix of {size} bytes of poem.txt")
+    assert (own.name, prefix.name) == ("text", "enwik8 prefix")
+    assert re.search(rf"\b{size:,}\b.*\bpoem\.txt\b", own.description)
+    assert re.search(rf"\b{size}\b.*\bpoem\.txt\b", prefix.description)
+    assert own.description != prefix.description
 
 
 @pytest.mark.parametrize("tokenizer", OTHERS)
@@ -112,7 +115,7 @@ def test_borders_keep_their_place_in_the_file(path):
     for bad in (3, 830, 890):
         path.write_bytes(content[:bad] + b"\xff" + content[bad + 1 :])
         text = read_own_text(own_text(file=str(path), tokenizer=Tokenizer.WORD))
-        with pytest.raises(ValueError, match=rf"poem\.txt is not UTF-8: byte 0xff at offset {bad};"):
+        with pytest.raises(ValueError, match=rf"poem\.txt\b.*\b0xff\b.*\b{bad}\b"):
             for name in SPLITS:
                 list(text_blocks(text.splits[name], close_lines=True))
 
@@ -133,7 +136,7 @@ def test_a_file_that_becomes_shorter_is_noticed(size, path):
     path.write_bytes(b"x" * 100)
     text = read_own_text(own_text(file=str(path)))
     os.truncate(path, size)
-    with pytest.raises(ValueError, match=rf"^{path} became shorter while it was read; leave it alone"):
+    with pytest.raises(ValueError, match=rf"^{path}\b"):
         parts(text)
 
 
@@ -167,7 +170,7 @@ def test_lists_are_joined_in_the_order_given(five_files):
     a, b, c, d, e = five_files
     text = read_own_text(own_text(train=(c, a), valid=(b,), test=(e, d)))
     assert parts(text) == [b"c" * 10 + b"\n" + b"a" * 10 + b"\n", b"b" * 10 + b"\n", b"eeeeeeeeee\ndddddddddd\n"]
-    assert text.description == "own text, 22 + 11 + 22 bytes in train + valid + test"
+    assert re.findall(r"\d+", text.description) == ["22", "11", "22"]
     assert [file.name for file in text.splits["train"]] == [c, a]
 
 
@@ -186,7 +189,7 @@ def test_a_pattern_that_matches_nothing_is_named(five_files, tmp_path):
     a, b = five_files[:2]
     with pytest.raises(FileNotFoundError) as caught:
         read_own_text(own_text(train=(a,), valid=(a, f"{tmp_path}/*.text"), test=(b,)))
-    assert str(caught.value) == f"--data.valid names {tmp_path}/*.text, which no file matches; check the pattern"
+    assert re.search(rf"--data\.valid\b.*{tmp_path}/\*\.text\b", str(caught.value))
 
 
 def test_the_digest_knows_order_and_split(five_files):
@@ -218,16 +221,19 @@ def test_the_digest_knows_where_files_end(five_files, tmp_path):
 def test_bad_files_are_named_with_their_flag(split, five_files, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
     bad = [
-        (tmp_path / "absent", FileNotFoundError, "does not exist"),
-        (tmp_path, ValueError, "is a directory; name the files in it"),
-        (tmp_path / "empty", ValueError, "is empty"),
+        (tmp_path / "absent", FileNotFoundError),
+        (tmp_path, ValueError),
+        (tmp_path / "empty", ValueError),
     ]
-    for path, error, words in bad:
+    told = set()
+    for path, error in bad:
         lists = dict.fromkeys(SPLITS, (five_files[0],))
         lists[split] = (five_files[1], str(path))
         with pytest.raises(error) as caught:
             read_own_text(own_text(**lists))
-        assert f"--data.{split} names {path}, which {words}" in str(caught.value)
+        assert re.search(rf"--data\.{split}\b.*{path}(?!/)\b", str(caught.value))
+        told.add(str(caught.value).replace(str(path), ""))
+    assert len(told) == len(bad), "each is told from the others"
 
 
 @pytest.mark.parametrize(
@@ -239,33 +245,31 @@ def test_bad_files_are_named_with_their_flag(split, five_files, tmp_path):
 )
 def test_bad_single_files_are_named_with_their_flag(read, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
-    for name, error, words in (
-        ("absent", FileNotFoundError, "does not exist"),
-        ("", ValueError, "is a directory"),
-        ("empty", ValueError, "is empty"),
-    ):
+    told = set()
+    for name, error in (("absent", FileNotFoundError), ("", ValueError), ("empty", ValueError)):
         with pytest.raises(error) as caught:
             read(str(tmp_path / name))
-        assert f"--data.file names {tmp_path / name}" in str(caught.value) and words in str(caught.value)
+        assert re.search(rf"--data\.file\b.*{tmp_path / name}\b", str(caught.value))
+        told.add(str(caught.value).replace(str(tmp_path / name), ""))
+    assert len(told) == 3, "each is told from the others"
 
 
 @pytest.mark.parametrize("tokenizer", [Tokenizer.WORD, Tokenizer.SENTENCEPIECE])
 @pytest.mark.parametrize(
-    ("end", "message"),
+    ("end", "n_empty"),
     [
-        ("\n\n", "ends in 1 empty line, each"),
-        ("\n\n\n", "ends in 2 empty lines, each"),
-        ("\r\n\r\n", "ends in 1 empty line, each"),
-        (" \n \t\n\n", "ends in 2 empty lines, each"),
-        ("\n" * 1000, "ends in 999 empty lines, each"),
+        ("\n\n", 1),
+        ("\n\n\n", 2),
+        ("\r\n\r\n", 1),
+        (" \n \t\n\n", 2),
+        ("\n" * 1000, 999),
     ],
 )
-def test_empty_lines_at_the_end_are_refused(tokenizer, end, message, path):
+def test_empty_lines_at_the_end_are_refused(tokenizer, end, n_empty, path):
     path.write_text("first\n\nlast" + end, newline="")
     with pytest.raises(ValueError) as caught:
         read_own_text(own_text(file=str(path), tokenizer=tokenizer))
-    assert str(caught.value).startswith(f"{path} {message} of which")
-    assert "--data.empty_end=keep" in str(caught.value)
+    assert re.search(rf"^{path}\D*\b{n_empty}\b\D*--data\.empty_end=keep\b", str(caught.value))
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -273,7 +277,7 @@ def test_empty_lines_are_refused_at_the_end_of_every_file(split, five_files, pat
     path.write_text("last\n\n")
     lists = dict.fromkeys(SPLITS, tuple(five_files[:1]))
     lists[split] = (str(path), five_files[1])
-    with pytest.raises(ValueError, match=r"poem\.txt ends in 1 empty line,"):
+    with pytest.raises(ValueError, match=r"poem\.txt\D*\b1\b.*--data\.empty_end=keep\b"):
         read_own_text(own_text(tokenizer=Tokenizer.WORD, **lists))
 
 
@@ -299,7 +303,7 @@ def test_other_ends_are_taken(end, path):
 
 def test_a_last_line_of_white_space_is_empty(path):
     path.write_text("first\n ")
-    with pytest.raises(ValueError, match="ends in 1 empty line"):
+    with pytest.raises(ValueError, match=r"poem\.txt\D*\b1\b.*--data\.empty_end=keep\b"):
         read_own_text(own_text(file=str(path), tokenizer=Tokenizer.WORD))
 
 
@@ -324,10 +328,10 @@ def test_python_stdlib_reads_modules_in_path_order_and_no_tests(tmp_path, monkey
     (tmp_path / "dangling.py").symlink_to(tmp_path / "absent.py")
     text = read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
     assert b"".join(parts(text)).decode() == "".join(wanted[name] * 10 for name in sorted(wanted))
-    assert text.name == "python_stdlib" and text.description.endswith(", 4 files, 220 bytes")
+    assert text.name == "python_stdlib" and re.search(r"\b4\b.*\b220\b", text.description)
 
 
 def test_python_stdlib_without_sources_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
-    with pytest.raises(FileNotFoundError, match=r"python311\.zip holds no \.py files"):
+    with pytest.raises(FileNotFoundError, match=r"python311\.zip\b.*\.py\b"):
         read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))

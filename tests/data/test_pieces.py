@@ -134,7 +134,7 @@ def test_decoding_takes_any_shape_and_names_a_foreign_id(learnt):
     ids = learnt.encode(b"balu\ndo kiki\n")
     assert learnt.decode(np.stack([ids, ids])) == b" balu\n do kiki\n" * 2
     assert learnt.decode([]) == b""
-    with pytest.raises(ValueError, match=f"^token id {SIZE} is outside .* 0 to {SIZE - 1}"):
+    with pytest.raises(ValueError, match=rf"\b{SIZE}\b.*\b0\b.*\b{SIZE - 1}\b"):
         learnt.decode([SIZE])
 
 
@@ -162,9 +162,7 @@ def test_the_saved_form_is_text_and_gives_the_same(learnt, joined):
 def test_a_damaged_form_is_one_clear_error(learnt, line_mark, damage):
     title, model = dumps(learnt).replace('"eos"', f'"{line_mark}"').splitlines()
     damaged = model[: len(model) // 8 * 4] if damage == "half" else damage
-    with pytest.raises(
-        ValueError, match=r"^a saved vocabulary has a line 'txl_jax vocabulary KIND SETTINGS' and a line"
-    ):
+    with pytest.raises(ValueError, match="'txl_jax vocabulary sentencepiece "):
         loads(f"{title}\n{damaged}\n", KINDS)
 
 
@@ -172,30 +170,25 @@ def test_a_damaged_form_is_one_clear_error(learnt, line_mark, damage):
 
 
 def test_a_vocabulary_that_the_text_cannot_fill():
-    with pytest.raises(
-        ValueError, match=r"could not learn 8000 pieces from the training text \(Vocabulary size"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"\b8000\b.*<= \d+.*--data\.sentencepiece_vocab\b") as caught:
         learn(size=8000)
-    assert "set it to a value <= " in str(caught.value) and "try another --data.sentencepiece_vocab" in str(
-        caught.value
-    )
     assert "\n" not in str(caught.value)
 
 
 def test_a_vocabulary_without_room_for_the_bytes():
-    with pytest.raises(ValueError, match=r"could not learn 100 pieces .* 100 vs \d+.*try another --data"):
+    with pytest.raises(ValueError, match=r"\b100\b.*\b100 vs \d+.*--data\.sentencepiece_vocab\b"):
         learn(size=100)
 
 
 def test_a_text_without_words():
-    with pytest.raises(ValueError, match="could not learn 330 pieces"):
+    with pytest.raises(ValueError, match=r"\b330\b.*--data\.sentencepiece_vocab\b"):
         learn(" \n\n")
 
 
 @pytest.mark.parametrize("bad", [b"\xff", b"\0"])
 def test_a_training_text_that_is_no_text_is_named(bad):
     content = TEXT.encode() + bad
-    with pytest.raises(ValueError, match=rf"^some\.txt .* at offset {len(content) - 1}"):
+    with pytest.raises(ValueError, match=rf"^some\.txt\b.*\b{len(content) - 1}\b"):
         pieces.train([in_blocks(content)], size=SIZE, line_mark=LineMark.EOS, lower_case=False)
 
 
@@ -215,7 +208,7 @@ def test_a_model_without_an_end_marks_no_lines():
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()), model_writer=model, vocab_size=60, eos_id=-1, minloglevel=2
     )
-    with pytest.raises(ValueError, match=r"has no </s> to end a line with; give --data\.line_mark=none"):
+    with pytest.raises(ValueError, match=r"</s>.*--data\.line_mark=none"):
         PieceVocabulary(model.getvalue(), LineMark.EOS)
     own = PieceVocabulary(model.getvalue(), LineMark.NONE)
     assert own.mark is None and own.size == 60
@@ -224,5 +217,5 @@ def test_a_model_without_an_end_marks_no_lines():
 
 def test_without_the_package_the_command_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ValueError, match=r"needs the package sentencepiece; pip install '\.\[sentencepiece\]'"):
+    with pytest.raises(ValueError, match=r"--data\.tokenizer=sentencepiece.*'\.\[sentencepiece\]'"):
         learn()

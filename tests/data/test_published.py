@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import hashlib
 import os
+import re
 import resource
 import shutil
 import signal
@@ -125,7 +126,8 @@ def test_a_corpus_however_it_lies(name, lay, tmp_path):
     assert text.digest == expected_digest(name), "the digest does not depend on how the files lie"
     assert text.closed_alphabet == (name in BYTES)
     size = sum(map(len, expected.values()))
-    assert (text.name, text.description) == (name.value, f"{CORPORA[name].title}, {size:,} bytes")
+    assert text.name == name.value
+    assert re.search(rf"{CORPORA[name].title}.*\b{size:,}\b", text.description)
     assert {path: path.stat().st_mtime_ns for path in before if path != tmp_path} == {
         path: stamp for path, stamp in before.items() if path != tmp_path
     }, "the files are left alone"
@@ -149,7 +151,7 @@ def expected_digest(name):
 def test_a_prepared_corpus_needs_nothing_else(name, tmp_path, capsys):
     place_official(tmp_path, name)
     first = read(name, tmp_path)
-    assert f"preparing {CORPORA[name].title} in {tmp_path / 'cache' / 'tfds'} (once)" in capsys.readouterr().out
+    assert re.search(rf"{CORPORA[name].title}.*{tmp_path}/cache/tfds\b", capsys.readouterr().out)
     shutil.rmtree(tmp_path / "data")
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
     second = read(name, tmp_path)
@@ -211,10 +213,9 @@ def test_one_billion_words_heldout_shards(tmp_path):
     assert contents(separate) == texts
     assert contents(same) == texts | {"valid": texts["test"]}
     assert separate.digest != same.digest
-    assert (
-        same.description
-        == f"One Billion Word, {len(texts['train']) + len(texts['test']):,} bytes, validation on the test text"
-    )
+    size = len(texts["train"]) + len(texts["test"])
+    assert re.search(rf"One Billion Word.*\b{size:,}\b.*\btest\b", same.description)
+    assert "test" not in separate.description
 
 
 # The table
@@ -268,7 +269,7 @@ def test_penn_treebank_itself(data_dir, tmp_path, monkeypatch):
     text = published.read(CorpusName.PTB, data_dir=str(data_dir), cache_dir=str(tmp_path))
     for split, content in contents(text).items():
         assert content == (data_dir / "ptb" / f"ptb.{split}.txt").read_bytes()
-    assert text.description == "Penn Treebank, 5,951,345 bytes"
+    assert re.search(r"Penn Treebank.*\b5,951,345\b", text.description)
 
 
 def test_wikitexts_own_end_is_no_empty_line(data_dir, tmp_path, monkeypatch):
@@ -300,14 +301,13 @@ def refusal(name, tmp_path, error=ValueError):
 def test_another_number_of_bytes(name, packed, tmp_path):
     if packed:
         place(tmp_path / "data", {f"{name}.tgz": miniature.archive(".tgz", {str(name): b"x" * 1234})})
-        where = f"{name} in {tmp_path / 'data' / f'{name}.tgz'}"
+        where = tmp_path / "data" / f"{name}.tgz"
     else:
         place(tmp_path / "data", {str(name): b"x" * 1234})
-        where = str(tmp_path / "data" / name)
-    assert refusal(name, tmp_path) == (
-        f"{where} holds 1,234 bytes and {name} has exactly 300,008; get it again from {miniature.NOWHERE}{name}.zip, or, "
-        "to run on a part of it, name the file with --data.file=PATH"
-    )
+        where = tmp_path / "data" / name
+    message = refusal(name, tmp_path)
+    assert re.search(rf"{where}\b.*\b1,234\b.*\b{name}\b.*\b300,008\b", message)
+    assert f"{miniature.NOWHERE}{name}.zip" in message and "--data.file=PATH" in message
 
 
 @pytest.mark.parametrize("offset", [0, 250_000, 300_007])
@@ -317,7 +317,7 @@ def test_a_wrong_byte_anywhere(offset, tmp_path):
     place(tmp_path / "data", {"enwik8": bytes(text)})
     message = refusal(CorpusName.ENWIK8, tmp_path)
     found, known = hashlib.sha256(text).hexdigest(), CORPORA[CorpusName.ENWIK8].facts[WHOLE].sha256
-    assert f"holds text of sha256 {found} and enwik8 has {known}; get it again" in message
+    assert re.search(rf"\b{found}\b.*\benwik8\b.*\b{known}\b", message)
 
 
 @pytest.mark.parametrize("name", miniature.NAMES)
@@ -325,15 +325,13 @@ def test_an_official_archive_with_other_content(name, tmp_path):
     file, whole = miniature.OFFICIAL[name], miniature.official(name)
     place(tmp_path / "data", {file: whole[:-1]})
     path = tmp_path / "data" / file
-    assert refusal(name, tmp_path) == (
-        f"{path} has {len(whole) - 1:,} bytes and {miniature.NOWHERE}{file} has {len(whole):,}; get it again from there"
-    )
+    found, known = len(whole) - 1, len(whole)
+    official = f"{miniature.NOWHERE}{file}"
+    assert re.search(rf"^{path}\b.*\b{found:,}\b.*{official}\b.*\b{known:,}\b", refusal(name, tmp_path))
     changed = whole[:-1] + bytes([whole[-1] ^ 1])
     place(tmp_path / "data", {file: changed})
-    assert refusal(name, tmp_path) == (
-        f"{path} has sha256 {hashlib.sha256(changed).hexdigest()} and {miniature.NOWHERE}{file} has "
-        f"{hashlib.sha256(whole).hexdigest()}; get it again from there"
-    )
+    found, known = hashlib.sha256(changed).hexdigest(), hashlib.sha256(whole).hexdigest()
+    assert re.search(rf"^{path}\b.*\b{found}\b.*{official}\b.*\b{known}\b", refusal(name, tmp_path))
 
 
 def test_only_the_official_file_has_the_official_checksum(tmp_path):
@@ -347,12 +345,13 @@ def test_only_the_official_file_has_the_official_checksum(tmp_path):
 def test_another_number_of_tokens(name, split, tmp_path):
     text, known = miniature.texts(name)[split], CORPORA[name].facts[split].tokens
     changes = [
-        (text[:-1] + b"\nmore words here\n", 4 + (not text.endswith(b" \n")), ""),
-        (text[: len(text) // 2], None, ""),
-        (text + b"\n", 1, " (it ends in 1 empty line; remove them)"),
-        (text + b"\n\n\n", 3, " (it ends in 3 empty lines; remove them)"),
+        (text[:-1] + b"\nmore words here\n", 4 + (not text.endswith(b" \n")), 0),
+        (text[: len(text) // 2], None, 0),
+        (text + b"\n", 1, 1),
+        (text + b"\n\n\n", 3, 3),
     ]
-    for changed, more, ends in changes:
+    title, url = CORPORA[name].title, CORPORA[name].url
+    for changed, more, n_empty in changes:
         by_split(tmp_path, name)
         path = tmp_path / "data" / OWN_FOLDER.get(name, str(name)) / f"{split}.txt"
         path.write_bytes(changed)
@@ -362,10 +361,8 @@ def test_another_number_of_tokens(name, split, tmp_path):
             if more is None
             else more
         )
-        assert message == (
-            f"{path} holds {known + more:,} tokens (words and line ends) and the {split} split of {CORPORA[name].title} has "
-            f"exactly {known:,}{ends}; get it again from {CORPORA[name].url}"
-        )
+        empty = rf"\D*\b{n_empty}\b\D*" if n_empty else r"\D*"
+        assert re.search(rf"^{path}\b.*\b{known + more:,}\b.*\b{split}\b.*{title}.*\b{known:,}\b{empty}{url}", message)
 
 
 def test_a_last_line_without_its_end_counts(tmp_path):
@@ -382,8 +379,9 @@ def test_the_same_words_in_other_bytes_are_noted(tmp_path, capsys):
         stripped = b"\n".join(line.strip() for line in text.splitlines()) + b"\n"
         (tmp_path / "data" / f"ptb.{split}.txt").write_bytes(text if split == "train" else stripped)
     read(CorpusName.PTB, tmp_path)
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert len(notes) == 2 and "the valid split of Penn Treebank" in notes[0] and "other bytes" in notes[0]
+    notes = [line for line in capsys.readouterr().out.splitlines() if re.search(r"\b(train|valid|test)\b", line)]
+    assert len(notes) == 2 and all("Penn Treebank" in note for note in notes)
+    assert re.search(r"\bvalid\b", notes[0]) and re.search(r"\btest\b", notes[1])
 
 
 def test_the_source_that_is_alive_is_recommended(tmp_path):
@@ -412,7 +410,7 @@ def test_another_number_of_sentences(split, where, tmp_path):
     known = CORPORA[CorpusName.LM1B].facts[split].lines
     message = refusal(CorpusName.LM1B, tmp_path)
     assert where in message
-    assert f"holds {known + 1:,} lines and the {split} split of One Billion Word has exactly {known:,}; get" in message
+    assert re.search(rf"\b{known + 1:,}\b.*\b{split}\b.*One Billion Word.*\b{known:,}\b", message)
 
 
 @pytest.mark.parametrize("name", miniature.NAMES)
@@ -427,9 +425,11 @@ def test_an_archive_without_a_file(name, tmp_path):
         place(tmp_path / "data", {f"{name}.tar.gz": miniature.archive(".tar.gz", members)})
         message = refusal(name, tmp_path)
         tail = gone.removeprefix("./").split("/")[-1]
-        assert message.startswith(f"{tmp_path / 'data' / f'{name}.tar.gz'} has no ")
-        assert tail in message.partition("(")[0]
-        assert f"(it holds {', '.join(list(members)[:5]) or 'nothing'}" in message
+        path, listing = str(tmp_path / "data" / f"{name}.tar.gz"), ", ".join(list(members)[:5])
+        assert message.startswith(path) and listing in message
+        for part in (path, listing, CORPORA[name].url):
+            message = message.replace(part, "")
+        assert tail in message
 
 
 @pytest.mark.parametrize("name", [name for name in miniature.NAMES if name not in BYTES])
@@ -441,8 +441,8 @@ def test_a_folder_without_a_file(name, tmp_path):
         gone = gone.with_name("ptb.train.txt")
     gone.unlink()
     message = refusal(name, tmp_path)
-    assert f"{tmp_path / 'data'} has " in message
-    assert f"but lacks {gone.relative_to(tmp_path / 'data')} of {CORPORA[name].title}; add what is missing" in message
+    lacking = gone.relative_to(tmp_path / "data")
+    assert re.search(rf"{tmp_path}/data\b.* {lacking}\b.*{CORPORA[name].title}", message)
     assert CORPORA[name].url in message
 
 
@@ -468,7 +468,12 @@ def test_an_empty_file(name, tmp_path):
         if path.is_file():
             path.write_bytes(b"")
     message = refusal(name, tmp_path)
-    assert "holds 0 bytes and" in message if name in BYTES else "holds nothing; get it again" in message
+    assert re.search(rf"{tmp_path}/data/.*{CORPORA[name].url}", message)
+    if name in BYTES:
+        assert re.search(r"\b0\b.*\b300,008\b", message)
+    else:
+        counts = [f"{n:,}" for fact in CORPORA[name].facts.values() for n in (fact.tokens, fact.lines) if n]
+        assert counts and not any(count in message for count in counts), "nothing was counted"
 
 
 @pytest.mark.parametrize("suffix", ["zip", "tar.gz"])
@@ -484,14 +489,13 @@ def test_a_cut_archive(name, suffix, tmp_path):
     for length in (0, 100, len(whole) // 2, len(whole) - 5):
         place(tmp_path / "data", {file: whole[:length]})
         message = refusal(name, tmp_path)
-        assert f"{tmp_path / 'data' / file} cannot be unpacked" in message
-        assert f"get it again from {row.url}" in message
+        assert re.search(rf"{tmp_path / 'data' / file}\b.*{row.url}", message)
 
 
 def test_an_archive_that_leads_out_is_refused(tmp_path):
     members = miniature.files(CorpusName.PTB) | {"../../.bashrc": b"echo"}
     place(tmp_path / "data", {"ptb.zip": miniature.archive(".zip", members)})
-    assert "its member '../../.bashrc' leads out" in refusal(CorpusName.PTB, tmp_path)
+    assert re.search(r"ptb\.zip\b.*'\.\./\.\./\.bashrc'", refusal(CorpusName.PTB, tmp_path))
 
 
 # Nothing there
@@ -509,15 +513,13 @@ def test_without_files_and_network_it_is_said_at_once(name, tmp_path, monkeypatc
     assert sorted(asked) == sorted(source[0].url for source in TABLE[name].sources), "each source is asked once"
     message = str(caught.value)
     assert "\n" not in message
-    assert (
-        f"{TABLE[name].title} is in none of {tmp_path / 'data'}, {tmp_path / 'data' / TABLE[name].folders[0]}"
-        in message
-    )
-    assert f"into {tmp_path / 'data'} (--data_dir)" in message
+    data = tmp_path / "data"
+    assert re.search(rf"{TABLE[name].title}.*{data}\b.*{data / TABLE[name].folders[0]}\b", message)
+    assert re.search(rf"{data}\b.*--data_dir\b", message)
     for source in TABLE[name].sources:
-        assert f"{source[0].url} cannot be reached" in message
+        assert source[0].url in message
         assert all(remote.file in message and remote.url.rpartition("/")[0] in message for remote in source)
-        assert f"{sum(remote.size for remote in source):,} bytes" in message
+        assert f"{sum(remote.size for remote in source):,}" in message
     assert ("--data.file=PATH" in message) == (name in BYTES)
     assert not (tmp_path / "cache").exists(), "nothing is left"
 
@@ -574,11 +576,12 @@ def test_two_processes_at_once(tmp_path):
     place_official(tmp_path, CorpusName.LM1B)
     first, go = started(tmp_path)
     second = python("", tmp_path)
-    assert "waiting for another process" in second.stdout.readline()
+    line = second.stdout.readline()
+    assert line.strip() and "digest" not in line, "it says that it waits"
     assert second.poll() is None
     go.touch()
     out, errors = first.communicate(timeout=60)
-    assert "preparing One Billion Word" in out and f"digest {expected_digest(CorpusName.LM1B)}" in out, errors
+    assert "One Billion Word" in out and f"digest {expected_digest(CorpusName.LM1B)}" in out, errors
     out, errors = second.communicate(timeout=60)
     assert out == f"digest {expected_digest(CorpusName.LM1B)}\n", errors
     assert contents(read(CorpusName.LM1B, tmp_path)) == miniature.texts(CorpusName.LM1B)
@@ -631,8 +634,7 @@ def test_a_cache_that_cannot_be_made(cache, tmp_path):
     cache = tmp_path / cache
     with pytest.raises(OSError) as caught:
         published.read(CorpusName.PTB, data_dir=str(tmp_path / "data"), cache_dir=str(cache))
-    assert str(caught.value).startswith(f"cannot write Penn Treebank to {cache / 'tfds'} (")
-    assert "give --cache_dir=... a folder that you may write to" in str(caught.value)
+    assert re.search(rf"\bPenn Treebank\b.*{cache}/tfds\b.*--cache_dir\b", str(caught.value))
 
 
 def test_a_read_only_cache(tmp_path, monkeypatch):
@@ -643,9 +645,7 @@ def test_a_read_only_cache(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    with pytest.raises(
-        OSError, match=r"cannot write Penn Treebank to .*/cache/tfds \(Permission denied\); give --cache_dir"
-    ):
+    with pytest.raises(OSError, match=r"\bPenn Treebank\b.*/cache/tfds\b.*\bPermission denied\b.*--cache_dir\b"):
         read(CorpusName.PTB, tmp_path)
 
 
@@ -657,7 +657,7 @@ def test_an_error_below_the_cache_is_the_caches(tmp_path, monkeypatch):
         raise OSError(122, "Disk quota exceeded", file)
 
     monkeypatch.setattr(builders.Tally, "add", add)
-    with pytest.raises(OSError, match=r"cannot write Penn Treebank to .* \(Disk quota exceeded\); give --cache_dir"):
+    with pytest.raises(OSError, match=r"\bPenn Treebank\b.*/cache/tfds\b.*\bDisk quota exceeded\b.*--cache_dir\b"):
         read(CorpusName.PTB, tmp_path)
 
 
@@ -668,10 +668,7 @@ def test_a_full_disk(tmp_path):
     _, errors = process.communicate(timeout=60)
     last = errors.strip().splitlines()[-1]
     folder = tmp_path / "cache" / "tfds"
-    assert last == (
-        f"OSError: cannot write One Billion Word to {folder} (write() failed: File too large); give --cache_dir=... a "
-        "folder that you may write to, on a disk with space"
-    )
+    assert re.search(rf"^OSError: .*One Billion Word.*{folder}\b.*\bFile too large\b.*--cache_dir\b", last)
     assert not list(folder.rglob("incomplete*"))
     assert contents(read(CorpusName.LM1B, tmp_path)) == miniature.texts(CorpusName.LM1B)
 
@@ -703,7 +700,7 @@ def test_a_damaged_cache(damage, tmp_path):
     else:
         path.write_bytes(path.read_bytes()[: 70_000 if damage == "cut" else 0])
     folder = tmp_path / "cache" / "tfds" / "txl_enwik8" / "1.0.0"
-    with pytest.raises(ValueError, match=f"the prepared text in {folder} is damaged .*; remove this folder"):
+    with pytest.raises(ValueError, match=rf"{folder}\b"):
         contents(read(CorpusName.ENWIK8, tmp_path))
     shutil.rmtree(folder)
     assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
@@ -722,7 +719,7 @@ def test_damage_beside_the_records(name, tmp_path):
         try:
             assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
         except ValueError as error:
-            assert str(error).startswith(f"the prepared text in {folder} is damaged (") and "\n" not in str(error)
+            assert str(folder) in str(error) and "\n" not in str(error)
 
 
 def _flipped(content, place):

@@ -80,7 +80,7 @@ def test_segments_with_a_stride_read_again_what_they_do_not_score(length, batch_
 
 @pytest.mark.parametrize("stride", [-1, 4])
 def test_a_stride_lies_within_a_segment(stride):
-    with pytest.raises(ValueError, match=f"stride is {stride} and segment_len is 3"):
+    with pytest.raises(ValueError, match=rf"stride\D*{stride}\b.*segment_len.*\b3\b"):
         training_segments(numbered(20), batch_size=1, segment_len=3, stride=stride)
 
 
@@ -439,51 +439,53 @@ def test_a_text_of_exactly_one_segment_and_one_token_less():
         assert training_segments(numbered(31), batch_size=5, segment_len=6, roll=roll).n_segments == 1
     with pytest.raises(ValueError) as caught:
         training_segments(numbered(30), batch_size=5, segment_len=6)
-    for part in ("30 tokens", "5 x 6 = 30", "--train.batch_size", "--train.segment_len"):
-        assert part in str(caught.value)
+    assert {"5", "6", "30"} <= set(re.findall(r"\d+", str(caught.value)))
+    assert "--train.batch_size" in str(caught.value) and "--train.segment_len" in str(caught.value)
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
 @pytest.mark.parametrize("shape", [(0,), (1,), (4, 5)])
 def test_tokens_must_be_one_axis_of_two_or_more(constructor, shape):
-    with pytest.raises(ValueError, match="give one axis of at least 2 tokens"):
+    with pytest.raises(ValueError, match=re.escape(str(shape))):
         constructor(np.zeros(shape, np.uint8), batch_size=1, segment_len=1)
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
 @pytest.mark.parametrize("sizes", [{"batch_size": 0, "segment_len": 3}, {"batch_size": 3, "segment_len": -1}])
 def test_sizes_must_be_positive(constructor, sizes):
-    with pytest.raises(ValueError, match=f"batch_size is {sizes['batch_size']} and segment_len is"):
+    with pytest.raises(
+        ValueError, match=rf"batch_size\D*\b{sizes['batch_size']}\b.*segment_len.*{sizes['segment_len']}\b"
+    ):
         constructor(numbered(50), **sizes)
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
 @pytest.mark.parametrize("own", [[6], [-1, 2], [2, 1], [3, 3]])
 def test_own_rows_must_be_rows_in_order(constructor, own):
-    with pytest.raises(ValueError, match=f"own rows are {re.escape(str(own))} and batch_size is 6"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(own))}.*batch_size.*\b6\b"):
         constructor(numbered(50), batch_size=6, segment_len=2, own=own)
 
 
 def test_warm_up_cannot_be_negative():
-    with pytest.raises(ValueError, match="warmup_tokens is -1"):
+    with pytest.raises(ValueError, match=r"warmup_tokens.*-1\b"):
         evaluation_segments(numbered(50), batch_size=6, segment_len=2, warmup_tokens=-1)
 
 
 @pytest.mark.parametrize("roll", [Roll.STREAM, Roll.ROWS])
 def test_sentences_are_not_rolled_as_well(roll):
-    with pytest.raises(ValueError, match=f"sentence_starts are given and roll is {roll}"):
+    with pytest.raises(ValueError, match=rf"sentence_starts.*\broll\b.*\b{roll}\b"):
         training_segments(numbered(50), batch_size=2, segment_len=2, roll=roll, sentence_starts=np.array([0, 50]))
 
 
 def test_sentences_must_be_those_of_the_text():
-    with pytest.raises(ValueError, match="from 0 to 49 and the text has 50 tokens"):
+    with pytest.raises(ValueError, match=r"\b0\b.*\b49\b.*\b50\b"):
         training_segments(numbered(50), batch_size=2, segment_len=2, sentence_starts=np.array([0, 49]))
 
 
 @pytest.mark.parametrize(("first_step", "count"), [(-1, 2), (0, 0)])
 def test_positions_must_exist(first_step, count):
     reader = training_segments(numbered(50), batch_size=2, segment_len=3)
-    with pytest.raises(ValueError, match=f"{count} segments from step {first_step}"):
+    with pytest.raises(ValueError, match=rf"\b{count}\b.*{first_step}\b"):
         reader.segments(first_step, count)
 
 

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -143,8 +144,7 @@ def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_
 @pytest.mark.parametrize(("content", "length"), [(b"", 0), (b"x", 1)])
 def test_a_split_without_a_target_is_named(split, content, length, tmp_path):
     text = text_of(**{split: content})
-    message = f"^the {split} split of made up has {length} tokens and needs at least 2; give a longer text"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"\b{split}\b.*\bmade up\b.*\b{length}\b.*\b2\b"):
         open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path)
     assert names(tmp_path) == []
 
@@ -209,9 +209,10 @@ def test_a_damaged_store_is_made_again(name, damage, tmp_path, capsys):
             data[-1 if name.endswith(".npy") else data.rindex(b"sentences" if name == "store.json" else b"sat")] ^= 1
             path.write_bytes(data)
     assert find_store(text_of(), SETTINGS, tmp_path / "tokens") is None
+    assert capsys.readouterr().out == ""
     assert_same(open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens"), expected)
     assert names(tmp_path / "tokens") == [folder.name] and len(names(folder)) == 6
-    assert f"the tokens in {folder} are damaged" in capsys.readouterr().out
+    assert str(folder) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("summary", ["", "{}", "[]", "7", '{"bytes": 7}', '{"bytes": {"train.npy": 7}}'])
@@ -306,21 +307,22 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_store(split, tmp_path):
     with largest_file(100_000), pytest.raises(OSError) as caught:
         open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new")
     message = str(caught.value)
-    assert f"to {tmp_path}/new (File too large); give --cache_dir=..." in message and "\n" not in message
+    assert re.search(rf"{re.escape(str(tmp_path))}/new\b.*\bFile too large\b.*--cache_dir\b", message)
+    assert "\n" not in message
     assert names(tmp_path / "new") == []
     assert len(open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new").splits[split]) == 300_000
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=rf"to {tmp_path}/file/tokens \(Not a directory\); give --cache_dir="):
+    with pytest.raises(OSError, match=rf"{tmp_path}/file/tokens\b.*\bNot a directory\b.*--cache_dir\b"):
         open_store(text_of(), SETTINGS, words, folder=tmp_path / "file" / "tokens")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
 def test_a_read_only_folder_is_named(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(OSError, match=rf"to {tmp_path} \(Permission denied\); give --cache_dir="):
+    with pytest.raises(OSError, match=rf"{tmp_path}\b.*\bPermission denied\b.*--cache_dir\b"):
         open_store(text_of(), SETTINGS, words, folder=tmp_path)
 
 
@@ -394,7 +396,8 @@ def test_of_two_processes_one_makes_the_store_and_the_other_waits(tmp_path, star
     first = start("first")
     wait_for(tmp_path / "first-is-inside")
     second = start("second")
-    assert second.stdout.readline() == "waiting for another process that is reading the same text\n"
+    assert second.stdout.readline().strip(), "it says that it waits"
+    assert not (tmp_path / "second-makes").exists()
     (tmp_path / "go-on").touch()
     results = [process.communicate(timeout=60)[0] for process in (first, second)]
     assert results == ["[0, 2, 1, 5, 1] [0, 3, 5]\n"] * 2
@@ -421,7 +424,8 @@ def test_who_waits_for_a_process_that_is_killed_makes_the_store(tmp_path, start)
     first = start("first")
     wait_for(tmp_path / "first-is-inside")
     second = start("second")
-    assert second.stdout.readline().startswith("waiting for another process")
+    assert second.stdout.readline().strip(), "it says that it waits"
+    assert not (tmp_path / "second-makes").exists()
     (tmp_path / "first-is-inside").unlink()
     first.kill()
     wait_for(tmp_path / "second-is-inside")

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import re
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,18 +60,19 @@ def test_the_digest_of_one_file_is_its_own():
     assert digest([two, one]) != digest([one, two])
 
 
+def numbers(message):
+    return re.findall(r"\d[\d,]*", message)
+
+
 def test_differences_say_both_numbers():
     two = [tally(b"a b\n"), tally(b"c\n\n\n")]
     assert difference(Facts(), two, of="it") == ""
     assert difference(Facts(size=8, lines=4, tokens=7), two, of="it") == ""
-    assert difference(Facts(size=10), two, of="it") == "8 bytes and it has exactly 10"
-    assert (
-        difference(Facts(lines=2), two, of="it")
-        == "4 lines and it has exactly 2 (it ends in 2 empty lines; remove them)"
-    )
-    words = "7 tokens (words and line ends) and it has exactly 1,006"
-    assert difference(Facts(tokens=1006), two[:1] + [tally(b"c\n.\n")], of="it") == words
+    told = difference(Facts(size=10), two, of="the text of Ann")
+    assert numbers(told) == ["8", "10"] and "the text of Ann" in told
+    assert numbers(difference(Facts(lines=2), two, of="it")) == ["4", "2", "2"], "the last: its empty lines"
+    assert numbers(difference(Facts(tokens=1006), two[:1] + [tally(b"c\n.\n")], of="it")) == ["7", "1,006"]
     one = [tally(b"text")]
     known = hashlib.sha256(b"else").hexdigest()
-    assert difference(Facts(sha256=known), one, of="it") == f"text of sha256 {one[0].sha256} and it has {known}"
+    assert re.search(rf"\b{one[0].sha256}\b.*\b{known}\b", difference(Facts(sha256=known), one, of="it"))
     assert difference(Facts(sha256=one[0].sha256), one, of="it") == ""

@@ -1,6 +1,7 @@
 """Tests bytes to text: any cutting into blocks gives the same text, words stay whole, errors name file and offset."""
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -89,8 +90,7 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_place_in_the_file(start, end,
     whole = in_blocks("日 ".encode(), sizes, name="other.txt")
     bad = in_blocks(start.encode() + b"\xff" + end.encode(), sizes, offset=offset)
     place = offset + len(start.encode())
-    message = f"some.txt is not UTF-8: byte 0xff at offset {place}; convert it (iconv"
-    assert failure(whole, bad, whole).startswith(message)
+    assert re.search(rf"^some\.txt\b.*\b0xff\b.*\b{place}\b", failure(whole, bad, whole))
 
 
 @given(start=TEXTS, character=st.sampled_from("é日😀"), sizes=SIZES, offset=st.integers(0, 99), data=st.data())
@@ -98,14 +98,14 @@ def test_a_character_that_is_cut_off_at_the_end_is_named(start, character, sizes
     cut = character.encode()[: data.draw(st.integers(1, len(character.encode()) - 1))]
     bad = in_blocks(start.encode() + cut, sizes, offset=offset)
     place = offset + len(start.encode())
-    assert f"some.txt is not UTF-8: byte {cut[0]:#04x} at offset {place};" in failure(bad)
+    assert re.search(rf"^some\.txt\b.*\b{cut[0]:#04x}\b.*\b{place}\b", failure(bad))
 
 
 @given(start=TEXTS, end=TEXTS, sizes=SIZES, offset=st.integers(0, 99))
 def test_a_zero_byte_is_named_as_no_text(start, end, sizes, offset):
     bad = in_blocks(start.encode() + b"\0" + end.encode(), sizes, offset=offset)
     place = offset + len(start.encode())
-    assert f"some.txt holds a zero byte at offset {place}, so it is no text;" in failure(bad)
+    assert re.search(rf"^some\.txt\b.*\b{place}\b.*--data\.tokenizer=byte\b", failure(bad))
 
 
 @pytest.mark.parametrize("content", [b"\x80" * 100_000, b"\xff\xfea\0b\0"])

@@ -3,6 +3,7 @@
 import collections
 import hashlib
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -87,9 +88,9 @@ def test_newlines_may_be_dropped(text, size):
 
 
 def test_a_foreign_byte_is_named_with_its_first_offset():
-    with pytest.raises(ValueError, match=r"^byte 120 at offset 2 is not among the 2 symbols"):
+    with pytest.raises(ValueError, match=r"\b120\b.*\b2\b.*\b2\b"):
         ByteVocabulary.of(b"ab").encode(b"abxayx")
-    with pytest.raises(ValueError, match=r"^byte 120 at offset 3 is not among the 2 symbols"):
+    with pytest.raises(ValueError, match=r"\b120\b.*\b3\b.*\b2\b"):
         ByteVocabulary(b"ab", Newlines.DROP).encode(b"\n\naxab")
 
 
@@ -97,7 +98,7 @@ def test_a_foreign_byte_is_named_with_its_first_offset():
 def test_a_foreign_byte_of_a_file_is_named_with_its_place(start, size, offset):
     others = ByteVocabulary(bytes(set(range(256)) - {ord("x")}))
     files = [in_blocks(b"ab", size, name="other.txt"), in_blocks(start + b"xax", size, offset=offset)]
-    with pytest.raises(ValueError, match=rf"^some\.txt: byte 120 at offset {offset + len(start)} is not among the 255"):
+    with pytest.raises(ValueError, match=rf"^some\.txt\b.*\b120\b.*\b{offset + len(start)}\b.*\b255\b"):
         joined(others.blocks(files))
 
 
@@ -119,13 +120,13 @@ def test_a_foreign_id_is_named(foreign):
         CharacterVocabulary("a\N{REPLACEMENT CHARACTER}é"),
         WordVocabulary(("a", "<unk>", "<eos>")),
     ):
-        with pytest.raises(ValueError, match=f"^token id {foreign} is outside .* 0 to 2"):
+        with pytest.raises(ValueError, match=rf"{foreign}\b.*\b0\b.*\b2\b"):
             three.decode([0, foreign])
 
 
 @pytest.mark.parametrize("symbols", [b"", b"ba", b"aa"])
 def test_symbols_must_increase(symbols):
-    with pytest.raises(ValueError, match="distinct, increasing and not empty"):
+    with pytest.raises(ValueError, match=re.escape(str([*symbols]))):
         ByteVocabulary(symbols)
 
 
@@ -156,7 +157,8 @@ def test_lower_case_characters():
 
 @pytest.mark.parametrize("characters", ["", "abc", "a\N{REPLACEMENT CHARACTER}a"])
 def test_characters_must_be_distinct_and_hold_the_unknown(characters):
-    with pytest.raises(ValueError, match="tokens of a char vocabulary must be distinct and hold"):
+    n, distinct, unknown = len(characters), len({*characters}), "'\N{REPLACEMENT CHARACTER}'"
+    with pytest.raises(ValueError, match=rf"\b{n}\b.*\bchar\b.*{unknown}.*\b{distinct}\b"):
         CharacterVocabulary(characters)
 
 
@@ -247,7 +249,8 @@ def test_a_word_that_stands_for_the_unknown_ones_can_be_another():
     ],
 )
 def test_words_must_be_distinct_and_hold_the_unknown_and_the_mark(words, line_mark):
-    with pytest.raises(ValueError, match="must be distinct and hold '<unk>'|lacks the word <(eos|S)>"):
+    mark = {LineMark.NONE: "'<unk>'", LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}[line_mark]
+    with pytest.raises(ValueError, match=mark):
         WordVocabulary(words, line_mark)
 
 
@@ -293,7 +296,7 @@ def test_only_words_are_told_in_perplexity():
 
 def test_a_prompt_that_is_no_utf8_is_named():
     for vocabulary in (CharacterVocabulary("\N{REPLACEMENT CHARACTER}"), words_of(LineMark.EOS)):
-        with pytest.raises(ValueError, match=r"^byte 0xff at offset 3 is not UTF-8"):
+        with pytest.raises(ValueError, match=r"\b0xff\b.*\b3\b"):
             vocabulary.encode("é\n".encode() + b"\xff")
 
 
@@ -418,9 +421,8 @@ PIECES = 'txl_jax vocabulary sentencepiece {"line_mark": "eos", "lower_case": fa
     ],
 )
 def test_a_damaged_form_is_one_clear_error(text):
-    with pytest.raises(
-        ValueError, match=r"^a saved vocabulary has a line 'txl_jax vocabulary KIND SETTINGS' and a line"
-    ):
+    start = re.escape(repr(text.partition("\n")[0][:60]))
+    with pytest.raises(ValueError, match=start):
         loads(text, KINDS)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_without_libtpu_shapes_are_told(tmp_path):
     flags = [*TINY, "--topology=v4:2x2x2", "--mesh.fsdp=4", "--mesh.model=2", f"--estimate_json={tmp_path / 'e.json'}"]
     code, out, err = estimate(*flags, without_libtpu=True)
     assert code == 0, err
-    assert "8 x TPU v4 (data 1, fsdp 4, model 2)" in out and "libtpu is not installed" in out
+    assert re.search(r"\b8\b.*\bv4\b.*\bdata 1\b.*\bfsdp 4\b.*\bmodel 2\b", out) and "libtpu" in out
     [found] = json.loads((tmp_path / "e.json").read_text())["estimates"]
     held = found["held_bytes"]
     assert held["segment memory"] == 3 * (8 // 4) * 32 * 64 * 2 + 4 * 8 // 4  # [N, B, M, D] in bfloat16, and valid [B].
@@ -56,7 +57,7 @@ def test_programs_are_compiled_for_a_slice(tmp_path):
     found = {each["program"]: each for each in json.loads((tmp_path / "e.json").read_text())["estimates"]}
     assert set(found) == {"training", "evaluation", "generation"}
     for name, each in found.items():
-        assert f"\n{name}: needs " in out and each["needed_bytes"] >= each["scratch_bytes"] > 0
+        assert re.search(rf"(?m)^{name}:.*\d", out) and each["needed_bytes"] >= each["scratch_bytes"] > 0
     sent = found["training"]["collectives"]
     assert {one["kind"] for one in sent} >= {"all-reduce"}
     assert any("/stack/" in one["source"] for one in sent), "nothing is sent in the layers"
@@ -78,7 +79,7 @@ def test_what_does_not_fit_is_told_with_both_numbers():
     huge = ["--train.batch_size=4096", "--train.segment_len=1024", "--train.mem_len=1024"]
     code, out, err = estimate(*TINY, *huge, "--topology=v5e:1x1", "--estimate_tasks=training")
     assert code == 0, err
-    assert "training: does not fit, it needs" in out and "of 15.75GiB" in out
+    assert re.search(r"(?m)^training:.*\d.*\b15\.75GiB", out)
 
 
 @needs_libtpu
@@ -97,26 +98,26 @@ for generation, shapes in topologies.SLICES.items():
 
 @pytest.mark.parametrize("topology", ["v5e:3x5", "v5e:4x4x4", "v4:4x4", "v5p:2x1x1"])
 def test_a_slice_is_whole_hosts_of_its_generation(topology):
-    with pytest.raises(ValueError, match=f"there is no slice {topology}; those of"):
+    with pytest.raises(ValueError, match=rf"\b{topology}\b.*\b\d+x\d+\b"):
         topologies.split(topology)
 
 
 @pytest.mark.parametrize("topology", ["v9:2x2", "v5e", "v5e:2x", "v5e:2x2x2x2", "4x4"])
 def test_a_slice_is_written_as_generation_and_shape(topology):
-    with pytest.raises(ValueError, match=f"the topology is '{topology}'; .*v5e.*v4:2x2x4"):
+    with pytest.raises(ValueError, match=rf"'{topology}'.*\bv5e\b.*\bv4:2x2x4\b"):
         topologies.split(topology)
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--topology=v5e:2x2,v5e:4x4"], ["2 slices", "--estimate_configs"]),
-        (["--topology=v5e:2x2", "--mesh.fsdp=3"], ["all x 3 x 1", "4 devices"]),
+        (["--topology=v5e:2x2,v5e:4x4"], ["2", "--estimate_configs"]),
+        (["--topology=v5e:2x2", "--mesh.fsdp=3"], ["3 x 1", "4"]),
         (["--topology=v5e:2x2", "--estimate_configs=smal"], ["smal", "small", "enwik8_12l"]),
-        (["--topology=v5e:2x2", "--estimate_configs=small"], ["pip install 'jax[tpu]'"]),
+        (["--topology=v5e:2x2", "--estimate_configs=small"], ["jax[tpu]"]),
         (
             ["--topology=v5e", "--estimate_configs=small", "--mesh.fsdp=2"],
-            ["--mesh.fsdp goes without --estimate_configs"],
+            ["--mesh.fsdp", "--estimate_configs"],
         ),
     ],
 )
@@ -125,4 +126,4 @@ def test_mistakes_are_answered_in_one_sentence(flags, says):
     assert code == 1
     assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
     for words in says:
-        assert words in err
+        assert re.search(rf"(?<!\w){re.escape(words)}(?!\w)", err), (words, err)

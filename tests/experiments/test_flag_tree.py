@@ -94,13 +94,13 @@ def test_every_flag_has_the_fields_comment_as_help():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--model.n_layers=3"], "there is no flag --model.n_layers; did you mean model.n_layer"),
-        (["--nonsense=3"], "there is no flag --nonsense"),
+        (["--model.n_layers=3"], r"--model\.n_layers\b.*\bmodel\.n_layer\b"),
+        (["--nonsense=3"], "--nonsense"),
         (["--model.n_layer=three"], "model.n_layer"),
         (["--model.layer_norm=middle"], "post"),
-        (["--model.cutoffs=20,x"], "--model.cutoffs has an entry 'x'"),
-        (["train"], "'train' is not a flag"),
-        (["--flagfile=enwik8_12"], "there is no flagfile 'enwik8_12'.*did you mean enwik8_12l.*the names are: .*small"),
+        (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),
+        (["train"], "'train'"),
+        (["--flagfile=enwik8_12"], r"'enwik8_12'.*\benwik8_12l\b.*\bsmall\b"),
     ],
 )
 def test_mistakes_are_one_sentence(words, says):

@@ -8,6 +8,7 @@ A golden text that changes means that a published configuration changed, or that
 import functools
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,7 +104,7 @@ def test_flagfile_resolves_to_its_golden_text(name):
 def test_size_is_the_published_one_and_the_comment_says_it_to_the_unit(name):
     row, size = FLAGFILES[name], parts(name).n_parameter
     assert abs(size - row.parameters) <= row.margin * row.parameters, f"{size:,}"
-    assert f"{size:,} parameters at V = {row.vocab_size:,}" in opening_comment(name)
+    assert re.search(rf"\b{size:,}\D+\b{row.vocab_size:,}\b", opening_comment(name))
 
 
 @pytest.mark.parametrize("name", UNTIED)
@@ -116,7 +117,7 @@ def test_size_with_u_and_v_per_layer(name):
 def test_comment_says_the_tokens_of_a_step_and_of_the_run(name):
     train = resolved(name).train
     step = train.batch_size * train.new_tokens
-    assert f"{train.batch_size} x {train.new_tokens} = {step:,} tokens per step" in opening_comment(name)
+    assert f"{train.batch_size} x {train.new_tokens} = {step:,} tokens" in opening_comment(name)
     assert f"{train.steps:,} steps = {step * train.steps:.1e} tokens".replace("e+0", "e").replace("e+", "e") in (
         opening_comment(name)
     )

@@ -66,10 +66,10 @@ def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environmen
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"num_processes": 2}, ["no --coordinator (or JAX_COORDINATOR_ADDRESS) and no --process_id", "all or none"]),
-        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, ["process_id is 2", "from 0 to 1"]),
+        ({"num_processes": 2}, ["--coordinator", "JAX_COORDINATOR_ADDRESS", "--process_id"]),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, ["process_id", "num_processes", "2", "1"]),
         ({"coordinator": "a", "num_processes": 2, "process_id": 0}, ["'a'", "HOST:PORT"]),
-        ({"coordinator": "a:1", "num_processes": "two", "process_id": 0}, ["'two'", "whole numbers"]),
+        ({"coordinator": "a:1", "num_processes": "two", "process_id": 0}, ["num_processes", "'two'"]),
     ],
 )
 def test_half_an_announcement_is_refused(given, says):
@@ -130,10 +130,7 @@ def test_the_hosts_of_a_tpu_slice_may_stand_in_the_environment(monkeypatch):
 def test_a_program_of_one_host_does_not_run_twice():
     [(code, out, err)] = several.finish(several.start("-m", "experiments.members", processes=1, JAX_NUM_PROCESSES="2"))
     assert code == 1 and out == ""
-    assert err == (
-        "error: this program works on one host by itself, and 2 processes were announced by --num_processes or "
-        "JAX_NUM_PROCESSES; start it once, outside of them\n"
-    )
+    assert re.fullmatch(r"error: .*\b2\b.*--num_processes\b.*\bJAX_NUM_PROCESSES\b.*\n", err)
 
 
 def test_every_program_works_on_several_hosts_or_refuses():
@@ -168,15 +165,15 @@ def text_file(tmp_path_factory):
     [
         pytest.param(
             "--model.n_layer=3",
-            "process 1: model.n_layer is 3 there and 1 in process 0; start all hosts with the same command",
+            r"process 1: .*model\.n_layer\D*\b3\b\D*\b1\b.*process 0",
             marks=pytest.mark.slow,
         ),
-        ("--data.file=OTHER", "process 1: its text is own text"),
+        ("--data.file=OTHER", r"process 1: .*\bother\.txt\b"),
         pytest.param("--data.file=NONE", "process 1: ", marks=pytest.mark.slow),
-        ("--workdir=ELSEWHERE", "is not the folder that process 0 writes to; give all hosts a --workdir on"),
+        ("--workdir=ELSEWHERE", r"\belsewhere\b.*--workdir\b"),
         pytest.param(
             "--mode=eval",
-            "process 1: --mode is eval, and train in process 0; give all the same",
+            r"process 1: .*--mode\b.*\beval\b.*\btrain\b.*process 0",
             marks=pytest.mark.slow,
         ),
     ],
@@ -201,7 +198,7 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_pat
     (code_0, _, err_0), (code_1, _, err_1) = several.finish(started)
     assert (code_0, code_1) == (1, 1), (err_0, err_1)
     assert time.monotonic() - began < 60
-    assert first_says in err_0 and len(err_0.splitlines()) == 1, err_0
+    assert re.search(first_says, err_0) and len(err_0.splitlines()) == 1, err_0
     assert err_1.startswith("process 1: error: ") and len(err_1.splitlines()) == 1, err_1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -221,7 +218,7 @@ def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
         )
         (code_0, _, err_0), (code_1, out_1, err_1) = several.finish(started)
     assert (code_0, code_1) == (1, 1)
-    assert err_0.startswith("error: another run (process 99) is training in") and len(err_0.splitlines()) == 1
+    assert re.match(rf"error: .*\b99\b.*{re.escape(str(tmp_path))}", err_0) and len(err_0.splitlines()) == 1
     assert out_1 == err_1 == "", "it was said once"
 
 
@@ -234,4 +231,4 @@ def test_one_process_that_is_left_alone_says_so():
     environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     [(code, out, err)] = several.finish(several.start("-c", script, processes=1, **environment))
     assert code != 0
-    assert err.startswith("waiting for 2 processes, announced by --num_processes or JAX_NUM_PROCESSES; start"), err
+    assert re.match(r".*\b2\b.*--num_processes\b.*\bJAX_NUM_PROCESSES\b", err), err

@@ -1,6 +1,7 @@
 """Tests `python -m experiments.prepare`: that it does what the corpus's program will find done."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,12 +52,12 @@ def test_a_corpus_is_read_and_encoded(name, tmp_path):
 
 def test_mistakes_are_said_in_one_line(tmp_path):
     for flags, words in (
-        ((), "say what to prepare with --corpus=NAME, one of enwik8"),
-        (("--corpus=ptb", f"--data_dir={tmp_path}"), f"Penn Treebank is in none of {tmp_path}, "),
+        ((), r"error: .*--corpus=.*\benwik8\b"),
+        (("--corpus=ptb", f"--data_dir={tmp_path}"), rf"error: Penn Treebank\b.*{re.escape(str(tmp_path))}"),
     ):
         code, printed, errors = run(*flags)
         assert (code, printed) == (1, "")
-        assert errors.count("\n") == 1 and errors.startswith(f"error: {words}")
+        assert errors.count("\n") == 1 and re.match(words, errors)
 
 
 def test_every_published_corpus_is_read_as_its_program_reads_it():

@@ -1,6 +1,7 @@
 """Tests the measurement of softmax layers, and the program that prints it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_a_softmax_that_needs_too_much_memory_gets_fewer_tokens(monkeypatch):
     assert free.tokens == T and free.needed == free.needed_for_all and len(free.seconds) == 2
     found = softmax_speed.measure({"adaptive": ADAPTIVE, "full": FULL}, memory_limit=free.needed - 1, **sizes)
     assert found["full"].tokens == T // 2 and found["full"].needed < found["full"].needed_for_all == free.needed
-    with pytest.raises(ValueError, match="limit is 1,000 bytes and a softmax of one token needs"):
+    with pytest.raises(ValueError, match=r"\b1,000\b.*\d"):
         softmax_speed.measure({"full": FULL}, memory_limit=1000, **sizes)
 
 
@@ -59,18 +60,21 @@ def test_the_program_prints_a_table_that_says_how_many_tokens_each_had():
     assert rows["softmax"][0] == "tokens"
     assert rows["adaptive"][0] == "200" and rows["full"][0] == "100"
     assert rows["full"][-1].endswith(" MB") or not Path("/proc/self/status").exists()
-    assert "The full softmax of all 200 tokens would need" in result.stdout
-    assert "head and tails have" in result.stdout
+    assert re.search(r"(?m)^[^|]*\bfull\b[^|]*\b200\b[^|]*\bMB\b", result.stdout), "the limit, and what all tokens need"
+    shares = re.search(r"(?m)^[^|]*%.*$", result.stdout)[0]
+    assert len(re.findall(r"[\d.]+% \([\d.]+%\)", shares)) == 3, "the head and two tails"
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--model.cutoffs="], "model.cutoffs is empty"),
-        (["--softmax_vocab=30000"], "model.cutoffs end at 200000 and the vocabulary has 30000 tokens"),
+        (["--model.cutoffs="], r"model\.cutoffs"),
+        (["--softmax_vocab=30000"], r"model\.cutoffs\D*\b200000\b\D*\b30000\b"),
     ],
 )
 def test_mistakes_are_answered_in_one_sentence(flags, says):
     result = run(*flags)
     assert result.returncode == 1
-    assert result.stderr.startswith("error: ") and says in result.stderr and len(result.stderr.splitlines()) == 1
+    assert (
+        result.stderr.startswith("error: ") and re.search(says, result.stderr) and len(result.stderr.splitlines()) == 1
+    )

@@ -1,10 +1,12 @@
 """Tests a time of day that jumps in the middle of a run: no number of it changes, and none is negative."""
 
+import math
 import re
 
 from faults.harness import KILLED, assert_equal_runs, finished
 
 from txl_jax.run_log import read_metrics
+from txl_jax.training.progress import duration
 
 HOUR, DAY = 3600, 86400
 
@@ -20,8 +22,8 @@ def test_the_clock_jumps_forward_a_day_and_back_an_hour(place, undisturbed):
     killed = place.train("clock", forward, back, kill).end()
     assert killed.code == KILLED
     resumed = finished(place.train("clock"))
-    assert "resuming  after step 18" in resumed.out
+    assert re.search(r"resum\w+\D*\b18\b", resumed.out)
     assert_equal_runs(place.workdir("clock"), undisturbed)
     out = killed.out + resumed.out
-    assert not re.search(r"(ETA|in|,|s/) +-\d", out) and "unknown" not in out, out
+    assert not re.search(r"(ETA|in|,|s/) +-\d", out) and duration(math.inf) not in out, out
     assert all(record.get("tokens_per_second", 1) > 0 for record in read_metrics(place.workdir("clock")))

@@ -16,7 +16,7 @@ def test_the_second_is_refused_while_the_first_starts(place, undisturbed):
     before = contents(workdir)
     second = place.train("two").end()
     assert second.code == 1
-    assert_one_sentence(second.err, f"another run (process {first.pid}) is training in {workdir}", "another --workdir")
+    assert_one_sentence(second.err, first.pid, workdir, "--workdir")
     assert contents(workdir) == before
     go_on.touch()
     finished(first)
@@ -35,5 +35,5 @@ def test_while_the_first_prepares_its_text_the_second_waits_and_then_one_is_refu
     ends = [first.end(), second.end()]
     assert sorted(ended.code for ended in ends) == [0, 1], ends
     (refused,) = (ended for ended in ends if ended.code)
-    assert_one_sentence(refused.err, "another run (process ", "is training in")
+    assert_one_sentence(refused.err, place.workdir(name), "--workdir")
     assert_equal_runs(place.workdir(name), undisturbed)

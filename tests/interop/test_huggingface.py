@@ -80,15 +80,23 @@ SHARED = "transformer.r_w_bias"
 @pytest.mark.parametrize(
     ("untie_r", "change", "message"),
     [
-        (False, {U1: np.ones((4, 5))}, f"tensors {U1} and {SHARED} differ, but model.untie_r is off"),
-        (False, {U1: None}, rf"tensor {U1} is missing, expected with shape \[4, 5\]"),
-        (False, {SHARED: None}, rf"tensor {SHARED} is missing, expected with shape \[4, 5\]"),
-        (True, {U0: None}, rf"tensor {U0} is missing, expected with shape \[4, 5\]"),
-        (True, {U0: np.zeros((5, 4))}, rf"tensor {U0} has shape \[5, 4\], expected with shape \[4, 5\]"),
-        (True, {SHARED: np.zeros((4, 5))}, f"{SHARED} was given, but with model.untie_r each layer has its own"),
-        (True, {"transformer.r_emb": np.zeros(3)}, r"tensor r_emb of shape \[3\] was given, expected no such"),
-        (False, {"word_emb.emb_layers.0.weight": np.zeros((13, 6))}, "emb_layers.0.weight was given, expected names"),
-        (False, {"transformer.crit.out_layers.0.bias": np.zeros(13)}, "crit.out_layers.0.bias was given, expected"),
+        (False, {U1: np.ones((4, 5))}, rf"{U1}\b.*{SHARED}\b.*\bmodel\.untie_r\b"),
+        (False, {U1: None}, rf"{U1}\b[^\[]*\[4, 5\]"),
+        (False, {SHARED: None}, rf"{SHARED}\b[^\[]*\[4, 5\]"),
+        (True, {U0: None}, rf"{U0}\b[^\[]*\[4, 5\]"),
+        (True, {U0: np.zeros((5, 4))}, rf"{U0}\b[^\[]*\[5, 4\].*\[4, 5\]"),
+        (True, {SHARED: np.zeros((4, 5))}, rf"{SHARED}\b.*\bmodel\.untie_r\b"),
+        (True, {"transformer.r_emb": np.zeros(3)}, r"\br_emb\b.*\[3\]"),
+        (
+            False,
+            {"word_emb.emb_layers.0.weight": np.zeros((13, 6))},
+            r" word_emb\.emb_layers\.0\.weight\b.*\btransformer\.",
+        ),
+        (
+            False,
+            {"transformer.crit.out_layers.0.bias": np.zeros(13)},
+            r"\bcrit\.out_layers\.0\.bias\b.*\btransformer\.",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(untie_r, change, message):
@@ -103,25 +111,25 @@ def test_tensors_that_do_not_fit_are_refused(untie_r, change, message):
 def test_the_originals_tensors_are_refused():
     """Their tail clusters stand in another order."""
     config, params = make(cutoffs=CUTOFFS)
-    with pytest.raises(ValueError, match=r"transformer.r_w_bias is missing"):
+    with pytest.raises(ValueError, match=r"\btransformer\.r_w_bias\b"):
         huggingface.to_flax(original.from_flax(params, config), config, vocab_size=V)
 
 
 def test_the_final_norm_has_no_name():
     model = tiny.make(compat=CompatConfig(final_norm=True), layer_norm=NormPlace.PRE)
-    with pytest.raises(ValueError, match="final_norm has no name in the original"):
+    with pytest.raises(ValueError, match=r"\bcompat\.final_norm\b"):
         huggingface.from_flax(tiny.variables(model)["params"], model.config)
 
 
 def test_absolute_positions_have_no_names():
     config = dataclasses.replace(tiny.CONFIG, encoding=Encoding.VASWANI)
     for convert in (huggingface.from_flax, lambda tensors, config: huggingface.to_flax(tensors, config, vocab_size=V)):
-        with pytest.raises(ValueError, match="Hugging Face's model has relative only"):
+        with pytest.raises(ValueError, match=r"\bmodel\.encoding\b.*\bvaswani\b.*\brelative\b"):
             convert({}, config)
 
 
 def test_tied_positions_have_no_names():
-    with pytest.raises(ValueError, match="model.tie_positions is on"):
+    with pytest.raises(ValueError, match=r"\bmodel\.tie_positions\b"):
         huggingface.from_flax({}, dataclasses.replace(tiny.CONFIG, tie_positions=True))
 
 
@@ -163,14 +171,10 @@ def test_config_of_holds_sizes_ties_and_lengths():
 @pytest.mark.parametrize(
     ("changes", "span", "message"),
     [
-        ({"cutoffs": (4, V)}, SPAN, "the vocabulary has 13 tokens"),
-        ({"div_val": 2}, SPAN, "model.cutoffs is empty"),
-        (
-            {"encoding": Encoding.VASWANI},
-            SPAN,
-            "model.encoding is vaswani, and Hugging Face's model has relative only",
-        ),
-        ({}, dataclasses.replace(SPAN, mem_len=0, same_length=True), "the window would be empty"),
+        ({"cutoffs": (4, V)}, SPAN, rf"\bmodel\.cutoffs\b.*\b{V}\b.*\b{V}\b"),
+        ({"div_val": 2}, SPAN, r"\bmodel\.div_val\b.*\b2\b.*\bmodel\.cutoffs\b"),
+        ({"encoding": Encoding.VASWANI}, SPAN, r"\bmodel\.encoding\b.*\bvaswani\b.*\brelative\b"),
+        ({}, dataclasses.replace(SPAN, mem_len=0, same_length=True), r"\bsame_length\b.*\bmem_len\b.*\b0\b"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(changes, span, message):

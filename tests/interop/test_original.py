@@ -106,56 +106,56 @@ def test_cluster_order_flips_the_tails_and_nothing_else():
 def test_a_missing_tensor_is_named():
     tensors = original.from_flax(random_params(SMALL), SMALL)
     del tensors["layers.1.dec_attn.r_net.weight"]
-    with pytest.raises(ValueError, match=r"layers.1.dec_attn.r_net.weight is missing, expected .* \[10, 12\]"):
+    with pytest.raises(ValueError, match=r"layers\.1\.dec_attn\.r_net\.weight\b[^\[]*\[10, 12\]"):
         original.to_flax(tensors, SMALL, vocab_size=V)
 
 
 def test_an_extra_tensor_is_named():
     tensors = original.from_flax(random_params(SMALL), SMALL) | {"r_emb": np.zeros((3, 4))}
-    with pytest.raises(ValueError, match=r"r_emb of shape \[3, 4\] was given, expected no such"):
+    with pytest.raises(ValueError, match=r"\br_emb\b.*\[3, 4\]"):
         original.to_flax(tensors, SMALL, vocab_size=V)
 
 
 def test_a_wrong_shape_is_named():
     tensors = original.from_flax(random_params(SMALL), SMALL)
     tensors["layers.2.dec_attn.o_net.weight"] = np.zeros((10, 12))
-    with pytest.raises(ValueError, match=r"o_net.weight has shape \[10, 12\], expected \[12, 10\]"):
+    with pytest.raises(ValueError, match=r"layers\.2\.dec_attn\.o_net\.weight\b.*\[10, 12\].*\[12, 10\]"):
         original.to_flax(tensors, SMALL, vocab_size=V)
 
 
 def test_a_wrong_vocabulary_is_named():
     tensors = original.from_flax(random_params(SMALL), SMALL)
-    with pytest.raises(ValueError, match=r"emb_layers.0.weight has shape \[37, 12\], expected \[38, 12\]"):
+    with pytest.raises(ValueError, match=r"emb_layers\.0\.weight\b.*\[37, 12\].*\[38, 12\]"):
         original.to_flax(tensors, SMALL, vocab_size=V + 1)
 
 
 def test_shared_tensors_must_agree():
     tensors = original.from_flax(random_params(SMALL), SMALL)
     tensors["crit.out_layers.0.weight"] = tensors["crit.out_layers.0.weight"] + 1
-    with pytest.raises(ValueError, match=r"crit.out_layers.0.weight and word_emb.emb_layers.0.weight differ"):
+    with pytest.raises(ValueError, match=r"crit\.out_layers\.0\.weight\b.*\bword_emb\.emb_layers\.0\.weight\b"):
         original.to_flax(tensors, SMALL, vocab_size=V)
 
 
 def test_other_frequencies_are_refused():
     tensors = original.from_flax(random_params(SMALL), SMALL)
     tensors[original.FREQUENCIES] = 2 * frequencies()
-    with pytest.raises(ValueError, match="pos_emb.inv_freq"):
+    with pytest.raises(ValueError, match=r"\bpos_emb\.inv_freq\b.*\[6\].*\[6\]"):
         original.to_flax(tensors, SMALL, vocab_size=V)
 
 
 def test_the_final_norm_has_no_name():
     config = dataclasses.replace(SMALL, layer_norm=NormPlace.PRE)
-    with pytest.raises(ValueError, match="final_norm has no name in the original"):
+    with pytest.raises(ValueError, match=r"\bcompat\.final_norm\b"):
         original.from_flax(random_params(config, CompatConfig(final_norm=True)), config)
 
 
 def test_tied_positions_have_no_names():
     config = dataclasses.replace(SMALL, tie_positions=True)
-    with pytest.raises(ValueError, match="model.tie_positions is on"):
+    with pytest.raises(ValueError, match=r"\bmodel\.tie_positions\b"):
         original.from_flax(random_params(config), config)
 
 
 @pytest.mark.parametrize(("made_as", "read_as"), [("nothing tied", "full softmax"), ("full softmax", "nothing tied")])
 def test_params_of_another_config_are_refused(made_as, read_as):
-    with pytest.raises(ValueError, match=r"parameter softmax/table_0 .*\[37, 12\]"):
+    with pytest.raises(ValueError, match=r"\bsoftmax/table_0\b.*\[37, 12\]"):
         original.from_flax(random_params(CONFIGS[made_as]), CONFIGS[read_as])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_a_row_outside_the_table_is_known_by_its_name():
 
 @pytest.mark.parametrize("name", ["best", "none-shaw", "some-shaw-full", "none-shaw-full-0", "none-shaw-full-8-8"])
 def test_a_name_that_says_no_row_is_refused(name):
-    with pytest.raises(ValueError, match=f"no row is called {name}.*none-al_rfou-half"):
+    with pytest.raises(ValueError, match=rf"\b{name}\b.*\bnone-al_rfou-half\b"):
         ablation.row_named("6", name)
 
 
@@ -89,10 +90,13 @@ def test_rows_are_trained_scored_and_told(base, tmp_path):
     least = [[score.best for score in found[row.name]] for row in (RECURRENT, VANILLA)]
     beside = np.subtract(*reversed(least))
     assert f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | " in page
-    assert f"| row | 4 | {L} | 12 | {L + M} |" in page  # Each row lacks the attention length of the other's training.
+    assert f" | 4 | {L} | 12 | {L + M} |" in page  # Each row lacks the attention length of the other's training.
     assert (
         "| yes | relative | full | " in page and "| no | vaswani | half | " in page and "27.02 | 26.77 | 500 |" in page
     )
+
+
+SCORED = re.compile(r"length\D*\b4\b.*\bbpc\b")  # The line of a score at attention length 4.
 
 
 def test_a_stopped_job_goes_on(base, tmp_path):
@@ -107,19 +111,19 @@ def test_a_stopped_job_goes_on(base, tmp_path):
             base,
             plan,
             tmp_path,
-            stop_requested=lambda: any("at attention length 4 " in line for line in said),
+            stop_requested=lambda: any(map(SCORED.search, said)),
             say=said.append,
         )
     of_row = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
     assert list(json.loads(of_row.read_text())["scores"]) == ["4"]
     found = run(base, plan, tmp_path, say=said.append)
-    assert sum("at attention length 4 bpc" in line for line in said) == 2, "each row once"
+    assert len(list(filter(SCORED.search, said))) == 2, "each row once"
     said.clear()
     assert run(base, plan, tmp_path, say=said.append) == found
-    assert not any("at attention length" in line for line in said), "nothing is scored again"
+    assert not any(map(SCORED.search, said)), "nothing is scored again"
     # Scores of another stride are not taken for these; those of the recurrent row depend on none, and are made anew too.
     run(base, dataclasses.replace(plan, stride=4), tmp_path, say=said.append)
-    assert sum("at attention length 4 bpc" in line for line in said) == 2
+    assert len(list(filter(SCORED.search, said))) == 2
 
 
 def test_the_shortest_length_that_is_as_good():
@@ -130,19 +134,19 @@ def test_the_shortest_length_that_is_as_good():
 
 
 def test_nothing_to_do_is_refused(base, tmp_path):
-    with pytest.raises(ValueError, match="0 rows and 1 seeds"):
+    with pytest.raises(ValueError, match=r"\b0\b.*\b1\b"):
         run(base, Plan((), (1,), (4,)), tmp_path)
-    with pytest.raises(ValueError, match=r"seeds are \[1, 1\]"):
+    with pytest.raises(ValueError, match=r"\[1, 1\]"):
         run(base, Plan((SHAW,), (1, 1), (4,)), tmp_path)
-    with pytest.raises(ValueError, match=r"attention lengths are \[0\]"):
+    with pytest.raises(ValueError, match=r"\[0\]"):
         run(base, Plan((SHAW,), (1,), (0,)), tmp_path)
-    with pytest.raises(ValueError, match="no row has a segment length"):
+    with pytest.raises(ValueError, match=r"\b10\b"):
         run(base, Plan((SHAW,), (1,), (4,), equal_memory=True), tmp_path)
     lstm = config_tree.replace(base[0], {"model.network": Network.LSTM})
-    with pytest.raises(ValueError, match="model.network is lstm"):
+    with pytest.raises(ValueError, match=r"model\.network.*\blstm\b"):
         ablation.check(lstm, Plan((SHAW,), (1,), (4,)))
     forgetful = config_tree.replace(base[0], {"train.mem_len": 0})
-    with pytest.raises(ValueError, match="recurrence-shaw-full has recurrence and train.mem_len is 0"):
+    with pytest.raises(ValueError, match=r"recurrence-shaw-full.*train\.mem_len\D*\b0\b"):
         ablation.check(forgetful, Plan((SHAW,), (1,), (4,)))
 
 
@@ -178,5 +182,5 @@ def test_the_longest_segment_of_equal_memory():
     }
     assert needs[found] <= limit < needs[found + 4]
     assert found > L
-    with pytest.raises(ValueError, match="needs more than 10 bytes"):
+    with pytest.raises(ValueError, match=r"\b10\b"):
         ablation.longest_segment(config, row, limit=10, vocab_size=13)

@@ -1,6 +1,7 @@
 """Tests the context-length job: each row against an evaluation at its settings, windows, the file, and what is refused."""
 
 import csv
+import re
 
 import drawn_run
 import numpy as np
@@ -112,9 +113,9 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, absolute, stride):
     run, stopping = (absolute, []) if stride else (recurrent, [])
 
     def say(line):
-        stopping.append(line.startswith("valid at attention length 5"))  # Its result is said.
+        stopping.append(re.match(r"valid\b\D*\b5\b", line))  # Its result is said.
 
-    with pytest.raises(Interrupted, match="attention length 8"):
+    with pytest.raises(Interrupted, match=r"\b8\b"):
         sweep(run, [5, 8], stride=stride, say=say, stop_requested=lambda: any(stopping))
     assert [int(row["attention_length"]) for row in table(run)] == [5]
 
@@ -122,13 +123,13 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, absolute, stride):
 @pytest.mark.parametrize(
     ("changes", "lengths", "stride", "says"),
     [
-        ({}, [], None, r"lengths are \[\]"),
-        ({}, [8, 0], None, r"\[8, 0\].* at least 1"),
-        ({}, [8], 4, "stride of 4 is given and the model has a memory"),
+        ({}, [], None, r"\[\]"),
+        ({}, [8, 0], None, r"\[8, 0\]"),
+        ({}, [8], 4, r"\bstride\D*\b4\b"),
         ({"model.encoding": Encoding.VASWANI}, [8], None, "--context_stride"),
         ({"train.mem_len": 0, "train.same_length": False}, [8], None, "--context_stride"),
-        ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 7, "stride is 7 and the shortest .* 6"),
-        ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 0, "stride is 0"),
+        ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 7, r"\bstride\D*\b7\b.*\b6\b"),
+        ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 0, r"\bstride\D*\b0\b"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_read(changes, lengths, stride, says):

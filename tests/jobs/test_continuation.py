@@ -1,5 +1,7 @@
 """Tests the continuation job: the parts of its page, the same text as generation writes, and what is refused."""
 
+import re
+
 import drawn_run
 import numpy as np
 import pytest
@@ -40,19 +42,14 @@ def write(run, path, **others):
 def test_context_continuation_and_the_texts_own_stand_below_each_other(run, tmp_path):
     page = write(run, tmp_path / "page.md", starts=[3, 20], context=11)
     headings = [line for line in page.splitlines() if line.startswith("##")]
-    assert headings == [
+    # Levels and numbers of the headings: the start, the context, two continuations, and the text's own.
+    assert [(line.split()[0], *map(int, re.findall(r"\d+", line))) for line in headings] == [
         heading
         for start in (3, 20)
-        for heading in (
-            f"## From token {start}",
-            "### Context (11 tokens)",
-            "### The model's continuation 1 (7 tokens)",
-            "### The model's continuation 2 (7 tokens)",
-            "### The text's own (7 tokens)",
-        )
+        for heading in (("##", start), ("###", 11), ("###", 1, 7), ("###", 2, 7), ("###", 7))
     ]
     assert "@-@" not in page
-    assert "Step 7; drawn among the 40 likeliest tokens, temperature 1, seed 0, with a memory of 9;" in page
+    assert re.search(r"\b7\b.*\b40\b.*\btemperature\b\D*\b1\b.*\bseed\b\D*\b0\b.*\b9\b", page)
 
 
 def test_the_model_goes_on_from_the_context(run, tmp_path):
@@ -74,10 +71,10 @@ def test_a_stop_writes_nothing(run, tmp_path):
 
 def test_what_cannot_be_is_refused(run, tmp_path):
     n_token = len(run[1].test)
-    with pytest.raises(ValueError, match=f"at token {n_token}, .* the last place with room is {n_token - 18}"):
+    with pytest.raises(ValueError, match=rf"\b{n_token}\b.*\b{n_token - 18}\b"):
         write(run, tmp_path / "page.md", starts=[n_token], context=11)
     changed = (config_tree.replace(run[0], {"model.network": Network.LSTM}), *run[1:])
-    with pytest.raises(ValueError, match="writes no text"):
+    with pytest.raises(ValueError, match=r"model\.network.*\blstm\b"):
         write(changed, tmp_path / "page.md")
 
 

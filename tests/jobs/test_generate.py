@@ -1,5 +1,7 @@
 """Tests the generation job's stop token: what ends a sample, what is printed and saved of it, and what is no token."""
 
+import re
+
 import drawn_run
 import jax.numpy as jnp
 import pytest
@@ -53,7 +55,7 @@ def places(texts):
 @pytest.fixture(scope="module")
 def whole(run):
     texts, _, said = write(run)
-    assert [len(text) for text in texts] == [LENGTH] * 3 and f"{LENGTH} tokens" in said[0] and "most" not in said[0]
+    assert [len(text) for text in texts] == [LENGTH] * 3 and re.search(rf"\b{LENGTH}\b", said[0])
     return texts
 
 
@@ -65,9 +67,9 @@ def test_each_sample_ends_with_its_first_stop_token(run, whole):
         assert text == start + found
     assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), "blocks go on for the others"
     assert written.startswith(texts[0] + "\n"), "the first sample is streamed up to there"
-    assert f"at most {LENGTH} tokens" in said[0]
+    assert re.search(rf"\b{LENGTH}\b", said[0])
     saved = (run[2].path / "sample-seed4.txt").read_text()
-    assert saved == "\n\n--- next sample ---\n\n".join(texts) + "\n"
+    assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
 
 
 def test_writing_ends_where_the_last_sample_does(run, whole):
@@ -96,7 +98,7 @@ def test_a_stop_that_never_comes_changes_nothing(run):
 
 def test_a_model_without_memory_is_refused(run):
     config = config_tree.replace(run[0], {"eval.mem_len": 0, "eval.same_length": False})
-    with pytest.raises(ValueError, match="eval.mem_len is 0.*--eval.mem_len"):
+    with pytest.raises(ValueError, match=r"eval\.mem_len\D*\b0\b.*--eval\.mem_len"):
         generate.run(config, run[1].vocabulary, run[2])
 
 
@@ -107,7 +109,7 @@ def test_a_stop_while_the_prompt_is_read_writes_nothing(run):
 
 def test_absolute_positions_are_refused(run):
     config = config_tree.replace(run[0], {"model.encoding": Encoding.VASWANI})
-    with pytest.raises(ValueError, match="model.encoding is vaswani.* no place"):
+    with pytest.raises(ValueError, match=r"model\.encoding.*\bvaswani\b"):
         generate.run(config, run[1].vocabulary, run[2])
 
 
@@ -148,17 +150,17 @@ def test_the_text_of_a_token_is_found(vocabulary, stop, token):
 @pytest.mark.parametrize(
     ("vocabulary", "stop", "says"),
     [
-        (ByteVocabulary(b"\n a"), "a a", "'a a', which this model reads as 3 tokens .'a', ' ', 'a'.; give"),
-        (ByteVocabulary.all_bytes(), "é", r"2 tokens \('\\\\xc3', '\\\\xa9'\)"),
-        (ByteVocabulary.all_bytes(Newlines.DROP), "\\n", r"'\\\\n', which this model reads as 0 tokens \(nothing\)"),
-        (ByteVocabulary(b"\n a"), "b", "generate.stop cannot be read by this model: byte 98"),
-        (CharacterVocabulary("a\N{REPLACEMENT CHARACTER}"), "b", "its unknown token .'\N{REPLACEMENT CHARACTER}'"),
-        (words(LineMark.EOS), "dog", "'dog', which this model reads as its unknown token .'<unk>'.; give"),
-        (words(LineMark.EOS), "<unk>", "its unknown token"),
-        (words(LineMark.EOS), "the cat", "2 tokens .'the', 'cat'."),
-        (words(LineMark.EOS), " ", "0 tokens"),
-        (words(LineMark.NONE), "\\n", "0 tokens"),
-        (words(LineMark.EOS), "\udcff", "generate.stop cannot be read by this model: byte 0xff"),
+        (ByteVocabulary(b"\n a"), "a a", r"'a a'.*\b3\b.*'a', ' ', 'a'"),
+        (ByteVocabulary.all_bytes(), "é", r"\b2\b.*'\\\\xc3', '\\\\xa9'"),
+        (ByteVocabulary.all_bytes(Newlines.DROP), "\\n", r"'\\\\n'.*\b0\b"),
+        (ByteVocabulary(b"\n a"), "b", r"generate\.stop.*\b98\b"),
+        (CharacterVocabulary("a\N{REPLACEMENT CHARACTER}"), "b", "'b'.*'\N{REPLACEMENT CHARACTER}'"),
+        (words(LineMark.EOS), "dog", "'dog'.*'<unk>'"),
+        (words(LineMark.EOS), "<unk>", "'<unk>'.*'<unk>'"),
+        (words(LineMark.EOS), "the cat", r"\b2\b.*'the', 'cat'"),
+        (words(LineMark.EOS), " ", r"generate\.stop.*' '.*\b0\b"),
+        (words(LineMark.NONE), "\\n", r"generate\.stop.*\b0\b"),
+        (words(LineMark.EOS), "\udcff", r"generate\.stop.*\b0xff\b"),
     ],
 )
 def test_what_is_not_one_known_token_is_refused_by_what_it_became(vocabulary, stop, says):
@@ -175,5 +177,5 @@ def test_pieces_stop_at_a_piece_and_at_their_mark():
         assert read_stop(GenerateConfig(stop=stop), learnt) == learnt.mark
     single = next(token for token in range(259, 268) if learnt.encode(learnt.names()[token]).tolist() == [token])
     assert read_stop(GenerateConfig(stop=learnt.names()[single].decode()), learnt) == single
-    with pytest.raises(ValueError, match=r"\d tokens"):
+    with pytest.raises(ValueError, match=r"'unheard of'.*\b\d+\b"):
         read_stop(GenerateConfig(stop="unheard of"), learnt)

@@ -1,6 +1,7 @@
 """Tests runs that are trained together: each is the run that it would be alone, stopped and resumed alike."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -102,7 +103,7 @@ def test_the_table_has_every_member_and_lines_have_every_loss(together):
     last = [read_metrics(folder / name) for name in NAMES]
     told = [[r["loss"] for r in of if r["kind"] == "train"][-1] for of in last]
     assert "  ".join(f"{loss:.4f}" for loss in told) in lines[-1]
-    assert "grad norm" in (folder / NAMES[1] / "log.txt").read_text()
+    assert f"{told[1]:.4f}" in (folder / NAMES[1] / "log.txt").read_text()
 
 
 def stop_after(calls):
@@ -173,7 +174,7 @@ def test_members_without_a_common_checkpoint_are_refused_and_keep_what_they_have
         config = members.member_configs(base[0], MEMBERS)[NAMES[2]]
         train.run(config, base[1], Workdir(tmp_path / NAMES[2]))
     before = {name: (records(tmp_path / name), sorted(Workdir(tmp_path / name).latest.iterdir())) for name in NAMES}
-    with pytest.raises(ValueError, match="no checkpoint of the same update.*--members_out"):
+    with pytest.raises(ValueError, match=f"{re.escape(NAMES[0])}.*--members_out"):
         run(base, tmp_path, chosen)
     after = {name: (records(tmp_path / name), sorted(Workdir(tmp_path / name).latest.iterdir())) for name in NAMES}
     assert before == after and all(found for found, _ in after.values())
@@ -201,23 +202,21 @@ def test_in_bfloat16_a_traced_rate_widens_nothing(base):
 
 
 def test_a_loss_that_is_not_finite_names_its_member(base, tmp_path):
-    with pytest.raises(
-        NonFiniteError, match=r"^learning_rate=1e\+20: update \d+.*no checkpoint was written. Leave that --member out"
-    ):
+    with pytest.raises(NonFiniteError, match=r"^learning_rate=1e\+20:.*\b\d+\b.*--member\b"):
         run(base, tmp_path, [{"seed": 1}, {RATE: 1e20}])
 
 
 @pytest.mark.parametrize(
     ("chosen", "changes", "says"),
     [
-        ([{"seed": 1}], {}, "1 members were given"),
-        ([{"seed": 1}, {"seed": 1}], {}, "seed=1; seed=1; two that are alike"),
-        ([{}, {"seed": 1111}], {}, "base; seed=1111; two that are alike"),
-        ([{"seed": 1}, {"seed": -1}], {}, "seed is -1"),
-        ([{"seed": 1}, {"seed": 2}], {"train.keep_checkpoints": 1}, "keep_checkpoints is 1"),
-        ([{"seed": 1}, {"model.n_layer": 3}], {}, "cannot differ in model.n_layer.*model.dropout"),
-        ([{"seed": 1}, {DROPOUT: 1.5}], {}, "model.dropout is 1.5"),
-        ([{"seed": 1}, {"seed": 2}], {"train.patience": 2}, "train.patience is 2"),
+        ([{"seed": 1}], {}, r"\b1\b"),
+        ([{"seed": 1}, {"seed": 1}], {}, "seed=1; seed=1"),
+        ([{}, {"seed": 1111}], {}, "base; seed=1111"),
+        ([{"seed": 1}, {"seed": -1}], {}, r"\bseed\D*-1\b"),
+        ([{"seed": 1}, {"seed": 2}], {"train.keep_checkpoints": 1}, r"keep_checkpoints\D*\b1\b"),
+        ([{"seed": 1}, {"model.n_layer": 3}], {}, r"model\.n_layer\b.*model\.dropout"),
+        ([{"seed": 1}, {DROPOUT: 1.5}], {}, r"model\.dropout\D*\b1\.5\b"),
+        ([{"seed": 1}, {"seed": 2}], {"train.patience": 2}, r"train\.patience\D*\b2\b"),
     ],
 )
 def test_mistakes_are_refused(base, chosen, changes, says, tmp_path):

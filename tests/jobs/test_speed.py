@@ -81,7 +81,7 @@ def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(parts)
     assert [task.tokens for task in tasks] == [12, 12] and tasks[1].shape == "2 x 4"
     whole = assemble(config_tree.replace(parts.config, changes | {"train.stride": 0}), vocab_size=tiny.V)
     assert tasks[1].flops_per_token == pytest.approx(4 / 3 * speed.training(whole).flops_per_token)
-    with pytest.raises(ValueError, match=r"eval.stride is 2.*leave it out"):
+    with pytest.raises(ValueError, match=r"eval\.stride\D*\b2\b"):
         speed.evaluation(strided, tiny_run.params(strided.model))
 
 
@@ -106,14 +106,14 @@ def test_nothing_is_timed_where_the_numbers_differ(parts):
     pytest.importorskip("transformers")
     params = tiny_run.params(parts.model)
     other = beside_peer.make_peer(parts, params, dataclasses.replace(parts.config.eval, clamp_len=0))
-    with pytest.raises(ValueError, match="the two do not compute the same; nothing was timed"):
+    with pytest.raises(ValueError, match=rf"nats.*\b{beside_peer.TOLERANCE:g}\b"):
         beside_peer.check_same_numbers(parts, params, other)
 
 
 @pytest.mark.parametrize(("name", "value"), [("samples", 3), ("temperature", 0.7), ("top_p", 0.9)])
 def test_settings_that_the_peer_does_not_have_are_refused(name, value):
     generation = dataclasses.replace(GenerateConfig(), **{name: value})
-    with pytest.raises(ValueError, match=f"generate.{name} is {value} and the peer's is 1"):
+    with pytest.raises(ValueError, match=rf"generate\.{name}\D*\b{value}\b.*\b1\b"):
         beside_peer.check_alike(dataclasses.replace(CONFIG, generate=generation))
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 
 import jax
 import numpy as np
@@ -182,7 +184,7 @@ def test_a_finished_run_is_left_as_it_is(finished, config, corpus, capsys):
     before = numbers(workdir)
     assert train.run(config, corpus, workdir) == outcome
     assert numbers(workdir) == before
-    assert "finished  already" in capsys.readouterr().out
+    assert re.search(r"(?m)^finished\b", capsys.readouterr().out)
 
 
 def test_a_run_from_before_a_setting_of_evaluation_existed_is_left_as_it_is(finished, config, corpus, monkeypatch):
@@ -205,7 +207,7 @@ def test_a_run_from_before_a_setting_of_evaluation_existed_is_left_as_it_is(fini
     longer = config_tree.replace(config, {"train.checkpoint_every": 8, "train.log_every": 8})
     path.unlink()
     assert train.run(longer, corpus, workdir).results["best_valid"] == outcome.results["best_valid"]
-    assert "chosen anew" not in (workdir.path / "log.txt").read_text()
+    assert "--eval" not in (workdir.path / "log.txt").read_text()
 
 
 def test_a_finished_run_is_scored_again_at_other_lengths(finished, config, corpus):
@@ -223,7 +225,7 @@ def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus,
             path.write_bytes(path.read_bytes()[:-1] + b"#")
     outcome = train.run(config, corpus, workdir)
     assert outcome.finished and outcome.results["best_valid"] is None
-    assert "the parameters after the last update are used instead" in capsys.readouterr().out
+    assert str(workdir.best) in capsys.readouterr().out
     assert generate.run(config, corpus.vocabulary, workdir)
 
 
@@ -239,7 +241,7 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(finished, config, co
     capsys.readouterr()
     train.run(config, corpus, workdir)
     said = capsys.readouterr().out
-    assert "14" in said and "damaged" in said and "resuming  after step 12" in said
+    assert str(newest) in said and re.search(r"resum\w+\D*\b12\b", said)
     assert numbers(workdir) == numbers(whole)
 
 
@@ -250,15 +252,15 @@ def test_other_settings_in_a_used_workdir_are_refused_by_name(finished, config, 
     with pytest.raises(ValueError) as error:
         train.run(other, corpus, workdir)
     message = str(error.value)
-    assert "--model.n_layer was 2 and is now 3" in message
-    assert "--optimizer.learning_rate was 0.01 and is now 0.02" in message
+    assert re.search(r"--model\.n_layer\D*\b2\b\D*\b3\b", message)
+    assert re.search(r"--optimizer\.learning_rate\D*\b0\.01\b\D*\b0\.02\b", message)
     assert "log_every" not in message  # It does not touch the training.
     assert (workdir.path / "config.json").read_bytes() == before
 
 
 def test_another_text_in_a_used_workdir_is_refused(finished, config, corpus):
     workdir, _ = finished
-    with pytest.raises(ValueError, match="the text was"):
+    with pytest.raises(ValueError, match=re.escape(corpus.description)):
         train.run(config, dataclasses.replace(corpus, digest="0" * 64), workdir)
 
 
@@ -267,18 +269,18 @@ def test_settings_that_do_not_touch_training_may_change(config, corpus, tmp_path
     train.run(config, corpus, workdir, stop_requested=StopAfter(2))
     other = config_tree.replace(config, {"train.log_every": 2})
     assert train.run(other, corpus, workdir).finished
-    assert "--train.log_every was 4 and is now 2" in capsys.readouterr().out
+    assert re.search(r"--train\.log_every\D*\b4\b\D*\b2\b", capsys.readouterr().out)
 
 
 def test_two_runs_in_one_workdir_are_refused(config, corpus, tmp_path):
     workdir = Workdir(tmp_path / "run").create()
-    with workdir.lock(), pytest.raises(OSError, match="another run"):
+    with workdir.lock(), pytest.raises(OSError, match=rf"\b{os.getpid()}\b.*--workdir"):
         train.run(config, corpus, workdir)
 
 
 def test_a_workdir_that_cannot_be_made_is_one_sentence(config, corpus, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot write to the workdir"):
+    with pytest.raises(OSError, match=f"{re.escape(str(tmp_path))}.*--workdir"):
         train.run(config, corpus, Workdir(tmp_path / "file" / "run"))
 
 
@@ -291,7 +293,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corp
     workdir.record(wild, TextInfo.of(corpus))
     with pytest.raises(NonFiniteError) as error:
         train.run(wild, corpus, workdir)
-    assert "update " in str(error.value) and "checkpoint of step 6 is kept" in str(error.value)
+    assert re.search(r"(?<![\w.])6(?![\w.])", str(error.value)), "the step of the checkpoint"
     assert sorted(path.name for path in workdir.latest.iterdir()) == steps
 
 
@@ -315,23 +317,23 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
 
 
 def test_evaluation_of_an_untrained_workdir_is_one_sentence(config, corpus, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint yet"):
+    with pytest.raises(FileNotFoundError, match="--mode=train"):
         evaluate.run(config, corpus, Workdir(tmp_path), trained_on=TextInfo.of(corpus))
-    with pytest.raises(FileNotFoundError, match="holds no run"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         Workdir(tmp_path).load()
 
 
 def test_evaluation_of_another_kind_of_text_is_refused(finished, config, corpus):
     workdir, _ = finished
     other = TextInfo(corpus.name, "letters", corpus.digest, ByteVocabulary(b"abc"))
-    with pytest.raises(ValueError, match="3 tokens"):
+    with pytest.raises(ValueError, match=r"\b3\b.*\b256\b"):
         evaluate.run(config, corpus, workdir, trained_on=other)
 
 
 def test_a_prompt_with_bytes_outside_the_vocabulary_is_refused(finished, config):
     workdir, _ = finished
     asked = config_tree.replace(config, {"generate.prompt": "one\n"})
-    with pytest.raises(ValueError, match="prompt.*byte 10"):
+    with pytest.raises(ValueError, match=r"prompt.*\b10\b"):
         generate.run(asked, ByteVocabulary(b" enotw"), workdir)
 
 
@@ -354,9 +356,9 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     averaged = assemble(config_tree.replace(config, {"eval.average_checkpoints": 2}), vocab_size=corpus.vocabulary.size)
     said = []
     step, found = load_parameters(averaged, workdir, say=said.append)
-    assert step == STEPS and said == [f"the mean of the checkpoints of steps {STEPS - 6}, {STEPS}"]
+    assert step == STEPS and [re.findall(r"\d+", line) for line in said] == [[str(STEPS - 6), str(STEPS)]]
     for a, b, mean in zip(*map(jax.tree.leaves, (*each, found)), strict=True):
         np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-6)
     more = assemble(config_tree.replace(config, {"eval.average_checkpoints": 3}), vocab_size=corpus.vocabulary.size)
-    with pytest.raises(ValueError, match="average_checkpoints is 3 and .* holds 2"):
+    with pytest.raises(ValueError, match=r"average_checkpoints\D*\b3\b.*\b2\b"):
         load_parameters(more, workdir, say=said.append)

