@@ -6,11 +6,13 @@
 --data.file=PATH.
 """
 
-from experiments import runner
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Newlines
+from experiments.cli import runner
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Newlines, TokenizerConfig
 
 # The published numbers are for enwik8 without its newlines (V = 204).
-DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.ENWIK8, newlines=Newlines.DROP))
+DEFAULTS = ExperimentConfig(
+    data=DataConfig(corpus=CorpusName.ENWIK8, tokenizer=TokenizerConfig(newlines=Newlines.DROP))
+)
 
 if __name__ == "__main__":
     runner.run(DEFAULTS)

@@ -9,11 +9,11 @@ Words that occur fewer than 3 times in the training text become <unk>; sentences
 stand in another order in each epoch. The published perplexities were taken otherwise, on the protocol of the
 original TensorFlow release:
 
-    --data.line_mark=double_s   <S> before and after each sentence; <S> after <S>, which is easy, is scored
+    --data.tokenizer.line_mark=double_s   <S> before and after each sentence; <S> after <S>, which is easy, is scored
     --data.heldout=published    validation on the test text; here another held-out shard validates
 """
 
-from experiments import runner
+from experiments.cli import runner
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -21,14 +21,13 @@ from txl_jax.config import (
     LineMark,
     Order,
     Tokenizer,
+    TokenizerConfig,
 )
 
 DEFAULTS = ExperimentConfig(
     data=DataConfig(
         corpus=CorpusName.LM1B,
-        tokenizer=Tokenizer.WORD,
-        line_mark=LineMark.S,
-        min_count=3,
+        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3),
         order=Order.SENTENCES,
     )
 )

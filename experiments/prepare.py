@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from experiments import flag_tree, hosts, runner
-from experiments.programs import DEFAULTS
+from experiments.cli import flag_tree, hosts, runner
+from experiments.cli.programs import DEFAULTS
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.corpus import Corpus, read_corpus
 

@@ -8,12 +8,14 @@
 it ahead of time.
 """
 
-from experiments import runner
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, LineMark, Tokenizer
+from experiments.cli import runner
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, LineMark, Tokenizer, TokenizerConfig
 
 # The text is lower-case already (but for N, any number), so the original's lower-casing changes no count.
 DEFAULTS = ExperimentConfig(
-    data=DataConfig(corpus=CorpusName.PTB, tokenizer=Tokenizer.WORD, line_mark=LineMark.EOS, lower_case=False)
+    data=DataConfig(
+        corpus=CorpusName.PTB, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS, lower_case=False)
+    )
 )
 
 if __name__ == "__main__":

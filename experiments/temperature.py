@@ -12,7 +12,7 @@ import sys
 
 from absl import flags
 
-from experiments import flag_tree, hosts, runner
+from experiments.cli import flag_tree, hosts, runner
 from txl_jax.config import ExperimentConfig
 from txl_jax.jobs import temperature
 

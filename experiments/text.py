@@ -8,7 +8,7 @@ One file is split 90/5/5 by position. Lists are joined in the order given, patte
 --train, --valid, --test and --tokenizer are short for --data.train and so on.
 """
 
-from experiments import runner
+from experiments.cli import runner
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.TEXT))

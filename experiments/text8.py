@@ -6,10 +6,10 @@
 --data.file=PATH. `python -m experiments.prepare --corpus=text8` reads it ahead of time.
 """
 
-from experiments import runner
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer
+from experiments.cli import runner
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer, TokenizerConfig
 
-DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.TEXT8, tokenizer=Tokenizer.BYTE))
+DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.TEXT8, tokenizer=TokenizerConfig(kind=Tokenizer.BYTE)))
 
 if __name__ == "__main__":
     runner.run(DEFAULTS)

@@ -10,12 +10,14 @@ validation and test text and a fiftieth of the training text. Its vocabulary is 
 cutoffs must lie below that.
 """
 
-from experiments import runner
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, LineMark, Tokenizer
+from experiments.cli import runner
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, LineMark, Tokenizer, TokenizerConfig
 
 # Every line ends in <eos>, empty ones too.
 DEFAULTS = ExperimentConfig(
-    data=DataConfig(corpus=CorpusName.WIKITEXT103, tokenizer=Tokenizer.WORD, line_mark=LineMark.EOS)
+    data=DataConfig(
+        corpus=CorpusName.WIKITEXT103, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)
+    )
 )
 
 if __name__ == "__main__":

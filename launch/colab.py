@@ -61,7 +61,7 @@ if "google.colab" in sys.modules:
 import jax
 
 from experiments import quickstart
-from txl_jax import config_tree
+from txl_jax.config import tree as config_tree
 
 platform = jax.devices()[0].platform
 print(f"{len(jax.devices())} x {jax.devices()[0].device_kind} ({platform})")
@@ -96,7 +96,7 @@ config.validate()
 
 # %%
 from txl_jax.data.corpus import read_corpus
-from txl_jax.workdir import Workdir
+from txl_jax.jobs.workdir import Workdir
 
 workdir = Workdir(Path(WORKDIR).resolve()).create()
 corpus = read_corpus(config.data, data_dir="", cache_dir=str(workdir.path / "prepared"))
@@ -135,7 +135,7 @@ print(corpus.vocabulary.decode(corpus.train[:400]).decode(errors="replace"))
 
 # %%
 from txl_jax.jobs import train
-from txl_jax.training.stop import StopRequest
+from txl_jax.runtime.preemption import StopRequest
 
 with StopRequest() as stop:
     outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
@@ -156,8 +156,8 @@ for name, bpc in rows.items():
 # %%
 from IPython.display import Image, display
 
-from txl_jax.analysis import plots
-from txl_jax.run_log import read_metrics
+from txl_jax.paper import plots
+from txl_jax.runtime.metrics_log import read_metrics
 
 compressors = {name: bpc for name, bpc in rows.items() if name.startswith(("zlib", "lzma"))}
 curve = workdir.path / "learning_curve.png"
@@ -172,12 +172,12 @@ display(Image(curve))
 # prediction: the bytes that three far-sighted heads looked at.
 
 # %%
-from txl_jax.jobs import attention
-from txl_jax.workdir import TextInfo
+from txl_jax.jobs.workdir import TextInfo
+from txl_jax.paper import attention_maps
 
 pictures = workdir.path / "attention"
 some_tokens = min(len(corpus.valid), 8 * (config.eval.mem_len + config.eval.segment_len))
-attention.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), folder=pictures, n_token=some_tokens)
+attention_maps.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), folder=pictures, n_token=some_tokens)
 display(Image(pictures / "average.png"))
 display(Image(max(pictures.glob("heads-*.png"))))
 
@@ -201,5 +201,5 @@ samples = generate.run(config, corpus.vocabulary, workdir)
 #
 # ```
 # python -m experiments.text --mode=generate --workdir=runs/colab --generate.prompt='class '
-# python -m experiments.context_length --workdir=runs/colab --context_lengths=64,128,256
+# python -m experiments.paper.context_length --workdir=runs/colab --context_lengths=64,128,256
 # ```

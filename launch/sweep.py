@@ -13,7 +13,7 @@ The file (names are those of the program's flags):
     train.steps = 2000
     [grid]                                # every combination
     seed = [1, 2, 3]
-    model.dropout = [0.1, 0.3]
+    model.dropout.rate = [0.1, 0.3]
     [[runs]]                              # and each of these with every combination
     model.n_layer = 4
     [[runs]]
@@ -43,8 +43,8 @@ from absl import flags
 
 from launch import sweep_file, sweep_table
 from launch.sweep_file import Mistake, Run, Sweep
-from txl_jax.run_log import RunLogError
-from txl_jax.training import together
+from txl_jax.runtime.files import RunLogError
+from txl_jax.training import ensemble as ensemble_step
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,10 +139,10 @@ def _tpu_name(name: str) -> str:
 def _members_hint(sweep: Sweep) -> str:
     """Says when the runs can be one program."""
     names = {name for run in sweep.runs for name in run.differs}
-    if len(sweep.runs) < 2 or not names <= set(together.NUMBERS):
+    if len(sweep.runs) < 2 or not names <= set(ensemble_step.NUMBERS):
         return ""
     return (
-        f"note: these runs differ in {', '.join(sorted(names))} alone, which change no shape: python -m experiments.members "
+        f"note: these runs differ in {', '.join(sorted(names))} alone, which change no shape: python -m experiments.ensemble "
         "trains them as one program, which keeps an accelerator busy that one small model leaves idle"
     )
 

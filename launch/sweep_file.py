@@ -12,11 +12,12 @@ from typing import Any
 
 from absl import flags
 
-from experiments import enwik8, flag_tree, lm1b, ptb, quickstart, runner, text, text8, wikitext103
-from txl_jax import config_tree
+from experiments import enwik8, lm1b, ptb, quickstart, text, text8, wikitext103
+from experiments.cli import flag_tree, runner
 from txl_jax.config import ExperimentConfig
+from txl_jax.config import tree as config_tree
 from txl_jax.jobs import train
-from txl_jax.workdir import Workdir
+from txl_jax.jobs.workdir import Workdir
 
 _DEFAULTS = {
     module.__name__.rpartition(".")[2]: module.DEFAULTS
@@ -54,7 +55,7 @@ class Run:
             results = json.loads(path.read_text())
             same = train.with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
             # Those of fewer steps stay until a run that was given more has ended; one without patience ends at its last.
-            ended = results["steps"] == self.config.train.steps or self.config.train.patience > 0
+            ended = results["steps"] == self.config.train.steps or self.config.train.patience is not None
         except (ValueError, KeyError, TypeError):
             return None
         return results if same and ended else None

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.sweep_file import Run, Sweep
-from txl_jax import config_tree
+from txl_jax.config import tree as config_tree
 from txl_jax.metrics import Totals
-from txl_jax.run_log import write_json
-from txl_jax.training.progress import duration
+from txl_jax.runtime.environment import duration
+from txl_jax.runtime.files import write_json
 
 _ENDED = "sweep.json"  # How a run that a sweep has started ended last, and how long all its starts took.
 _ASKED_TO_STOP = (signal.SIGINT, signal.SIGTERM)

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-import tiny_run
 
+from support import tiny_run
 from txl_jax.assemble import assemble
 from txl_jax.config import DType, ExperimentConfig, ModelConfig
 from txl_jax.training.step import make_train_step

@@ -7,11 +7,11 @@ import pytest
 
 WITH_EXAMPLES = [
     "txl_jax.metrics",
-    "txl_jax.report",
+    "txl_jax.jobs.report",
     "txl_jax.training.progress",
-    "txl_jax.data.segments",
+    "txl_jax.data.batches.segments",
     "txl_jax.evaluation.sliding_window",
-    "txl_jax.data.vocabulary",
+    "txl_jax.data.tokens.vocabulary",
     "txl_jax.jobs.score_tokens",
 ]
 

@@ -5,10 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-import tiny
 
-from txl_jax import flops, inference
+from support import tiny
+from txl_jax import flops
 from txl_jax.config import Encoding
+from txl_jax.inference import forward
 
 
 @pytest.mark.parametrize("encoding", Encoding)
@@ -18,13 +19,13 @@ def test_a_token_costs_what_xla_counts(encoding, same_length):
     sizes = {"n_layer": 2, "d_model": 64, "n_head": 2, "d_head": 48, "d_inner": 160}
     table = {"n_position": 300} if encoding.is_learned else {}
     model = tiny.make(encoding=encoding, **table, **sizes)
-    freeze = functools.partial(inference.freeze, model=model, segment_len=1, mem_len=256, clamp_len=0)
+    freeze = functools.partial(forward.prepare_params, model=model, segment_len=1, mem_len=256, clamp_len=0)
     weights = jax.jit(freeze)(tiny.variables(model)["params"])
-    memory = inference.init_memory(weights, model, batch_size=2, mem_len=256, segment_len=1)
+    memory = forward.init_memory(weights, model, batch_size=2, mem_len=256, segment_len=1)
 
     def step(weights, memory):
-        hidden, memory = inference.read(weights, model, jnp.zeros((2, 1), jnp.int32), memory, window=None)
-        return inference.nll(weights, model, hidden, jnp.zeros((2, 1), jnp.int32)), memory
+        hidden, memory = forward.read(weights, model, jnp.zeros((2, 1), jnp.int32), memory, window=None)
+        return forward.nll(weights, model, hidden, jnp.zeros((2, 1), jnp.int32)), memory
 
     counted = jax.jit(step).lower(weights, memory).compile().cost_analysis()["flops"] / 2
     lengths = {"segment_len": 1, "mem_len": 256, "same_length": same_length}

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from txl_jax import inference
-from txl_jax.config import CompatConfig, DType, Encoding, MemoryStart, ModelConfig, NormPlace, ShawTerms
+from txl_jax.config import CompatConfig, DropoutConfig, DType, Encoding, MemoryStart, ModelConfig, NormPlace, ShawTerms
+from txl_jax.inference import forward
 from txl_jax.interop import huggingface, original
 from txl_jax.memory import Memory
 from txl_jax.modules.attention import Attention
 from txl_jax.modules.block import Block
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.ops import positions
+from txl_jax.ops.attention import positions
 
 FOLDER = pathlib.Path(os.environ.get("TXL_GOLDEN_DIR") or pathlib.Path(__file__).parent / "golden")
 FILES = sorted(FOLDER.glob("*.npz"))
@@ -81,16 +81,16 @@ def test_golden_with_kept_keys_and_values(file, start, x64):
     params = library.to_flax(under(arrays, "param/"), config, vocab_size=golden["n_token"])
     model = TransformerXL(config, compat, golden["n_token"])
     sizes = {"segment_len": lengths.pop(), "mem_len": golden["mem_len"]}
-    weights = inference.freeze(params, model, clamp_len=clamp_len(golden), **sizes)
-    memory = inference.init_memory(weights, model, batch_size=golden["bsz"], **sizes)
+    weights = forward.prepare_params(params, model, clamp_len=clamp_len(golden), **sizes)
+    memory = forward.init_memory(weights, model, batch_size=golden["bsz"], **sizes)
     window = compat.window(golden["mem_len"], same_length=golden["same_length"])
     prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
     # Absolute positions: from the second segment on, the original adds more to what it has stored.
     n_segment = len(golden["seg_lens"]) if config.encoding.is_relative else 1
     for k in range(n_segment):
         tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))
-        hidden, memory = inference.read(weights, model, tokens, memory, window=window)
-        nll = inference.nll(weights, model, hidden, targets)
+        hidden, memory = forward.read(weights, model, tokens, memory, window=window)
+        nll = forward.nll(weights, model, hidden, targets)
         assert_close(nll.T, arrays[f"{prefix}seg{k}/nll"], f"nll of segment {k}")
         assert_close(hidden.swapaxes(0, 1), arrays[f"{prefix}seg{k}/hidden"], f"hidden states of segment {k}")
 
@@ -102,10 +102,10 @@ def configs(golden: dict, start: str) -> tuple[ModelConfig, CompatConfig]:
         **{name: golden[name] for name in same},
         layer_norm=NormPlace.PRE if golden["pre_lnorm"] else NormPlace.POST,
         encoding=ENCODINGS[golden["attn_type"]],
-        n_position=sum(golden[f"built_{name}"] for name in LENGTHS) if golden["attn_type"] in (1, 3) else 0,
+        num_positions=sum(golden[f"built_{name}"] for name in LENGTHS) if golden["attn_type"] in (1, 3) else 0,
         cutoffs=tuple(golden["cutoffs"]),
         tie_projs=tuple(golden["tie_projs"]),
-        dropout=0.0,
+        dropout=DropoutConfig(rate=0.0),
         dtype=DType.FLOAT64,
     )
     model.validate()

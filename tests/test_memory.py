@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
 
+from support import oracles
 from txl_jax import memory as memory_lib
 from txl_jax.config import MemoryStart
 

@@ -10,7 +10,7 @@ import pytest
 from txl_jax import memory as memory_lib
 from txl_jax import recurrence
 from txl_jax.config import MemoryStart
-from txl_jax.data.segments import Segments
+from txl_jax.segments import Segments
 
 S, B, L, M, N, D = 6, 3, 2, 5, 4, 7
 

@@ -1,3 +1,5 @@
 """Transformer-XL (Dai et al., 2019) in JAX and Flax."""
 
-__version__ = "0.1.0"
+from txl_jax.version import __version__
+
+__all__ = ["__version__"]

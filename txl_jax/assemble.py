@@ -13,15 +13,19 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from txl_jax import axes, readers, sharding
+from txl_jax import sharding
 from txl_jax.config import EvalConfig, ExperimentConfig, Network, TrainConfig
-from txl_jax.data.segments import Segments
 from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
 from txl_jax.evaluation.streaming import EvalStep, make_eval_step
-from txl_jax.memory import KeyValueMemory, Memory
+from txl_jax.inference import scorer
+from txl_jax.inference.cache import KVCache
+from txl_jax.inference.scorer import Scorer
+from txl_jax.memory import Memory
+from txl_jax.modules.language_model import LanguageModel
 from txl_jax.modules.lstm import LSTM
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.readers import Model, Reader
+from txl_jax.segments import Segments
+from txl_jax.sharding import axes
 from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.state import TrainState, init_state
 from txl_jax.training.step import TrainStep, make_train_step
@@ -32,7 +36,7 @@ class Parts:
     """What a job is made of."""
 
     config: ExperimentConfig
-    model: Model
+    model: LanguageModel
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     mesh: Mesh
@@ -41,7 +45,7 @@ class Parts:
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the training state; no memory is touched."""
         boxed = jax.eval_shape(self._init_boxed)
-        shardings = sharding.of_boxed(self.mesh, boxed)
+        shardings = sharding.param_shardings(self.mesh, boxed)
         shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
         return jax.tree.map(
             lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
@@ -70,7 +74,7 @@ class Parts:
         step = make_train_step(self.model, self.optimizer, self.schedule, self.config)
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         # The state must come out as it went in, or the next call would not take it.
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.named(self.mesh)))
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.named_sharding(self.mesh)))
         lowered = jitted.lower(self.abstract_state, self.abstract_segments(self.config.train))
         began = time.monotonic()
         compiled = lowered.compile()
@@ -82,24 +86,26 @@ class Parts:
 
     def check_training_rows(self) -> None:
         """Raises `ValueError` if the training rows do not divide among the devices."""
-        train, devices = self.config.train, sharding.row_groups(self.mesh)
-        groups = devices * train.batch_chunks
+        train, devices = self.config.train, sharding.num_batch_shards(self.mesh)
+        groups = devices * train.grad_accum_steps
         if train.batch_size % groups:
-            chunks = f", in {train.batch_chunks} chunks (train.batch_chunks)" if train.batch_chunks > 1 else ""
+            chunks = (
+                f", in {train.grad_accum_steps} chunks (train.grad_accum_steps)" if train.grad_accum_steps > 1 else ""
+            )
             raise ValueError(
                 f"train.batch_size is {train.batch_size} and the rows are spread over {devices} devices "
                 f"(mesh.data x mesh.fsdp){chunks}; choose a multiple of {groups}, or fewer devices with --mesh.data"
             )
 
     @functools.cached_property
-    def reader(self) -> Reader:
+    def reader(self) -> Scorer:
         """What evaluation reads with."""
-        return readers.make_reader(self.model, self.config.eval)
+        return scorer.make_scorer(self.model, self.config.eval)
 
     @functools.cached_property
-    def freeze(self) -> Callable[[Any], Any]:
+    def prepare_params(self) -> Callable[[Any], Any]:
         """The jitted function that lays parameters out for evaluation."""
-        return jax.jit(self.reader.freeze)
+        return jax.jit(self.reader.prepare_params)
 
     @functools.cached_property
     def eval_step(self) -> EvalStep:
@@ -122,20 +128,20 @@ class Parts:
         span = self.config.eval
         if isinstance(self.model, LSTM):
             return self._memory_shardings(span.batch_size)
-        rows = sharding.rows(self.mesh, span.batch_size)
-        layers = (sharding.named(self.mesh, rows, axes.HEADS, None, None),) * self.config.model.n_layer
-        return KeyValueMemory(
+        rows = sharding.batch_axes(self.mesh, span.batch_size)
+        layers = (sharding.named_sharding(self.mesh, rows, axes.HEADS, None, None),) * self.config.model.n_layer
+        return KVCache(
             keys=layers,
             values=layers,
-            valid=sharding.named(self.mesh, rows),
-            slot=sharding.named(self.mesh),
+            valid=sharding.named_sharding(self.mesh, rows),
+            write_index=sharding.named_sharding(self.mesh),
             mem_len=span.mem_len,
         )
 
     @property
     def memory_dtype(self) -> jnp.dtype:
         """Type of stored keys and values."""
-        return readers.memory_dtype(self.model, self.config.eval)
+        return scorer.memory_dtype(self.model, self.config.eval)
 
     def own_rows(self, batch_size: int) -> np.ndarray:
         """Numbers of the rows of a batch that this process's devices hold, ascending, and that it therefore reads.
@@ -145,12 +151,12 @@ class Parts:
         Raises:
           ValueError: they hold none, as the mesh does not reach them.
         """
-        placed = sharding.named(self.mesh, sharding.rows(self.mesh, batch_size))
+        placed = sharding.named_sharding(self.mesh, sharding.batch_axes(self.mesh, batch_size))
         own = placed.addressable_devices_indices_map((batch_size,))
         if not own:
             raise ValueError(
                 f"no device of process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}; start fewer "
-                "processes, or use all devices with --mesh.data=0"
+                "processes, or use all devices with --mesh.data=none"
             )
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
 
@@ -185,16 +191,18 @@ class Parts:
         )
 
     def _memory_shardings(self, batch_size: int) -> Memory:
-        rows = sharding.rows(self.mesh, batch_size)
+        rows = sharding.batch_axes(self.mesh, batch_size)
         return Memory(
-            hidden=sharding.named(self.mesh, axes.LAYERS, rows, axes.LENGTH, None),
-            valid=sharding.named(self.mesh, rows),
+            hidden=sharding.named_sharding(self.mesh, axes.LAYERS, rows, axes.LENGTH, None),
+            valid=sharding.named_sharding(self.mesh, rows),
         )
 
     def _segment_shardings(self, batch_size: int) -> Segments:
-        rows = sharding.rows(self.mesh, batch_size)
-        tokens = sharding.named(self.mesh, None, rows, axes.LENGTH)
-        return Segments(inputs=tokens, targets=tokens, weights=tokens, reset=sharding.named(self.mesh, None, rows))
+        rows = sharding.batch_axes(self.mesh, batch_size)
+        tokens = sharding.named_sharding(self.mesh, None, rows, axes.LENGTH)
+        return Segments(
+            inputs=tokens, targets=tokens, weights=tokens, reset=sharding.named_sharding(self.mesh, None, rows)
+        )
 
     def abstract_segments(self, span: TrainConfig | EvalConfig) -> Segments:
         """Shapes, types and shardings of what a call of the training or evaluation step reads."""
@@ -228,7 +236,7 @@ def assemble(config: ExperimentConfig, *, vocab_size: int, mesh: Mesh | None = N
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     if jnp.zeros((), config.model.dtype).dtype != config.model.dtype:
         raise ValueError(f"model.dtype is {config.model.dtype} and jax runs without it; set JAX_ENABLE_X64=1")
-    for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.MODEL), ("d_inner", sharding.MODEL)):
+    for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.TENSOR), ("d_inner", sharding.TENSOR)):
         size, devices = getattr(config.model, name), mesh.shape[axis]
         if size % devices:
             raise ValueError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")

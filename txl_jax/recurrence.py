@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from txl_jax.data.segments import Segments
+from txl_jax.segments import Segments
 
 # (state, memory, one segment) -> (state, memory, what to collect)
 SegmentBody = Callable[[Any, Any, Segments], tuple[Any, Any, Any]]
@@ -22,7 +22,7 @@ def scan_segments(
     Args:
       body: sees one segment (arrays [B, L], reset [B]) and must return the memory moved on by it.
       state: any pytree carried along, e.g. the parameters that are being trained.
-      memory: what the first segment finds, a `Memory` or a `KeyValueMemory`.
+      memory: what the first segment finds, a `Memory` or a `KVCache`.
       segments: arrays [S, B, L], reset [S, B].
       reset: empties the rows of a memory that a bool [B] marks.
 

@@ -18,10 +18,11 @@ from txl_jax.config import (
     LineMark,
     Newlines,
     Tokenizer,
+    TokenizerConfig,
 )
-from txl_jax.data import counting
 from txl_jax.data.corpus import read_corpus
-from txl_jax.data.vocabulary import ByteVocabulary, WordVocabulary
+from txl_jax.data.tokens import build_vocabulary
+from txl_jax.data.tokens.vocabulary import ByteVocabulary, WordVocabulary
 
 SMALL_TEXT = bytes(random.Random(0).choices(b"abcdefgh\n", k=99)) + b"\n"
 
@@ -171,7 +172,7 @@ def test_stores_lie_in_the_cache(poem, tmp_path):
 def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
     config = own_text(tokenizer=Tokenizer.WORD, **poem)
     first = read(config)
-    monkeypatch.setattr(counting, "make_vocabulary", never)  # Nothing is counted any more,
+    monkeypatch.setattr(build_vocabulary, "make_vocabulary", never)  # Nothing is counted any more,
     moved = tmp_path / "moved"
     moved.write_bytes((tmp_path / "train").read_bytes())
     again = read(own_text(tokenizer=Tokenizer.WORD, **poem | {"train": (str(moved),)}))  # wherever the files lie.
@@ -272,7 +273,7 @@ def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
 
 
 def test_a_given_vocabulary_is_not_counted(poem, read, monkeypatch):
-    monkeypatch.setattr(counting, "make_vocabulary", never)
+    monkeypatch.setattr(build_vocabulary, "make_vocabulary", never)
     given = WordVocabulary(("the", "<eos>", "<unk>"))
     assert texts(read(own_text(tokenizer=Tokenizer.WORD, **poem), vocabulary=given))[2] == b"<unk> <unk> \nthe <unk> \n"
 
@@ -305,7 +306,9 @@ def test_a_prefix_is_split_by_position_with_all_bytes_as_tokens(corpus, tmp_path
     assert texts(kept) == [SMALL_TEXT[:90], SMALL_TEXT[90:95], SMALL_TEXT[95:]]
     assert (kept.name, kept.vocabulary.size) == (f"{corpus} prefix", 256)
     assert re.search(r"\b100\b.*\bstart\b", kept.description)
-    dropped = read(DataConfig(corpus=corpus, file=str(tmp_path / "start"), newlines=Newlines.DROP))
+    dropped = read(
+        DataConfig(corpus=corpus, file=str(tmp_path / "start"), tokenizer=TokenizerConfig(newlines=Newlines.DROP))
+    )
     assert texts(dropped) == [part.replace(b"\n", b"") for part in texts(kept)]
     assert (dropped.vocabulary.size, dropped.digest) == (256, kept.digest)
     assert dropped.description != kept.description
@@ -320,7 +323,7 @@ def test_one_text_under_two_names_has_two_stores(tmp_path, read):
 
 def test_a_prefix_can_be_read_as_characters(tmp_path, read):
     (tmp_path / "start").write_text("é" * 1001)
-    texts(read(DataConfig(file=str(tmp_path / "start"), tokenizer=Tokenizer.CHAR)))
+    texts(read(DataConfig(file=str(tmp_path / "start"), tokenizer=TokenizerConfig(kind=Tokenizer.CHAR))))
 
 
 # Python's library

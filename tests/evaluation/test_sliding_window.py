@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import tiny_run
 
+from support import tiny, tiny_run
 from txl_jax.config import DType, Encoding
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step, window_batches
 

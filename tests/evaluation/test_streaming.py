@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import tiny_run
 
-from txl_jax import inference
+from support import tiny, tiny_run
 from txl_jax.config import DType, EvalConfig
-from txl_jax.data.segments import evaluation_segments
+from txl_jax.data.batches.segments import evaluation_segments
 from txl_jax.evaluation.streaming import evaluate, make_eval_step
+from txl_jax.inference import forward
 
 T, L, M = 25, 5, 7
 TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
@@ -39,8 +38,8 @@ def totals(
     text=TEXT, *, rows=1, segment_len=L, mem_len=M, per_call=1, clamp_len=0, same_length=False, valid=0, **others
 ):
     """Totals of a text; the memory first holds noise in `valid` slots."""
-    weights = inference.freeze(params(), model(), segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len)
-    memory = inference.init_memory(weights, model(), batch_size=rows, mem_len=mem_len, segment_len=segment_len)
+    weights = forward.prepare_params(params(), model(), segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len)
+    memory = forward.init_memory(weights, model(), batch_size=rows, mem_len=mem_len, segment_len=segment_len)
     noise = jax.tree.map(lambda ring: jax.random.normal(jax.random.key(9), ring.shape), (memory.keys, memory.values))
     return evaluate(
         eval_step(clamp_len, same_length),

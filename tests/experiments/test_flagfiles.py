@@ -16,11 +16,11 @@ import jax
 import pytest
 from absl import flags
 
-from experiments import flag_tree
-from txl_jax import config_tree
+from experiments.cli import flag_tree
 from txl_jax.assemble import assemble
 from txl_jax.config import CorpusName
-from txl_jax.data.segments import Segments
+from txl_jax.config import tree as config_tree
+from txl_jax.segments import Segments
 from txl_jax.training.step import make_train_step
 
 GOLDEN_DIR = Path(__file__).parent / "flagfiles"

@@ -4,15 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-import miniature
 import pytest
 
 from experiments import prepare
+from support import ROOT, miniature
 from txl_jax.config import CorpusName
 
-ROOT = Path(__file__).parents[2]
 MAIN = "import miniature, runpy; miniature.install(); runpy.run_module('experiments.prepare', run_name='__main__')"
 
 
@@ -64,5 +62,6 @@ def test_every_published_corpus_is_read_as_its_program_reads_it():
     for name in miniature.NAMES:
         assert prepare.DEFAULTS[name].data.corpus is name
     assert (
-        prepare.DEFAULTS[CorpusName.WIKITEXT2].data.line_mark == prepare.DEFAULTS[CorpusName.WIKITEXT103].data.line_mark
+        prepare.DEFAULTS[CorpusName.WIKITEXT2].data.tokenizer.line_mark
+        == prepare.DEFAULTS[CorpusName.WIKITEXT103].data.tokenizer.line_mark
     )

@@ -3,10 +3,10 @@
 import os
 import time
 
-import miniature
 import pytest
-from faults.harness import ROOT, Place, finished
 
+from support import miniature
+from support.faults import ROOT, Place, finished
 from txl_jax.config import CorpusName
 
 

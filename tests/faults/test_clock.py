@@ -3,10 +3,9 @@
 import math
 import re
 
-from faults.harness import KILLED, assert_equal_runs, finished
-
-from txl_jax.run_log import read_metrics
-from txl_jax.training.progress import duration
+from support.faults import KILLED, assert_equal_runs, finished
+from txl_jax.runtime.environment import duration
+from txl_jax.runtime.metrics_log import read_metrics
 
 HOUR, DAY = 3600, 86400
 

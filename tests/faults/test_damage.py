@@ -4,7 +4,8 @@ import re
 import shutil
 
 import pytest
-from faults.harness import KILLED, assert_equal_runs, assert_one_sentence, finished
+
+from support.faults import KILLED, assert_equal_runs, assert_one_sentence, finished
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ import os
 import subprocess
 
 import pytest
-from faults.harness import Place, assert_equal_runs, assert_one_sentence, finished
 
-from txl_jax.checkpoint import _fault
+from support.faults import Place, assert_equal_runs, assert_one_sentence, finished
+from txl_jax.runtime.checkpoint import _fault
 
 # When the disk fills up: before which file operation, how large files may still become, and what is then said.
 MOMENTS = {

@@ -6,7 +6,8 @@ import signal
 import time
 
 import pytest
-from faults.harness import KILLED, assert_equal_runs, finished, result
+
+from support.faults import KILLED, assert_equal_runs, finished, result
 
 # File operations that a start is killed before. They follow one another, so that each start comes a little further.
 MOMENTS = {

@@ -4,7 +4,8 @@ import re
 import signal
 
 import pytest
-from faults.harness import assert_equal_runs, finished
+
+from support.faults import assert_equal_runs, finished
 
 ANSWERED = 128 + signal.SIGTERM
 UNANSWERED = -signal.SIGTERM  # Which a shell shows as 143 too.

@@ -1,7 +1,8 @@
 """Tests two runs in one workdir: one of them trains, and the other is refused in one sentence and touches nothing."""
 
 import pytest
-from faults.harness import assert_equal_runs, assert_one_sentence, finished
+
+from support.faults import assert_equal_runs, assert_one_sentence, finished
 
 
 def contents(folder):

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
+from support import tiny
 from txl_jax.config import COMPAT_PRESETS, CompatConfig, DType, Encoding, EvalConfig, ModelConfig, NormPlace
 from txl_jax.interop import huggingface, original
 from txl_jax.modules.transformer_xl import TransformerXL
 
 V, L, M = tiny.V, 3, 7
-SPAN = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=0, same_length=False)
+SPAN = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=None, same_length=False)
 CUTOFFS = (4, 9)
 CONFIGS = {
     "full softmax": {},
@@ -137,7 +137,7 @@ def test_config_of_holds_sizes_ties_and_lengths():
     config = ModelConfig(
         n_layer=3, d_model=12, n_head=2, d_head=5, d_inner=18, d_embed=16, cutoffs=(9, 20), div_val=2, untie_r=True
     )
-    span = EvalConfig(mem_len=11, clamp_len=0, same_length=False)
+    span = EvalConfig(mem_len=11, clamp_len=None, same_length=False)
     found = huggingface.config_of(config, span, vocab_size=37)
     assert found == {
         "vocab_size": 37,

@@ -19,9 +19,9 @@ WITHOUT_FINAL_NORM = CompatConfig(final_norm=False, shaw_terms=ShawTerms.ORIGINA
 SMALL = ModelConfig(n_layer=3, d_model=12, n_head=2, d_head=5, d_inner=18)
 CONFIGS = {
     "full softmax": SMALL,
-    "Shaw": dataclasses.replace(SMALL, encoding=Encoding.SHAW, n_position=7),
+    "Shaw": dataclasses.replace(SMALL, encoding=Encoding.SHAW, num_positions=7),
     "Vaswani": dataclasses.replace(SMALL, encoding=Encoding.VASWANI),
-    "Al-Rfou": dataclasses.replace(SMALL, encoding=Encoding.AL_RFOU, n_position=7, d_head=6),
+    "Al-Rfou": dataclasses.replace(SMALL, encoding=Encoding.AL_RFOU, num_positions=7, d_head=6),
     "nothing tied": dataclasses.replace(SMALL, tie_weight=False),
     "u and v per layer": dataclasses.replace(SMALL, untie_r=True),
     "d_embed": dataclasses.replace(SMALL, d_embed=10),

@@ -6,31 +6,32 @@ import jax
 import numpy as np
 import pytest
 
-from txl_jax import config_tree
 from txl_jax.assemble import assemble
-from txl_jax.checkpoint import Checkpointer
 from txl_jax.config import (
     CorpusName,
     DataConfig,
+    DropoutConfig,
     EvalConfig,
     ExperimentConfig,
     ModelConfig,
     OptimizerConfig,
     TrainConfig,
 )
+from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import train
-from txl_jax.run_log import read_metrics
-from txl_jax.workdir import Workdir
+from txl_jax.jobs.workdir import Workdir
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.metrics_log import read_metrics
 
 EVERY = 3
 CONFIG = ExperimentConfig(
-    model=ModelConfig(n_layer=1, d_model=12, n_head=2, d_head=5, d_inner=14, dropout=0.1),
+    model=ModelConfig(n_layer=1, d_model=12, n_head=2, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)),
     optimizer=OptimizerConfig(learning_rate=0.1),  # So high that the loss goes up and down.
     train=TrainConfig(
         steps=60, batch_size=4, segment_len=9, mem_len=7, log_every=60, eval_every=EVERY, checkpoint_every=30
     ),
-    eval=EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=0, segments_per_call=1),
+    eval=EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=None, segments_per_call=1),
 )
 
 
@@ -94,7 +95,7 @@ def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
 def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path):
     _, losses, _ = whole
     due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), losses)
-    outcome, found, run_found = run(given, tmp_path, average__trigger=1)
+    outcome, found, run_found = run(given, tmp_path, average__nt_asgd_patience=1)
     state = state_of(run_found)
     assert int(state.average.begun) == due * EVERY < 60
     assert found[:due] == losses[:due], "before it begins, the mean is the parameters"

@@ -2,17 +2,25 @@
 
 import re
 
-import drawn_run
 import jax.numpy as jnp
 import pytest
-import tiny_run
 
-from txl_jax import config_tree
-from txl_jax.config import CorpusName, DataConfig, Encoding, GenerateConfig, LineMark, MemoryType, Newlines
-from txl_jax.data import pieces
+from support import drawn_run, tiny_run
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    DType,
+    Encoding,
+    GenerateConfig,
+    LineMark,
+    Newlines,
+    TokenizerConfig,
+)
+from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.data.text import File
-from txl_jax.data.vocabulary import ByteVocabulary, CharacterVocabulary, WordVocabulary
+from txl_jax.data.sources.text import File
+from txl_jax.data.tokens import sentencepiece as pieces_lib
+from txl_jax.data.tokens.vocabulary import ByteVocabulary, CharacterVocabulary, WordVocabulary
 from txl_jax.jobs import generate
 from txl_jax.jobs.generate import read_stop
 
@@ -27,8 +35,10 @@ def run(tmp_path_factory):
     config = config_tree.replace(
         tiny_run.CONFIG,
         {
-            "data": DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"), tokenizer="char"),
-            "generate": GenerateConfig(length=LENGTH, samples=3, top_k=0, seed=4),
+            "data": DataConfig(
+                corpus=CorpusName.TEXT, file=str(folder / "text"), tokenizer=TokenizerConfig(kind="char")
+            ),
+            "generate": GenerateConfig(length=LENGTH, samples=3, top_k=None, seed=4),
         },
     )
     corpus = read_corpus(config.data, "nowhere", str(folder))
@@ -42,7 +52,7 @@ def write(run, *, stop_requested=lambda: False, **changes):
     config = config_tree.replace(config, {f"generate.{name}": value for name, value in changes.items()})
     written, said = [], []
     texts = generate.run(
-        config, corpus.vocabulary, workdir, say=said.append, write=written.append, stop_requested=stop_requested
+        config, corpus.vocabulary, workdir, log=said.append, write=written.append, stop_requested=stop_requested
     )
     return [text.decode() for text in texts], "".join(written), said
 
@@ -85,8 +95,8 @@ def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypat
     config, corpus, workdir = run
     made, real = [], generate.Generator
     monkeypatch.setattr(generate, "Generator", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
-    config = config_tree.replace(config, {"eval.memory_type": MemoryType.BFLOAT16, "generate.length": 1})
-    generate.run(config, corpus.vocabulary, workdir, say=str, write=str)
+    config = config_tree.replace(config, {"eval.cache_dtype": DType.BFLOAT16, "generate.length": 1})
+    generate.run(config, corpus.vocabulary, workdir, log=str, write=str)
     assert made == [{"memory_dtype": jnp.bfloat16, "stop_token": None}]
 
 
@@ -104,7 +114,7 @@ def test_a_model_without_memory_is_refused(run):
 
 def test_a_stop_while_the_prompt_is_read_writes_nothing(run):
     config = config_tree.replace(run[0], {"generate.prompt": "the cat " * 20})
-    assert generate.run(config, run[1].vocabulary, run[2], say=str, write=str, stop_requested=lambda: True) == []
+    assert generate.run(config, run[1].vocabulary, run[2], log=str, write=str, stop_requested=lambda: True) == []
 
 
 def test_absolute_positions_are_refused(run):
@@ -172,7 +182,7 @@ def test_what_is_not_one_known_token_is_refused_by_what_it_became(vocabulary, st
 def test_pieces_stop_at_a_piece_and_at_their_mark():
     content = b"one two three\n" * 50
     file = File("words", len(content), lambda: iter([content]))
-    learnt = pieces.train([file], size=268, line_mark=LineMark.EOS, lower_case=False)
+    learnt = pieces_lib.train([file], size=268, line_mark=LineMark.EOS, lower_case=False)
     for stop in ("\\n", "</s>"):
         assert read_stop(GenerateConfig(stop=stop), learnt) == learnt.mark
     single = next(token for token in range(259, 268) if learnt.encode(learnt.names()[token]).tolist() == [token])

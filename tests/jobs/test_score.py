@@ -9,7 +9,7 @@ import tqdm
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from txl_jax.data.segments import evaluation_segments
+from txl_jax.data.batches.segments import evaluation_segments
 from txl_jax.evaluation.streaming import Scores, evaluate
 from txl_jax.jobs import score as score_job
 from txl_jax.jobs.score import Interrupted, put_in_text_order, watched
@@ -51,7 +51,7 @@ def totals(done):
 
 
 def watch(done, *, said, stop=lambda: False, total=50):
-    with watched("a text", total, unit="segment", measure=Measure.BPC, say=said.append, stop_requested=stop) as show:
+    with watched("a text", total, unit="segment", measure=Measure.BPC, log=said.append, stop_requested=stop) as show:
         for each in done:
             show(each, totals(each))
 

@@ -2,20 +2,19 @@
 
 import re
 
-import drawn_run
 import numpy as np
 import pytest
-import tiny_run
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from txl_jax import config_tree
+from support import drawn_run, tiny_run
 from txl_jax.config import CorpusName, DataConfig, LineMark
+from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.data.vocabulary import WordVocabulary
+from txl_jax.data.tokens.vocabulary import WordVocabulary
 from txl_jax.jobs import evaluate, score_tokens
 from txl_jax.jobs.score import SPLITS, Interrupted
-from txl_jax.workdir import TextInfo
+from txl_jax.jobs.workdir import TextInfo
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def run(tmp_path_factory):
 def score(run, *, changes=None, **others):
     config, corpus, workdir = run
     config = config_tree.replace(config, changes or {})
-    return score_tokens.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), say=lambda line: None, **others)
+    return score_tokens.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=lambda line: None, **others)
 
 
 def table(run, split):
@@ -66,7 +65,7 @@ def test_the_file_holds_every_token_but_the_first_in_order(run):
 def test_the_totals_are_those_of_evaluation_and_the_sum_of_the_file(run):
     config, corpus, workdir = run
     totals = score(run)
-    evaluated = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), say=lambda line: None)
+    evaluated = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=lambda line: None)
     for split in SPLITS:
         *_, nats = table(run, split)
         assert (totals[split].nll, totals[split].tokens) == (evaluated[split]["loss"], evaluated[split]["tokens"])
@@ -103,7 +102,7 @@ def test_another_vocabulary_is_refused(run):
     config, corpus, workdir = run
     trained_on = TextInfo(corpus.name, "words", corpus.digest, WordVocabulary(("<eos>", "<unk>")))
     with pytest.raises(ValueError, match=r"\b2\b.*\b256\b"):
-        score_tokens.run(config, corpus, workdir, trained_on=trained_on, say=print)
+        score_tokens.run(config, corpus, workdir, trained_on=trained_on, log=print)
 
 
 def test_words_stand_in_the_file_as_in_the_vocabulary():

@@ -2,18 +2,17 @@
 
 import json
 
-import drawn_run
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_run
 
-from txl_jax import config_tree
+from support import drawn_run, tiny_run
 from txl_jax.config import CorpusName, DataConfig, Network
+from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import evaluate, temperature
-from txl_jax.workdir import TextInfo
+from txl_jax.jobs.workdir import TextInfo
 
 
 @pytest.fixture(scope="module", params=Network)
@@ -29,7 +28,7 @@ def run(request, tmp_path_factory):
 def choose(run, temperatures):
     config, corpus, workdir, _ = run
     return temperature.run(
-        config, corpus, workdir, trained_on=TextInfo.of(corpus), temperatures=temperatures, say=lambda line: None
+        config, corpus, workdir, trained_on=TextInfo.of(corpus), temperatures=temperatures, log=lambda line: None
     )
 
 
@@ -71,7 +70,7 @@ def test_scores_are_those_of_logits_divided(run):
 
 def test_at_one_it_is_the_evaluation(run):
     config, corpus, workdir, _ = run
-    alone = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), say=lambda line: None)
+    alone = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=lambda line: None)
     assert choose(run, [1.0])["test"]["1"] == alone["test"]
 
 

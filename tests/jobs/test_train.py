@@ -9,25 +9,26 @@ import jax
 import numpy as np
 import pytest
 
-from txl_jax import config_tree
 from txl_jax.assemble import assemble
-from txl_jax.checkpoint import Checkpointer
 from txl_jax.config import (
     CorpusName,
     DataConfig,
+    DropoutConfig,
     EvalConfig,
     ExperimentConfig,
     ModelConfig,
     OptimizerConfig,
     TrainConfig,
 )
+from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.data.vocabulary import ByteVocabulary
+from txl_jax.data.tokens.vocabulary import ByteVocabulary
 from txl_jax.jobs import evaluate, generate, train
-from txl_jax.jobs.parameters import load_parameters
-from txl_jax.run_log import read_metrics
+from txl_jax.jobs.restore import load_parameters
+from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.training.progress import NonFiniteError
-from txl_jax.workdir import TextInfo, Workdir
 
 STEPS = 24
 
@@ -44,7 +45,7 @@ def text_file(tmp_path_factory):
 @pytest.fixture
 def config(text_file):
     return ExperimentConfig(
-        model=ModelConfig(n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=0.1),
+        model=ModelConfig(n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)),
         data=DataConfig(corpus=CorpusName.TEXT, file=str(text_file)),
         optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=4),
         train=TrainConfig(
@@ -57,7 +58,7 @@ def config(text_file):
             eval_every=8,
             checkpoint_every=6,
         ),
-        eval=EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=0, segments_per_call=3),
+        eval=EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=None, segments_per_call=3),
     )
 
 
@@ -355,10 +356,10 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     assert step == STEPS - 6
     averaged = assemble(config_tree.replace(config, {"eval.average_checkpoints": 2}), vocab_size=corpus.vocabulary.size)
     said = []
-    step, found = load_parameters(averaged, workdir, say=said.append)
+    step, found = load_parameters(averaged, workdir, log=said.append)
     assert step == STEPS and [re.findall(r"\d+", line) for line in said] == [[str(STEPS - 6), str(STEPS)]]
     for a, b, mean in zip(*map(jax.tree.leaves, (*each, found)), strict=True):
         np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-6)
     more = assemble(config_tree.replace(config, {"eval.average_checkpoints": 3}), vocab_size=corpus.vocabulary.size)
     with pytest.raises(ValueError, match=r"average_checkpoints\D*\b3\b.*\b2\b"):
-        load_parameters(more, workdir, say=said.append)
+        load_parameters(more, workdir, log=said.append)

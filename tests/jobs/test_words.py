@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 
-from txl_jax import config_tree
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -17,12 +16,14 @@ from txl_jax.config import (
     ModelConfig,
     Order,
     Tokenizer,
+    TokenizerConfig,
     TrainConfig,
 )
+from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import evaluate, generate, train
-from txl_jax.run_log import read_metrics
-from txl_jax.workdir import TextInfo, Workdir
+from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.runtime.metrics_log import read_metrics
 
 STEPS = 40  # Of 18 a pass, so that sentences are shuffled three times.
 
@@ -52,14 +53,13 @@ def config(folder):
             train=(str(folder / "train"),),
             valid=(str(folder / "valid"),),
             test=(str(folder / "test"),),
-            tokenizer=Tokenizer.WORD,
-            line_mark=LineMark.S,
+            tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.S),
             order=Order.SENTENCES,
         ),
         train=TrainConfig(
             steps=STEPS, batch_size=4, segment_len=11, mem_len=7, log_every=10, eval_every=20, checkpoint_every=10
         ),
-        eval=EvalConfig(batch_size=2, segment_len=9, mem_len=13, clamp_len=0, segments_per_call=2, warmup_tokens=8),
+        eval=EvalConfig(batch_size=2, segment_len=9, mem_len=13, clamp_len=None, segments_per_call=2, warmup_tokens=8),
         generate=GenerateConfig(length=12, top_k=5),
     )
 
@@ -114,7 +114,7 @@ def test_another_text_is_scored_in_the_runs_vocabulary(finished, config, folder,
     )
     corpus = read_corpus(other.data, "nowhere", str(tmp_path), vocabulary=text.vocabulary)
     assert text.vocabulary.decode(corpus.test[1:8]) == b"the <unk> sat on the mat \n"
-    assert np.isfinite(evaluate.run(other, corpus, finished, trained_on=text, say=lambda line: None)["test"]["loss"])
+    assert np.isfinite(evaluate.run(other, corpus, finished, trained_on=text, log=lambda line: None)["test"]["loss"])
 
 
 def test_a_text_in_another_vocabulary_is_refused(finished, config, corpus, tmp_path):
@@ -131,7 +131,7 @@ def test_a_text_in_another_vocabulary_is_refused(finished, config, corpus, tmp_p
 def test_prompts_are_words_and_may_be_unknown(finished, config, corpus, prompt, begins):
     written = []
     asked = config_tree.replace(config, {"generate.prompt": prompt})
-    generate.run(asked, corpus.vocabulary, finished, say=lambda line: None, write=written.append)
+    generate.run(asked, corpus.vocabulary, finished, log=lambda line: None, write=written.append)
     text = "".join(written)
     assert text.startswith(begins)
     assert len(text.removeprefix(begins).replace("\n", " <S> ").split()) >= 12

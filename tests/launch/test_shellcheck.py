@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-import shell
+
+from support import shell
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [*(ROOT / "launch").glob("*.sh"), ROOT / ".ci" / "run", *(Path(__file__).parent / "fake").iterdir()]

@@ -5,7 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import shell
+
+from support import shell
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "launch" / "slurm.sh")

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import shell
 
 from launch import sweep, sweep_file, sweep_table
-from txl_jax import config_tree
-from txl_jax.data.vocabulary import WordVocabulary
-from txl_jax.run_log import RunLogError, read_metrics
-from txl_jax.workdir import TextInfo
+from support import shell
+from txl_jax.config import tree as config_tree
+from txl_jax.data.tokens.vocabulary import WordVocabulary
+from txl_jax.jobs.workdir import TextInfo
+from txl_jax.runtime.files import RunLogError
+from txl_jax.runtime.metrics_log import read_metrics
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -71,9 +72,9 @@ def test_a_grid_is_every_combination_and_names_say_what_differs(write):
         "seed=2+dropout=0.5",
     ]
     last = found.runs[3]
-    assert (last.config.seed, last.config.model.dropout, last.config.train.steps) == (2, 0.5, 1200)
+    assert (last.config.seed, last.config.model.dropout.rate, last.config.train.steps) == (2, 0.5, 1200)
     assert list(last.command[1:3]) == ["-m", "experiments.text"]
-    assert list(last.command[-3:]) == ["--seed=2", "--model.dropout=0.5", f"--workdir={last.folder}"]
+    assert list(last.command[-3:]) == ["--seed=2", "--model.dropout.rate=0.5", f"--workdir={last.folder}"]
 
 
 def test_each_run_is_combined_with_the_grid(write):
@@ -100,7 +101,7 @@ def test_names_that_end_alike_are_written_out(write):
 def test_values_become_flags(write):
     found = read(write('[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, 20]\ndata.newlines = "drop"\n'))
     words = found.runs[0].command
-    assert {"--model.untie_r=true", "--model.cutoffs=9,20", "--data.newlines=drop"} <= set(words)
+    assert {"--model.untie_r=true", "--model.cutoffs=9,20", "--data.tokenizer.newlines=drop"} <= set(words)
 
 
 def test_flagfiles_come_first(write):
@@ -198,7 +199,7 @@ def test_a_long_name_is_cut_for_a_tpu_and_stays_its_own():
 
 
 def test_runs_that_could_be_one_program_are_pointed_out(write):
-    assert "experiments.members" in sweep._members_hint(read(write("[grid]\nseed = [1, 2]\nmodel.dropout = [0.1]\n")))
+    assert "experiments.ensemble" in sweep._members_hint(read(write("[grid]\nseed = [1, 2]\nmodel.dropout = [0.1]\n")))
     assert not sweep._members_hint(read(write("[grid]\nseed = [1, 2]\nmodel.d_inner = [8]\n")))
     assert not sweep._members_hint(read(write("[grid]\nseed = [1]\n")))
 

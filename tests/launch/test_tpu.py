@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-import shell
+
+from support import shell
 
 ROOT = Path(__file__).parents[2]
 FAKES = Path(__file__).parent / "fake"

@@ -1,15 +1,13 @@
 """Tests of what is left out in training: masks, whom they are shared by, and expectations."""
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
 
+from support import tiny
 from txl_jax.config import Network
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
@@ -22,13 +20,12 @@ RNGS = {"dropout": jax.random.key(0)}
 L = 40
 
 
-def config(**changes):
-    return dataclasses.replace(tiny.CONFIG, **changes)
+config = tiny.model_config
 
 
 @pytest.mark.parametrize("locked", [False, True])
 def test_locked_masks_are_shared_by_positions_and_not_by_rows(locked):
-    drop = dropout(config(locked_dropout=locked), 0.4, deterministic=False)
+    drop = dropout(config(dropout__locked=locked), 0.4, deterministic=False)
     found = np.asarray(drop.apply({}, jnp.ones((50, L, 60)), rngs=RNGS))
     assert set(np.unique(found)) == {0.0, np.float32(1 / 0.6)}
     assert found.mean() == pytest.approx(1, abs=0.03)
@@ -42,7 +39,7 @@ def test_locked_masks_are_shared_by_positions_and_not_by_rows(locked):
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_traced_rate_leaves_out_the_same_as_a_number(locked):
     def dropped(rate):
-        drop = dropout(config(locked_dropout=locked), rate, deterministic=False)
+        drop = dropout(config(dropout__locked=locked), rate, deterministic=False)
         return drop.apply({}, jnp.arange(1.0, 241).reshape(2, 4, 30), rngs=RNGS)
 
     rates = [0.0, 0.3, 0.8]
@@ -54,7 +51,7 @@ def test_a_traced_rate_leaves_out_the_same_as_a_number(locked):
 
 
 def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilities():
-    model, seen = tiny.make(dropout=0.5, attention_dropout=0.5, locked_dropout=True), []
+    model, seen = tiny.make(dropout__rate=0.5, dropout__attention=0.5, dropout__locked=True), []
 
     def interceptor(call, args, kwargs, context):
         if isinstance(context.module, nn.Dropout) and context.module.rate:
@@ -74,7 +71,7 @@ def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilitie
 @pytest.mark.parametrize("tied", [False, True])
 def test_queries_keys_and_values_have_a_dropout_of_their_own(tied):
     """Those of tokens, and with tied positions also the keys of positions and the query of distance 0."""
-    model, seen = tiny.make(qkv_dropout=0.25, locked_dropout=True, tie_positions=tied), []
+    model, seen = tiny.make(dropout__qkv=0.25, dropout__locked=True, tie_positions=tied), []
 
     def interceptor(call, args, kwargs, context):
         if isinstance(context.module, nn.Dropout) and context.module.rate == 0.25:
@@ -91,7 +88,7 @@ def test_queries_keys_and_values_have_a_dropout_of_their_own(tied):
 
 
 def test_whole_words_are_left_out_wherever_they_stand():
-    embedding = Embedding(config(embedding_dropout=0.5), tiny.V)
+    embedding = Embedding(config(dropout__embedding=0.5), tiny.V)
     tokens = jnp.asarray(tiny.text(L))
     variables = {"params": {"table_0": jnp.ones((tiny.V, tiny.D))}}
     whole = embedding.apply(variables, tokens)
@@ -112,7 +109,7 @@ def test_whole_words_are_left_out_wherever_they_stand():
 
 
 def test_weights_are_left_out_and_keep_their_expectation():
-    c = config(weight_dropout=0.5, d_inner=64)
+    c = config(dropout__weight=0.5, d_inner=64)
     inputs = jnp.ones((1, 4, tiny.D))
     rng = np.random.default_rng(0)
     params = {
@@ -135,7 +132,7 @@ def test_weights_are_left_out_and_keep_their_expectation():
 
 def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
     """From an empty memory and with biases of 0, as in the first update."""
-    model = tiny.make(n_layer=16, embedding_dropout=0.9)
+    model = tiny.make(n_layer=16, dropout__embedding=0.9)
     params = nn.unbox(init_params(model, jax.random.key(0)))
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)
 
@@ -151,7 +148,7 @@ def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
 
 @pytest.mark.parametrize("network", Network)
 def test_rates_of_input_and_output_may_differ_from_the_others(network):
-    c = config(network=network, dropout=0.3, input_dropout=0.6, output_dropout=0.5)
+    c = config(network=network, dropout__rate=0.3, dropout__input=0.6, dropout__output=0.5)
     model = {Network.LSTM: LSTM, Network.TRANSFORMER_XL: TransformerXL}[network](c, tiny.COMPAT, tiny.V)
     memory, seen = model.init_memory(batch_size=tiny.B, mem_len=0), []
     variables = {"params": nn.unbox(init_params(model, jax.random.key(0)))}
@@ -167,19 +164,22 @@ def test_rates_of_input_and_output_may_differ_from_the_others(network):
     rates = [rate for rate, array in seen if array.ndim < 4]  # But for attention probabilities.
     first = 1 if network is Network.LSTM else 2  # Codes and embedding.
     assert rates[:first] == [0.6] * first and rates[-1] == 0.5 and set(rates[first:-1]) == {0.3}
-    assert (config(dropout=0.3).input_rate, config(dropout=0.3, output_dropout=0.0).output_rate) == (0.3, 0.0)
+    assert (config(dropout__rate=0.3).input_rate, config(dropout__rate=0.3, dropout__output=0.0).output_rate) == (
+        0.3,
+        0.0,
+    )
 
 
 def test_scoring_leaves_nothing_out():
     rates = {"dropout": 0.5, "attention_dropout": 0.5, "embedding_dropout": 0.5, "weight_dropout": 0.5}
-    plain, dropped = tiny.make(), tiny.make(locked_dropout=True, **rates)
+    plain, dropped = tiny.make(), tiny.make(dropout__locked=True, **rates)
     variables, memory = tiny.variables(plain), plain.init_memory(batch_size=tiny.B, mem_len=3)
     found = [tiny.encoder(model)(variables, tiny.text(5), memory)[0] for model in (plain, dropped)]
     np.testing.assert_array_equal(*found)
 
 
 def test_an_lstm_has_locked_dropout_too():
-    model = LSTM(config(network=Network.LSTM, dropout=0.5, locked_dropout=True), tiny.COMPAT, tiny.V)
+    model = LSTM(config(network=Network.LSTM, dropout__rate=0.5, dropout__locked=True), tiny.COMPAT, tiny.V)
     memory = model.init_memory(batch_size=tiny.B, mem_len=0)
     variables = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2), jnp.int32), memory)
     hidden, _ = tiny.encoder(model, deterministic=False)(variables, tiny.text(L), memory, RNGS)

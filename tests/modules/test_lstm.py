@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import tiny_run
 
+from support import tiny, tiny_run
 from txl_jax import memory as memory_lib
 from txl_jax.config import DType, MemoryStart, Network
 from txl_jax.modules.lstm import LSTM

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
+from support import tiny
 from txl_jax import memory as memory_lib
-from txl_jax.config import CompatConfig, Encoding, MemoryStart, NormPlace, Window
+from txl_jax.config import AttentionWindow, CompatConfig, Encoding, MemoryStart, NormPlace
 
 TEXT_LEN = 6  # Every segment length is a compilation.
 ZEROS = CompatConfig(memory_start=MemoryStart.ZEROS)
@@ -24,7 +24,7 @@ SPLITS = {
     "clamp": ({}, CompatConfig(), {"clamp_len": 3}, TEXT_LEN),
     # A window needs no more memory than its own width.
     "window": ({"untie_r": True}, CompatConfig(), {"same_length": True}, 3),
-    "wider window": ({}, CompatConfig(same_length_window=Window.MEM_LEN_PLUS_ONE), {"same_length": True}, 3),
+    "wider window": ({}, CompatConfig(same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE), {"same_length": True}, 3),
 }
 
 
@@ -79,7 +79,7 @@ def test_rows_of_a_batch_do_not_see_each_other():
 
 
 @pytest.mark.parametrize("encoding", Encoding)
-@pytest.mark.parametrize(("window", "n_key"), [(Window.MEM_LEN, 3), (Window.MEM_LEN_PLUS_ONE, 4)])
+@pytest.mark.parametrize(("window", "n_key"), [(AttentionWindow.MEM_LEN, 3), (AttentionWindow.MEM_LEN_PLUS_ONE, 4)])
 def test_same_length_sees_so_many_keys(window, n_key, encoding):
     """With one layer: a token changes the states of its own position and of the n_key - 1 after it."""
     model, changed_at = tiny.make(n_layer=1, encoding=encoding, compat=CompatConfig(same_length_window=window)), 2

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
-import tiny
+
+from support import oracles, tiny
 
 CASES = {
     "full": {},

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
-from txl_jax import axes
+from support import tiny
 from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Remat, ShawTerms
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.ops import masks, positions
+from txl_jax.ops.attention import masks, positions
+from txl_jax.sharding import axes
 
 L, M = 3, 8
 
@@ -92,7 +92,7 @@ def test_tied_positions_are_the_keys_matrix_and_the_query_of_distance_zero(x64):
 def test_remat_changes_neither_values_nor_gradients(x64):
     found, texts = {}, {}
     for remat in Remat:
-        model = tiny.make(dtype=DType.FLOAT64, remat=remat, dropout=0.3, attention_dropout=0.2)
+        model = tiny.make(dtype=DType.FLOAT64, remat=remat, dropout__rate=0.3, dropout__attention=0.2)
         variables, rngs = tiny.variables(model), dropout_rngs(3)
         step = jax.value_and_grad(loss_of(model, deterministic=False), has_aux=True)
         found[remat] = jax.jit(step)(variables, rngs)
@@ -121,7 +121,7 @@ DROPOUTS = {
 @functools.cache
 def run_with_dropout(change=None):
     """Hidden states, and {place: (shape, rate)} of all dropouts; dropout `change` gives twice its output."""
-    model, places = tiny.make(dropout=0.5, attention_dropout=0.25), {}
+    model, places = tiny.make(dropout__rate=0.5, dropout__attention=0.25), {}
 
     def interceptor(call, args, kwargs, context):
         outputs = call(*args, **kwargs)
@@ -150,7 +150,7 @@ def test_every_dropout_is_on_the_path(place):
 
 def test_layers_and_keys_drop_different_entries():
     """One mask for all layers, or for all steps, would be a weaker regulariser."""
-    model = tiny.make(n_layer=3, dropout=0.5, layer_norm=NormPlace.PRE, compat=CompatConfig(final_norm=False))
+    model = tiny.make(n_layer=3, dropout__rate=0.5, layer_norm=NormPlace.PRE, compat=CompatConfig(final_norm=False))
     variables = jax.tree.map(jnp.zeros_like, tiny.variables(model))
     # The only thing that a layer adds is the dropped-out bias of its feed-forward part.
     variables["params"]["stack"]["layers"]["feed_forward"]["outer_bias"] += 1
@@ -169,7 +169,7 @@ def test_layers_and_keys_drop_different_entries():
 
 
 def test_deterministic_uses_no_dropout_and_needs_no_rng():
-    dropping, plain = tiny.make(dropout=0.5, attention_dropout=0.25), tiny.make()
+    dropping, plain = tiny.make(dropout__rate=0.5, dropout__attention=0.25), tiny.make()
     variables = tiny.variables(plain)
     np.testing.assert_array_equal(loss_of(dropping)(variables)[1][0], loss_of(plain)(variables)[1][0])
 

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from txl_jax.ops import adaptive, sampling
+from txl_jax.ops import adaptive_softmax, sampling
 
 D, V = 6, 13
 CUTOFFS = (4, 9)
 
 
 @functools.cache
-def make_clusters(strength: float = 1.0, cutoffs: tuple[int, ...] = CUTOFFS) -> tuple[adaptive.Cluster, ...]:
+def make_clusters(strength: float = 1.0, cutoffs: tuple[int, ...] = CUTOFFS) -> tuple[adaptive_softmax.Cluster, ...]:
     """A head of 4 words and 2 tails, the head joined with their entries."""
     rng, bounds = np.random.default_rng(3), [0, *cutoffs, V]
     clusters = [
-        adaptive.Cluster(
+        adaptive_softmax.Cluster(
             jnp.asarray(strength * rng.normal(size=(end - start, D)), jnp.float32),
             jnp.asarray(rng.normal(size=end - start), jnp.float32),
             None,
@@ -30,8 +30,8 @@ def make_clusters(strength: float = 1.0, cutoffs: tuple[int, ...] = CUTOFFS) -> 
     ]
     if cutoffs:
         entries = rng.normal(size=(len(cutoffs), D)), rng.normal(size=len(cutoffs))
-        tails = adaptive.TailEntries(*(jnp.asarray(array, jnp.float32) for array in entries))
-        clusters[0] = adaptive.with_tails(clusters[0], tails)
+        tails = adaptive_softmax.TailEntries(*(jnp.asarray(array, jnp.float32) for array in entries))
+        clusters[0] = adaptive_softmax.with_tails(clusters[0], tails)
     return tuple(clusters)
 
 
@@ -40,7 +40,7 @@ def hidden_states(rows: int, seed: int = 5) -> jax.Array:
 
 
 def all_log_p(hidden, clusters) -> np.ndarray:
-    return np.asarray(adaptive.log_probabilities(hidden, clusters, None))
+    return np.asarray(adaptive_softmax.log_probabilities(hidden, clusters, None))
 
 
 @functools.cache
@@ -75,13 +75,13 @@ def test_the_largest_of_many_are_found_in_groups(n, k):
 
 def test_a_tail_is_computed_only_if_its_bound_reaches_the_kth_word(monkeypatch):
     """Entries of the tails at -20, then one of them at +20, then both likely."""
-    computed, logits = [], adaptive.logits
+    computed, logits = [], adaptive_softmax.logits
 
     def counted(hidden, cluster):
         jax.debug.callback(lambda _: computed.append(cluster.table.shape[0]), hidden[0, 0])
         return logits(hidden, cluster)
 
-    monkeypatch.setattr(adaptive, "logits", counted)
+    monkeypatch.setattr(adaptive_softmax, "logits", counted)
     for entries, tails in (((-20, -20), []), ((-20, 20), [4]), ((20, -20), [5]), ((5, 5), [5, 4])):
         head, *rest = make_clusters(0.01)
         clusters = (head._replace(bias=jnp.asarray([0.0, 0, 0, 0, *entries])), *rest)

@@ -72,7 +72,7 @@ def test_the_rate_stays_at_the_floor_after_the_last_step_of_the_decay():
 
 
 def test_the_rate_is_multiplied_while_weights_are_averaged():
-    average = AverageConfig(start=16, rate=0.5)
+    average = AverageConfig(start_step=16, lr_scale=0.5)
     found, without = rates(average=average), rates()
     assert found[:16] == pytest.approx(without[:16])
     assert found[16:] == pytest.approx([rate / 2 for rate in without[16:]])

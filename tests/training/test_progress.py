@@ -8,7 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from txl_jax.training.progress import NonFiniteError, Progress, duration
+from txl_jax.runtime.environment import duration
+from txl_jax.training.progress import NonFiniteError, Progress
 from txl_jax.training.step import UpdateMetrics
 
 STEPS, LOG_EVERY, TOKENS = 8, 4, 21
@@ -23,7 +24,7 @@ class Log:
     def record(self, kind, step, values):
         self.records.append({"kind": kind, "step": step, **values})
 
-    def say(self, line):
+    def log(self, line):
         self.lines.append(line)
 
 

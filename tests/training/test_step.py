@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-import tiny_run
 
+from support import tiny, tiny_run
 from txl_jax.config import DType, LossPart
 from txl_jax.training.step import make_train_step
 

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import tqdm
 
-from txl_jax.config import TOKEN_SETTINGS, CorpusName, DataConfig, LineMark, Tokenizer
-from txl_jax.data import counting, own_text, published, store
-from txl_jax.data.text import File, Text
-from txl_jax.data.vocabulary import Vocabulary, digest
+from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer
+from txl_jax.config.settings import setting_of
+from txl_jax.data.sources import local_files, published
+from txl_jax.data.sources.text import File, Text
+from txl_jax.data.tokens import build_vocabulary, store
+from txl_jax.data.tokens.vocabulary import Vocabulary, digest
 
 # Files that the ids depend on too; the store's name holds the digest of what is in them.
 _NAMED_FILES = ("vocab_file", "sentencepiece_model")
@@ -74,11 +76,11 @@ def read_corpus(
 def _read_text(config: DataConfig, data_dir: str, cache_dir: str) -> Text:
     match config.corpus:
         case CorpusName.TEXT:
-            return own_text.read_own_text(config, reading=_watched)
+            return local_files.read_own_text(config, reading=_watched)
         case CorpusName.PYTHON_STDLIB:
-            return own_text.read_python_stdlib(config, reading=_watched)
+            return local_files.read_python_stdlib(config, reading=_watched)
         case CorpusName.ENWIK8 | CorpusName.TEXT8 if config.file:
-            return own_text.read_prefix(config, reading=_watched)
+            return local_files.read_prefix(config, reading=_watched)
     return published.read(config.corpus, data_dir=data_dir, cache_dir=cache_dir, heldout=config.heldout)
 
 
@@ -86,7 +88,7 @@ def _tokens(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary
     """The text's ids in its own vocabulary, or in a given one."""
     own = _settings(config, ignore_missing=vocabulary is not None)
     if vocabulary is None:
-        make = partial(counting.make_vocabulary, config, text, reading=_watched)
+        make = partial(build_vocabulary.make_vocabulary, config, text, reading=_watched)
         return store.open_store(text, own, make, folder=folder, reading=_watched)
     # The text that a run was trained on needs no second store.
     found = store.find_store(text, own, folder)
@@ -98,11 +100,17 @@ def _tokens(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary
 
 def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
     """Everything beside the text that its ids depend on. A file counts by its content."""
-    settings = {name: getattr(config, name) for name in TOKEN_SETTINGS}
+    settings = {
+        field.name: getattr(config.tokenizer, field.name)
+        for field in dataclasses.fields(config.tokenizer)
+        if setting_of(field).shapes_tokens
+    }
     for name in _NAMED_FILES:
-        if path := getattr(config, name):
+        if path := getattr(config.tokenizer, name):
             try:
-                settings[name] = hashlib.sha256(counting.read_named(path, flag=f"--data.{name}")).hexdigest()
+                settings[name] = hashlib.sha256(
+                    build_vocabulary.read_named(path, flag=f"--data.tokenizer.{name}")
+                ).hexdigest()
             except FileNotFoundError:
                 if not ignore_missing:
                     raise
@@ -111,8 +119,8 @@ def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
 
 def _described(config: DataConfig) -> str:
     """How the text was read, for people."""
-    if config.tokenizer is Tokenizer.BYTE:
-        return f"newlines {'dropped' if config.newlines is config.newlines.DROP else 'kept'}"
+    if config.tokenizer.kind is Tokenizer.BYTE:
+        return f"newlines {'dropped' if config.tokenizer.newlines is Newlines.DROP else 'kept'}"
     kinds = {Tokenizer.CHAR: "characters", Tokenizer.WORD: "words", Tokenizer.SENTENCEPIECE: "pieces"}
     marks = {
         LineMark.EOS: ", a mark after each line",
@@ -120,8 +128,8 @@ def _described(config: DataConfig) -> str:
         LineMark.DOUBLE_S: ", <S> before and after each sentence",
         LineMark.NONE: ", lines unmarked",
     }
-    marked = "" if config.tokenizer is Tokenizer.CHAR else marks[config.line_mark]
-    return f"as {'lower-case ' if config.lower_case else ''}{kinds[config.tokenizer]}{marked}"
+    marked = "" if config.tokenizer.kind is Tokenizer.CHAR else marks[config.tokenizer.line_mark]
+    return f"as {'lower-case ' if config.tokenizer.lower_case else ''}{kinds[config.tokenizer.kind]}{marked}"
 
 
 def _watched(doing: str, files: Iterable[File]) -> Iterator[File]:

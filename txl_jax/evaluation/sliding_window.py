@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from txl_jax import processes
+from txl_jax.inference.scorer import at_temperature
 from txl_jax.metrics import Totals
-from txl_jax.readers import Model, at_temperature
+from txl_jax.modules.language_model import LanguageModel
+from txl_jax.runtime import distributed
 
 # (params, windows int [B, A], targets int [B, n]) -> nats of the targets [B, n]
 WindowStep = Callable[[Any, jax.Array, jax.Array], jax.Array]
@@ -37,7 +38,7 @@ class Windows(NamedTuple):
     scored: np.ndarray  # int64 [B, n]: which token of the text each target is; 0 past the text's end.
 
 
-def make_window_step(model: Model, *, clamp_len: int, temperature: float = 1.0) -> WindowStep:
+def make_window_step(model: LanguageModel, *, clamp_len: int | None, temperature: float = 1.0) -> WindowStep:
     """The jitted scoring of windows. A and the number n of scored positions are those of the arrays it is given.
 
     Only the last n hidden states go through the softmax, its logits divided by `temperature`.
@@ -90,7 +91,7 @@ def evaluate_windows(
 
     def fetch(nll: jax.Array, scored: np.ndarray) -> Totals:
         """Sums on the host, in double precision."""
-        nats = processes.on_host(nll)[scored > 0]
+        nats = distributed.to_host(nll)[scored > 0]
         if token_nats is not None:
             token_nats[scored[scored > 0]] = nats
         return Totals(nats.sum(dtype=np.float64).item(), nats.size)

@@ -1,6 +1,6 @@
 """Streaming evaluation: the model reads a text once, segment after segment, with its memory.
 
-Every token but the first is scored exactly once (DESIGN of the walk: `txl_jax.data.segments`).
+Every token but the first is scored exactly once (DESIGN of the walk: `txl_jax.data.batches.segments`).
 """
 
 import functools
@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from txl_jax import losses, processes, recurrence
+from txl_jax import losses, recurrence
 from txl_jax.config import EvalConfig
-from txl_jax.data.segments import SegmentReader, Segments
+from txl_jax.data.batches.segments import SegmentReader
+from txl_jax.inference.scorer import make_scorer
 from txl_jax.metrics import Totals
-from txl_jax.readers import Model, make_reader
+from txl_jax.modules.language_model import LanguageModel
+from txl_jax.runtime import distributed
+from txl_jax.segments import Segments
 
 
 class Scores(NamedTuple):
@@ -25,13 +28,13 @@ class Scores(NamedTuple):
     nll: jax.Array  # [S, B, L], nats of every position, scored or not.
 
 
-# (weights, memory, segments) -> (memory, scores); weights and memory are the reader's (`txl_jax.readers`).
+# (weights, memory, segments) -> (memory, scores); weights and memory are the reader's (`txl_jax.inference.scorer`).
 EvalStep = Callable[[Any, Any, Segments], tuple[Any, Scores]]
 
 
-def make_eval_step(model: Model, config: EvalConfig) -> EvalStep:
+def make_eval_step(model: LanguageModel, config: EvalConfig) -> EvalStep:
     """A function that scores S segments, ready for `jax.jit` with the memory donated."""
-    reader = make_reader(model, config)
+    reader = make_scorer(model, config)
 
     def eval_step(weights: Any, memory: Any, segments: Segments) -> tuple[Any, Scores]:
         def score(state: None, memory: Any, segment: Segments) -> tuple[None, Any, Scores]:
@@ -69,8 +72,8 @@ def evaluate(
 
     def fetch(first: int, scores: Scores) -> Totals:
         if keep is not None:
-            keep(first, processes.on_host(scores.nll))
-        nats, tokens = processes.on_host(scores.nats), processes.on_host(scores.tokens)
+            keep(first, distributed.to_host(scores.nll))
+        nats, tokens = distributed.to_host(scores.nats), distributed.to_host(scores.tokens)
         # Summed on the host, in double precision.
         return Totals(nats.sum(dtype="float64").item(), tokens.sum(dtype="float64").item())
 

@@ -161,7 +161,7 @@ def _position_biases(config: ModelConfig) -> Iterator[Piece]:
 
 def _position_tables(config: ModelConfig) -> Iterator[Piece]:
     """Learned keys, scores and biases of Shaw's encoding; vectors of Al-Rfou's, there cut into heads."""
-    lead, heads = (config.n_layer, config.n_position), (config.n_head, config.d_head)
+    lead, heads = (config.n_layer, config.num_positions), (config.n_head, config.d_head)
     turned = slice(None), slice(None, None, -1)
 
     def piece(name: str, shape: tuple[int, ...], rows: Any, path: str, ours: tuple[int, ...]) -> Piece:

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from txl_jax import config_tree, processes, report
 from txl_jax.config import ExperimentConfig
+from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus
-from txl_jax.jobs.parameters import load_to_score
+from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import SPLITS, as_record, score_split
-from txl_jax.run_log import write_json
-from txl_jax.workdir import TextInfo, Workdir
+from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.runtime import distributed, environment
+from txl_jax.runtime.files import write_json
 
 
 def run(
@@ -18,7 +19,7 @@ def run(
     workdir: Workdir,
     *,
     trained_on: TextInfo,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Any]:
     """Scores both texts at the evaluation lengths of `config`; returns and writes evaluation.json.
@@ -31,16 +32,16 @@ def run(
       FileNotFoundError: the workdir holds no checkpoint.
       Interrupted: a stop was requested.
     """
-    parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, say=say)
+    parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
     results: dict[str, Any] = {
         "text": corpus.description,
         "text_sha256": corpus.digest,
         "step": step,
         "eval": config_tree.to_dict(config.eval),
-        **report.environment(),
+        **environment.describe(),
     }
     for split in SPLITS:
-        results[split] = as_record(score_split(parts, params, corpus, split, say=say, stop_requested=stop_requested))
-    processes.first_tells(lambda: write_json(workdir.path / "evaluation.json", results))
-    say(f"results   {workdir.path / 'evaluation.json'}")
+        results[split] = as_record(score_split(parts, params, corpus, split, log=log, stop_requested=stop_requested))
+    distributed.broadcast_from_primary(lambda: write_json(workdir.path / "evaluation.json", results))
+    log(f"results   {workdir.path / 'evaluation.json'}")
     return results

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax import processes
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
-from txl_jax.data.vocabulary import Vocabulary, unescape
-from txl_jax.generation import Generator
-from txl_jax.jobs import alike
-from txl_jax.jobs.parameters import load_parameters, make
-from txl_jax.workdir import Workdir
+from txl_jax.data.tokens.vocabulary import Vocabulary, unescape
+from txl_jax.inference.generator import Generator
+from txl_jax.jobs import agreement
+from txl_jax.jobs.restore import load_parameters, make
+from txl_jax.jobs.workdir import Workdir
+from txl_jax.runtime import distributed
 
 
 def run(
@@ -23,7 +23,7 @@ def run(
     vocabulary: Vocabulary,
     workdir: Workdir,
     *,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:
@@ -39,8 +39,8 @@ def run(
     """
     check_can_write(config)
     stop = read_stop(config.generate, vocabulary)
-    alike.check_settings(config)
-    prompt = os.fsencode(processes.first_tells(lambda: os.fsdecode(read_prompt(config.generate))))
+    agreement.check_settings(config)
+    prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config.generate))))
     try:
         ids = vocabulary.encode(prompt)
         prompt = vocabulary.decode(ids)  # As the model reads it: words stand between single spaces, for example.
@@ -49,15 +49,15 @@ def run(
     if not len(ids):
         ids = vocabulary.start
     make(workdir)
-    parts = processes.together(lambda: assemble(config, vocab_size=vocabulary.size))
-    step, params = load_parameters(parts, workdir, say=say)
+    parts = distributed.run_on_all(lambda: assemble(config, vocab_size=vocabulary.size))
+    step, params = load_parameters(parts, workdir, log=log)
     generator = Generator(parts.model, config.eval, config.generate, memory_dtype=parts.memory_dtype, stop_token=stop)
     at_most = "" if stop is None else "at most "
-    say(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
+    log(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     write(decoder.decode(prompt))
     blocks, ended = [], False  # The first sample may end before the others.
-    for block in generator.tokens(generator.freeze(params), ids, stop_requested=stop_requested):
+    for block in generator.tokens(generator.prepare_params(params), ids, stop_requested=stop_requested):
         blocks.append(block)
         if not ended:
             write(decoder.decode(vocabulary.decode(_until(stop, block[0]))))
@@ -67,10 +67,10 @@ def run(
         return []  # Stopped while the prompt was read.
     texts = [vocabulary.decode(_until(stop, row)) for row in np.concatenate(blocks, axis=1)]
     for number, text in enumerate(texts[1:], start=2):
-        say(f"--- sample {number} ---")
+        log(f"--- sample {number} ---")
         write((prompt + text).decode(errors="replace") + "\n")
     path = workdir.path / f"sample-seed{config.generate.seed}.txt"
-    processes.first_tells(lambda: _save(path, prompt, texts))
+    distributed.broadcast_from_primary(lambda: _save(path, prompt, texts))
     return texts
 
 
@@ -97,7 +97,7 @@ def read_prompt(config: GenerateConfig) -> bytes:
       FileNotFoundError: `prompt_file` cannot be read.
     """
     if not config.prompt_file:
-        return os.fsencode(config.prompt)  # As typed: the bytes need not be valid UTF-8.
+        return os.fsencode(config.prompt or "")  # As typed: the bytes need not be valid UTF-8.
     try:
         return Path(config.prompt_file).read_bytes()
     except OSError as error:

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import tqdm
 
-from txl_jax import report
 from txl_jax.assemble import Parts
+from txl_jax.data.batches.segments import SegmentReader, evaluation_segments
 from txl_jax.data.corpus import Corpus
-from txl_jax.data.segments import SegmentReader, evaluation_segments
 from txl_jax.evaluation.sliding_window import evaluate_windows
 from txl_jax.evaluation.streaming import evaluate
+from txl_jax.jobs import report
 from txl_jax.metrics import Measure, Totals
-from txl_jax.training.progress import NonFiniteError, duration
+from txl_jax.runtime.environment import duration
+from txl_jax.training.progress import NonFiniteError
 
 SPLITS = ("valid", "test")  # The texts that are scored.
 _SECONDS_BETWEEN_LINES = 20.0
@@ -35,7 +36,7 @@ def score(
     *,
     name: str,
     measure: Measure = Measure.BPC,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     stop_requested: Callable[[], Any] = lambda: False,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
@@ -48,7 +49,7 @@ def score(
       Interrupted: a stop was requested before the end.
       NonFiniteError: the loss is nan or infinite.
     """
-    watch = {"measure": measure, "say": say, "stop_requested": stop_requested}
+    watch = {"measure": measure, "log": log, "stop_requested": stop_requested}
     by = _in_windows if parts.config.eval.stride else _streaming
     totals = by(parts, params, tokens, name=name, token_nats=token_nats, **watch)
     check_finite(totals, name)
@@ -80,7 +81,7 @@ def _streaming(
         tokens, batch_size=span.batch_size, segment_len=span.segment_len, warmup_tokens=span.warmup_tokens
     )
     reader = dataclasses.replace(whole, own=parts.own_rows(span.batch_size))  # It reads this process's rows only.
-    weights = parts.freeze(params)
+    weights = parts.prepare_params(params)
     with watched(name, reader.n_segments, unit="segment", **watch) as show:
         return evaluate(
             parts.eval_step,
@@ -100,7 +101,7 @@ def score_split(
     corpus: Corpus,
     split: str,
     *,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     stop_requested: Callable[[], Any],
     token_nats: np.ndarray | None = None,
 ) -> Totals:
@@ -112,11 +113,11 @@ def score_split(
         getattr(corpus, split),
         name=split,
         measure=measure,
-        say=say,
+        log=log,
         stop_requested=stop_requested,
         token_nats=token_nats,
     )
-    say(report.timed(f"{split} {report.scores(totals, measure)}", time.monotonic() - began))
+    log(report.timed(f"{split} {report.scores(totals, measure)}", time.monotonic() - began))
     return totals
 
 
@@ -127,7 +128,7 @@ def watched(
     *,
     unit: str,
     measure: Measure,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     stop_requested: Callable[[], Any],
 ) -> Iterator[Callable[[float, Totals], None]]:
     """A function to call with how much of `total` is done and the scores so far, while a text is being scored.
@@ -150,7 +151,7 @@ def watched(
             elif now - last_line >= _SECONDS_BETWEEN_LINES:
                 last_line = now
                 remaining = (now - began) / done * (total - done)
-                say(f"{name}: {done / total:.0%}  {totals.told(measure)} so far  ETA {duration(remaining)}")
+                log(f"{name}: {done / total:.0%}  {totals.told(measure)} so far  ETA {duration(remaining)}")
 
         yield show
 

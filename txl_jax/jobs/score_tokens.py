@@ -19,15 +19,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax import processes
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
-from txl_jax.data.vocabulary import Vocabulary, escape
-from txl_jax.jobs.parameters import load_to_score
+from txl_jax.data.tokens.vocabulary import Vocabulary, escape
+from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import SPLITS, score_split
+from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
-from txl_jax.run_log import write_lines
-from txl_jax.workdir import TextInfo, Workdir
+from txl_jax.runtime import distributed
+from txl_jax.runtime.files import write_lines
 
 _TOKENS_PER_BLOCK = 1 << 16
 # What some reader takes for the end of a line, and what a terminal would obey.
@@ -40,7 +40,7 @@ def run(
     workdir: Workdir,
     *,
     trained_on: TextInfo,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Totals]:
     """Scores both texts as `evaluate.run` does, and writes scores-valid.tsv and scores-test.tsv, each when it is done.
@@ -53,17 +53,17 @@ def run(
       FileNotFoundError: the workdir holds no checkpoint.
       Interrupted: a stop was requested.
     """
-    parts, _, params = load_to_score(config, corpus, workdir, trained_on=trained_on, say=say)
+    parts, _, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
     totals = {}
     for split in SPLITS:
         tokens = getattr(corpus, split)
         nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, config.model.dtype))
         totals[split] = score_split(
-            parts, params, corpus, split, say=say, stop_requested=stop_requested, token_nats=nats
+            parts, params, corpus, split, log=log, stop_requested=stop_requested, token_nats=nats
         )
         path = scores_file(workdir, split)
-        processes.first_tells(lambda: write_lines(path, lines(tokens, nats, corpus.vocabulary)))  # noqa: B023
-        say(f"scores    {path}")
+        distributed.broadcast_from_primary(lambda: write_lines(path, lines(tokens, nats, corpus.vocabulary)))  # noqa: B023
+        log(f"scores    {path}")
     return totals
 
 

@@ -7,14 +7,15 @@ mends some of that. The number is chosen on the validation text, and the test te
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from txl_jax import config_tree, processes, report
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig
+from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus
-from txl_jax.jobs.parameters import load_to_score
+from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import as_record, score_split
-from txl_jax.run_log import write_json
-from txl_jax.workdir import TextInfo, Workdir
+from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.runtime import distributed, environment
+from txl_jax.runtime.files import write_json
 
 
 def run(
@@ -24,7 +25,7 @@ def run(
     *,
     trained_on: TextInfo,
     temperatures: Sequence[float],
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Any]:
     """Scores the validation text at each temperature and the test text at the best; returns and writes temperature.json.
@@ -35,11 +36,11 @@ def run(
       Interrupted: a stop was requested; nothing is written.
     """
     configs = at_temperatures(config, temperatures)
-    _, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, say=say)
-    watch = {"say": say, "stop_requested": stop_requested}
+    _, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
+    watch = {"log": log, "stop_requested": stop_requested}
 
     def scored(temperature: float, split: str) -> dict[str, float]:
-        say(f"temperature {temperature:g}")
+        log(f"temperature {temperature:g}")
         parts = assemble(configs[temperature], vocab_size=corpus.vocabulary.size)
         return as_record(score_split(parts, params, corpus, split, **watch))
 
@@ -51,12 +52,12 @@ def run(
         "best": best,
         "valid": {f"{temperature:g}": scores for temperature, scores in valid.items()},
         "test": {f"{temperature:g}": scored(temperature, "test") for temperature in dict.fromkeys((1.0, best))},
-        **report.environment(),
+        **environment.describe(),
     }
-    processes.first_tells(lambda: write_json(workdir.path / "temperature.json", results))
+    distributed.broadcast_from_primary(lambda: write_json(workdir.path / "temperature.json", results))
     if best in (min(configs), max(configs)) and best != 1:
-        say(f"note      {best:g} is the last temperature that was tried; try others beyond it")
-    say(f"results   {workdir.path / 'temperature.json'}")
+        log(f"note      {best:g} is the last temperature that was tried; try others beyond it")
+    log(f"results   {workdir.path / 'temperature.json'}")
     return results
 
 

@@ -18,22 +18,24 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from txl_jax import config_tree, processes, report
 from txl_jax.assemble import Parts, assemble
-from txl_jax.checkpoint import Checkpointer, CheckpointError
 from txl_jax.config import EvalConfig, ExperimentConfig, Order
+from txl_jax.config import tree as config_tree
+from txl_jax.data.batches.prefetch import Prefetcher
+from txl_jax.data.batches.segments import SegmentReader, training_segments
 from txl_jax.data.corpus import Corpus
-from txl_jax.data.prefetch import Prefetcher
-from txl_jax.data.segments import SegmentReader, training_segments
-from txl_jax.jobs import alike
+from txl_jax.jobs import agreement, report
 from txl_jax.jobs.score import Interrupted, as_record, score
+from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
-from txl_jax.run_log import NoLog, RunLog, read_metrics, write_json
-from txl_jax.training import averaging
+from txl_jax.runtime import distributed, environment
+from txl_jax.runtime.checkpoint import Checkpointer, CheckpointError
+from txl_jax.runtime.files import write_json
+from txl_jax.runtime.metrics_log import NoLog, RunLog, read_metrics
+from txl_jax.training import weight_averaging
 from txl_jax.training.loop import Hook, train
 from txl_jax.training.progress import NonFiniteError, Progress
 from txl_jax.training.state import TrainState
-from txl_jax.workdir import TextInfo, Workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +61,18 @@ def run(
       OSError: the workdir cannot be used.
       NonFiniteError: a loss or gradient was not finite; the last checkpoint is from before it.
       CheckpointError: there are checkpoints, but none can be read.
-      ElsewhereError: another process could not go on.
+      RemoteProcessError: another process could not go on.
     """
-    alike.check(config, corpus)
+    agreement.check(config, corpus)
 
     def prepare() -> tuple[Parts, SegmentReader]:
         parts = assemble(config, vocab_size=corpus.vocabulary.size)
         parts.check_training_rows()
         return parts, training_reader(parts, corpus)
 
-    parts, reader = processes.together(prepare)
+    parts, reader = distributed.run_on_all(prepare)
     with contextlib.ExitStack() as held:
-        changes = processes.first_tells(lambda: _claim(workdir, config, TextInfo.of(corpus), held))
+        changes = distributed.broadcast_from_primary(lambda: _claim(workdir, config, TextInfo.of(corpus), held))
         workdir.check_shared()
         return Run(parts, corpus, reader, workdir, stop_requested).run(changes)
 
@@ -139,7 +141,7 @@ class Run:
                 if results := self.ended_before(step, notes):
                     return Outcome(True, step, results)
                 train_step, compilation = self.parts.compile_train_step()
-                self.log.say(report.memory_line(self.parts, compilation))
+                self.log.print(report.memory_line(self.parts, compilation))
                 if not self._has_ended(step, notes):
                     step, state = self._train(train_step, step, state, notes)
                 return self.finish(step, state)
@@ -181,7 +183,7 @@ class Run:
             yield
 
     def _open_log(self, step: int) -> RunLog | NoLog:
-        if not processes.is_first():
+        if not distributed.is_primary():
             return NoLog()
         # What was recorded and then lost its consequences to a kill is done, and recorded, again.
         redone = {"valid"} if self.evaluation_pending else set()
@@ -193,9 +195,9 @@ class Run:
         """The results of a run that had ended when it was opened; None: there is something to do."""
         results = None
         if self._has_ended(step, notes):
-            results = processes.first_tells(lambda: self._results_on_disk(step))
+            results = distributed.broadcast_from_primary(lambda: self._results_on_disk(step))
         if results:
-            self.log.say(f"finished  already: {self.workdir.path / 'results.json'}")
+            self.log.print(f"finished  already: {self.workdir.path / 'results.json'}")
         return results
 
     def _has_ended(self, step: int, notes: dict[str, Any]) -> bool:
@@ -206,16 +208,16 @@ class Run:
         if self.log is None:
             self.unsaid.append(line)
         else:
-            self.log.say(f"note      {line}")
+            self.log.print(f"note      {line}")
 
     def _open(self, step: int, *, introduce: bool) -> None:
         for line in report.opening(self.parts, self.corpus, self.reader):
-            self.log.say(line, shown=introduce)
+            self.log.print(line, shown=introduce)
         for line in self.unsaid:
             self._note(line)
         if step:
             epoch, index = divmod(step, self.reader.n_segments)
-            self.log.say(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
+            self.log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
 
     def begin(self, notes: dict[str, Any], *, shown: bool = True) -> None:
         """Starts the clock; the lines of progress are printed if `shown`."""
@@ -227,7 +229,7 @@ class Run:
             tokens_per_step=span.batch_size * span.new_tokens,
             measure=self.measure,
             window=notes.get("window"),
-            say=functools.partial(self.log.say, shown=shown),
+            log=functools.partial(self.log.print, shown=shown),
         )
 
     def _train(self, train_step: Any, step: int, state: TrainState, notes: dict[str, Any]) -> tuple[int, TrainState]:
@@ -295,7 +297,7 @@ class Run:
         # Those of this very step are written again: a kill may have come before they had their digests.
         better = best is None or totals.nll < best["loss"] or best["step"] == step
         self.log.record("valid", step, as_record(totals))
-        self.log.say(
+        self.log.print(
             report.timed(f"step {step}: valid {report.scores(totals, self.measure)}", time.monotonic() - began)
             + ("  best so far" if better else f"  best {self._told(best)} at step {best['step']}")
         )
@@ -309,16 +311,20 @@ class Run:
         """The validation losses of this run in order; none if they were scored with other --eval settings."""
         if self._best() is None:
             return []
-        return processes.first_tells(
+        return distributed.broadcast_from_primary(
             lambda: [record["loss"] for record in read_metrics(self.workdir.path) if record["kind"] == "valid"]
         )
 
     def _with_average(self, step: int, state: TrainState) -> TrainState:
-        trigger = self.parts.config.average.trigger
-        if not trigger or averaging.has_begun(state.average) or not averaging.is_due(self.losses, trigger):
+        trigger = self.parts.config.average.nt_asgd_patience
+        if (
+            not trigger
+            or weight_averaging.has_begun(state.average)
+            or not weight_averaging.is_due(self.losses, trigger)
+        ):
             return state
-        self.log.say(f"note      the mean of the weights begins here: no better loss than {trigger} evaluations ago")
-        return state.replace(average=averaging.begin(state.average, step))
+        self.log.print(f"note      the mean of the weights begins here: no better loss than {trigger} evaluations ago")
+        return state.replace(average=weight_averaging.begin(state.average, step))
 
     def _out_of_patience(self) -> bool:
         """Whether the last `patience` validation losses were all no better than the best before them."""
@@ -329,7 +335,7 @@ class Run:
 
     def _best(self) -> dict[str, Any] | None:
         """Step and scores of the best parameters so far; None if there are none that can be compared with."""
-        return processes.first_tells(self._best_on_disk)
+        return distributed.broadcast_from_primary(self._best_on_disk)
 
     def _best_on_disk(self) -> dict[str, Any] | None:
         step = self.best.latest_step()
@@ -353,7 +359,7 @@ class Run:
 
     def save(self, step: int, state: TrainState) -> None:
         """Writes a checkpoint."""
-        processes.together(self.best.wait)  # Else a kill could leave a checkpoint whose evaluation's best is lost.
+        distributed.run_on_all(self.best.wait)  # Else a kill could leave a checkpoint whose evaluation's best is lost.
         window = dataclasses.asdict(self.progress.window)
         self.latest.save(step, state, {"window": window, "evaluation_pending": self.evaluation_pending})
         self.saved_step = step
@@ -362,18 +368,20 @@ class Run:
         """The last checkpoint, and, after the last update, the test text."""
         early = step < self.config.steps and self._out_of_patience()
         if early:
-            self.log.say(f"note      ends after step {step}: no better loss in {self.config.patience} evaluations")
+            self.log.print(f"note      ends after step {step}: no better loss in {self.config.patience} evaluations")
         finished = (early or step >= self.config.steps) and not self.evaluation_pending
         if self.saved_step != step:
             self.save(step, state)
-        processes.together(self.latest.wait)
-        processes.together(self.best.wait)
+        distributed.run_on_all(self.latest.wait)
+        distributed.run_on_all(self.best.wait)
         if finished:
             try:
                 return Outcome(True, step, self._test(step, state))
             except Interrupted:
                 pass
-        self.log.say(f"stopped   on request after step {step}; everything is saved, the same command goes on from here")
+        self.log.print(
+            f"stopped   on request after step {step}; everything is saved, the same command goes on from here"
+        )
         return Outcome(False, step, None)
 
     def _test(self, step: int, state: TrainState) -> dict[str, Any]:
@@ -381,7 +389,7 @@ class Run:
         began = time.monotonic()
         totals = self._score(params, self.corpus.test, "test")
         self.log.record("test", step, as_record(totals))
-        self.log.say(report.timed(f"test {report.scores(totals, self.measure)}", time.monotonic() - began))
+        self.log.print(report.timed(f"test {report.scores(totals, self.measure)}", time.monotonic() - began))
         results = {
             "corpus": self.corpus.name,
             "text": self.corpus.description,
@@ -390,10 +398,10 @@ class Run:
             "best_valid": best,
             "test": {"step": best["step"] if best else step, **as_record(totals)},
             "eval": self._eval_settings(),
-            **report.environment(),
+            **environment.describe(),
         }
-        processes.first_tells(lambda: write_json(self.workdir.path / "results.json", results))
-        self.log.say(f"results   {self.workdir.path / 'results.json'}")
+        distributed.broadcast_from_primary(lambda: write_json(self.workdir.path / "results.json", results))
+        self.log.print(f"results   {self.workdir.path / 'results.json'}")
         return results
 
     def _best_or_last(self, state: TrainState) -> tuple[dict[str, Any] | None, Any]:
@@ -424,7 +432,7 @@ class Run:
             tokens,
             name=name,
             measure=self.measure,
-            say=self.log.say,
+            log=self.log.print,
             stop_requested=self.stop_requested,
         )
 

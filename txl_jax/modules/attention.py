@@ -6,14 +6,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax import axes
 from txl_jax.config import CompatConfig, Encoding, ModelConfig
-from txl_jax.modules import parameters
+from txl_jax.modules import initializers
 from txl_jax.modules.dropout import Dropout, dropout, is_on, weight_dropout
-from txl_jax.modules.encodings import ShawTable
-from txl_jax.ops.dot_product_attention import dot_product_attention
-from txl_jax.ops.relative_attention import relative_attention
-from txl_jax.ops.spread import Spread, lay
+from txl_jax.modules.position_encodings import ShawTable
+from txl_jax.ops.attention.dot_product import dot_product_attention
+from txl_jax.ops.attention.relative import relative_attention
+from txl_jax.sharding import axes
+from txl_jax.sharding.activations import Spread, lay
 
 # What `score_terms` takes, by the names that the collection "attention" has it under.
 SCORE_PARTS = ("query", "key", "position_key", "content_bias", "position_bias")
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         c = self.config
         dtype = segment.dtype
         drop_weights = weight_dropout(c, deterministic=self.deterministic)
-        inward = parameters.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
+        inward = initializers.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
         def matrix(name: str) -> jax.Array:
             """[D, H, E]."""
@@ -67,7 +67,7 @@ class Attention(nn.Module):
             self._drop(self._heads(jnp.concatenate([_project(states, kernel) for states in context], axis=-2)), name)
             for name, kernel in (("key", w_key), ("value", w_value))
         )
-        drop = Dropout(c.attention_dropout, deterministic=self.deterministic)
+        drop = Dropout(c.dropout.attention, deterministic=self.deterministic)
         if not c.encoding.is_relative:
             attended_BxHxLxE = dot_product_attention(query, key, value, mask=mask, drop=drop)
         else:
@@ -97,7 +97,7 @@ class Attention(nn.Module):
                 mask=mask,
                 drop=drop,
             )
-        outward = parameters.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
+        outward = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
         kernel = drop_weights(self.param("output", outward, (c.n_head, c.d_head, c.d_model)))
         output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))
         return dropout(c, c.dropout, deterministic=self.deterministic)(output)
@@ -108,9 +108,9 @@ class Attention(nn.Module):
         By names, so that with or without it the other dropouts, which are numbered, draw what they draw.
         """
         c = self.config
-        if not is_on(c.qkv_dropout):
+        if not is_on(c.dropout.qkv):
             return states
-        return dropout(c, c.qkv_dropout, deterministic=self.deterministic, name=f"drop_{name}")(states)
+        return dropout(c, c.dropout.qkv, deterministic=self.deterministic, name=f"drop_{name}")(states)
 
     def _heads(self, states: jax.Array) -> jax.Array:
         """[B, H, positions, E], pinned to where its rows and heads lie."""

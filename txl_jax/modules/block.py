@@ -6,13 +6,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax import axes
 from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace, Remat
-from txl_jax.modules import parameters
+from txl_jax.modules import initializers
 from txl_jax.modules.attention import Attention
-from txl_jax.modules.encodings import AddedTable, PositionBiases
 from txl_jax.modules.feed_forward import FeedForward
-from txl_jax.ops.spread import Spread, lay
+from txl_jax.modules.position_encodings import AddedTable, PositionBiases
+from txl_jax.sharding import axes
+from txl_jax.sharding.activations import Spread, lay
 
 
 class LayerContext(NamedTuple):
@@ -35,8 +35,8 @@ def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.Layer
         dtype=dtype,
         param_dtype=jnp.result_type(float),  # As every other parameter: float64 in a float64 run.
         use_fast_variance=False,
-        scale_init=parameters.ones(axes.NORM),
-        bias_init=parameters.zeros(axes.NORM),
+        scale_init=initializers.ones(axes.NORM),
+        bias_init=initializers.zeros(axes.NORM),
         name=name,
     )
 

@@ -1,6 +1,6 @@
 """Dropout: on activations, with a mask for every number or one for all positions of a segment, and on weights.
 
-A rate may be a traced number, so that runs with different ones are one program (`txl_jax.training.together`).
+A rate may be a traced number, so that runs with different ones are one program (`txl_jax.training.ensemble`).
 """
 
 from collections.abc import Callable
@@ -38,12 +38,12 @@ def dropout(config: ModelConfig, rate: float, *, deterministic: bool | None = No
     With `locked_dropout` the positions share a mask (variational dropout: Gal and Ghahramani, 2016), so that what is
     left out stays out while a segment is read. Rows of the batch never share one, and each update draws anew.
     """
-    axes = (-2,) if config.locked_dropout else ()
+    axes = (-2,) if config.dropout.locked else ()
     return Dropout(rate, broadcast_dims=axes, deterministic=deterministic, name=name)
 
 
 def weight_dropout(config: ModelConfig, *, deterministic: bool) -> Callable[[jax.Array], jax.Array]:
     """Leaves out entries of a matrix for one update (DropConnect: Wan et al., 2013), the same for all positions."""
-    if not is_on(config.weight_dropout):
+    if not is_on(config.dropout.weight):
         return lambda kernel: kernel
-    return Dropout(config.weight_dropout, deterministic=deterministic, name="drop_weights")
+    return Dropout(config.dropout.weight, deterministic=deterministic, name="drop_weights")

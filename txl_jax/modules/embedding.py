@@ -6,12 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax import axes
 from txl_jax.config import ModelConfig
-from txl_jax.modules import parameters
+from txl_jax.modules import initializers
 from txl_jax.modules.dropout import is_on
-from txl_jax.ops import adaptive
-from txl_jax.ops.spread import Spread
+from txl_jax.ops import adaptive_softmax
+from txl_jax.sharding import axes
+from txl_jax.sharding.activations import Spread
 
 
 def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
@@ -36,12 +36,12 @@ class Embedding(nn.Module):
         c = self.config
         sizes = cluster_sizes(c, self.vocab_size) if c.div_val > 1 else [self.vocab_size]
         widths = [c.cluster_width(i) for i in range(len(sizes))]
-        table = parameters.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
+        table = initializers.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
         self.tables = [
             self.param(f"table_{i}", table, (size, width))
             for i, (size, width) in enumerate(zip(sizes, widths, strict=True))
         ]
-        projection = parameters.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
+        projection = initializers.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
         self.projections = [
             self.param(f"projection_{i}", projection, (width, c.d_model)) if c.has_projections else None
             for i, width in enumerate(widths)
@@ -56,15 +56,15 @@ class Embedding(nn.Module):
         """
         c = self.config
         clusters = [
-            adaptive.Cluster(table, None, projection)
+            adaptive_softmax.Cluster(table, None, projection)
             for table, projection in zip(self.tables, self.projections, strict=True)
         ]
         cutoffs = c.cutoffs if len(clusters) > 1 else ()
-        vectors = adaptive.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype), spread=self.spread)
+        vectors = adaptive_softmax.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype), spread=self.spread)
         embedded = vectors * c.d_model**0.5
-        if deterministic or not is_on(c.embedding_dropout):
+        if deterministic or not is_on(c.dropout.embedding):
             return embedded
-        kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - c.embedding_dropout, (self.vocab_size,))
+        kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - c.dropout.embedding, (self.vocab_size,))
         begins = (jnp.arange(tokens.shape[-1]) == 0)[None]
-        others = jnp.where(kept[tokens][..., None], embedded / jnp.asarray(1 - c.embedding_dropout, embedded.dtype), 0)
+        others = jnp.where(kept[tokens][..., None], embedded / jnp.asarray(1 - c.dropout.embedding, embedded.dtype), 0)
         return jnp.where(begins[..., None], embedded, others)

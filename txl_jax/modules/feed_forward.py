@@ -6,12 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax import axes
 from txl_jax.config import ModelConfig
-from txl_jax.modules import parameters
+from txl_jax.modules import initializers
 from txl_jax.modules.dropout import dropout, weight_dropout
-from txl_jax.ops.products import project
-from txl_jax.ops.spread import Spread, lay
+from txl_jax.ops.matmul import project
+from txl_jax.sharding import axes
+from txl_jax.sharding.activations import Spread, lay
 
 
 class FeedForward(nn.Module):
@@ -42,8 +42,8 @@ class FeedForward(nn.Module):
     ) -> jax.Array:
         """x W + b, with parameters `name`_kernel and `name`_bias; `rows` and `columns` are (size, axis name)."""
         (n_row, row_axis), (n_column, column_axis) = rows, columns
-        init = parameters.normal(self.config.init_std, row_axis, column_axis)
+        init = initializers.normal(self.config.init_std, row_axis, column_axis)
         kernel = drop_weights(self.param(f"{name}_kernel", init, (n_row, n_column))).astype(inputs.dtype)
-        bias = self.param(f"{name}_bias", parameters.zeros(column_axis), (n_column,)).astype(inputs.dtype)
+        bias = self.param(f"{name}_bias", initializers.zeros(column_axis), (n_column,)).astype(inputs.dtype)
         outputs = project(inputs, kernel)
         return outputs + jnp.broadcast_to(bias, outputs.shape)

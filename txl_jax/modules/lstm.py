@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, MemoryStart, ModelConfig
 from txl_jax.memory import Memory
-from txl_jax.modules.activations import keep_last
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
+from txl_jax.modules.intermediates import keep_last
 from txl_jax.modules.softmax import Softmax
-from txl_jax.ops.spread import Spread
+from txl_jax.sharding.activations import Spread
 
 
 class LSTM(nn.Module):
@@ -35,16 +35,16 @@ class LSTM(nn.Module):
         self.layers = [nn.RNN(nn.OptimizedLSTMCell(c.d_model, **cell), return_carry=True) for _ in range(c.n_layer)]
         self.softmax = Softmax(c, self.vocab_size, self.spread)
         self.drop = dropout(c, c.dropout)
-        self.drop_input = dropout(c, c.input_rate)
-        self.drop_output = dropout(c, c.output_rate)
+        self.drop_input = dropout(c, c.dropout.input_rate)
+        self.drop_output = dropout(c, c.dropout.output_rate)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
         """Touches every parameter, for `init`; returns the losses [B, L]."""
-        hidden, _ = self.encode(tokens, memory, clamp_len=0, same_length=False, deterministic=True)
+        hidden, _ = self.encode(tokens, memory, clamp_len=None, same_length=False, deterministic=True)
         return self.nll(hidden, targets)
 
     def encode(
-        self, tokens: jax.Array, memory: Memory, *, clamp_len: int, same_length: bool, deterministic: bool
+        self, tokens: jax.Array, memory: Memory, *, clamp_len: int | None, same_length: bool, deterministic: bool
     ) -> tuple[jax.Array, Memory]:
         """int [B, L] -> outputs [B, L, D] of the last layer, and the states at the segment's end."""
         del clamp_len, same_length

@@ -6,12 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax import axes
 from txl_jax.config import ModelConfig
-from txl_jax.modules import parameters
+from txl_jax.modules import initializers
 from txl_jax.modules.embedding import cluster_sizes
-from txl_jax.ops import adaptive
-from txl_jax.ops.spread import Spread
+from txl_jax.ops import adaptive_softmax
+from txl_jax.sharding import axes
+from txl_jax.sharding.activations import Spread
 
 
 class Softmax(nn.Module):
@@ -30,14 +30,14 @@ class Softmax(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.sizes = cluster_sizes(c, self.vocab_size)
-        self.bias = self.param("bias", parameters.zeros(axes.VOCAB), (self.vocab_size,))
-        table = parameters.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
+        self.bias = self.param("bias", initializers.zeros(axes.VOCAB), (self.vocab_size,))
+        table = initializers.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
         table_sizes = self.sizes if c.div_val > 1 else [self.vocab_size]
         self.own_tables = [
             None if c.tie_weight else self.param(f"table_{i}", table, (size, c.cluster_width(i)))
             for i, size in enumerate(table_sizes)
         ]
-        projection = parameters.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
+        projection = initializers.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
         tied = c.tie_projs or (False,) * c.n_cluster
         self.own_projections = [
             self.param(f"projection_{i}", projection, (c.cluster_width(i), c.d_model))
@@ -47,9 +47,9 @@ class Softmax(nn.Module):
         ]
         if c.cutoffs:
             n_tail = len(c.cutoffs)
-            tail_table = parameters.normal(c.init_std, axes.CLUSTERS, axes.CLUSTER_EMBED)
+            tail_table = initializers.normal(c.init_std, axes.CLUSTERS, axes.CLUSTER_EMBED)
             self.tail_table = self.param("tail_table", tail_table, (n_tail, c.embed_width))
-            self.tail_bias = self.param("tail_bias", parameters.zeros(axes.CLUSTERS), (n_tail,))
+            self.tail_bias = self.param("tail_bias", initializers.zeros(axes.CLUSTERS), (n_tail,))
 
     def nll(
         self,
@@ -60,7 +60,7 @@ class Softmax(nn.Module):
     ) -> jax.Array:
         """Nats of each target, [B, L], in token order; `tables`, `projections` are the embedding's."""
         clusters, tails = self._weights(tables, projections)
-        return adaptive.negative_log_likelihood(
+        return adaptive_softmax.negative_log_likelihood(
             hidden, targets, clusters, tails, self.config.cutoffs, spread=self.spread
         )
 
@@ -74,16 +74,18 @@ class Softmax(nn.Module):
     ) -> jax.Array:
         """[B, L, V], tokens in order."""
         clusters, tails = self._weights(tables, projections)
-        return adaptive.log_probabilities(hidden, clusters, tails)
+        return adaptive_softmax.log_probabilities(hidden, clusters, tails)
 
-    def clusters(self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]) -> list[adaptive.Cluster]:
+    def clusters(
+        self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
+    ) -> list[adaptive_softmax.Cluster]:
         """The clusters' weights in the compute type, the head ending with the tails' entries."""
         clusters, tails = self._weights(tables, projections)
-        return [adaptive.with_tails(clusters[0], tails), *clusters[1:]]
+        return [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]]
 
     def _weights(
         self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
-    ) -> tuple[list[adaptive.Cluster], adaptive.TailEntries | None]:
+    ) -> tuple[list[adaptive_softmax.Cluster], adaptive_softmax.TailEntries | None]:
         """The clusters' weights in the compute type, tied ones taken from the embedding."""
         c = self.config
         tables = [tied if own is None else own for own, tied in zip(self.own_tables, tables, strict=True)]
@@ -94,7 +96,9 @@ class Softmax(nn.Module):
             if c.has_projections:
                 own, tied = self.own_projections[i], projections[i if c.div_val > 1 else 0]
                 projection = (tied if own is None else own).astype(c.dtype)
-            clusters.append(adaptive.Cluster(table.astype(c.dtype), self.bias[start : start + size], projection))
+            clusters.append(
+                adaptive_softmax.Cluster(table.astype(c.dtype), self.bias[start : start + size], projection)
+            )
             start += size
-        tails = adaptive.TailEntries(self.tail_table.astype(c.dtype), self.tail_bias) if c.cutoffs else None
+        tails = adaptive_softmax.TailEntries(self.tail_table.astype(c.dtype), self.tail_bias) if c.cutoffs else None
         return clusters, tails

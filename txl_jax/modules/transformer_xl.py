@@ -1,6 +1,6 @@
 """Transformer-XL: embedding, N layers that read the memory, softmax (Dai et al., 2019).
 
-    hidden, memory = model.apply(variables, tokens, memory, clamp_len=0, same_length=False,
+    hidden, memory = model.apply(variables, tokens, memory, clamp_len=None, same_length=False,
                                  deterministic=True, method=model.encode)
     nll = model.apply(variables, hidden, targets, method=model.nll)
 
@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace
 from txl_jax.memory import Memory
-from txl_jax.modules.activations import keep_last
 from txl_jax.modules.block import LayerContext, Stack, layer_norm
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
+from txl_jax.modules.intermediates import keep_last
 from txl_jax.modules.softmax import Softmax
-from txl_jax.ops import adaptive, masks, positions
-from txl_jax.ops.spread import Spread
+from txl_jax.ops import adaptive_softmax
+from txl_jax.ops.attention import masks, positions
+from txl_jax.sharding.activations import Spread
 
 
 class TransformerXL(nn.Module):
@@ -39,23 +40,23 @@ class TransformerXL(nn.Module):
         if c.layer_norm is NormPlace.PRE and self.compat.final_norm:
             self.final_norm = layer_norm("final_norm", compat=self.compat, dtype=jnp.dtype(c.dtype))
         self.softmax = Softmax(c, self.vocab_size, self.spread)
-        self.drop_input = dropout(c, c.input_rate)
-        self.drop_output = dropout(c, c.output_rate)
+        self.drop_input = dropout(c, c.dropout.input_rate)
+        self.drop_output = dropout(c, c.dropout.output_rate)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
         """Touches every parameter, for `init`; returns the losses [B, L]."""
-        hidden, _ = self.encode(tokens, memory, clamp_len=0, same_length=False, deterministic=True)
+        hidden, _ = self.encode(tokens, memory, clamp_len=None, same_length=False, deterministic=True)
         return self.nll(hidden, targets)
 
     def encode(
-        self, tokens: jax.Array, memory: Memory, *, clamp_len: int, same_length: bool, deterministic: bool
+        self, tokens: jax.Array, memory: Memory, *, clamp_len: int | None, same_length: bool, deterministic: bool
     ) -> tuple[jax.Array, Memory]:
         """Reads a segment.
 
         Args:
           tokens: int [B, L].
           memory: M slots before it.
-          clamp_len: distances above this share one position code; 0: off.
+          clamp_len: distances above this share one position code; None: off.
           same_length: every query sees the same number of keys, M (or M + 1, see `compat`).
           deterministic: no dropout; otherwise an rng named "dropout" is needed.
 
@@ -82,11 +83,11 @@ class TransformerXL(nn.Module):
         hidden = self.drop_output(hidden, deterministic=deterministic)
         return hidden, memory_lib.update(memory, layer_inputs)
 
-    def embed(self, tokens: jax.Array, *, clamp_len: int, deterministic: bool = True) -> jax.Array:
+    def embed(self, tokens: jax.Array, *, clamp_len: int | None, deterministic: bool = True) -> jax.Array:
         """What the first layer reads, before `input_dropout`: int [B, L] -> [B, L, D].
 
         Sinusoids at the input are counted back from the segment's end: row i gets R(L - 1 - i), with distances above
-        `clamp_len` > 0 set to it (the original's attn_type 2). Only a segment's own rows get a code. The memory is
+        `clamp_len` set to it (the original's attn_type 2). Only a segment's own rows get a code. The memory is
         reused as it was stored (section 3.3), where the original adds another one to it in every segment.
         """
         embedded = self.embedding(tokens, deterministic=deterministic)
@@ -108,7 +109,7 @@ class TransformerXL(nn.Module):
         """Log probabilities of all tokens: [B, L, D] -> [B, L, V]."""
         return self.softmax.log_probabilities(hidden, self.embedding.tables, self.embedding.projections)
 
-    def clusters(self) -> list[adaptive.Cluster]:
+    def clusters(self) -> list[adaptive_softmax.Cluster]:
         """The softmax's weights, joined and cut as `ops.adaptive` reads them."""
         return self.softmax.clusters(self.embedding.tables, self.embedding.projections)
 
@@ -127,7 +128,7 @@ class TransformerXL(nn.Module):
             start=self.compat.memory_start,
         )
 
-    def _codes(self, n_position: int, clamp_len: int) -> jax.Array:
+    def _codes(self, n_position: int, clamp_len: int | None) -> jax.Array:
         """R of the distances n - 1, .., 0: [n, D]."""
         distances = positions.key_distances(n_position, clamp_len=clamp_len)
         return positions.sinusoids(distances, self.config.d_model, jnp.dtype(self.config.dtype))

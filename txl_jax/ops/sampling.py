@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from txl_jax.ops import adaptive
-from txl_jax.ops.adaptive import Cluster
+from txl_jax.ops import adaptive_softmax
+from txl_jax.ops.adaptive_softmax import Cluster
 
 
 def draw(
@@ -23,7 +23,7 @@ def draw(
     clusters: Sequence[Cluster],
     *,
     temperature: float,
-    top_k: int,
+    top_k: int | None,
     top_p: float,
 ) -> jax.Array:
     """One token per row: keys [B] and hidden states [B, D] -> int32 [B].
@@ -36,13 +36,13 @@ def draw(
     """
     if temperature == 0:
         return likeliest(hidden, clusters, 1)[1][:, 0]
-    if 0 < top_k < _bounds(clusters)[-1]:
+    if top_k is not None and top_k < _bounds(clusters)[-1]:
         log_p, tokens = likeliest(hidden, clusters, top_k)
         chosen = _categorical(keys, restrict(log_p / temperature, top_p))
         return jnp.take_along_axis(tokens, chosen[:, None], axis=1)[:, 0]
     if temperature == 1 and top_p == 1:
         return _draw_cluster_first(keys, hidden, clusters)
-    log_p = adaptive.log_probabilities(hidden, clusters, None)
+    log_p = adaptive_softmax.log_probabilities(hidden, clusters, None)
     return _categorical(keys, restrict(log_p / temperature, top_p))
 
 
@@ -56,7 +56,7 @@ def likeliest(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tuple[j
     for c, cluster in enumerate(clusters[1:]):
 
         def look(found: tuple[jax.Array, jax.Array], c: int = c, cluster: Cluster = cluster):
-            log_p = entries[:, c, None] + jax.nn.log_softmax(adaptive.logits(hidden, cluster))
+            log_p = entries[:, c, None] + jax.nn.log_softmax(adaptive_softmax.logits(hidden, cluster))
             more = _top(log_p, bounds[c + 1], k)
             log_p, tokens = (jnp.concatenate(pair, axis=1) for pair in zip(found, more, strict=True))
             log_p, places = jax.lax.top_k(log_p, k)
@@ -90,7 +90,7 @@ def _draw_cluster_first(keys: jax.Array, hidden: jax.Array, clusters: Sequence[C
         inside = drawn == bounds[1] + c
 
         def draw_in(c: int = c, cluster: Cluster = cluster) -> jax.Array:
-            return bounds[c + 1] + _categorical(_fold(keys, c + 1), adaptive.logits(hidden, cluster))
+            return bounds[c + 1] + _categorical(_fold(keys, c + 1), adaptive_softmax.logits(hidden, cluster))
 
         word = jax.lax.cond(jnp.any(inside), draw_in, lambda: nothing)
         # A word's id is also the place of an entry: what was found is marked until all tails had their turn.
@@ -106,7 +106,7 @@ def _bounds(clusters: Sequence[Cluster]) -> list[int]:
 
 def _head(hidden: jax.Array, clusters: Sequence[Cluster]) -> tuple[jax.Array, jax.Array]:
     """Log probabilities of the head's own tokens and of the tails."""
-    log_p = jax.nn.log_softmax(adaptive.logits(hidden, clusters[0]))
+    log_p = jax.nn.log_softmax(adaptive_softmax.logits(hidden, clusters[0]))
     n_token = _bounds(clusters)[1]
     return log_p[:, :n_token], log_p[:, n_token:]
 

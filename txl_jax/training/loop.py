@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from txl_jax.data.segments import Segments
+from txl_jax.segments import Segments
 from txl_jax.training.progress import Progress
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep

@@ -12,21 +12,23 @@ from txl_jax.config import ExperimentConfig, ScheduleOffset
 def learning_rate(config: ExperimentConfig, *, multiple: float = 1.0) -> optax.Schedule:
     """Linear warm-up from 0 to the peak, then a cosine down to a floor, which is reached with the last update.
 
-    With `decay_steps` it is reached there and kept. From `average.start` on all is times `average.rate`. `multiple`
-    raises the peak, but not the floor, which is `lr_floor` of the peak without it.
+    With `decay_steps` it is reached there and kept. From `average.start_step` on all is times `average.lr_scale`. `multiple`
+    raises the peak, but not the minimum, which is `min_lr_ratio` of the peak without it.
 
     The cosine runs from the end of the warm-up, or, as in the original PyTorch script (`ScheduleOffset.ORIGINAL`),
     from update 0, so that the rate jumps down where the warm-up ends.
     """
-    optimizer, compat, average = config.optimizer, config.compat, config.average
+    optimizer, average = config.optimizer, config.average
     peak, warmup = multiple * optimizer.learning_rate, optimizer.warmup_steps
     steps = optimizer.decay_steps or config.train.steps
-    offset = warmup if compat.schedule_offset is ScheduleOffset.AFTER_WARMUP else 0
-    cosine = optax.cosine_decay_schedule(peak, decay_steps=steps - offset, alpha=compat.lr_floor / multiple)
+    offset = warmup if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP else 0
+    cosine = optax.cosine_decay_schedule(peak, decay_steps=steps - offset, alpha=optimizer.min_lr_ratio / multiple)
 
     def rate(count: jax.Array) -> jax.Array:
         falling = jnp.where(count < warmup, peak * count / max(warmup, 1), cosine(count - offset))
-        return falling if average.rate == 1 else jnp.where(count < average.start, 1, average.rate) * falling
+        return (
+            falling if average.lr_scale == 1 else jnp.where(count < average.start_step, 1, average.lr_scale) * falling
+        )
 
     return rate
 
@@ -38,8 +40,8 @@ def make_optimizer(whole: ExperimentConfig) -> optax.GradientTransformation:
     decays = [optax.add_decayed_weights(config.l2)] if config.l2 else []
     after = [optax.add_decayed_weights(config.weight_decay, mask=_matrices)] if config.weight_decay else []
     rates = [optax.scale_by_learning_rate(schedule)]
-    if config.embedding_rate != 1:
-        each = {"embedding": learning_rate(whole, multiple=config.embedding_rate), "others": schedule}
+    if config.embedding_lr_multiplier != 1:
+        each = {"embedding": learning_rate(whole, multiple=config.embedding_lr_multiplier), "others": schedule}
         rates = [optax.partition({name: optax.scale_by_learning_rate(rate) for name, rate in each.items()}, _owner)]
     adam = optax.scale_by_adam(b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), *decays, adam, *after, *rates)

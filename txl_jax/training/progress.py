@@ -1,7 +1,6 @@
 """From the metrics of updates to progress lines, records, and the alarm when a number is not finite."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from txl_jax.metrics import Measure, Totals
-from txl_jax.run_log import RunLog
+from txl_jax.runtime.environment import duration
+from txl_jax.runtime.metrics_log import RunLog
 from txl_jax.training.step import UpdateMetrics
 
 
@@ -31,9 +31,9 @@ class Progress:
     """Collects updates, and reports each time `log_every` of them are complete.
 
     Args:
-      log: takes a record for each report.
+      run_log: takes a record for each report.
       window: the sums of an interrupted run.
-      say: takes a line for each report; None: the log does.
+      log: takes a line for each report; None: the run log does.
 
     Attributes:
       reported: step and values of the last report.
@@ -41,20 +41,20 @@ class Progress:
 
     def __init__(
         self,
-        log: RunLog,
+        run_log: RunLog,
         *,
         steps: int,
         log_every: int,
         tokens_per_step: int,
         measure: Measure = Measure.BPC,
         window: dict[str, Any] | None = None,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.window = Window(**(window or {}))
         self.reported: dict[str, float] = {}
-        self._log = log
-        self._say = say or log.say
+        self._run_log = run_log
+        self._log = log or run_log.print
         self._steps = steps
         self._log_every = log_every
         self._tokens_per_step = tokens_per_step
@@ -98,9 +98,9 @@ class Progress:
             "learning_rate": learning_rate,
             "tokens_per_second": rate,
         }
-        self._log.record("train", step, values)
+        self._run_log.record("train", step, values)
         self.reported = {"step": step, **values, "remaining": remaining}
-        self._say(
+        self._log(
             f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {totals.nll:.4f}  {totals.told(self._measure)}  "
             f"grad norm {grad_norm:.3f}  lr {learning_rate:.2e}  {rate:,.0f} tokens/s  ETA {duration(remaining)}"
         )
@@ -116,17 +116,3 @@ def check_finite(first_step: int, metrics: UpdateMetrics) -> None:
             f"update {first_step + bad + 1}: summed loss {metrics.nats[bad]}, gradient norm {metrics.grad_norm[bad]}, "
             f"learning rate {metrics.learning_rate[bad]:.2e}; training stops here"
         )
-
-
-def duration(seconds: float) -> str:
-    """h:mm:ss, or days before that.
-
-    >>> duration(3723), duration(200000)
-    ('1:02:03', '2d 7:33:20')
-    """
-    if not math.isfinite(seconds):
-        return "unknown"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"

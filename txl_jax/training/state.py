@@ -9,9 +9,9 @@ import optax
 
 from txl_jax.config import AverageConfig
 from txl_jax.memory import Memory
-from txl_jax.readers import Model
-from txl_jax.training import averaging
-from txl_jax.training.averaging import Average
+from txl_jax.modules.language_model import LanguageModel
+from txl_jax.training import weight_averaging
+from txl_jax.training.weight_averaging import Average
 
 _NO_AVERAGE = AverageConfig()
 
@@ -42,14 +42,14 @@ class TrainState:
         return self.params if self.average is None else self.average.params
 
 
-def init_params(model: Model, key: jax.Array) -> Any:
+def init_params(model: LanguageModel, key: jax.Array) -> Any:
     """Initial parameters, each in a box that holds its logical axis names."""
     token = jnp.zeros((1, 1), jnp.int32)
     return model.init(key, token, token, model.init_memory(batch_size=1, mem_len=0))["params"]
 
 
 def init_state(
-    model: Model,
+    model: LanguageModel,
     optimizer: optax.GradientTransformation,
     *,
     seed: int,
@@ -64,5 +64,5 @@ def init_state(
         params=params,
         opt_state=optimizer.init(params),
         memory=model.init_memory(batch_size=batch_size, mem_len=mem_len),
-        average=averaging.init(params, average),
+        average=weight_averaging.init(params, average),
     )

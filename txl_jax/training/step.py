@@ -11,12 +11,12 @@ import optax
 from txl_jax import losses, recurrence
 from txl_jax import memory as memory_lib
 from txl_jax.config import ExperimentConfig
-from txl_jax.data.segments import Segments
 from txl_jax.memory import Memory
-from txl_jax.modules import activations
-from txl_jax.readers import Model
-from txl_jax.training import averaging
-from txl_jax.training.chunks import Chunks
+from txl_jax.modules import intermediates
+from txl_jax.modules.language_model import LanguageModel
+from txl_jax.segments import Segments
+from txl_jax.training import weight_averaging
+from txl_jax.training.grad_accumulation import GradAccumulation
 from txl_jax.training.state import TrainState
 
 
@@ -33,14 +33,14 @@ TrainStep = Callable[[TrainState, Segments], tuple[TrainState, UpdateMetrics]]
 
 
 def make_train_step(
-    model: Model,
+    model: LanguageModel,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     config: ExperimentConfig,
 ) -> TrainStep:
     """A function of (state, S segments) that is ready for `jax.jit` with the state donated."""
-    train = config.train
-    penalised = train.activation_l2 > 0 or train.temporal_l2 > 0
+    train, regularization = config.train, config.regularization
+    penalised = regularization.activation_l2 > 0 or regularization.temporal_l2 > 0
 
     def loss(
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
@@ -55,22 +55,24 @@ def make_train_step(
             same_length=train.same_length,
             deterministic=False,
             rngs={"dropout": dropout_key},
-            mutable=[activations.COLLECTION] if penalised else [],
+            mutable=[intermediates.COLLECTION] if penalised else [],
             method=model.encode,
         )
         nll = model.apply(variables, hidden, segment.targets, method=model.nll)
         scored = nll  # What is reported.
-        if train.adversarial:
+        if regularization.adversarial:
             vectors = model.apply(variables, segment.targets, method=model.target_vectors)
-            nll = losses.adversarial_nll(nll, hidden, vectors, train.adversarial)
+            nll = losses.adversarial_nll(nll, hidden, vectors, regularization.adversarial)
         mean = losses.weighted_sum(nll, segment.weights)[0] / jnp.maximum(tokens, 1)
         if penalised:
-            new = activations.last(kept)[:, -train.new_tokens :]
-            penalty = losses.activation_penalty(new, activation=train.activation_l2, temporal=train.temporal_l2)
-            mean += penalty / train.batch_chunks
+            new = intermediates.last(kept)[:, -train.new_tokens :]
+            penalty = losses.activation_penalty(
+                new, activation=regularization.activation_l2, temporal=regularization.temporal_l2
+            )
+            mean += penalty / train.grad_accum_steps
         return mean, (losses.weighted_sum(scored, segment.weights)[0], memory)
 
-    chunks = Chunks(train.batch_chunks, 1 if model.spread is None else model.spread.row_parts)
+    chunks = GradAccumulation(train.grad_accum_steps, 1 if model.spread is None else model.spread.row_parts)
 
     def update(carry: Any, memory: Memory, segment: Segments) -> tuple[Any, Memory, UpdateMetrics]:
         step, params, opt_state, average = carry
@@ -86,7 +88,7 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, opt_state, params)
         metrics = UpdateMetrics(nats, tokens, optax.tree.norm(grads), jnp.asarray(schedule(step), jnp.float32))
         params = optax.apply_updates(params, updates)
-        average = averaging.update(average, params, step, config.average)
+        average = weight_averaging.update(average, params, step, config.average)
         return (step + 1, params, opt_state, average), memory, metrics
 
     def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:

@@ -1,0 +1,192 @@
+"""absl flags from a tree of settings, and the tree from the parsed flags.
+
+Every setting of `ExperimentConfig` is a flag of the same dotted name, `--model.n_layer`, and so is every setting of a
+study's plan, without a prefix. `--compat=NAME` applies a preset first. A flagfile is found by its bare name:
+`--flagfile=enwik8_12l` is the file in `experiments/flags`. A setting that may be None takes the word "none".
+"""
+
+import enum
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from absl import flags
+
+from txl_jax.config import COMPAT_PRESETS, ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.config.tree import Leaf
+from txl_jax.errors import UserError
+
+FLAGFILE_DIR = Path(__file__).parents[1] / "flags"
+NONE = "none"
+_BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+
+Plan = TypeVar("Plan")
+
+
+def define(defaults: ExperimentConfig, flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines one flag per setting, with `defaults` as default values, and the preset."""
+    flags.DEFINE_enum(
+        "compat", None, sorted(COMPAT_PRESETS), "Implementation to be compatible with.", flag_values=flag_values
+    )
+    for leaf in setting_leaves(ExperimentConfig):
+        _define_leaf(leaf, config_tree.get(defaults, leaf.name), flag_values)
+
+
+def define_plan(plan: type, flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines one flag per setting of a study's plan, a dataclass of `setting` fields."""
+    for leaf in setting_leaves(plan):
+        _define_leaf(leaf, leaf.default, flag_values)
+
+
+def setting_leaves(cls: type) -> list[Leaf]:
+    """Returns the settings below a config class that are flags."""
+    return [leaf for leaf in config_tree.leaves(cls) if leaf.setting.flag]
+
+
+def given(flag_values: flags.FlagValues, cls: type = ExperimentConfig) -> dict[str, Any]:
+    """Returns the settings that the command line or a flagfile named, with their values."""
+    return {
+        leaf.name: _from_flag(leaf, flag_values[leaf.name].value)
+        for leaf in setting_leaves(cls)
+        if flag_values[leaf.name].present
+    }
+
+
+def build(base: ExperimentConfig, flag_values: flags.FlagValues = flags.FLAGS) -> ExperimentConfig:
+    """Returns `base` with the preset and the settings that were given, and what follows from them.
+
+    Raises:
+      UserError: a value that its setting cannot hold.
+    """
+    base = config_tree.replace(base, COMPAT_PRESETS[flag_values["compat"].value or "ours"])
+    chosen = given(flag_values)
+    return config_tree.replace(_for_other_tokens(base, chosen), chosen).resolved()
+
+
+def build_plan(plan: type[Plan], flag_values: flags.FlagValues = flags.FLAGS) -> Plan:
+    """Returns a study's plan with the settings that were given; raises `UserError` as `build`."""
+    return plan(**given(flag_values, plan))
+
+
+def _for_other_tokens(base: ExperimentConfig, chosen: dict[str, Any]) -> ExperimentConfig:
+    """Returns `base` without a program's own token settings, if another kind of token, or a list of words, is chosen."""
+    reset: list[str] = []
+    kind = base.data.tokenizer.kind
+    if chosen.get("data.tokenizer.kind", kind) != kind:
+        reset = [leaf.name for leaf in config_tree.leaves() if leaf.setting.shapes_tokens] + ["data.order"]
+    elif chosen.get("data.tokenizer.vocab_file"):
+        reset = ["data.tokenizer.min_count"]
+    return config_tree.replace(base, {name: config_tree.get(ExperimentConfig(), name) for name in reset})
+
+
+def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Parses a command line.
+
+    Raises:
+      UserError: an unknown flag (with the nearest names), a value of the wrong kind, a word that is no
+        flag, or a flagfile that does not exist (with the names of all).
+    """
+    try:
+        rest = flag_values(find_flagfiles(argv))
+    except flags.UnrecognizedFlagError as error:
+        near = config_tree.did_you_mean(error.flagname, list(flag_values))
+        raise UserError(f"there is no flag --{error.flagname}{near or '; --help lists all'}") from None
+    except flags.Error as error:
+        raise UserError(str(error)) from None
+    if len(rest) > 1:
+        raise UserError(f"{rest[1]!r} is not a flag; flags are written --name=value")
+
+
+def find_flagfiles(argv: Sequence[str]) -> list[str]:
+    """Returns `argv` with bare names of packaged flagfiles replaced by their paths; paths stay as they are.
+
+    Raises:
+      UserError: neither a file nor a packaged name; lists the names.
+    """
+    found = list(argv)
+    for i, word in enumerate(found):
+        if match := re.fullmatch(r"--?flagfile=(.*)", word):
+            found[i] = f"--flagfile={_flagfile_path(match[1])}"
+        elif re.fullmatch(r"--?flagfile", word) and i + 1 < len(found):
+            found[i + 1] = str(_flagfile_path(found[i + 1]))
+    return found
+
+
+def flagfile_names() -> list[str]:
+    """Returns the names of the packaged flagfiles."""
+    return sorted(path.stem for path in FLAGFILE_DIR.glob("*.flags"))
+
+
+def _flagfile_path(name: str) -> Path:
+    for path in (Path(name).expanduser(), FLAGFILE_DIR / f"{name}.flags", FLAGFILE_DIR / name):
+        if path.is_file():
+            return path
+    known = flagfile_names()
+    raise UserError(
+        f"there is no flagfile {name!r}, neither as a path nor by name{config_tree.did_you_mean(name, known)}; "
+        f"the names are: {', '.join(known)}"
+    )
+
+
+class _OptionalParser(flags.ArgumentParser):
+    """Parses what another parser does, and "none" as None."""
+
+    def __init__(self, inner: flags.ArgumentParser):
+        self._inner = inner
+        self.syntactic_help = inner.syntactic_help
+        self.enum_values = getattr(inner, "enum_values", None)
+
+    def parse(self, argument: Any) -> Any:
+        return None if argument is None or str(argument).lower() == NONE else self._inner.parse(argument)
+
+    def flag_type(self) -> str:
+        return self._inner.flag_type()
+
+
+class _Serializer(flags.ArgumentSerializer):
+    def serialize(self, value: Any) -> str:
+        return config_tree.format_value(value)
+
+
+def _define_leaf(leaf: Leaf, default: Any, flag_values: flags.FlagValues) -> None:
+    name, text = leaf.name, leaf.setting.help
+    if leaf.is_list:
+        flags.DEFINE_list(name, [str(item) for item in default], text, flag_values=flag_values)
+    elif leaf.type is bool:
+        flags.DEFINE_bool(name, default, text, flag_values=flag_values)
+    else:
+        parser = _parser(leaf)
+        flags.DEFINE(
+            _OptionalParser(parser) if leaf.is_optional else parser,
+            name,
+            default.value if isinstance(default, enum.Enum) else default,
+            text,
+            flag_values=flag_values,
+            serializer=_Serializer(),
+        )
+
+
+def _parser(leaf: Leaf) -> flags.ArgumentParser:
+    if issubclass(leaf.type, enum.Enum):
+        return flags.EnumParser([member.value for member in leaf.type])
+    parsers = {int: flags.IntegerParser, float: flags.FloatParser, str: flags.ArgumentParser}
+    return parsers[leaf.type]()
+
+
+def _from_flag(leaf: Leaf, value: Any) -> Any:
+    if leaf.is_list:
+        return tuple(_from_text(leaf, text) for text in value)
+    if issubclass(leaf.type, enum.Enum) and value is not None:
+        return leaf.type(value)
+    return value
+
+
+def _from_text(leaf: Leaf, text: str) -> Any:
+    """Converts one entry of a list flag."""
+    try:
+        return _BOOLEANS[text.lower()] if leaf.type is bool else leaf.type(text)
+    except (KeyError, ValueError):
+        kind = "true or false" if leaf.type is bool else f"of type {leaf.type.__name__}"
+        raise UserError(f"--{leaf.name} has an entry {text!r}; its entries are {kind}") from None

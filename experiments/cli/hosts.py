@@ -1,0 +1,290 @@
+"""One command on every host: finds out whether this process is one of several, and joins them.
+
+Several processes are announced by --coordinator, --num_processes and --process_id, or by the environment variables
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; by a Slurm step of several tasks; or by a TPU slice of several
+hosts. Otherwise there is one, and nothing is started and nothing waited for.
+"""
+
+import contextlib
+import glob
+import importlib.util
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import requests
+from absl import flags
+
+from txl_jax.runtime import distributed
+
+FLAGS = flags.FLAGS
+
+# The flags, and what a launcher sets instead of them.
+_VARIABLES = {
+    "coordinator": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
+FLAG_NAMES = tuple(_VARIABLES)
+
+# A host that dies without a word holds up the others for this long: they wait in a collective, which may have no end of its
+# own. Much less, and a host whose network is slow for a moment is taken for dead.
+HEARTBEAT_SECONDS = 60
+# How long the others are waited for at the start: hosts of one job may be ready minutes apart.
+START_SECONDS = 300
+# And at the end. All have met before (`leave`), so that none is late.
+END_SECONDS = 60
+# Exit code of a process that has lost another: nobody made a mistake, and the same command goes on.
+LOST = os.EX_TEMPFAIL  # 75
+# After this time a process that waits for the others says so.
+_SILENT_SECONDS = 10
+
+_METADATA_SECONDS = 3
+# What the errors of collectives have in common when a process is gone: of CPUs, of GPUs, of jax's own service.
+_SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "coordination service")
+
+_number = 0  # Of this process, once it has joined the others.
+
+
+class Several(NamedTuple):
+    """Several processes."""
+
+    count: int
+    source: str  # Who says so.
+    arguments: dict[str, Any]  # Of `jax.distributed.initialize`.
+
+
+def define_flags() -> None:
+    """The flags of a program that works on several hosts."""
+    where = "for places that announce no processes by themselves"
+    flags.DEFINE_string("coordinator", None, f"HOST:PORT of process 0, {where}; or JAX_COORDINATOR_ADDRESS.")
+    flags.DEFINE_integer("num_processes", None, f"Processes of this run, {where}; or JAX_NUM_PROCESSES.")
+    flags.DEFINE_integer("process_id", None, f"Which of them this is, from 0, {where}; or JAX_PROCESS_ID.")
+
+
+def join() -> None:
+    """Joins the other processes, if there are any. To be called before jax touches a device.
+
+    What all but the first print is dropped, and so is what libraries write to the standard output by themselves (Gloo tells
+    each connection there).
+
+    Raises:
+      ValueError: what announces the processes is incomplete or contradicts itself.
+      ConnectionError: they did not all come together.
+    """
+    found = announced(os.environ, _given())
+    if found is None:
+        return
+    _own_output(is_primary=True)  # Gloo's lines come before it is known which process this is.
+    try:
+        with _said_if_it_lasts(found):
+            jax.distributed.initialize(
+                **found.arguments,
+                initialization_timeout=START_SECONDS,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=END_SECONDS,
+            )
+    except (RuntimeError, ValueError) as error:  # jax's own errors are RuntimeErrors.
+        raise ConnectionError(
+            f"{found.count} processes were announced by {found.source} and they did not come together ({_brief(error)}); "
+            "start the same command on every host, and see that they reach process 0"
+        ) from error
+    if not distributed.is_primary():
+        _own_output(is_primary=False)
+    global _number
+    _number = jax.process_index()
+    # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
+    distributed.run_on_all(lambda: None)
+
+
+def alone() -> None:
+    """Raises `ValueError` if there are several processes: the program would do the same in each of them."""
+    if found := announced(os.environ, {}):
+        raise ValueError(
+            f"this program works on one host by itself, and {found.count} processes were announced by {found.source}; "
+            "start it once, outside of them"
+        )
+
+
+def each() -> None:
+    """For a program that each of several hosts may run by itself."""
+
+
+def leave(code: int, *, together: bool) -> int:
+    """Ends this process if it is one of several.
+
+    Args:
+      together: all of them end here. Otherwise this one leaves at once, so that the others find it gone: an orderly end
+        would wait for them, and they for this one.
+
+    Raises:
+      Exception: as `lost_another` knows it, if the code is 0: nothing else has told of a mistake yet.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not jax.distributed.is_initialized():
+        return code
+    if together:
+        try:
+            # Without a limit of time. jax's own barrier aborts those who wait long, and process 0 may hash a last
+            # checkpoint for minutes.
+            distributed.run_on_all(lambda: None)
+            return code
+        except Exception:  # One of them is gone.
+            if not code:
+                raise
+    os._exit(code)
+
+
+def prefix() -> str:
+    """What stands before an error that a process says."""
+    return f"process {_number}: " if _number else ""
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether an error says that another process cannot be reached any more, whatever its type: Gloo raises ValueErrors too.
+
+    What all processes know was told by collectives, so that none was lost; files have connections of their own.
+    """
+    origin = error
+    while origin.__cause__ is not None:
+        origin = origin.__cause__
+    if not jax.distributed.is_initialized() or distributed.is_known_to_all(error):
+        return False
+    if isinstance(error, OSError) or isinstance(origin, OSError):
+        return False
+    return any(sign in str(origin) for sign in _SIGNS_OF_LOSS)
+
+
+def announced(environment: Mapping[str, str], given: Mapping[str, Any]) -> Several | None:
+    """The processes that flags or the environment speak of; None: this one is alone.
+
+    Args:
+      given: values of the three flags by their names, those that were given.
+
+    Raises:
+      ValueError: some of the three are missing, or they contradict each other.
+    """
+    return _by_hand(environment, given) or _by_slurm(environment) or _by_tpu(environment)
+
+
+def _by_hand(environment: Mapping[str, str], given: Mapping[str, Any]) -> Several | None:
+    found = {name: given.get(name, environment.get(variable)) for name, variable in _VARIABLES.items()}
+    missing = [f"--{name} (or {_VARIABLES[name]})" for name, value in found.items() if value in (None, "")]
+    if len(missing) == len(found):
+        return None
+    if missing:
+        raise ValueError(
+            f"of the three that announce processes there is no {' and no '.join(missing)}; give all or none"
+        )
+    coordinator = found["coordinator"]
+    try:
+        count, number = int(found["num_processes"]), int(found["process_id"])
+    except ValueError:
+        raise ValueError(
+            f"num_processes is {found['num_processes']!r} and process_id {found['process_id']!r}; give whole numbers"
+        ) from None
+    if not 0 <= number < count:
+        raise ValueError(
+            f"process_id is {number} and num_processes {count}; processes are numbered from 0 to {count - 1}"
+        )
+    if not re.fullmatch(r".+:\d+", coordinator):
+        raise ValueError(f"the coordinator is {coordinator!r}; give HOST:PORT of process 0, as 10.0.0.1:1234")
+    if count == 1:
+        return None
+    arguments = {"coordinator_address": coordinator, "num_processes": count, "process_id": number}
+    # Else jax looks into Slurm's variables all the same, and takes one GPU of this host.
+    return Several(
+        count, "--num_processes or JAX_NUM_PROCESSES", arguments | {"cluster_detection_method": "deactivate"}
+    )
+
+
+def _by_slurm(environment: Mapping[str, str]) -> Several | None:
+    """The tasks of this step.
+
+    Those of the job (SLURM_NTASKS) would not do: the shell of `salloc` and the script of `sbatch` have that number and are
+    alone, and would wait for tasks that nobody started.
+    """
+    count = int(environment.get("SLURM_STEP_NUM_TASKS") or 1)
+    if count == 1 or not {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys():
+        return None
+    arguments: dict[str, Any] = {"num_processes": count, "cluster_detection_method": "slurm"}
+    if "JAX_LOCAL_DEVICE_IDS" not in environment and _has_own_devices(environment):
+        arguments["local_device_ids"] = []  # All that it sees. jax would take one GPU for each task.
+    return Several(count, "Slurm (SLURM_STEP_NUM_TASKS)", arguments)
+
+
+def _has_own_devices(environment: Mapping[str, str]) -> bool:
+    """Whether the devices that a Slurm task sees are not those of other tasks too."""
+    one_per_host = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    one_device = environment.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0
+    return bool(one_per_host) or one_device
+
+
+def _by_tpu(environment: Mapping[str, str]) -> Several | None:
+    if "tpu" not in environment.get("JAX_PLATFORMS", "tpu") or not _has_tpu():
+        return None
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
+    slices = environment.get("MEGASCALE_NUM_SLICES")
+    if hosts is None and "TPU_SKIP_MDS_QUERY" not in environment:
+        hosts = _metadata("worker-network-endpoints", environment)
+        found = re.search(r"MEGASCALE_NUM_SLICES: *'?(\d+)", _metadata("tpu-env", environment))
+        slices = slices or (found[1] if found else None)
+    count = len((hosts or "").split(",")) * int(slices or 1)
+    return Several(count, "the TPU slice", {}) if count > 1 else None
+
+
+def _has_tpu() -> bool:
+    """Whether jax can use a TPU here; nothing is started to find out."""
+    return importlib.util.find_spec("libtpu") is not None and bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*"))
+
+
+def _metadata(name: str, environment: Mapping[str, str]) -> str:
+    """What a Cloud TPU machine's own server says; empty: there is none, or it does not know."""
+    server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
+    url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
+    try:
+        answer = requests.get(url, headers={"Metadata-Flavor": "Google"}, timeout=_METADATA_SECONDS)
+    except requests.RequestException:
+        return ""
+    return answer.text if answer.ok else ""
+
+
+@contextlib.contextmanager
+def _said_if_it_lasts(found: Several) -> Iterator[None]:
+    """Waiting for the others; said in time, because jax ends a process that waits in vain without coming back."""
+    line = (
+        f"waiting for {found.count} processes, announced by {found.source}; start the same command on every host (this "
+        f"ends after {START_SECONDS} s)"
+    )
+    timer = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _given() -> dict[str, Any]:
+    return {name: FLAGS[name].value for name in _VARIABLES if FLAGS[name].value is not None}
+
+
+def _own_output(*, is_primary: bool) -> None:
+    """Leaves the standard output to what Python prints, or to nothing."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    sys.stdout.flush()
+    if is_primary:
+        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    else:
+        sys.stdout = open(os.devnull, "w")
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def _brief(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,185 @@
+"""Tests the peer of the benchmark: the numbers of its three walks, and what it says where a package is missing."""
+
+import dataclasses
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from support import tiny
+from txl_jax.bench.huggingface import HuggingFacePeer
+from txl_jax.config import COMPAT_PRESETS, DType, EvalConfig, OptimizerConfig
+
+L, M, T = 4, 7, 14  # Of 14 scored tokens, the last segment holds two.
+SPAN = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=6, same_length=True)
+CLUSTERS = {"cutoffs": (4, 9), "div_val": 2, "tie_projs": (False, True, True)}
+# transformers' own use of names that have changed since.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def make(changes=CLUSTERS, span=SPAN, optimizer=None):
+    """(our model, its parameters, the peer), or the test is skipped."""
+    # For matrices this small, more threads only wait: eight times as long on a busy machine.
+    pytest.importorskip("torch").set_num_threads(1)
+    pytest.importorskip("transformers.models.transfo_xl", reason="needs transformers 4.35: txl_jax[peer]")
+    model = tiny.make(compat=COMPAT_PRESETS["hf"], **changes)
+    params = jax.tree.map(np.asarray, tiny.variables(model)["params"])
+    peer = HuggingFacePeer(
+        model.config, span, params, vocab_size=tiny.V, optimizer=optimizer or OptimizerConfig(learning_rate=0.01)
+    )
+    return model, params, peer
+
+
+def segments(tokens: np.ndarray):
+    """(inputs, targets) of each segment."""
+    for start in range(0, tokens.shape[1] - 1, L):
+        part = tokens[:, start : start + L + 1]
+        yield part[:, :-1], part[:, 1:]
+
+
+@pytest.mark.parametrize("changes", [{}, CLUSTERS], ids=["full softmax", "clusters"])
+def test_losses_are_ours(changes):
+    model, params, peer = make(changes)
+    tokens = tiny.text(3 * L + 1)
+    encode = tiny.encoder(model, clamp_len=SPAN.clamp_len, same_length=SPAN.same_length)
+    memory = model.init_memory(batch_size=tiny.B, mem_len=M)
+    expected = []
+    for inputs, targets in segments(tokens):
+        hidden, memory = encode({"params": params}, inputs, memory)
+        expected.append(model.apply({"params": params}, hidden, targets, method=model.nll))
+    found = peer.nll(tokens)
+    assert found.shape == (tiny.B, 3 * L)
+    np.testing.assert_allclose(found, np.concatenate(expected, axis=1), rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, CLUSTERS], ids=["full softmax", "clusters"])
+def test_segment_by_segment_is_the_whole_text(changes):
+    _, _, peer = make(changes)
+    tokens = tiny.text(T + 1)
+    parts = [peer.evaluate_segment(inputs, targets) for inputs, targets in segments(tokens)]
+    whole = peer.nll(tokens)
+    np.testing.assert_allclose(parts, [whole[:, s : s + L].sum() for s in range(0, T, L)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [3, 0])
+def test_generation_draws_what_the_library_draws(top_k):
+    _, _, peer = make()
+    import torch
+
+    found = [peer.generate_token(top_k) for _ in range(3 * M)]
+    torch.manual_seed(0)
+    expected = peer._model.generate(
+        torch.zeros((1, 1), dtype=torch.int64), do_sample=True, top_k=top_k, max_new_tokens=3 * M
+    )
+    assert found == expected[0, 1:].tolist()
+    assert len(set(found)) > 2
+
+
+def test_training_carries_its_memory():
+    """At a rate of nothing, without dropout, each step's loss is that of the text so far."""
+    _, _, peer = make(optimizer=OptimizerConfig(learning_rate=1e-12))
+    tokens = tiny.text(T + 1)
+    whole = peer.nll(tokens)
+    losses = [peer.train_step(inputs, targets) for inputs, targets in segments(tokens)]
+    np.testing.assert_allclose(losses, [whole[:, s : s + L].mean() for s in range(0, T, L)], rtol=1e-5)
+
+
+def test_training_learns_and_leaves_the_evaluated_model_alone():
+    _, _, peer = make()
+    tokens = tiny.text(L + 1)
+    before = peer.nll(tokens)
+    losses = [peer.train_step(tokens[:, :-1], tokens[:, 1:]) for _ in range(40)]
+    assert losses[-1] < 0.5 * losses[0]
+    np.testing.assert_array_equal(peer.nll(tokens), before)
+
+
+@pytest.mark.parametrize(("clip", "seeds"), [(0.01, (0, 1)), (1e9, (0, 0))], ids=["clipped", "not clipped"])
+def test_updates_have_the_given_rate_and_are_clipped(clip, seeds):
+    """With an epsilon that drowns the second moment, and no first one, an update is rate / epsilon * gradient."""
+    rate, eps = 1e4, 1e8
+    optimizer = OptimizerConfig(learning_rate=rate, adam_eps=eps, adam_b1=0.0, clip_norm=clip)
+    _, _, peer = make(span=dataclasses.replace(SPAN, mem_len=0, same_length=False), optimizer=optimizer)
+    places, norms = [flat(peer._model)], []
+    for seed in seeds:
+        tokens = tiny.text(L + 1, seed=seed)
+        peer.train_step(tokens[:, :-1], tokens[:, 1:])
+        places.append(flat(peer._trained[0]))
+        norms.append(np.linalg.norm(places[-1] - places[-2]) * eps / rate)
+    if clip < 1:
+        assert norms == pytest.approx([clip, clip], rel=0.1)
+    else:
+        assert norms[0] > 0.1
+        assert norms[1] == pytest.approx(norms[0], rel=0.1)  # The same segment; no gradient is left from before.
+
+
+def flat(model) -> np.ndarray:
+    """All parameters in one row."""
+    return np.concatenate([value.detach().numpy().ravel() for value in model.parameters()]).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
+def test_only_training_has_dropout(name):
+    _, _, peer = make({name: 0.5})
+    _, _, without = make({})
+    tokens = tiny.text(T + 1)
+    inputs, targets = next(segments(tokens))
+    np.testing.assert_array_equal(peer.nll(tokens), without.nll(tokens))
+    assert peer.train_step(inputs, targets) != pytest.approx(without.train_step(inputs, targets), rel=1e-4)
+
+
+def test_filled_memories_are_read_by_every_walk():
+    _, _, peer = make(span=dataclasses.replace(SPAN, same_length=False))
+    _, _, empty = make(span=dataclasses.replace(SPAN, same_length=False))
+    _, _, again = make(span=dataclasses.replace(SPAN, same_length=False))
+    peer.fill_memory(seed=0)
+    again.fill_memory(seed=0)
+    inputs, targets = next(segments(tiny.text(T + 1)))
+    walks = {
+        "evaluation": lambda model: model.evaluate_segment(inputs, targets),
+        "training": lambda model: model.train_step(inputs, targets),
+        "generation": lambda model: [model.generate_token(0) for _ in range(20)],
+    }
+    for name, walk in walks.items():
+        found = walk(peer)
+        assert found != walk(empty), name
+        assert found == walk(again), name
+    for memory, rows in ((peer._evaluation_memory, tiny.B), (peer._generation_memory, 1)):
+        assert [tuple(states.shape) for states in memory] == tiny.N * [(M, rows, tiny.D)]
+
+
+def test_without_memory_each_segment_stands_alone():
+    _, _, peer = make(span=dataclasses.replace(SPAN, mem_len=0, same_length=False))
+    peer.fill_memory(seed=0)
+    inputs, targets = next(segments(tiny.text(T + 1)))
+    assert peer.evaluate_segment(inputs, targets) == peer.evaluate_segment(inputs, targets)
+
+
+def test_versions_are_named():
+    _, _, peer = make()
+    import torch
+    import transformers
+
+    assert peer.versions() == {"torch": torch.__version__, "transformers": transformers.__version__, "threads": 1}
+
+
+@pytest.mark.parametrize(
+    ("packages", "missing"),
+    [
+        ({"torch": None}, "torch"),
+        ({"torch": types.ModuleType("torch"), "transformers": None}, "transformers"),
+        ({"torch": types.ModuleType("torch"), "transformers": types.ModuleType("transformers")}, "TransfoXLConfig"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(packages, missing, monkeypatch):
+    for name, package in packages.items():
+        monkeypatch.setitem(sys.modules, name, package)
+    with pytest.raises(ValueError, match=rf"\b{missing}\b.*txl_jax\[peer\]"):
+        HuggingFacePeer(tiny.CONFIG, SPAN, {}, vocab_size=tiny.V)
+
+
+def test_other_types_are_refused():
+    config = dataclasses.replace(tiny.CONFIG, dtype=DType.BFLOAT16)
+    with pytest.raises(ValueError, match=r"model\.dtype.*\bbfloat16\b.*\bfloat32\b"):
+        HuggingFacePeer(config, SPAN, {}, vocab_size=tiny.V)

@@ -1,0 +1,286 @@
+"""Tests downloading, from a server on this machine: whole corpora in miniature, wrong files, and dead sources."""
+
+import dataclasses
+import hashlib
+import http.server
+import os
+import re
+import threading
+
+import pytest
+import requests
+
+from support import miniature
+from txl_jax.config import CorpusName
+from txl_jax.data.sources import published, tfds_builders
+from txl_jax.data.sources.corpora import CORPORA, Remote
+
+PTB_FILES = {f"ptb.{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()}
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves the server's folder, and keeps what it was asked."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, directory=args[2].folder, **kwargs)
+
+    def log_message(self, *args):
+        pass
+
+    def send_response(self, code, message=None):
+        self.server.asked.append(f"{self.command} {self.path}")
+        super().send_response(code, message)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A running server of the folder `served`, with its URL and the requests that it had."""
+    (tmp_path / "served").mkdir()
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.folder, running.asked = tmp_path / "served", []
+    running.url = f"http://127.0.0.1:{running.server_port}/"
+    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+    yield running
+    running.shutdown()
+    running.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    """This machine is reached without the proxy that the environment may name, and nothing else is."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    send = requests.Session.send
+
+    def local(session, request, **options):
+        assert request.url.startswith("http://127.0.0.1:"), request.url
+        return send(session, request, **options)
+
+    monkeypatch.setattr(requests.Session, "send", local)
+
+
+@pytest.fixture
+def source(server, monkeypatch):
+    """Serves files and makes them a corpus's sources."""
+
+    def set_sources(name, *sources):
+        row = dataclasses.replace(miniature.corpus(name), sources=sources)
+        monkeypatch.setitem(CORPORA, name, row)
+
+    return set_sources
+
+
+def serve(server, file, content):
+    (server.folder / file).write_bytes(content)
+    return miniature.remote(file, content, server.url)
+
+
+def read(name, tmp_path):
+    return published.read(name, data_dir=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
+
+
+def contents(text):
+    return {split: b"".join(b"".join(file.blocks()) for file in files) for split, files in text.splits.items()}
+
+
+def left_in_the_cache(tmp_path):
+    """Files that a download would leave."""
+    found = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and "txl" not in path.name]
+    return [path for path in found if path.parent.name != "1.0.0"]
+
+
+@pytest.mark.parametrize("name", miniature.NAMES)
+def test_a_corpus_is_downloaded_once(name, server, source, tmp_path):
+    file = miniature.OFFICIAL[name]
+    source(name, (serve(server, file, miniature.official(name)),))
+    assert contents(read(name, tmp_path)) == miniature.texts(name)
+    assert server.asked == [f"HEAD /{file}", f"GET /{file}"]
+    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [f".txl_{name}.lock", f"txl_{name}"], "no copy is kept"
+    assert not (tmp_path / "data").exists()
+    read(name, tmp_path)
+    assert len(server.asked) == 2
+
+
+def test_a_source_of_several_files(server, source, tmp_path):
+    source(CorpusName.PTB, tuple(serve(server, file, content) for file, content in PTB_FILES.items()))
+    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+    assert sorted(server.asked) == sorted(["HEAD /ptb.train.txt", *(f"GET /{file}" for file in PTB_FILES)])
+
+
+def test_a_source_of_which_little_is_known(server, source, tmp_path):
+    """As the official archive of the Penn Treebank: the content decides."""
+    serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
+    source(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
+    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+
+
+@pytest.mark.parametrize("dead", ["nothing listens", "not found", "other file", "other size", "no archive"])
+def test_the_next_source_is_taken(dead, server, source, tmp_path):
+    whole = miniature.official(CorpusName.ENWIK8)
+    good = serve(server, "enwik8.zip", whole)
+    bad = {
+        "nothing listens": miniature.remote("enwik8.zip", whole),
+        "not found": miniature.remote("absent.zip", whole, server.url),
+        "other file": dataclasses.replace(serve(server, "other.zip", b"x" * len(whole)), sha256=good.sha256),
+        "other size": Remote(serve(server, "short.zip", whole[:-1]).url, size=len(whole)),
+        "no archive": Remote(serve(server, "page.zip", b"<html>sign in</html>").url),
+    }[dead]
+    source(CorpusName.ENWIK8, (bad,), (good,))
+    assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
+    assert "GET /enwik8.zip" in server.asked
+    assert not left_in_the_cache(tmp_path)
+
+
+def failure(name, tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        read(name, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").rglob("*.array_record*"))
+    return str(caught.value)
+
+
+def test_a_wrong_checksum_is_said_with_both(server, source, tmp_path):
+    whole = miniature.official(CorpusName.TEXT8)
+    wrong = whole[:-1] + bytes([whole[-1] ^ 1])
+    served = serve(server, "text8.zip", wrong)
+    right = hashlib.sha256(whole).hexdigest()
+    source(CorpusName.TEXT8, (dataclasses.replace(served, sha256=right),))
+    message = failure(CorpusName.TEXT8, tmp_path)
+    assert re.search(rf"\btext8\b.*{tmp_path}/data\b", message)
+    assert not left_in_the_cache(tmp_path)
+    assert re.search(rf"{served.url}.*\b{served.sha256}\b.*\b{right}\b", message), "what came, then what should"
+    assert server.asked == ["HEAD /text8.zip", "GET /text8.zip"]
+
+
+def test_every_sources_answer_is_told(server, source, tmp_path):
+    whole = miniature.official(CorpusName.ENWIK8)
+    size = len(whole)
+    sources = (
+        miniature.remote("enwik8.zip", whole),
+        miniature.remote("absent.zip", whole, server.url),
+        Remote(serve(server, "short.zip", whole[:-1]).url, size=size),
+        Remote(serve(server, "page.zip", b"<html>sign in</html>").url),
+    )
+    source(CorpusName.ENWIK8, *((remote,) for remote in sources))
+    message = failure(CorpusName.ENWIK8, tmp_path)
+    nowhere, absent, short, page = (remote.url for remote in sources)
+    assert re.search(rf"{nowhere}\b.*{absent}\b.*\b404\b.*{short}\b.*\b{size - 1:,}\b.*\b{size:,}\b.*{page}\b", message)
+    wanted = message[message.rindex(page) :]
+    assert re.search(rf"\benwik8\.zip\b.*\b{size:,}\b.*{miniature.NOWHERE}.*\babsent\.zip\b", wanted)
+
+
+def test_a_file_that_vanishes_after_it_was_asked_for(server, source, tmp_path, monkeypatch):
+    source(CorpusName.ENWIK8, (miniature.remote("enwik8.zip", b"x" * 10, server.url),))
+    answer = requests.Response()
+    answer.status_code = 200
+    monkeypatch.setattr(requests, "head", lambda url, **options: answer)
+    message = failure(CorpusName.ENWIK8, tmp_path)
+    assert re.search(rf"{server.url}enwik8\.zip\b.*\b404\b", message)
+
+
+def test_why_a_source_is_not_reached(source, tmp_path, monkeypatch):
+    errors = [
+        requests.exceptions.ConnectionError(),
+        requests.exceptions.ProxyError(),
+        requests.exceptions.SSLError(),
+        requests.exceptions.ConnectTimeout(),
+        requests.exceptions.ReadTimeout(),
+        requests.exceptions.TooManyRedirects("30 redirects"),
+    ]
+    coming = iter(errors)
+
+    def head(url, *, timeout, allow_redirects):
+        assert timeout == (3, 10) and allow_redirects
+        raise next(coming)
+
+    monkeypatch.setattr(requests, "head", head)
+    source(CorpusName.ENWIK8, (miniature.remote("enwik8.zip", b"x"),))
+    messages = [failure(CorpusName.ENWIK8, tmp_path) for _ in errors]
+    assert all(f"{miniature.NOWHERE}enwik8.zip" in message for message in messages)
+    unreached, proxy, certificate, connecting, reading, redirects = messages
+    assert connecting == reading, "each is a timeout"
+    assert len(set(messages)) == 5, "every other cause is told from the rest"
+    assert "proxy" in proxy and "certificate" in certificate and "30 redirects" in redirects
+    assert not any(word in unreached for word in ("proxy", "certificate"))
+
+
+def test_sources_are_asked_at_the_same_time(source, tmp_path, monkeypatch):
+    together = threading.Barrier(3)
+
+    def head(url, **options):
+        together.wait(10)  # Passes once all three are here.
+        raise requests.ConnectionError
+
+    monkeypatch.setattr(requests, "head", head)
+    source(CorpusName.ENWIK8, *((miniature.remote(f"{i}.zip", b"x"),) for i in range(3)))
+    failure(CorpusName.ENWIK8, tmp_path)
+
+
+def test_a_file_in_the_folder_needs_no_network(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(requests, "head", lambda url, **options: pytest.fail("the network was used"))
+    source(CorpusName.PTB, (miniature.remote("x.zip", b"x"),))
+    (tmp_path / "data").mkdir()
+    for file, content in PTB_FILES.items():
+        (tmp_path / "data" / file).write_bytes(content)
+    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+
+
+def test_a_download_outlives_a_failure_that_came_after_it(server, source, tmp_path, monkeypatch):
+    source(CorpusName.PTB, (serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB)),))
+
+    def full(self, block):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(tfds_builders.Tally, "add", full)
+        # What a killed download leaves, which the next start removes.
+        cut = tmp_path / "cache" / "tfds" / "txl_ptb_downloads" / "txl_ptb" / "x.tmp.123"
+        cut.mkdir(parents=True)
+        with pytest.raises(OSError, match=r"\bPenn Treebank\b.*\bNo space left on device\b.*--cache_dir\b"):
+            read(CorpusName.PTB, tmp_path)
+        assert not cut.exists()
+    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+    assert [line for line in server.asked if line.startswith("GET")] == ["GET /simple-examples.tgz"]
+    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [".txl_ptb.lock", "txl_ptb"]
+
+
+def test_what_came_and_is_not_the_corpus(server, source, tmp_path):
+    """An unknown checksum lets it in, its content does not; the next start asks again instead of keeping it."""
+    members = dict(miniature.files(CorpusName.PTB))
+    members["./simple-examples/data/ptb.test.txt"] += b"more\n"
+    serve(server, "simple-examples.tgz", miniature.archive(".tgz", members))
+    source(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
+    row = CORPORA[CorpusName.PTB]
+    known = row.facts["test"].tokens
+    # The line that was added counts as a word and a line's end.
+    with pytest.raises(ValueError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{row.url}"):
+        read(CorpusName.PTB, tmp_path)
+    serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
+    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+
+
+def test_a_download_that_is_cut_is_not_taken(server, source, tmp_path, monkeypatch):
+    whole = miniature.official(CorpusName.ENWIK8)
+    serve(server, "enwik8.zip", whole)
+
+    def cut(self):
+        if self.command == "HEAD":
+            return http.server.SimpleHTTPRequestHandler.do_HEAD(self)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(whole)))
+        self.end_headers()
+        self.wfile.write(whole[: len(whole) // 2])
+        self.close_connection = True
+
+    monkeypatch.setattr(Handler, "do_GET", cut, raising=False)
+    source(CorpusName.ENWIK8, (Remote(server.url + "enwik8.zip"),))
+    message = failure(CorpusName.ENWIK8, tmp_path)
+    assert f"{server.url}enwik8.zip" in message
+
+
+def test_the_builders_alone_download_too(server, source, tmp_path):
+    source(CorpusName.PTB, (serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB)),))
+    builder = tfds_builders.TxlPtb(data_dir=tmp_path)
+    builder.download_and_prepare()
+    records = builder.as_data_source("test")
+    text = b"".join(records[i]["block"] for i in range(len(records)))
+    assert text == miniature.texts(CorpusName.PTB)["test"]

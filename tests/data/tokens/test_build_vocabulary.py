@@ -1,0 +1,247 @@
+"""Tests which vocabulary a text gives rise to: counted on its training part alone, or taken from a file."""
+
+import collections
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl_jax.config import DataConfig, LineMark, Newlines, Tokenizer, TokenizerConfig
+from txl_jax.data.sources.text import File, Text
+from txl_jax.data.tokens.build_vocabulary import make_vocabulary
+from txl_jax.data.tokens.vocabulary import ByteVocabulary
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+def text_of(train, valid="", test="", *, block=5, closed_alphabet=False):
+    """A text of three splits, each a list of files' contents or just one."""
+
+    def file(content):
+        content = content.encode()
+        return File("file", len(content), lambda: (content[i : i + block] for i in range(0, len(content), block)))
+
+    contents = [[split] if isinstance(split, str) else split for split in (train, valid, test)]
+    splits = {name: tuple(map(file, files)) for name, files in zip(("train", "valid", "test"), contents, strict=True)}
+    return Text("text", "made up", "digest", splits, closed_alphabet)
+
+
+def words(text, **fields):
+    return list(make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD), **fields), text).words)
+
+
+def characters(text, **fields):
+    return make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.CHAR), **fields), text).characters
+
+
+# Bytes
+
+
+def test_own_text_has_all_bytes():
+    for newlines in Newlines:
+        assert make_vocabulary(DataConfig(tokenizer=TokenizerConfig(newlines=newlines)), text_of("ab")) == ByteVocabulary.all_bytes(newlines)
+
+
+def test_a_closed_alphabet_is_counted_over_all_splits():
+    text = text_of(["cab\n", "é"], "bax", "y\n", closed_alphabet=True)
+    assert make_vocabulary(DataConfig(), text) == ByteVocabulary(bytes(sorted("\nabcxyé".encode())))
+    dropped = make_vocabulary(DataConfig(tokenizer=TokenizerConfig(newlines=Newlines.DROP)), text)
+    assert dropped == ByteVocabulary(bytes(sorted("abcxyé".encode())), Newlines.DROP)
+
+
+# Words
+
+
+@given(
+    texts=st.lists(st.lists(st.sampled_from(["a ", "b ", "B\n", "c\r\n", "\n", "日本\t", "<unk> "])).map("".join)),
+    line_mark=st.sampled_from(LineMark),
+    lower_case=st.booleans(),
+    min_count=st.integers(1, 3),
+    block=st.integers(1, 9),
+)
+@settings(max_examples=100)
+def test_words_are_ranked_by_count_and_first_occurrence(texts, line_mark, lower_case, min_count, block):
+    found = [word for text in texts for word in (text.lower() if lower_case else text).split()]
+    counts = collections.Counter(found)
+    kept = [word for word in counts if counts[word] >= min_count]
+    rare = sum(counts[word] for word in counts if word not in kept)
+    ranks = {word: (-counts[word], place) for place, word in enumerate(kept)}
+    ranks["<unk>"] = (-(counts["<unk>"] if "<unk>" in kept else 0) - rare, ranks.get("<unk>", (0, 99))[1])
+    mark = {LineMark.EOS: ["<eos>"], LineMark.NONE: []}.get(line_mark, ["<S>"])
+    got = words(text_of(texts, block=block), line_mark=line_mark, lower_case=lower_case, min_count=min_count)
+    assert got == mark + sorted(ranks, key=ranks.get)
+
+
+def test_only_the_training_text_is_counted():
+    text = text_of("a b b", "valid valid valid", "test test test test")
+    assert words(text, line_mark=LineMark.NONE) == ["b", "a", "<unk>"]
+    vocabulary = make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD)), text)
+    ids = [token for block in vocabulary.blocks(text.splits["valid"]) for token in block.tolist()]
+    assert vocabulary.decode(ids) == b"<unk> <unk> <unk> \n"
+
+
+def test_rarer_words_count_for_the_unknown():
+    text = text_of("a a a b b c d e")
+    assert words(text) == ["<eos>", "a", "b", "c", "d", "e", "<unk>"]
+    assert words(text, min_count=2) == ["<eos>", "a", "<unk>", "b"], "3, 3 of c, d and e, 2"
+    assert words(text, min_count=3) == ["<eos>", "<unk>", "a"]
+    assert words(text, min_count=9) == ["<eos>", "<unk>"]
+
+
+def test_an_unknown_word_in_the_text_is_that_token():
+    text = text_of("a <unk> b <unk>\n")
+    assert words(text) == ["<eos>", "<unk>", "a", "b"]
+    vocabulary = make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD)), text)
+    assert vocabulary.encode(b"a <unk> c <unk>").tolist() == [2, 1, 1, 1]
+
+
+def test_a_mark_in_the_text_is_that_token():
+    assert words(text_of("a <eos> b <eos>")) == ["<eos>", "a", "b", "<unk>"]
+    assert words(text_of("a <S> b <eos>"), line_mark=LineMark.S) == ["<S>", "a", "b", "<eos>", "<unk>"]
+
+
+def test_words_of_files_are_not_joined():
+    assert words(text_of(["one", "two"])) == ["<eos>", "one", "two", "<unk>"]
+
+
+def test_what_is_read_is_passed_on_to_be_watched():
+    text, watched, told = text_of(["a", "b"], "c", closed_alphabet=True), [], set()
+
+    def reading(doing, files):
+        told.add(doing)
+        watched.extend(files)
+        return files
+
+    make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD)), text, reading=reading)
+    assert watched == [*text.splits["train"]]
+    make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.CHAR)), text, reading=reading)
+    assert watched == [*text.splits["train"]] * 2
+    make_vocabulary(DataConfig(), text, reading=reading)
+    assert watched[4:] == [*text.splits["train"], *text.splits["valid"], *text.splits["test"]]
+
+
+# Characters
+
+
+@given(texts=st.lists(st.text("abcA \n\r\\é日😀\N{LINE SEPARATOR}" + UNKNOWN)), lower_case=st.booleans())
+@settings(max_examples=100)
+def test_characters_are_ranked_by_count_and_first_occurrence(texts, lower_case):
+    text = "".join(texts).lower() if lower_case else "".join(texts)
+    ranked = sorted(dict.fromkeys(text), key=lambda character: -text.count(character))
+    expected = ranked if UNKNOWN in ranked else [*ranked, UNKNOWN]
+    assert characters(text_of(texts), lower_case=lower_case) == "".join(expected)
+
+
+def test_rarer_characters_count_for_the_unknown():
+    assert characters(text_of("aaabbcdé", "xxx", "yyyy"), min_count=2) == f"a{UNKNOWN}b"
+    assert characters(text_of("a\n"), min_count=1) == f"a\n{UNKNOWN}", "no newline is added where lines are not marked"
+    assert characters(text_of("ab")) == f"ab{UNKNOWN}"
+
+
+# Given words
+
+
+@pytest.fixture
+def given_words(tmp_path):
+    """Reads a vocabulary from a file of this content."""
+
+    def read(content, **fields):
+        path = tmp_path / "vocab.txt"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        config = DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD, vocab_file=str(path)), **fields)
+        return make_vocabulary(config, text_of("never counted"))
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("content", "line_mark", "expected"),
+    [
+        ("the\ncat\n", LineMark.EOS, ["<eos>", "the", "cat", "<unk>"]),
+        ("the\ncat", LineMark.NONE, ["the", "cat", "<unk>"]),
+        ("the\n<S>\n<unk>\ncat\n", LineMark.S, ["the", "<S>", "<unk>", "cat"]),
+        ("the\n<unk>\n", LineMark.DOUBLE_S, ["<S>", "the", "<unk>"]),
+        ("<S>\nthe\n", LineMark.DOUBLE_S, ["<S>", "the", "<unk>"]),
+        ("the 12\r\ncat\t7\r\n\r\n  日本  3\r\n", LineMark.EOS, ["<eos>", "the", "cat", "日本", "<unk>"]),
+        ("the\ncat 1\nthe 3\n", LineMark.EOS, ["<eos>", "the", "cat", "<unk>"]),
+        ("the\n<UNK>\n", LineMark.EOS, ["<eos>", "the", "<UNK>"]),
+        ("<UNK>\n<unk>\n", LineMark.EOS, ["<eos>", "<UNK>", "<unk>"]),
+    ],
+)
+def test_words_of_a_file_keep_their_order(content, line_mark, expected, given_words):
+    vocabulary = given_words(content, line_mark=line_mark)
+    assert list(vocabulary.words) == expected
+    unknown = vocabulary.encode(b"never-seen").tolist()
+    assert unknown == [expected.index("<unk>" if "<unk>" in expected else "<UNK>")]
+
+
+def test_given_words_keep_the_other_settings(given_words):
+    vocabulary = given_words("the\n", lower_case=True, line_mark=LineMark.NONE)
+    assert vocabulary.encode(b"The\n").tolist() == [0] and vocabulary.mark is None
+
+
+@pytest.mark.parametrize("content", ["", "\n", " \r\n\t\n"])
+def test_a_file_without_words_is_named(content, given_words, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        given_words(content)
+    assert re.search(rf"--data\.vocab_file\b.*{tmp_path}/vocab\.txt\b", str(caught.value))
+
+
+def test_a_vocabulary_that_is_no_text_is_named(given_words, tmp_path):
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/vocab\.txt\b.*\b0xff\b.*\b4\b"):
+        given_words(b"the\n\xff")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "field"), [(Tokenizer.WORD, "vocab_file"), (Tokenizer.SENTENCEPIECE, "sentencepiece_model")]
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_flag(tokenizer, field, tmp_path):
+    for path, reason in ((tmp_path / "absent", "No such file or directory"), (tmp_path, "Is a directory")):
+        config = DataConfig(tokenizer=TokenizerConfig(kind=tokenizer), **{field: str(path)})
+        with pytest.raises(FileNotFoundError) as caught:
+            make_vocabulary(config, text_of("a"))
+        assert re.search(rf"--data\.{field}\b.*{path}\b.*\b{reason}\b", str(caught.value))
+
+
+# Pieces
+
+
+def test_pieces_are_learnt_from_the_training_text():
+    pytest.importorskip("sentencepiece")
+    config = DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.SENTENCEPIECE, sentencepiece_vocab=270, line_mark=LineMark.NONE))
+    train = "abc abd abe cab dab\nabc eba\n" * 20
+    vocabulary = make_vocabulary(config, text_of(train, "xyz " * 99))
+    assert (vocabulary.size, vocabulary.line_mark) == (270, LineMark.NONE)
+    assert vocabulary == make_vocabulary(config, text_of(train, "something else"))
+    assert vocabulary != make_vocabulary(config, text_of("xyz " * 99 + train))
+
+
+@pytest.fixture
+def given_model(tmp_path):
+    """Reads a model from a file of this content."""
+    pytest.importorskip("sentencepiece")
+
+    def read(content, **fields):
+        path = tmp_path / "own.model"
+        path.write_bytes(content)
+        config = DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.SENTENCEPIECE, sentencepiece_model=str(path)), **fields)
+        return make_vocabulary(config, text_of("never read"))
+
+    return read
+
+
+def test_a_given_model_is_used_as_it_is(given_model):
+    config = DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.SENTENCEPIECE, sentencepiece_vocab=270))
+    learnt = make_vocabulary(config, text_of("abc abd abe cab dab\nabc eba\n" * 20))
+    assert given_model(learnt.model) == learnt
+    assert given_model(learnt.model, lower_case=True).encode(b"ABC").tolist() == learnt.encode(b"abc").tolist()
+    assert given_model(learnt.model, line_mark=LineMark.NONE).mark is None
+
+
+@pytest.mark.parametrize("line_mark", [LineMark.EOS, LineMark.NONE])
+@pytest.mark.parametrize("content", [b"", b"the 12\ncat 7\n", bytes(range(256))])
+def test_a_file_that_is_no_model_is_named(content, line_mark, given_model, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        given_model(content, line_mark=line_mark)
+    assert re.search(rf"--data\.sentencepiece_model\b.*{tmp_path}/own\.model\b", str(caught.value))

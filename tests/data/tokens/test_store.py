@@ -1,0 +1,462 @@
+"""Tests token stores: what is in them, when one is opened again, and what full disks, kills and second processes do."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import textwrap
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import txl_jax
+from txl_jax.config import DataConfig, LineMark, Tokenizer, TokenizerConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.sources.text import SPLITS, File, Text
+from txl_jax.data.tokens import store
+from txl_jax.data.tokens.build_vocabulary import make_vocabulary
+from txl_jax.data.tokens.store import find_store, fingerprint, open_store
+from txl_jax.data.tokens.vocabulary import ByteVocabulary, CharacterVocabulary, WordVocabulary, dumps
+
+SETTINGS = {"tokenizer": "word", "min_count": 1}
+WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat")
+
+
+def file_of(content, block=5):
+    return File("some.txt", len(content), lambda: (content[i : i + block] for i in range(0, len(content), block)))
+
+
+def text_of(train=b"the cat\nsat\n", valid=b"cat\n", test=b"sat", *, digest="d", block=5):
+    splits = (
+        tuple(file_of(content, block) for content in ([s] if isinstance(s, bytes) else s)) for s in (train, valid, test)
+    )
+    return Text("own text", "made up", digest, dict(zip(SPLITS, splits, strict=True)))
+
+
+def words():
+    return WordVocabulary(WORDS)
+
+
+def never():
+    raise AssertionError("the store is there already")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def assert_same(one, other):
+    assert one.vocabulary == other.vocabulary
+    for split in SPLITS:
+        np.testing.assert_array_equal(one.splits[split], other.splits[split], strict=True)
+    np.testing.assert_array_equal(one.sentences, other.sentences, strict=True)
+
+
+# What is in a store
+
+
+def test_the_ids_of_each_split_are_mapped(tmp_path):
+    tokens = open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    assert [tokens.splits[split].tolist() for split in SPLITS] == [[0, 2, 1, 5, 1], [2, 1], [5, 1]]
+    assert tokens.sentences.tolist() == [0, 3, 5] and tokens.sentences.dtype == np.int64
+    assert tokens.vocabulary == words()
+    for array in (*tokens.splits.values(), tokens.sentences):
+        assert isinstance(array, np.memmap) and not array.flags.writeable
+    (name,) = names(tmp_path)
+    assert name == f"own-text-{fingerprint(text_of(), SETTINGS)}"
+    assert names(tmp_path / name) == [
+        "sentences.npy",
+        "store.json",
+        "test.npy",
+        "train.npy",
+        "valid.npy",
+        "vocabulary.txt",
+    ]
+    assert json.loads((tmp_path / name / "store.json").read_text())["tokens"] == {"train": 5, "valid": 2, "test": 2}
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)])
+def test_ids_are_of_the_smallest_type(size, dtype, tmp_path):
+    many = WordVocabulary(("<eos>", "<unk>", *map(str, range(2, size))))
+    tokens = open_store(text_of(b"%d 3" % (size - 1)), SETTINGS, lambda: many, folder=tmp_path)
+    assert tokens.splits["train"].dtype == dtype
+    assert tokens.splits["train"].tolist() == [size - 1, 3, 0]
+
+
+def test_tokens_without_line_marks_have_no_sentences(tmp_path):
+    unmarked = (
+        ByteVocabulary.all_bytes(),
+        CharacterVocabulary("\n\N{REPLACEMENT CHARACTER}"),
+        WordVocabulary(WORDS, LineMark.NONE),
+    )
+    text = text_of(valid=b"cat\nsat", test=b"cat sat")
+    for i, vocabulary in enumerate(unmarked):
+        tokens = open_store(text, {"i": i}, lambda own=vocabulary: own, folder=tmp_path)
+        assert tokens.sentences is None and tokens.vocabulary == vocabulary
+        for split in SPLITS:
+            assert tokens.splits[split].tolist() == np.concatenate([*vocabulary.blocks(text.splits[split])]).tolist()
+
+
+# Lines of words known and unknown, some empty.
+LINES = st.lists(st.lists(st.sampled_from(["the", "cat", "dog"]), max_size=3), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("line_mark", [mark for mark in LineMark if mark is not LineMark.NONE])
+@given(files=st.lists(LINES, min_size=1, max_size=3), block=st.integers(1, 9), open_end=st.booleans())
+@settings(max_examples=50)
+def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_path_factory):
+    """Each line in plain Python: its length, its marks, and what stands before the first."""
+    files = [[["the", "cat"], *files[0]], *files[1:]]
+    contents = [b"".join(b" ".join(map(str.encode, line)) + b"\n" for line in lines) for lines in files]
+    if open_end and files[-1][-1]:
+        contents[-1] = contents[-1].removesuffix(b"\n")
+    marks = 2 if line_mark is LineMark.DOUBLE_S else 1
+    expected = [1 if line_mark is LineMark.S else 0]
+    for lines in files:
+        for line in lines:
+            expected.append(expected[-1] + len(line) + marks)
+    folder = tmp_path_factory.mktemp("store")
+    vocabulary = WordVocabulary(WORDS, line_mark)
+    tokens = open_store(text_of(contents, block=block), SETTINGS, lambda: vocabulary, folder=folder)
+    assert tokens.sentences.tolist() == expected
+    assert expected[-1] == len(tokens.splits["train"])
+    assert tokens.splits["train"].tolist() == [
+        token for ids in vocabulary.blocks(map(file_of, contents)) for token in ids.tolist()
+    ]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("content", "length"), [(b"", 0), (b"x", 1)])
+def test_a_split_without_a_target_is_named(split, content, length, tmp_path):
+    text = text_of(**{split: content})
+    with pytest.raises(ValueError, match=rf"\b{split}\b.*\bmade up\b.*\b{length}\b.*\b2\b"):
+        open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_what_is_read_is_passed_on_to_be_watched(tmp_path):
+    watched, text = [], text_of()
+
+    def reading(doing, files):
+        watched.append((doing, files))
+        return files
+
+    open_store(text, SETTINGS, words, folder=tmp_path, reading=reading)
+    assert watched == [(f"encoding {split}", text.splits[split]) for split in SPLITS]
+
+
+# When a store is opened again
+
+
+def test_the_same_text_and_settings_are_not_encoded_again(tmp_path):
+    assert find_store(text_of(), SETTINGS, tmp_path) is None
+    made = open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    again = text_of(b"never read", digest="d")
+    assert_same(open_store(again, dict(reversed(SETTINGS.items())), never, folder=tmp_path), made)
+    assert_same(find_store(again, SETTINGS, tmp_path), made)
+    assert len(names(tmp_path)) == 1
+
+
+def test_another_text_setting_or_version_is_another_store(tmp_path, monkeypatch):
+    open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    others = [
+        (text_of(digest="e"), SETTINGS),
+        (text_of(), SETTINGS | {"min_count": 2}),
+        (text_of(), SETTINGS | {"tokenizer": "char"}),
+        (text_of(), SETTINGS | {"more": None}),
+    ]
+    for count, (text, settings_) in enumerate(others, start=2):
+        assert find_store(text, settings_, tmp_path) is None
+        open_store(text, settings_, words, folder=tmp_path)
+        assert len(names(tmp_path)) == count
+    monkeypatch.setattr(store, "VERSION", store.VERSION + 1)
+    assert find_store(text_of(), SETTINGS, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["train.npy", "valid.npy", "test.npy", "sentences.npy", "vocabulary.txt", "store.json"]
+)
+@pytest.mark.parametrize("damage", ["cut", "gone", "longer", "flipped"])
+def test_a_damaged_store_is_made_again(name, damage, tmp_path, capsys):
+    expected = open_store(text_of(), SETTINGS, words, folder=tmp_path / "undamaged")
+    open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens")
+    folder = tmp_path / "tokens" / names(tmp_path / "tokens")[0]
+    path = folder / name
+    match damage:
+        case "cut":
+            os.truncate(path, path.stat().st_size - 2)
+        case "gone":
+            path.unlink()
+        case "longer":
+            path.write_bytes(path.read_bytes() + b"more")
+        case "flipped":
+            data = bytearray(path.read_bytes())
+            data[-1 if name.endswith(".npy") else data.rindex(b"sentences" if name == "store.json" else b"sat")] ^= 1
+            path.write_bytes(data)
+    assert find_store(text_of(), SETTINGS, tmp_path / "tokens") is None
+    assert capsys.readouterr().out == ""
+    assert_same(open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens"), expected)
+    assert names(tmp_path / "tokens") == [folder.name] and len(names(folder)) == 6
+    assert str(folder) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("summary", ["", "{}", "[]", "7", '{"bytes": 7}', '{"bytes": {"train.npy": 7}}'])
+def test_a_damaged_summary_is_no_store(summary, tmp_path):
+    open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    (name,) = names(tmp_path)
+    (tmp_path / name / "store.json").write_text(summary)
+    assert find_store(text_of(), SETTINGS, tmp_path) is None
+
+
+def test_an_open_store_outlives_one_that_is_made_anew(tmp_path):
+    made = open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    (name,) = names(tmp_path)
+    (tmp_path / name / "store.json").unlink()
+    open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    assert made.splits["train"].tolist() == [0, 2, 1, 5, 1]
+
+
+# The digest of some tokens, by the version that made them.
+GOLDEN = {1: "da3f63de90bf37d3"}
+
+
+def test_ids_are_those_of_this_version(tmp_path):
+    """If ids changed under the old version, a store of the old ones would still be opened."""
+    content = "The cat sat\n\nthe cät,\tthe 😀\r\n The end".encode()
+    text = text_of(content, content, content)
+    configs = [
+        DataConfig(),
+        DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.CHAR, lower_case=True)),
+        *(
+            DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=line_mark, min_count=2))
+            for line_mark in LineMark
+        ),
+    ]
+    found = hashlib.sha256()
+    for config in configs:
+        make = functools.partial(make_vocabulary, config, text)
+        tokens = open_store(text, config_tree.to_dict(config), make, folder=tmp_path)
+        found.update(dumps(tokens.vocabulary).encode())
+        found.update(
+            str([*(ids.tolist() for ids in tokens.splits.values()), np.array(tokens.sentences).tolist()]).encode()
+        )
+    message = (
+        "the same text gives other tokens than before; if that is meant, raise store.VERSION and add its digest here"
+    )
+    assert found.hexdigest()[:16] == GOLDEN[store.VERSION], message
+
+
+# What goes wrong
+
+
+def failing(kind):
+    """Files whose second block cannot be had."""
+
+    def blocks():
+        yield b"the cat\n"
+        raise kind
+
+    return (File("some.txt", 99, blocks),)
+
+
+def test_text_that_cannot_be_read_leaves_no_store(tmp_path):
+    for error in (ValueError("some.txt is not UTF-8"), KeyboardInterrupt(), FileNotFoundError("a shard is gone")):
+        broken = Text("own text", "made up", "d", text_of().splits | {"valid": failing(error)})
+        with pytest.raises(type(error)) as caught:
+            open_store(broken, SETTINGS, words, folder=tmp_path)
+        assert caught.value is error, "nothing else is said"
+        assert names(tmp_path) == []
+    assert len(open_store(text_of(), SETTINGS, words, folder=tmp_path).splits["train"]) == 5
+
+
+def test_a_vocabulary_that_cannot_be_made_leaves_no_store(tmp_path):
+    def make():
+        raise FileNotFoundError("--data.tokenizer.vocab_file names nowhere")
+
+    with pytest.raises(FileNotFoundError, match="^--data.tokenizer.vocab_file names nowhere$"):
+        open_store(text_of(), SETTINGS, make, folder=tmp_path)
+    assert names(tmp_path) == []
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """Writing more than `size` bytes to a file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_full_disk_is_one_sentence_and_leaves_no_store(split, tmp_path):
+    text = text_of(**{split: b"x" * 300_000}, block=1000)
+    with largest_file(100_000), pytest.raises(OSError) as caught:
+        open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new")
+    message = str(caught.value)
+    assert re.search(rf"{re.escape(str(tmp_path))}/new\b.*\bFile too large\b.*--cache_dir\b", message)
+    assert "\n" not in message
+    assert names(tmp_path / "new") == []
+    assert len(open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new").splits[split]) == 300_000
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=rf"{tmp_path}/file/tokens\b.*\bNot a directory\b.*--cache_dir\b"):
+        open_store(text_of(), SETTINGS, words, folder=tmp_path / "file" / "tokens")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
+def test_a_read_only_folder_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match=rf"{tmp_path}\b.*\bPermission denied\b.*--cache_dir\b"):
+        open_store(text_of(), SETTINGS, words, folder=tmp_path)
+
+
+def test_a_read_only_folder_is_enough_for_a_store_that_is_there(tmp_path, monkeypatch):
+    made = open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    monkeypatch.setattr(Path, "mkdir", never)
+    monkeypatch.setattr(os, "mkdir", never)
+    assert_same(open_store(text_of(), SETTINGS, never, folder=tmp_path), made)
+
+
+# Several processes
+
+
+OTHER = textwrap.dedent(
+    """
+    import sys, time
+    from pathlib import Path
+    from txl_jax.data.tokens.store import open_store
+    from txl_jax.data.sources.text import File, Text
+    from txl_jax.data.tokens.vocabulary import WordVocabulary
+
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+
+    def make():
+        (folder / f"{name}-makes").touch()
+        return WordVocabulary(("the", "<eos>", "cat", "<unk>", "<S>", "sat"))
+
+    def blocks(content):
+        yield content[:4]
+        (folder / f"{name}-is-inside").touch()
+        deadline = time.monotonic() + 30
+        while not (folder / "go-on").exists():
+            assert time.monotonic() < deadline, "nobody says go on"
+            time.sleep(0.01)
+        yield content[4:]
+
+    contents = {"train": b"the cat\\nsat\\n", "valid": b"cat\\n", "test": b"sat"}
+    splits = {split: (File("some.txt", len(c), lambda c=c: blocks(c)),) for split, c in contents.items()}
+    text = Text("own text", "made up", "d", splits)
+    tokens = open_store(text, {"tokenizer": "word", "min_count": 1}, make, folder=folder / "tokens")
+    print(tokens.splits["train"].tolist(), tokens.sentences.tolist())
+    """
+)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a process that makes the store of `text_of()` in `tmp_path` / tokens; it waits there for a file go-on."""
+    started = []
+
+    def start(name):
+        environment = os.environ | {"PYTHONPATH": str(Path(txl_jax.__file__).parents[1])}
+        command = [sys.executable, "-c", OTHER, str(tmp_path), name]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no process made {path.name}"
+        time.sleep(0.01)
+
+
+def test_of_two_processes_one_makes_the_store_and_the_other_waits(tmp_path, start):
+    first = start("first")
+    wait_for(tmp_path / "first-is-inside")
+    second = start("second")
+    assert second.stdout.readline().strip(), "it says that it waits"
+    assert not (tmp_path / "second-makes").exists()
+    (tmp_path / "go-on").touch()
+    results = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert results == ["[0, 2, 1, 5, 1] [0, 3, 5]\n"] * 2
+    assert sorted(path.name for path in tmp_path.glob("*-makes")) == ["first-makes"]
+    assert len(names(tmp_path / "tokens")) == 1
+
+
+def test_a_killed_process_leaves_no_store_and_what_it_left_is_cleared(tmp_path, start):
+    killed = start("first")
+    wait_for(tmp_path / "first-is-inside")
+    killed.kill()
+    killed.wait()
+    assert len(names(tmp_path / "tokens")) == 1, "its unfinished store"
+    assert find_store(text_of(), SETTINGS, tmp_path / "tokens") is None
+    open_store(text_of(digest="another"), SETTINGS, words, folder=tmp_path / "tokens")
+    made = open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens")
+    assert made.splits["train"].tolist() == [0, 2, 1, 5, 1]
+    assert names(tmp_path / "tokens") == sorted(
+        f"own-text-{fingerprint(text_of(digest=digest), SETTINGS)}" for digest in ("d", "another")
+    )
+
+
+def test_who_waits_for_a_process_that_is_killed_makes_the_store(tmp_path, start):
+    first = start("first")
+    wait_for(tmp_path / "first-is-inside")
+    second = start("second")
+    assert second.stdout.readline().strip(), "it says that it waits"
+    assert not (tmp_path / "second-makes").exists()
+    (tmp_path / "first-is-inside").unlink()
+    first.kill()
+    wait_for(tmp_path / "second-is-inside")
+    (tmp_path / "go-on").touch()
+    assert second.communicate(timeout=60)[0] == "[0, 2, 1, 5, 1] [0, 3, 5]\n"
+    assert len(names(tmp_path / "tokens")) == 1
+
+
+# Memory
+
+
+def repeated(block, times):
+    """A file of one block over and over, of which nothing is held."""
+    return File("large.txt", len(block) * times, lambda: (bytes(bytearray(block)) for _ in range(times)))
+
+
+@pytest.mark.parametrize(
+    ("block", "times", "vocabulary"),
+    [
+        (b"the cat sat\n" * 20_000, 125, ByteVocabulary.all_bytes()),  # 30 MB of bytes,
+        ("the cät\n".encode() * 1000, 1000, CharacterVocabulary("the cä\n\N{REPLACEMENT CHARACTER}")),  # 9 MB,
+        (b"the cat sat\n" * 500, 1000, WordVocabulary(WORDS)),  # and 6 MB, of 2 million ids.
+    ],
+    ids=["byte", "char", "word"],
+)
+def test_memory_is_that_of_a_block(block, times, vocabulary, tmp_path):
+    large = Text("own text", "made up", "d", text_of().splits | {"train": (repeated(block, times),)})
+    open_store(text_of(), {"first": True}, lambda: vocabulary, folder=tmp_path)  # Tables of the vocabulary.
+    tracemalloc.start()
+    try:
+        tokens = open_store(large, SETTINGS, lambda: vocabulary, folder=tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(tokens.splits["train"]) > 1.9e6
+    assert peak < 1.5e6

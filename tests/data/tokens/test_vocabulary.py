@@ -1,0 +1,448 @@
+"""Tests text to token ids and back: bytes, characters and words against plain Python, and the saved form."""
+
+import collections
+import hashlib
+import itertools
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl_jax.config import LineMark, Newlines
+from txl_jax.data.sources.text import File
+from txl_jax.data.tokens.build_vocabulary import KINDS
+from txl_jax.data.tokens.vocabulary import (
+    ByteVocabulary,
+    CharacterVocabulary,
+    WordVocabulary,
+    digest,
+    dumps,
+    id_type,
+    loads,
+    rank,
+)
+from txl_jax.metrics import Measure
+
+SIZES = st.integers(1, 9)
+CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
+# What the saved form must not take for the end of a line, or for one of its own escapes.
+AWKWARD = st.text(st.sampled_from("\n\r\\nr\x0b\x0c\x1c\x85\N{LINE SEPARATOR}😀") | CHARACTERS)
+WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat", "日本")
+
+
+def in_blocks(content, size=4, *, name="some.txt", offset=0):
+    """A file that comes in blocks of a size."""
+    return File(
+        name, len(content), lambda: (content[i : i + size] for i in range(0, len(content), size)), offset=offset
+    )
+
+
+def joined(blocks):
+    return [token for block in blocks for token in block.tolist()]
+
+
+def words_of(line_mark, **fields):
+    return WordVocabulary(WORDS, line_mark, **fields)
+
+
+# Bytes
+
+
+@given(st.binary(min_size=1))
+def test_text_survives_encoding_with_its_own_vocabulary(text):
+    own = ByteVocabulary.of(text)
+    ids = own.encode(text)
+    assert ids.dtype == np.uint8 and ids.shape == (len(text),)
+    assert set(ids.tolist()) == set(range(own.size)), "every symbol occurs, so every id does"
+    assert own.decode(ids) == text
+
+
+@given(st.binary())
+def test_with_all_bytes_an_id_is_the_byte(text):
+    every = ByteVocabulary.all_bytes()
+    assert every.size == 256
+    assert every.encode(text).tolist() == list(text)
+    assert every.decode(every.encode(text)) == text
+
+
+def test_ids_are_ranks():
+    own = ByteVocabulary.of(b"zebra")
+    assert own.symbols == b"aberz"
+    assert own.encode(b"zebra").tolist() == [4, 2, 1, 3, 0]
+
+
+@given(texts=st.lists(st.binary(), max_size=3), size=SIZES)
+def test_bytes_of_several_files_follow_each_other(texts, size):
+    every = ByteVocabulary.all_bytes()
+    assert bytes(joined(every.blocks(in_blocks(text, size) for text in texts))) == b"".join(texts)
+
+
+@given(text=st.binary(), size=SIZES)
+def test_newlines_may_be_dropped(text, size):
+    text += b"a\n\na"
+    for kept in (ByteVocabulary.all_bytes(Newlines.DROP), ByteVocabulary(bytes(sorted({*text} - {10})), Newlines.DROP)):
+        assert kept.decode(joined(kept.blocks([in_blocks(text, size)]))) == text.replace(b"\n", b"")
+        assert kept.decode(kept.encode(text)) == text.replace(b"\n", b"")
+
+
+def test_a_foreign_byte_is_named_with_its_first_offset():
+    with pytest.raises(ValueError, match=r"\b120\b.*\b2\b.*\b2\b"):
+        ByteVocabulary.of(b"ab").encode(b"abxayx")
+    with pytest.raises(ValueError, match=r"\b120\b.*\b3\b.*\b2\b"):
+        ByteVocabulary(b"ab", Newlines.DROP).encode(b"\n\naxab")
+
+
+@given(start=st.binary().map(lambda start: start.replace(b"x", b"")), size=SIZES, offset=st.integers(0, 99))
+def test_a_foreign_byte_of_a_file_is_named_with_its_place(start, size, offset):
+    others = ByteVocabulary(bytes(set(range(256)) - {ord("x")}))
+    files = [in_blocks(b"ab", size, name="other.txt"), in_blocks(start + b"xax", size, offset=offset)]
+    with pytest.raises(ValueError, match=rf"^some\.txt\b.*\b120\b.*\b{offset + len(start)}\b.*\b255\b"):
+        joined(others.blocks(files))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
+def test_decoding_takes_any_integers(dtype):
+    assert ByteVocabulary.of(b"abc").decode(np.array([[2, 0], [1, 1]], dtype)) == b"cabb"
+    assert (
+        CharacterVocabulary("a\N{REPLACEMENT CHARACTER}é").decode(np.array([[2, 0], [2, 2]], dtype)).decode() == "éaéé"
+    )
+    assert words_of(LineMark.EOS).decode(np.array([[2, 0], [1, 5]], dtype)) == b"cat the \nsat "
+    for vocabulary in (ByteVocabulary.of(b"abc"), words_of(LineMark.EOS)):
+        assert vocabulary.decode([]) == b""
+
+
+@pytest.mark.parametrize("foreign", [-1, 3])
+def test_a_foreign_id_is_named(foreign):
+    for three in (
+        ByteVocabulary.of(b"abc"),
+        CharacterVocabulary("a\N{REPLACEMENT CHARACTER}é"),
+        WordVocabulary(("a", "<unk>", "<eos>")),
+    ):
+        with pytest.raises(ValueError, match=rf"{foreign}\b.*\b0\b.*\b2\b"):
+            three.decode([0, foreign])
+
+
+@pytest.mark.parametrize("symbols", [b"", b"ba", b"aa"])
+def test_symbols_must_increase(symbols):
+    with pytest.raises(ValueError, match=re.escape(str([*symbols]))):
+        ByteVocabulary(symbols)
+
+
+# Characters
+
+
+@given(characters=st.text(CHARACTERS), others=st.text(CHARACTERS), size=SIZES)
+def test_characters_are_known_or_replaced(characters, others, size):
+    known = "".join(dict.fromkeys(characters + "\N{REPLACEMENT CHARACTER}"))
+    vocabulary, text = CharacterVocabulary(known), others + characters
+    ids = joined(vocabulary.blocks([in_blocks(text.encode(), size)]))
+    seen = "".join(c if c in known else "\N{REPLACEMENT CHARACTER}" for c in text)
+    assert ids == [known.index(c) for c in seen] == vocabulary.encode(text.encode()).tolist()
+    assert vocabulary.decode(ids).decode() == seen
+
+
+def test_characters_beyond_16_bits_have_their_own_ids():
+    vocabulary = CharacterVocabulary("a😀\N{REPLACEMENT CHARACTER}\U0010ffffé")
+    assert vocabulary.encode("é\U0010ffff😀a\U0001f601".encode()).tolist() == [4, 3, 1, 0, 2]
+
+
+def test_lower_case_characters():
+    vocabulary = CharacterVocabulary("aé\N{REPLACEMENT CHARACTER}i\N{COMBINING DOT ABOVE}", lower_case=True)
+    assert vocabulary.encode("AaÉB".encode()).tolist() == [0, 0, 1, 2]
+    assert vocabulary.encode("İ".encode()).tolist() == [3, 4], "one capital of two lower-case characters"
+    assert joined(vocabulary.blocks([in_blocks("É A".encode(), 1)])) == [1, 2, 0]
+
+
+@pytest.mark.parametrize("characters", ["", "abc", "a\N{REPLACEMENT CHARACTER}a"])
+def test_characters_must_be_distinct_and_hold_the_unknown(characters):
+    n, distinct, unknown = len(characters), len({*characters}), "'\N{REPLACEMENT CHARACTER}'"
+    with pytest.raises(ValueError, match=rf"\b{n}\b.*\bchar\b.*{unknown}.*\b{distinct}\b"):
+        CharacterVocabulary(characters)
+
+
+# Words
+
+
+def plain_words(texts, line_mark, *, lower_case=False):
+    """The ids of files, line by line, in plain Python."""
+    lines = []
+    for text in texts:
+        lines += text.removesuffix("\n").split("\n") if text else []
+    ids = {word: i for i, word in enumerate(WORDS)}
+    lines = [[ids.get(word, ids["<unk>"]) for word in (line.lower() if lower_case else line).split()] for line in lines]
+    match line_mark:
+        case LineMark.EOS:
+            lines = [[*line, ids["<eos>"]] for line in lines]
+        case LineMark.S:
+            lines = [[ids["<S>"]], *([*line, ids["<S>"]] for line in lines)]
+        case LineMark.DOUBLE_S:
+            lines = [[ids["<S>"], *line, ids["<S>"]] for line in lines] or [[ids["<S>"]]]
+    return [token for line in lines for token in line]
+
+
+# Known and unknown words, all kinds of white space, empty lines, and lines that are open at a file's end.
+PARTS = ["the ", "cat ", "<S> ", "日本", "THE ", "unheard-of", " ", "\t", "\N{LINE SEPARATOR}", "\n", "\n", "\r\n"]
+LINES = st.lists(st.sampled_from(PARTS)).map("".join)
+
+
+@pytest.mark.parametrize("line_mark", LineMark)
+@given(texts=st.lists(LINES, max_size=3), size=SIZES, lower_case=st.booleans())
+@settings(max_examples=100)
+def test_words_against_plain_python(line_mark, texts, size, lower_case):
+    vocabulary = words_of(line_mark, lower_case=lower_case)
+    blocks = list(vocabulary.blocks(in_blocks(text.encode(), size) for text in texts))
+    assert joined(blocks) == plain_words(texts, line_mark, lower_case=lower_case)
+    assert all(block.dtype == np.uint8 and block.ndim == 1 for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("line_mark", "ids"),
+    [
+        (LineMark.EOS, [0, 2, 1, 1, 3, 1]),
+        (LineMark.S, [4, 0, 2, 4, 4, 3, 4]),
+        (LineMark.DOUBLE_S, [4, 0, 2, 4, 4, 4, 4, 3, 4]),
+        (LineMark.NONE, [0, 2, 3]),
+    ],
+)
+def test_line_marks_by_hand(line_mark, ids):
+    assert joined(words_of(line_mark).blocks([in_blocks(b"the cat\n\nelephant\n")])) == ids
+
+
+@pytest.mark.parametrize("line_mark", LineMark)
+@given(
+    texts=st.lists(st.lists(st.lists(st.sampled_from(["the", "cat", "日本"])), min_size=1), min_size=1, max_size=2),
+    size=SIZES,
+)
+def test_decoded_words_are_those_of_the_text(line_mark, texts, size):
+    files = [in_blocks("".join(" ".join(line) + "\n" for line in lines).encode(), size) for lines in texts]
+    vocabulary = words_of(line_mark)
+    decoded = vocabulary.decode(joined(vocabulary.blocks(files))).decode()
+    assert decoded.split() == [word for lines in texts for line in lines for word in line]
+    n = sum(map(len, texts))
+    marks = {LineMark.EOS: n, LineMark.S: n + 1, LineMark.DOUBLE_S: 2 * n, LineMark.NONE: 0}
+    assert decoded.count("\n") == marks[line_mark]
+
+
+@pytest.mark.parametrize(
+    ("line_mark", "ids"), [(LineMark.EOS, [0, 1, 2]), (LineMark.DOUBLE_S, [0, 4, 4, 2]), (LineMark.NONE, [0, 2])]
+)
+def test_the_end_of_a_prompt_is_open(line_mark, ids):
+    assert words_of(line_mark).encode(b"the\ncat").tolist() == ids
+
+
+def test_a_word_that_stands_for_the_unknown_ones_can_be_another():
+    vocabulary = WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>")
+    assert vocabulary.encode(b"a b <UNK> <unk>").tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "line_mark"),
+    [
+        (("a",), LineMark.NONE),
+        (("a", "<unk>", "a"), LineMark.NONE),
+        ((), LineMark.NONE),
+        (("a", "<unk>"), LineMark.EOS),
+        (("a", "<unk>", "<eos>"), LineMark.S),
+        (("a", "<unk>", "<eos>"), LineMark.DOUBLE_S),
+    ],
+)
+def test_words_must_be_distinct_and_hold_the_unknown_and_the_mark(words, line_mark):
+    mark = {LineMark.NONE: "'<unk>'", LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}[line_mark]
+    with pytest.raises(ValueError, match=mark):
+        WordVocabulary(words, line_mark)
+
+
+# All
+
+
+def test_what_an_unprompted_text_follows():
+    unknown = "\N{REPLACEMENT CHARACTER}"
+    assert ByteVocabulary(b"\n a").start.tolist() == [0]
+    assert ByteVocabulary(b" a").start.tolist() == [0]
+    assert ByteVocabulary(b"!a").start.tolist() == [0]
+    assert ByteVocabulary.all_bytes(Newlines.DROP).start.tolist() == [ord(" ")], "never the newline that is dropped"
+    assert ByteVocabulary(b"\nab", Newlines.DROP).start.tolist() == [1]
+    assert CharacterVocabulary(f"a {unknown}\n").start.tolist() == [3]
+    assert CharacterVocabulary(f"a {unknown}").start.tolist() == [1]
+    assert CharacterVocabulary(f"a{unknown}").start.tolist() == [0]
+    starts = [words_of(line_mark).start.tolist() for line_mark in LineMark]
+    assert starts == [[1], [4], [4], [0]] and [words_of(line_mark).mark for line_mark in LineMark] == [1, 4, 4, None]
+
+
+@pytest.mark.parametrize(
+    "vocabulary", [ByteVocabulary(b"\n\x80\xc3"), CharacterVocabulary("a\n\N{REPLACEMENT CHARACTER}é")]
+)
+def test_a_byte_and_a_character_are_called_what_they_are(vocabulary):
+    assert vocabulary.names() == [vocabulary.decode([token]) for token in range(vocabulary.size)]
+
+
+@pytest.mark.parametrize("line_mark", LineMark)
+def test_a_word_and_a_mark_are_called_by_their_word(line_mark):
+    assert words_of(line_mark).names() == [word.encode() for word in WORDS]
+
+
+def test_what_stands_for_the_unknown():
+    assert ByteVocabulary.of(b"abc").unknown_id is None
+    for vocabulary in (CharacterVocabulary("a\N{REPLACEMENT CHARACTER}"), words_of(LineMark.EOS)):
+        assert vocabulary.encode("ž".encode()).tolist() == [vocabulary.unknown_id]
+    assert WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>").unknown_id == 1
+
+
+def test_only_words_are_told_in_perplexity():
+    assert [kind.measure for kind in KINDS] == [Measure.BPC, Measure.BPC, Measure.PPL, Measure.PPL]
+
+
+def test_a_prompt_that_is_no_utf8_is_named():
+    for vocabulary in (CharacterVocabulary("\N{REPLACEMENT CHARACTER}"), words_of(LineMark.EOS)):
+        with pytest.raises(ValueError, match=r"\b0xff\b.*\b3\b"):
+            vocabulary.encode("é\n".encode() + b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "int32")]
+)
+def test_ids_are_of_the_smallest_type(size, dtype):
+    assert id_type(size) == dtype
+    assert np.array([size - 1], id_type(size)).tolist() == [size - 1]
+
+
+def test_the_last_of_many_words_has_its_own_id():
+    words = ("<unk>", *map(str, range(70_000)))
+    assert WordVocabulary(words, LineMark.NONE).encode(b"69999 0 x").tolist() == [70_000, 1, 0]
+
+
+# Ranks
+
+
+@given(
+    text=st.lists(st.sampled_from(["a", "b", "c", "d", "<unk>", "<eos>"])),
+    min_count=st.integers(1, 4),
+    first=st.sampled_from([[], ["<eos>"]]),
+)
+@settings(max_examples=200)
+def test_rank_against_plain_python(text, min_count, first):
+    seen = list(dict.fromkeys(text))
+    # What is rare is counted as <unk>, which comes last among equals unless it is frequent by itself.
+    rare = [word for word in seen if text.count(word) < min_count]
+    counts = {word: text.count(word) for word in seen if word not in rare}
+    counts["<unk>"] = counts.get("<unk>", 0) + sum(map(text.count, rare))
+    expected = sorted(counts, key=lambda word: -counts[word])  # Stable: a dict keeps the order of first occurrence.
+    expected = first + [word for word in expected if word not in first]
+    assert rank(collections.Counter(text), min_count=min_count, unknown="<unk>", first=first) == expected
+
+
+def test_rank_by_hand():
+    counts = collections.Counter({"tie": 2, "dye": 2, "once": 1, "<eos>": 4})
+    assert rank(counts, min_count=1, unknown="<unk>", first=["<eos>"]) == ["<eos>", "tie", "dye", "once", "<unk>"]
+    assert rank(counts, min_count=2, unknown="<unk>") == ["<eos>", "tie", "dye", "<unk>"]
+    rare = collections.Counter({"<unk>": 2, "x": 1, "y": 2, "some": 4, "most": 6})
+    assert rank(rare, min_count=3, unknown="<unk>") == ["most", "<unk>", "some"], "2 of its own, 1 of x, 2 of y"
+
+
+# The saved form
+
+
+def saved(vocabulary):
+    return loads(dumps(vocabulary), KINDS)
+
+
+@given(symbols=st.sets(st.integers(0, 255), min_size=1), newlines=st.sampled_from(Newlines))
+def test_saved_bytes_are_the_same(symbols, newlines):
+    own = ByteVocabulary(bytes(sorted(symbols)), newlines)
+    assert saved(own) == own
+
+
+@given(characters=AWKWARD, lower_case=st.booleans())
+@settings(max_examples=200)
+def test_saved_characters_are_the_same(characters, lower_case):
+    distinct = "".join(dict.fromkeys(characters + "\N{REPLACEMENT CHARACTER}"))
+    own = CharacterVocabulary(distinct, lower_case)
+    assert saved(own) == own
+    assert dumps(own).count("\n") == 1 + len(distinct), "a line per token"
+
+
+@given(words=st.lists(AWKWARD), line_mark=st.sampled_from(LineMark), lower_case=st.booleans())
+def test_saved_words_are_the_same(words, line_mark, lower_case):
+    own = WordVocabulary(tuple(dict.fromkeys([*words, "<UNK>", "<eos>", "<S>"])), line_mark, lower_case, "<UNK>")
+    assert saved(own) == own
+    assert saved(own).encode(b"<eos> x").tolist() == own.encode(b"<eos> x").tolist()
+
+
+def test_the_saved_form_is_for_people():
+    assert dumps(ByteVocabulary(b"\na")) == 'txl_jax vocabulary byte {"newlines": "keep"}\n10\n97\n'
+    characters = dumps(CharacterVocabulary("\n\\a\N{REPLACEMENT CHARACTER}", lower_case=True))
+    assert characters == 'txl_jax vocabulary char {"lower_case": true}\n\\n\n\\\\\na\n\N{REPLACEMENT CHARACTER}\n'
+    settings_of_words = '{"line_mark": "s", "lower_case": false, "unknown": "<unk>"}'
+    assert (
+        dumps(WordVocabulary(("<S>", "<unk>"), LineMark.S))
+        == f"txl_jax vocabulary word {settings_of_words}\n<S>\n<unk>\n"
+    )
+
+
+BYTE, CHAR = 'txl_jax vocabulary byte {"newlines": "keep"}\n', 'txl_jax vocabulary char {"lower_case": false}\n'
+WORD = 'txl_jax vocabulary word {"line_mark": "eos", "lower_case": false, "unknown": "<unk>"}\n'
+PIECES = 'txl_jax vocabulary sentencepiece {"line_mark": "eos", "lower_case": false}\n'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n",
+        "[10, 97]",  # As it was saved before there were other tokens than bytes.
+        "byte {}\n97\n",
+        'byte {"newlines": "keep"}\n97\n',
+        BYTE,
+        BYTE.replace("byte", "bit") + "97\n",
+        BYTE.replace("{", "") + "97\n",
+        BYTE.replace("newlines", "spaces") + "97\n",
+        BYTE.replace('"keep"', '"lose"') + "97\n",
+        BYTE.replace('{"newlines": "keep"}', "7") + "97\n",
+        BYTE.replace('{"newlines": "keep"}', '["keep"]') + "97\n",
+        BYTE.replace(' {"newlines": "keep"}', "") + "97\n",
+        BYTE + "97\n96\n",
+        BYTE + "97\n97\n",
+        BYTE + "97\n\n98\n",
+        BYTE + "256\n",
+        BYTE + "-1\n",
+        BYTE + "a\n",
+        CHAR,
+        CHAR + "a\n",
+        CHAR + "a\n\N{REPLACEMENT CHARACTER}\na\n",
+        WORD,
+        WORD + "<eos>\na\n",
+        WORD + "<unk>\na\n",
+        WORD + "<eos>\n<unk>\na\na\n",
+        WORD.replace("eos", "eot") + "<eos>\n<unk>\n",
+        WORD.replace("unknown", "known") + "<eos>\n<unk>\n",
+        PIECES,
+    ],
+)
+def test_a_damaged_form_is_one_clear_error(text):
+    start = re.escape(repr(text.partition("\n")[0][:60]))
+    with pytest.raises(ValueError, match=start):
+        loads(text, KINDS)
+
+
+def test_equality_and_digest_know_every_setting():
+    words = ("<eos>", "<S>", "a", "<unk>", "<UNK>")
+    different = [
+        ByteVocabulary(b"ab"),
+        ByteVocabulary(b"ac"),
+        ByteVocabulary(b"ab", Newlines.DROP),
+        CharacterVocabulary("ab\N{REPLACEMENT CHARACTER}"),
+        CharacterVocabulary("ba\N{REPLACEMENT CHARACTER}"),
+        CharacterVocabulary("ab\N{REPLACEMENT CHARACTER}", lower_case=True),
+        WordVocabulary(words),
+        WordVocabulary(words[::-1]),
+        WordVocabulary(words, lower_case=True),
+        WordVocabulary(words, unknown="<UNK>"),
+        *(WordVocabulary(words, mark) for mark in LineMark if mark is not LineMark.EOS),
+    ]
+    for one, other in itertools.combinations(different, 2):
+        assert one != other and digest(one) != digest(other)
+    for one in different:
+        assert saved(one) == one and digest(saved(one)) == digest(one)
+        assert digest(one) == hashlib.sha256(dumps(one).encode()).hexdigest()

@@ -1,0 +1,128 @@
+"""Tests the estimates: what follows from shapes, and, where libtpu is installed, what its compiler says."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from experiments.bench import topologies
+from support import ROOT
+
+TINY = (
+    "--model.n_layer=3 --model.d_model=64 --model.n_head=4 --model.d_head=16 --model.d_inner=128 --model.dtype=bfloat16 "
+    "--train.batch_size=8 --train.segment_len=32 --train.mem_len=32 --eval.segment_len=16 --eval.mem_len=32 "
+    "--eval.clamp_len=0"
+).split()
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
+)
+
+
+def estimate(*flags, without_libtpu=False):
+    """(exit code, output, errors) of the program."""
+    program = "import runpy, sys; sys.argv[0] = 'estimate'\n"
+    if without_libtpu:
+        program += "import importlib.util as u; old = u.find_spec; u.find_spec = lambda n, *a: None if n == 'libtpu' else old(n, *a)\n"
+    program += "runpy.run_module('experiments.bench.estimate', run_name='__main__', alter_sys=True)"
+    result = subprocess.run(
+        [sys.executable, "-c", program, *flags], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_without_libtpu_shapes_are_told(tmp_path):
+    """One of four devices that share parameters, and of two that share heads."""
+    flags = [*TINY, "--topology=v4:2x2x2", "--mesh.fsdp=4", "--mesh.tensor=2", f"--estimate_json={tmp_path / 'e.json'}"]
+    code, out, err = estimate(*flags, without_libtpu=True)
+    assert code == 0, err
+    assert re.search(r"\b8\b.*\bv4\b.*\bdata 1\b.*\bfsdp 4\b.*\bmodel 2\b", out) and "libtpu" in out
+    [found] = json.loads((tmp_path / "e.json").read_text())["estimates"]
+    held = found["held_bytes"]
+    assert held["segment memory"] == 3 * (8 // 4) * 32 * 64 * 2 + 4 * 8 // 4  # [N, B, M, D] in bfloat16, and valid [B].
+    assert found["parameters"] * 4 / 8 < held["parameters"] < found["parameters"] * 4 / 8 * 1.2
+    assert 2 * held["parameters"] <= held["optimiser"] <= 2 * held["parameters"] + 64
+    assert found["mesh"] == {"data": 1, "fsdp": 4, "model": 2}
+
+
+@needs_libtpu
+def test_programs_are_compiled_for_a_slice(tmp_path):
+    flags = [*TINY, "--topology=v5e:2x4", "--mesh.fsdp=4", "--mesh.tensor=2", f"--estimate_json={tmp_path / 'e.json'}"]
+    code, out, err = estimate(*flags)
+    assert code == 0, err
+    found = {each["program"]: each for each in json.loads((tmp_path / "e.json").read_text())["estimates"]}
+    assert set(found) == {"training", "evaluation", "generation"}
+    for name, each in found.items():
+        assert re.search(rf"(?m)^{name}:.*\d", out) and each["needed_bytes"] >= each["scratch_bytes"] > 0
+    sent = found["training"]["collectives"]
+    assert {one["kind"] for one in sent} >= {"all-reduce"}
+    assert any("/stack/" in one["source"] for one in sent), "nothing is sent in the layers"
+    layer = found["training"]["parameters"] * 4 // 3
+    assert max(one["largest"] for one in sent if one["kind"] == "all-gather") <= layer
+
+
+@needs_libtpu
+def test_a_table_has_the_smallest_slice_that_fits():
+    code, out, err = estimate(*TINY, "--estimate_configs=small", "--topology=v5e,v4:2x2x1")
+    assert code == 0, err
+    rows = [line for line in out.splitlines() if line.startswith("| small")]
+    assert [row.split(" | ")[2] for row in rows] == ["v5e:1x1", "v4:2x2x1"]
+    assert [row.split(" | ")[3] for row in rows] == ["1 x 1 x 1", "1 x 4 x 1"]
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_told_with_both_numbers():
+    huge = ["--train.batch_size=4096", "--train.segment_len=1024", "--train.mem_len=1024"]
+    code, out, err = estimate(*TINY, *huge, "--topology=v5e:1x1", "--estimate_tasks=training")
+    assert code == 0, err
+    assert re.search(r"(?m)^training:.*\d.*\b15\.75GiB", out)
+
+
+@needs_libtpu
+def test_every_slice_is_known_to_libtpu():
+    program = """
+from experiments import topologies
+topologies.set_environment()
+for generation, shapes in topologies.SLICES.items():
+    for shape in shapes:
+        topology = f"{generation}:{shape}"
+        assert len(topologies.devices(topology)) == topologies.n_device(topology), topology
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("topology", ["v5e:3x5", "v5e:4x4x4", "v4:4x4", "v5p:2x1x1"])
+def test_a_slice_is_whole_hosts_of_its_generation(topology):
+    with pytest.raises(ValueError, match=rf"\b{topology}\b.*\b\d+x\d+\b"):
+        topologies.split(topology)
+
+
+@pytest.mark.parametrize("topology", ["v9:2x2", "v5e", "v5e:2x", "v5e:2x2x2x2", "4x4"])
+def test_a_slice_is_written_as_generation_and_shape(topology):
+    with pytest.raises(ValueError, match=rf"'{topology}'.*\bv5e\b.*\bv4:2x2x4\b"):
+        topologies.split(topology)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--topology=v5e:2x2,v5e:4x4"], ["2", "--estimate_configs"]),
+        (["--topology=v5e:2x2", "--mesh.fsdp=3"], ["3 x 1", "4"]),
+        (["--topology=v5e:2x2", "--estimate_configs=smal"], ["smal", "small", "enwik8_12l"]),
+        (["--topology=v5e:2x2", "--estimate_configs=small"], ["jax[tpu]"]),
+        (
+            ["--topology=v5e", "--estimate_configs=small", "--mesh.fsdp=2"],
+            ["--mesh.fsdp", "--estimate_configs"],
+        ),
+    ],
+)
+def test_mistakes_are_answered_in_one_sentence(flags, says):
+    code, _, err = estimate(*TINY, *flags, without_libtpu=True)
+    assert code == 1
+    assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
+    for words in says:
+        assert re.search(rf"(?<!\w){re.escape(words)}(?!\w)", err), (words, err)

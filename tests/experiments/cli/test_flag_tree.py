@@ -1,0 +1,122 @@
+"""Tests the flags that are made from the config tree, and how a command line becomes a config."""
+
+import dataclasses
+
+import pytest
+from absl import flags
+
+from experiments.cli import flag_tree
+from txl_jax.config import (
+    COMPAT_PRESETS,
+    DataConfig,
+    ExperimentConfig,
+    LineMark,
+    MemoryStart,
+    NormPlace,
+    Order,
+    Tokenizer,
+    TokenizerConfig,
+)
+from txl_jax.config import tree as config_tree
+
+
+def parsed(*words, base=None):
+    """The config that a command line makes."""
+    values = flags.FlagValues()
+    flag_tree.define(ExperimentConfig(), values)
+    flag_tree.parse(["program", *words], values)
+    return flag_tree.build(base or ExperimentConfig(), values)
+
+
+def test_nothing_given_is_the_default():
+    assert parsed() == ExperimentConfig()
+
+
+def test_every_kind_of_value():
+    config = parsed(
+        "--model.n_layer=3",
+        "--model.dropout.rate=0.25",
+        "--model.layer_norm=pre",
+        "--model.untie_r",
+        "--notrain.same_length",
+        "--model.cutoffs=20,40",
+        "--model.tie_projs=False,true,1",
+        "--data.train=a.txt,b.txt",
+        "--data.file=x",
+    )
+    assert config.model.n_layer == 3
+    assert config.model.dropout.rate == 0.25
+    assert config.model.layer_norm is NormPlace.PRE
+    assert config.model.untie_r is True
+    assert config.train.same_length is False
+    assert config.model.cutoffs == (20, 40)
+    assert config.model.tie_projs == (False, True, True)
+    assert config.data.train == ("a.txt", "b.txt")
+    assert config.data.file == "x"
+
+
+def test_what_was_not_given_stays_as_the_base_has_it():
+    base = config_tree.replace(ExperimentConfig(), {"model.n_layer": 5, "model.n_head": 2})
+    config = parsed("--model.n_layer=12", base=base)  # 12 is the default, but it was given.
+    assert (config.model.n_layer, config.model.n_head) == (12, 2)
+
+
+def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
+    words = DataConfig(
+        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3), order=Order.SENTENCES
+    )
+    base = ExperimentConfig(data=words)
+    assert parsed(base=base).data == words
+    assert parsed("--data.tokenizer.kind=byte", base=base).data == DataConfig()
+    assert parsed("--data.tokenizer.kind=char", "--data.tokenizer.min_count=2", base=base).data == DataConfig(
+        tokenizer=TokenizerConfig(kind=Tokenizer.CHAR, min_count=2)
+    )
+    assert parsed("--data.tokenizer.vocab_file=words", base=base).data == dataclasses.replace(
+        words, vocab_file="words", min_count=1
+    )
+
+
+@pytest.mark.parametrize("preset", COMPAT_PRESETS)
+def test_a_preset_sets_its_group_and_single_flags_change_it_further(preset):
+    assert parsed(f"--compat={preset}").compat == COMPAT_PRESETS[preset]
+    config = parsed("--compat.layer_norm_eps=0.5", f"--compat={preset}")
+    assert config.compat.layer_norm_eps == 0.5
+    assert config.compat.memory_start == COMPAT_PRESETS[preset].memory_start
+
+
+def test_presets_differ_where_the_implementations_do():
+    assert COMPAT_PRESETS["tf"].memory_start is MemoryStart.ZEROS
+    assert COMPAT_PRESETS["pytorch"].memory_start is MemoryStart.MASKED
+
+
+def test_every_flag_has_the_fields_comment_as_help():
+    for leaf in config_tree.leaves():
+        assert len(flag_tree.field_comment(leaf)) > 5, leaf.name
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model.n_layers=3"], r"--model\.n_layers\b.*\bmodel\.n_layer\b"),
+        (["--nonsense=3"], "--nonsense"),
+        (["--model.n_layer=three"], "model.n_layer"),
+        (["--model.layer_norm=middle"], "post"),
+        (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),
+        (["train"], "'train'"),
+        (["--flagfile=enwik8_12"], r"'enwik8_12'.*\benwik8_12l\b.*\bsmall\b"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, says):
+    with pytest.raises(ValueError, match=says) as error:
+        parsed(*words)
+    assert "\n" not in str(error.value).strip()
+
+
+def test_a_flagfile_is_found_by_name_and_by_path_and_later_flags_win(tmp_path):
+    path = tmp_path / "mine.flags"
+    path.write_text("# a comment\n--model.n_layer=7\n--model.n_head=3\n")
+    config = parsed(f"--flagfile={path}", "--model.n_head=4")
+    assert (config.model.n_layer, config.model.n_head) == (7, 4)
+    assert parsed("--flagfile=enwik8_12l").train.batch_size == 22
+    assert parsed("--flagfile", "enwik8_12l").train.batch_size == 22
+    assert parsed("--train.batch_size=3", "--flagfile=enwik8_12l").train.batch_size == 22

@@ -1,0 +1,236 @@
+"""Tests how a program finds out that it is one of several processes, and what each is answered if they do not fit."""
+
+import contextlib
+import fcntl
+import http.server
+import re
+import threading
+import time
+
+import pytest
+
+from experiments.cli import hosts
+from support import processes
+
+SALLOC_SHELL = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[1-2]"}
+SBATCH_SCRIPT = SALLOC_SHELL | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+INTERACTIVE_STEP = SBATCH_SCRIPT | {"SLURM_STEP_NODELIST": "node1", "SLURM_STEP_NUM_TASKS": "1"}
+SRUN = SBATCH_SCRIPT | {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_NUM_TASKS": "4"}
+ONE_A_NODE = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+BY_HAND = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+
+@pytest.fixture
+def no_tpu(monkeypatch):
+    monkeypatch.setattr(hosts, "_has_tpu", lambda: False)
+
+
+@pytest.mark.usefixtures("no_tpu")
+@pytest.mark.parametrize(
+    "environment",
+    [{}, SALLOC_SHELL, SBATCH_SCRIPT, INTERACTIVE_STEP, BY_HAND | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}],
+)
+def test_a_process_by_itself_waits_for_nobody(environment):
+    assert hosts.announced(environment, {}) is None
+
+
+@pytest.mark.usefixtures("no_tpu")
+def test_flags_come_before_the_environment_and_both_before_slurm():
+    found = hosts.announced(SRUN | BY_HAND, {"process_id": 0})
+    assert found.count == 2
+    assert found.arguments == {
+        "coordinator_address": "a:1",
+        "num_processes": 2,
+        "process_id": 0,
+        "cluster_detection_method": "deactivate",
+    }
+
+
+@pytest.mark.usefixtures("no_tpu")
+@pytest.mark.parametrize(
+    ("environment", "count", "all_devices"),
+    [
+        (SRUN, 4, False),  # Two a node share its GPUs: jax gives each its own.
+        (ONE_A_NODE, 2, True),
+        (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 4, True),
+        (ONE_A_NODE | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, 2, False),  # Somebody else says which.
+    ],
+)
+def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environment, count, all_devices):
+    found = hosts.announced(environment, {})
+    assert found.count == found.arguments["num_processes"] == count
+    assert ("local_device_ids" in found.arguments) == all_devices
+
+
+@pytest.mark.usefixtures("no_tpu")
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"num_processes": 2}, ["--coordinator", "JAX_COORDINATOR_ADDRESS", "--process_id"]),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, ["process_id", "num_processes", "2", "1"]),
+        ({"coordinator": "a", "num_processes": 2, "process_id": 0}, ["'a'", "HOST:PORT"]),
+        ({"coordinator": "a:1", "num_processes": "two", "process_id": 0}, ["num_processes", "'two'"]),
+    ],
+)
+def test_half_an_announcement_is_refused(given, says):
+    with pytest.raises(ValueError) as error:
+        hosts.announced({}, given)
+    for words in says:
+        assert words in str(error.value)
+
+
+@contextlib.contextmanager
+def metadata_server(attributes):
+    """The server that a Cloud TPU machine asks about itself."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.rpartition("/")[2]
+            known = self.headers["Metadata-Flavor"] == "Google" and name in attributes
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(attributes.get(name, "no such thing").encode())
+
+        def log_message(self, *unused):
+            pass
+
+    with http.server.ThreadingHTTPServer(("localhost", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        yield {"GCE_METADATA_IP": f"localhost:{server.server_port}"}
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("attributes", "count"),
+    [
+        ({}, None),  # No Cloud TPU.
+        ({"worker-network-endpoints": "unknown:unknown:10.0.0.1", "tpu-env": "ACCELERATOR_TYPE: 'v5e-8'"}, None),
+        ({"worker-network-endpoints": "a:b:10.0.0.1,a:b:10.0.0.2"}, 2),
+        ({"worker-network-endpoints": "10.0.0.1,10.0.0.2", "tpu-env": "X: 'y'\nMEGASCALE_NUM_SLICES: '3'\n"}, 6),
+        ({"worker-network-endpoints": "10.0.0.1", "tpu-env": "MEGASCALE_NUM_SLICES: '2'\n"}, 2),
+    ],
+)
+def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(monkeypatch, attributes, count):
+    monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
+    with metadata_server(attributes) as environment:
+        found = hosts.announced(environment, {})
+        assert found == (None if count is None else hosts.Several(count, "the TPU slice", {}))
+        assert hosts.announced(environment | {"JAX_PLATFORMS": "cpu"}, {}) is None
+        assert hosts.announced(environment | {"TPU_SKIP_MDS_QUERY": "1"}, {}) is None
+
+
+def test_the_hosts_of_a_tpu_slice_may_stand_in_the_environment(monkeypatch):
+    monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
+    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "localhost"}, {}) is None
+    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}).count == 3
+    monkeypatch.setattr(hosts, "_has_tpu", lambda: False)
+    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}) is None
+
+
+def test_a_program_of_one_host_does_not_run_twice():
+    [(code, out, err)] = processes.finish(
+        processes.start("-m", "experiments.ensemble", processes=1, JAX_NUM_PROCESSES="2")
+    )
+    assert code == 1 and out == ""
+    assert re.fullmatch(r"error: .*\b2\b.*--num_processes\b.*\bJAX_NUM_PROCESSES\b.*\n", err)
+
+
+def test_every_program_works_on_several_hosts_or_refuses():
+    begins = {"join": set(), "alone": set(), "each": set()}
+    call = re.compile(r"guarded\((?:_run|lambda: _run_mode\(defaults\))(?:, begin=hosts\.(\w+))?\)")
+    for path in (processes.ROOT / "experiments").glob("*.py"):
+        for begin in call.findall(path.read_text()):
+            begins[begin or "alone"].add(path.stem)
+    assert begins == {
+        "join": {"runner", "ablation", "context_length", "continuation", "temperature"},
+        "alone": {"attention", "estimate", "members", "quickstart", "recl", "softmax_speed", "speed", "table9"},
+        "each": {"prepare"},
+    }
+
+
+TINY = (
+    "--model.n_layer=1 --model.d_model=8 --model.n_head=2 --model.d_head=4 --model.d_inner=8 --train.batch_size=8 "
+    "--train.segment_len=8 --train.mem_len=8 --train.steps=2 --train.log_every=2 --train.eval_every=2 "
+    "--train.checkpoint_every=2 --eval.batch_size=1 --eval.segment_len=8 --eval.mem_len=8 --eval.clamp_len=0"
+).split()
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("one two three four " * 400)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("of_second", "first_says"),
+    [
+        pytest.param(
+            "--model.n_layer=3",
+            r"process 1: .*model\.n_layer\D*\b3\b\D*\b1\b.*process 0",
+            marks=pytest.mark.slow,
+        ),
+        ("--data.file=OTHER", r"process 1: .*\bother\.txt\b"),
+        pytest.param("--data.file=NONE", "process 1: ", marks=pytest.mark.slow),
+        ("--workdir=ELSEWHERE", r"\belsewhere\b.*--workdir\b"),
+        pytest.param(
+            "--mode=eval",
+            r"process 1: .*--mode\b.*\beval\b.*\btrain\b.*process 0",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_path, of_second, first_says):
+    other = tmp_path / "other.txt"
+    other.write_text("four three two one " * 400)
+    places = {"OTHER": other, "NONE": tmp_path / "none", "ELSEWHERE": tmp_path / "elsewhere"}
+    flag, _, value = of_second.partition("=")
+    changed = [f"{flag}={places.get(value, value)}"]
+    started = processes.start(
+        "-c",
+        "import sys; from txl_jax import workdir; workdir._SECONDS_TO_APPEAR = 0.5; "
+        "sys.argv[0] = 'text'; from experiments import runner, text; runner.run(text.DEFAULTS)",
+        *TINY,
+        f"--data.file={text_file}",
+        f"--cache_dir={text_file.parent}",
+        f"--workdir={tmp_path / 'run'}",
+        of_process=lambda number: changed if number else [],
+    )
+    began = time.monotonic()
+    (code_0, _, err_0), (code_1, _, err_1) = processes.finish(started)
+    assert (code_0, code_1) == (1, 1), (err_0, err_1)
+    assert time.monotonic() - began < 60
+    assert re.search(first_says, err_0) and len(err_0.splitlines()) == 1, err_0
+    assert err_1.startswith("process 1: error: ") and len(err_1.splitlines()) == 1, err_1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
+    """The lock is the first's; the others would wait for it for ever."""
+    (tmp_path / ".lock").write_text("99")
+    with open(tmp_path / ".lock", "a+") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        started = processes.start(
+            "-m",
+            "experiments.text",
+            *TINY,
+            f"--data.file={text_file}",
+            f"--cache_dir={text_file.parent}",
+            f"--workdir={tmp_path}",
+        )
+        (code_0, _, err_0), (code_1, out_1, err_1) = processes.finish(started)
+    assert (code_0, code_1) == (1, 1)
+    assert re.match(rf"error: .*\b99\b.*{re.escape(str(tmp_path))}", err_0) and len(err_0.splitlines()) == 1
+    assert out_1 == err_1 == "", "it was said once"
+
+
+@pytest.mark.slow
+def test_one_process_that_is_left_alone_says_so():
+    script = (
+        "from experiments import hosts, runner; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given = dict; "
+        "runner.guarded(lambda: 0, begin=hosts.join)"
+    )
+    environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    [(code, out, err)] = processes.finish(processes.start("-c", script, processes=1, **environment))
+    assert code != 0
+    assert re.match(r".*\b2\b.*--num_processes\b.*\bJAX_NUM_PROCESSES\b", err), err

@@ -1,0 +1,287 @@
+"""Tests the programs as a user starts them: Ctrl-C, and what the first mistakes are answered."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.cli import flag_tree
+from experiments.cli.flag_tree import flagfile_names
+from support import ROOT
+from txl_jax.config import tree as config_tree
+from txl_jax.runtime.metrics_log import read_metrics
+
+TINY = (
+    "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 "
+    "--train.batch_size=4 --train.segment_len=16 --train.mem_len=16 --train.segments_per_call=2 "
+    "--train.steps=600 --train.log_every=10 --train.eval_every=150 --train.checkpoint_every=50 "
+    "--eval.batch_size=4 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=0"
+).split()
+
+
+def start(program, *flags, **kwargs):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", f"experiments.{program}", *flags]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def numbers(workdir):
+    records = read_metrics(workdir)
+    return {(r["kind"], r["step"]): {k: v for k, v in r.items() if k != "tokens_per_second"} for r in records}
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 12_000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text_file, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    code, out, err = finish(
+        start("text", *TINY, f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={workdir}")
+    )
+    assert code == 0, err
+    return workdir, out
+
+
+def wait_for_step(workdir, step, process):
+    """Returns once the run has reported `step`."""
+    for _ in range(1200):
+        if any(record["step"] >= step for record in read_metrics(workdir)):
+            return
+        if process.poll() is not None:
+            pytest.fail(f"the run ended before step {step}: {process.communicate()}")
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"the run never came to step {step}")
+
+
+def test_ctrl_c_saves_and_leaves_with_a_clear_line(undisturbed, text_file, tmp_path):
+    command = [*TINY, f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path}"]
+    process = start("text", *command)
+    wait_for_step(tmp_path, 60, process)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert code == 128 + signal.SIGINT
+    assert "Traceback" not in err
+    stopped_at = int(re.search(r"(?m)^stopped\D*(\d+)", out)[1])
+    assert (tmp_path / "checkpoints" / "latest" / str(stopped_at)).exists()
+    code, out, err = finish(start("text", *command))
+    assert code == 0 and re.search(rf"resum\w+\D*\b{stopped_at}\b", out)
+    assert numbers(tmp_path) == numbers(undisturbed[0])
+
+
+def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path):
+    """Lists in place of one file; and the folder of the ids is that of the run, not one in the current folder."""
+    workdir, _ = undisturbed
+    (tmp_path / "other.txt").write_text("four three two one " * 50)
+    flags = [f"--{split}={tmp_path / 'other.txt'}" for split in ("train", "valid", "test")]
+    code, out, err = finish(start("text", "--mode=eval", f"--workdir={workdir}", *flags))
+    assert code == 0, err
+    trained_on = json.loads((workdir / "config.json").read_text())["text"]
+    assert trained_on["description"] in out and "949" in out, "both texts are named"
+    assert len(list((Path(trained_on["cache_dir"]) / "tokens").glob("text-*"))) == 2
+
+
+def test_the_run_opens_with_its_sizes_and_reports_progress(undisturbed):
+    _, out = undisturbed
+    for words in ("parameters", "memory", "ETA", "tokens/s", "bpc"):
+        assert words in out, words
+
+
+def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
+    workdir, _ = undisturbed
+    code, out, err = finish(
+        start("text", "--mode=eval", f"--workdir={workdir}", "--eval.mem_len=8", f"--data_dir={tmp_path}")
+    )
+    assert code == 0, err
+    assert json.loads((workdir / "evaluation.json").read_text())["eval"]["mem_len"] == 8
+    assert (tmp_path / "prepared" / "tokens").is_dir(), "a data folder that is given brings its own cache"
+    flags = ["--mode=generate", f"--workdir={workdir}", "--generate.length=40", "--generate.prompt=one two"]
+    first, second = (finish(start("text", *flags)) for _ in range(2))
+    assert first[0] == 0, first[2]
+    assert first[1] == second[1] and "one two" in first[1]
+
+
+def test_tokens_are_scored_and_context_lengths_compared_without_a_flagfile(undisturbed):
+    workdir, _ = undisturbed
+    code, out, err = finish(start("text", "--mode=score", f"--workdir={workdir}", "--eval.batch_size=3"))
+    assert code == 0, err
+    results = json.loads((workdir / "results.json").read_text())
+    lines = (workdir / "scores-test.tsv").read_text().splitlines()
+    assert len(lines) == 1 + results["test"]["tokens"] and lines[0] == "index\ttoken\tnats"
+    flags = [f"--workdir={workdir}", "--context_lengths=32,8", "--context_text=test"]
+    code, out, err = finish(start("context_length", *flags))
+    assert code == 0, err
+    with open(workdir / "context_length.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["attention_length"] for row in rows] == ["8", "32"]
+    # 32 are the slots of the run itself, whose default it is that every query sees the same number of keys.
+    assert float(rows[1]["loss"]) == results["test"]["loss"]
+
+
+def test_a_trained_run_is_looked_into_without_a_flagfile(undisturbed, tmp_path):
+    workdir, _ = undisturbed
+    for program, flags, made in (
+        ("attention", ["--attention_heads=0.1", f"--attention_out={tmp_path}"], tmp_path / "attention.md"),
+        ("continuation", ["--generate.length=5", "--continuation_context=40"], workdir / "continuation.md"),
+        ("temperature", ["--temperatures=1.1"], workdir / "temperature.json"),
+    ):
+        code, out, err = finish(start(program, f"--workdir={workdir}", *flags))
+        assert code == 0, err
+        assert made.exists() and str(made.parent) in out
+
+
+def test_a_group_of_runs_is_compared(undisturbed, text_file, tmp_path):
+    workdir, _ = undisturbed
+    short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
+    lstm = [*TINY, *short, "--model.network=lstm", f"--data.file={text_file}", f"--workdir={tmp_path / 'lstm'}"]
+    code, _, err = finish(start("text", *lstm, f"--cache_dir={text_file.parent}"))
+    assert code == 0, err
+    group = [
+        f"--recl_workdirs={workdir},{tmp_path / 'lstm'}",
+        "--recl_names=ours,LSTM",
+        f"--recl_out={tmp_path / 'recl'}",
+    ]
+    code, out, err = finish(start("recl", *group, "--recl_lengths=4,12,4", "--recl_stride=200"))
+    assert code == 0, err
+    assert "| LSTM | " in out and (tmp_path / "recl" / "recl.json").exists()
+
+
+def test_rows_of_a_table_are_run(text_file, tmp_path):
+    short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
+    flags = [*TINY, *short, "--data.corpus=text", f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
+    chosen = ["--ablation_rows=none-shaw-half", "--ablation_lengths=8", "--ablation_stride=8", "--ablation_seeds=1"]
+    code, out, err = finish(start("ablation", *flags, *chosen, f"--ablation_out={tmp_path}"))
+    assert code == 0, err
+    assert "| no | shaw | half | " in out and (tmp_path / "none-shaw-half-seed1" / "ablation.json").exists()
+
+
+def test_members_are_trained_together(text_file, tmp_path):
+    short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
+    flags = [*TINY, *short, "--data.corpus=text", f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
+    chosen = ["--member=seed=1", "--member=seed=2 optimizer.learning_rate=0.002", f"--members_out={tmp_path}"]
+    code, out, err = finish(start("members", *flags, *chosen))
+    assert code == 0, err
+    assert "| seed=2+learning_rate=0.002 | " in out and (tmp_path / "seed=1" / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "code", "says"),
+    [
+        ("members", ["--members_out=WORK", "--member=seed=1"], 1, ["1"]),
+        ("members", ["--members_out=WORK", "--member=seed"], 1, ["--member", "'seed'", "seed=2"]),
+        ("members", ["--member=seed=1"], 1, ["--members_out"]),
+        ("recl", ["--recl_workdirs=WORK", "--recl_out=WORK"], 1, ["--recl_workdirs", "1"]),
+        ("recl", ["--recl_workdirs=WORK,WORK/b", "--recl_out=WORK"], 1, ["WORK", "config.json"]),
+        ("speed", ["--model.network=lstm"], 1, ["model.network", "lstm"]),
+        ("recl", ["--recl_lengths=3"], 1, ["--recl_lengths", "'3'", "100,1000,100"]),
+        (
+            "ablation",
+            ["--ablation_rows=best", "--ablation_out=WORK"],
+            1,
+            ["best", "none-al_rfou-half"],
+        ),
+        ("ablation", ["--flagfile=ptb_small"], 1, ["--ablation_out"]),
+        ("attention", ["--workdir=WORK"], 1, ["WORK", "config.json"]),
+        ("continuation", ["--workdir=WORK"], 1, ["WORK", "config.json"]),
+        ("temperature", ["--workdir=WORK"], 1, ["WORK", "config.json"]),
+        ("enwik8", ["--workdir=WORK", "--data_dir=WORK"], 1, ["enwik8.zip", "--data.file", "mattmahoney"]),
+        ("enwik8", ["--workdir=WORK", "--data.file=WORK/none"], 1, ["WORK/none"]),
+        ("text", ["--data.file=setup.cfg"], 1, ["--workdir"]),
+        (
+            "enwik8",
+            ["--workdir=WORK", "--flagfile=wt103_base"],
+            1,
+            ["data.corpus", "enwik8", "python -m experiments.wikitext103"],
+        ),
+        ("text", ["--workdir=WORK", "--model.n_layr=3"], 2, ["model.n_layr", "model.n_layer"]),
+        ("text", ["--workdir=WORK", "--flagfile=smal"], 2, ["smal", "small", "enwik8_12l"]),
+        (
+            "text",
+            ["--workdir=WORK", "--data.file=setup.cfg", "--train.steps=7", "--train.segments_per_call=2"],
+            1,
+            ["train.steps", "7", "segments_per_call", "2"],
+        ),
+        ("text", ["--workdir=WORK", "--mode=generate"], 1, ["WORK", "config.json"]),
+        ("text", ["--workdir=WORK", "--mode=score"], 1, ["WORK", "config.json"]),
+        ("context_length", ["--context_lengths=8"], 1, ["--workdir"]),
+        ("context_length", ["--workdir=WORK", "--context_lengths=8,x"], 1, ["'8,x'"]),
+        ("context_length", ["--workdir=WORK", "--context_text=train"], 2, ["context_text", "valid", "test"]),
+    ],
+)
+def test_first_mistakes_are_answered_in_one_sentence(tmp_path, program, flags, code, says):
+    got, out, err = finish(start(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags)))
+    assert got == code
+    assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
+    for words in says:
+        assert re.search(rf"(?<!\w){re.escape(words.replace('WORK', str(tmp_path)))}(?!\w)", err), (words, err)
+
+
+def test_a_missing_prompt_file_is_named(undisturbed, tmp_path):
+    workdir, _ = undisturbed
+    prompt = tmp_path / "none"
+    code, _, err = finish(start("text", "--mode=generate", f"--workdir={workdir}", f"--generate.prompt_file={prompt}"))
+    assert code == 1 and str(prompt) in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("program", ["enwik8", "text", "quickstart", "speed", "context_length", "ablation", "members"])
+def test_help_names_the_programs_flags_and_the_flagfiles(program):
+    code, out, err = finish(start(program, "--help"))
+    assert code == 0 and not err
+    assert f"python -m experiments.{program}" in out
+    comments = {leaf.name: flag_tree.field_comment(leaf) for leaf in config_tree.leaves()}
+    for words in ("--model.n_layer=", comments["optimizer.adam_b1"], *flagfile_names()):
+        assert words in out
+    if program == "speed":
+        assert "--speed_calls=" in out
+
+
+@pytest.mark.slow
+def test_speeds_are_printed_and_written(tmp_path):
+    tiny = [*TINY, "--generate.length=4", "--model.cutoffs=50,100", "--model.div_val=2"]
+    tasks = ["--speed_tasks=training,evaluation,generation", "--speed_calls=1", "--speed_warmup=0"]
+    code, out, err = finish(start("speed", *tiny, *tasks, f"--speed_json={tmp_path / 'speed.json'}"))
+    assert code == 0, err
+    rows = [line.split(" | ")[0] for line in out.splitlines() if line.startswith("| ")]
+    assert rows[1:-1] == ["| training", "| evaluation", "| generation"] and rows[-1].startswith("| generation")
+    found = json.loads((tmp_path / "speed.json").read_text())
+    assert {"device", "threads", "jax", "date", "argv"} <= found.keys()
+    assert found["config"]["model.dtype"] == "float32" and found["vocab_size"] == 256
+    assert len(found["tasks"]) == 4 and all(task["tokens_per_second"] > 0 for task in found["tasks"])
+    # Tails that are read are counted.
+    assert found["tasks"][3]["bytes_per_step"] > found["tasks"][2]["bytes_per_step"]
+
+
+def test_speeds_beside_a_peer_are_refused_where_they_would_not_compare():
+    for flags, told in (
+        (["--generate.samples=3"], r"generate\.samples\D*\b3\b.*\b1\b"),
+        (["--speed_warmup=0"], r"--speed_warmup\D*\b0\b"),
+        (["--speed_tasks=reading"], r"--speed_tasks\b.*\breading\b"),
+    ):
+        code, _, err = finish(start("speed", *TINY, "--peer=hf", *flags))
+        assert code == 1 and re.search(told, err) and len(err.strip().splitlines()) == 1
+
+
+def test_every_flagfile_that_is_spoken_of_exists():
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *(ROOT / "experiments").glob("*.py")]
+    named = {name for path in texts for name in re.findall(r"--flagfile=(\w+)", path.read_text())} - {"NAME"}
+    assert named and named <= set(flagfile_names())

@@ -1,0 +1,105 @@
+"""Tests how a program ends beside others: what is told of a lost one, and that flags are compared."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from absl import flags
+
+from experiments.cli import hosts, runner
+from txl_jax.runtime import distributed
+from txl_jax.runtime.checkpoint import CheckpointError
+
+GLOO = "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+def known_to_all(error):
+    error.known_to_all = True
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (ValueError(GLOO), True),  # Raised where an array is fetched.
+        (jax.errors.JaxRuntimeError(GLOO), True),
+        (caused(CheckpointError("step 3 could not be written"), RuntimeError("UNAVAILABLE: barrier")), True),
+        (ConnectionResetError(104, "Connection reset by peer"), False),  # Of a disk, or of a download.
+        (caused(ConnectionError("they did not come together"), RuntimeError("UNAVAILABLE")), False),
+        (known_to_all(distributed.RemoteProcessError("process 1: Connection reset by peer")), False),
+    ],
+)
+def test_a_lost_process_is_told_from_mistakes(monkeypatch, capsys, error, lost):
+    assert not hosts.lost_another(error), "alone there is none to lose"
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "several", lambda: False)
+    assert (runner._told(error) == hosts.LOST == 75) is lost
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and (err == f"error: {error}\n") is not lost
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Collectives that were run, and how the process was ended at once."""
+    done = []
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "together", lambda act: done.append("together"))
+    monkeypatch.setattr(hosts.os, "_exit", lambda code: done.append(code))
+    return done
+
+
+def test_all_that_end_together_wait_for_each_other(ended):
+    assert hosts.leave(143, together=True) == 143 and ended == ["together"]
+    hosts.leave(1, together=False)
+    assert ended == ["together", 1]
+
+
+def test_one_that_is_lost_at_the_end_is_told_of_unless_a_mistake_was(ended, monkeypatch):
+    def lose(act):
+        raise ValueError(GLOO)
+
+    monkeypatch.setattr(distributed, "together", lose)
+    with pytest.raises(ValueError, match="Gloo"):
+        hosts.leave(0, together=True)
+    hosts.leave(1, together=True)
+    assert ended == [1]
+
+
+def test_all_meet_as_soon_as_they_have_joined(ended, monkeypatch):
+    monkeypatch.setattr(hosts, "announced", lambda *unused: hosts.Several(2, "a test", {}))
+    monkeypatch.setattr(hosts, "_given", dict)
+    monkeypatch.setattr(hosts, "_own_output", lambda **unused: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **unused: ended.append("joined"))
+    hosts.join()
+    assert ended == ["joined", "together"]
+
+
+def test_flags_that_differ_between_hosts_are_refused(monkeypatch):
+    values = flags.FlagValues()
+    flags.DEFINE_list("lengths", ["16", "32"], "", flag_values=values)
+    values.mark_as_parsed()
+    monkeypatch.setattr(runner, "FLAGS", values)
+    monkeypatch.setattr(distributed, "several", lambda: True)
+    monkeypatch.setattr(distributed, "_of_each", lambda own: [own, "['64']"])
+    with pytest.raises(ValueError, match=r"process 1: .*--lengths\b.*\['64'\].*\['16', '32'\].*process 0") as caught:
+        runner.check_same_flags("lengths")
+    assert distributed.is_known_to_all(caught.value)
+
+
+def test_programs_of_several_hosts_compare_their_own_flags():
+    found = 0
+    for path in Path(runner.__file__).parent.glob("*.py"):
+        text = path.read_text()
+        if "guarded(_run, begin=hosts.join)" not in text:
+            continue
+        own = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', text)) - {f"{path.stem}_out"}
+        compared = re.findall(r'"(\w+)"', " ".join(re.findall(r"runner\.check_same_flags\((.*?)\)\n", text, re.DOTALL)))
+        assert own and own == set(compared), path
+        found += 1
+    assert found == 4

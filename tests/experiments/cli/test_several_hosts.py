@@ -1,0 +1,212 @@
+"""Tests that two processes of four devices do what one of eight does: train, stop, die, go on, score, write.
+
+In float64: sums over devices are made in another order, and nothing else may differ.
+"""
+
+import json
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from experiments.cli import hosts
+from support import processes
+from txl_jax.runtime.metrics_log import read_metrics
+
+STEPS = 16
+TINY = (
+    "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 --model.dtype=float64 "
+    "--train.batch_size=8 --train.segment_len=16 --train.mem_len=16 --train.segments_per_call=2 "
+    f"--train.steps={STEPS} --train.log_every=2 --train.eval_every=8 --train.checkpoint_every=4 "
+    "--train.keep_checkpoints=4 --eval.batch_size=8 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=0"
+).split()
+TOLERANCE = 1e-10
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 2_000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(text_file):
+    """Starts a run, or another mode of it, in processes that have eight devices together."""
+
+    def start(n_process, workdir, *flags):
+        own = [*TINY, f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
+        own = [] if any(flag.startswith("--mode") for flag in flags) else own
+        command = ["-m", "experiments.text", *own, *flags, f"--workdir={workdir}"]
+        return processes.start(*command, processes=n_process, devices=8 // n_process, JAX_ENABLE_X64="1")
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start, tmp_path_factory):
+    """The run of one process."""
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    [(code, _, err)] = processes.finish(start(1, workdir))
+    assert code == 0, err
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def stopped(start, tmp_path_factory):
+    """A run of two processes, of which the second got a SIGTERM: its folder then, and what each process ended with."""
+    workdir = tmp_path_factory.mktemp("stopped")
+    started = start(2, workdir)
+    wait_for_step(workdir, 2, started)
+    started[1].send_signal(signal.SIGTERM)
+    return workdir, processes.finish(started)
+
+
+def wait_for_step(workdir, step, started):
+    """Returns once the run has reported `step`."""
+    until = time.monotonic() + processes.SECONDS
+    while not any(record["step"] >= step for record in read_metrics(workdir)):
+        assert time.monotonic() < until and all(process.poll() is None for process in started), processes.finish(
+            started
+        )
+        time.sleep(0.02)
+
+
+def assert_same_run(workdir, expected):
+    """Records, results and the last checkpoint agree."""
+    found, wanted = read_metrics(workdir), read_metrics(expected)
+    assert [(record["kind"], record["step"]) for record in found] == [
+        (record["kind"], record["step"]) for record in wanted
+    ]
+    for record, other in zip(found, wanted, strict=True):
+        for name in record.keys() - {"kind", "tokens_per_second"}:
+            assert record[name] == pytest.approx(other[name], rel=TOLERANCE), (record["kind"], record["step"], name)
+    results, others = (json.loads((folder / "results.json").read_text()) for folder in (workdir, expected))
+    for name in ("best_valid", "test"):
+        assert results[name] == pytest.approx(others[name], rel=TOLERANCE)
+    arrays, wanted = arrays_of_checkpoint(workdir), arrays_of_checkpoint(expected)
+    assert arrays.keys() == wanted.keys() and len(arrays) > 10
+    for name, array in arrays.items():
+        np.testing.assert_allclose(array, wanted[name], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+
+
+def arrays_of_checkpoint(workdir):
+    """The arrays of the last checkpoint by their names."""
+    reader, path = ocp.PyTreeCheckpointer(), workdir / "checkpoints" / "latest" / str(STEPS) / "state"
+    tree = reader.metadata(path).item_metadata.tree
+    on_host = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    leaves = jax.tree.leaves_with_path(reader.restore(path, restore_args=on_host))
+    return {jax.tree_util.keystr(place): np.asarray(leaf) for place, leaf in leaves}
+
+
+def test_a_signal_to_one_process_saves_the_same_step_in_both(stopped):
+    workdir, ended = stopped
+    assert [code for code, _, _ in ended] == [143, 143], ended
+    (_, out_0, err_0), (_, out_1, err_1) = ended
+    assert out_1 == "" and "Traceback" not in err_0 + err_1
+    step = int(re.search(r"(?m)^stopped\D*(\d+)", out_0)[1])
+    assert 2 <= step < STEPS
+    assert re.search(r"\bdata 8\b.*\bfsdp 1\b.*\bmodel 1\b.*\b2\b", out_0)
+    newest = max(int(path.name) for path in (workdir / "checkpoints" / "latest").iterdir())
+    assert newest == step and (workdir / "checkpoints" / "latest" / str(step) / "digests.json").exists()
+
+
+def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_run(
+    stopped, undisturbed, start, tmp_path
+):
+    workdir = tmp_path / "run"
+    shutil.copytree(stopped[0], workdir)
+    [(code, out, err)] = processes.finish(start(1, workdir))
+    assert code == 0, err
+    assert re.search(r"resum\w+\D*\d", out)
+    assert_same_run(workdir, undisturbed)
+
+
+@pytest.fixture(scope="module")
+def killed(undisturbed, start, tmp_path_factory):
+    """The first half of the run of one process, gone on with by two, of which the second was killed, and then by two."""
+    workdir = tmp_path_factory.mktemp("killed") / "run"
+    shutil.copytree(undisturbed, workdir)
+    (workdir / "results.json").unlink()
+    for path in [*(workdir / "checkpoints" / "latest").iterdir(), *(workdir / "checkpoints" / "best").iterdir()]:
+        if int(path.name) > STEPS // 2:
+            shutil.rmtree(path)
+    assert (workdir / "checkpoints" / "latest" / str(STEPS // 2)).exists()
+    (workdir / "metrics.jsonl").write_text("")  # So that its progress shows; what is missing is put back.
+    started = start(2, workdir)
+    wait_for_step(workdir, STEPS // 2 + 2, started)
+    started[1].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    ended = processes.finish(started)
+    seconds = time.monotonic() - began
+    first_half = [line for line in (undisturbed / "metrics.jsonl").read_text().splitlines(keepends=True)]
+    first_half = [line for line in first_half if json.loads(line)["step"] <= STEPS // 2]
+    (workdir / "metrics.jsonl").write_text("".join(first_half) + (workdir / "metrics.jsonl").read_text())
+    return workdir, ended, seconds, processes.finish(start(2, workdir))
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_other_with_a_sentence(killed):
+    _, ((code_0, _, err_0), (code_1, _, _)), seconds, _ = killed
+    assert code_1 == -signal.SIGKILL and code_0 not in (0, -signal.SIGKILL)
+    assert code_0 == hosts.LOST or "another task died" in err_0, err_0
+    assert seconds < 90  # HEARTBEAT_SECONDS, and some.
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_with_the_numbers_of_one(killed, undisturbed):
+    workdir, _, _, ended = killed
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert re.search(r"resum\w+\D*\d", ended[0][1])
+    assert_same_run(workdir, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ([], ["--eval.batch_size=1"], ["--mesh.fsdp=2", "--mesh.tensor=2"]), ids=" ".join)
+def test_two_processes_score_as_one_does(undisturbed, start, tmp_path, flags):
+    scores = []
+    for n_process in (1, 2):
+        workdir = tmp_path / str(n_process)
+        shutil.copytree(undisturbed, workdir)
+        ended = processes.finish(start(n_process, workdir, "--mode=score", *flags))
+        assert {code for code, _, _ in ended} == {0}, ended
+        lines = [
+            line for split in ("valid", "test") for line in (workdir / f"scores-{split}.tsv").read_text().splitlines()
+        ]
+        scores.append([float(line.split("\t")[2]) for line in lines if not line.startswith("index")])
+    assert len(scores[0]) > 500
+    np.testing.assert_allclose(scores[0], scores[1], rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_and_write_as_one_does(undisturbed, start, tmp_path):
+    found = []
+    for n_process in (1, 2):
+        workdir = tmp_path / str(n_process)
+        shutil.copytree(undisturbed, workdir)
+        write = [
+            "--mode=generate",
+            "--generate.length=40",
+            "--generate.samples=2",
+            "--generate.prompt=one two three four",
+        ]
+        for flags in (["--mode=eval", "--eval.stride=4", "--eval.mem_len=0", "--eval.same_length=false"], write):
+            ended = processes.finish(start(n_process, workdir, *flags))
+            assert {code for code, _, _ in ended} == {0}, ended
+            assert all(out == "" for _, out, _ in ended[1:])
+        evaluation = json.loads((workdir / "evaluation.json").read_text())
+        found.append(({split: evaluation[split] for split in ("valid", "test")}, sample(workdir)))
+    for split in ("valid", "test"):
+        assert found[0][0][split] == pytest.approx(found[1][0][split], rel=TOLERANCE)
+    assert found[0][1] == found[1][1]
+
+
+def sample(workdir: Path) -> bytes:
+    [path] = workdir.glob("sample-seed*.txt")
+    return path.read_bytes()

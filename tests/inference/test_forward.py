@@ -1,0 +1,192 @@
+"""Tests that keys and values kept from segment to segment give the numbers of memory kept as hidden states."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import tiny
+from txl_jax import memory as memory_lib
+from txl_jax.config import COMPAT_PRESETS, CompatConfig, DType, Encoding, NormPlace, ShawTerms
+from txl_jax.inference import cache as cache_lib
+from txl_jax.inference import forward
+
+SEGMENTS = 10
+# L, M, clamp_len, same_length. Memories that L divides and does not, shorter than a segment, and none; clamps below a
+# segment, inside the memory, above all distances.
+LENGTHS = {
+    "divides": (4, 8, 0, False),
+    "rounded up": (4, 10, 0, True),
+    "shorter": (5, 3, 0, False),
+    "clamp": (3, 11, 7, True),
+    "clamp below a segment": (3, 11, 2, False),
+    "clamp of one": (6, 6, 1, True),
+    "clamp above all": (7, 16, 30, True),
+    "one token": (1, 6, 4, False),
+    "no memory": (4, 0, 0, False),
+}
+MODELS = {
+    "post": {},
+    "pre": {"layer_norm": NormPlace.PRE},
+    "own biases": {"untie_r": True},
+    "tied positions": {"tie_positions": True},
+    "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
+    "vaswani": {"encoding": Encoding.VASWANI},
+    "al_rfou": {"encoding": Encoding.AL_RFOU, "n_position": 9},
+    "shaw": {"encoding": Encoding.SHAW, "n_position": 9},
+    "shaw, as the original": {
+        "encoding": Encoding.SHAW,
+        "n_position": 6,
+        "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL),
+    },
+}
+
+
+@functools.cache
+def frozen(model, lengths: tuple[int, int, int]):
+    segment_len, mem_len, clamp_len = lengths
+    freeze = functools.partial(
+        forward.prepare_params, model=model, segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len
+    )
+    return jax.jit(freeze)(tiny.variables(model)["params"])
+
+
+def both(model, lengths, *, resets=(), memory_dtype=None):
+    """Yields (hidden, nll, memory) of both walks over the same text, segment by segment."""
+    segment_len, mem_len, clamp_len, same_length = lengths
+    variables, text = tiny.variables(model), tiny.text(segment_len * SEGMENTS + 1)
+    encode = tiny.encoder(model, clamp_len=clamp_len, same_length=same_length)
+    weights = frozen(model, lengths[:3])
+    start, window = model.compat.memory_start, model.compat.window(mem_len, same_length=same_length)
+
+    @jax.jit
+    def read(weights, tokens, targets, memory):
+        hidden, memory = forward.read(weights, model, tokens, memory, window=window)
+        return hidden, forward.nll(weights, model, hidden, targets), memory
+
+    nll = jax.jit(functools.partial(model.apply, method=model.nll))
+    states = model.init_memory(batch_size=tiny.B, mem_len=mem_len)
+    kept = forward.init_memory(
+        weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len, dtype=memory_dtype
+    )
+    for s in range(SEGMENTS):
+        tokens, targets = (text[:, i : i + segment_len] for i in (s * segment_len, s * segment_len + 1))
+        if s in resets:
+            rows = jnp.arange(tiny.B) == 1
+            states = memory_lib.reset(states, rows, start)
+            kept = cache_lib.reset_cache(kept, rows, weights.start, start)
+        hidden, states = encode(variables, tokens, states)
+        expected = hidden, nll(variables, hidden, targets), states
+        *found, kept = read(weights, tokens, targets, kept)
+        yield (*found, kept), expected
+
+
+# Every length with the usual model, every model at the lengths where something may go wrong.
+CASES = [("post", name) for name in LENGTHS] + [
+    (name, lengths) for name in MODELS if name != "post" for lengths in ("rounded up", "clamp")
+]
+
+
+@pytest.mark.parametrize(("model", "lengths"), CASES)
+def test_both_memories_agree_over_ten_segments(model, lengths, x64):
+    model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[model]), LENGTHS[lengths]
+    for found, expected in both(model, lengths, resets=(4,)):
+        for a, b in zip(found[:2], expected[:2], strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+        np.testing.assert_array_equal(found[2].valid, expected[2].valid)
+
+
+@pytest.mark.parametrize("preset", ["tf", "hf", "pytorch"])
+@pytest.mark.parametrize("layer_norm", NormPlace)
+def test_both_memories_agree_as_other_implementations_start_and_look_back(preset, layer_norm, x64):
+    model = tiny.make(dtype=DType.FLOAT64, compat=COMPAT_PRESETS[preset], layer_norm=layer_norm)
+    for found, expected in both(model, LENGTHS["rounded up"], resets=(2, 7)):
+        np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_they_agree_in_float32(changes):
+    for found, expected in both(tiny.make(**changes), LENGTHS["clamp"]):
+        np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", ["clamp", "one token"])
+def test_a_narrower_memory_is_read_in_the_compute_type(lengths, x64):
+    """float32 in a float64 model: off by what float32 rounds (1e-7), by no more and no less."""
+    pairs = list(both(tiny.make(dtype=DType.FLOAT64), LENGTHS[lengths], memory_dtype=jnp.float32))
+    off = max(float(np.abs(found[0] - expected[0]).max()) for found, expected in pairs)
+    assert 1e-9 < off < 1e-6
+
+
+@pytest.mark.parametrize("lengths", ["clamp", "one token"])
+def test_stored_as_bfloat16_scores_move_a_little(lengths):
+    """Stored numbers carry 8 bits: about 1 part in 300 each. The memory takes half the room."""
+    pairs = list(both(tiny.make(), LENGTHS[lengths], memory_dtype=jnp.bfloat16))
+    assert {ring.dtype for ring in pairs[-1][0][2].keys + pairs[-1][0][2].values} == {jnp.dtype("bfloat16")}
+    off = max(float(np.abs(found[1] - expected[1]).max()) for found, expected in pairs)
+    assert 1e-4 < off < 0.1
+
+
+def test_a_bfloat16_model_agrees_with_its_own_hidden_states():
+    pairs = list(both(tiny.make(dtype=DType.BFLOAT16), LENGTHS["clamp"]))
+    assert all(found[0].dtype == jnp.bfloat16 and found[1].dtype == jnp.float32 for found, _ in pairs)
+    off = [float(np.abs(found[1] - expected[1]).mean()) for found, expected in pairs]
+    assert max(off) < 0.05
+
+
+def test_a_step_keeps_no_copy_of_the_memory():
+    """Temporary memory of a step, beside the memory that it is given: the point of writing in place."""
+    model = tiny.make(n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=64)
+    weights = frozen(model, (1, 4096, 64))
+    memory = forward.init_memory(weights, model, batch_size=1, mem_len=4096, segment_len=1)
+
+    def steps(weights, memory):
+        def step(i, memory):
+            return forward.read(weights, model, jnp.zeros((1, 1), jnp.int32), memory, window=None)[1]
+
+        return jax.lax.fori_loop(0, 8, step, memory)
+
+    compiled = jax.jit(steps, donate_argnums=1).lower(weights, memory).compile()
+    of_a_layer = memory.keys[0].nbytes + memory.values[0].nbytes
+    assert compiled.memory_analysis().temp_size_in_bytes < of_a_layer
+
+
+def test_in_order_is_the_same_memory_for_single_tokens(x64):
+    """A text read in segments, the memory turned, and read on token by token, as one segment would be."""
+    model, (segment_len, mem_len, clamp_len) = tiny.make(dtype=DType.FLOAT64), (4, 10, 6)
+    weights, text = frozen(model, (segment_len, mem_len, clamp_len)), tiny.text(28)
+    memory = forward.init_memory(weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len)
+    for start in range(0, 20, segment_len):  # The ring of 12 slots goes round once, and stands at slot 8.
+        _, memory = forward.read(weights, model, text[:, start : start + 4], memory, window=mem_len)
+    expected = []
+    for start in (20, 24):
+        hidden, memory_after = forward.read(weights, model, text[:, start : start + 4], memory, window=mem_len)
+        expected.append(hidden)
+        if start == 20:
+            turned, memory = cache_lib.unrotate(memory), memory_after
+    single = forward.for_single_tokens(weights, mem_len=mem_len)
+    assert turned.capacity == mem_len
+    found = []
+    for i in range(20, 28):
+        hidden, turned = forward.read(single, model, text[:, i : i + 1], turned, window=mem_len)
+        found.append(hidden)
+    np.testing.assert_allclose(np.concatenate(found, 1), np.concatenate(expected, 1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("mem_len", "segment_len"), [(16, 4), (8, 8)])
+def test_lengths_that_the_weights_were_not_frozen_for_are_refused(mem_len, segment_len):
+    model = tiny.make()
+    weights = frozen(model, (4, 8, 0))
+    memory = forward.init_memory(weights, model, batch_size=1, mem_len=mem_len, segment_len=segment_len)
+    with pytest.raises(ValueError, match=rf"\b{mem_len}\b.*\b{segment_len}\b.*\b12\b"):
+        forward.read(weights, model, jnp.zeros((1, segment_len), jnp.int32), memory, window=None)
+
+
+def test_a_segment_that_does_not_fill_the_ring_evenly_is_refused():
+    model = tiny.make()
+    weights = frozen(model, (4, 8, 0))
+    memory = forward.init_memory(weights, model, batch_size=1, mem_len=8, segment_len=4)
+    with pytest.raises(ValueError, match=r"\b3\b.*\b8\b"):
+        forward.read(weights, model, jnp.zeros((1, 3), jnp.int32), memory, window=None)

@@ -1,0 +1,142 @@
+"""Tests generation: seeds, greedy text on a ring against one pass, prompts of any length, and ends."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import tiny, tiny_run
+from txl_jax.config import DType, EvalConfig, GenerateConfig
+from txl_jax.inference.generator import Generator
+
+LENGTH = 11
+PROMPT = np.random.default_rng(2).integers(tiny.V, size=6)
+
+
+def span(*, segment_len: int = 3, mem_len: int = 32, same_length: bool = False) -> EvalConfig:
+    return EvalConfig(segment_len=segment_len, mem_len=mem_len, clamp_len=None, same_length=same_length)
+
+
+def write(model, config: GenerateConfig, *, block: int = 16) -> np.ndarray:
+    """The samples [B, T]."""
+    generator = Generator(model, span(), config)
+    weights = generator.prepare_params(tiny_run.params(model))
+    blocks = list(generator.tokens(weights, PROMPT, block=block))
+    assert all(0 < tokens.shape[1] <= block for tokens in blocks)
+    return np.concatenate(blocks, axis=1)
+
+
+@functools.cache
+def sampled(*, seed: int = 5, samples: int = 1, block: int = 16) -> np.ndarray:
+    config = GenerateConfig(length=LENGTH, samples=samples, seed=seed, top_k=None)
+    tokens = write(tiny.make(), config, block=block)
+    assert tokens.shape == (samples, LENGTH) and tokens.dtype == np.int32
+    return tokens
+
+
+def test_the_seed_decides_the_text():
+    assert np.array_equal(sampled(), sampled.__wrapped__())
+    assert not np.array_equal(sampled(), sampled(seed=6))
+
+
+def test_the_text_does_not_depend_on_tokens_per_call():
+    assert np.array_equal(sampled(), sampled(block=4))
+
+
+def test_the_text_does_not_depend_on_the_other_samples():
+    three = sampled(samples=3)
+    assert np.array_equal(sampled()[0], three[0])
+    assert len({tuple(row) for row in three.tolist()}) == 3
+
+
+def test_greedy_text_is_the_argmax_of_a_full_pass(x64):
+    model = tiny.make(dtype=DType.FLOAT64)
+    variables = {"params": tiny_run.params(model)}
+    text = write(model, GenerateConfig(length=20, temperature=0, samples=2), block=8)
+    assert np.array_equal(text[0], text[1])
+    assert len(set(text[0].tolist())) > 2, "a text of one token shows little"
+
+    tokens = np.concatenate([PROMPT, text[0]])[None, :]
+    hidden, _ = tiny.encoder(model)(variables, tokens, model.init_memory(batch_size=1, mem_len=0))
+    log_p = model.apply(variables, hidden, method=model.log_probabilities)
+    best = np.argmax(log_p[0], axis=-1)
+    assert text[0].tolist() == best[len(PROMPT) - 1 : -1].tolist()
+
+
+@functools.cache
+def ring(*, length: int, same_length: bool = False, mem_len: int = 7, **changes) -> Generator:
+    """A greedy generator with a short memory and segments of 3."""
+    model = tiny.make(dtype=DType.FLOAT64)
+    lengths = EvalConfig(segment_len=3, mem_len=mem_len, clamp_len=5, same_length=same_length)
+    return Generator(model, lengths, GenerateConfig(length=length, temperature=0), **changes)
+
+
+def continued(generator: Generator, prompt) -> list[int]:
+    """The greedy text after a prompt."""
+    weights = generator.prepare_params(tiny_run.params(tiny.make(dtype=DType.FLOAT64)))
+    return np.concatenate(list(generator.tokens(weights, prompt)), axis=1)[0].tolist()
+
+
+def argmax_of_one_pass(tokens: list[int], window: int) -> list[int]:
+    """The likeliest token after each position of a text read at once, where a query sees its last `window` keys."""
+    model = tiny.make(dtype=DType.FLOAT64)
+    variables = {"params": tiny_run.params(model)}
+    empty = model.init_memory(batch_size=1, mem_len=window)  # Whose length is the window; no slot is filled.
+    encode = tiny.encoder(model, clamp_len=5, same_length=True)
+    hidden, _ = encode(variables, np.asarray(tokens)[None, :], empty)
+    return np.argmax(model.apply(variables, hidden, method=model.log_probabilities)[0], axis=-1).tolist()
+
+
+TEXT = np.random.default_rng(2).integers(tiny.V, size=12).tolist()
+
+
+@pytest.mark.parametrize(("same_length", "window"), [(False, 8), (True, 7)])
+def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(same_length, window, x64):
+    """Token for token, where the ring of 7 slots goes round eight times."""
+    text = continued(ring(length=45, same_length=same_length), TEXT)
+    assert len(set(text)) > 2, "a text of one token shows little"
+    assert text == argmax_of_one_pass(TEXT + text, window)[len(TEXT) - 1 : -1]
+    assert text != argmax_of_one_pass(TEXT + text, window + 1)[len(TEXT) - 1 : -1]
+
+
+def test_before_the_first_eviction_it_is_the_plain_causal_pass(x64):
+    text = continued(ring(length=20, mem_len=32), TEXT)
+    assert text == argmax_of_one_pass(TEXT + text, 1000)[len(TEXT) - 1 : -1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 9, 10, 12])
+def test_a_prompt_of_any_length_is_read(n, x64):
+    """Shorter than a segment, whole segments, and both; beyond the ring's length."""
+    text = continued(ring(length=6), TEXT[:n])
+    assert text == argmax_of_one_pass(TEXT[:n] + text, 8)[n - 1 : -1]
+
+
+def test_a_sample_ends_with_its_stop_token_and_the_rest_go_on(x64):
+    stop = 5
+    model = tiny.make(dtype=DType.FLOAT64)
+    config = GenerateConfig(length=60, samples=3, top_k=None, seed=3)
+
+    def write(stop_token) -> list[np.ndarray]:
+        generator = Generator(model, span(), config, stop_token=stop_token)
+        return list(generator.tokens(generator.prepare_params(tiny_run.params(model)), PROMPT, block=7))
+
+    free, stopped = (np.concatenate(write(token), axis=1) for token in (None, stop))
+    ends = [row.index(stop) for row in free.tolist()]
+    assert len(set(ends)) > 1 and max(ends) < 50
+    assert stopped.shape[1] == max(ends) + 1
+    for row, whole, end in zip(stopped.tolist(), free.tolist(), ends, strict=True):
+        assert row[: end + 1] == whole[: end + 1] and set(row[end:]) == {stop}
+
+
+def test_bfloat16_memory_writes_on(x64):
+    """Greedy text moves only where two tokens are nearly as likely."""
+    text = continued(ring(length=30, memory_dtype=jnp.bfloat16), TEXT)
+    likeliest = argmax_of_one_pass(TEXT + text, 8)[len(TEXT) - 1 : -1]
+    assert np.mean(np.equal(text, likeliest)) > 0.8
+
+
+def test_an_empty_prompt_is_refused():
+    generator = Generator(tiny.make(), span(), GenerateConfig())
+    with pytest.raises(ValueError, match="prompt"):
+        next(generator.tokens({}, np.zeros(0, np.int32)))

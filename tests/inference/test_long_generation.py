@@ -1,0 +1,40 @@
+"""Tests that the hundred-thousandth token costs what the thousandth did (a minute or two: `pytest -m slow`)."""
+
+import resource
+import statistics
+import time
+
+import numpy as np
+import pytest
+
+from support import tiny, tiny_run
+from txl_jax.config import EvalConfig, GenerateConfig
+from txl_jax.inference.generator import Generator
+
+TOKENS, BLOCK = 100_000, 500
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.slow
+def test_time_and_memory_per_token_stay_the_same():
+    model = tiny.make(n_layer=4, d_model=32, n_head=4, d_head=8, d_inner=64)
+    span = EvalConfig(segment_len=16, mem_len=512, clamp_len=100, same_length=True)
+    generator = Generator(model, span, GenerateConfig(length=TOKENS, top_k=5))
+    blocks = generator.tokens(generator.prepare_params(tiny_run.params(model)), np.arange(5), block=BLOCK)
+    seconds, peaks, count = [], [], 0
+    began = time.perf_counter()
+    for tokens in blocks:
+        count += tokens.shape[1]
+        seconds.append(time.perf_counter() - began)
+        peaks.append(peak_bytes())
+        began = time.perf_counter()
+    assert count == TOKENS
+    tenths = [statistics.median(seconds[i : i + 20]) for i in range(0, TOKENS // BLOCK, 20)]
+    print(f"ms per token, tenth by tenth: {', '.join(f'{1e3 * s / BLOCK:.3f}' for s in tenths)}")
+    print(f"peak memory after 10,000 and 100,000 tokens: {peaks[19] / 1e6:.1f} and {peaks[-1] / 1e6:.1f} MB")
+    assert peaks[-1] - peaks[19] < 2e6
+    assert max(tenths[1:]) < 1.5 * min(tenths[1:])

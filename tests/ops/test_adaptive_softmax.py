@@ -1,0 +1,254 @@
+"""Tests of the adaptive input and softmax: against loops over tokens, and against their own log probabilities."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import oracles
+from txl_jax.ops import adaptive_softmax
+
+B, L, D, V = 2, 5, 6, 13
+# (cutoffs, width of each cluster, which of them have a projection)
+CASES = {
+    "one cluster": ((), (6,), (False,)),
+    "one cluster, projected": ((), (7,), (True,)),
+    "div_val 1": ((4, 9), (6, 6, 6), (False, False, False)),
+    "div_val 1, projected": ((4, 9), (7, 7, 7), (True, True, True)),
+    "div_val 2": ((4, 9), (8, 4, 2), (True, True, True)),
+    "div_val 4": ((3, 4), (16, 4, 1), (True, True, True)),
+    "mixed projections": ((4, 9), (6, 3, 7), (False, True, True)),
+}
+by_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def make_clusters(case) -> tuple[list[oracles.Cluster], tuple[np.ndarray, np.ndarray] | None]:
+    cutoffs, widths, projected = case
+    rng, bounds = np.random.default_rng(3), [0, *cutoffs, V]
+    clusters = []
+    for c, width in enumerate(widths):
+        rows = bounds[c + 1] - bounds[c]
+        projection = rng.normal(size=(width, D)) if projected[c] else None
+        clusters.append(oracles.Cluster(rng.normal(size=(rows, width)), rng.normal(size=rows), projection))
+    tails = (rng.normal(size=(len(cutoffs), widths[0])), rng.normal(size=len(cutoffs))) if cutoffs else None
+    return clusters, tails
+
+
+def as_arrays(case):
+    clusters, tails = make_clusters(case)
+    weights = (
+        [adaptive_softmax.Cluster(*cluster) for cluster in clusters],
+        tails and adaptive_softmax.TailEntries(*tails),
+    )
+    return jax.tree.map(jnp.asarray, weights)
+
+
+def make_hidden() -> np.ndarray:
+    return np.random.default_rng(4).normal(size=(B, L, D))
+
+
+def every_token() -> np.ndarray:
+    """[2, V]: all tokens, forwards and backwards."""
+    return np.stack([np.arange(V), np.arange(V)[::-1]])
+
+
+@by_case
+def test_embedding_matches_a_loop_over_tokens(case, x64):
+    clusters, _ = as_arrays(case)
+    found = adaptive_softmax.embed(jnp.asarray(every_token()), clusters, case[0], dtype=jnp.float64)
+    expected = oracles.embed(every_token(), make_clusters(case)[0], case[0], D)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+
+
+def test_gradients_of_a_frequent_token_add_up_in_float32():
+    """A bfloat16 sum of ones stops at 256."""
+    table = jnp.ones((3, 2))
+    tokens = jnp.ones((1, 1000), jnp.int32)
+
+    def total(table):
+        vectors = adaptive_softmax.embed(tokens, [adaptive_softmax.Cluster(table, None, None)], (), dtype=jnp.bfloat16)
+        assert vectors.dtype == jnp.bfloat16
+        return jnp.sum(vectors.astype(jnp.float32))
+
+    np.testing.assert_array_equal(jax.grad(total)(table), [[0, 0], [1000, 1000], [0, 0]])
+
+
+@by_case
+def test_losses_match_a_loop_over_tokens(case, x64):
+    hidden = np.random.default_rng(4).normal(size=(2, V, D))
+    clusters, tails = make_clusters(case)
+    expected = oracles.adaptive_nll(hidden, every_token(), clusters, *(tails or (None, None)), case[0])
+    found = adaptive_softmax.negative_log_likelihood(hidden, jnp.asarray(every_token()), *as_arrays(case), case[0])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@by_case
+def test_log_probabilities_are_the_losses_and_sum_to_one(case, x64):
+    clusters, tails = make_clusters(case)
+    log_p = adaptive_softmax.log_probabilities(make_hidden(), *as_arrays(case))
+    assert log_p.shape == (B, L, V)
+    np.testing.assert_allclose(np.exp(log_p).sum(-1), np.ones((B, L)), rtol=1e-12)
+    for token in range(V):
+        targets = np.full((B, L), token)
+        expected = oracles.adaptive_nll(make_hidden(), targets, clusters, *(tails or (None, None)), case[0])
+        np.testing.assert_allclose(-log_p[..., token], expected, rtol=0, atol=1e-12)
+
+
+@functools.cache
+def gradients_of(f):
+    """(values, gradients) of (hidden, weights, targets), compiled; each value has a weight of its own in the sum."""
+
+    @jax.jit
+    def call(hidden, weights, targets):
+        values, pull_back = jax.vjp(lambda *args: f(*args, targets), hidden, weights)
+        return values, pull_back(jnp.arange(1.0, values.size + 1).reshape(values.shape))
+
+    return call
+
+
+@functools.cache
+def walking_tails(name: str, capacity: int | None):
+    """Ours, with this many positions per chunk of a tail."""
+
+    def nll(hidden, weights, targets):
+        return adaptive_softmax.negative_log_likelihood(hidden, targets, *weights, CASES[name][0], capacity=capacity)
+
+    return gradients_of(nll)
+
+
+@functools.cache
+def through_all_log_probabilities(name: str):
+    """The dense oracle: every tail at every position."""
+
+    def nll(hidden, weights, targets):
+        log_p = adaptive_softmax.log_probabilities(hidden, *weights)
+        return -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+
+    return gradients_of(nll)
+
+
+def check_gradients(name: str, targets: np.ndarray, *, capacity: int | None = None) -> None:
+    args = make_hidden(), as_arrays(CASES[name]), targets
+    found, expected = walking_tails(name, capacity)(*args), through_all_log_probabilities(name)(*args)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_match_dense_log_probabilities(name, x64):
+    check_gradients(name, np.random.default_rng(5).integers(V, size=(B, L)))
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 128])
+@pytest.mark.parametrize("extra", [None, 0, 1])
+def test_a_tail_that_is_empty_fills_its_chunks_or_is_one_over(capacity, extra, x64):
+    """The first tail holds no target, `capacity` targets or one more; the second tail all the rest."""
+    n_first = 0 if extra is None else min(capacity + extra, B * L)
+    targets = np.random.default_rng(6).permutation(np.where(np.arange(B * L) < n_first, 5, 11))
+    check_gradients("mixed projections", targets.reshape(B, L), capacity=capacity)
+
+
+@hypothesis.given(data=st.data())
+@pytest.mark.parametrize("name", ["div_val 2", "mixed projections"])
+def test_any_distribution_of_targets(name, data):
+    """Among them: no target in a tail, all targets in one tail, each cluster's first and last token."""
+    cutoffs = CASES[name][0]
+    bounds = [0, *cutoffs, V]
+    used = data.draw(st.sets(st.integers(0, len(cutoffs)), min_size=1), label="clusters")
+    tokens = [token for c in sorted(used) for token in range(bounds[c], bounds[c + 1])]
+    targets = data.draw(st.lists(st.sampled_from(tokens), min_size=B * L, max_size=B * L), label="targets")
+    capacity = data.draw(st.sampled_from([None, 1, 2, 3, 128]), label="capacity")
+    with jax.enable_x64(True):
+        check_gradients(name, np.reshape(targets, (B, L)), capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_position", "capacity"),
+    [
+        (20_000, 9_000, 256),  # 1/32 of the positions is 281.
+        (160_000, 9_000, 128),  # 2**25 logits are 209 positions.
+        (20_000, 100_000, 1024),  # 2**25 logits are 1677 positions.
+        (10**7, 100_000, 128),
+        (5, 600, 128),
+        (5, 100, 16),  # A quarter of the positions is 25.
+        (5, 64, 16),
+        (5, 3, 1),
+        (5, 1, 1),
+    ],
+)
+def test_capacity_of_a_tail(rows, n_position, capacity):
+    assert adaptive_softmax._tail_capacity(rows, n_position) == capacity
+
+
+@pytest.mark.parametrize("counts", [(10, 0, 0), (2, 1, 7), (0, 5, 5)])
+def test_work_follows_the_number_of_targets_in_a_tail(counts, monkeypatch):
+    """The nll of a tail is computed for as many chunks of 2 as its targets fill, forward and again backward."""
+    calls, cluster_nll = [], adaptive_softmax._cluster_nll
+
+    def counted(cluster, hidden, labels, *, vocab):
+        if cluster.table.shape[0] in (5, 4):  # The tails; the head is computed at all positions.
+            jax.debug.callback(lambda _: calls.append((cluster.table.shape[0], hidden.shape[0])), hidden[0, 0])
+        return cluster_nll(cluster, hidden, labels, vocab=vocab)
+
+    monkeypatch.setattr(adaptive_softmax, "_cluster_nll", counted)
+    targets = jnp.asarray(np.repeat([0, 4, 9], counts).reshape(B, L), jnp.int32)
+
+    def loss(hidden, weights):
+        return adaptive_softmax.negative_log_likelihood(hidden, targets, *weights, (4, 9), capacity=2).sum()
+
+    weights = as_arrays(CASES["div_val 2"])
+    jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray(make_hidden(), jnp.float32), weights))
+    jax.effects_barrier()
+    assert {shape: calls.count(shape) for shape in set(calls)} == {
+        (rows, 2): 2 * -(-count // 2) for rows, count in zip((5, 4), counts[1:], strict=True) if count
+    }
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 1, 4)])
+def test_any_leading_shape(leading, x64):
+    rng, (clusters, tails) = np.random.default_rng(7), make_clusters(CASES["mixed projections"])
+    hidden, targets = rng.normal(size=(*leading, D)), np.asarray(rng.integers(V, size=leading))
+    nll = jax.jit(
+        lambda *args: adaptive_softmax.negative_log_likelihood(*args, *as_arrays(CASES["mixed projections"]), (4, 9))
+    )
+    expected = oracles.adaptive_nll(hidden, targets, clusters, *tails, (4, 9))
+    np.testing.assert_allclose(nll(hidden, targets), expected, rtol=0, atol=1e-12)
+
+
+def test_losses_of_bfloat16_states_are_float32():
+    clusters, tails = jax.tree.map(lambda a: a.astype(jnp.bfloat16), as_arrays(CASES["div_val 2"]))
+    targets = jnp.zeros((B, L), jnp.int32)
+    nll = adaptive_softmax.negative_log_likelihood(
+        jnp.asarray(make_hidden(), jnp.bfloat16), targets, clusters, tails, (4, 9)
+    )
+    assert nll.dtype == jnp.float32
+    assert (
+        adaptive_softmax.log_probabilities(jnp.asarray(make_hidden(), jnp.bfloat16), clusters, tails).dtype
+        == jnp.float32
+    )
+
+
+def test_gradients_of_a_bfloat16_tail_add_up_over_chunks():
+    """Against a float32 run of the same numbers; sums over 999 chunks in bfloat16 would stop growing far below."""
+    cutoffs, n_position = (2,), 999
+    rng = np.random.default_rng(8)
+    head = adaptive_softmax.Cluster(np.zeros((2, D)), np.zeros(2), None)
+    tail = adaptive_softmax.Cluster(rng.normal(size=(3, 2)), np.zeros(3), rng.normal(size=(2, D)))
+    tails = adaptive_softmax.TailEntries(np.zeros((1, D)), np.zeros(1))
+    hidden = np.ones((n_position, 1)) * rng.normal(size=(1, D))
+    rounded = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (hidden, [head, tail], tails))
+    targets = jnp.full(n_position, 3)
+
+    def loss(hidden, clusters, tails):
+        return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, cutoffs, capacity=1).sum()
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    expected = gradient(*jax.tree.map(lambda a: a.astype(jnp.float32), rounded))
+    found = gradient(*rounded)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0, atol=0.02 * np.abs(b).max())

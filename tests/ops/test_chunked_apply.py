@@ -1,0 +1,137 @@
+"""Tests of a function computed at selected positions: against the function at all of them, and how often it runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from txl_jax.ops.chunked_apply import chunked_apply
+
+T, D, WIDTH = 11, 5, 3
+
+
+def squashed(weights, states, labels):
+    """Each position's own: [n, D] and int [n] -> [n]."""
+    return jnp.tanh(states @ weights["kernel"]).sum(-1) * (1 + labels)
+
+
+def inputs(n_selected: int, *, seed: int = 0):
+    """(weights, states, labels, selected), with this many positions selected at random."""
+    rng = np.random.default_rng(seed)
+    selected = rng.permutation(np.arange(T) < n_selected)
+    kernel, states = rng.normal(size=(D, WIDTH)), rng.normal(size=(T, D))
+    return {"kernel": jnp.asarray(kernel)}, jnp.asarray(states), jnp.asarray(rng.integers(7, size=T)), selected
+
+
+def everywhere(weights, states, labels, selected):
+    """What `chunked_apply` should give, by computing all positions."""
+    return jnp.where(selected, squashed(weights, states, labels), 0)
+
+
+def selectively(capacity):
+    return lambda *args: chunked_apply(squashed, capacity, *args)
+
+
+def with_gradients(f):
+    """(values, gradients) of a sum in which every position has a weight of its own."""
+
+    def weighted(weights, states, *rest):
+        values = f(weights, states, *rest)
+        return jnp.vdot(jnp.arange(1.0, values.size + 1), values.ravel()), values
+
+    def call(*args):
+        gradients, values = jax.grad(weighted, argnums=(0, 1), has_aux=True)(*args)
+        return values, gradients
+
+    return call
+
+
+def assert_close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, T, 16])
+@pytest.mark.parametrize("n_selected", [0, 1, 2, 3, 4, T])
+def test_values_and_gradients_are_those_of_the_function_everywhere(capacity, n_selected, x64):
+    args = inputs(n_selected)
+    found = jax.jit(with_gradients(selectively(capacity)))(*args)
+    assert_close(found, with_gradients(everywhere)(*args))
+
+
+@pytest.mark.parametrize(("n_selected", "n_chunk"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (11, 3)])
+def test_the_function_runs_once_per_chunk_of_selected_positions(n_selected, n_chunk):
+    """And once more in the backward pass."""
+    calls = []
+
+    def counted(weights, states, labels):
+        jax.debug.callback(lambda _: calls.append(states.shape[0]), states[0, 0])
+        return squashed(weights, states, labels)
+
+    def f(*args):
+        return chunked_apply(counted, 4, *args)
+
+    jax.block_until_ready(jax.jit(f)(*inputs(n_selected)))
+    jax.effects_barrier()
+    assert calls == [4] * n_chunk
+    calls.clear()
+    jax.block_until_ready(jax.jit(with_gradients(f))(*inputs(n_selected)))
+    jax.effects_barrier()
+    assert calls == [4] * (2 * n_chunk)
+
+
+def test_positions_that_are_not_selected_are_not_read():
+    weights, states, labels, selected = inputs(4)
+    states = jnp.where(selected[:, None], states, jnp.nan)
+    values, (of_weights, of_states) = jax.jit(with_gradients(selectively(3)))(weights, states, labels, selected)
+    assert np.isfinite(values).all() and np.isfinite(of_weights["kernel"]).all()
+    assert np.array_equal(np.any(of_states, axis=1), selected)
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_gradients_of_bfloat16_weights_add_up_over_chunks_in_float32(capacity):
+    """A bfloat16 sum of ones stops at 256."""
+    n_position = 2000
+    weights = jnp.ones((2,), jnp.bfloat16)
+    states = jnp.ones((n_position, 2), jnp.bfloat16)
+    labels, selected = jnp.zeros(n_position, jnp.int32), jnp.ones(n_position, bool)
+
+    def product(weights, states, labels):
+        return jnp.einsum("nd,d->n", states, weights, preferred_element_type=jnp.float32)
+
+    def total(weights, states):
+        return chunked_apply(product, capacity, weights, states, labels, selected).sum()
+
+    of_weights, of_states = jax.jit(jax.grad(total, argnums=(0, 1)))(weights, states)
+    assert of_weights.dtype == of_states.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(of_weights, jnp.full((2,), n_position, jnp.bfloat16))
+    np.testing.assert_array_equal(of_states, np.ones((n_position, 2)))
+
+
+def test_rows_of_a_vmap_have_as_many_chunks_as_each_needs(x64):
+    weights, *_ = inputs(0)
+    rows = [inputs(n, seed=n)[1:] for n in (0, 3, 7, T)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+    found, expected = (
+        jax.jit(with_gradients(jax.vmap(f, in_axes=(None, 0, 0, 0))))(weights, *stacked)
+        for f in (selectively(2), everywhere)
+    )
+    assert_close(found, expected)
+
+
+def test_inside_scan_and_checkpoint(x64):
+    weights, states, labels, _ = inputs(0)
+    selections = jnp.stack([inputs(n, seed=n)[3] for n in (5, 0, T)])
+
+    def scanned(f):
+        def run(weights, states):
+            def body(states, selected):
+                values = f(weights, states, labels, selected)
+                return states + values[:, None], values
+
+            return jax.lax.scan(jax.checkpoint(body), states, selections)[1]
+
+        return run
+
+    found, expected = (jax.jit(with_gradients(scanned(f)))(weights, states) for f in (selectively(2), everywhere))
+    assert_close(found, expected)

@@ -1,0 +1,186 @@
+"""Tests the ablation job: what each row changes, what is found best, going on after a stop, equal memory."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from support import tiny_run
+from txl_jax.config import CorpusName, DataConfig, Encoding, LossPart, Network
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import read_corpus
+from txl_jax.jobs.score import Interrupted
+from txl_jax.metrics import Measure
+from txl_jax.paper import ablation
+from txl_jax.paper.ablation import TABLES, Plan, Row
+
+RECURRENT, SHAW, ALONE = TABLES["6"][0], TABLES["6"][1], TABLES["6"][4]
+VANILLA, AL_RFOU = TABLES["6"][-2:]
+L, M = tiny_run.L, tiny_run.M
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(config, corpus)."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
+    return config_tree.replace(tiny_run.CONFIG, {"data": data}), read_corpus(data, "nowhere", str(folder))
+
+
+def run(base, plan, folder, **others):
+    return ablation.run(*base, plan, folder, table="6", log=others.pop("say", lambda line: None), **others)
+
+
+def test_the_rows_of_table_6():
+    assert [row.name for row in TABLES["6"]] == [
+        "recurrence-relative-full",
+        "recurrence-shaw-full",
+        "recurrence-relative-half",
+        "none-relative-full",
+        "none-relative-half",
+        "none-shaw-full",
+        "none-shaw-half",
+        "none-vaswani-half",
+        "none-al_rfou-half",
+    ]
+
+
+def test_a_row_outside_the_table_is_known_by_its_name():
+    assert ablation.row_named("6", RECURRENT.name) is RECURRENT
+    row = ablation.row_named("6", "recurrence-al_rfou-half-24")
+    assert (
+        row == Row(True, Encoding.AL_RFOU, LossPart.HALF, segment_len=24) and row.name == "recurrence-al_rfou-half-24"
+    )
+
+
+@pytest.mark.parametrize("name", ["best", "none-shaw", "some-shaw-full", "none-shaw-full-0", "none-shaw-full-8-8"])
+def test_a_name_that_says_no_row_is_refused(name):
+    with pytest.raises(ValueError, match=rf"\b{name}\b.*\bnone-al_rfou-half\b"):
+        ablation.row_named("6", name)
+
+
+@pytest.mark.parametrize("row", [row for rows in TABLES.values() for row in rows], ids=lambda row: row.name)
+def test_every_row_is_a_legal_run_that_differs_as_it_says(row):
+    config = ablation.row_config(tiny_run.CONFIG, row, 5)
+    config.validate()
+    assert (config.seed, config.model.encoding, config.train.loss) == (5, row.encoding, row.loss)
+    assert (config.train.mem_len > 0) == row.recurrence == (config.eval.mem_len > 0)
+    assert config.train.segment_len == (row.segment_len or L)
+    if row.encoding.is_learned:
+        assert config.model.num_positions == config.train.segment_len + config.train.mem_len
+
+
+def test_rows_are_trained_scored_and_told(base, tmp_path):
+    plan = Plan((RECURRENT, VANILLA), seeds=(1, 2), lengths=(4, 12), stride=2)
+    found = run(base, plan, tmp_path)
+    assert list(found) == [RECURRENT.name, VANILLA.name] and all(len(scores) == 2 for scores in found.values())
+    for row, trained in ((RECURRENT, L + M), (VANILLA, L)):
+        for seed, score in zip((1, 2), found[row.name], strict=True):
+            kept = json.loads((tmp_path / f"{row.name}-seed{seed}" / "ablation.json").read_text())["scores"]
+            assert {int(length): value for length, value in kept.items()} == score.at
+            assert set(score.at) == {4, 12, trained}
+            assert (score.init, score.best) == (score.at[trained], min(score.at.values()))
+            assert score.at[score.length] <= score.best + 0.0005
+    told = json.loads((tmp_path / "ablation.json").read_text())
+    assert len(told["scores"]) == 4 and told["seeds"] == [1, 2]
+    page = (tmp_path / "ablation.md").read_text()
+    least = [[score.best for score in found[row.name]] for row in (RECURRENT, VANILLA)]
+    beside = np.subtract(*reversed(least))
+    assert f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | " in page
+    assert f" | 4 | {L} | 12 | {L + M} |" in page  # Each row lacks the attention length of the other's training.
+    assert (
+        "| yes | relative | full | " in page and "| no | vaswani | half | " in page and "27.02 | 26.77 | 500 |" in page
+    )
+
+
+SCORED = re.compile(r"length\D*\b4\b.*\bbpc\b")  # The line of a score at attention length 4.
+
+
+def test_a_stopped_job_goes_on(base, tmp_path):
+    plan = Plan((RECURRENT, AL_RFOU), seeds=(1,), lengths=(4, 12), stride=2)
+    said = []
+    with pytest.raises(Interrupted):
+        run(base, plan, tmp_path, stop_requested=lambda: len(said) > 0, log=said.append)
+    assert not (tmp_path / "ablation.md").exists()
+    # Once more while lengths are scored: the one that was done stays.
+    with pytest.raises(Interrupted):
+        run(
+            base,
+            plan,
+            tmp_path,
+            stop_requested=lambda: any(map(SCORED.search, said)),
+            log=said.append,
+        )
+    of_row = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
+    assert list(json.loads(of_row.read_text())["scores"]) == ["4"]
+    found = run(base, plan, tmp_path, log=said.append)
+    assert len(list(filter(SCORED.search, said))) == 2, "each row once"
+    said.clear()
+    assert run(base, plan, tmp_path, log=said.append) == found
+    assert not any(map(SCORED.search, said)), "nothing is scored again"
+    # Scores of another stride are not taken for these; those of the recurrent row depend on none, and are made anew too.
+    run(base, dataclasses.replace(plan, stride=4), tmp_path, log=said.append)
+    assert len(list(filter(SCORED.search, said))) == 2
+
+
+def test_the_shortest_length_that_is_as_good():
+    config = ablation.row_config(tiny_run.CONFIG, RECURRENT, 1)
+    scores = {4: 9.0, 8: 5.005, L + M: 5.0, 40: 5.001}
+    assert ablation._judged(config, RECURRENT, scores, Measure.PPL) == (5.0, 5.0, 8, scores)
+    assert ablation._judged(config, RECURRENT, scores, Measure.BPC) == (5.0, 5.0, L + M, scores)
+
+
+def test_nothing_to_do_is_refused(base, tmp_path):
+    with pytest.raises(ValueError, match=r"\b0\b.*\b1\b"):
+        run(base, Plan((), (1,), (4,)), tmp_path)
+    with pytest.raises(ValueError, match=r"\[1, 1\]"):
+        run(base, Plan((SHAW,), (1, 1), (4,)), tmp_path)
+    with pytest.raises(ValueError, match=r"\[0\]"):
+        run(base, Plan((SHAW,), (1,), (0,)), tmp_path)
+    with pytest.raises(ValueError, match=r"\b10\b"):
+        run(base, Plan((SHAW,), (1,), (4,), equal_memory=True), tmp_path)
+    lstm = config_tree.replace(base[0], {"model.network": Network.LSTM})
+    with pytest.raises(ValueError, match=r"model\.network.*\blstm\b"):
+        ablation.check(lstm, Plan((SHAW,), (1,), (4,)))
+    forgetful = config_tree.replace(base[0], {"train.mem_len": 0})
+    with pytest.raises(ValueError, match=r"recurrence-shaw-full.*train\.mem_len\D*\b0\b"):
+        ablation.check(forgetful, Plan((SHAW,), (1,), (4,)))
+
+
+def test_the_whole_table_follows_from_a_base_with_tied_positions(base):
+    tied = config_tree.replace(base[0], {"model.tie_positions": True, "eval.warmup_tokens": 3})
+    ablation.check(tied, Plan(TABLES["6"], (1,), (4,), stride=2))
+    assert [ablation.row_config(tied, row, 1).model.tie_positions for row in (RECURRENT, SHAW)] == [True, False]
+
+
+def test_scores_from_before_a_setting_of_evaluation_existed_are_kept(base, tmp_path, monkeypatch):
+    plan = Plan((RECURRENT,), seeds=(1,), lengths=(4,))
+    found = run(base, plan, tmp_path)
+    path = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
+    kept = json.loads(path.read_text())
+    assert kept["of"].pop("eval.stride") == 0
+    path.write_text(json.dumps(kept))
+    monkeypatch.setattr(ablation.context_length, "run", None)  # Nothing is scored again.
+    assert run(base, plan, tmp_path) == found
+
+
+@pytest.mark.slow
+def test_the_longest_segment_of_equal_memory():
+    """Against compiling every length."""
+    config = config_tree.replace(tiny_run.CONFIG, {"train.mem_len": 24})
+    limit = ablation.training_bytes(ablation.row_config(config, RECURRENT, 0), 13)
+    row = Row(False, Encoding.RELATIVE, LossPart.FULL, segment_len=1)
+    found = ablation.longest_segment(config, row, limit=limit, vocab_size=13)
+    needs = {
+        length: ablation.training_bytes(
+            ablation.row_config(config, dataclasses.replace(row, segment_len=length), 0), 13
+        )
+        for length in (found, found + 4)
+    }
+    assert needs[found] <= limit < needs[found + 4]
+    assert found > L
+    with pytest.raises(ValueError, match=r"\b10\b"):
+        ablation.longest_segment(config, row, limit=10, vocab_size=13)

@@ -1,0 +1,104 @@
+"""Tests the attention job: what it writes, that averages are probabilities, and what is refused."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from support import drawn_run, tiny, tiny_run
+from txl_jax.config import CorpusName, DataConfig, Encoding, Network
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import read_corpus
+from txl_jax.jobs.score import Interrupted
+from txl_jax.jobs.workdir import TextInfo
+from txl_jax.paper import attention_maps, plots
+
+M, L = 9, 5  # Of tiny_run's evaluation; the validation text has 55 bytes.
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("attention")
+    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
+    config = config_tree.replace(tiny_run.CONFIG, {"data": data})
+    corpus = read_corpus(config.data, "nowhere", str(folder))
+    workdir, _ = drawn_run.make(folder / "run", config, corpus)
+    return config, corpus, workdir
+
+
+def draw(run, folder, **others):
+    config, corpus, workdir = run
+    log = others.pop("say", lambda line: None)
+    return attention_maps.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), folder=folder, log=log, **others)
+
+
+def test_averages_are_probabilities_and_everything_is_written(run, tmp_path):
+    average = draw(run, tmp_path, positions=[20, 41])
+    assert average.shape == (tiny.N, tiny.H, M)
+    np.testing.assert_allclose(average.sum(-1), 1, rtol=1e-5)
+    with np.load(tmp_path / "attention.npz") as arrays:
+        np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
+        for position in (20, 41):
+            for name in ("probabilities", "term_a", "term_b", "term_d"):
+                array = arrays[f"{name}_{position}"]
+                assert array.shape == (tiny.N, tiny.H, M)
+                np.testing.assert_allclose(array.sum(-1), 1, rtol=1e-5)
+    told = json.loads((tmp_path / "attention.json").read_text())
+    assert len(told["heads"]) == 3 and told["heads"][0]["span"] == max(head["span"] for head in told["heads"])
+    page = (tmp_path / "attention.md").read_text()
+    for position in (20, 41):
+        assert re.search(rf"(?m)^## .*\b{position}$", page)
+    assert len(re.findall(r"(?m)^\|.*\(\d+: \d\.\d\d\)", page)) == 2 * 3, "the heads of each query"
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    expected = {"average.png", *(f"{kind}-{position}.png" for kind in ("heads", "terms") for position in (20, 41))}
+    assert pictures == (expected if plots.can_draw() else set())
+
+
+def test_the_average_is_over_queries_with_a_full_memory(run, tmp_path, monkeypatch):
+    """By hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on."""
+    monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
+    everywhere = list(range(10, 55))
+    average = draw(run, tmp_path, positions=everywhere)
+    with np.load(tmp_path / "attention.npz") as arrays:
+        mean = np.mean([arrays[f"probabilities_{position}"] for position in everywhere], axis=0)
+    np.testing.assert_allclose(average, mean, rtol=1e-5)
+
+
+def test_heads_may_be_chosen(run, tmp_path):
+    draw(run, tmp_path, heads=[(1, 3)])
+    assert [(h["layer"], h["head"]) for h in json.loads((tmp_path / "attention.json").read_text())["heads"]] == [(1, 3)]
+
+
+def test_a_stop_writes_nothing(run, tmp_path):
+    with pytest.raises(Interrupted):
+        draw(run, tmp_path / "a", stop_requested=lambda: True)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"n_token": 12}, r"\b12\b.*\b9\b"),
+        ({"positions": [3]}, r"\b3\b.*\b10\b.*\b54\b"),
+        ({"heads": [(2, 0)]}, r"\b2\.0\b.*\b0\b.*\b1\b"),
+    ],
+)
+def test_what_is_not_there_is_refused(run, tmp_path, others, told):
+    with pytest.raises(ValueError, match=told):
+        draw(run, tmp_path, **others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model.network": Network.LSTM}, r"\blstm\b"),
+        ({"model.encoding": Encoding.SHAW, "model.num_positions": 9}, r"\bshaw\b"),
+        ({"train.mem_len": 0}, r"train\.mem_len\D*\b0\b"),
+        ({"eval.mem_len": 0, "eval.same_length": False}, r"eval\.mem_len\D*\b0\b"),
+    ],
+)
+def test_models_without_such_a_memory_are_refused(changes, told):
+    with pytest.raises(ValueError, match=told):
+        attention_maps.check(config_tree.replace(tiny_run.CONFIG, changes))

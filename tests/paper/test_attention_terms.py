@@ -1,0 +1,119 @@
+"""Tests of what attention looks at: terms, order by distance, spans."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import oracles, tiny
+from txl_jax.config import COMPAT_PRESETS, DType
+from txl_jax.modules.block import Block, LayerContext
+from txl_jax.ops.attention import masks, positions
+from txl_jax.ops.attention.relative import relative_attention, score_terms
+from txl_jax.paper import attention_terms
+
+L, M = 3, 7
+
+
+def test_the_terms_add_up_to_the_scores_that_attention_uses(x64):
+    rng = np.random.default_rng(0)
+    shapes = {"query": (2, 4, L, 5), "key": (2, 4, L + M, 5), "position_key": (4, L + M, 5)}
+    arrays = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
+    biases = {name: jnp.asarray(rng.normal(size=(4, 5))) for name in ("content_bias", "position_bias")}
+    value = jnp.asarray(rng.normal(size=(2, 4, L + M, 5)))
+    mask = masks.attention_mask(jnp.asarray([M, 2]), segment_len=L, mem_len=M, window=M)
+    terms = score_terms(*arrays.values(), **biases)
+    probabilities = jax.nn.softmax(jnp.where(mask[:, None], sum(terms), -jnp.inf), axis=-1)
+    found = jnp.einsum("bhlk,bhke->bhle", probabilities, value)
+    query, key, position_key = arrays.values()
+    expected = relative_attention(query, key, value, position_key, **biases, mask=mask)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+    assert all(float(np.abs(term).max()) > 0.1 for term in terms)
+
+
+def read(model, *, segments=4, same_length=True):
+    """The looks at each segment, from an empty memory."""
+    params, memory = tiny.variables(model)["params"], model.init_memory(batch_size=tiny.B, mem_len=M)
+    text = tiny.text(segments * L)
+    for k in range(segments):
+        looks, memory = attention_terms.read(
+            params, model, text[:, k * L : (k + 1) * L], memory, clamp_len=0, same_length=same_length
+        )
+        yield looks, memory
+
+
+@pytest.mark.parametrize(("preset", "window"), [("ours", M), ("tf", M + 1)])
+def test_probabilities_sum_to_one_and_have_a_column_per_distance(preset, window):
+    for k, (looks, _) in enumerate(read(tiny.make(compat=COMPAT_PRESETS[preset]))):
+        assert looks.probabilities.shape == (tiny.N, tiny.B, tiny.H, L, window)
+        np.testing.assert_allclose(looks.probabilities.sum(-1), 1, rtol=1e-5)
+        if preset == "ours":  # No memory is filled: row i has seen k * L + i + 1 tokens.
+            seen = [min(k * L + i + 1, M) for i in range(L)]
+            for i, n in enumerate(seen):
+                assert (looks.probabilities[..., i, :n] > 0).all() and not looks.probabilities[..., i, n:].any()
+
+
+def test_memory_is_that_of_the_model():
+    model = tiny.make()
+    encode = tiny.encoder(model, same_length=True)
+    memory, text = model.init_memory(batch_size=tiny.B, mem_len=M), tiny.text(4 * L)
+    for k, (_, found) in enumerate(read(model)):
+        _, memory = encode(tiny.variables(model), text[:, k * L : (k + 1) * L], memory)
+        np.testing.assert_allclose(found.hidden, memory.hidden, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("untie_r", [False, True])
+def test_probabilities_are_those_of_the_model(untie_r, x64):
+    """Those that go through the dropout on attention probabilities, layer by layer outside of the scan."""
+    model = tiny.make(dtype=DType.FLOAT64, untie_r=untie_r)
+    params, text = tiny.variables(model)["params"], tiny.text(2 * L)
+    memory, seen = model.init_memory(batch_size=tiny.B, mem_len=M), []
+    for k in range(2):
+        looks, after = attention_terms.read(
+            params, model, text[:, k * L : k * L + L], memory, clamp_len=2, same_length=True
+        )
+        before, memory = memory, after
+    stack, layers = params["stack"], params["stack"]["layers"]
+    codes = positions.sinusoids(positions.key_distances(M + L, clamp_len=2), tiny.D, jnp.float64)
+    mask = masks.attention_mask(before.valid, segment_len=L, mem_len=M, window=M)
+    hidden = model.apply({"params": params}, text[:, L:], clamp_len=2, method=model.embed)
+
+    def interceptor(call, args, kwargs, context):
+        if isinstance(context.module, nn.Dropout) and args[0].ndim == 4:
+            seen.append(args[0])
+        return call(*args, **kwargs)
+
+    for i in range(tiny.N):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
+        biases = None if untie_r else (stack["biases"]["content"], stack["biases"]["position"])
+        block = Block(model.config, model.compat, deterministic=True)
+        with nn.intercept_methods(interceptor):
+            hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], LayerContext(codes, mask, biases))
+    for found, expected in zip(looks.probabilities, seen, strict=True):
+        for row in range(L):
+            of_keys = expected[:, :, row, row + 1 : M + row + 1]  # Distances M - 1 .. 0.
+            np.testing.assert_allclose(found[:, :, row], of_keys[..., ::-1], rtol=0, atol=1e-12)
+
+
+def test_term_d_is_the_same_for_every_query_and_term_b_is_not(x64):
+    *_, (looks, _) = read(tiny.make(dtype=DType.FLOAT64))
+    d, b = np.asarray(looks.terms.d), np.asarray(looks.terms.b)
+    np.testing.assert_allclose(d, np.broadcast_to(d[:, :1, :, :1], d.shape), rtol=0, atol=1e-12)
+    assert np.abs(b - b[:, :1, :, :1]).max() > 0.1
+    # By its definition: v with W_R R of each distance.
+    params = tiny.variables(tiny.make(dtype=DType.FLOAT64))["params"]["stack"]
+    for distance in (0, 3, M - 1):
+        code = oracles.sinusoid(distance, tiny.D)
+        key = np.einsum("d,ndhe->nhe", code, params["layers"]["attention"]["position_key"])
+        expected = np.einsum("he,nhe->nh", params["biases"]["position"], key) / np.sqrt(tiny.E)
+        np.testing.assert_allclose(d[:, 0, :, 0, distance], expected, rtol=0, atol=1e-12)
+
+
+def test_spans_and_the_widest_heads():
+    average = np.zeros((3, 2, 5))
+    for (layer, head), distance in {(0, 0): 1, (0, 1): 4, (1, 0): 3, (1, 1): 2, (2, 0): 0, (2, 1): 1}.items():
+        average[layer, head, distance] = 1
+    assert attention_terms.spans(average).tolist() == [[1, 4], [3, 2], [0, 1]]
+    assert attention_terms.widest(average, 3) == [(0, 1), (1, 0), (2, 1)]
+    assert attention_terms.widest(average, 5) == [(0, 1), (1, 0), (2, 1), (1, 1), (0, 0)]

@@ -1,0 +1,143 @@
+"""Tests the context-length job: each row against an evaluation at its settings, windows, the file, and what is refused."""
+
+import csv
+import re
+
+import numpy as np
+import pytest
+
+from support import drawn_run, tiny_run
+from txl_jax.config import CorpusName, DataConfig, Encoding
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import read_corpus
+from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
+from txl_jax.jobs import evaluate
+from txl_jax.jobs.score import Interrupted, as_record
+from txl_jax.jobs.workdir import TextInfo
+from txl_jax.paper import context_length, plots
+from txl_jax.paper.context_length import at_lengths
+
+# Not the defaults, so that a sweep must set or keep them.
+GIVEN = {"eval.same_length": False, "eval.clamp_len": 4, "eval.batch_size": 2, "eval.segments_per_call": 3}
+
+
+def make(folder, **changes):
+    """(config, corpus, workdir) of a run on bytes; the validation text has 55 of them, the test text 56."""
+    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    config = config_tree.replace(tiny_run.CONFIG, {"data": data, **GIVEN, **changes})
+    corpus = read_corpus(config.data, "nowhere", str(folder))
+    workdir, _ = drawn_run.make(folder / "run", config, corpus)
+    return config, corpus, workdir
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("recurrent"))
+
+
+@pytest.fixture(scope="module")
+def absolute(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("absolute"), model__encoding=Encoding.VASWANI)
+
+
+def sweep(run, lengths, *, log=lambda line: None, **others):
+    config, corpus, workdir = run
+    return context_length.run(
+        config, corpus, workdir, trained_on=TextInfo.of(corpus), lengths=lengths, log=log, **others
+    )
+
+
+def table(run):
+    with open(run[2].path / "context_length.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
+    config, corpus, workdir = recurrent
+    rows = sweep(recurrent, [12, 3, 12], split=split)
+    assert [row.attention_length for row in rows] == [3, 12], "shortest first, each once"
+    for row, segment_len in zip(rows, [3, 5], strict=True):  # Those of evaluation have 5.
+        at = {"eval.mem_len": row.attention_length, "eval.same_length": True, "eval.segment_len": segment_len}
+        alone = evaluate.run(
+            config_tree.replace(config, at), corpus, workdir, trained_on=TextInfo.of(corpus), log=lambda line: None
+        )
+        assert as_record(row.totals) == alone[split] and row.seconds > 0
+    assert rows[0].totals.nats != rows[1].totals.nats
+    assert [{name: float(value) for name, value in row.items()} for row in table(recurrent)] == [
+        row.as_record() for row in rows
+    ]
+    assert list(table(recurrent)[0]) == ["attention_length", "tokens", "loss", "bpc", "perplexity", "seconds"]
+
+
+@pytest.mark.parametrize("kind", ["absolute positions", "no memory"])
+def test_without_recurrence_windows_are_scored(absolute, tmp_path, kind):
+    run = absolute if kind == "absolute positions" else make(tmp_path, train__mem_len=0)
+    config, corpus, _ = run
+    rows = sweep(run, [9, 4], stride=3)
+    made = context_length.assemble(config, vocab_size=corpus.vocabulary.size).model
+    step, params = make_window_step(made, clamp_len=4), tiny_run.params(made)
+    for row, length in zip(rows, [4, 9], strict=True):
+        expected = evaluate_windows(step, params, corpus.valid, attention_len=length, stride=3, batch_size=1)
+        assert row.attention_length == length and row.totals.tokens == expected.tokens == len(corpus.valid) - 1
+        assert row.totals.nats == pytest.approx(expected.nats, rel=1e-6)
+    assert [int(row["attention_length"]) for row in table(run)] == [4, 9]
+
+
+def test_the_picture_shows_the_rows(recurrent, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(plots, "context_curve", lambda values, path, **labels: drawn.update(labels, values=values))
+    rows = sweep(recurrent, [3, 6])
+    assert drawn["values"] == {row.attention_length: row.totals.bpc for row in rows}
+    assert drawn["measure"] == "bpc" and drawn["title"] == "text (valid), step 7, streaming with a memory"
+    monkeypatch.undo()
+    sweep(recurrent, [3, 6])
+    assert (recurrent[2].path / "context_length.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_numbers_are_written_and_it_is_said(absolute, monkeypatch):
+    monkeypatch.setattr(plots, "can_draw", lambda: False)
+    for name in ("csv", "png"):
+        (absolute[2].path / f"context_length.{name}").unlink(missing_ok=True)
+    said = []
+    sweep(absolute, [4], stride=2, log=said.append)
+    assert len(table(absolute)) == 1 and not (absolute[2].path / "context_length.png").exists()
+    assert [line for line in said if "matplotlib" in line] == [said[-1]]
+
+
+@pytest.mark.parametrize("stride", [None, 2])
+def test_a_stop_leaves_the_rows_before_it(recurrent, absolute, stride):
+    run, stopping = (absolute, []) if stride else (recurrent, [])
+
+    def log(line):
+        stopping.append(re.match(r"valid\b\D*\b5\b", line))  # Its result is said.
+
+    with pytest.raises(Interrupted, match=r"\b8\b"):
+        sweep(run, [5, 8], stride=stride, log=log, stop_requested=lambda: any(stopping))
+    assert [int(row["attention_length"]) for row in table(run)] == [5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths", "stride", "says"),
+    [
+        ({}, [], None, r"\[\]"),
+        ({}, [8, 0], None, r"\[8, 0\]"),
+        ({}, [8], 4, r"\bstride\D*\b4\b"),
+        ({"model.encoding": Encoding.VASWANI}, [8], None, "--context_stride"),
+        ({"train.mem_len": 0, "train.same_length": False}, [8], None, "--context_stride"),
+        ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 7, r"\bstride\D*\b7\b.*\b6\b"),
+        ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 0, r"\bstride\D*\b0\b"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_read(changes, lengths, stride, says):
+    with pytest.raises(ValueError, match=says):
+        at_lengths(config_tree.replace(tiny_run.CONFIG, changes), lengths, stride=stride)
+
+
+def test_all_else_of_evaluation_stays_as_it_is():
+    config = config_tree.replace(tiny_run.CONFIG, GIVEN)
+    changed = at_lengths(config, [64], stride=None)[64]
+    expected = config_tree.replace(config, {"eval.mem_len": 64, "eval.same_length": True})
+    assert changed == expected

@@ -1,0 +1,123 @@
+"""Tests the RECL job: losses at exact contexts, what it writes, going on after a stop, and what is refused."""
+
+import csv
+import dataclasses
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import drawn_run, tiny_run
+from txl_jax.config import CorpusName, DataConfig, Encoding, Network
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import read_corpus
+from txl_jax.jobs.score import Interrupted
+from txl_jax.jobs.workdir import TextInfo
+from txl_jax.paper import plots, recl
+from txl_jax.paper.recl import Member, Plan
+
+PLAN = Plan(lengths=(2, 5, 8), stride=3, batch_size=4, split="test")
+MODELS = {
+    "ours": {"model.encoding": Encoding.RELATIVE},
+    "LSTM": {"model.network": Network.LSTM},
+    "vanilla": {"model.encoding": Encoding.VASWANI},
+}
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    """(members, corpus)."""
+    folder = tmp_path_factory.mktemp("group")
+    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
+    corpus = read_corpus(data, "nowhere", str(folder))
+    members = []
+    for name, changes in MODELS.items():
+        config = config_tree.replace(tiny_run.CONFIG, {"data": data, **changes})
+        workdir, _ = drawn_run.make(folder / name, config, corpus)
+        members.append(Member(name, config, TextInfo.of(corpus), workdir))
+    return members, corpus
+
+
+def run(group, folder, plan=PLAN, **others):
+    members, corpus = group
+    return recl.run(members, corpus, plan, folder, log=others.pop("say", lambda line: None), **others)
+
+
+def test_losses_are_those_of_the_context_alone(group, tmp_path):
+    run(group, tmp_path)
+    members, corpus = group
+    tokens = np.asarray(corpus.test)
+    for member in members:
+        parts = tiny_run.parts(
+            **{k.replace(".", "__"): v for k, v in MODELS[member.name].items()}, model__dropout__rate=0.0
+        )
+        model = parts.model.clone(vocab_size=corpus.vocabulary.size)
+        variables = {"params": tiny_run.params(model)}
+        for context in PLAN.lengths:
+            found = np.load(tmp_path / "losses" / member.name / f"{context}.npy")
+            assert len(found) == len(range(8, len(tokens), 3))
+            for k in (0, 5, len(found) - 1):
+                t = 8 + 3 * k
+                options = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+                memory = model.init_memory(batch_size=1, mem_len=0)
+                hidden, _ = model.apply(variables, jnp.asarray(tokens[None, t - context : t]), memory, **options)
+                nll = model.apply(variables, hidden[:, -1:], jnp.asarray(tokens[None, t : t + 1]), method=model.nll)
+                np.testing.assert_allclose(found[k], nll[0, 0], rtol=2e-5)
+
+
+def test_it_writes_a_table_all_gains_and_two_pictures(group, tmp_path):
+    said = []
+    lengths = run(group, tmp_path, log=said.append)
+    assert list(lengths) == list(MODELS) and all(len(found) == 3 for found in lengths.values())
+    told = json.loads((tmp_path / "recl.json").read_text())
+    assert told["recl"] == lengths and told["tokens"] == len(range(8, 56, 3))
+    with open(tmp_path / "recl.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 3 * 2  # Ratios, models, steps.
+    table = (tmp_path / "recl.md").read_text()
+    assert "| ours | " in table and re.search(r"Transformer-XL.*\| 900 \| 800 \| 700 \|", table)
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    assert pictures == ({"gains.png", "context.png"} if plots.can_draw() else set())
+
+
+def test_a_stopped_job_goes_on_where_it_was(group, tmp_path):
+    calls = iter(range(100))
+    with pytest.raises(Interrupted):
+        run(group, tmp_path / "a", stop_requested=lambda: next(calls) >= 5)
+    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*.npy")}
+    assert 0 < len(done) < 9
+    again, whole = run(group, tmp_path / "a"), run(group, tmp_path / "b")
+    assert again == whole
+    assert all(path.stat().st_mtime_ns == when for path, when in done.items())
+
+
+def test_losses_of_another_plan_are_not_taken_for_these(group, tmp_path):
+    run(group, tmp_path)
+    with pytest.raises(ValueError, match=r"\bstride\D*\b3\b\D*\b2\b"):
+        run(group, tmp_path, dataclasses.replace(PLAN, stride=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lengths": (2, 5, 9)}, r"\[2, 5, 9\]"),
+        ({"lengths": (5,)}, r"\[5\]"),
+        ({"ratios": (0.0,)}, r"\b0\.0\b"),
+        ({"stride": 0}, r"\bstride\D*\b0\b"),
+        ({"lengths": (100, 200)}, r"\b200\b.*\b56\b"),
+    ],
+)
+def test_plans_that_do_not_go_are_refused(group, tmp_path, changes, told):
+    with pytest.raises(ValueError, match=told):
+        run(group, tmp_path, dataclasses.replace(PLAN, **changes))
+
+
+def test_a_group_of_one_and_names_that_are_alike_are_refused(group, tmp_path):
+    members, corpus = group
+    with pytest.raises(ValueError, match=r"\b1\b"):
+        run((members[:1], corpus), tmp_path)
+    with pytest.raises(ValueError, match="ours, ours"):
+        run(([members[0], members[0]], corpus), tmp_path)

@@ -1,0 +1,133 @@
+"""Tests the measurement of table 9, and the program that prints it."""
+
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from support import ROOT, tiny
+from txl_jax import assemble
+from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig
+from txl_jax.paper import sliding_window_speed
+
+A, L, S = 9, 5, 2
+CONFIG = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(segment_len=L, segments_per_call=S, clamp_len=4))
+SMALL = ["--model.n_layer=1", "--model.d_model=16", "--model.n_head=2", "--model.d_head=4", "--model.d_inner=8"]
+
+
+def run(*flags):
+    command = [sys.executable, "-m", "experiments.paper.table9", *SMALL, *flags]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False
+    )
+
+
+def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens():
+    config = ExperimentConfig(
+        model=ModelConfig(n_layer=3, d_inner=30, untie_r=True), eval=EvalConfig(batch_size=4, same_length=False)
+    )
+    window, ours = sliding_window_speed.sliding_window_config(config), sliding_window_speed.our_config(config, 800)
+    window.validate()
+    ours.validate()
+    assert (window.model.encoding, ours.model.encoding) == (Encoding.VASWANI, Encoding.RELATIVE)
+    assert ours.model == config.model  # The published model is the relative one.
+    for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "dtype"):
+        assert getattr(window.model, name) == getattr(config.model, name)
+    assert (ours.eval.batch_size, ours.eval.mem_len, ours.eval.same_length) == (1, 800, True)
+    assert window.mesh == ours.mesh == MeshConfig(data=1)
+
+
+def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
+    windows, segments, memories = [], [], []
+    window_step, eval_step = sliding_window_speed.make_window_step, assemble.make_eval_step
+
+    def note_windows(model, **options):
+        step = window_step(model, **options)
+
+        def noted(params, inputs, targets):
+            windows.append((inputs.shape, targets.shape, model.config.encoding))
+            return step(params, inputs, targets)
+
+        return noted
+
+    def note_segments(model, config):
+        step = eval_step(model, config)
+
+        def noted(weights, memory, read):
+            jax.debug.callback(
+                lambda valid, reset: memories.append((valid.tolist(), reset.any())), memory.valid, read.reset
+            )
+            segments.append((read.inputs.shape, memory.mem_len, model.config.encoding))
+            return step(weights, memory, read)
+
+        return noted
+
+    monkeypatch.setattr(sliding_window_speed, "make_window_step", note_windows)
+    monkeypatch.setattr(assemble, "make_eval_step", note_segments)
+    row = sliding_window_speed.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=1, calls=2)
+    jax.effects_barrier()
+    assert windows == [((1, A), (1, 1), Encoding.VASWANI)] * 3
+    assert segments == [((S, 1, L), A, Encoding.RELATIVE)]  # Traced once.
+    assert memories == [([A], np.False_)] * 3  # Full, and no row starts anew.
+    assert (row.attention_len, len(row.sliding_window), len(row.ours)) == (A, 2, 2)
+    assert min(row.sliding_window + row.ours) > 0
+
+
+def test_sides_take_turns_and_seconds_are_per_token(monkeypatch):
+    clock, turns = itertools.count(), []
+    monkeypatch.setattr(sliding_window_speed.time, "perf_counter", lambda: float(next(clock)))  # A call takes a second.
+    for name, side, tokens in (("_sliding_window", "window", 1), ("_streaming", "ours", 8)):
+        made = sliding_window_speed._Side(lambda side=side: turns.append(side), tokens)
+        monkeypatch.setattr(sliding_window_speed, name, lambda *_, made=made: made)
+    row = sliding_window_speed.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=2, calls=3)
+    assert turns == ["window", "ours"] * 5
+    assert (row.sliding_window, row.ours, row.ratio) == ((1.0,) * 3, (0.125,) * 3, 8)
+
+
+def test_the_ratio_is_that_of_the_medians():
+    assert sliding_window_speed.Row(A, sliding_window=(6.0, 1.0, 100.0), ours=(2.0, 3.0, 0.1)).ratio == 3
+
+
+def test_the_program_prints_a_table_and_writes_all_timings(tmp_path):
+    path = tmp_path / "table9.json"
+    result = run("--table9_lengths=20,800", "--table9_calls=3", f"--table9_json={path}", "--eval.segments_per_call=2")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"\b1\b.*\b16\b.*\b2\b.*\b4\b.*\b8\b", result.stdout)
+    lines = [line.strip("|").split("|") for line in result.stdout.splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    assert len(header) == len(rows[0]) == 1 + 2 * 3 + 2
+    assert [(row[0], row[-1]) for row in rows] == [("20", ""), ("800", "363")]
+    written = json.loads(path.read_text())
+    assert written["model"]["d_inner"] == 8 and written["eval"]["segment_len"] == 128
+    assert {"device", "jax", "date"} < written.keys()
+    for cells, row in zip(rows, written["rows"], strict=True):
+        expected = []
+        for name in ("sliding_window", "ours"):
+            assert len(row[name]) == 3
+            expected += [statistics.median(row[name]), max(row[name]), min(row[name])]
+        np.testing.assert_allclose([float(cell) for cell in cells[1:-2]], expected, rtol=0.006)  # Three digits.
+        assert row["ratio"] == expected[0] / expected[3]
+        assert cells[-2] == f"{row['ratio']:,.0f}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--table9_lengths=800,many"], "--table9_lengths.*'800,many'"),
+        (["--table9_lengths=0"], "--table9_lengths.*'0'"),
+        (["--model.d_model=15"], r"model\.d_model\D*\b15\b"),
+    ],
+)
+def test_mistakes_are_answered_in_one_sentence(flags, says):
+    result = run(*flags)
+    assert result.returncode == 1
+    assert (
+        result.stderr.startswith("error: ") and re.search(says, result.stderr) and len(result.stderr.splitlines()) == 1
+    )

@@ -1,0 +1,460 @@
+"""Tests checkpoints: what is saved comes back bit for bit, and any damage ends in an older step or a clear sentence."""
+
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from txl_jax.runtime import checkpoint, distributed
+from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer, CheckpointError
+
+# Orbax leaves an event loop behind when a restore fails.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def make_state(seed=0):
+    """Every kind of leaf that a run has; the memory of a model without recurrence is the empty one."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "params": {"q": jax.random.normal(keys[0], (3, 5)), "layers": [jax.random.normal(keys[1], (2,)), jnp.ones(7)]},
+        "memory": {"hidden": jax.random.normal(keys[2], (2, 3, 4), jnp.bfloat16), "valid": jnp.arange(3) + seed},
+        "empty": jnp.zeros((2, 3, 0, 4), jnp.bfloat16),
+        "step": jnp.int32(seed),
+    }
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_same(got, wanted):
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def open_checkpoints(tmp_path, lines):
+    """Opens the directory of a test; the lines reported land in `lines`."""
+    return lambda keep=3: Checkpointer(tmp_path / "latest", keep=keep, report=lines.append)
+
+
+@pytest.fixture(scope="session")
+def two_steps_template(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("template") / "latest"
+    with Checkpointer(directory, keep=3, report=print) as checkpoints:
+        checkpoints.save(100, make_state(100), {"loss": 1.0})
+        checkpoints.save(200, make_state(200), {"loss": 2.0})
+    return directory
+
+
+@pytest.fixture
+def two_steps(two_steps_template, tmp_path):
+    """A directory with verified steps 100 and 200."""
+    return Path(shutil.copytree(two_steps_template, tmp_path / "latest"))
+
+
+def step_names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+# Whole
+
+
+def test_round_trip_is_bit_equal(open_checkpoints, lines):
+    state = make_state(7)
+    filters = [*logging.getLogger("absl").filters]
+    with open_checkpoints() as checkpoints:
+        assert checkpoints.latest_step() is None
+        assert checkpoints.restore(abstract(state)) is None
+        checkpoints.save(7, state, {"loss": 0.5, "name": "run"})
+    with open_checkpoints() as checkpoints:
+        step, restored, notes = checkpoints.restore(abstract(state))
+        assert (step, notes, checkpoints.latest_step()) == (7, {"loss": 0.5, "name": "run"}, 7)
+        assert_same(restored, state)
+        assert checkpoints.notes(7) == notes
+        assert_same(checkpoints.restore(make_state(8))[1], state)  # Arrays serve as well as their shapes.
+    assert lines == []
+    assert logging.getLogger("absl").filters == filters, "once closed, all log lines are as they were"
+
+
+def test_sweeping_removes_what_killed_runs_left_and_no_step(two_steps, open_checkpoints):
+    for name in ("300.orbax-checkpoint-tmp", "50.deleted"):
+        shutil.copytree(two_steps / "100", two_steps / name)
+    (two_steps / "200").rename(two_steps / "200.replaced-1")
+    with open_checkpoints() as checkpoints:
+        checkpoints.sweep()
+    assert step_names(two_steps) == ["100", "200.replaced-1"]
+
+
+def test_restores_to_another_sharding(open_checkpoints):
+    state = {"x": jnp.arange(6.0)}
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    with open_checkpoints() as checkpoints:
+        checkpoints.save(1, state, {})
+        restored = checkpoints.restore({"x": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)})[1]
+    assert restored["x"].sharding == sharding
+    assert_same(restored, state)
+
+
+def test_keeps_the_newest(open_checkpoints, tmp_path):
+    with open_checkpoints(keep=2) as checkpoints:
+        for step in (9, 10, 11, 100):
+            checkpoints.save(step, make_state(step), {})
+        assert checkpoints.latest_step() == 100
+    assert step_names(tmp_path / "latest") == ["100", "11"]
+
+
+def test_reading_changes_nothing(two_steps, open_checkpoints):
+    (two_steps / "300.orbax-checkpoint-tmp-1").mkdir()  # As a running job has it while it writes.
+    before = {path: path.stat().st_mtime_ns for path in two_steps.rglob("*")}
+    with open_checkpoints(keep=1) as checkpoints:
+        assert checkpoints.restore(abstract(make_state()))[0] == 200
+        checkpoints.notes(100)
+    assert {path: path.stat().st_mtime_ns for path in two_steps.rglob("*")} == before
+
+
+def test_digests_come_without_another_call_and_after_everything_else(open_checkpoints, tmp_path):
+    path = tmp_path / "latest" / "5"
+    with open_checkpoints() as checkpoints:
+        checkpoints.save(5, make_state(), {})
+        deadline = time.monotonic() + 20
+        while not (path / DIGESTS).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        digests = json.loads((path / DIGESTS).read_bytes())
+    files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert digests.keys() == files - {DIGESTS}
+    assert any(name.startswith("state/") for name in files) and any(name.startswith("notes/") for name in files)
+
+
+def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tmp_path, monkeypatch):
+    with open_checkpoints(keep=1) as checkpoints:
+        checkpoints.save(1, make_state(1), {})
+        checkpoints.wait()
+        go_on, digest = threading.Event(), checkpoint._digest
+        monkeypatch.setattr(checkpoint, "_digest", lambda path: go_on.wait(20) and digest(path))
+        checkpoints.save(2, make_state(2), {})
+        while not (tmp_path / "latest" / "2").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert step_names(tmp_path / "latest") == ["1", "2"]
+        assert not (tmp_path / "latest" / "2" / DIGESTS).exists()
+        go_on.set()
+        checkpoints.wait()
+        assert step_names(tmp_path / "latest") == ["2"]
+
+
+def test_state_may_be_donated_right_after_save(open_checkpoints):
+    # Large enough that writing takes longer than overwriting.
+    state = {"x": jnp.arange(3_000_000, dtype=jnp.float32), "y": np.ones(500_000)}
+    wanted = jax.tree.map(np.array, state)
+    overwrite = jax.jit(lambda x: x * 0 - 7, donate_argnums=0)
+    with open_checkpoints() as checkpoints:
+        checkpoints.save(1, state, {})
+        x = state["x"]
+        for _ in range(10):
+            x = overwrite(x)
+        state["y"][:] = -7
+        x.block_until_ready()
+        restored = checkpoints.restore({"x": x, "y": state["y"]})[1]
+    assert_same(restored, wanted)
+
+
+def test_two_directories_are_written_at_the_same_time(tmp_path):
+    state = make_state(3)
+    with (
+        Checkpointer(tmp_path / "latest", keep=2, report=print) as latest,
+        Checkpointer(tmp_path / "best", keep=1, report=print) as best,
+    ):
+        for step in (1, 2, 3):
+            latest.save(step, state, {})
+            best.save(step, {"params": state["params"]}, {"loss": 0.1})
+        assert_same(latest.restore(state)[1], state)
+        assert_same(best.restore({"params": state["params"]})[1], {"params": state["params"]})
+    assert (step_names(tmp_path / "latest"), step_names(tmp_path / "best")) == (["2", "3"], ["3"])
+
+
+# Damage
+
+
+def flip_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [flip_byte, truncate, Path.unlink])
+def test_damage_to_any_file_falls_back_and_says_so(damage, two_steps, open_checkpoints, lines):
+    files = sorted(path for path in (two_steps / "200").rglob("*") if path.is_file())
+    assert len(files) > 8
+    for file in files:
+        lines.clear()
+        data = file.read_bytes()
+        damage(file)
+        with open_checkpoints() as checkpoints:
+            step, restored, notes = checkpoints.restore(abstract(make_state()))
+        file.write_bytes(data)
+        assert (step, notes) == (100, {"loss": 1.0}), f"{file} was damaged and not noticed"
+        assert_same(restored, make_state(100))
+        assert len(lines) == 1 and str(two_steps / "200") in lines[0]
+        if file.name != DIGESTS:
+            assert str(file.relative_to(two_steps / "200")) in lines[0]
+
+
+def test_unverified_steps_are_used_only_without_a_verified_one(two_steps, open_checkpoints, lines):
+    (two_steps / "200" / DIGESTS).unlink()
+    with open_checkpoints() as checkpoints:
+        assert checkpoints.restore(abstract(make_state()))[0] == 100
+        assert str(two_steps / "200") in lines[-1]
+        (two_steps / "100" / DIGESTS).unlink()
+        assert checkpoints.restore(abstract(make_state()))[0] == 200
+        assert str(two_steps / "200") in lines[-1]
+
+
+def test_verified_steps_are_kept_before_unverified_ones(two_steps, open_checkpoints):
+    (two_steps / "200" / DIGESTS).unlink()
+    with open_checkpoints(keep=2) as checkpoints:
+        checkpoints.save(300, make_state(300), {})
+    assert step_names(two_steps) == ["100", "300"]
+
+
+def test_an_unverified_step_that_orbax_cannot_read_falls_back_too(two_steps, open_checkpoints, lines):
+    for step in ("100", "200"):
+        (two_steps / step / DIGESTS).unlink()
+    shutil.rmtree(two_steps / "200" / "state" / "d")  # Small arrays lie here, not in ocdbt.process_0.
+    with open_checkpoints() as checkpoints:
+        assert checkpoints.restore(abstract(make_state()))[0] == 100
+    assert any(str(two_steps / "200") in line and "Orbax" in line for line in lines)
+
+
+def test_steps_and_none_restores(two_steps, open_checkpoints):
+    for step in ("100", "200"):
+        flip_byte(two_steps / step / "notes" / "metadata")
+    with open_checkpoints() as checkpoints, pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(abstract(make_state()))
+    assert str(two_steps) in str(caught.value)
+    assert re.search(r"\b200\b.*\bnotes/metadata\b.*\b100\b.*\bnotes/metadata\b", str(caught.value))
+    assert step_names(two_steps) == ["100", "200"]
+
+
+def test_a_fallen_back_run_replaces_the_damaged_step(two_steps, open_checkpoints, lines):
+    flip_byte(two_steps / "200" / "notes" / "metadata")
+    with open_checkpoints(keep=2) as checkpoints:
+        assert checkpoints.restore(abstract(make_state()))[0] == 100
+        checkpoints.save(150, make_state(150), {})
+        checkpoints.wait()
+        assert "200" in lines[-1] and "150" in lines[-1]
+        assert step_names(two_steps) == ["100", "150"], "the damaged step took the place of a good one"
+        checkpoints.save(200, make_state(201), {})
+        checkpoints.save(250, make_state(250), {})
+        assert checkpoints.restore(abstract(make_state()))[0] == 250
+    assert step_names(two_steps) == ["200", "250"]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_saving_an_existing_step_replaces_it(damaged, two_steps, open_checkpoints):
+    if damaged:
+        flip_byte(two_steps / "200" / "notes" / "metadata")
+    with open_checkpoints() as checkpoints:
+        checkpoints.save(200, make_state(201), {"loss": 9.0})
+        step, restored, notes = checkpoints.restore(abstract(make_state()))
+    assert (step, notes) == (200, {"loss": 9.0})
+    assert_same(restored, make_state(201))
+    assert step_names(two_steps) == ["100", "200"]
+
+
+def test_a_replacement_cut_short_leaves_the_earlier_step(two_steps, open_checkpoints):
+    (two_steps / "200").rename(two_steps / "200.replaced-1")
+    (two_steps / "200.orbax-checkpoint-tmp-5").mkdir()
+    with open_checkpoints() as checkpoints:
+        assert checkpoints.latest_step() == 200
+        assert checkpoints.notes(200) == {"loss": 2.0}
+        step, restored, _ = checkpoints.restore(abstract(make_state()))
+        assert step == 200
+        assert_same(restored, make_state(200))
+        checkpoints.save(300, make_state(300), {})
+    assert step_names(two_steps) == ["100", "300"]
+
+
+def test_another_model_is_an_error_and_no_damage(two_steps, open_checkpoints, lines):
+    other = make_state()
+    other["params"]["q"] = jnp.zeros((3, 8))
+    del other["params"]["layers"]
+    with open_checkpoints() as checkpoints, pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(abstract(other))
+    for part in (
+        str(two_steps / "200"),
+        r"params/q\b.*float32\[3, 5\].*float32\[3, 8\]",
+        r"params/layers/.*float32\[7\]",
+    ):
+        assert re.search(part, str(caught.value))
+    assert (step_names(two_steps), lines) == (["100", "200"], [])
+
+
+def test_notes_of_a_step_that_is_not_there(two_steps, open_checkpoints):
+    with open_checkpoints() as checkpoints, pytest.raises(CheckpointError, match=r"\bstep 3\b.*\b100, 200\b"):
+        checkpoints.notes(3)
+
+
+# Kills and full disks
+
+SAVE_FOR_EVER = """
+    import sys
+    import jax.numpy as jnp
+    from txl_jax.runtime.checkpoint import Checkpointer
+    with Checkpointer(sys.argv[1], keep=2, report=print) as checkpoints:
+        for step in range(1, 10_000):
+            checkpoints.save(step, {"x": jnp.full(3_000_000, step, jnp.float32)}, {"step": step})
+            print(step, flush=True)
+"""
+
+
+def test_kill_in_the_middle_of_a_save(tmp_path, open_checkpoints):
+    directory = tmp_path / "latest"
+    command = [sys.executable, "-c", textwrap.dedent(SAVE_FOR_EVER), str(directory)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(checkpoint.__file__).parents[1])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        while process.stdout.readline().strip() != "3":
+            assert process.poll() is None
+        while not list(directory.glob("*.orbax-checkpoint-tmp*")):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    with open_checkpoints(keep=2) as checkpoints:
+        step, restored, notes = checkpoints.restore({"x": jnp.zeros(3_000_000)})
+        assert step >= 2 and notes == {"step": step}
+        assert np.all(np.asarray(restored["x"]) == step)
+        checkpoints.save(step + 1, restored, {})
+    assert all(name.isdigit() for name in step_names(directory)) and len(step_names(directory)) == 2
+
+
+def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
+    state = {"x": jax.random.normal(jax.random.key(0), (300_000,))}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_checkpoints() as checkpoints:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match=r"\bstep 300\b.*latest.*\bFile too large\b"):
+                checkpoints.save(300, state, {})
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert checkpoints.restore(abstract(make_state()))[0] == 200
+        checkpoints.save(300, make_state(300), {})
+        checkpoints.wait()
+    assert step_names(two_steps) == ["100", "200", "300"]
+    said = [record.getMessage() for record in caplog.records]
+    assert (said, capfd.readouterr()) == ([], ("", "")), "the sentence is all that people see"
+    other = logging.LogRecord("absl", logging.ERROR, "/somewhere/else.py", 1, "a line of others", (), None)
+    assert logging.getLogger("absl").filter(other), "others' log lines are theirs"
+
+
+@pytest.fixture
+def beside_another(monkeypatch):
+    """This process is the first of two; the other has no trouble."""
+    monkeypatch.setattr(distributed, "several", lambda: True)
+    monkeypatch.setattr(distributed, "_of_each", lambda own: [own, ""])
+    monkeypatch.setattr(distributed, "_of_first", lambda own: own)
+
+
+@pytest.mark.usefixtures("beside_another")
+def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
+    """Else the others would wait in the next save, and blame the disk or the network."""
+
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    with open_checkpoints() as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "_digest", fail)
+            checkpoints.save(1, make_state(), {})
+            with pytest.raises(CheckpointError, match=r"\bstep 1\b.*\bNo space left\b") as late:
+                checkpoints.save(2, make_state(), {})
+        (tmp_path / "latest").rename(tmp_path / "elsewhere")
+        (tmp_path / "latest").write_text("a file")
+        with pytest.raises(CheckpointError, match=r"\bstep 3\b") as early:
+            checkpoints.save(3, make_state(), {})
+    assert distributed.is_known_to_all(late.value) and distributed.is_known_to_all(early.value)
+
+
+def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):
+    (tmp_path / "latest").write_text("a file")
+    with open_checkpoints() as checkpoints:
+        with pytest.raises(CheckpointError, match=r"\bstep 1\b.*latest.*\bFile exists\b"):
+            checkpoints.save(1, make_state(), {})
+        with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
+            checkpoints.restore(make_state())
+    assert (tmp_path / "latest").read_text() == "a file"
+
+
+def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open_checkpoints, lines, monkeypatch):
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_digest", fail)
+    with pytest.raises(KeyboardInterrupt), open_checkpoints() as checkpoints:
+        checkpoints.save(1, make_state(), {})
+        raise KeyboardInterrupt
+    assert "No space left on device" in lines[-1]
+    with pytest.raises(CheckpointError, match="No space left"), open_checkpoints() as checkpoints:
+        checkpoints.save(2, make_state(), {})
+
+
+@pytest.mark.parametrize(("directory", "keep", "said"), [("x", 0, r"\bkeep\D*\b0\b"), ("gs://x/y", 1, "gs://x/y")])
+def test_arguments_that_cannot_be(directory, keep, said):
+    with pytest.raises(ValueError, match=said):
+        Checkpointer(directory, keep=keep, report=print)
+
+
+def test_writes_that_nobody_waits_for_fail_in_silence(open_checkpoints, caplog):
+    """Of several writes to a full disk Orbax waits for one, and asyncio would print a traceback for each of the others."""
+    with open_checkpoints() as checkpoints:
+        checkpoints.save(1, {"x": jnp.zeros(3)}, {})
+    for error, said in ((ValueError("File too large [os_error_code='27']"), False), (ValueError("another"), True)):
+        exc_info = (type(error), error, None)
+        caplog.clear()
+        logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=exc_info)
+        assert ("never retrieved" in caplog.text) == said
+
+
+def test_writes_that_were_not_begun_end_in_silence(open_checkpoints):
+    """As Orbax has them left when another write fails first."""
+
+    async def async_serialize_from_host():
+        pass
+
+    async def another():
+        pass
+
+    with warnings.catch_warnings(record=True) as caught, open_checkpoints() as checkpoints:
+        warnings.simplefilter("always")
+        checkpoints.save(1, {"x": jnp.zeros(3)}, {})
+        for write in (async_serialize_from_host, another):
+            write()  # And is dropped.
+    told = [str(warning.message) for warning in caught if "never awaited" in str(warning.message)]
+    assert len(told) == 1 and "another" in told[0]

@@ -1,0 +1,313 @@
+"""Trains and scores on meshes of eight made-up CPU devices; run as a program by test_sharding, prints JSON.
+
+B = 16, D = 16, H = 8, E = 5, F = 24, L = 7, M = 9, N = 3, V = 42, or with clusters 41, cut at 16 and 27: 16, 11 and 14
+tokens, of which the second and third divide among neither 8 devices nor (the second) 2.
+"""
+
+import dataclasses
+import json
+import re
+import sys
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from txl_jax import sharding
+from txl_jax.assemble import Parts, assemble
+from txl_jax.bench.collectives import collectives
+from txl_jax.config import (
+    DropoutConfig,
+    DType,
+    EvalConfig,
+    ExperimentConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from txl_jax.config import tree as config_tree
+from txl_jax.data.batches.segments import evaluation_segments, training_segments
+from txl_jax.evaluation.streaming import evaluate
+from txl_jax.metrics import Totals
+from txl_jax.ops import adaptive_softmax
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.training.state import TrainState
+from txl_jax.training.step import TrainStep
+
+MESHES = {
+    "one": MeshConfig(data=1),
+    "data": MeshConfig(),
+    "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
+    "fsdp": MeshConfig(fsdp=8),
+    "model": MeshConfig(tensor=8),
+}
+SOFTMAX = {"plain": {}, "adaptive": {"model__cutoffs": (16, 27), "model__div_val": 2}}
+VOCABULARY = {"plain": 42, "adaptive": 41}
+SCORED = [
+    *(("plain", name) for name in ("one", "mixed", "fsdp")),
+    *(("adaptive", name) for name in ("one", "mixed", "model")),
+]
+B, L, STEPS, PER_CALL = 16, 7, 20, 2
+TOKENS = np.random.default_rng(0).integers(41, size=B * L * 4 + 1)  # An epoch of four segments.
+
+
+def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
+    """The run on a mesh, with settings changed: `model__d_model` for model.d_model, and so on."""
+    base = ExperimentConfig(
+        model=ModelConfig(
+            n_layer=3,
+            d_model=16,
+            n_head=8,
+            d_head=5,
+            d_inner=24,
+            dropout=DropoutConfig(rate=0.2),
+            dtype=DType(jnp.result_type(float).name),
+        ),
+        optimizer=OptimizerConfig(),
+        mesh=mesh,
+        train=TrainConfig(
+            steps=STEPS,
+            batch_size=B,
+            segment_len=L,
+            mem_len=9,
+            segments_per_call=PER_CALL,
+            log_every=STEPS,
+            eval_every=STEPS,
+            checkpoint_every=STEPS,
+        ),
+        eval=EvalConfig(batch_size=1, segment_len=4, mem_len=11, clamp_len=None, segments_per_call=5),
+    )
+    return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def walk(parts: Parts, train_step: TrainStep, state: TrainState, steps: range) -> tuple[TrainState, list, list]:
+    """The state after these updates, and the loss and gradient norm of each."""
+    losses, norms, reader = [], [], training_segments(TOKENS, batch_size=B, segment_len=L)
+    for step in steps[::PER_CALL]:
+        state, metrics = train_step(state, parts.place(reader.segments(step, PER_CALL)))
+        losses += (metrics.nats / metrics.tokens).tolist()
+        norms += metrics.grad_norm.tolist()
+    return state, losses, norms
+
+
+def run(parts: Parts, *, scores: bool) -> dict:
+    """Losses of each update, parameters after the last, where arrays lie, and what is sent."""
+    train_step, compilation = parts.compile_train_step()
+    state, losses, norms = walk(parts, train_step, parts.init_state(), range(STEPS))
+    found = {
+        "losses": losses,
+        "grad_norms": norms,
+        "params": np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(state.params))]).tolist(),
+        "mesh": dict(parts.mesh.shape),
+        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
+        "bytes_per_device": on_one_device(state.params),
+        "moment_bytes_per_device": on_one_device(state.opt_state),
+        "memory_bytes": state.memory.hidden.nbytes,
+        "memory_bytes_per_device": on_one_device(state.memory.hidden),
+        "query_per_device": shard_of(state.params["stack"]["layers"]["attention"]["query"]),
+        "tables_per_device": [
+            shard_of(table) for name, table in sorted(state.params["embedding"].items()) if name.startswith("table")
+        ],
+        "memory_per_device": shard_of(state.memory.hidden),
+        "temporary_bytes": compilation.temporary_bytes,
+        "largest": largest_parts(parts),
+        "collectives": [one._asdict() for one in collectives(train_step.as_text())] if parts.mesh.size > 1 else [],
+    }
+    return found | (scored(parts, state.params) if scores else {})
+
+
+def on_one_device(tree: Any) -> int:
+    """Bytes of a tree's arrays that lie on the first device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree) if leaf.ndim)
+
+
+def shard_of(array: jax.Array) -> tuple[int, ...]:
+    """The shape of what the first device has of an array."""
+    return array.addressable_shards[0].data.shape
+
+
+def largest_parts(parts: Parts) -> dict[str, int]:
+    """Bytes of all of one layer's parameters, and of the largest table of a cluster."""
+    params = parts.abstract_state.params
+    layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["stack"]["layers"]))
+    tables = [leaf for name, leaf in params["embedding"].items() if name.startswith("table")]
+    return {
+        "layer": layer // parts.config.model.n_layer,
+        "cluster": max(leaf.size * leaf.dtype.itemsize for leaf in tables),
+    }
+
+
+def scored(parts: Parts, params: Any) -> dict:
+    """Scores of a short text in one row and in sixteen."""
+    totals, keys_per_device = score(parts, params)
+    many_rows = dataclasses.replace(parts.config, eval=dataclasses.replace(parts.config.eval, batch_size=B))
+    of_rows, keys_of_rows = score(dataclasses.replace(parts, config=many_rows), params)
+    return {
+        "score": totals.nats,
+        "scored": totals.tokens,
+        "score_of_rows": of_rows.nats,
+        "keys_per_device": {"one row": keys_per_device, "sixteen rows": keys_of_rows},
+    }
+
+
+def score(parts: Parts, params: Any) -> tuple[Totals, tuple[int, ...]]:
+    """The totals of a short text, and the shape of a layer's stored keys on a device."""
+    span, weights = parts.config.eval, parts.prepare_params(params)
+    memory = parts.eval_memory(weights)
+    keys_per_device = shard_of(memory.keys[0])  # Before the memory is donated.
+    totals = evaluate(
+        parts.eval_step,
+        weights,
+        memory,
+        evaluation_segments(TOKENS[:50], batch_size=span.batch_size, segment_len=span.segment_len),
+        segments_per_call=span.segments_per_call,
+        place=parts.place,
+    )
+    return totals, keys_per_device
+
+
+def moved() -> list[float]:
+    """The losses of a run that goes on from its checkpoint on other devices: eight, then four laid out otherwise, then one."""
+    losses, steps = [], (range(8), range(8, 14), range(14, STEPS))
+    meshes = (MESHES["fsdp"], MeshConfig(data=1, fsdp=2, tensor=2), MESHES["one"])
+    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, report=print) as checkpoints:
+        for mesh, these in zip(meshes, steps, strict=True):
+            parts = assemble(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
+            restored = checkpoints.restore(parts.abstract_state)
+            state = parts.init_state() if restored is None else restored[1]
+            state, more, _ = walk(parts, parts.compile_train_step()[0], state, these)
+            losses += more
+            checkpoints.save(these.stop, state, {})
+    return losses
+
+
+def differences() -> dict[str, float]:
+    """How far losses, vectors and their gradients on meshes are off those on one device, tails walked in small chunks."""
+    rng = np.random.default_rng(1)
+    sizes, widths, cutoffs = (5, 6, 9), (8, 4, 2), (5, 11)
+    targets = jnp.asarray(rng.integers(20, size=(8, 5)))
+    targets = targets.at[2:].set(jnp.where(rng.random((6, 5)) < 0.8, 0, targets[2:]))  # Few in most rows' tails.
+    weights = {
+        "hidden": rng.normal(size=(8, 5, 8)),
+        "tables": [rng.normal(size=(n, w)) for n, w in zip(sizes, widths, strict=True)],
+        "biases": [rng.normal(size=n) for n in sizes],
+        "projections": [rng.normal(size=(w, 8)) for w in widths],
+        "tails": adaptive_softmax.TailEntries(rng.normal(size=(2, 8)), rng.normal(size=2)),
+    }
+
+    def loss(weights: Any, spread: Any, joined: bool, capacity: int) -> tuple[jax.Array, jax.Array]:
+        parts = zip(weights["tables"], weights["biases"], weights["projections"], strict=True)
+        clusters, tails = [adaptive_softmax.Cluster(*part) for part in parts], weights["tails"]
+        vectors = adaptive_softmax.embed(targets, clusters, cutoffs, dtype=jnp.dtype(float), spread=spread)
+        if joined:  # As evaluation has them.
+            clusters, tails = [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]], None
+        nll = adaptive_softmax.negative_log_likelihood(
+            weights["hidden"] + vectors, targets, clusters, tails, cutoffs, spread=spread, capacity=capacity
+        )
+        return jnp.vdot(jnp.arange(1.0, 41), nll.ravel()), nll
+
+    found = {}
+    for name, mesh in MESHES.items():
+        spread = sharding.spread(sharding.make_mesh(mesh))
+        for joined, capacity in ((False, 1), (True, 3)):
+            call = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2, 3))
+            expected, got = (jax.tree.leaves(call(weights, one, joined, capacity)) for one in (None, spread))
+            worst = max(np.abs(a - b).max() / np.abs(a).max() for a, b in zip(expected, got, strict=True))
+            found[f"{name}, {'joined' if joined else 'apart'}"] = worst
+    return found
+
+
+def tail_work() -> dict:
+    """Of how many positions a device computes a tail's logits at a time, where 16 of its own are due, and what it fetches."""
+    rows, mesh = 15_000, sharding.make_mesh(MESHES["data"])
+    clusters = [
+        adaptive_softmax.Cluster(jax.ShapeDtypeStruct((n, 6), "float32"), jax.ShapeDtypeStruct((n,), "float32"), None)
+        for n in (10, rows)
+    ]
+    tails = adaptive_softmax.TailEntries(jax.ShapeDtypeStruct((1, 6), "float32"), jax.ShapeDtypeStruct((1,), "float32"))
+
+    def loss(clusters: Any, tails: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        spread = sharding.spread(mesh)
+        nll = adaptive_softmax.negative_log_likelihood(
+            hidden, targets, clusters, tails, (10,), spread=spread, capacity=16
+        )
+        return nll.sum()
+
+    shape = (16, 32)
+    compiled = (
+        jax.jit(jax.grad(loss, argnums=(0, 2)))
+        .lower(clusters, tails, jax.ShapeDtypeStruct((*shape, 6), "float32"), jax.ShapeDtypeStruct(shape, "int32"))
+        .compile()
+    )
+    text = compiled.as_text()
+    products = re.findall(r"= f32\[([0-9,]+)\]\S* dot\(", text)
+    of_tail = [[int(n) for n in found.split(",")] for found in products]
+    return {
+        "positions": max(np.prod(found) // rows for found in of_tail if rows in found).item(),
+        "all_gathers": text.count(" all-gather("),
+    }
+
+
+def uneven_vocabulary() -> dict:
+    """Where the parameters lie that a vocabulary of 13 and a mesh axis of 2 give."""
+    params = assemble(config(MESHES["mixed"]), vocab_size=13).abstract_state.params
+    table, query = params["embedding"]["table_0"], params["stack"]["layers"]["attention"]["query"]
+    return {
+        "table_per_device": table.sharding.shard_shape(table.shape),
+        "table_spec": list(table.sharding.spec),
+        "query_spec": list(query.sharding.spec),
+    }
+
+
+def refusal(mesh: MeshConfig, **changes: Any) -> str:
+    """What is said of settings that do not fit."""
+    try:
+        assemble(config(mesh, **changes), vocab_size=42).check_training_rows()
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def exact() -> dict[str, Any]:
+    """All there is to know, in float64."""
+    found = {
+        f"{kind}, {name}": run(
+            assemble(config(mesh, **changes), vocab_size=VOCABULARY[kind]), scores=(kind, name) in SCORED
+        )
+        for kind, changes in SOFTMAX.items()
+        for name, mesh in MESHES.items()
+    }
+    in_chunks = config(MESHES["mixed"], train__grad_accum_steps=4, model__dropout__rate=0.0)
+    whole = config(MESHES["one"], model__dropout__rate=0.0)
+    found["chunks, mixed"] = run(assemble(in_chunks, vocab_size=42), scores=False)
+    found["chunks, one"] = run(assemble(whole, vocab_size=42), scores=False)
+    found["moved"] = moved()
+    found["differences"] = differences()
+    found["uneven"] = uneven_vocabulary()
+    found["tail"] = tail_work()
+    found["refusals"] = {
+        "batch": refusal(MESHES["mixed"], train__batch_size=6),
+        "chunks": refusal(MESHES["mixed"], train__grad_accum_steps=8),
+        "remainder": refusal(MeshConfig(fsdp=3)),
+        "too many": refusal(MeshConfig(data=3, fsdp=2, tensor=2)),
+        "heads": refusal(MeshConfig(tensor=4), model__n_head=2),
+        "inner": refusal(MeshConfig(tensor=8), model__d_inner=12),
+        "width": refusal(MeshConfig(fsdp=4), model__d_model=18),
+    }
+    return found
+
+
+def usual() -> dict[str, Any]:
+    """Losses and parameters in float32, as runs are."""
+    return {
+        f"{kind}, {name}": run(assemble(config(mesh, **changes), vocab_size=VOCABULARY[kind]), scores=False)
+        for kind, changes in SOFTMAX.items()
+        for name, mesh in MESHES.items()
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({"exact": exact, "usual": usual}[sys.argv[1]]()))

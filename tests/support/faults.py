@@ -1,0 +1,191 @@
+"""Starts programs that something happens to, and says what a run has left: the ground of the tests in this folder.
+
+The run is one of all kinds of work: the records and tokens of a miniature of the Penn Treebank are made, a model is
+trained, evaluated and saved, and the test text is scored. Its numbers are compared bit for bit.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from txl_jax.runtime import checkpoint
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.metrics_log import read_metrics
+
+ROOT = Path(__file__).parents[2]
+STEPS = 24
+# Evaluations and checkpoints at steps of their own; at 24 all meet. Dropout, for its keys; the best is not the last.
+FLAGS = (
+    "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 --model.dropout.rate=0.2 "
+    "--optimizer.learning_rate=0.1 --train.batch_size=4 --train.segment_len=16 --train.mem_len=16 "
+    f"--train.segments_per_call=2 --train.steps={STEPS} --train.log_every=4 --train.eval_every=8 "
+    "--train.checkpoint_every=6 --eval.batch_size=16 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=0"
+).split()
+KILLED = -signal.SIGKILL
+PATIENCE = 120  # Seconds that one start may take.
+
+
+@dataclasses.dataclass
+class Ended:
+    """How one start ended."""
+
+    code: int
+    out: str
+    err: str
+    phase: str  # The last that had begun and not ended.
+    seconds: float  # From the time when everything was imported.
+
+
+class Victim:
+    """A start of a program, with the faults of `victim.py` that happen to it."""
+
+    def __init__(self, place, *flags, faults, program="ptb"):
+        self._marks, marks = os.pipe()
+        # As a user starts it: jax, which is imported here, sets this for itself.
+        inherited = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
+        victim = str(Path(__file__).with_name("victim.py"))
+        command = [sys.executable, victim, str(marks), json.dumps(faults), program, *flags]
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=inherited | place.environment,
+            pass_fds=[marks],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(marks)
+        self.pid = self._process.pid
+        self._told, self._ready = b"", time.monotonic()
+
+    def wait_for(self, mark):
+        """Returns once the program has come to a mark; fails if it ends before."""
+        while f"{mark}\n".encode() not in self._told:
+            more = os.read(self._marks, 4096)
+            assert more, f"it ended before {mark!r}: {self._process.communicate()}"
+            self._told += more
+        if mark == "ready":
+            self._ready = time.monotonic()
+
+    def send(self, signal_number):
+        """Sends a signal; it may come too late."""
+        self._process.send_signal(signal_number)
+
+    def end(self):
+        """Waits for the end; fails if it does not come."""
+        try:
+            out, err = self._process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGABRT)  # It tells where each thread stands.
+            raise AssertionError(f"it did not end in {PATIENCE} s: {self._process.communicate()}") from None
+        seconds = time.monotonic() - self._ready
+        while more := os.read(self._marks, 4096):
+            self._told += more
+        os.close(self._marks)
+        return Ended(self._process.returncode, out, err, phase_of(self._told.decode().splitlines()), seconds)
+
+
+def phase_of(marks):
+    """The last phase that had begun and not ended; a save goes on while the loop does other things."""
+    if "ready" not in marks:
+        return "importing"
+    open_phases = []
+    for mark in marks:
+        if mark[0] == "+":
+            open_phases.append(mark[1:])
+        elif mark[0] == "-":
+            open_phases.reverse()
+            open_phases.remove(mark[1:])
+            open_phases.reverse()
+    return open_phases[-1] if open_phases else "between"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where runs lie that share a text, and what their programs compiled."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def train(self, name, *faults, **fault):
+        """Starts the run `name`, or resumes it; faults are objects of `victim.py`, or one is given by its parts."""
+        return Victim(self, *FLAGS, *self.folders(name), faults=[*faults, *([fault] if fault else [])])
+
+    def score(self, name, **fault):
+        """Starts to score a trained run again."""
+        return Victim(self, "--mode=eval", *self.folders(name), faults=[fault] if fault else [])
+
+    def folders(self, name):
+        """The flags of the folders; each run has a cache of its own, so that each prepares its text."""
+        return (
+            f"--data_dir={self.folder / 'data'}",
+            f"--cache_dir={self.cache(name)}",
+            f"--workdir={self.workdir(name)}",
+        )
+
+    def workdir(self, name):
+        return self.folder / name / "run"
+
+    def cache(self, name):
+        return self.folder / name / "cache"
+
+
+def finished(victim):
+    """The end of a start that nothing may happen to."""
+    ended = victim.end()
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def numbers(workdir):
+    """The records of a run in order, without what the clock decides."""
+    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(workdir)]
+
+
+def result(workdir, name="results.json"):
+    """The scores that a program has written."""
+    return {k: v for k, v in json.loads((workdir / name).read_text()).items() if k != "date"}
+
+
+def arrays(folder):
+    """Step and arrays of the newest checkpoint in a folder, which must be whole."""
+    with Checkpointer(folder, keep=1, report=print) as checkpoints:
+        step = checkpoints.latest_step()
+    assert checkpoint._fault(folder / str(step)) is None
+    tree = ocp.StandardCheckpointer().restore(folder / str(step) / "state")
+    return step, {checkpoint.jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves(tree)}
+
+
+def leaves(tree):
+    return checkpoint.jax.tree_util.tree_leaves_with_path(tree)
+
+
+def assert_equal_runs(workdir, undisturbed):
+    """The curve, the scores, and everything in the newest checkpoints are the same to the last bit."""
+    assert numbers(workdir) == numbers(undisturbed)
+    assert result(workdir) == result(undisturbed)
+    for folder in ("latest", "best"):
+        (step, found), (expected_step, expected) = (
+            arrays(each / "checkpoints" / folder) for each in (workdir, undisturbed)
+        )
+        assert step == expected_step and found.keys() == expected.keys()
+        for name, array in expected.items():
+            assert found[name].tobytes() == array.tobytes(), f"{folder} {name}"
+
+
+def assert_one_sentence(err, *parts):
+    """Nothing but one line on the error stream, with these words."""
+    lines = err.strip().splitlines() or [""]
+    assert len(lines) == 1, err
+    (line,) = lines
+    assert line.startswith("error: "), err
+    for part in parts:
+        assert str(part) in line, line

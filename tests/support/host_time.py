@@ -1,0 +1,67 @@
+"""What a step costs the host: the time of the thread that runs the loop, for meshes of made-up CPU devices.
+
+    python tests/host_time.py
+
+It cuts segments, puts them on the devices, starts the step and fetches the metrics of the one before, as the loop does.
+Rows grow with the devices (weak scaling). The devices' own work is other threads' time, and does not count.
+"""
+
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # Before jax is imported.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import json
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from txl_jax.assemble import assemble
+from txl_jax.config import ExperimentConfig, MeshConfig, ModelConfig, TrainConfig
+from txl_jax.data.batches.segments import training_segments
+
+ROWS, L, STEPS, WARMUP = 4, 32, 60, 10  # Rows per device.
+MESHES = {
+    "1": MeshConfig(data=1),
+    "2": MeshConfig(data=2),
+    "4": MeshConfig(data=4),
+    "8": MeshConfig(data=8),
+    "8, fsdp": MeshConfig(fsdp=8),
+    "8, 2 x 2 x 2": MeshConfig(data=2, fsdp=2, tensor=2),
+}
+
+
+def milliseconds_per_step(mesh: MeshConfig) -> float:
+    """The median over steps."""
+    rows = ROWS * max(mesh.data, 1) * mesh.fsdp * mesh.tensor
+    config = ExperimentConfig(
+        model=ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64),
+        train=TrainConfig(
+            steps=STEPS,
+            batch_size=rows,
+            segment_len=L,
+            mem_len=L,
+            log_every=STEPS,
+            eval_every=STEPS,
+            checkpoint_every=STEPS,
+        ),
+        mesh=mesh,
+    )
+    parts = assemble(config, vocab_size=64)
+    step, _ = parts.compile_train_step()
+    state, before, times = parts.init_state(), None, []
+    reader = training_segments(np.arange(rows * L * 20) % 64, batch_size=rows, segment_len=L)
+    for number in range(STEPS):
+        began = time.thread_time()
+        state, metrics = step(state, parts.place(reader.segments(number, 1)))
+        if before is not None:
+            jax.device_get(before)
+        before = metrics
+        times.append(1e3 * (time.thread_time() - began))
+    return statistics.median(times[WARMUP:])
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: round(milliseconds_per_step(mesh), 2) for name, mesh in MESHES.items()}))

@@ -1,0 +1,155 @@
+"""Miniatures of the published corpora: the official layout, a few hundred kilobytes, and a table that fits them."""
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import io
+import random
+import tarfile
+import zipfile
+
+from txl_jax.config import CorpusName
+from txl_jax.data.sources import corpora
+from txl_jax.data.sources.corpora import Facts, PublishedCorpus, Remote
+
+NOWHERE = "http://127.0.0.1:9/"  # Port 9, discard: nothing listens.
+R13 = "1-billion-word-language-modeling-benchmark-r13output"
+CUTS = {"train": 200_001, "valid": 70_000, "test": 30_007}  # No multiples of a record.
+OFFICIAL = {
+    CorpusName.ENWIK8: "enwik8.zip",
+    CorpusName.TEXT8: "text8.zip",
+    CorpusName.WIKITEXT103: "wikitext-103-v1.zip",
+    CorpusName.WIKITEXT2: "wikitext-2-v1.zip",
+    CorpusName.PTB: "simple-examples.tgz",
+    CorpusName.LM1B: f"{R13}.tar.gz",
+}
+NAMES = tuple(OFFICIAL)
+_SHIPPED = dict(corpora.CORPORA)
+
+
+@functools.cache
+def texts(name: CorpusName) -> dict[str, bytes]:
+    """The text of each split. One Billion Word's training text is that of its shards in order."""
+    if name in (CorpusName.ENWIK8, CorpusName.TEXT8):
+        text = random.Random(name).randbytes(sum(CUTS.values()))
+        ends = (CUTS["train"], CUTS["train"] + CUTS["valid"])
+        return {"train": text[: ends[0]], "valid": text[ends[0] : ends[1]], "test": text[ends[1] :]}
+    make = {CorpusName.PTB: _ptb, CorpusName.LM1B: _sentences}.get(name, _wikitext)
+    sizes = {"train": 6_000, "valid": 300, "test": 500}
+    # Both WikiTexts share what they are tested on.
+    seed = "wikitext" if make is _wikitext else name
+    found = {split: make(random.Random(f"{seed} {split}"), lines) for split, lines in sizes.items()}
+    return found | ({"train": _wikitext(random.Random(name), 2_000)} if name is CorpusName.WIKITEXT2 else {})
+
+
+@functools.cache
+def files(name: CorpusName) -> dict[str, bytes]:
+    """The members of the official archive, in an order that is not the alphabet's, with files that nobody needs."""
+    by_split = texts(name)
+    if name in (CorpusName.ENWIK8, CorpusName.TEXT8):
+        return {str(name): b"".join(by_split.values())}
+    if name is CorpusName.PTB:
+        folder = "./simple-examples/"
+        wanted = {f"{folder}data/ptb.{split}.txt": text for split, text in by_split.items()}
+        return {f"{folder}data/README": b"read me\n", **wanted, f"{folder}data/ptb.char.train.txt": b"a b c\n"}
+    if name is CorpusName.LM1B:
+        heldout, training = (f"{R13}/{part}-monolingual.tokenized.shuffled" for part in ("heldout", "training"))
+        one, two, three = shards(by_split["train"])
+        return {
+            f"{R13}/README": b"read me\n",
+            f"{training}/news.en-00002-of-00100": two,
+            f"{heldout}/news.en.heldout-00001-of-00050": by_split["valid"],
+            f"{training}/news.en-00003-of-00100": three,
+            f"{heldout}/news.en.heldout-00002-of-00050": b"Nobody reads this .\n",
+            f"{heldout}/news.en.heldout-00000-of-00050": by_split["test"],
+            f"{training}/news.en-00001-of-00100": one,
+        }
+    folder = "wikitext-103" if name is CorpusName.WIKITEXT103 else "wikitext-2"
+    return {f"{folder}/wiki.{split}.tokens": by_split[split] for split in ("test", "valid", "train")}
+
+
+def shards(text: bytes) -> list[bytes]:
+    """Three unequal parts of whole lines."""
+    lines = text.splitlines(keepends=True)
+    return [b"".join(lines[:1000]), b"".join(lines[1000:4100]), b"".join(lines[4100:])]
+
+
+def archive(file: str, members: dict[str, bytes]) -> bytes:
+    """The archive `file`, of the kind that its name says."""
+    buffer = io.BytesIO()
+    if file.endswith(".zip"):
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
+            for name, content in members.items():
+                zipped.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+        return buffer.getvalue()
+    with tarfile.open(fileobj=buffer, mode="w") as tarred:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tarred.addfile(info, io.BytesIO(content))
+    return buffer.getvalue() if file.endswith(".tar") else gzip.compress(buffer.getvalue(), 1, mtime=0)
+
+
+@functools.cache
+def official(name: CorpusName) -> bytes:
+    """The official archive."""
+    return archive(OFFICIAL[name], files(name))
+
+
+@functools.cache
+def corpus(name: CorpusName, url: str = NOWHERE) -> PublishedCorpus:
+    """The table's row for the miniature; its only source is the official archive at `url`."""
+    row = _SHIPPED[name]
+    if name is CorpusName.LM1B:
+        layouts = tuple(dict(layout, train=layout["train"][:3]) for layout in row.layouts)
+        row = dataclasses.replace(row, layouts=layouts)
+    return dataclasses.replace(
+        row, facts=facts(name), cuts=CUTS if row.cuts else {}, sources=((remote(OFFICIAL[name], official(name), url),),)
+    )
+
+
+def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
+    """A file of a server, with what is known of it."""
+    return Remote(url + file, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+@functools.cache
+def facts(name: CorpusName) -> dict[str, Facts]:
+    """What is known of the miniature's parts: of the kinds that the table knows of the corpus."""
+    by_split = texts(name)
+    if name in (CorpusName.ENWIK8, CorpusName.TEXT8):
+        whole = b"".join(by_split.values())
+        return {corpora.WHOLE: Facts(size=len(whole), sha256=hashlib.sha256(whole).hexdigest())}
+    if name is CorpusName.LM1B:
+        return {split: Facts(lines=text.count(b"\n")) for split, text in by_split.items()}
+    counts = {split: len(text.split()) + text.count(b"\n") for split, text in by_split.items()}
+    sums = {split: hashlib.sha256(text).hexdigest() for split, text in by_split.items()}
+    return {
+        split: Facts(tokens=counts[split], sha256=sums[split] if name is CorpusName.PTB else None) for split in counts
+    }
+
+
+def install(url: str = NOWHERE) -> None:
+    """Makes the miniatures count as the corpora, for the rest of this process."""
+    corpora.CORPORA.update({name: corpus(name, url) for name in NAMES})
+
+
+def _ptb(rng: random.Random, lines: int) -> bytes:
+    return b"".join(b" " + _words(rng, b"mr. <unk> N said it 's a") + b" \n" for _ in range(lines))
+
+
+def _wikitext(rng: random.Random, lines: int) -> bytes:
+    kinds = (lambda: b"", lambda: b"= Title = ", lambda: _words(rng, "text <unk> @-@ , München .".encode()) + b" ")
+    # As the original, it ends in lines that hold a space.
+    return b"".join(b" " + rng.choice(kinds)() + b"\n" for _ in range(lines)) + b" \n \n"
+
+
+def _sentences(rng: random.Random, lines: int) -> bytes:
+    return b"".join(
+        _words(rng, "The U.S. said on Monday that café prices rose .".encode()) + b"\n" for _ in range(lines)
+    )
+
+
+def _words(rng: random.Random, words: bytes) -> bytes:
+    return b" ".join(rng.choices(words.split(), k=rng.randint(1, 40)))

@@ -1,0 +1,82 @@
+"""A model small enough to compile in a second, with every size different from every other."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from txl_jax.config import CompatConfig, DropoutConfig, ModelConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.modules.transformer_xl import TransformerXL
+
+B, D, H, E, F, V, N = 3, 6, 4, 5, 10, 13, 2
+# Weights that are large enough for every path to leave a mark.
+CONFIG = ModelConfig(
+    n_layer=N,
+    d_model=D,
+    n_head=H,
+    d_head=E,
+    d_inner=F,
+    init_std=0.4,
+    projection_init_std=0.4,
+    dropout=DropoutConfig(rate=0.0),
+)
+COMPAT = CompatConfig()
+
+
+def make(*, compat: CompatConfig = COMPAT, **changes) -> TransformerXL:
+    if changes.get("encoding", CONFIG.encoding).is_learned:
+        changes.setdefault("num_positions", 12)
+    return TransformerXL(model_config(**changes), compat, V)
+
+
+def model_config(**changes) -> ModelConfig:
+    """The tiny config with some settings changed: `dropout__attention` for dropout.attention, and so on."""
+    return config_tree.replace(CONFIG, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def variables(model: TransformerXL) -> dict:
+    """Random parameters, biases and layer norms included, without axis names; `model.init` is only traced."""
+    tokens, memory = jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=1)
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, memory))
+    rng = np.random.default_rng(1)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if path[-1].key == "scale":  # Of a layer norm.
+            return jnp.asarray(1 + 0.1 * rng.normal(size=leaf.shape), leaf.dtype)
+        return jnp.asarray(CONFIG.init_std * rng.normal(size=leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def text(length: int, *, rows: int = B, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(V, size=(rows, length), dtype=np.int32)
+
+
+def encoder(model: TransformerXL, *, clamp_len: int = 0, same_length: bool = False, deterministic: bool = True):
+    """(variables, tokens, memory, rngs) -> (hidden, memory), compiled."""
+
+    @jax.jit
+    def encode(variables, tokens, memory, rngs=None):
+        return model.apply(
+            variables,
+            tokens,
+            memory,
+            clamp_len=clamp_len,
+            same_length=same_length,
+            deterministic=deterministic,
+            method=model.encode,
+            rngs=rngs,
+        )
+
+    return encode
+
+
+def stream(encode, variables, tokens: np.ndarray, lengths: list[int], memory) -> jnp.ndarray:
+    """Hidden states [B, sum of lengths, D] of a text read in segments of these lengths."""
+    parts, start = [], 0
+    for length in lengths:
+        hidden, memory = encode(variables, tokens[:, start : start + length], memory)
+        parts.append(np.asarray(hidden))
+        start += length
+    return np.concatenate(parts, axis=1)

@@ -1,0 +1,104 @@
+"""A run small enough to compile in seconds: its config, and training from numbers instead of a corpus.
+
+B = 3, H = 4, E = 5, D = 6, L = 7, M = 8, F = 10, V = 13, N = 2.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from support import tiny
+from txl_jax.assemble import Compilation, Parts, assemble
+from txl_jax.config import EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.batches.segments import SegmentReader, training_segments
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.segments import Segments
+from txl_jax.training import weight_averaging
+from txl_jax.training.state import TrainState, init_params
+from txl_jax.training.step import TrainStep, UpdateMetrics
+
+B, L, M = tiny.B, 7, 8
+STEPS = 10
+EPOCH = 3  # Segments, so that epochs end inside calls of 2 and of 5 updates.
+
+CONFIG = ExperimentConfig(
+    model=dataclasses.replace(tiny.CONFIG, dropout=0.3),
+    optimizer=OptimizerConfig(learning_rate=0.01, clip_norm=0.5),
+    train=TrainConfig(
+        steps=STEPS,
+        batch_size=B,
+        segment_len=L,
+        mem_len=M,
+        log_every=STEPS,
+        eval_every=STEPS,
+        checkpoint_every=STEPS,
+    ),
+    eval=EvalConfig(batch_size=1, segment_len=5, mem_len=9, clamp_len=None, segments_per_call=1),
+)
+
+
+def parts(**changes: Any) -> Parts:
+    """The parts of the tiny run with some settings changed: `model__dropout` for model.dropout.rate, and so on."""
+    dotted = {name.replace("__", "."): value for name, value in changes.items()}
+    return assemble(config_tree.replace(CONFIG, dotted), vocab_size=tiny.V)
+
+
+@functools.cache
+def compiled(**changes: Any) -> tuple[Parts, TrainStep, Compilation]:
+    """The parts and their compiled step; compiling takes seconds, so tests share it."""
+    made = parts(**changes)
+    return made, *made.compile_train_step()
+
+
+def params(model: TransformerXL) -> Any:
+    """Parameters on the host, large enough for every path to leave a mark; nothing is compiled for them."""
+    rng = np.random.default_rng(1)
+    shapes = nn.unbox(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        mean = {"scale": 1.0}.get(path[-1].key, 0.0)
+        spread = {"bias": 0.0}.get(path[-1].key, 0.5)  # A large one always favours the same token.
+        return rng.normal(mean, spread, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree.map_with_path(draw, shapes)
+
+
+def state(made: Parts) -> TrainState:
+    """A first state on the host, with `params`."""
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.abstract_state)
+    drawn = params(made.model)
+    average = jax.device_get(weight_averaging.init(drawn, made.config.average))
+    return zeros.replace(params=drawn, average=average)
+
+
+def text(*, seed: int = 0) -> SegmentReader:
+    """Random tokens that fill `EPOCH` training segments."""
+    tokens = np.random.default_rng(seed).integers(tiny.V, size=B * L * EPOCH + 1)
+    return training_segments(tokens, batch_size=B, segment_len=L)
+
+
+def call(made: Parts, step: TrainStep, state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
+    """One call of the step, from host to host; the given state stays usable."""
+    return jax.device_get(step(jax.device_put(state), made.place(segments)))
+
+
+def train(updates: int, **changes: Any) -> tuple[TrainState, UpdateMetrics]:
+    """The state after this many updates, and their metrics [updates]."""
+    made, step, _ = compiled(**changes)
+    per_call, after, collected = made.config.train.segments_per_call, state(made), []
+    for first in range(0, updates, per_call):
+        after, metrics = call(made, step, after, text().segments(first, per_call))
+        collected.append(metrics)
+    return after, UpdateMetrics(*(np.concatenate(of_calls) for of_calls in zip(*collected, strict=True)))
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Equality bit for bit of two trees, naming the first leaf that differs."""
+    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+    for (path, a), b in pairs:
+        assert a.dtype == b.dtype and np.array_equal(a, b), jax.tree_util.keystr(path)

@@ -1,0 +1,149 @@
+"""A program of this project with faults in it: `python victim.py MARKS FAULTS PROGRAM [flags]`.
+
+MARKS is a descriptor that takes a line per mark: "ready" once everything is imported, "+NAME" and "-NAME" around a
+phase. FAULTS is a JSON list of objects. What they ask for happens at moments of the program's own, so that a test can
+be repeated:
+
+fault   "kill", "term" (SIGTERM), "full" (from then on no file may grow), "clock" (from then on the clock is wrong), or
+        "pause" (it waits for a file to appear)
+at      when: a pattern, as of the shell, of a file operation such as "os.rename */config.json"
+count   which of the operations that match, from 1
+jump    for "clock": by how many seconds it is wrong
+go_on   for "pause": the file
+largest for "full": the number of bytes that a file may have; 0: none
+
+Python tells of its file operations by audit hooks, before they are done; what other languages write it does not tell.
+"""
+
+import contextlib
+import fnmatch
+import functools
+import json
+import os
+import resource
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+from support import miniature
+from txl_jax import assemble
+from txl_jax.data.sources import published
+from txl_jax.data.tokens import store
+from txl_jax.jobs import evaluate, train
+from txl_jax.runtime import checkpoint
+
+# Where a phase begins and ends.
+PHASES = {
+    "preparing": [(published, "_prepare"), (store, "_make")],
+    "restoring": [(train.Run, "restore")],
+    "compiling": [(assemble.Parts, "compile_train_step")],
+    "training": [(train, "train")],
+    "evaluating": [(train.Run, "evaluate")],
+    "testing": [(train.Run, "_test")],
+    "scoring again": [(evaluate, "run")],
+}
+
+
+def main() -> None:
+    """Reads what is to happen, arranges for it, and becomes the program."""
+    _, marks, faults, program, *flags = sys.argv
+    sys.argv = [program, *flags]
+    miniature.install()
+    mark = functools.partial(write_mark, int(marks))
+    watch_phases(mark)
+    for fault in json.loads(faults):
+        sys.addaudithook(Watch(fault, mark))
+    mark("ready")
+    runpy.run_module(f"experiments.{program}", run_name="__main__", alter_sys=True)
+
+
+def write_mark(descriptor: int, name: str) -> None:
+    """One write for one line: a kill leaves all of it or nothing."""
+    os.write(descriptor, f"{name}\n".encode())
+
+
+def watch_phases(mark) -> None:
+    """Marks where each phase begins and ends. A save ends in another thread than it began in."""
+    for name, places in PHASES.items():
+        for owner, attribute in places:
+            setattr(owner, attribute, marked(getattr(owner, attribute), mark, f"+{name}", f"-{name}"))
+    writer = checkpoint.Checkpointer
+    writer.save = marked(writer.save, mark, "+saving", None)
+    writer._finish = marked(writer._finish, mark, None, "-saving")
+
+
+def marked(function, mark, before, after):
+    """The function with marks around it."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        if before:
+            mark(before)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if after:
+                mark(after)
+
+    return wrapper
+
+
+class Watch:
+    """An audit hook that waits for the operation of a fault, and then makes it."""
+
+    def __init__(self, plan, mark):
+        self.plan = plan
+        self.mark = mark
+        self.left = plan.get("count", 1)
+
+    def __call__(self, event: str, args: tuple) -> None:
+        if self.left and (operation := told(event, args)) and fnmatch.fnmatch(operation, self.plan["at"]):
+            self.left -= 1
+            if not self.left:
+                getattr(self, self.plan["fault"])()
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def term(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def full(self) -> None:
+        """A limit on the size of files stops every thread, whatever the language, as a full disk would."""
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.plan.get("largest", 0), hard))
+
+    def pause(self) -> None:
+        self.mark("paused")
+        while not os.path.exists(self.plan["go_on"]):
+            time.sleep(0.01)
+
+    def clock(self) -> None:
+        """The time of day jumps, and with it that of every file of the run; clocks that only ever go on do not."""
+        for name in ("time", "time_ns"):
+            real, jump = getattr(time, name), self.plan["jump"] * (10**9 if name == "time_ns" else 1)
+            mock.patch.object(time, name, lambda real=real, jump=jump: real() + jump).start()
+        (workdir,) = (Path(flag.partition("=")[2]) for flag in sys.argv if flag.startswith("--workdir="))
+        for path in sorted(workdir.rglob("*")):
+            with contextlib.suppress(FileNotFoundError):  # Saving goes on in another thread.
+                os.utime(path, (path.stat().st_mtime + self.plan["jump"],) * 2)
+
+
+def told(event: str, args: tuple) -> str | None:
+    """A file operation that changes something, as "os.rename from to"; None for all else."""
+    if event == "open":
+        path, _, flags = args
+        return f"open {text(path)}" if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else None
+    paths = {"os.rename": 2, "os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "shutil.rmtree": 1}.get(event)
+    return " ".join([event, *map(text, args[:paths])]) if paths else None
+
+
+def text(path) -> str:
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
+
+
+if __name__ == "__main__":
+    main()

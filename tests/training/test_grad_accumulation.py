@@ -1,0 +1,54 @@
+"""Tests that a batch that goes through the model in parts of its rows gives the numbers that it gives as a whole."""
+
+import jax
+import numpy as np
+import pytest
+
+from support import tiny_run
+from txl_jax.config import LossPart
+
+EXACT = {"model__dropout": 0.0, "model__dtype": "float64"}
+
+
+@pytest.fixture(autouse=True)
+def double(x64):
+    """Sums of parts round otherwise, which Adam's first updates blow up in float32."""
+
+
+def run(**changes):
+    """(state, metrics) of ten updates."""
+    return tiny_run.train(tiny_run.STEPS, **changes)
+
+
+def assert_close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("changes", [
+    {},
+    {"train__loss": LossPart.HALF},
+    {"train__activation_l2": 2.0, "train__temporal_l2": 1.0},
+    {"model__cutoffs": (4, 9), "model__div_val": 2},
+], ids=["full loss", "half loss", "penalties", "adaptive"])  # fmt: skip
+def test_all_parts_together_are_the_whole_batch(changes):
+    """Losses, gradient norms, parameters, moments and every row of the memory, past an epoch's end."""
+    assert_close(run(**EXACT, **changes, train__grad_accum_steps=tiny_run.B), run(**EXACT, **changes))
+
+
+def test_with_dropout_the_parts_draw_masks_of_their_own():
+    _, metrics = run(model__dtype="float64", train__grad_accum_steps=tiny_run.B)
+    _, whole = run(model__dtype="float64")
+    assert np.isfinite(metrics.nats).all() and not np.allclose(metrics.nats, whole.nats, rtol=1e-6)
+
+
+def test_rows_without_weight_count_for_no_part():
+    """One part's rows all have weight 0: what the others give is the mean over their tokens."""
+    made, step, _ = tiny_run.compiled(**EXACT, train__grad_accum_steps=tiny_run.B)
+    whole_made, whole_step, _ = tiny_run.compiled(**EXACT)
+    segments = tiny_run.text().segments(0, 1)
+    weights = segments.weights.copy()
+    weights[:, 0] = 0
+    segments = segments._replace(weights=weights)
+    found = tiny_run.call(made, step, tiny_run.state(made), segments)
+    assert_close(found, tiny_run.call(whole_made, whole_step, tiny_run.state(whole_made), segments))

@@ -1,0 +1,79 @@
+"""Tests of the mean of the weights: by hand, in the training step, and when it begins."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import tiny_run
+from txl_jax.config import AverageConfig
+from txl_jax.training import weight_averaging
+
+WEIGHTS = [1.0, 5.0, 2.0, 8.0, 4.0, 6.0]
+
+
+def means(config: AverageConfig, *, begin_at: int | None = None) -> list[float]:
+    """The mean after each of six updates to `WEIGHTS`."""
+    average, found = weight_averaging.init({"w": jnp.zeros(())}, config), []
+    for step, weight in enumerate(WEIGHTS):
+        if step == begin_at:
+            average = weight_averaging.begin(average, step)
+        average = weight_averaging.update(average, {"w": jnp.asarray(weight)}, jnp.asarray(step), config)
+        found.append(float(average.params["w"]))
+    return found
+
+
+def test_uniform_from_a_step_on_is_the_mean_by_hand():
+    expected = [1.0, 5.0, 2.0, np.mean([2, 8]), np.mean([2, 8, 4]), np.mean([2, 8, 4, 6])]
+    # After two updates: the third weight is the first that counts; before that, the weights themselves.
+    np.testing.assert_allclose(means(AverageConfig(start_step=2)), expected, rtol=1e-6)
+
+
+def test_an_exponential_mean_counts_all_alike_until_there_are_enough():
+    found, expected = means(AverageConfig(start_step=0, ema_decay=0.75)), []
+    for count, weight in enumerate(WEIGHTS, start=1):
+        before = expected[-1] if expected else 0.0
+        share = max(1 / count, 0.25)
+        expected.append(before + share * (weight - before))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert found[3] == pytest.approx(np.mean(WEIGHTS[:4]))
+
+
+def test_a_mean_that_is_begun_later():
+    found = means(AverageConfig(nt_asgd_patience=5), begin_at=4)
+    np.testing.assert_allclose(found, [1.0, 5.0, 2.0, 8.0, 4.0, 5.0], rtol=1e-6)
+    average = weight_averaging.init({}, AverageConfig(nt_asgd_patience=5))
+    assert not weight_averaging.has_begun(average) and weight_averaging.has_begun(weight_averaging.begin(average, 0))
+
+
+def test_without_it_nothing_is_kept():
+    assert weight_averaging.init({"w": jnp.zeros(())}, AverageConfig()) is None
+    assert weight_averaging.update(None, {}, jnp.zeros((), jnp.int32), AverageConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "due"),
+    [
+        ([5.0], False),
+        ([5.0, 4.0, 3.0, 6.0], False),  # Of three before, all are among the last three.
+        ([5.0, 6.0, 6.0, 6.0, 5.5], True),
+        ([5.0, 6.0, 6.0, 6.0, 4.9], False),
+        ([4.0, 3.0, 2.0, 1.0, 3.5], False),  # Better than the 4 of long ago.
+    ],
+)
+def test_it_is_due_when_validation_stops_improving(losses, due):
+    assert weight_averaging.is_due(losses, 3) is due
+
+
+@pytest.mark.parametrize("per_call", [1, 5])
+def test_the_step_keeps_the_mean_of_its_updates(per_call):
+    changes = {"train__segments_per_call": per_call, "average__start": 4}
+    plain, mean = [], None
+    for updates in (5, 10):
+        state, _ = tiny_run.train(updates, **changes)
+        plain.append(state.params)
+        mean = state.average
+    # Each update's parameters, from a run that stops there.
+    each = [tiny_run.train(updates, average__start_step=4)[0].params for updates in range(5, 11)]
+    expected = np.mean([params["embedding"]["table_0"] for params in each], axis=0)
+    np.testing.assert_allclose(mean.params["embedding"]["table_0"], expected, rtol=1e-5, atol=1e-7)
+    assert np.abs(expected - plain[-1]["embedding"]["table_0"]).max() > 1e-4

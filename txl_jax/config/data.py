@@ -1,0 +1,222 @@
+"""Settings of the text and its tokens."""
+
+import dataclasses
+import enum
+
+from txl_jax.config.settings import check_fields, require, setting
+
+
+class CorpusName(enum.StrEnum):
+    """Corpora."""
+
+    ENWIK8 = "enwik8"
+    TEXT8 = "text8"
+    WIKITEXT103 = "wikitext103"
+    WIKITEXT2 = "wikitext2"
+    PTB = "ptb"
+    LM1B = "lm1b"  # One Billion Word.
+    TEXT = "text"  # The user's own files.
+    PYTHON_STDLIB = "python_stdlib"  # Source text of the standard library of this Python.
+
+
+class Newlines(enum.StrEnum):
+    """Treatment of newline bytes."""
+
+    KEEP = "keep"
+    DROP = "drop"  # As the original's preparation of enwik8 (V = 204 instead of 205).
+
+
+class Tokenizer(enum.StrEnum):
+    """Kinds of tokens."""
+
+    BYTE = "byte"
+    CHAR = "char"  # A Unicode character of UTF-8 text.
+    WORD = "word"  # Words between white space.
+    SENTENCEPIECE = "sentencepiece"  # Pieces of words; needs the package sentencepiece.
+
+
+class LineMark(enum.StrEnum):
+    """Token at the end of a line, where tokens are words or pieces."""
+
+    EOS = "eos"  # <eos> after each line: WikiText and PTB.
+    S = "s"  # One <S> between sentences: One Billion Word, as the original PyTorch scores it.
+    DOUBLE_S = "double_s"  # <S> before and after each: the original TensorFlow, which scores <S> after <S> too.
+    NONE = "none"  # A line's end is white space.
+
+
+class EmptyEnd(enum.StrEnum):
+    """Treatment of empty lines at the end of the user's own text, each of which would be scored as a line mark."""
+
+    REFUSE = "refuse"
+    KEEP = "keep"  # WikiText's files end so.
+
+
+class Heldout(enum.StrEnum):
+    """Shards of One Billion Word's held-out text that validate; the first one is always the test text."""
+
+    SEPARATE = "separate"  # The second shard: nothing is chosen on the test text.
+    PUBLISHED = "published"  # The first one too, as both original releases.
+
+
+class Order(enum.StrEnum):
+    """Order of the training text in an epoch."""
+
+    STREAM = "stream"  # As it stands.
+    SENTENCES = "sentences"  # Lines in another order each epoch: One Billion Word, whose lines have no order.
+
+
+class Roll(enum.StrEnum):
+    """Rotation of the training text by a random number of tokens in each epoch, so that segments begin elsewhere."""
+
+    NONE = "none"
+    STREAM = "stream"  # The whole training text, before it is cut into rows.
+    ROWS = "rows"  # Each row by itself: the partial shuffle of Press (2019).
+
+
+class EpochMemory(enum.StrEnum):
+    """Contents of the memory at the start of an epoch."""
+
+    EMPTIED = "emptied"  # Nothing: the original PyTorch.
+    CARRIED = "carried"  # The end of the epoch before: the original TensorFlow.
+
+
+_LINES = (Tokenizer.WORD, Tokenizer.SENTENCEPIECE)
+_CHARACTERS = (Tokenizer.CHAR, *_LINES)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    """From text to token ids."""
+
+    kind: Tokenizer = setting(Tokenizer.BYTE, "Kind of tokens.", shapes_tokens=True)
+    newlines: Newlines = setting(
+        Newlines.KEEP, "Byte tokens: treatment of newlines.", shapes_tokens=True, only_with={"kind": (Tokenizer.BYTE,)}
+    )
+    lower_case: bool = setting(
+        False,
+        "Character, word and piece tokens: lower-case the text.",
+        shapes_tokens=True,
+        only_with={"kind": _CHARACTERS},
+    )
+    line_mark: LineMark = setting(
+        LineMark.EOS,
+        "Word and piece tokens: token at the end of a line.",
+        shapes_tokens=True,
+        only_with={"kind": _LINES},
+    )
+    empty_end: EmptyEnd = setting(
+        EmptyEnd.REFUSE, "Own text with line marks: empty lines at its end.", flag=False, only_with={"kind": _LINES}
+    )
+    min_count: int = setting(
+        1,
+        "Character and word tokens: rarer ones in the training text become <unk>.",
+        at_least=1,
+        shapes_tokens=True,
+        only_with={"kind": (Tokenizer.CHAR, Tokenizer.WORD)},
+    )
+    vocab_file: str | None = setting(
+        None,
+        "Word tokens: file with a word a line; none: count the training text.",
+        path=True,
+        free_on_resume=True,
+        only_with={"kind": (Tokenizer.WORD,)},
+    )
+    sentencepiece_model: str | None = setting(
+        None,
+        "Piece tokens: a trained model; none: train one on the training text.",
+        path=True,
+        free_on_resume=True,
+        only_with={"kind": (Tokenizer.SENTENCEPIECE,)},
+    )
+    sentencepiece_vocab: int = setting(
+        8000,
+        "Piece tokens: vocabulary size of a model that is trained here.",
+        at_least=1,
+        shapes_tokens=True,
+        only_with={"kind": (Tokenizer.SENTENCEPIECE,)},
+    )
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range, or fields that cannot go together."""
+        check_fields(self, "data.tokenizer.kind")
+        require(
+            self.kind is not Tokenizer.SENTENCEPIECE or self.line_mark in (LineMark.EOS, LineMark.NONE),
+            f"data.tokenizer.line_mark is {self.line_mark} and data.tokenizer.kind is {self.kind}, whose models know one "
+            f"mark, {LineMark.EOS}; give that, or {LineMark.NONE}",
+        )
+        require(
+            not self.sentencepiece_model or self.sentencepiece_vocab == TokenizerConfig.sentencepiece_vocab,
+            f"data.tokenizer.sentencepiece_vocab is {self.sentencepiece_vocab} and data.tokenizer.sentencepiece_model is "
+            f"{self.sentencepiece_model!r}; a model is trained here or given, not both",
+        )
+        require(
+            not self.vocab_file or self.min_count == 1,
+            f"data.tokenizer.min_count is {self.min_count} and data.tokenizer.vocab_file is {self.vocab_file!r}; words "
+            "are counted or given, not both",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The text, and the order in which it is read."""
+
+    corpus: CorpusName = setting(CorpusName.ENWIK8, "The corpus; text: files of your own.")
+    # Paths may change when a run is resumed: the digest of the text decides whether it is the same.
+    file: str | None = setting(
+        None,
+        "One file, split 90/5/5 by position; with enwik8 and text8: a part of the corpus.",
+        path=True,
+        free_on_resume=True,
+    )
+    train: tuple[str, ...] = setting((), "Own text: training files, in order.", path=True, free_on_resume=True)
+    valid: tuple[str, ...] = setting((), "Own text: validation files.", path=True, free_on_resume=True)
+    test: tuple[str, ...] = setting((), "Own text: test files.", path=True, free_on_resume=True)
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    heldout: Heldout = setting(
+        Heldout.SEPARATE,
+        "One Billion Word: the held-out shard that validates.",
+        only_with={"corpus": (CorpusName.LM1B,)},
+    )
+    order: Order = setting(Order.STREAM, "Order of the training text in an epoch.")
+    roll: Roll = setting(Roll.NONE, "Rotate the training text, or each row, by a random offset each epoch.")
+    epoch_memory: EpochMemory = setting(EpochMemory.EMPTIED, "Memory at the start of an epoch.")
+
+    def validate(self) -> None:
+        """Raises `UserError` for fields that cannot go together."""
+        self.tokenizer.validate()
+        check_fields(self, "data")
+        self._validate_files()
+        require(
+            self.tokenizer.empty_end is EmptyEnd.REFUSE or self.corpus is CorpusName.TEXT,
+            f"data.tokenizer.empty_end is {self.tokenizer.empty_end} and data.corpus is {self.corpus}; it goes with "
+            f"{CorpusName.TEXT}",
+        )
+        has_marks = self.tokenizer.kind in _LINES and self.tokenizer.line_mark is not LineMark.NONE
+        require(
+            self.order is not Order.SENTENCES or has_marks,
+            f"data.order is {self.order} and there are no line marks (data.tokenizer.kind {self.tokenizer.kind}, "
+            f"data.tokenizer.line_mark {self.tokenizer.line_mark}); sentences are found by them",
+        )
+        require(
+            self.order is not Order.SENTENCES or self.roll is Roll.NONE,
+            f"data.order is {self.order} and data.roll is {self.roll}; shuffled sentences need no roll",
+        )
+
+    def _validate_files(self) -> None:
+        own = {name: getattr(self, name) for name in ("train", "valid", "test")}
+        given = [f"data.{name}" for name, files in own.items() if files]
+        missing = [f"data.{name}" for name, files in own.items() if not files]
+        if self.corpus is CorpusName.TEXT:
+            require(
+                bool(self.file) != bool(given),
+                f"own text is one file (data.file is {self.file!r}) or three lists (given: {', '.join(given) or 'none'});"
+                " give exactly one of the two, --data.file=PATH or --data.train=... --data.valid=... --data.test=...",
+            )
+            require(not given or not missing, f"{', '.join(given)} given without {', '.join(missing)}")
+            return
+        require(not given, f"{', '.join(given)} given, but data.corpus is {self.corpus}; they go with text")
+        require(
+            not self.file or self.corpus in (CorpusName.ENWIK8, CorpusName.TEXT8),
+            f"data.file is {self.file!r}, but data.corpus is {self.corpus}; a part of a corpus is read for enwik8 "
+            "and text8, and any other file with --data.corpus=text",
+        )

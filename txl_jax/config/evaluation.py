@@ -1,0 +1,86 @@
+"""Settings of evaluation and generation."""
+
+import dataclasses
+
+from txl_jax.config.lengths import validate_lengths
+from txl_jax.config.model import DType
+from txl_jax.config.settings import check_fields, require, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """The evaluation recurrence. Its lengths are usually not those of training: short segments, long memory."""
+
+    batch_size: int = setting(
+        1, "B, streams read side by side; each starts from an empty memory.", at_least=1, free_on_resume=True
+    )
+    segment_len: int = setting(80, "L, tokens per row and step.", at_least=1, free_on_resume=True)
+    mem_len: int = setting(2100, "M, memory length.", at_least=0, free_on_resume=True)
+    stride: int | None = setting(
+        None,
+        "Sliding window, without memory: scored tokens at the window's end; none: all.",
+        at_least=1,
+        free_on_resume=True,
+    )
+    clamp_len: int | None = setting(
+        820, "Distances above this share one position code; none: off.", at_least=1, free_on_resume=True
+    )
+    same_length: bool = setting(True, "Every query sees the same number of keys.", free_on_resume=True)
+    segments_per_call: int = setting(8, "S, segments per dispatch.", at_least=1, free_on_resume=True)
+    cache_dtype: DType | None = setting(
+        None, "Type of the KV cache; none: as computed. bfloat16 halves that of float32.", free_on_resume=True
+    )
+    average_checkpoints: int | None = setting(
+        None, "Score the mean of the newest N checkpoints; none: the best.", at_least=1, free_on_resume=True
+    )
+    temperature: float = setting(
+        1.0, "Logits are divided by this before scoring; full softmax only.", above=0, free_on_resume=True
+    )
+    warmup_tokens: int = setting(
+        0, "Unscored tokens that each row but the first reads first: no cold start.", at_least=0, free_on_resume=True
+    )
+    valid_tokens: int | None = setting(
+        None, "Validation tokens scored during training; none: all.", at_least=2, free_on_resume=True
+    )
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range, or fields that cannot go together."""
+        check_fields(self, "eval")
+        validate_lengths("eval", self)
+        require(
+            not (self.stride and self.warmup_tokens),
+            f"eval.stride is {self.stride} and eval.warmup_tokens is {self.warmup_tokens}; windows have no cold start but "
+            "the text's own, so leave them out",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Sampling of text."""
+
+    prompt: str | None = setting(None, "Text to continue; none: an empty memory.", free_on_resume=True)
+    prompt_file: str | None = setting(None, "File whose whole text is the prompt.", path=True, free_on_resume=True)
+    length: int = setting(500, "Tokens to generate.", at_least=1, free_on_resume=True)
+    stop: str | None = setting(
+        None, "Text of one token that ends a sample; \\n is a newline; none: only the length does.", free_on_resume=True
+    )
+    samples: int = setting(1, "Samples generated side by side from the same prompt.", at_least=1, free_on_resume=True)
+    temperature: float = setting(
+        1.0, "Logits are divided by this; 0: greedy, always the likeliest token.", at_least=0, free_on_resume=True
+    )
+    top_k: int | None = setting(
+        40, "Top-k sampling (40: the paper's appendix E); none: all tokens.", at_least=1, free_on_resume=True
+    )
+    top_p: float = setting(
+        1.0,
+        "Top-p (nucleus) sampling: the likeliest tokens of this total probability.",
+        above=0,
+        at_most=1,
+        free_on_resume=True,
+    )
+    seed: int = setting(0, "The same seed generates the same text.", free_on_resume=True)
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range, or fields that cannot go together."""
+        check_fields(self, "generate")
+        require(not (self.prompt and self.prompt_file), "generate.prompt and generate.prompt_file are both given")

@@ -1,0 +1,122 @@
+"""The root of the settings, relations between its groups, and presets of other implementations.
+
+Letters: B batch, L segment length, M memory length, K = M + L keys, D model width, H heads, E head
+width, F inner width, V vocabulary, N layers, C clusters of the adaptive softmax, S segments per call.
+"""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from txl_jax.config.data import DataConfig
+from txl_jax.config.evaluation import EvalConfig, GenerateConfig
+from txl_jax.config.model import AttentionWindow, CompatConfig, MemoryStart, ModelConfig, Network, ShawTerms
+from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.training import (
+    AverageConfig,
+    MeshConfig,
+    OptimizerConfig,
+    RegularizationConfig,
+    ScheduleOffset,
+    TrainConfig,
+)
+
+# Settings by dotted name, on top of the defaults, that make this model the one of another implementation.
+COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
+    {
+        "ours": {},
+        # The authors' PyTorch release.
+        "pytorch": {
+            "compat.shaw_terms": ShawTerms.ORIGINAL,
+            "compat.final_norm": False,
+            "optimizer.schedule_offset": ScheduleOffset.ORIGINAL,
+        },
+        # The authors' TensorFlow release, as run on TPU.
+        "tf": {
+            "compat.memory_start": MemoryStart.ZEROS,
+            "compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE,
+            "compat.layer_norm_eps": 1e-12,
+            "compat.final_norm": False,
+            "optimizer.min_lr_ratio": 0.01,
+        },
+        # Hugging Face's TransfoXLLMHeadModel.
+        "hf": {"compat.memory_start": MemoryStart.ZEROS, "compat.final_norm": False},
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperimentConfig:
+    """One run."""
+
+    seed: int = setting(1111, "Seed of initial weights, dropout, and the order of the training text.")
+    model: ModelConfig = ModelConfig()
+    compat: CompatConfig = CompatConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    train: TrainConfig = TrainConfig()
+    regularization: RegularizationConfig = RegularizationConfig()
+    average: AverageConfig = AverageConfig()
+    eval: EvalConfig = EvalConfig()
+    generate: GenerateConfig = GenerateConfig()
+
+    def resolved(self) -> "ExperimentConfig":
+        """Returns the config with the fields that follow from others: the table size of a learned encoding."""
+        if not self.model.encoding.is_learned or self.model.num_positions is not None:
+            return self
+        num_positions = self.train.segment_len + self.train.mem_len
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, num_positions=num_positions))
+
+    def validate(self) -> None:
+        """Raises `UserError`, one sentence with both numbers, for values that cannot go together."""
+        check_fields(self, "")
+        for field in dataclasses.fields(self):
+            group = getattr(self, field.name)
+            if dataclasses.is_dataclass(group):
+                group.validate()  # type: ignore[attr-defined]
+        self._validate_softmax()
+        self._validate_schedule()
+        require(
+            self.model.network is Network.TRANSFORMER_XL or not self.train.stride,
+            f"train.stride is {self.train.stride} and model.network is {self.model.network}, whose state has read already "
+            "what would be read again; leave it out",
+        )
+
+    def _validate_softmax(self) -> None:
+        given = {
+            "eval.temperature": (self.eval.temperature, 1.0),
+            "regularization.adversarial": (self.regularization.adversarial, 0.0),
+        }
+        for name, (value, usual) in given.items():
+            require(
+                value == usual or not (self.model.cutoffs or self.model.has_projections),
+                f"{name} is {value} and the softmax has clusters or projections (model.cutoffs {list(self.model.cutoffs)}, "
+                f"model.d_embed {self.model.d_embed}); it goes with a full softmax over d_model",
+            )
+
+    def _validate_schedule(self) -> None:
+        optimizer, steps = self.optimizer, self.train.steps
+        start = self.average.start_step
+        require(
+            start is None or start < steps,
+            f"average.start_step is {start} and train.steps is {steps}; averaging would never start",
+        )
+        require(
+            optimizer.min_lr_ratio <= optimizer.embedding_lr_multiplier,
+            f"optimizer.min_lr_ratio is {optimizer.min_lr_ratio} and optimizer.embedding_lr_multiplier is "
+            f"{optimizer.embedding_lr_multiplier}; the embedding's peak would lie below the minimum",
+        )
+        ends, name = optimizer.decay_steps, "optimizer.decay_steps"
+        require(
+            ends is None or ends <= steps,
+            f"{name} is {ends} and train.steps is {steps}; the decay must end with the training, or before",
+        )
+        if ends is None:
+            ends, name = steps, "train.steps"
+        require(
+            optimizer.warmup_steps < ends,
+            f"optimizer.warmup_steps is {optimizer.warmup_steps} and {name} is {ends}; "
+            "the warm-up must end before the rate has fallen",
+        )

@@ -1,0 +1,264 @@
+"""Settings of the network.
+
+Letters: N layers, D model width, H heads, E head width, F inner width, C clusters of the adaptive softmax.
+"""
+
+import dataclasses
+import enum
+
+from txl_jax.config.settings import check_fields, require, setting
+
+
+class DType(enum.StrEnum):
+    """Type of the activations, of the memory and of the matrix products."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"  # For checks against reference values; needs JAX_ENABLE_X64.
+
+
+class Encoding(enum.StrEnum):
+    """Encoding of positions."""
+
+    RELATIVE = "relative"  # The paper's: the distance enters the attention scores.
+    SHAW = "shaw"  # A learned key for each distance, per layer and head (Shaw et al., 2018).
+    VASWANI = "vaswani"  # Sinusoids added to the embedding (Vaswani et al., 2017).
+    AL_RFOU = "al_rfou"  # Learned vectors added before each layer (Al-Rfou et al., 2018).
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether scores depend on the distance; else a token has a place in its segment, and none beyond it."""
+        return self in (Encoding.RELATIVE, Encoding.SHAW)
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether there is a table of positions, of a size that the parameters have."""
+        return self in (Encoding.SHAW, Encoding.AL_RFOU)
+
+
+class Network(enum.StrEnum):
+    """The layers between embedding and softmax."""
+
+    TRANSFORMER_XL = "transformer_xl"
+    LSTM = "lstm"  # N layers of D cells, a baseline; it reads no setting of attention, and no length but L.
+
+
+class NormPlace(enum.StrEnum):
+    """Place of the layer norm in a residual branch."""
+
+    POST = "post"  # LN(x + f(x)), as the paper.
+    PRE = "pre"  # x + f(LN(x)).
+
+
+class Remat(enum.StrEnum):
+    """Rematerialisation: values that the backward pass of a layer recomputes instead of keeping."""
+
+    NONE = "none"
+    DOTS = "dots"  # Keep matrix products with weights, recompute the rest.
+    FULL = "full"  # Keep only each layer's input.
+
+
+class MemoryStart(enum.StrEnum):
+    """Contents of a row's memory before its first segment."""
+
+    MASKED = "masked"  # Unfilled slots take no part in the softmax.
+    ZEROS = "zeros"  # Zero rows that are attended to.
+
+
+class ShawTerms(enum.StrEnum):
+    """Terms of the score in a model with `Encoding.SHAW`."""
+
+    PAPER = "paper"  # (a) and (b): content, and content with distance.
+    ORIGINAL = "original"  # Also u with content, (c), and a learned number per distance in place of (d).
+
+
+class AttentionWindow(enum.StrEnum):
+    """Number of keys that a query sees under same_length, itself included."""
+
+    MEM_LEN = "mem_len"
+    MEM_LEN_PLUS_ONE = "mem_len_plus_one"
+
+
+@dataclasses.dataclass(frozen=True)
+class DropoutConfig:
+    """Dropout rates: parts that are left out, at least 0 and below 1."""
+
+    rate: float = setting(
+        0.1,
+        "Dropout on embedding, positions, attention output, both feed-forward layers and the last layer.",
+        at_least=0,
+        below=1,
+    )
+    attention: float = setting(0.0, "Dropout on the attention probabilities (dropatt).", at_least=0, below=1)
+    input: float | None = setting(
+        None, "Dropout on embedding and positions; none: model.dropout.rate.", at_least=0, below=1
+    )
+    output: float | None = setting(None, "Dropout before the softmax; none: model.dropout.rate.", at_least=0, below=1)
+    locked: bool = setting(False, "Variational (locked) dropout: one mask for all positions of a row's segment.")
+    qkv: float = setting(0.0, "Dropout on queries, keys and values.", at_least=0, below=1)
+    embedding: float = setting(0.0, "Embedding dropout: whole words left out of a batch.", at_least=0, below=1)
+    weight: float = setting(
+        0.0, "DropConnect: weights of attention and feed-forward left out of an update.", at_least=0, below=1
+    )
+
+    @property
+    def input_rate(self) -> float:
+        """Rate on embedding and positions."""
+        return self.rate if self.input is None else self.input
+
+    @property
+    def output_rate(self) -> float:
+        """Rate before the softmax."""
+        return self.rate if self.output is None else self.output
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and parts of the network. Lengths are not here: the parameters do not depend on them."""
+
+    network: Network = setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.")
+    n_layer: int = setting(12, "N, layers.", at_least=1)
+    d_model: int = setting(512, "D, model width.", at_least=1)
+    n_head: int = setting(8, "H, attention heads; H * E need not be D.", at_least=1)
+    d_head: int = setting(64, "E, head width.", at_least=1)
+    d_inner: int = setting(2048, "F, inner width of the feed-forward layers.", at_least=1)
+    d_embed: int | None = setting(None, "Width of the first cluster's embedding; none: d_model.", at_least=1)
+    dropout: DropoutConfig = DropoutConfig()
+    layer_norm: NormPlace = setting(NormPlace.POST, "Pre- or post-layer-norm.")
+    encoding: Encoding = setting(Encoding.RELATIVE, "Position encoding: the paper's, or one it compares with.")
+    num_positions: int | None = setting(
+        None, "Distances in the table of a learned encoding; greater ones share the last.", at_least=2, flag=False
+    )
+    untie_r: bool = setting(False, "u and v (r_w_bias, r_r_bias) per layer instead of shared by all.")
+    tie_positions: bool = setting(False, "Position keys use the key matrix; u and v are the query of distance 0.")
+    tie_weight: bool = setting(True, "Embedding and softmax share their tables.")
+    cutoffs: tuple[int, ...] = setting(
+        (), "First token of each tail cluster of the adaptive softmax; empty: full softmax."
+    )
+    div_val: int = setting(1, "Cluster c is embedded in d_embed // div_val**c numbers.", at_least=1)
+    tie_projs: tuple[bool, ...] = setting(
+        (), "Per cluster: softmax and embedding share a projection; empty: none does."
+    )
+    init_std: float = setting(0.02, "Standard deviation of initial weights.")
+    projection_init_std: float = setting(0.01, "The same for the projections of embedding and softmax.", flag=False)
+    dtype: DType = setting(DType.FLOAT32, "Compute type; parameters stay float32.")
+    remat: Remat = setting(Remat.NONE, "Rematerialisation (activation checkpointing): recompute to save memory.")
+
+    @property
+    def embed_width(self) -> int:
+        """Width of the first cluster's embedding."""
+        return self.d_embed or self.d_model
+
+    @property
+    def n_cluster(self) -> int:
+        """C: the head and the tails."""
+        return len(self.cutoffs) + 1
+
+    @property
+    def has_projections(self) -> bool:
+        """Whether embeddings are projected to d_model; with div_val > 1 they are, even where the width is d_model."""
+        return self.div_val > 1 or self.embed_width != self.d_model
+
+    def clamp(self, clamp_len: int | None) -> int | None:
+        """Returns the distance that all above it share with it, as `clamp_len` and the table's size limit it."""
+        if not self.encoding.is_learned:
+            return clamp_len
+        assert self.num_positions is not None, "a learned encoding has a table: see `ExperimentConfig.resolved`"
+        longest = self.num_positions - 1
+        return longest if clamp_len is None else min(clamp_len, longest)
+
+    def cluster_width(self, cluster: int) -> int:
+        """Width of a cluster's embedding."""
+        return self.embed_width // self.div_val**cluster
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range, or fields that cannot go together."""
+        check_fields(self, "model")
+        check_fields(self.dropout, "model.dropout.rate")
+        require(self.d_model % 2 == 0, f"model.d_model is {self.d_model}; sinusoids come in pairs, so it must be even")
+        self._validate_network()
+        self._validate_encoding()
+        self._validate_clusters()
+
+    def _validate_network(self) -> None:
+        if self.network is Network.TRANSFORMER_XL:
+            return
+        require(
+            self.encoding is Encoding.RELATIVE,
+            f"model.encoding is {self.encoding} and model.network is {self.network}, which has none; leave it out",
+        )
+        given = {
+            "dropout.qkv": self.dropout.qkv,
+            "dropout.weight": self.dropout.weight,
+            "tie_positions": self.tie_positions,
+        }
+        for name, value in given.items():
+            require(not value, f"model.{name} is {value} and model.network is {self.network}, which has none")
+
+    def _validate_encoding(self) -> None:
+        require(
+            self.encoding is Encoding.RELATIVE or not self.untie_r,
+            f"model.untie_r is on and model.encoding is {self.encoding}, which has no u and v",
+        )
+        require(
+            not self.tie_positions or (self.encoding is Encoding.RELATIVE and not self.untie_r),
+            f"model.tie_positions is on, model.encoding is {self.encoding} and model.untie_r is {self.untie_r}; it goes "
+            f"with {Encoding.RELATIVE}, and leaves no u and v to untie",
+        )
+        require(
+            self.encoding.is_learned or self.num_positions is None,
+            f"model.num_positions is {self.num_positions} and model.encoding is {self.encoding}, which has no table",
+        )
+
+    def _validate_clusters(self) -> None:
+        require(
+            list(self.cutoffs) == sorted(set(self.cutoffs)) and all(c > 0 for c in self.cutoffs),
+            f"model.cutoffs are {list(self.cutoffs)}; they must be positive and increase",
+        )
+        require(
+            len(self.tie_projs) in (0, self.n_cluster),
+            f"model.tie_projs has {len(self.tie_projs)} entries and model.cutoffs make {self.n_cluster} clusters; "
+            "give one entry per cluster, or none",
+        )
+        require(
+            self.div_val == 1 or self.cutoffs,
+            f"model.div_val is {self.div_val} and model.cutoffs is empty; narrower tails need cutoffs",
+        )
+        last = self.n_cluster - 1
+        require(
+            self.cluster_width(last) >= 1,
+            f"model.div_val {self.div_val} leaves cluster {last} no width of the embedding's {self.embed_width}",
+        )
+
+    def validate_vocabulary(self, vocab_size: int) -> None:
+        """Raises `UserError` if the clusters do not fit a vocabulary of `vocab_size` tokens."""
+        if self.cutoffs:
+            require(
+                self.cutoffs[-1] < vocab_size,
+                f"model.cutoffs end at {self.cutoffs[-1]} and the vocabulary has {vocab_size} tokens; "
+                "the last cutoff must lie below that",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompatConfig:
+    """Differences between implementations of the same model; `COMPAT_PRESETS` names the combinations."""
+
+    memory_start: MemoryStart = setting(
+        MemoryStart.MASKED, "Contents of the memory before the first segment.", flag=False
+    )
+    same_length_window: AttentionWindow = setting(
+        AttentionWindow.MEM_LEN, "Keys that a query sees under same_length.", flag=False
+    )
+    layer_norm_eps: float = setting(1e-5, "Added to the variance.", above=0, flag=False)
+    shaw_terms: ShawTerms = setting(ShawTerms.PAPER, "encoding=shaw: terms of the score.", flag=False)
+    final_norm: bool = setting(True, "layer_norm=pre: a layer norm after the last layer.", flag=False)
+
+    def window(self, mem_len: int, *, same_length: bool) -> int | None:
+        """Returns the keys that a query sees at most, itself included; None: as many as there are."""
+        plus_one = self.same_length_window is AttentionWindow.MEM_LEN_PLUS_ONE
+        return mem_len + plus_one if same_length else None
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range."""
+        check_fields(self, "compat")

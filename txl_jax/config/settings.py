@@ -1,0 +1,97 @@
+"""A setting: default, help, range and use of one field of a config, declared once.
+
+Flags, `--help`, config.json, the comparison on resume and the checks of single fields are all derived from it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from txl_jax.errors import UserError
+
+_KEY = "setting"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Properties of a field beside its name, type and default.
+
+    Attributes:
+      help: one sentence for `--help`.
+      at_least, above, at_most, below: the range; None: no bound.
+      path: a file, or a list of files, that programs make absolute.
+      only_with: values of a field beside it, by its name, without which nothing reads this one.
+      free_on_resume: may differ when a run is resumed, as it does not touch the training trajectory.
+      shapes_tokens: makes the token ids of a text what they are, so that a trained run keeps it.
+      flag: can be set from the command line; else only in code and by presets.
+    """
+
+    help: str
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    path: bool = False
+    only_with: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    free_on_resume: bool = False
+    shapes_tokens: bool = False
+    flag: bool = True
+
+    def range_text(self) -> str:
+        """Describes the range: "at least 0 and below 1"; empty if there is none."""
+        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+
+    def holds(self, value: float) -> bool:
+        """Returns whether a number lies in the range."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+
+def setting(default: Any, help: str, **properties: Any) -> Any:
+    """Declares a field of a config; `properties` are those of `Setting`."""
+    return dataclasses.field(default=default, metadata={_KEY: Setting(help, **properties)})
+
+
+def setting_of(field: dataclasses.Field) -> Setting:
+    """Returns the declaration of a field."""
+    return field.metadata[_KEY]
+
+
+def check_fields(group: Any, prefix: str) -> None:
+    """Checks each field of a config by itself: its range, and that something reads it.
+
+    Args:
+      group: a dataclass whose fields are declared by `setting`; fields that are groups of their own are left out.
+      prefix: its dotted name, such as "train".
+
+    Raises:
+      UserError: the first field that is out of its range, or is set where nothing reads it.
+    """
+    for field in dataclasses.fields(group):
+        if _KEY not in field.metadata:
+            continue
+        value, declared = getattr(group, field.name), setting_of(field)
+        name = f"{prefix}.{field.name}" if prefix else field.name
+        if isinstance(value, int | float) and not isinstance(value, bool) and not declared.holds(value):
+            off = ", or none" if field.default is None else ""
+            raise UserError(f"{name} is {value}; it must be {declared.range_text()}{off}")
+        if value == field.default:
+            continue
+        for other, readers in declared.only_with.items():
+            found = getattr(group, other)
+            require(
+                found in readers,
+                f"{name} is {value} and {prefix}.{other} is {found}, which does not read it; "
+                f"it goes with {', '.join(map(str, readers))}",
+            )
+
+
+def require(condition: Any, message: str) -> None:
+    """Raises `UserError` with the message unless the condition holds."""
+    if not condition:
+        raise UserError(message)

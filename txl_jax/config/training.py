@@ -1,0 +1,170 @@
+"""Settings of training: optimizer, mesh, recurrence, regularization, weight averaging."""
+
+import dataclasses
+import enum
+
+from txl_jax.config.lengths import validate_lengths
+from txl_jax.config.settings import check_fields, require, setting
+
+
+class LossPart(enum.StrEnum):
+    """Positions of a training segment that are scored (table 6 of the paper)."""
+
+    FULL = "full"
+    HALF = "half"  # The last L - L // 2 positions.
+
+
+class ScheduleOffset(enum.StrEnum):
+    """Step at which the cosine of the learning rate starts."""
+
+    AFTER_WARMUP = "after_warmup"  # At the end of the warm-up: no jump.
+    ORIGINAL = "original"  # At step 0, so the rate jumps down where the warm-up ends.
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam with linear warm-up, cosine decay and clipping by the global norm."""
+
+    learning_rate: float = setting(2.5e-4, "Peak learning rate.", above=0)
+    warmup_steps: int = setting(0, "Linear warm-up: updates.", at_least=0)
+    schedule_offset: ScheduleOffset = setting(
+        ScheduleOffset.AFTER_WARMUP, "Step at which the cosine starts.", flag=False
+    )
+    adam_b1: float = setting(0.9, "Decay of the first moment.", at_least=0, below=1)
+    adam_b2: float = setting(0.999, "Decay of the second moment.", at_least=0, below=1)
+    adam_eps: float = setting(1e-8, "Added to the root of the second moment.", above=0)
+    clip_norm: float = setting(0.25, "Largest global norm of the gradient.", above=0)
+    decay_steps: int | None = setting(
+        None, "Updates after which the rate stays at its minimum; none: train.steps.", at_least=1
+    )
+    min_lr_ratio: float = setting(0.0, "Minimum learning rate as a fraction of the peak.", at_least=0, at_most=1)
+    l2: float = setting(0.0, "L2: times the parameters, added to the clipped gradient (PyTorch Adam).", at_least=0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay of matrices (AdamW), times the rate.", at_least=0)
+    embedding_lr_multiplier: float = setting(1.0, "The embedding's peak rate as a multiple of the others'.", above=0)
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range."""
+        check_fields(self, "optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the mesh. They change no number but by rounding."""
+
+    data: int | None = setting(
+        None, "Data-parallel replicas; none: all remaining devices.", at_least=1, free_on_resume=True
+    )
+    fsdp: int = setting(1, "FSDP: devices that share the parameters of a replica.", at_least=1, free_on_resume=True)
+    tensor: int = setting(
+        1, "Tensor parallel: devices that share heads, inner width and vocabulary.", at_least=1, free_on_resume=True
+    )
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range."""
+        check_fields(self, "mesh")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The training recurrence and its intervals. Intervals count updates, one per segment."""
+
+    steps: int = setting(400_000, "Updates in all.", at_least=1)
+    batch_size: int = setting(22, "B, rows over all devices.", at_least=1)
+    grad_accum_steps: int = setting(1, "Gradient accumulation: microbatches per update.", at_least=1)
+    segment_len: int = setting(512, "L, tokens per row and update (tgt_len).", at_least=1)
+    mem_len: int = setting(512, "M, memory length.", at_least=0)
+    stride: int | None = setting(
+        None, "New, scored tokens at a segment's end; those before are read again; none: all.", at_least=1
+    )
+    clamp_len: int | None = setting(None, "Distances above this share one position code; none: off.", at_least=1)
+    same_length: bool = setting(False, "Every query sees the same number of keys.")
+    loss: LossPart = setting(LossPart.FULL, "Positions of the segment that are scored.", flag=False)
+    segments_per_call: int = setting(1, "S, steps per dispatch; any S gives the same numbers.", at_least=1)
+    log_every: int = setting(200, "Updates between progress lines.", at_least=1, free_on_resume=True)
+    eval_every: int = setting(
+        4000, "Updates between evaluations on the validation text.", at_least=1, free_on_resume=True
+    )
+    checkpoint_every: int = setting(4000, "Updates between checkpoints.", at_least=1, free_on_resume=True)
+    keep_checkpoints: int = setting(2, "Newest checkpoints kept, beside the best.", at_least=1, free_on_resume=True)
+    patience: int | None = setting(
+        None, "Early stopping: evaluations in a row without a better loss; none: off.", at_least=1, free_on_resume=True
+    )
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of a row that an update reads for the first time."""
+        return self.stride or self.segment_len
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range, or fields that cannot go together."""
+        check_fields(self, "train")
+        validate_lengths("train", self)
+        require(
+            not self.stride or self.loss is LossPart.FULL,
+            f"train.stride is {self.stride} and train.loss is {self.loss}; the stride says what is scored",
+        )
+        require(
+            self.batch_size % self.grad_accum_steps == 0,
+            f"train.batch_size is {self.batch_size} and train.grad_accum_steps is {self.grad_accum_steps}; the rows must "
+            "divide evenly",
+        )
+        for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
+            interval = getattr(self, name)
+            require(
+                interval % self.segments_per_call == 0,
+                f"train.{name} is {interval}, no multiple of train.segments_per_call, {self.segments_per_call}",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class RegularizationConfig:
+    """Penalties that are added to the loss."""
+
+    activation_l2: float = setting(0.0, "AR: times the mean square of the last layer's outputs.", at_least=0)
+    temporal_l2: float = setting(0.0, "TAR: times their mean squared change between positions.", at_least=0)
+    adversarial: float = setting(
+        0.0, "AdvSoft: word vectors are moved by this part of their length; full softmax only.", at_least=0
+    )
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range."""
+        check_fields(self, "regularization")
+
+
+@dataclasses.dataclass(frozen=True)
+class AverageConfig:
+    """Weight averaging (EMA, SWA, NT-ASGD): a mean over updates, which is evaluated and kept as the best."""
+
+    start_step: int | None = setting(None, "Updates before averaging starts; none: off.", at_least=0)
+    nt_asgd_patience: int | None = setting(
+        None,
+        "NT-ASGD: start averaging when the last N evaluations brought no improvement (AWD-LSTM: 5); none: off.",
+        at_least=1,
+    )
+    lr_scale: float = setting(1.0, "Factor on the learning rate from start_step on.", above=0)
+    ema_decay: float | None = setting(
+        None, "EMA decay per update; none: a uniform mean since the start.", above=0, below=1
+    )
+
+    @property
+    def on(self) -> bool:
+        """Whether a mean is kept at all."""
+        return self.start_step is not None or self.nt_asgd_patience is not None
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range, or fields that cannot go together."""
+        check_fields(self, "average")
+        require(
+            self.start_step is not None or self.lr_scale == 1,
+            f"average.lr_scale is {self.lr_scale} and average.start_step is {self.start_step}; the factor applies from "
+            "there on, so give it",
+        )
+        require(
+            self.start_step is None or self.nt_asgd_patience is None,
+            f"average.start_step is {self.start_step} and average.nt_asgd_patience is {self.nt_asgd_patience}; averaging "
+            "starts by one of the two",
+        )
+        require(
+            self.on or self.ema_decay is None,
+            f"average.ema_decay is {self.ema_decay} and nothing starts averaging; give average.start_step",
+        )

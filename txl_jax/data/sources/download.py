@@ -1,0 +1,99 @@
+"""Corpora from the network, through tensorflow-datasets' download manager, which keeps files and checks them.
+
+Its downloader tries for minutes where there is no network, so every source is asked first.
+"""
+
+import concurrent.futures
+import re
+from collections.abc import Callable, Iterable
+
+import requests
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core.download.checksums import UrlInfo
+from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
+
+from txl_jax.data.sources.archives import Container, Files, open_archive
+from txl_jax.data.sources.corpora import PublishedCorpus, Remote
+
+Source = tuple[Remote, ...]
+
+_CONNECT_SECONDS, _ANSWER_SECONDS = 3, 10
+
+
+class NoSourceError(Exception):
+    """No source could be downloaded."""
+
+
+def url_infos(corpus: PublishedCorpus) -> dict[str, UrlInfo]:
+    """What the download manager compares files with, where both size and checksum are known."""
+    return {
+        remote.url: UrlInfo(size=remote.size, checksum=remote.sha256, filename=remote.file)
+        for source in corpus.sources
+        for remote in source
+        if remote.size is not None and remote.sha256 is not None
+    }
+
+
+def ask(sources: Iterable[Source]) -> dict[Source, str]:
+    """What sources say when each is asked, all at the same time, for its first file; '' where it is there."""
+    sources = list(sources)
+    with concurrent.futures.ThreadPoolExecutor(len(sources)) as pool:
+        return dict(zip(sources, pool.map(_ask, sources), strict=True))
+
+
+def fetch(
+    sources: Iterable[Source],
+    manager: tfds.download.DownloadManager,
+    failed: Callable[[Source, str], object] = lambda source, why: None,
+) -> Container:
+    """The first of `sources` that can be downloaded; `failed` hears why the ones before it could not.
+
+    Raises:
+      NoSourceError: none can.
+    """
+    for source in sources:
+        try:
+            return _download(source, manager)
+        except NonMatchingChecksumError as error:
+            failed(source, _other_file(error))
+        except (tfds.download.DownloadError, requests.RequestException) as error:
+            failed(source, _in_short(error))
+        except ValueError as error:  # What came has another size, or is no archive.
+            failed(source, str(error))
+    raise NoSourceError
+
+
+def _ask(source: Source) -> str:
+    try:
+        answer = requests.head(source[0].url, timeout=(_CONNECT_SECONDS, _ANSWER_SECONDS), allow_redirects=True)
+    except requests.RequestException as error:
+        return _in_short(error)
+    return "" if answer.status_code < 400 else f"answers with HTTP status {answer.status_code}"
+
+
+def _download(source: Source, manager: tfds.download.DownloadManager) -> Container:
+    paths = {file: str(path) for file, path in manager.download({remote.file: remote.url for remote in source}).items()}
+    files = Files(source[0].url.rpartition("/")[0], paths)
+    for remote in source:
+        if remote.size not in (None, files.sizes[remote.file]):
+            raise ValueError(f"gave {files.sizes[remote.file]:,} bytes and not {remote.size:,}")
+    return files if len(source) > 1 else open_archive(paths[source[0].file], again=source[0].url)
+
+
+def _other_file(error: NonMatchingChecksumError) -> str:
+    """The checksums of an error that has several lines."""
+    sums = re.findall(r"checksum='(\w+)'", str(error))
+    return f"gave a file of sha256 {sums[1]} and not {sums[0]}" if len(sums) == 2 else "gave another file"
+
+
+def _in_short(error: Exception) -> str:
+    """Why a file did not come, without the layers of libraries."""
+    if isinstance(error, requests.exceptions.ProxyError):
+        return "cannot be reached through the proxy"
+    if isinstance(error, requests.Timeout):
+        return "does not answer in time"
+    if isinstance(error, requests.exceptions.SSLError):
+        return "has no certificate that this machine trusts"
+    if isinstance(error, requests.ConnectionError):
+        return "cannot be reached"
+    return f"failed ({error})"

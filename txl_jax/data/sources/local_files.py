@@ -1,0 +1,202 @@
+"""Text from files on this machine: the user's own, and Python's standard library."""
+
+import glob
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from txl_jax.config import DataConfig, EmptyEnd, LineMark, Tokenizer
+from txl_jax.data.sources.text import BLOCK_BYTES, SPLITS, File, Reading, Text, no_progress
+
+# Tests are more text than the library itself, and installed packages differ from machine to machine.
+STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+_BORDER_WINDOW = 1 << 16  # How far a border between splits may move to stand at the beginning of a line.
+
+
+def read_own_text(config: DataConfig, *, reading: Reading = no_progress) -> Text:
+    """The user's own files: one, split 90/5/5, or a list per split, each joined in the order given.
+
+    A name with * or ? stands for all files that match, in the order of their names.
+
+    Raises:
+      FileNotFoundError: a name that no file has.
+      ValueError: a directory, an empty file, or empty lines at a file's end where each would be a token.
+    """
+    if config.file:
+        path = _checked(config.file, flag="--data.file")
+        _check_end(config, [path])
+        return _cut("text", f"own text, {os.path.getsize(path):,} bytes of {Path(path).name}", [path], config, reading)
+    lists = {
+        "train": _expanded(config.train, flag="--data.train"),
+        "valid": _expanded(config.valid, flag="--data.valid"),
+        "test": _expanded(config.test, flag="--data.test"),
+    }
+    for paths in lists.values():
+        _check_end(config, paths)
+    splits = {name: tuple(map(file_part, paths)) for name, paths in lists.items()}
+    sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
+    # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
+    digest = _of_digests(
+        _of_digests(_digest([file]) for file in reading(f"reading {name}", files)) for name, files in splits.items()
+    )
+    return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, splits)
+
+
+def read_prefix(config: DataConfig, *, reading: Reading = no_progress) -> Text:
+    """A part of a published corpus, split 90/5/5.
+
+    Its byte tokens are all 256, as it may lack values that the rest holds.
+    """
+    path = _checked(config.file, flag="--data.file")
+    described = f"prefix of {os.path.getsize(path)} bytes of {Path(path).name}"
+    return _cut(f"{config.corpus} prefix", described, [path], config, reading)
+
+
+def read_python_stdlib(config: DataConfig, *, reading: Reading = no_progress) -> Text:
+    """The modules of the standard library of the running Python, joined in the order of their paths, split 90/5/5.
+
+    Raises:
+      FileNotFoundError: the library is not there as source files.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [str(path) for path in _python_files(root)]
+    if not paths:
+        raise FileNotFoundError(
+            f"the standard library at {root} holds no .py files (it may be packed in an archive); "
+            "use a Python that is installed as source files, or another --data.corpus"
+        )
+    size = sum(map(os.path.getsize, paths))
+    described = f"standard library of Python {platform.python_version()}, {len(paths)} files, {size:,} bytes"
+    return _cut("python_stdlib", described, paths, config, reading)
+
+
+def _cut(name: str, description: str, paths: Sequence[str], config: DataConfig, reading: Reading) -> Text:
+    """The files as one text, split by position."""
+    splits = split_by_position(paths, at_lines=config.tokenizer.kind is not Tokenizer.BYTE)
+    whole = [file for split in SPLITS for file in splits[split]]
+    return Text(name, description, _digest(reading("reading", whole)), splits)
+
+
+def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
+    """The first 90 %, the next 5 % and the last 5 % of the files' bytes; borders are rounded down.
+
+    With `at_lines` a border moves on to where a line begins, or, where lines are very long, a word.
+    """
+    sizes = [os.path.getsize(path) for path in paths]
+    total = sum(sizes)
+    borders = [0, total * 90 // 100, total * 95 // 100, total]
+    if at_lines:
+        borders[1:3] = [_line_start(paths, sizes, border) for border in borders[1:3]]
+    spans = zip(SPLITS, borders, borders[1:], strict=False)
+    return {name: tuple(_between(paths, sizes, first, last)) for name, first, last in spans}
+
+
+def file_part(path: str, first: int = 0, last: int | None = None) -> File:
+    """Bytes `first` to `last - 1` of the file at `path`."""
+    last = os.path.getsize(path) if last is None else last
+    return File(path, last - first, partial(_blocks, path, first, last), offset=first)
+
+
+def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
+    with open(path, "rb") as source:
+        source.seek(first)
+        while first < last:
+            block = source.read(min(BLOCK_BYTES, last - first))
+            if not block:
+                raise ValueError(f"{path} became shorter while it was read; leave it alone while a run starts")
+            yield block
+            first += len(block)
+
+
+def _between(paths: Sequence[str], sizes: Sequence[int], first: int, last: int) -> Iterator[File]:
+    """The parts of files that lie between two positions in all of them."""
+    start = 0
+    for path, size in zip(paths, sizes, strict=True):
+        low, high = max(first - start, 0), min(last - start, size)
+        if low < high:
+            yield file_part(path, low, high)
+        start += size
+
+
+def _line_start(paths: Sequence[str], sizes: Sequence[int], border: int) -> int:
+    """The first position from `border` on at which a line begins, or a word, or at least a character."""
+    first = max(border - 1, 0)  # The byte before the border tells whether a line begins there already.
+    window = b"".join(
+        block for file in _between(paths, sizes, first, first + _BORDER_WINDOW) for block in file.blocks()
+    )
+    for white in (b"\n", b" "):
+        if (found := window.find(white)) >= 0:
+            return first + found + 1
+    return first + next(
+        (i for i, byte in enumerate(window) if byte & 0xC0 != 0x80 and first + i >= border), len(window)
+    )
+
+
+def _expanded(names: Sequence[str], *, flag: str) -> list[str]:
+    """The files that a list of names and patterns stands for."""
+    paths = []
+    for name in names:
+        found = sorted(glob.glob(name)) if glob.has_magic(name) and not os.path.exists(name) else [name]
+        if not found:
+            raise FileNotFoundError(f"{flag} names {name}, which no file matches; check the pattern")
+        paths += [_checked(path, flag=flag) for path in found]
+    return paths
+
+
+def _checked(path: str, *, flag: str) -> str:
+    """The path; raises if it is missing, a directory or empty."""
+    if os.path.isdir(path):
+        raise ValueError(f"{flag} names {path}, which is a directory; name the files in it, for example {path}/*.txt")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{flag} names {path}, which does not exist; give the path of a text file")
+    if not os.path.getsize(path):
+        raise ValueError(f"{flag} names {path}, which is empty; give a file that holds text")
+    return path
+
+
+def _check_end(config: DataConfig, paths: Sequence[str]) -> None:
+    """Refuses empty lines at the end of a file, where the config says so and each would be a token."""
+    marked = (
+        config.tokenizer.kind in (Tokenizer.WORD, Tokenizer.SENTENCEPIECE)
+        and config.tokenizer.line_mark is not LineMark.NONE
+    )
+    if not marked or config.tokenizer.empty_end is EmptyEnd.KEEP:
+        return
+    for path in paths:
+        size = os.path.getsize(path)
+        end = b"".join(file_part(path, max(size - _BORDER_WINDOW, 0), size).blocks())
+        white = end[len(end.rstrip()) :]
+        if (empty := white.count(b"\n") - white.endswith(b"\n")) > 0:  # A newline ends a line; what follows is another.
+            raise ValueError(
+                f"{path} ends in {empty} empty line{'s' if empty > 1 else ''}, each of which would be scored as a "
+                "line; remove them, or keep them with --data.tokenizer.empty_end=keep"
+            )
+
+
+def _python_files(root: Path) -> list[Path]:
+    """Modules below `root` in the order of their relative paths, without tests and installed packages."""
+    found = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED_DIRS]
+        # is_file: some distributions leave dangling links behind.
+        found += [path for name in files if name.endswith(".py") and (path := Path(folder, name)).is_file()]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _of_digests(digests: Iterable[str]) -> str:
+    """sha256 of digests in order, in hexadecimal."""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _digest(files: Iterable[File]) -> str:
+    """sha256 of the files' bytes in order, in hexadecimal."""
+    digest = hashlib.sha256()
+    for file in files:
+        for block in file.blocks():
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,137 @@
+"""Published corpora as a `Text`: prepared once by their tensorflow-datasets builders, then read from the cache."""
+
+import dataclasses
+import errno
+import functools
+import hashlib
+import itertools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from txl_jax.config import CorpusName, Heldout
+from txl_jax.data.sources import locate
+from txl_jax.data.sources.corpora import CORPORA
+from txl_jax.data.sources.text import SPLITS, File, Text
+from txl_jax.runtime import files
+
+_RECORDS_PER_BLOCK = 16  # Together a megabyte.
+
+
+def read(corpus: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = Heldout.SEPARATE) -> Text:
+    """A published corpus, checked against what is known of it.
+
+    Args:
+      data_dir: folder in which its files are looked for, unless it is prepared already.
+      cache_dir: folder for the prepared corpus, which is kept in its `tfds`.
+      heldout: One Billion Word: which held-out shard validates.
+
+    Raises:
+      FileNotFoundError: the files are not there and cannot be downloaded.
+      ValueError: the files are not those that were published, or what was prepared from them is damaged.
+      OSError: `cache_dir` cannot be written to.
+    """
+    folder = Path(cache_dir, "tfds").absolute()
+    if not _is_prepared(corpus, folder):
+        find = locate.find(CORPORA[corpus], Path(data_dir))
+        with files.writable(folder, what=CORPORA[corpus].title), files.locked(folder / f".txl_{corpus}.lock"):
+            if not _is_prepared(corpus, folder):  # Else another process has prepared it meanwhile.
+                _prepare(corpus, folder, find)
+    try:
+        return _open(corpus, folder, heldout)
+    except Exception as error:  # Damage to what lies beside the records shows as nearly any type.
+        raise _damaged(_records_folder(corpus, folder), error) from error
+
+
+def _prepare(corpus: CorpusName, folder: Path, find: locate.Find) -> None:
+    """Makes the folder of records. We hold the lock, so what lies there half done is of a process that was killed."""
+    print(f"preparing {CORPORA[corpus].title} in {folder} (once)", flush=True)
+    shutil.rmtree(_records_folder(corpus, folder).parent, ignore_errors=True)
+    downloads = folder / f"txl_{corpus}_downloads"
+    for leftover in downloads.rglob("*.tmp.*"):
+        shutil.rmtree(leftover)
+    try:
+        _builder(corpus)(data_dir=folder, find=find).download_and_prepare(download_dir=downloads)
+    except RuntimeError as error:  # ArrayRecord could not write: 'write() failed: No space left on device; ...'
+        raise OSError(errno.EIO, str(error).partition(";")[0]) from error
+    except (ValueError, FileNotFoundError):  # What was downloaded is not the corpus. After a full disk, say, it stays.
+        shutil.rmtree(downloads, ignore_errors=True)
+        raise
+    shutil.rmtree(downloads, ignore_errors=True)
+
+
+def _is_prepared(corpus: CorpusName, folder: Path) -> bool:
+    """A folder of records gets its name once it is complete."""
+    return (_records_folder(corpus, folder) / "dataset_info.json").is_file()
+
+
+def _records_folder(corpus: CorpusName, folder: Path) -> Path:
+    return folder / f"txl_{corpus}" / str(_builder(corpus).VERSION)
+
+
+def _builder(corpus: CorpusName) -> Any:
+    """The builder's class. Imported here as it takes half a second, which runs on other texts need not wait for."""
+    from txl_jax.data.sources.tfds_builders import BUILDERS
+
+    return BUILDERS[corpus]
+
+
+def _open(corpus: CorpusName, folder: Path, heldout: Heldout) -> Text:
+    """The text of a folder of records."""
+    builder, known = _builder(corpus)(data_dir=folder), CORPORA[corpus]
+    metadata = builder.info.metadata
+    stored = {split: split for split in SPLITS}
+    same = corpus is CorpusName.LM1B and heldout is Heldout.PUBLISHED
+    if same:
+        stored["valid"] = "test"  # Both held-out shards are in the cache.
+    splits = {}
+    for split, source in stored.items():
+        records = _Records(builder, source, _records_folder(corpus, folder))
+        splits[split] = tuple(_files(f"{corpus} {source}", records, metadata["files"][source]))
+    sums = [metadata["sha256"][known.ranges()[source][0]] for source in stored.values()]
+    digest = sums[0] if known.cuts else hashlib.sha256("".join(sums).encode()).hexdigest()
+    size = sum(file.size for source in set(stored.values()) for file in splits[source])
+    return Text(
+        str(corpus),
+        f"{known.title}, {size:,} bytes{', validation on the test text' if same else ''}",
+        digest,
+        splits,
+        closed_alphabet=known.closed_alphabet,
+    )
+
+
+def _damaged(folder: Path, error: Exception) -> ValueError:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return ValueError(
+        f"the prepared text in {folder} is damaged ({reason}); remove this folder, and it is prepared again"
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Records:
+    """The records of a split."""
+
+    builder: Any
+    split: str
+    folder: Path
+
+    def read(self, first: int, count: int) -> Iterator[bytes]:
+        """The text of `count` records from the one numbered `first` on."""
+        try:
+            for start in range(first, first + count, _RECORDS_PER_BLOCK):
+                block = range(start, min(start + _RECORDS_PER_BLOCK, first + count))
+                yield b"".join(self._source[i]["block"] for i in block)
+        except Exception as error:  # So does damage to the records themselves.
+            raise _damaged(self.folder, error) from error
+
+    @functools.cached_property
+    def _source(self) -> Any:
+        return self.builder.as_data_source(self.split)
+
+
+def _files(name: str, records: _Records, stored: list[tuple[str, int, int]]) -> Iterator[File]:
+    """The files of a split by their names, which need not be the order of their records."""
+    starts = itertools.accumulate((count for _, _, count in stored), initial=0)
+    for (file, size, count), first in sorted(zip(stored, starts, strict=False)):
+        yield File(f"{name}, {file}" if len(stored) > 1 else name, size, functools.partial(records.read, first, count))

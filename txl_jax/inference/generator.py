@@ -1,0 +1,215 @@
+"""Writing text: the prompt goes through the memory in segments, then one token at a time, all on the device.
+
+Token number i of sample b is drawn with a key made of (seed, b, i) alone, so the text depends neither on how many
+tokens are drawn per call nor on how many samples are written beside it. Every query sees the keys at the distances 0
+to M (with `same_length` to M - 1), so the text does not depend either on how the prompt was cut.
+
+The memory is a ring: a step overwrites its oldest slot and moves nothing, so that time and memory per token stay the
+same however long the text becomes.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from txl_jax.config import EvalConfig, GenerateConfig
+from txl_jax.inference import cache as cache_lib
+from txl_jax.inference import forward
+from txl_jax.inference.cache import KVCache
+from txl_jax.inference.forward import DecodeParams
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.ops import sampling
+from txl_jax.runtime import distributed
+
+
+class Weights(NamedTuple):
+    """Parameters laid out for segments of the prompt, and for single tokens."""
+
+    segment: DecodeParams
+    token: DecodeParams
+
+
+class Context(NamedTuple):
+    """Where a text stands."""
+
+    memory: KVCache
+    last: jax.Array  # int32 [B], the newest token, not yet read.
+    done: jax.Array  # bool [B], which samples have ended.
+
+
+class Generator:
+    """Compiled functions that read and write with one model at the evaluation lengths."""
+
+    def __init__(
+        self,
+        model: TransformerXL,
+        span: EvalConfig,
+        config: GenerateConfig,
+        *,
+        memory_dtype: jnp.dtype | None = None,
+        stop_token: int | None = None,
+    ):
+        """A generator.
+
+        Args:
+          span: segment and memory lengths, clamp and same_length.
+          config: samples, length and how tokens are drawn.
+          memory_dtype: type of the stored keys and values; None: as computed.
+          stop_token: a sample ends with this token; None: at `config.length` only.
+        """
+        self._model = model
+        self._span = span
+        self._config = config
+        self._memory_dtype = memory_dtype
+        self._stop_token = stop_token
+        # Every query sees as far back, whatever segment it was read in.
+        limit = model.compat.window(span.mem_len, same_length=span.same_length)
+        self._window = span.mem_len + 1 if limit is None else limit
+        self.prepare_segment = jax.jit(self._prepare)
+        self._init_memory = jax.jit(self.empty)
+        self._read = jax.jit(self._read_segment, donate_argnums=1)
+        self._read_rest = jax.jit(self._read_tokens, donate_argnums=1)
+        self.write = jax.jit(self._write_block, static_argnames="count", donate_argnums=1)
+
+    def tokens(
+        self,
+        weights: Weights,
+        prompt: np.ndarray,
+        *,
+        block: int = 16,
+        stop_requested: Callable[[], Any] = lambda: False,
+    ) -> Iterator[np.ndarray]:
+        """Yields int32 [B, up to `block`] until `config.length` tokens are written or every sample has ended.
+
+        A sample that has ended goes on with its stop token.
+
+        Args:
+          weights: what `prepare_params` made of the parameters.
+          prompt: int [T], at least one token.
+          block: tokens per call; more is a little faster, fewer reach the reader sooner.
+          stop_requested: asked between segments of the prompt and between blocks; once it is true nothing more comes.
+
+        Raises:
+          ValueError: an empty prompt.
+        """
+        context, length = self.read(weights, prompt, stop_requested=stop_requested), self._config.length
+        for first in range(0, length, block):
+            if stop_requested():
+                return
+            count = min(block, length - first)
+            context, tokens, written = self.write(weights.token, context, first, count, count=block)
+            yield distributed.to_host(tokens)[:, : int(distributed.to_host(written))]
+            if np.all(distributed.to_host(context.done)):
+                return
+
+    def read(
+        self, weights: Weights, prompt: np.ndarray, *, stop_requested: Callable[[], Any] = lambda: False
+    ) -> Context:
+        """The context after a prompt [T], read once from an empty memory, for all samples.
+
+        Two programs read prompts of any length: whole segments, and then what is left token by token.
+        """
+        if len(prompt) == 0:
+            raise ValueError("the prompt is empty; generation needs at least one token to go on from")
+        segment_len = self._span.segment_len
+        known = np.asarray(prompt[:-1], np.int32)
+        memory = self._init_memory(weights.segment)
+        n_whole = len(known) // segment_len
+        for tokens in known[: n_whole * segment_len].reshape(n_whole, 1, segment_len):
+            if stop_requested():
+                break
+            memory = self._read(weights.segment, memory, tokens)
+        rest = known[n_whole * segment_len :]
+        padded = np.pad(rest, (0, segment_len - len(rest)))
+        memory = self._read_rest(weights.token, _in_order(memory), padded, len(rest))
+        samples = self._config.samples
+        return Context(
+            memory=_repeat_rows(memory, samples),
+            # Not of jax: what it makes here would lie on this process's devices only.
+            last=np.full(samples, prompt[-1], np.int32),
+            done=np.zeros(samples, bool),
+        )
+
+    def prepare_params(self, params: Any) -> Weights:
+        """The parameters laid out. What both layouts have alike is held once, so this is not to be jitted as a whole."""
+        segment = self.prepare_segment(params)
+        return Weights(segment, self.for_tokens(segment))
+
+    def for_tokens(self, segment: DecodeParams) -> DecodeParams:
+        """The weights for segments of the prompt laid out for single tokens."""
+        return forward.for_single_tokens(segment, mem_len=self._span.mem_len)
+
+    def _prepare(self, params: Any) -> DecodeParams:
+        span = self._span
+        lengths = {"segment_len": span.segment_len, "mem_len": span.mem_len, "clamp_len": span.clamp_len}
+        return forward.prepare_params(params, self._model, **lengths)
+
+    def empty(self, weights: DecodeParams) -> KVCache:
+        """The memory of one row before the prompt."""
+        span = self._span
+        return forward.init_memory(
+            weights,
+            self._model,
+            batch_size=1,
+            mem_len=span.mem_len,
+            segment_len=span.segment_len,
+            dtype=self._memory_dtype,
+        )
+
+    def _read_segment(self, weights: DecodeParams, memory: KVCache, tokens: jax.Array) -> KVCache:
+        """Reads tokens [1, L]; only the memory after them is of use."""
+        return forward.read(weights, self._model, tokens, memory, window=self._window)[1]
+
+    def _read_tokens(self, weights: DecodeParams, memory: KVCache, tokens: jax.Array, count: jax.Array) -> KVCache:
+        """Reads the first `count` of tokens [L], one at a time."""
+
+        def read(i: jax.Array, memory: KVCache) -> KVCache:
+            return self._read_segment(weights, memory, tokens[i][None, None])
+
+        return jax.lax.fori_loop(0, count, read, memory)
+
+    def _write_block(
+        self, weights: DecodeParams, context: Context, first: jax.Array, limit: jax.Array, *, count: int
+    ) -> tuple[Context, jax.Array, jax.Array]:
+        """Draws tokens `first` to `first + limit - 1`, fewer if all samples end before.
+
+        Returns:
+          The context after them, int32 [B, count], and how many columns of it were written.
+        """
+        config, n_sample = self._config, context.last.shape[0]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(config.seed), jnp.arange(n_sample))
+        limits = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+
+        def write(state: tuple[jax.Array, Context, jax.Array]) -> tuple[jax.Array, Context, jax.Array]:
+            i, context, written = state
+            hidden, memory = forward.read(
+                weights, self._model, context.last[:, None], context.memory, window=self._window
+            )
+            token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, first + i)
+            drawn = sampling.draw(token_keys, hidden[:, 0], weights.clusters, **limits)
+            done = context.done
+            if self._stop_token is not None:
+                drawn = jnp.where(done, self._stop_token, drawn)
+                done |= drawn == self._stop_token
+            return i + 1, Context(memory, drawn, done), written.at[:, i].set(drawn)
+
+        def goes_on(state: tuple[jax.Array, Context, jax.Array]) -> jax.Array:
+            i, context, _ = state
+            return (i < limit) & ~jnp.all(context.done)
+
+        start = jnp.zeros((), jnp.int32), context, jnp.zeros((n_sample, count), jnp.int32)
+        written, context, tokens = jax.lax.while_loop(goes_on, write, start)
+        return context, tokens, written
+
+
+_in_order = jax.jit(cache_lib.unrotate)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _repeat_rows(memory: KVCache, samples: int) -> KVCache:
+    """The memory of one row as that of `samples` equal rows."""
+    return jax.tree.map(lambda array: jnp.repeat(array, samples, axis=0) if array.ndim else array, memory)

@@ -1,0 +1,41 @@
+"""That all processes of a run were given the same settings and the same text; each of them reads its own rows of it."""
+
+import json
+
+from txl_jax.config import ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import Corpus
+from txl_jax.data.tokens.vocabulary import digest
+from txl_jax.runtime import distributed
+
+# Hosts may keep their files in different places. What is in them is compared.
+_PLACES = {f"data.{name}" for name in ("file", "train", "valid", "test", "vocab_file", "sentencepiece_model")}
+
+
+def check(config: ExperimentConfig, corpus: Corpus) -> None:
+    """Raises `ValueError`, in all processes, for one whose settings or text are not those of the first."""
+    check_settings(config)
+    distributed.assert_same_on_all(
+        f"{corpus.description} (sha256 {corpus.digest[:12]}...)",
+        lambda first, other: f"its text is {other} and that of process 0 is {first}; give all hosts the same files",
+    )
+    distributed.assert_same_on_all(
+        digest(corpus.vocabulary),
+        lambda first, other: (
+            f"its vocabulary has the sha256 {other[:12]}... and that of process 0 {first[:12]}...; give all hosts the same "
+            "files and the same versions of the libraries"
+        ),
+    )
+
+
+def check_settings(config: ExperimentConfig) -> None:
+    """The part of `check` that needs no text."""
+    settings = {name: value for name, value in config_tree.to_dict(config).items() if name not in _PLACES}
+    distributed.assert_same_on_all(json.dumps(settings), _difference)
+
+
+def _difference(first: str, other: str) -> str:
+    ours, theirs = json.loads(first), json.loads(other)
+    names = [name for name in ours if theirs.get(name) != ours[name]]
+    told = ", ".join(f"{name} is {theirs.get(name)} there and {ours[name]} in process 0" for name in names[:3])
+    return f"{told}; start all hosts with the same command"

@@ -1,0 +1,49 @@
+"""Distances between queries and keys, their sinusoid codes, and the relative shift.
+
+A query at row i of the segment and a key at column j of [memory; segment] lie M + i - j apart (Dai et
+al., 2019, section 3.3). Codes exist once per distance, not once per pair: the scores of all distances
+are computed first and then shifted into place, which is linear in K (appendix B).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def key_distances(n_keys: int, *, clamp_len: int | None = None) -> jax.Array:
+    """Distances K - 1, .., 1, 0, as int32 [K]; those above `clamp_len` become `clamp_len`."""
+    distances = jnp.arange(n_keys - 1, -1, -1, dtype=jnp.int32)
+    return jnp.minimum(distances, clamp_len) if clamp_len is not None else distances
+
+
+def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array:
+    """The code R of each distance: [K] -> [K, D], sines in the first half and cosines in the second.
+
+    Frequency i of D / 2 is 10000^(-2i / D). Angles are formed in at least float32: a bfloat16 angle of a
+    few thousand radians would be off by whole turns.
+    """
+    wide = jnp.promote_types(dtype, jnp.float32)
+    frequencies = jnp.asarray(10000.0 ** -(np.arange(0, d_model, 2) / d_model), wide)
+    angles_KxF = distances.astype(wide)[:, None] * frequencies[None, :]
+    return jnp.concatenate([jnp.sin(angles_KxF), jnp.cos(angles_KxF)], axis=-1).astype(dtype)
+
+
+def relative_shift(scores: jax.Array) -> jax.Array:
+    """Moves scores from "column = distance" to "column = key": [..., L, K] -> [..., L, K].
+
+    Column p of the input belongs to distance K - 1 - p. Query i meets key j at column (L - 1 - i) + j, so
+    row i must move left by L - 1 - i. Pad one column, read the same buffer with rows of another length,
+    drop the first row. For L = K = 3, with entry `ip` of query i and distance 2 - p:
+
+        00 01 02        . 00 01 02        . 00 01        02  . 10
+        10 11 12   ->   . 10 11 12   ->  02  . 10   ->   11 12  .
+        20 21 22        . 20 21 22       11 12  .        20 21 22
+                                         20 21 22
+         scores           padded          re-read         result
+
+    Row 0 keeps 02 (distance 0), row 1 keeps 11, 12 (distances 1, 0). Entries right of the diagonal
+    j = M + i belong to future keys; they hold leftovers and the causal mask must hide them.
+    """
+    *lead, n_query, n_key = scores.shape
+    padded = jnp.pad(scores, [(0, 0)] * (len(lead) + 1) + [(1, 0)])
+    return padded.reshape(*lead, n_key + 1, n_query)[..., 1:, :].reshape(scores.shape)

@@ -1,0 +1,111 @@
+"""A function of positions, computed only at the positions that are wanted, under `jit` and with gradients.
+
+How many positions are wanted is known when the program runs, and shapes are fixed before. So the wanted
+positions are walked in chunks of a fixed number of slots, in as many chunks as they fill: no position is
+dropped whatever their number, work grows with it, and memory is that of one chunk. None wanted, none computed.
+
+T positions. A loop whose number of rounds is known that late has no reverse derivative, so one is given
+here: it walks the chunks again, computes each anew and takes its gradient. Forward mode (`jax.jvp`) is refused.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# (weights, states [n, ...], labels int [n]) -> [n], each value from its own state and label.
+PositionFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 6))
+def chunked_apply(
+    function: PositionFunction,
+    capacity: int,
+    weights: Any,
+    states: jax.Array,
+    labels: jax.Array,
+    selected: jax.Array,
+    sync_axes: tuple[str, ...] = (),
+) -> jax.Array:
+    """`function(weights, states, labels)` where `selected`, 0 elsewhere: [T].
+
+    Args:
+      function: what to compute; a module's own function, since what it closes over gets no gradient.
+      capacity: positions per chunk; the last chunk's unused slots hold zeros.
+      weights: a tree of arrays. Gradients of chunks add up in at least float32: a bfloat16 sum of ones
+        stops at 256.
+      states: [T, ...], with gradients.
+      labels: int [T].
+      selected: bool [T].
+      sync_axes: inside `jax.shard_map`, mesh axes whose devices must walk the same number of rounds, as they must where
+        `function` sends anything; those with fewer positions walk through empty chunks.
+    """
+    values, _ = _forward(function, capacity, weights, states, labels, selected, sync_axes)
+    return values
+
+
+def _forward(
+    function: PositionFunction,
+    capacity: int,
+    weights: Any,
+    states: jax.Array,
+    labels: jax.Array,
+    selected: jax.Array,
+    sync_axes: tuple[str, ...] = (),
+) -> tuple[jax.Array, Any]:
+    chunks, n_chunk = _chunks(selected, capacity)
+    if sync_axes:
+        n_chunk = jax.lax.pmax(n_chunk, sync_axes)
+
+    def add_chunk(i: jax.Array, values: jax.Array) -> jax.Array:
+        positions = chunks[i]
+        found = function(weights, _take(states, positions), _take(labels, positions))
+        return values.at[positions].set(found, mode="drop")
+
+    whole = jax.eval_shape(function, weights, states, labels)
+    values = jax.lax.fori_loop(0, n_chunk, add_chunk, jnp.zeros(whole.shape, whole.dtype))
+    return values, (weights, states, labels, chunks, n_chunk)
+
+
+def _backward(
+    function: PositionFunction, capacity: int, sync_axes: tuple[str, ...], kept: Any, cotangent: jax.Array
+) -> tuple[Any, ...]:
+    del sync_axes  # The rounds were counted together.
+    weights, states, labels, chunks, n_chunk = kept
+
+    def add_chunk(i: jax.Array, gradients: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        of_weights, of_states = gradients
+        positions = chunks[i]
+        chunk_labels = _take(labels, positions)
+        _, pull_back = jax.vjp(lambda w, s: function(w, s, chunk_labels), weights, _take(states, positions))
+        more, of_chunk = pull_back(_take(cotangent, positions))
+        of_weights = jax.tree.map(lambda total, new: total + new.astype(total.dtype), of_weights, more)
+        return of_weights, of_states.at[positions].set(of_chunk, mode="drop")
+
+    def zeros(weight: jax.Array) -> jax.Array:
+        return jnp.zeros(weight.shape, jnp.promote_types(weight.dtype, jnp.float32))
+
+    start = jax.tree.map(zeros, weights), jnp.zeros_like(states)
+    of_weights, of_states = jax.lax.fori_loop(0, n_chunk, add_chunk, start)
+    of_weights = jax.tree.map(lambda weight, total: total.astype(weight.dtype), weights, of_weights)
+    return of_weights, of_states, None, None
+
+
+chunked_apply.defvjp(_forward, _backward)
+
+
+def _chunks(selected: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """The selected positions in order, int [chunks, capacity], and how many chunks they fill.
+
+    Slots without a position hold T, one past the last: `_take` reads zeros there, and writes are dropped.
+    """
+    n_position = selected.shape[0]
+    most = -(-n_position // capacity)
+    positions = jnp.flatnonzero(selected, size=most * capacity, fill_value=n_position)
+    return positions.reshape(most, capacity), -(-jnp.sum(selected) // capacity)
+
+
+def _take(array: jax.Array, positions: jax.Array) -> jax.Array:
+    return jnp.take(array, positions, axis=0, mode="fill", fill_value=0)

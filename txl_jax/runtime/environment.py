@@ -1,0 +1,72 @@
+"""Device, versions and date of a measurement, and numbers formatted for people."""
+
+import datetime
+import math
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from txl_jax.version import __version__
+
+
+def describe() -> dict[str, Any]:
+    """Device, versions and date: what a number needs beside it."""
+    return {
+        "device": device_kind(),
+        "devices": jax.device_count(),
+        "threads": os.cpu_count(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "txl_jax": __version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def device_kind() -> str:
+    """The first device's name; for a CPU the processor's and its cores, as jax only says "cpu"."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    return f"CPU ({_processor()}, {os.cpu_count()} cores)"
+
+
+def _processor() -> str:
+    """The processor's model where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def megabytes(size: float) -> str:
+    """Bytes for people.
+
+    >>> megabytes(52_428_800), megabytes(4.8e9)
+    ('52 MB', '4.8 GB')
+    """
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Bytes on one device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss, or days before that.
+
+    >>> duration(3723), duration(200000)
+    ('1:02:03', '2d 7:33:20')
+    """
+    if not math.isfinite(seconds):
+        return "unknown"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"

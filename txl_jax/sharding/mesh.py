@@ -1,0 +1,150 @@
+"""The device mesh, and the one table from logical axis names to its axes.
+
+A mesh has three axes: `data` (copies of the model), `fsdp` (devices that share one copy's parameters)
+and `tensor` (devices that share heads, inner width and vocabulary). Batch rows are spread over `data` and
+`fsdp`. `jax.jit` with these shardings is what used to be called pjit.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from txl_jax.config import MeshConfig
+from txl_jax.sharding import axes
+from txl_jax.sharding.activations import Spread
+
+DATA, FSDP, TENSOR = _NAMES = "data", "fsdp", "tensor"
+
+_MESH_AXES = {
+    axes.BATCH: (DATA, FSDP),
+    axes.LENGTH: None,
+    axes.LAYERS: None,
+    axes.EMBED: FSDP,
+    axes.CLUSTER_EMBED: None,
+    axes.HEADS: TENSOR,
+    axes.HEAD_DIM: None,
+    axes.INNER: TENSOR,
+    axes.VOCAB: TENSOR,
+    axes.CLUSTERS: None,
+    axes.POSITIONS: None,
+    axes.NORM: None,
+}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over this run's devices; with `data` given, those beyond the product stay idle.
+
+    Neighbours along an axis of the mesh are neighbours on the wire, where a device tells its place.
+
+    Args:
+      devices: None: those of this run; else others, such as those of a topology that is not at hand.
+
+    Raises:
+      ValueError: the sizes ask for more devices than there are, or leave a remainder where `data` is None.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = _shape(config, len(devices))
+    try:  # As `jax.make_mesh`, which lays no axis of the mesh over a part of an axis of the wires.
+        grid = mesh_utils.create_device_mesh(shape, devices[: math.prod(shape)], allow_split_physical_axes=True)
+    except AssertionError:  # So many chips are no box of the torus; they work all the same.
+        grid = np.asarray(devices[: math.prod(shape)]).reshape(shape)
+    return Mesh(grid, _NAMES, axis_types=(AxisType.Auto,) * 3)
+
+
+def abstract_mesh(config: MeshConfig, n_device: int) -> AbstractMesh:
+    """The mesh over devices of which only the number is known: enough to say what would lie where.
+
+    Raises:
+      ValueError: as `make_mesh`.
+    """
+    return AbstractMesh(_shape(config, n_device), _NAMES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _shape(config: MeshConfig, n_device: int) -> tuple[int, int, int]:
+    shared = config.fsdp * config.tensor
+    data = config.data or n_device // shared
+    if data * shared > n_device or (not config.data and data * shared != n_device):
+        raise ValueError(
+            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor} and there "
+            f"are {n_device} devices; the product must not exceed that, nor leave a remainder where data is none"
+        )
+    return data, config.fsdp, config.tensor
+
+
+def spec(*names: str | None) -> PartitionSpec:
+    """The mesh axes of an array whose axes are called `names`; None stays whole.
+
+    Raises:
+      ValueError: a name without a row in the table (flax would silently replicate it).
+    """
+    for name in names:
+        if name is not None and name not in _MESH_AXES:
+            raise ValueError(f"logical axis {name!r} has no row in the sharding table; known: {', '.join(_MESH_AXES)}")
+    return PartitionSpec(*(None if name is None else _MESH_AXES[name] for name in names))
+
+
+def named_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
+    """The sharding of one array whose axes are called `names`."""
+    return NamedSharding(mesh, spec(*names))
+
+
+def param_shardings(mesh: Mesh, tree: Any) -> Any:
+    """Shardings for a tree whose arrays sit in boxes with logical axis names; bare arrays are replicated.
+
+    Vocabularies and their clusters have the sizes that the text gives them (205 bytes in enwik8). A table whose tokens do
+    not divide over `tensor` is whole there, and over `fsdp` its tokens are spread if its width does not divide. (Over
+    `tensor` the width would have to be gathered for every use, which reads parts of the tokens.)
+
+    Shaped like `nn.unbox(tree)`.
+    """
+
+    def place(names: PartitionSpec, array: Any) -> NamedSharding:
+        if tuple(names) == (axes.VOCAB,):  # A bias, of which each cluster takes a piece at its cutoffs: whole.
+            return named_sharding(mesh)
+        if axes.VOCAB not in names:
+            return named_sharding(mesh, *names)
+        return NamedSharding(mesh, _of_table(mesh, dict(zip(names, array.shape, strict=True))))
+
+    return jax.tree.map(
+        place, nn.get_partition_spec(tree), nn.unbox(tree), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+    )
+
+
+def _of_table(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
+    """The mesh axes of a table of embeddings, of these sizes by names of axes."""
+    found: dict[str, list[str]] = {name: [] for name in sizes}
+
+    def divides(name: str, axis: str) -> bool:
+        return sizes[name] % math.prod(mesh.shape[other] for other in (axis, *found[name])) == 0
+
+    if divides(axes.VOCAB, TENSOR):
+        found[axes.VOCAB].append(TENSOR)
+    for name in (axes.CLUSTER_EMBED, axes.VOCAB):
+        if divides(name, FSDP):
+            found[name].append(FSDP)
+            break
+    return PartitionSpec(*(tuple(axes_of) or None for axes_of in found.values()))
+
+
+def spread(mesh: Mesh) -> Spread | None:
+    """What the model must know of the mesh; None: it is one device."""
+    return Spread(mesh, spec) if mesh.size > 1 else None
+
+
+def batch_axes(mesh: Mesh, batch_size: int) -> str | None:
+    """The name of a batch axis: `axes.BATCH` if the rows divide among the devices, else None (replicated).
+
+    A published evaluation reads one row, whatever the number of devices.
+    """
+    return axes.BATCH if batch_size % num_batch_shards(mesh) == 0 else None
+
+
+def num_batch_shards(mesh: Mesh) -> int:
+    """Over how many devices the rows of a batch are spread."""
+    return Spread(mesh, spec).row_parts
