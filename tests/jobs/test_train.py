@@ -23,12 +23,12 @@ from txl_jax.config import (
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.tokens.vocabulary import ByteVocabulary
+from txl_jax.errors import NonFiniteError
 from txl_jax.jobs import evaluate, generate, train
 from txl_jax.jobs.restore import load_parameters
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
-from txl_jax.training.progress import NonFiniteError
 
 STEPS = 24
 

@@ -22,6 +22,7 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.prefetch import Prefetcher
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import NonFiniteError
 from txl_jax.jobs import report
 from txl_jax.jobs.train import Outcome, Run, training_reader
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -32,7 +33,7 @@ from txl_jax.runtime.files import write_json, write_text
 from txl_jax.segments import Segments
 from txl_jax.training import ensemble as ensemble_step
 from txl_jax.training.loop import Hook, train
-from txl_jax.training.progress import NonFiniteError, check_finite
+from txl_jax.training.progress import check_finite
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import UpdateMetrics
 

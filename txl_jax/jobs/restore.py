@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import CheckpointError
 from txl_jax.jobs import agreement
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed
-from txl_jax.runtime.checkpoint import Checkpointer, CheckpointError
+from txl_jax.runtime.checkpoint import Checkpointer
 
 
 def load_to_score(

@@ -14,12 +14,12 @@ import tqdm
 from txl_jax.assemble import RunComponents
 from txl_jax.data.batches.segments import SegmentReader, evaluation_segments
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import NonFiniteError
 from txl_jax.evaluation.sliding_window import evaluate_windows
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.jobs import report
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime.environment import duration
-from txl_jax.training.progress import NonFiniteError
 
 SPLITS = ("valid", "test")  # The texts that are scored.
 _SECONDS_BETWEEN_LINES = 20.0

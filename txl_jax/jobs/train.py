@@ -24,17 +24,18 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.prefetch import Prefetcher
 from txl_jax.data.batches.segments import SegmentReader, training_segments
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import CheckpointError, NonFiniteError
 from txl_jax.jobs import agreement, report
 from txl_jax.jobs.score import Interrupted, as_record, score
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
 from txl_jax.runtime import distributed, environment
-from txl_jax.runtime.checkpoint import Checkpointer, CheckpointError
+from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.files import write_json
 from txl_jax.runtime.metrics_log import NoLog, RunLog, read_metrics
 from txl_jax.training import weight_averaging
 from txl_jax.training.loop import Hook, train
-from txl_jax.training.progress import NonFiniteError, Progress
+from txl_jax.training.progress import Progress
 from txl_jax.training.state import TrainState
 
 
