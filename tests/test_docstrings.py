@@ -11,7 +11,8 @@ WITH_EXAMPLES = [
     "txl_jax.training.progress",
     "txl_jax.data.batches.segments",
     "txl_jax.evaluation.sliding_window",
-    "txl_jax.data.tokens.vocabulary",
+    "txl_jax.data.tokens.build_vocabulary",
+    "txl_jax.data.tokens.byte_vocabulary",
     "txl_jax.jobs.score_tokens",
 ]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from txl_jax.errors import LogError
+from txl_jax.errors import LogError, UserError
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
@@ -91,7 +91,7 @@ def writable(folder: Path, *, what: str) -> Iterator[None]:
     """Makes the folder; an error of writing to it becomes one sentence.
 
     Raises:
-      OSError: `what` cannot be written there.
+      UserError: `what` cannot be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def writable(folder: Path, *, what: str) -> Iterator[None]:
     except OSError as error:
         if not _of_writing(error, folder):
             raise
-        raise OSError(
+        raise UserError(
             f"cannot write {what} to {folder} ({error.strerror or error}); give --cache_dir=... a folder that you may "
             "write to, on a disk with space"
         ) from error
