@@ -44,7 +44,8 @@ class Parts:
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the training state; no memory is touched."""
-        boxed = jax.eval_shape(self._init_boxed)
+        with sharding.use_mesh(self.mesh):
+            boxed = jax.eval_shape(self._init_boxed)
         shardings = sharding.param_shardings(self.mesh, boxed)
         shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
         return jax.tree.map(
@@ -61,12 +62,12 @@ class Parts:
     def init_state(self) -> TrainState:
         """The state before the first update, made in place on the devices."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        return jax.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
+        return self._jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
 
     def init_params(self) -> Any:
         """The parameters before the first update, without optimiser and memory."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state.params)
-        return jax.jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
+        return self._jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
 
     def compile_train_step(self) -> tuple[TrainStep, "Compilation"]:
         """The compiled step of S updates, and what its compilation tells."""
@@ -74,7 +75,7 @@ class Parts:
         step = make_train_step(self.model, self.optimizer, self.schedule, self.config)
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         # The state must come out as it went in, or the next call would not take it.
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.named_sharding(self.mesh)))
+        jitted = self._jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.named_sharding(self.mesh)))
         lowered = jitted.lower(self.abstract_state, self.abstract_segments(self.config.train))
         began = time.monotonic()
         compiled = lowered.compile()
@@ -105,22 +106,23 @@ class Parts:
     @functools.cached_property
     def prepare_params(self) -> Callable[[Any], Any]:
         """The jitted function that lays parameters out for evaluation."""
-        return jax.jit(self.reader.prepare_params)
+        return self._jit(self.reader.prepare_params)
 
     @functools.cached_property
     def eval_step(self) -> EvalStep:
         """The jitted evaluation of S segments; the memory is donated."""
-        return jax.jit(make_eval_step(self.model, self.config.eval), donate_argnums=1)
+        return self._jit(make_eval_step(self.model, self.config.eval), donate_argnums=1)
 
     @functools.cached_property
     def window_step(self) -> WindowStep:
         """The jitted evaluation of windows."""
         span = self.config.eval
-        return make_window_step(self.model, clamp_len=span.clamp_len, temperature=span.temperature)
+        step = make_window_step(self.model, clamp_len=span.clamp_len, temperature=span.temperature)
+        return sharding.bind_mesh(self.mesh, step)
 
     def eval_memory(self, weights: Any) -> Any:
         """An empty memory of the evaluation's shape."""
-        return jax.jit(self.reader.init_memory, out_shardings=self.eval_memory_shardings)(weights)
+        return self._jit(self.reader.init_memory, out_shardings=self.eval_memory_shardings)(weights)
 
     @property
     def eval_memory_shardings(self) -> Any:
@@ -178,6 +180,10 @@ class Parts:
             return jax.make_array_from_callback((part.shape[0], batch_size, *part.shape[2:]), placed, of_device)
 
         return jax.tree.map(put, self._segment_shardings(batch_size), segments)
+
+    def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        """Returns the jitted function, which enters the mesh whenever it is called or lowered."""
+        return sharding.bind_mesh(self.mesh, jax.jit(function, **options))
 
     def _init_boxed(self) -> TrainState:
         train = self.config.train
@@ -243,7 +249,7 @@ def assemble(config: ExperimentConfig, *, vocab_size: int, mesh: Mesh | None = N
     network = {Network.TRANSFORMER_XL: TransformerXL, Network.LSTM: LSTM}[config.model.network]
     return Parts(
         config=config,
-        model=network(config.model, config.compat, vocab_size, sharding.spread(mesh)),
+        model=network(config.model, config.compat, vocab_size, mesh.size),
         optimizer=optimizer_lib.make_optimizer(config),
         schedule=optimizer_lib.learning_rate(config),
         mesh=mesh,
