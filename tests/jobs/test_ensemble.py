@@ -56,7 +56,9 @@ def run(base, folder, chosen=MEMBERS, **others):
 def latest(config, corpus, path):
     """Step and state of the newest checkpoint."""
     with Checkpointer(Workdir(path).latest, keep=2, report=print) as checkpoints:
-        step, state, _ = checkpoints.restore(assemble(config, vocab_size=corpus.vocabulary.size).abstract_state)
+        step, state, _ = checkpoints.restore(
+            assemble(config, vocab_size=corpus.vocabulary.size).training.abstract_state
+        )
     return step, state
 
 
