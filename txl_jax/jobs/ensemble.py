@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.prefetch import Prefetcher
@@ -133,8 +133,8 @@ def _name(member: Member) -> str:
     )
 
 
-def _parts_of(parts: Parts, config: ExperimentConfig) -> Parts:
-    return Parts(config, parts.model, parts.optimizer, parts.schedule, parts.mesh)
+def _parts_of(parts: RunComponents, config: ExperimentConfig) -> RunComponents:
+    return RunComponents(config, parts.model, parts.optimizer, parts.schedule, parts.mesh)
 
 
 class _Together:
@@ -142,7 +142,7 @@ class _Together:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunComponents,
         configs: dict[str, ExperimentConfig],
         runs: dict[str, Run],
         changes: dict[str, list[str]],
