@@ -12,7 +12,8 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 from txl_jax.jobs import evaluate
-from txl_jax.jobs.score import Interrupted, as_record
+from txl_jax.jobs.score import Interrupted
+from txl_jax.training.scores import as_record
 from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import context_length, plots
 from txl_jax.paper.context_length import at_lengths

@@ -15,7 +15,7 @@ import numpy as np
 
 from txl_jax.config import Encoding, ExperimentConfig, Network
 from txl_jax.data.corpus import Corpus
-from txl_jax.jobs import report
+from txl_jax.training.scores import with_duration
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import watched
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -98,7 +98,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     heads = list(heads) or attention_terms.widest(average, _CHOSEN)
     _write(folder, average, heads, queries, tokens, corpus, facts={"step": int(step), "split": split}, log=log)
-    log(report.timed(f"results   {folder}", time.monotonic() - began))
+    log(with_duration(f"results   {folder}", time.monotonic() - began))
     return average
 
 

@@ -18,9 +18,10 @@ from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus
-from txl_jax.jobs import report
+from txl_jax.training.scores import format_scores, with_duration
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import as_record, score
+from txl_jax.jobs.score import score
+from txl_jax.training.scores import as_record
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
 from txl_jax.paper import plots
@@ -80,7 +81,7 @@ def run(
         tokens = getattr(corpus, split)
         totals = score(parts, params, tokens, name=name, **watch)
         rows.append(Row(length, totals, time.monotonic() - began))
-        log(report.timed(f"{name} {report.scores(totals, measure)}", rows[-1].seconds))
+        log(with_duration(f"{name} {format_scores(totals, measure)}", rows[-1].seconds))
         distributed.broadcast_from_primary(lambda: write_text(workdir.path / "context_length.csv", _csv(rows)))
     log(f"results   {workdir.path / 'context_length.csv'}")
     how = "streaming with a memory" if stride is None else f"windows moved on by {stride:,}"

@@ -19,7 +19,7 @@ import numpy as np
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.evaluation.context_losses import context_losses, positions
-from txl_jax.jobs import report
+from txl_jax.training.scores import format_scores, with_duration
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import check_finite, watched
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -158,7 +158,7 @@ def _losses_of(
         totals = _mean(found[length])
         check_finite(totals, name)
         _save(path, found[length])
-        log(report.timed(f"{name} {report.scores(totals, measure)}", time.monotonic() - began))
+        log(with_duration(f"{name} {format_scores(totals, measure)}", time.monotonic() - began))
     return found
 
 
