@@ -113,9 +113,7 @@ def _task(
         return train_step, report.memory_line(components, compilation)
 
     def segments(first: int, count: int) -> Segments:
-        return components.placement.place(
-            reader.segments(first, count), batch_size=components.config.train.batch_size
-        )
+        return components.placement.place(reader.segments(first, count), batch_size=components.config.train.batch_size)
 
     return TrainTask(
         config=components.config,

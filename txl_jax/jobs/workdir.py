@@ -169,9 +169,7 @@ class Workdir:
                 if time.time() - path.stat().st_mtime > _SECONDS_OF_A_START:
                     path.unlink()
 
-    def record(
-        self, config: ExperimentConfig, text: TextInfo, members: Sequence[Mapping[str, float]] = ()
-    ) -> None:
+    def record(self, config: ExperimentConfig, text: TextInfo, members: Sequence[Mapping[str, float]] = ()) -> None:
         """Writes config.json and vocabulary.txt; `members` are the settings that those of an ensemble differ in."""
         write_text(self.vocabulary_file, dumps(text.vocabulary))
         facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {"vocabulary_sha256": digest(text.vocabulary)}
@@ -273,9 +271,7 @@ class Workdir:
         if self.config_file.exists():
             self._refuse(self._changes(config, members)[1])
 
-    def _changes(
-        self, config: ExperimentConfig, members: Sequence[Mapping[str, float]]
-    ) -> tuple[list[str], list[str]]:
+    def _changes(self, config: ExperimentConfig, members: Sequence[Mapping[str, float]]) -> tuple[list[str], list[str]]:
         """Returns one line for each setting that differs: those that may, and those that shape the training."""
         old_config, _, old_members = self._load()
         allowed, refused = [], []

@@ -38,6 +38,6 @@ class DeferredLog:
         """Prints a line and adds it to log.txt."""
         self._log.print(line)
 
-    def record(self, kind: str, step: int, values: Mapping[str, float], **member: str) -> None:
+    def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
         """Adds a record to metrics.jsonl."""
-        self._log.record(kind, step, values, **member)
+        self._log.record(kind, step, values, member=member)

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import jax
 
+from txl_jax.runtime.metrics_log import MetricsLog
 from txl_jax.segments import Segments
-from txl_jax.training.progress import Log
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep, UpdateMetrics
 
@@ -27,7 +27,7 @@ class HookContext:
 
     step: int
     state: TrainState
-    run_log: Log
+    run_log: MetricsLog
     stopping: bool = False
 
     def log(self, line: str) -> None:
@@ -36,7 +36,7 @@ class HookContext:
 
     def record(self, kind: str, values: dict[str, float], *, member: str | None = None) -> None:
         """Adds a record of this step to metrics.jsonl; `member` names the member of an ensemble that it is about."""
-        self.run_log.record(kind, self.step, values, **({} if member is None else {"member": member}))
+        self.run_log.record(kind, self.step, values, member=member)
 
     def request_stop(self) -> None:
         """Ends training at this step, after the other hooks; everything is saved."""
@@ -75,7 +75,7 @@ def train(
     segments_per_call: int,
     progress: Meter,
     hooks: Sequence[Hook],
-    log: Log,
+    log: MetricsLog,
     stop_requested: Callable[[], Any],
 ) -> tuple[int, TrainState]:
     """Updates the state from `first_step` to `steps`, or until a stop is requested.
@@ -113,7 +113,7 @@ def train(
 
 
 def run_hooks(
-    hooks: Sequence[Hook], step: int, state: TrainState, *, log: Log, progress: Meter
+    hooks: Sequence[Hook], step: int, state: TrainState, *, log: MetricsLog, progress: Meter
 ) -> tuple[TrainState, bool]:
     """Runs hooks one after the other; returns the state to go on with, and whether one has requested a stop."""
     stopping = False

@@ -3,27 +3,18 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from txl_jax.errors import NonFiniteError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime.environment import duration
+from txl_jax.runtime.metrics_log import MetricsLog
 from txl_jax.training.members import Members
 from txl_jax.training.step import UpdateMetrics
 
 _ONE_RUN = Members()
-
-
-class Log(Protocol):
-    """Takes records and lines, as `txl_jax.runtime.metrics_log.RunLog`."""
-
-    def record(self, kind: str, step: int, values: dict[str, float], **member: str) -> None:
-        """Adds a record; `member="seed=2"` names the member of an ensemble."""
-
-    def print(self, line: str) -> None:
-        """Adds a line for people."""
 
 
 @dataclasses.dataclass
@@ -55,7 +46,7 @@ class Progress:
 
     def __init__(
         self,
-        log: Log,
+        log: MetricsLog,
         *,
         steps: int,
         log_every: int,
@@ -108,7 +99,7 @@ class Progress:
         remaining = (self._steps - step) * seconds / max(self._timed_updates, 1)
         for label, running, learning_rate in zip(self._members.labels, self._totals, learning_rates, strict=True):
             values = _values(running, learning_rate) | {"tokens_per_second": rate}
-            self._log.record("train", step, values, **({} if label is None else {"member": label}))
+            self._log.record("train", step, values, member=label)
         self._log.print(
             f"step {step:>{len(str(self._steps))}}/{self._steps}  {self._line(learning_rates[0])}  "
             f"{rate * len(self._members):,.0f} tokens/s  ETA {duration(remaining)}"

@@ -9,7 +9,7 @@ from typing import Any
 from txl_jax.errors import CheckpointError
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.files import write_json
-from txl_jax.training.progress import Log
+from txl_jax.runtime.metrics_log import MetricsLog
 from txl_jax.training.run_checkpoints import RunCheckpoints
 from txl_jax.training.scores import as_record, format_scores, with_duration
 from txl_jax.training.state import TrainState
@@ -45,7 +45,7 @@ class Results:
             return None
         return results if same else None
 
-    def make(self, step: int, state: TrainState, log: Log) -> dict[str, Any] | None:
+    def make(self, step: int, state: TrainState, log: MetricsLog) -> dict[str, Any] | None:
         """Scores the test text with the best parameters of each member; None: a stop was requested meanwhile."""
         members, scored = self._task.members, []
         for index in range(len(members)):
@@ -58,12 +58,10 @@ class Results:
         found = []
         for index, (best, totals, seconds) in enumerate(scored):
             label = members.labels[index]
-            log.record("test", step, as_record(totals), **({} if label is None else {"member": label}))
+            log.record("test", step, as_record(totals), member=label)
             line = with_duration(f"test {format_scores(totals, self._task.measure)}", seconds)
             log.print(f"{members.prefix(index)}{line}")
-            found.append(
-                {"best_valid": best, "test": {"step": best["step"] if best else step, **as_record(totals)}}
-            )
+            found.append({"best_valid": best, "test": {"step": best["step"] if best else step, **as_record(totals)}})
         results = {
             **self._task.facts,
             "steps": step,

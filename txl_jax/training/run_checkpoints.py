@@ -1,8 +1,8 @@
 """The checkpoints of a run: the latest, with everything, and the parameters of the best validation of each member.
 
-    <workdir>/checkpoints/latest/         the whole training state; of an ensemble with a leading member axis
-    <workdir>/checkpoints/best/           parameters of the lowest validation loss
-    <workdir>/checkpoints/best/MEMBER/    the same for each member of an ensemble
+<workdir>/checkpoints/latest/         the whole training state; of an ensemble with a leading member axis
+<workdir>/checkpoints/best/           parameters of the lowest validation loss
+<workdir>/checkpoints/best/MEMBER/    the same for each member of an ensemble
 """
 
 import contextlib
@@ -31,16 +31,16 @@ class RunCheckpoints:
 
     Args:
       keep: number of newest steps of `latest` that stay.
-      report: takes one line for people.
+      log: takes one line for people.
 
     Attributes:
       saved_step: the newest step that was saved or restored; None: none yet.
     """
 
-    def __init__(self, workdir: Path, members: Members, *, keep: int, report: Callable[[str], None]):
+    def __init__(self, workdir: Path, members: Members, *, keep: int, log: Callable[[str], None]):
         self.saved_step: int | None = None
-        self._latest = Checkpointer(latest_folder(workdir), keep=keep, report=report)
-        self._best = [Checkpointer(best_folder(workdir, name), keep=1, report=report) for name in members.labels]
+        self._latest = Checkpointer(latest_folder(workdir), keep=keep, log=log)
+        self._best = [Checkpointer(best_folder(workdir, name), keep=1, log=log) for name in members.labels]
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:

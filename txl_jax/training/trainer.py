@@ -52,7 +52,7 @@ class Trainer:
         self._user_hooks = tuple(hooks)
         self._log = DeferredLog()
         self._checkpoints = RunCheckpoints(
-            workdir, task.members, keep=self._config.keep_checkpoints, report=self._log.note
+            workdir, task.members, keep=self._config.keep_checkpoints, log=self._log.note
         )
         self._validation = Validation(task, workdir, self._checkpoints, self._log.note)
         self._results = Results(task, workdir, self._checkpoints, self._validation, self._log.note)
@@ -115,9 +115,7 @@ class Trainer:
             running_totals=notes.get("running_totals"),
         )
 
-    def _train(
-        self, train_step: TrainStep, step: int, state: TrainState, progress: Progress
-    ) -> tuple[int, TrainState]:
+    def _train(self, train_step: TrainStep, step: int, state: TrainState, progress: Progress) -> tuple[int, TrainState]:
         config, validation = self._config, self._validation
         evaluation = [
             Hook(config.eval_every, validation.evaluate),
@@ -174,9 +172,7 @@ class Trainer:
                 "Start again without that --ensemble_member, or with a lower learning rate for it, in a new --workdir; or "
                 "split off the other members (--mode=split)"
             )
-        return (
-            "Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, in a new --workdir"
-        )
+        return "Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, in a new --workdir"
 
     # The end
 

@@ -27,9 +27,7 @@ class Validation:
       losses: validation losses of each member so far; kept for early stopping and NT-ASGD.
     """
 
-    def __init__(
-        self, task: TrainTask, workdir: Path, checkpoints: RunCheckpoints, note: Callable[[str], None]
-    ):
+    def __init__(self, task: TrainTask, workdir: Path, checkpoints: RunCheckpoints, note: Callable[[str], None]):
         self.pending = False
         self.losses: list[list[float]] = [[] for _ in task.members.labels]
         self._task = task
@@ -75,7 +73,9 @@ class Validation:
         for index in range(len(members)):
             began = time.monotonic()
             params = members.take(context.state.scored_params, index)
-            totals = self._task.score(params, "valid", f"step {context.step}: {members.prefix(index)}valid", context.log)
+            totals = self._task.score(
+                params, "valid", f"step {context.step}: {members.prefix(index)}valid", context.log
+            )
             if totals is None:  # A stop was requested: all members are scored again when the run is resumed.
                 return
             scored.append((params, totals, time.monotonic() - began))
@@ -94,7 +94,9 @@ class Validation:
         context.record("valid", as_record(totals), member=label)
         outcome = "best so far" if better else f"best {_format_loss(best, measure)} at step {best['step']}"
         prefix = self._task.members.prefix(index)
-        context.log(f"step {step}: {prefix}{with_duration(f'valid {format_scores(totals, measure)}', seconds)}  {outcome}")
+        context.log(
+            f"step {step}: {prefix}{with_duration(f'valid {format_scores(totals, measure)}', seconds)}  {outcome}"
+        )
         if better:
             notes = {"step": step, **as_record(totals), "eval": self.eval_settings}
             self._checkpoints.save_best(index, step, params, notes)
