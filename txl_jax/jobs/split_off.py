@@ -55,8 +55,8 @@ def _copy_best(source: Workdir, made: Workdir, abstract_params: Any, log: Callab
         log(f"{error}; the member goes on without its best parameters so far")
         return
     if restored is not None:
-        step, params, notes = restored
-        _save(made.best, step, params, notes, log)
+        step, tree, notes = restored
+        _save(made.best, step, tree, notes, log)
 
 
 def _save(folder: Path, step: int, state: Any, notes: dict[str, Any], log: Callable[[str], None]) -> None:
