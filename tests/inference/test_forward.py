@@ -34,11 +34,11 @@ MODELS = {
     "tied positions": {"tie_positions": True},
     "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
     "vaswani": {"encoding": Encoding.VASWANI},
-    "al_rfou": {"encoding": Encoding.AL_RFOU, "n_position": 9},
-    "shaw": {"encoding": Encoding.SHAW, "n_position": 9},
+    "al_rfou": {"encoding": Encoding.AL_RFOU, "num_positions": 9},
+    "shaw": {"encoding": Encoding.SHAW, "num_positions": 9},
     "shaw, as the original": {
         "encoding": Encoding.SHAW,
-        "n_position": 6,
+        "num_positions": 6,
         "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL),
     },
 }

@@ -46,7 +46,7 @@ def test_layers_of_training_and_of_reading(model, batch_size, rows):
     """Rows that do not divide, as the one row of a published evaluation, are whole."""
     tokens = jnp.zeros((batch_size, 2), jnp.int32)
     params = tiny.variables(model)["params"]
-    flags = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+    flags = {"clamp_len": None, "same_length": False, "deterministic": True}
     memory = model.init_memory(batch_size=batch_size, mem_len=4)
     found = pinned(lambda *both: model.apply({"params": params}, *both, **flags), tokens, memory)
     assert found == expected(rows)  # In the loop over layers.
@@ -59,7 +59,7 @@ def test_layers_of_training_and_of_reading(model, batch_size, rows):
 def test_absolute_positions_too(model):
     model = dataclasses.replace(tiny.make(encoding=Encoding.VASWANI), spread=model.spread)
     tokens, memory = jnp.zeros((8, 2), jnp.int32), model.init_memory(batch_size=8, mem_len=4)
-    flags = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+    flags = {"clamp_len": None, "same_length": False, "deterministic": True}
     variables = tiny.variables(model)
     assert pinned(lambda *both: model.apply(variables, *both, **flags), tokens, memory) == expected(("data", "fsdp"))
 
@@ -67,5 +67,5 @@ def test_absolute_positions_too(model):
 def test_one_device_pins_nothing():
     model, tokens = tiny.make(), jnp.zeros((8, 2), jnp.int32)
     variables, memory = tiny.variables(model), model.init_memory(batch_size=8, mem_len=4)
-    flags = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+    flags = {"clamp_len": None, "same_length": False, "deterministic": True}
     assert not pinned(lambda *both: model.apply(variables, *both, **flags), tokens, memory)

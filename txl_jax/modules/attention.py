@@ -100,7 +100,7 @@ class Attention(nn.Module):
         outward = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
         kernel = drop_weights(self.param("output", outward, (c.n_head, c.d_head, c.d_model)))
         output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))
-        return dropout(c, c.dropout, deterministic=self.deterministic)(output)
+        return dropout(c, c.dropout.rate, deterministic=self.deterministic)(output)
 
     def _drop(self, states: jax.Array, name: str) -> jax.Array:
         """Dropout on [..., H, positions, E].

@@ -28,9 +28,9 @@ class FeedForward(nn.Module):
         drop_weights = weight_dropout(c, deterministic=self.deterministic)
         inner = self._dense("inner", inputs, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER), drop_weights)
         inner = lay(self.spread, inner, axes.LENGTH, axes.INNER)
-        inner = dropout(c, c.dropout, deterministic=self.deterministic)(nn.relu(inner))
+        inner = dropout(c, c.dropout.rate, deterministic=self.deterministic)(nn.relu(inner))
         outer = self._dense("outer", inner, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED), drop_weights)
-        return dropout(c, c.dropout, deterministic=self.deterministic)(outer)
+        return dropout(c, c.dropout.rate, deterministic=self.deterministic)(outer)
 
     def _dense(
         self,
