@@ -20,7 +20,9 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.sources.text import File
 from txl_jax.data.tokens import sentencepiece as pieces_lib
-from txl_jax.data.tokens.vocabulary import ByteVocabulary, CharacterVocabulary, WordVocabulary
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.tokens.character_vocabulary import CharacterVocabulary
+from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.jobs import generate
 from txl_jax.jobs.generate import read_stop
 
