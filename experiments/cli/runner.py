@@ -16,23 +16,20 @@ from experiments.cli import flag_tree, hosts
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
+from txl_jax.data.sources.corpora import program_of
+from txl_jax.errors import CheckpointError, LogError, NonFiniteError, RemoteProcessError
 from txl_jax.jobs import evaluate, generate, score_tokens, train
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed
-from txl_jax.runtime.checkpoint import CheckpointError
-from txl_jax.runtime.files import RunLogError
+from txl_jax.runtime.orbax_io import quiet_orbax
 from txl_jax.runtime.preemption import StopRequest
-from txl_jax.training.progress import NonFiniteError
 
 _MODES = ("train", "eval", "score", "generate")
 # The program that knows how a corpus's text becomes tokens.
-_PROGRAMS = {name: name.value for name in CorpusName} | {
-    CorpusName.WIKITEXT2: "wikitext103",
-    CorpusName.PYTHON_STDLIB: "quickstart",
-}
+_PROGRAMS = {name: program_of(name) for name in CorpusName}
 # What a user can mend. Anything else is our mistake and keeps its traceback.
-_USER_ERRORS = (ValueError, OSError, CheckpointError, NonFiniteError, RunLogError)
+_USER_ERRORS = (ValueError, OSError, CheckpointError, NonFiniteError, LogError)
 _GOES_ON = "start the same command on all hosts again, it goes on from the last checkpoint"
 _SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, or --model.remat=full"
 
@@ -95,6 +92,7 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) 
     Args:
       begin: what is done about other hosts before: `hosts.join`, `hosts.each`, or `hosts.alone`, which refuses them.
     """
+    quiet_orbax()
     try:
         begin()
         return hosts.leave(job(), together=True)
@@ -120,7 +118,7 @@ def _told(error: BaseException) -> int | None:
         case Exception() if hosts.lost_another(error):
             fail(f"another process of this run is gone ({_first_line(error)}); {_GOES_ON}")
             return hosts.LOST
-        case distributed.RemoteProcessError():
+        case RemoteProcessError():
             if distributed.is_primary():  # Where it happened it is said too.
                 fail(error)
         case ValueError() if not _raised_by_us(error):

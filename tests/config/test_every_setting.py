@@ -45,7 +45,8 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.data.sources import corpora
 from txl_jax.data.sources.text import File
 from txl_jax.data.tokens import sentencepiece as pieces_lib
-from txl_jax.data.tokens.vocabulary import ByteVocabulary, dumps
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.tokens.vocabulary import dumps
 from txl_jax.inference.generator import Generator
 from txl_jax.jobs import evaluate, train
 from txl_jax.jobs.generate import read_prompt, read_stop
@@ -211,7 +212,7 @@ BESIDE = {
     "average.nt_asgd_patience": RISING | {"average.nt_asgd_patience": 10**6},
     **{f"average.{name}": {"average.start_step": 0} for name in ("lr_scale", "ema_decay")},
     **{f"{group}.stride": {f"{group}.mem_len": 0, f"{group}.same_length": False} for group in ("train", "eval")},
-    **{name: FULL_SOFTMAX for name in ("regularization.adversarial", "eval.temperature")},
+    **dict.fromkeys(("regularization.adversarial", "eval.temperature"), FULL_SOFTMAX),
     "model.num_positions": {"model.encoding": Encoding.AL_RFOU},
     "compat.shaw_terms": {"model.encoding": Encoding.SHAW, "model.num_positions": 12},
     "data.corpus": {"data.file": None},
@@ -230,7 +231,10 @@ BESIDE = {
     "data.order": {"data.tokenizer.kind": Tokenizer.WORD},
     "eval.warmup_tokens": {"eval.valid_tokens": 20},
     **{
-        f"data.{split}": {"data.file": None, **{f"data.{other}": ("words.txt",) for other in ("train", "valid", "test")}}
+        f"data.{split}": {
+            "data.file": None,
+            **{f"data.{other}": ("words.txt",) for other in ("train", "valid", "test")},
+        }
         for split in ("train", "valid", "test")
     },
 }
@@ -284,15 +288,17 @@ def train_step(config):
     parts = parts_of(config)
     step = make_train_step(parts.model, parts.optimizer, parts.schedule, config)
     reader = training_segments(np.arange(200), batch_size=config.train.batch_size, segment_len=config.train.segment_len)
-    return jax.jit(step).lower(parts.abstract_state, reader.segments(0, 1)).as_text()
+    return jax.jit(step).lower(parts.training.abstract_state, reader.segments(0, 1)).as_text()
 
 
 def eval_step(config):
     """The lowered scoring."""
     parts = parts_of(config)
     reader = evaluation_segments(np.arange(200), batch_size=config.eval.batch_size, segment_len=config.eval.segment_len)
-    weights = jax.eval_shape(parts.prepare_params, parts.abstract_state.params)
-    return parts.eval_step.lower(weights, jax.eval_shape(parts.eval_memory, weights), reader.segments(0, 1)).as_text()
+    weights = jax.eval_shape(parts.evaluation.prepare_params, parts.training.abstract_state.params)
+    return parts.evaluation.eval_step.lower(
+        weights, jax.eval_shape(parts.evaluation.init_memory, weights), reader.segments(0, 1)
+    ).as_text()
 
 
 def batch(config):
@@ -343,7 +349,7 @@ def files(config):
 
 def scored(config):
     """What a run that has ended scores."""
-    trained = config_tree.replace(config, {"eval.average_checkpoints": 0})
+    trained = config_tree.replace(config, {"eval.average_checkpoints": None})
     corpus, workdir = read_corpus(config.data, "."), Workdir(config_run_folder(trained))
     train.run(trained, corpus, workdir)
     return evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)["test"]
@@ -364,7 +370,7 @@ def text(config):
     """What is written, by random weights that are large enough to have an opinion."""
     parts = parts_of(config)
     params = jax.tree.map(
-        lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.abstract_state.params
+        lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.training.abstract_state.params
     )
     stop = read_stop(config.generate, ByteVocabulary.all_bytes())
     generator = Generator(parts.model, config.eval, config.generate, stop_token=stop)

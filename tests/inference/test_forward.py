@@ -17,15 +17,15 @@ SEGMENTS = 10
 # L, M, clamp_len, same_length. Memories that L divides and does not, shorter than a segment, and none; clamps below a
 # segment, inside the memory, above all distances.
 LENGTHS = {
-    "divides": (4, 8, 0, False),
-    "rounded up": (4, 10, 0, True),
-    "shorter": (5, 3, 0, False),
+    "divides": (4, 8, None, False),
+    "rounded up": (4, 10, None, True),
+    "shorter": (5, 3, None, False),
     "clamp": (3, 11, 7, True),
     "clamp below a segment": (3, 11, 2, False),
     "clamp of one": (6, 6, 1, True),
     "clamp above all": (7, 16, 30, True),
     "one token": (1, 6, 4, False),
-    "no memory": (4, 0, 0, False),
+    "no memory": (4, 0, None, False),
 }
 MODELS = {
     "post": {},
@@ -45,7 +45,7 @@ MODELS = {
 
 
 @functools.cache
-def frozen(model, lengths: tuple[int, int, int]):
+def frozen(model, lengths: tuple[int, int, int | None]):
     segment_len, mem_len, clamp_len = lengths
     freeze = functools.partial(
         forward.prepare_params, model=model, segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len

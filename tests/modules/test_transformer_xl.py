@@ -243,7 +243,8 @@ def test_the_program_does_not_grow_with_the_layers(remat):
         shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, memory))
 
         def loss(variables):
-            return model.apply(variables, tokens, tokens, memory).sum()
+            hidden, _ = model.apply(variables, tokens, memory)
+            return model.apply(variables, hidden, tokens, method=model.nll).sum()
 
         return len(jax.jit(jax.grad(loss)).lower(shapes).as_text())
 

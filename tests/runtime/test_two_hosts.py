@@ -16,23 +16,28 @@ import sys
 import jax
 import numpy as np
 
-port, process, data, fsdp, model, batch_size, tiled = map(int, sys.argv[1:])
+port, process, data, fsdp, tensor, batch_size, tiled = map(int, sys.argv[1:])
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
 
-import tiny_run
+from support import tiny_run
 from txl_jax.data.batches.segments import training_segments
 
 parts = tiny_run.parts(
-    mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=model, train__batch_size=batch_size, model__n_head=8, model__d_inner=16
+    mesh__data=data,
+    mesh__fsdp=fsdp,
+    mesh__tensor=tensor,
+    train__batch_size=batch_size,
+    model__n_head=8,
+    model__d_inner=16,
 )
 if tiled:  # A process's devices are no stretch of the mesh.
     devices = np.array(jax.devices()).reshape(2, 4).T.reshape(parts.mesh.devices.shape)
     parts = dataclasses.replace(parts, mesh=jax.sharding.Mesh(devices, parts.mesh.axis_names))
 tokens = np.arange(1000)
 whole = training_segments(tokens, batch_size=batch_size, segment_len=7).segments(3, 2)
-rows = parts.own_rows(batch_size)
+rows = parts.placement.own_rows(batch_size)
 own = training_segments(tokens, batch_size=batch_size, segment_len=7, own=rows).segments(3, 2)
-placed = parts.place(own, batch_size=batch_size)
+placed = parts.placement.place(own, batch_size=batch_size)
 for found, expected in zip(placed, whole):
     assert found.shape == expected.shape, (found.shape, expected.shape)
     for shard in found.addressable_shards:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from txl_jax import sharding
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench.collectives import collectives
 from txl_jax.config import (
     DropoutConfig,
@@ -83,20 +83,20 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
     return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
 
 
-def walk(parts: Parts, train_step: TrainStep, state: TrainState, steps: range) -> tuple[TrainState, list, list]:
+def walk(parts: RunComponents, train_step: TrainStep, state: TrainState, steps: range) -> tuple[TrainState, list, list]:
     """The state after these updates, and the loss and gradient norm of each."""
     losses, norms, reader = [], [], training_segments(TOKENS, batch_size=B, segment_len=L)
     for step in steps[::PER_CALL]:
-        state, metrics = train_step(state, parts.place(reader.segments(step, PER_CALL)))
+        state, metrics = train_step(state, parts.placement.place(reader.segments(step, PER_CALL)))
         losses += (metrics.nats / metrics.tokens).tolist()
         norms += metrics.grad_norm.tolist()
     return state, losses, norms
 
 
-def run(parts: Parts, *, scores: bool) -> dict:
+def run(parts: RunComponents, *, scores: bool) -> dict:
     """Losses of each update, parameters after the last, where arrays lie, and what is sent."""
-    train_step, compilation = parts.compile_train_step()
-    state, losses, norms = walk(parts, train_step, parts.init_state(), range(STEPS))
+    train_step, compilation = parts.training.compile_step()
+    state, losses, norms = walk(parts, train_step, parts.training.init_state(), range(STEPS))
     found = {
         "losses": losses,
         "grad_norms": norms,
@@ -129,9 +129,9 @@ def shard_of(array: jax.Array) -> tuple[int, ...]:
     return array.addressable_shards[0].data.shape
 
 
-def largest_parts(parts: Parts) -> dict[str, int]:
+def largest_parts(parts: RunComponents) -> dict[str, int]:
     """Bytes of all of one layer's parameters, and of the largest table of a cluster."""
-    params = parts.abstract_state.params
+    params = parts.training.abstract_state.params
     layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["stack"]["layers"]))
     tables = [leaf for name, leaf in params["embedding"].items() if name.startswith("table")]
     return {
@@ -140,7 +140,7 @@ def largest_parts(parts: Parts) -> dict[str, int]:
     }
 
 
-def scored(parts: Parts, params: Any) -> dict:
+def scored(parts: RunComponents, params: Any) -> dict:
     """Scores of a short text in one row and in sixteen."""
     totals, keys_per_device = score(parts, params)
     many_rows = dataclasses.replace(parts.config, eval=dataclasses.replace(parts.config.eval, batch_size=B))
@@ -153,18 +153,18 @@ def scored(parts: Parts, params: Any) -> dict:
     }
 
 
-def score(parts: Parts, params: Any) -> tuple[Totals, tuple[int, ...]]:
+def score(parts: RunComponents, params: Any) -> tuple[Totals, tuple[int, ...]]:
     """The totals of a short text, and the shape of a layer's stored keys on a device."""
-    span, weights = parts.config.eval, parts.prepare_params(params)
-    memory = parts.eval_memory(weights)
+    span, weights = parts.config.eval, parts.evaluation.prepare_params(params)
+    memory = parts.evaluation.init_memory(weights)
     keys_per_device = shard_of(memory.keys[0])  # Before the memory is donated.
     totals = evaluate(
-        parts.eval_step,
+        parts.evaluation.eval_step,
         weights,
         memory,
         evaluation_segments(TOKENS[:50], batch_size=span.batch_size, segment_len=span.segment_len),
         segments_per_call=span.segments_per_call,
-        place=parts.place,
+        place=parts.placement.place,
     )
     return totals, keys_per_device
 
@@ -173,12 +173,12 @@ def moved() -> list[float]:
     """The losses of a run that goes on from its checkpoint on other devices: eight, then four laid out otherwise, then one."""
     losses, steps = [], (range(8), range(8, 14), range(14, STEPS))
     meshes = (MESHES["fsdp"], MeshConfig(data=1, fsdp=2, tensor=2), MESHES["one"])
-    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, report=print) as checkpoints:
+    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, log=print) as checkpoints:
         for mesh, these in zip(meshes, steps, strict=True):
             parts = assemble(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
-            restored = checkpoints.restore(parts.abstract_state)
-            state = parts.init_state() if restored is None else restored[1]
-            state, more, _ = walk(parts, parts.compile_train_step()[0], state, these)
+            restored = checkpoints.restore(parts.training.abstract_state)
+            state = parts.training.init_state() if restored is None else restored[1]
+            state, more, _ = walk(parts, parts.training.compile_step()[0], state, these)
             losses += more
             checkpoints.save(these.stop, state, {})
     return losses
@@ -198,23 +198,24 @@ def differences() -> dict[str, float]:
         "tails": adaptive_softmax.TailEntries(rng.normal(size=(2, 8)), rng.normal(size=2)),
     }
 
-    def loss(weights: Any, spread: Any, joined: bool, capacity: int) -> tuple[jax.Array, jax.Array]:
+    def loss(weights: Any, joined: bool, capacity: int) -> tuple[jax.Array, jax.Array]:
         parts = zip(weights["tables"], weights["biases"], weights["projections"], strict=True)
         clusters, tails = [adaptive_softmax.Cluster(*part) for part in parts], weights["tails"]
-        vectors = adaptive_softmax.embed(targets, clusters, cutoffs, dtype=jnp.dtype(float), spread=spread)
+        vectors = adaptive_softmax.embed(targets, clusters, cutoffs, dtype=jnp.dtype(float))
         if joined:  # As evaluation has them.
             clusters, tails = [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]], None
         nll = adaptive_softmax.negative_log_likelihood(
-            weights["hidden"] + vectors, targets, clusters, tails, cutoffs, spread=spread, capacity=capacity
+            weights["hidden"] + vectors, targets, clusters, tails, cutoffs, capacity=capacity
         )
         return jnp.vdot(jnp.arange(1.0, 41), nll.ravel()), nll
 
     found = {}
     for name, mesh in MESHES.items():
-        spread = sharding.spread(sharding.make_mesh(mesh))
+        meshes = None, sharding.make_mesh(mesh)
         for joined, capacity in ((False, 1), (True, 3)):
-            call = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2, 3))
-            expected, got = (jax.tree.leaves(call(weights, one, joined, capacity)) for one in (None, spread))
+            call = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2))
+            bound = (sharding.bind_mesh(one, call) for one in meshes)
+            expected, got = (jax.tree.leaves(jax.device_get(one(weights, joined, capacity))) for one in bound)
             worst = max(np.abs(a - b).max() / np.abs(a).max() for a, b in zip(expected, got, strict=True))
             found[f"{name}, {'joined' if joined else 'apart'}"] = worst
     return found
@@ -230,15 +231,12 @@ def tail_work() -> dict:
     tails = adaptive_softmax.TailEntries(jax.ShapeDtypeStruct((1, 6), "float32"), jax.ShapeDtypeStruct((1,), "float32"))
 
     def loss(clusters: Any, tails: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        spread = sharding.spread(mesh)
-        nll = adaptive_softmax.negative_log_likelihood(
-            hidden, targets, clusters, tails, (10,), spread=spread, capacity=16
-        )
+        nll = adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, (10,), capacity=16)
         return nll.sum()
 
     shape = (16, 32)
     compiled = (
-        jax.jit(jax.grad(loss, argnums=(0, 2)))
+        sharding.bind_mesh(mesh, jax.jit(jax.grad(loss, argnums=(0, 2))))
         .lower(clusters, tails, jax.ShapeDtypeStruct((*shape, 6), "float32"), jax.ShapeDtypeStruct(shape, "int32"))
         .compile()
     )
@@ -253,7 +251,7 @@ def tail_work() -> dict:
 
 def uneven_vocabulary() -> dict:
     """Where the parameters lie that a vocabulary of 13 and a mesh axis of 2 give."""
-    params = assemble(config(MESHES["mixed"]), vocab_size=13).abstract_state.params
+    params = assemble(config(MESHES["mixed"]), vocab_size=13).training.abstract_state.params
     table, query = params["embedding"]["table_0"], params["stack"]["layers"]["attention"]["query"]
     return {
         "table_per_device": table.sharding.shard_shape(table.shape),
@@ -265,7 +263,7 @@ def uneven_vocabulary() -> dict:
 def refusal(mesh: MeshConfig, **changes: Any) -> str:
     """What is said of settings that do not fit."""
     try:
-        assemble(config(mesh, **changes), vocab_size=42).check_training_rows()
+        assemble(config(mesh, **changes), vocab_size=42).training.check_batch_size()
     except ValueError as error:
         return str(error)
     return "accepted"

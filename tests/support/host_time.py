@@ -1,6 +1,6 @@
 """What a step costs the host: the time of the thread that runs the loop, for meshes of made-up CPU devices.
 
-    python tests/host_time.py
+    PYTHONPATH=. python tests/support/host_time.py
 
 It cuts segments, puts them on the devices, starts the step and fetches the metrics of the one before, as the loop does.
 Rows grow with the devices (weak scaling). The devices' own work is other threads' time, and does not count.
@@ -35,7 +35,7 @@ MESHES = {
 
 def milliseconds_per_step(mesh: MeshConfig) -> float:
     """The median over steps."""
-    rows = ROWS * max(mesh.data, 1) * mesh.fsdp * mesh.tensor
+    rows = ROWS * (mesh.data or 1) * mesh.fsdp * mesh.tensor
     config = ExperimentConfig(
         model=ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64),
         train=TrainConfig(
@@ -50,12 +50,12 @@ def milliseconds_per_step(mesh: MeshConfig) -> float:
         mesh=mesh,
     )
     parts = assemble(config, vocab_size=64)
-    step, _ = parts.compile_train_step()
-    state, before, times = parts.init_state(), None, []
+    step, _ = parts.training.compile_step()
+    state, before, times = parts.training.init_state(), None, []
     reader = training_segments(np.arange(rows * L * 20) % 64, batch_size=rows, segment_len=L)
     for number in range(STEPS):
         began = time.thread_time()
-        state, metrics = step(state, parts.place(reader.segments(number, 1)))
+        state, metrics = step(state, parts.placement.place(reader.segments(number, 1)))
         if before is not None:
             jax.device_get(before)
         before = metrics

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from txl_jax import sharding
 from txl_jax.config import Encoding, ExperimentConfig, Network
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs import report
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import watched
+from txl_jax.jobs.score import progress_bar
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
 from txl_jax.paper import attention_terms, plots
@@ -124,16 +125,18 @@ def _walk(
     def looks_at(params: Any, segment: jax.Array, memory: Any) -> Any:
         return attention_terms.read(params, model, segment, memory, clamp_len=span.clamp_len, same_length=True)
 
-    @jax.jit
-    def read(params: Any, segment: jax.Array, memory: Any) -> Any:
+    def summed_probabilities(params: Any, segment: jax.Array, memory: Any) -> Any:
         looks, memory = looks_at(params, segment, memory)
         return looks.probabilities.sum(axis=(1, 3)), memory
 
-    look = jax.jit(looks_at)  # All of a segment's looks, which can be a gigabyte: only where a query is asked for.
+    read = sharding.bind_mesh(parts.mesh, jax.jit(summed_probabilities))
+    look = sharding.bind_mesh(
+        parts.mesh, jax.jit(looks_at)
+    )  # All of a segment's looks, which can be a gigabyte: only where a query is asked for.
 
     memory, total, found = model.init_memory(batch_size=1, mem_len=span.mem_len), 0.0, {}
     n_segment = len(tokens) // length
-    with watched("attention", total=n_segment, unit="segment", **watch) as show:
+    with progress_bar("attention", total=n_segment, unit="segment", **watch) as show:
         for k in range(n_segment):
             segment = tokens[None, k * length : (k + 1) * length].astype(np.int32)
             here = [position for position in positions if position // length == k]
