@@ -9,7 +9,7 @@ import pytest
 
 from support import tiny, tiny_run
 from txl_jax.config import DType, EvalConfig
-from txl_jax.data.batches.segments import evaluation_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments
 from txl_jax.evaluation.streaming import evaluate, make_eval_step
 from txl_jax.inference import forward
 
