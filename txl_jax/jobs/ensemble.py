@@ -21,7 +21,7 @@ import numpy as np
 from txl_jax.assemble import Compilation, RunComponents, assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.data.batches.segments import SegmentReader
+from txl_jax.data.batches.segment_reader import SegmentReader
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.jobs import report

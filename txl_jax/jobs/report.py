@@ -6,7 +6,7 @@ import jax
 
 from txl_jax.assemble import Compilation, RunComponents
 from txl_jax.config import Encoding, EvalConfig, ModelConfig, Network
-from txl_jax.data.batches.segments import SegmentReader
+from txl_jax.data.batches.segment_reader import SegmentReader
 from txl_jax.data.corpus import Corpus
 from txl_jax.runtime import distributed
 from txl_jax.runtime.environment import bytes_on_device, device_kind, megabytes

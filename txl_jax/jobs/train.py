@@ -18,7 +18,7 @@ from typing import Any
 
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import ExperimentConfig, Order
-from txl_jax.data.batches.segments import SegmentReader, training_segments
+from txl_jax.data.batches.segment_reader import SegmentReader, training_segments
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs import agreement, report
 from txl_jax.jobs.score import Interrupted, score

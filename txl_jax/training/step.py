@@ -99,7 +99,6 @@ def _make_loss(model: LanguageModel, config: ExperimentConfig) -> Callable[..., 
             deterministic=False,
             rngs={"dropout": dropout_key},
             mutable=[intermediates.COLLECTION] if penalized else [],
-            method=model.encode,
         )
         nll = model.apply(variables, hidden, segment.targets, method=model.nll)
         scored = nll  # What is reported.

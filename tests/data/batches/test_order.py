@@ -1,4 +1,4 @@
-"""Tests where the tokens of an epoch stand: rolls and shuffled sentences against plain lists, and the numbers drawn."""
+"""Tests the order of an epoch: rolls and shuffled sentences against plain lists, and the random numbers."""
 
 import collections
 import doctest
@@ -37,7 +37,7 @@ def turned(values, by):
     return values[by:] + values[:by]
 
 
-def test_as_it_stands():
+def test_sequential():
     inputs, targets = Sequential().pairs(3, np.array([[4, 0]]), 3)
     assert inputs.tolist() == [[[4, 5, 6], [0, 1, 2]]]
     assert targets.tolist() == [[[5, 6, 7], [1, 2, 3]]]
@@ -161,10 +161,10 @@ def test_the_numbers_are_those_of_runs_that_exist():
 
 
 def test_numpys_own_random_state_is_left_alone():
-    before = np.random.get_state()[1].tolist()
+    before = np.random.get_state()[1].tolist()  # noqa: NPY002
     stream(shuffled(np.arange(31), seed=9), 0, 30)
     RandomRoll(np.array([0, 30]), seed=9).pairs(0, np.array([0]), 30)
-    assert np.random.get_state()[1].tolist() == before
+    assert np.random.get_state()[1].tolist() == before  # noqa: NPY002
 
 
 @pytest.mark.parametrize("starts", [np.array(0), np.array([0]), np.zeros((3, 4), int), np.zeros(3, np.uint64)])
