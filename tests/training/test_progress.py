@@ -48,7 +48,12 @@ def metrics(*steps: int, **changes) -> UpdateMetrics:
 
 def progress(log, running_totals=None, clock=None) -> Progress:
     return Progress(
-        log, steps=STEPS, log_every=LOG_EVERY, tokens_per_step=TOKENS, running_totals=running_totals, clock=clock or Clock()
+        log,
+        steps=STEPS,
+        log_every=LOG_EVERY,
+        tokens_per_step=TOKENS,
+        running_totals=running_totals,
+        clock=clock or Clock(),
     )
 
 
@@ -149,7 +154,13 @@ def test_members_have_a_record_each_and_share_a_line():
 
     def made(running_totals=None):
         return Progress(
-            log, steps=4, log_every=4, tokens_per_step=TOKENS, members=members, running_totals=running_totals, clock=Clock()
+            log,
+            steps=4,
+            log_every=4,
+            tokens_per_step=TOKENS,
+            members=members,
+            running_totals=running_totals,
+            clock=Clock(),
         )
 
     before = made()

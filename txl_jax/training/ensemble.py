@@ -80,9 +80,7 @@ def make_ensemble_step(model: LanguageModel, base: ExperimentConfig) -> Ensemble
     return jax.vmap(step)
 
 
-def make_ensemble_init(
-    model: LanguageModel, base: ExperimentConfig, seeds: Sequence[int]
-) -> Callable[[], TrainState]:
+def make_ensemble_init(model: LanguageModel, base: ExperimentConfig, seeds: Sequence[int]) -> Callable[[], TrainState]:
     """Returns a function that makes the states of all members before the first update, stacked."""
     optimizer, train = make_optimizer(base), base.train
 
