@@ -29,7 +29,7 @@ from txl_jax.config import (
     TrainConfig,
 )
 from txl_jax.config import tree as config_tree
-from txl_jax.data.batches.segments import evaluation_segments, training_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
 from txl_jax.ops import adaptive_softmax

@@ -88,7 +88,7 @@ def evaluation(parts: RunComponents) -> Compiled:
 
 
 def generation(parts: RunComponents) -> Compiled:
-    """The step that writes 16 tokens, of a model that can (`jobs.generate.check_can_write`); raises `DoesNotFitError`."""
+    """The step that writes 16 tokens, of a model that can (`jobs.generate.check_can_generate`); raises `DoesNotFitError`."""
     span, samples = parts.config.eval, parts.config.generate.samples
     generator = Generator(
         parts.model, span, parts.config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh

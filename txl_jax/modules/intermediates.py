@@ -1,6 +1,6 @@
 """Intermediate outputs for the loss: the last layer's outputs before dropout.
 
-    (hidden, memory), kept = model.apply(variables, ..., mutable=[COLLECTION], method=model.encode)
+    (hidden, memory), kept = model.apply(variables, ..., mutable=[COLLECTION])
     outputs = last(kept)
 
 They are kept only if the collection is mutable.
