@@ -45,6 +45,11 @@ def setting_leaves(cls: type) -> list[Leaf]:
     return [leaf for leaf in config_tree.leaves(cls) if leaf.setting.flag]
 
 
+def is_optional(flag: flags.Flag) -> bool:
+    """Returns whether a flag takes the word "none"."""
+    return isinstance(flag.parser, _OptionalParser)
+
+
 def given(flag_values: flags.FlagValues, cls: type = ExperimentConfig) -> dict[str, Any]:
     """Returns the settings that the command line or a flagfile named, with their values."""
     return {
