@@ -43,7 +43,7 @@ from absl import flags
 
 from launch import sweep_file, sweep_table
 from launch.sweep_file import Mistake, Run, Sweep
-from txl_jax.runtime.files import RunLogError
+from txl_jax.errors import LogError
 from txl_jax.training import ensemble as ensemble_step
 
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
             raise Mistake("no folder was given; say with --out=PATH where the runs belong")
         out = Path(given.out).expanduser()
         return _do(given, sweep_file.read(Path(files[0]), out), out)
-    except (flags.Error, Mistake, RunLogError, OSError) as error:
+    except (flags.Error, Mistake, LogError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

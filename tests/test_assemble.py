@@ -20,23 +20,23 @@ PUBLISHED = {
 def test_published_models_have_the_published_number_of_parameters(model, expected):
     made = assemble(ExperimentConfig(model=model), vocab_size=ENWIK8_VOCABULARY)
     held = sum(array.nbytes for array in jax.live_arrays())
-    assert made.n_parameter == expected
+    assert made.num_parameters == expected
     assert sum(array.nbytes for array in jax.live_arrays()) == held
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made.abstract_state))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made.training.abstract_state))
 
 
 def test_the_initial_state_is_as_announced():
     made = tiny_run.parts(model__dtype=DType.BFLOAT16)
-    state = made.init_state()
+    state = made.training.init_state()
     for (path, found), expected in zip(
-        jax.tree.leaves_with_path(state), jax.tree.leaves(made.abstract_state), strict=True
+        jax.tree.leaves_with_path(state), jax.tree.leaves(made.training.abstract_state), strict=True
     ):
         announced = (expected.shape, expected.dtype, expected.sharding)
         assert (found.shape, found.dtype, found.sharding) == announced, jax.tree_util.keystr(path)
     assert state.step == 0 and state.memory.hidden.dtype == "bfloat16"
-    assert made.n_parameter == sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert made.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(state.params))
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    assert sum(leaf.size for leaf in moments) == 2 * made.n_parameter
+    assert sum(leaf.size for leaf in moments) == 2 * made.num_parameters
     assert not any(leaf.any() for leaf in moments)
     assert np.std(state.params["stack"]["layers"]["attention"]["query"]) == pytest.approx(0.4, rel=0.2)
 
@@ -52,7 +52,7 @@ def test_the_training_program_does_not_grow_with_the_layers():
     def lowered_size(n_layer):
         made = tiny_run.parts(model__n_layer=n_layer)
         step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
-        return len(jax.jit(step).lower(made.abstract_state, tiny_run.text().segments(0, 1)).as_text())
+        return len(jax.jit(step).lower(made.training.abstract_state, tiny_run.text().segments(0, 1)).as_text())
 
     assert lowered_size(24) <= 1.01 * lowered_size(2)  # One per cent for longer numbers.
 

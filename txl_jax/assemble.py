@@ -1,4 +1,4 @@
-"""Wires the parts of a run: model, optimiser, mesh, and the compiled functions with their shardings."""
+"""Model, optimizer, schedule and mesh of one config, and the compiled functions of training and evaluation."""
 
 import dataclasses
 import functools
@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from txl_jax import sharding
 from txl_jax.config import EvalConfig, ExperimentConfig, Network, TrainConfig
+from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
 from txl_jax.evaluation.streaming import EvalStep, make_eval_step
 from txl_jax.inference import scorer
@@ -32,8 +33,12 @@ from txl_jax.training.step import TrainStep, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """What a job is made of."""
+class RunComponents:
+    """Model, optimizer, schedule and mesh of one config.
+
+    The compiled functions, shapes and shardings that follow from them are grouped by use: `training`, `evaluation`,
+    and `placement` for batches on devices.
+    """
 
     config: ExperimentConfig
     model: LanguageModel
@@ -42,206 +47,256 @@ class Parts:
     mesh: Mesh
 
     @functools.cached_property
-    def abstract_state(self) -> TrainState:
-        """Shapes, types and shardings of the training state; no memory is touched."""
-        boxed = jax.eval_shape(self._init_boxed)
-        shardings = sharding.param_shardings(self.mesh, boxed)
-        shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
-        return jax.tree.map(
-            lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
-            nn.unbox(boxed),
-            shardings,
-        )
+    def placement(self) -> "Placement":
+        """Shardings of batches and memories, and the transfer to the devices."""
+        return Placement(self.mesh)
+
+    @functools.cached_property
+    def training(self) -> "TrainingFunctions":
+        """The training state and the compiled train step."""
+        return TrainingFunctions(self)
+
+    @functools.cached_property
+    def evaluation(self) -> "EvaluationFunctions":
+        """The jitted functions of evaluation."""
+        return EvaluationFunctions(self)
 
     @property
-    def n_parameter(self) -> int:
-        """Numbers that are trained."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
+    def num_parameters(self) -> int:
+        """Number of trained parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.training.abstract_state.params))
 
-    def init_state(self) -> TrainState:
-        """The state before the first update, made in place on the devices."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        return jax.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
 
-    def init_params(self) -> Any:
-        """The parameters before the first update, without optimiser and memory."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state.params)
-        return jax.jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Shardings of batches and memories over a mesh, and the transfer to the devices."""
 
-    def compile_train_step(self) -> tuple[TrainStep, "Compilation"]:
-        """The compiled step of S updates, and what its compilation tells."""
-        self.check_training_rows()
-        step = make_train_step(self.model, self.optimizer, self.schedule, self.config)
-        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        # The state must come out as it went in, or the next call would not take it.
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.named_sharding(self.mesh)))
-        lowered = jitted.lower(self.abstract_state, self.abstract_segments(self.config.train))
-        began = time.monotonic()
-        compiled = lowered.compile()
-        analysis = compiled.memory_analysis()
-        return compiled, Compilation(
-            seconds=time.monotonic() - began,
-            temporary_bytes=None if analysis is None else analysis.temp_size_in_bytes,
-        )
-
-    def check_training_rows(self) -> None:
-        """Raises `ValueError` if the training rows do not divide among the devices."""
-        train, devices = self.config.train, sharding.num_batch_shards(self.mesh)
-        groups = devices * train.grad_accum_steps
-        if train.batch_size % groups:
-            chunks = (
-                f", in {train.grad_accum_steps} chunks (train.grad_accum_steps)" if train.grad_accum_steps > 1 else ""
-            )
-            raise ValueError(
-                f"train.batch_size is {train.batch_size} and the rows are spread over {devices} devices "
-                f"(mesh.data x mesh.fsdp){chunks}; choose a multiple of {groups}, or fewer devices with --mesh.data"
-            )
-
-    @functools.cached_property
-    def reader(self) -> Scorer:
-        """What evaluation reads with."""
-        return scorer.make_scorer(self.model, self.config.eval)
-
-    @functools.cached_property
-    def prepare_params(self) -> Callable[[Any], Any]:
-        """The jitted function that lays parameters out for evaluation."""
-        return jax.jit(self.reader.prepare_params)
-
-    @functools.cached_property
-    def eval_step(self) -> EvalStep:
-        """The jitted evaluation of S segments; the memory is donated."""
-        return jax.jit(make_eval_step(self.model, self.config.eval), donate_argnums=1)
-
-    @functools.cached_property
-    def window_step(self) -> WindowStep:
-        """The jitted evaluation of windows."""
-        span = self.config.eval
-        return make_window_step(self.model, clamp_len=span.clamp_len, temperature=span.temperature)
-
-    def eval_memory(self, weights: Any) -> Any:
-        """An empty memory of the evaluation's shape."""
-        return jax.jit(self.reader.init_memory, out_shardings=self.eval_memory_shardings)(weights)
-
-    @property
-    def eval_memory_shardings(self) -> Any:
-        """Where the memory of the evaluation lies."""
-        span = self.config.eval
-        if isinstance(self.model, LSTM):
-            return self._memory_shardings(span.batch_size)
-        rows = sharding.batch_axes(self.mesh, span.batch_size)
-        layers = (sharding.named_sharding(self.mesh, rows, axes.HEADS, None, None),) * self.config.model.n_layer
-        return KVCache(
-            keys=layers,
-            values=layers,
-            valid=sharding.named_sharding(self.mesh, rows),
-            write_index=sharding.named_sharding(self.mesh),
-            mem_len=span.mem_len,
-        )
-
-    @property
-    def memory_dtype(self) -> jnp.dtype:
-        """Type of stored keys and values."""
-        return scorer.memory_dtype(self.model, self.config.eval)
+    mesh: Mesh
 
     def own_rows(self, batch_size: int) -> np.ndarray:
-        """Numbers of the rows of a batch that this process's devices hold, ascending, and that it therefore reads.
+        """Returns the row numbers of a batch that this process's devices hold, ascending: those that it must read.
 
-        They need not follow one another: where a mesh is laid over a torus, a host's chips are a tile of it.
+        They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a tile of it.
 
         Raises:
-          ValueError: they hold none, as the mesh does not reach them.
+          UserError: they hold none, as the mesh does not include them.
         """
         placed = sharding.named_sharding(self.mesh, sharding.batch_axes(self.mesh, batch_size))
         own = placed.addressable_devices_indices_map((batch_size,))
         if not own:
-            raise ValueError(
+            raise UserError(
                 f"no device of process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}; start fewer "
                 "processes, or use all devices with --mesh.data=none"
             )
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
 
     def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
-        """Puts segments on the devices, their rows spread as those of the memory.
+        """Transfers segments to the devices, with the rows sharded like those of the memory.
 
         Args:
           segments: the rows that this process reads (see `own_rows`).
-          batch_size: B, over all processes; None: this process has read them all.
+          batch_size: B, over all processes; None: this process has read all rows.
         """
         own = np.arange(segments.inputs.shape[1]) if batch_size is None else self.own_rows(batch_size)
         batch_size = batch_size or len(own)
 
-        def put(placed: NamedSharding, part: np.ndarray) -> jax.Array:
+        def put(placed: NamedSharding, array: np.ndarray) -> jax.Array:
             def of_device(index: tuple[slice, ...]) -> np.ndarray:
                 rows = np.arange(batch_size)[index[1]]
-                return part[:, np.searchsorted(own, rows)]
+                return array[:, np.searchsorted(own, rows)]
 
-            return jax.make_array_from_callback((part.shape[0], batch_size, *part.shape[2:]), placed, of_device)
+            return jax.make_array_from_callback((array.shape[0], batch_size, *array.shape[2:]), placed, of_device)
 
-        return jax.tree.map(put, self._segment_shardings(batch_size), segments)
+        return jax.tree.map(put, self.segment_shardings(batch_size), segments)
 
-    def _init_boxed(self) -> TrainState:
-        train = self.config.train
-        return init_state(
-            self.model,
-            self.optimizer,
-            seed=self.config.seed,
-            batch_size=train.batch_size,
-            mem_len=train.mem_len,
-            average=self.config.average,
-        )
-
-    def _memory_shardings(self, batch_size: int) -> Memory:
+    def memory_shardings(self, batch_size: int) -> Memory:
+        """Returns the shardings of a training memory."""
         rows = sharding.batch_axes(self.mesh, batch_size)
         return Memory(
             hidden=sharding.named_sharding(self.mesh, axes.LAYERS, rows, axes.LENGTH, None),
             valid=sharding.named_sharding(self.mesh, rows),
         )
 
-    def _segment_shardings(self, batch_size: int) -> Segments:
+    def segment_shardings(self, batch_size: int) -> Segments:
+        """Returns the shardings of S segments."""
         rows = sharding.batch_axes(self.mesh, batch_size)
         tokens = sharding.named_sharding(self.mesh, None, rows, axes.LENGTH)
         return Segments(
             inputs=tokens, targets=tokens, weights=tokens, reset=sharding.named_sharding(self.mesh, None, rows)
         )
 
-    def abstract_segments(self, span: TrainConfig | EvalConfig) -> Segments:
-        """Shapes, types and shardings of what a call of the training or evaluation step reads."""
-        shape = (span.segments_per_call, span.batch_size, span.segment_len)
+    def abstract_segments(self, lengths: TrainConfig | EvalConfig) -> Segments:
+        """Returns shapes, types and shardings of the segments that one call of the train or eval step takes."""
+        shape = (lengths.segments_per_call, lengths.batch_size, lengths.segment_len)
         shapes = Segments(inputs=shape, targets=shape, weights=shape, reset=shape[:2])
         dtypes = Segments(inputs="int32", targets="int32", weights="float32", reset="bool")
+        shardings = self.segment_shardings(lengths.batch_size)
         return Segments(
             *(
                 jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
-                for shape, dtype, placed in zip(shapes, dtypes, self._segment_shardings(span.batch_size), strict=True)
+                for shape, dtype, placed in zip(shapes, dtypes, shardings, strict=True)
             )
         )
 
 
 @dataclasses.dataclass(frozen=True)
+class TrainingFunctions:
+    """The training state of a run and its compiled train step."""
+
+    components: RunComponents
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and shardings of the training state; nothing is allocated."""
+        config, mesh = self.components.config, self.components.mesh
+        boxed = jax.eval_shape(self._init_boxed)
+        shardings = sharding.param_shardings(mesh, boxed)
+        shardings = shardings.replace(memory=self.components.placement.memory_shardings(config.train.batch_size))
+        return jax.tree.map(
+            lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
+            nn.unbox(boxed),
+            shardings,
+        )
+
+    def init_state(self) -> TrainState:
+        """Returns the state before the first update, initialized in place on the devices."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        return jax.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
+
+    def init_params(self) -> Any:
+        """Returns the parameters before the first update, without optimizer state and memory."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state.params)
+        return jax.jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
+
+    def compile_step(self) -> tuple[TrainStep, "Compilation"]:
+        """Compiles the train step of S updates; returns it with its compile time and memory."""
+        self.check_batch_size()
+        components = self.components
+        step = make_train_step(components.model, components.optimizer, components.schedule, components.config)
+        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        # The state must come out as it went in, or the next call would not take it.
+        shardings = state_shardings, sharding.named_sharding(components.mesh)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+        segments = components.placement.abstract_segments(components.config.train)
+        return Compilation.of(jitted.lower(self.abstract_state, segments))
+
+    def check_batch_size(self) -> None:
+        """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
+        train, shards = self.components.config.train, sharding.num_batch_shards(self.components.mesh)
+        multiple = shards * train.grad_accum_steps
+        if train.batch_size % multiple:
+            in_microbatches = (
+                f", in {train.grad_accum_steps} microbatches (train.grad_accum_steps)"
+                if train.grad_accum_steps > 1
+                else ""
+            )
+            raise UserError(
+                f"train.batch_size is {train.batch_size} and the rows are split over {shards} devices "
+                f"(mesh.data x mesh.fsdp){in_microbatches}; choose a multiple of {multiple}, or fewer devices with "
+                "--mesh.data"
+            )
+
+    def _init_boxed(self) -> TrainState:
+        config = self.components.config
+        return init_state(
+            self.components.model,
+            self.components.optimizer,
+            seed=config.seed,
+            batch_size=config.train.batch_size,
+            mem_len=config.train.mem_len,
+            average=config.average,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationFunctions:
+    """The jitted functions of evaluation."""
+
+    components: RunComponents
+
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        """The forward pass of evaluation."""
+        return scorer.make_scorer(self.components.model, self.components.config.eval)
+
+    @functools.cached_property
+    def prepare_params(self) -> Callable[[Any], Any]:
+        """The jitted function that prepares parameters for evaluation."""
+        return jax.jit(self.scorer.prepare_params)
+
+    @functools.cached_property
+    def eval_step(self) -> EvalStep:
+        """The jitted evaluation of S segments; the memory is donated."""
+        return jax.jit(make_eval_step(self.components.model, self.components.config.eval), donate_argnums=1)
+
+    @functools.cached_property
+    def window_step(self) -> WindowStep:
+        """The jitted evaluation of windows."""
+        eval_config = self.components.config.eval
+        return make_window_step(
+            self.components.model, clamp_len=eval_config.clamp_len, temperature=eval_config.temperature
+        )
+
+    def init_memory(self, weights: Any) -> Any:
+        """Returns an empty evaluation memory; `weights` are prepared parameters."""
+        return jax.jit(self.scorer.init_memory, out_shardings=self.memory_shardings)(weights)
+
+    @property
+    def memory_shardings(self) -> Any:
+        """Shardings of the evaluation memory."""
+        config, mesh = self.components.config, self.components.mesh
+        if isinstance(self.components.model, LSTM):
+            return self.components.placement.memory_shardings(config.eval.batch_size)
+        rows = sharding.batch_axes(mesh, config.eval.batch_size)
+        layers = (sharding.named_sharding(mesh, rows, axes.HEADS, None, None),) * config.model.n_layer
+        return KVCache(
+            keys=layers,
+            values=layers,
+            valid=sharding.named_sharding(mesh, rows),
+            write_index=sharding.named_sharding(mesh),
+            mem_len=config.eval.mem_len,
+        )
+
+    @property
+    def memory_dtype(self) -> jnp.dtype:
+        """Type of stored keys and values."""
+        return scorer.memory_dtype(self.components.model, self.components.config.eval)
+
+
+@dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What compiling a step told."""
+    """Compile time and scratch memory of a step."""
 
     seconds: float
-    temporary_bytes: int | None  # Activations and other scratch, per device; None: the backend does not say.
+    temporary_bytes: int | None  # Activations and other scratch, per device; None: the backend does not report it.
+
+    @staticmethod
+    def of(lowered: jax.stages.Lowered) -> tuple[Any, "Compilation"]:
+        """Compiles; returns the compiled function and these facts."""
+        began = time.monotonic()
+        compiled = lowered.compile()
+        analysis = compiled.memory_analysis()
+        seconds = time.monotonic() - began
+        return compiled, Compilation(seconds, None if analysis is None else analysis.temp_size_in_bytes)
 
 
-def assemble(config: ExperimentConfig, *, vocab_size: int, mesh: Mesh | None = None) -> Parts:
-    """The parts of a run, over its own devices or another mesh's.
+def assemble(config: ExperimentConfig, *, vocab_size: int, mesh: Mesh | None = None) -> RunComponents:
+    """Assembles the components of a run, over its own devices or another mesh's.
 
     Raises:
-      ValueError: settings that do not fit each other, the vocabulary or the devices.
+      UserError: settings that do not fit each other, the vocabulary or the devices.
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     if jnp.zeros((), config.model.dtype).dtype != config.model.dtype:
-        raise ValueError(f"model.dtype is {config.model.dtype} and jax runs without it; set JAX_ENABLE_X64=1")
+        raise UserError(f"model.dtype is {config.model.dtype} and jax runs without it; set JAX_ENABLE_X64=1")
     for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.TENSOR), ("d_inner", sharding.TENSOR)):
         size, devices = getattr(config.model, name), mesh.shape[axis]
         if size % devices:
-            raise ValueError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
+            raise UserError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
     network = {Network.TRANSFORMER_XL: TransformerXL, Network.LSTM: LSTM}[config.model.network]
-    return Parts(
+    return RunComponents(
         config=config,
         model=network(config.model, config.compat, vocab_size, sharding.spread(mesh)),
         optimizer=optimizer_lib.make_optimizer(config),

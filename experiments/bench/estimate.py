@@ -29,7 +29,7 @@ from absl import flags
 
 from experiments.cli import flag_tree, programs, runner
 from txl_jax import sharding
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench import estimate
 from txl_jax.bench.estimate import Compiled, DoesNotFitError
 from txl_jax.bench.roofline import CHIPS, Bounds, Chip, bounds
@@ -98,7 +98,7 @@ def _one() -> list[dict[str, Any]]:
     train = config.train
     print(
         f"{_opening()}\n\n"
-        f"{parts.n_parameter:,} parameters, computed in {config.model.dtype} on {topology}: {parts.mesh.size} x {chip.kind} "
+        f"{parts.num_parameters:,} parameters, computed in {config.model.dtype} on {topology}: {parts.mesh.size} x {chip.kind} "
         f"({', '.join(f'{name} {size}' for name, size in parts.mesh.shape.items())})\n"
         f"{train.batch_size} rows x {train.segment_len}, memory {train.mem_len}\n"
     )
@@ -111,7 +111,7 @@ def _one() -> list[dict[str, Any]]:
     return [_say_task(parts, topology, chip, name) for name in FLAGS.estimate_tasks]
 
 
-def _say_task(parts: Parts, topology: str, chip: Chip, name: str) -> dict[str, Any]:
+def _say_task(parts: RunComponents, topology: str, chip: Chip, name: str) -> dict[str, Any]:
     """One program."""
     if name == "generation":
         try:
@@ -135,7 +135,7 @@ def _say_task(parts: Parts, topology: str, chip: Chip, name: str) -> dict[str, A
     return _record(parts, topology, name, compiled)
 
 
-def _call(parts: Parts, name: str) -> str:
+def _call(parts: RunComponents, name: str) -> str:
     """What one call of a program does."""
     if name == "generation":
         return f"{estimate.BLOCK} tokens"
@@ -166,7 +166,7 @@ def _told_collectives(compiled: Compiled) -> Iterator[str]:
         yield f"| {kind} | {devices} | {times:,} | {_told(sent)} | {largest.shape} |"
 
 
-def _say_bounds(parts: Parts, found: Bounds, *, complete: bool) -> None:
+def _say_bounds(parts: RunComponents, found: Bounds, *, complete: bool) -> None:
     train = parts.config.train
     tokens = train.batch_size * train.new_tokens
     links = f", links {1e3 * found.links:.1f} ms" if complete else ""
@@ -178,7 +178,7 @@ def _say_bounds(parts: Parts, found: Bounds, *, complete: bool) -> None:
     )
 
 
-def _assemble(config: ExperimentConfig, topology: str) -> tuple[Parts, bool]:
+def _assemble(config: ExperimentConfig, topology: str) -> tuple[RunComponents, bool]:
     """The parts on a slice, and whether its compiler is here."""
     devices = topologies.devices(topology)
     if devices is None:
@@ -187,15 +187,15 @@ def _assemble(config: ExperimentConfig, topology: str) -> tuple[Parts, bool]:
         mesh = sharding.make_mesh(config.mesh, devices)
     vocab_size = FLAGS.estimate_vocab or programs.VOCABULARIES.get(config.data.corpus, 256)
     parts = assemble(config, vocab_size=vocab_size, mesh=mesh)
-    parts.check_training_rows()
+    parts.training.check_batch_size()
     return parts, devices is not None
 
 
-def _record(parts: Parts, topology: str, name: str | None, compiled: Compiled | None) -> dict[str, Any]:
+def _record(parts: RunComponents, topology: str, name: str | None, compiled: Compiled | None) -> dict[str, Any]:
     facts = {
         "topology": topology,
         "mesh": dict(parts.mesh.shape),
-        "parameters": parts.n_parameter,
+        "parameters": parts.num_parameters,
         "held_bytes": report.held(parts),
         "config": config_tree.to_dict(parts.config),
         "program": name,
@@ -298,7 +298,7 @@ def _choices(config: ExperimentConfig, n_device: int) -> Iterator[tuple[MeshConf
         return
 
 
-def _line(name: str, parts: Parts, topology: str, compiled: Compiled) -> str:
+def _line(name: str, parts: RunComponents, topology: str, compiled: Compiled) -> str:
     config, held = parts.config, report.held(parts)
     chip = CHIPS[topologies.split(topology)[0]]
     least = bounds(estimate.update_work(parts, compiled=compiled), chip)

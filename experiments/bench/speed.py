@@ -24,7 +24,7 @@ from absl import flags
 
 from experiments.cli import flag_tree, programs, runner
 from txl_jax import flops
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench import compare_huggingface, throughput
 from txl_jax.bench.throughput import Speed, Task
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
@@ -65,7 +65,7 @@ def _run() -> int:
         check_can_write(config)
     parts = assemble(config, vocab_size=vocab_size)
     facts = environment.describe()
-    print(f"{parts.n_parameter:,} parameters, vocabulary {vocab_size:,}, {config.model.dtype}")
+    print(f"{parts.num_parameters:,} parameters, vocabulary {vocab_size:,}, {config.model.dtype}")
     print(f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}\n")
     measure = _measure_beside_peer if FLAGS.peer else _measure
     found = measure(parts, facts)
@@ -76,7 +76,7 @@ def _run() -> int:
     return 0
 
 
-def _measure(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
+def _measure(parts: RunComponents, facts: dict[str, Any]) -> dict[str, Any]:
     """One table row per task."""
     print("| job | rows x segment | memory | tokens/s | slowest | fastest | compiled in | needs |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
@@ -93,22 +93,22 @@ def _measure(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
     return {"tasks": [found.as_record() for found in speeds]}
 
 
-def _tasks(name: str, parts: Parts) -> Iterator[Task]:
+def _tasks(name: str, parts: RunComponents) -> Iterator[Task]:
     if name in ("reading", "training"):
         yield {"reading": throughput.reading, "training": throughput.training}[name](parts)
     elif name == "evaluation":
-        yield throughput.evaluation(parts, parts.init_params())
+        yield throughput.evaluation(parts, parts.training.init_params())
     else:
         for every_tail in _tails(parts):
-            yield throughput.generation(parts, parts.init_params(), every_tail=every_tail)
+            yield throughput.generation(parts, parts.training.init_params(), every_tail=every_tail)
 
 
-def _tails(parts: Parts) -> tuple[bool, ...]:
+def _tails(parts: RunComponents) -> tuple[bool, ...]:
     """Generation reads a tail of the softmax when it may matter: timed where none does and where all do."""
     return (False, True) if parts.config.model.cutoffs else (False,)
 
 
-def _measure_beside_peer(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
+def _measure_beside_peer(parts: RunComponents, facts: dict[str, Any]) -> dict[str, Any]:
     """One table row per task, ours beside the peer's."""
     names = FLAGS.speed_tasks or _TASKS[1:]
     if "reading" in names:
@@ -116,14 +116,16 @@ def _measure_beside_peer(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
     if not FLAGS.speed_warmup:
         raise ValueError("--speed_warmup is 0, and the peer's first call makes what the others use; give at least 1")
     compare_huggingface.check_alike(parts.config)
-    params = parts.init_params()
+    params = parts.training.init_params()
     peer = compare_huggingface.make_peer(parts, params, parts.config.eval)
     worst = compare_huggingface.check_same_numbers(parts, params, peer)
     versions = ", ".join(f"{name} {value}" for name, value in peer.versions().items())
     print(f"peer: {versions}; --compat=hf on both sides\nlargest difference of a token's loss: {worst:.1e} nats")
-    if parts.memory_dtype != parts.config.model.dtype:
+    if parts.evaluation.memory_dtype != parts.config.model.dtype:
         off = compare_huggingface.moved_by_storage(parts, params)
-        print(f"by storing keys and values as {parts.memory_dtype} a token's loss moves by up to {off:.1e} nats")
+        print(
+            f"by storing keys and values as {parts.evaluation.memory_dtype} a token's loss moves by up to {off:.1e} nats"
+        )
     print()
     print("| job | rows x segment | memory | tokens/s | peer | times the peer | lowest | highest |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
@@ -144,7 +146,7 @@ def _measure_beside_peer(parts: Parts, facts: dict[str, Any]) -> dict[str, Any]:
     return {"peer": peer.versions(), "largest_difference_nats": worst, "tasks": records}
 
 
-def _pairs(name: str, parts: Parts, params: Any, peer: Any) -> Iterator[tuple[Task, Task]]:
+def _pairs(name: str, parts: RunComponents, params: Any, peer: Any) -> Iterator[tuple[Task, Task]]:
     """Ours and the peer's."""
     if name == "training":
         yield compare_huggingface.training(parts, params)
@@ -179,7 +181,7 @@ def _row(found: Speed) -> str:
     )
 
 
-def _remarks(found: Speed, parts: Parts, facts: dict[str, Any]) -> list[str]:
+def _remarks(found: Speed, parts: RunComponents, facts: dict[str, Any]) -> list[str]:
     """What else is known of a task."""
     task, lines = found.task, []
     if task.first_token_seconds is not None:

@@ -16,13 +16,12 @@ from experiments.cli import flag_tree, help_text, hosts
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
-from txl_jax.errors import UserError
+from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
 from txl_jax.jobs import evaluate, generate, score_tokens, train
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed
 from txl_jax.runtime.preemption import StopRequest
-from txl_jax.training.progress import NonFiniteError
 
 _MODES = ("train", "eval", "score", "generate")
 # The program that knows how a corpus's text becomes tokens.
@@ -127,7 +126,7 @@ def exit_code_for(error: BaseException) -> int | None:
         case Exception() if hosts.lost_another(error):
             fail(f"another process of this run is gone ({_first_line(error)}); {_RESUME}")
             return hosts.LOST
-        case distributed.RemoteProcessError():
+        case RemoteProcessError():
             if distributed.is_primary():  # The process that failed prints it too.
                 fail(error)
         case UserError() | OSError():

@@ -230,7 +230,10 @@ BESIDE = {
     "data.order": {"data.tokenizer.kind": Tokenizer.WORD},
     "eval.warmup_tokens": {"eval.valid_tokens": 20},
     **{
-        f"data.{split}": {"data.file": None, **{f"data.{other}": ("words.txt",) for other in ("train", "valid", "test")}}
+        f"data.{split}": {
+            "data.file": None,
+            **{f"data.{other}": ("words.txt",) for other in ("train", "valid", "test")},
+        }
         for split in ("train", "valid", "test")
     },
 }
@@ -284,15 +287,17 @@ def train_step(config):
     parts = parts_of(config)
     step = make_train_step(parts.model, parts.optimizer, parts.schedule, config)
     reader = training_segments(np.arange(200), batch_size=config.train.batch_size, segment_len=config.train.segment_len)
-    return jax.jit(step).lower(parts.abstract_state, reader.segments(0, 1)).as_text()
+    return jax.jit(step).lower(parts.training.abstract_state, reader.segments(0, 1)).as_text()
 
 
 def eval_step(config):
     """The lowered scoring."""
     parts = parts_of(config)
     reader = evaluation_segments(np.arange(200), batch_size=config.eval.batch_size, segment_len=config.eval.segment_len)
-    weights = jax.eval_shape(parts.prepare_params, parts.abstract_state.params)
-    return parts.eval_step.lower(weights, jax.eval_shape(parts.eval_memory, weights), reader.segments(0, 1)).as_text()
+    weights = jax.eval_shape(parts.evaluation.prepare_params, parts.training.abstract_state.params)
+    return parts.evaluation.eval_step.lower(
+        weights, jax.eval_shape(parts.evaluation.init_memory, weights), reader.segments(0, 1)
+    ).as_text()
 
 
 def batch(config):
@@ -364,7 +369,7 @@ def text(config):
     """What is written, by random weights that are large enough to have an opinion."""
     parts = parts_of(config)
     params = jax.tree.map(
-        lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.abstract_state.params
+        lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.training.abstract_state.params
     )
     stop = read_stop(config.generate, ByteVocabulary.all_bytes())
     generator = Generator(parts.model, config.eval, config.generate, stop_token=stop)

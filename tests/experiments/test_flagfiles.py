@@ -102,14 +102,14 @@ def test_flagfile_resolves_to_its_golden_text(name):
 
 @pytest.mark.parametrize("name", FLAGFILES)
 def test_size_is_the_published_one_and_the_comment_says_it_to_the_unit(name):
-    row, size = FLAGFILES[name], parts(name).n_parameter
+    row, size = FLAGFILES[name], parts(name).num_parameters
     assert abs(size - row.parameters) <= row.margin * row.parameters, f"{size:,}"
     assert re.search(rf"\b{size:,}\D+\b{row.vocab_size:,}\b", opening_comment(name))
 
 
 @pytest.mark.parametrize("name", UNTIED)
 def test_size_with_u_and_v_per_layer(name):
-    assert parts(name, "--model.untie_r").n_parameter == UNTIED[name]
+    assert parts(name, "--model.untie_r").num_parameters == UNTIED[name]
     assert f"{UNTIED[name]:,}" in opening_comment(name)
 
 
@@ -131,8 +131,8 @@ def test_training_step_fits_together_at_full_size(name):
     tokens = jax.ShapeDtypeStruct(shape, "int32")
     segments = Segments(tokens, tokens, jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct(shape[:2], "bool"))
     step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
-    state, metrics = jax.eval_shape(step, made.abstract_state, segments)
-    assert jax.tree.map(kind, state) == jax.tree.map(kind, made.abstract_state)
+    state, metrics = jax.eval_shape(step, made.training.abstract_state, segments)
+    assert jax.tree.map(kind, state) == jax.tree.map(kind, made.training.abstract_state)
     assert {kind(metric) for metric in metrics} == {((train.segments_per_call,), "float32")}
 
 

@@ -67,7 +67,7 @@ def state_of(found):
     config, corpus, workdir = found
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
     with Checkpointer(workdir.latest, keep=2, report=print) as latest:
-        return latest.restore(parts.abstract_state)[1]
+        return latest.restore(parts.training.abstract_state)[1]
 
 
 @pytest.fixture(scope="module")

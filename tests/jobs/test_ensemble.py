@@ -13,12 +13,12 @@ from txl_jax.assemble import assemble
 from txl_jax.config import CorpusName, DataConfig, DType
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import NonFiniteError
 from txl_jax.jobs import ensemble, train
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.training.ensemble import make_step as together_step
-from txl_jax.training.progress import NonFiniteError
 from txl_jax.training.step import make_train_step
 
 STEPS = 12
@@ -56,7 +56,9 @@ def run(base, folder, chosen=MEMBERS, **others):
 def latest(config, corpus, path):
     """Step and state of the newest checkpoint."""
     with Checkpointer(Workdir(path).latest, keep=2, report=print) as checkpoints:
-        step, state, _ = checkpoints.restore(assemble(config, vocab_size=corpus.vocabulary.size).abstract_state)
+        step, state, _ = checkpoints.restore(
+            assemble(config, vocab_size=corpus.vocabulary.size).training.abstract_state
+        )
     return step, state
 
 

@@ -23,12 +23,12 @@ from txl_jax.config import (
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.tokens.vocabulary import ByteVocabulary
+from txl_jax.errors import NonFiniteError
 from txl_jax.jobs import evaluate, generate, train
 from txl_jax.jobs.restore import load_parameters
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
-from txl_jax.training.progress import NonFiniteError
 
 STEPS = 24
 
@@ -87,7 +87,7 @@ def weights(config, corpus, workdir):
     """Everything in the latest checkpoint, as arrays."""
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
     with Checkpointer(workdir.latest, keep=2, report=print) as latest:
-        step, state, _ = latest.restore(parts.abstract_state)
+        step, state, _ = latest.restore(parts.training.abstract_state)
     return step, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
@@ -351,7 +351,7 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     each = []
     with Checkpointer(workdir.latest, keep=2, report=print) as latest:
         for before in (None, STEPS):
-            step, state, _ = latest.restore(parts.abstract_state, before=before)
+            step, state, _ = latest.restore(parts.training.abstract_state, before=before)
             each.append(state.params)
     assert step == STEPS - 6
     averaged = assemble(config_tree.replace(config, {"eval.average_checkpoints": 2}), vocab_size=corpus.vocabulary.size)

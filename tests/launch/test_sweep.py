@@ -19,8 +19,8 @@ from launch import sweep, sweep_file, sweep_table
 from support import shell
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.vocabulary import WordVocabulary
+from txl_jax.errors import LogError
 from txl_jax.jobs.workdir import TextInfo
-from txl_jax.runtime.files import RunLogError
 from txl_jax.runtime.metrics_log import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -322,8 +322,8 @@ def test_no_run_outlives_a_sweep_that_breaks_off(write, monkeypatch):
     found = read(write("[grid]\nseed = [1, 2]\n"))
     runs = (instead(found.runs[0], "import time; time.sleep(60)"), instead(found.runs[1], ""))
     pool = sweep._Pool(dataclasses.replace(found, runs=runs), slots=[None, None])
-    monkeypatch.setattr(sweep_table, "note_end", lambda *unused, **more: (_ for _ in ()).throw(RunLogError("no space")))
-    with pytest.raises(RunLogError):
+    monkeypatch.setattr(sweep_table, "note_end", lambda *unused, **more: (_ for _ in ()).throw(LogError("no space")))
+    with pytest.raises(LogError):
         pool.run()
     assert [process.poll() for process in pool._going] == [-signal.SIGTERM]
 

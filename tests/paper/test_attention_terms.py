@@ -38,7 +38,7 @@ def read(model, *, segments=4, same_length=True):
     text = tiny.text(segments * L)
     for k in range(segments):
         looks, memory = attention_terms.read(
-            params, model, text[:, k * L : (k + 1) * L], memory, clamp_len=0, same_length=same_length
+            params, model, text[:, k * L : (k + 1) * L], memory, clamp_len=None, same_length=same_length
         )
         yield looks, memory
 

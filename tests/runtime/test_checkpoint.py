@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from txl_jax.errors import CheckpointError
 from txl_jax.runtime import checkpoint, distributed
-from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer, CheckpointError
+from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer
 
 # Orbax leaves an event loop behind when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from txl_jax.runtime.files import RunLogError, write_json, write_lines
+from txl_jax.errors import LogError
+from txl_jax.runtime.files import write_json, write_lines
 from txl_jax.runtime.metrics_log import RunLog, read_metrics
 
 # write_json
@@ -46,7 +47,7 @@ def test_a_value_that_is_no_json_leaves_the_old_file(value, error, tmp_path):
 def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path, small_files):
     path = tmp_path / "config.json"
     write_json(path, "old")
-    with small_files(20_000), pytest.raises(RunLogError, match=r"config\.json.*File too large"):
+    with small_files(20_000), pytest.raises(LogError, match=r"config\.json.*File too large"):
         write_json(path, "x" * 100_000)
     assert (json.loads(path.read_bytes()), os.listdir(tmp_path)) == ("old", ["config.json"])
 
@@ -192,7 +193,7 @@ def test_a_damaged_line_further_up_is_named_and_kept(tmp_path):
     text = path.read_text().replace('"step": 20', '"st')
     path.write_text(text)
     for act in (lambda: read_metrics(tmp_path), lambda: RunLog(tmp_path, first_step=20)):
-        with pytest.raises(RunLogError, match=r"\b2\b.*metrics\.jsonl"):
+        with pytest.raises(LogError, match=r"\b2\b.*metrics\.jsonl"):
             act()
     assert path.read_text() == text
 
@@ -265,7 +266,7 @@ def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path):
 def test_full_disk(tmp_path, small_files):
     with RunLog(tmp_path) as log:
         log.record("train", 1, {"loss": 1.0})
-        with small_files(200), pytest.raises(RunLogError, match=f"{re.escape(str(tmp_path))}.*File too large"):
+        with small_files(200), pytest.raises(LogError, match=f"{re.escape(str(tmp_path))}.*File too large"):
             for step in range(2, 50):
                 log.record("train", step, {"loss": 1.0})
     assert read_metrics(tmp_path)[0] == {"kind": "train", "step": 1, "loss": 1.0}
@@ -273,7 +274,7 @@ def test_full_disk(tmp_path, small_files):
 
 def test_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(RunLogError, match=r"/run\b.*File exists"):
+    with pytest.raises(LogError, match=r"/run\b.*File exists"):
         RunLog(tmp_path / "run")
 
 

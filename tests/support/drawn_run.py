@@ -3,7 +3,7 @@
 import jax
 
 from support import tiny_run
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -12,7 +12,7 @@ from txl_jax.runtime.checkpoint import Checkpointer
 STEP = 7
 
 
-def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Workdir, Parts]:
+def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Workdir, RunComponents]:
     """The workdir, and the parts of its model; `tiny_run.params` are its parameters."""
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
     workdir = Workdir(folder).create()

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from txl_jax import sharding
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench.collectives import collectives
 from txl_jax.config import (
     DropoutConfig,
@@ -83,20 +83,20 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
     return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
 
 
-def walk(parts: Parts, train_step: TrainStep, state: TrainState, steps: range) -> tuple[TrainState, list, list]:
+def walk(parts: RunComponents, train_step: TrainStep, state: TrainState, steps: range) -> tuple[TrainState, list, list]:
     """The state after these updates, and the loss and gradient norm of each."""
     losses, norms, reader = [], [], training_segments(TOKENS, batch_size=B, segment_len=L)
     for step in steps[::PER_CALL]:
-        state, metrics = train_step(state, parts.place(reader.segments(step, PER_CALL)))
+        state, metrics = train_step(state, parts.placement.place(reader.segments(step, PER_CALL)))
         losses += (metrics.nats / metrics.tokens).tolist()
         norms += metrics.grad_norm.tolist()
     return state, losses, norms
 
 
-def run(parts: Parts, *, scores: bool) -> dict:
+def run(parts: RunComponents, *, scores: bool) -> dict:
     """Losses of each update, parameters after the last, where arrays lie, and what is sent."""
-    train_step, compilation = parts.compile_train_step()
-    state, losses, norms = walk(parts, train_step, parts.init_state(), range(STEPS))
+    train_step, compilation = parts.training.compile_step()
+    state, losses, norms = walk(parts, train_step, parts.training.init_state(), range(STEPS))
     found = {
         "losses": losses,
         "grad_norms": norms,
@@ -129,9 +129,9 @@ def shard_of(array: jax.Array) -> tuple[int, ...]:
     return array.addressable_shards[0].data.shape
 
 
-def largest_parts(parts: Parts) -> dict[str, int]:
+def largest_parts(parts: RunComponents) -> dict[str, int]:
     """Bytes of all of one layer's parameters, and of the largest table of a cluster."""
-    params = parts.abstract_state.params
+    params = parts.training.abstract_state.params
     layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["stack"]["layers"]))
     tables = [leaf for name, leaf in params["embedding"].items() if name.startswith("table")]
     return {
@@ -140,7 +140,7 @@ def largest_parts(parts: Parts) -> dict[str, int]:
     }
 
 
-def scored(parts: Parts, params: Any) -> dict:
+def scored(parts: RunComponents, params: Any) -> dict:
     """Scores of a short text in one row and in sixteen."""
     totals, keys_per_device = score(parts, params)
     many_rows = dataclasses.replace(parts.config, eval=dataclasses.replace(parts.config.eval, batch_size=B))
@@ -153,18 +153,18 @@ def scored(parts: Parts, params: Any) -> dict:
     }
 
 
-def score(parts: Parts, params: Any) -> tuple[Totals, tuple[int, ...]]:
+def score(parts: RunComponents, params: Any) -> tuple[Totals, tuple[int, ...]]:
     """The totals of a short text, and the shape of a layer's stored keys on a device."""
-    span, weights = parts.config.eval, parts.prepare_params(params)
-    memory = parts.eval_memory(weights)
+    span, weights = parts.config.eval, parts.evaluation.prepare_params(params)
+    memory = parts.evaluation.init_memory(weights)
     keys_per_device = shard_of(memory.keys[0])  # Before the memory is donated.
     totals = evaluate(
-        parts.eval_step,
+        parts.evaluation.eval_step,
         weights,
         memory,
         evaluation_segments(TOKENS[:50], batch_size=span.batch_size, segment_len=span.segment_len),
         segments_per_call=span.segments_per_call,
-        place=parts.place,
+        place=parts.placement.place,
     )
     return totals, keys_per_device
 
@@ -176,9 +176,9 @@ def moved() -> list[float]:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, report=print) as checkpoints:
         for mesh, these in zip(meshes, steps, strict=True):
             parts = assemble(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
-            restored = checkpoints.restore(parts.abstract_state)
-            state = parts.init_state() if restored is None else restored[1]
-            state, more, _ = walk(parts, parts.compile_train_step()[0], state, these)
+            restored = checkpoints.restore(parts.training.abstract_state)
+            state = parts.training.init_state() if restored is None else restored[1]
+            state, more, _ = walk(parts, parts.training.compile_step()[0], state, these)
             losses += more
             checkpoints.save(these.stop, state, {})
     return losses
@@ -253,7 +253,7 @@ def tail_work() -> dict:
 
 def uneven_vocabulary() -> dict:
     """Where the parameters lie that a vocabulary of 13 and a mesh axis of 2 give."""
-    params = assemble(config(MESHES["mixed"]), vocab_size=13).abstract_state.params
+    params = assemble(config(MESHES["mixed"]), vocab_size=13).training.abstract_state.params
     table, query = params["embedding"]["table_0"], params["stack"]["layers"]["attention"]["query"]
     return {
         "table_per_device": table.sharding.shard_shape(table.shape),
@@ -265,7 +265,7 @@ def uneven_vocabulary() -> dict:
 def refusal(mesh: MeshConfig, **changes: Any) -> str:
     """What is said of settings that do not fit."""
     try:
-        assemble(config(mesh, **changes), vocab_size=42).check_training_rows()
+        assemble(config(mesh, **changes), vocab_size=42).training.check_batch_size()
     except ValueError as error:
         return str(error)
     return "accepted"

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from support import tiny
-from txl_jax.assemble import Compilation, Parts, assemble
+from txl_jax.assemble import Compilation, RunComponents, assemble
 from txl_jax.config import EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.segments import SegmentReader, training_segments
@@ -42,17 +42,17 @@ CONFIG = ExperimentConfig(
 )
 
 
-def parts(**changes: Any) -> Parts:
+def parts(**changes: Any) -> RunComponents:
     """The parts of the tiny run with some settings changed: `model__dropout` for model.dropout.rate, and so on."""
     dotted = {name.replace("__", "."): value for name, value in changes.items()}
     return assemble(config_tree.replace(CONFIG, dotted), vocab_size=tiny.V)
 
 
 @functools.cache
-def compiled(**changes: Any) -> tuple[Parts, TrainStep, Compilation]:
+def compiled(**changes: Any) -> tuple[RunComponents, TrainStep, Compilation]:
     """The parts and their compiled step; compiling takes seconds, so tests share it."""
     made = parts(**changes)
-    return made, *made.compile_train_step()
+    return made, *made.training.compile_step()
 
 
 def params(model: TransformerXL) -> Any:
@@ -68,9 +68,9 @@ def params(model: TransformerXL) -> Any:
     return jax.tree.map_with_path(draw, shapes)
 
 
-def state(made: Parts) -> TrainState:
+def state(made: RunComponents) -> TrainState:
     """A first state on the host, with `params`."""
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.abstract_state)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.training.abstract_state)
     drawn = params(made.model)
     average = jax.device_get(weight_averaging.init(drawn, made.config.average))
     return zeros.replace(params=drawn, average=average)
@@ -82,9 +82,11 @@ def text(*, seed: int = 0) -> SegmentReader:
     return training_segments(tokens, batch_size=B, segment_len=L)
 
 
-def call(made: Parts, step: TrainStep, state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
+def call(
+    made: RunComponents, step: TrainStep, state: TrainState, segments: Segments
+) -> tuple[TrainState, UpdateMetrics]:
     """One call of the step, from host to host; the given state stays usable."""
-    return jax.device_get(step(jax.device_put(state), made.place(segments)))
+    return jax.device_get(step(jax.device_put(state), made.placement.place(segments)))
 
 
 def train(updates: int, **changes: Any) -> tuple[TrainState, UpdateMetrics]:

@@ -39,7 +39,7 @@ from txl_jax.runtime import checkpoint
 PHASES = {
     "preparing": [(published, "_prepare"), (store, "_make")],
     "restoring": [(train.Run, "restore")],
-    "compiling": [(assemble.Parts, "compile_train_step")],
+    "compiling": [(assemble.TrainingFunctions, "compile_step")],
     "training": [(train, "train")],
     "evaluating": [(train.Run, "evaluate")],
     "testing": [(train.Run, "_test")],

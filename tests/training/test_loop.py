@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from txl_jax.errors import NonFiniteError
 from txl_jax.training.loop import Hook, train
-from txl_jax.training.progress import NonFiniteError
 from txl_jax.training.step import UpdateMetrics
 
 

@@ -8,8 +8,9 @@ import re
 import numpy as np
 import pytest
 
+from txl_jax.errors import NonFiniteError
 from txl_jax.runtime.environment import duration
-from txl_jax.training.progress import NonFiniteError, Progress
+from txl_jax.training.progress import Progress
 from txl_jax.training.step import UpdateMetrics
 
 STEPS, LOG_EVERY, TOKENS = 8, 4, 21

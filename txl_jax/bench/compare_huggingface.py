@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from txl_jax.assemble import Parts
+from txl_jax.assemble import RunComponents
 from txl_jax.bench import throughput
 from txl_jax.bench.huggingface import HuggingFacePeer
 from txl_jax.bench.softmax_speed import draw_targets
@@ -57,7 +57,7 @@ def with_compat(config: ExperimentConfig) -> ExperimentConfig:
     return dataclasses.replace(config, compat=compat)
 
 
-def make_peer(parts: Parts, params: Any, span: EvalConfig) -> HuggingFacePeer:
+def make_peer(parts: RunComponents, params: Any, span: EvalConfig) -> HuggingFacePeer:
     """The peer at the lengths of `span`, its memory full."""
     config = parts.config
     params = jax.tree.map(np.asarray, params)
@@ -66,7 +66,7 @@ def make_peer(parts: Parts, params: Any, span: EvalConfig) -> HuggingFacePeer:
     return peer
 
 
-def check_same_numbers(parts: Parts, params: Any, peer: HuggingFacePeer) -> float:
+def check_same_numbers(parts: RunComponents, params: Any, peer: HuggingFacePeer) -> float:
     """Scores the same tokens with both, each from zeros in its memory; returns the largest difference in nats.
 
     Raises:
@@ -82,14 +82,14 @@ def check_same_numbers(parts: Parts, params: Any, peer: HuggingFacePeer) -> floa
     return worst
 
 
-def moved_by_storage(parts: Parts, params: Any) -> float:
+def moved_by_storage(parts: RunComponents, params: Any) -> float:
     """The largest change of a token's nats where keys and values are stored as `eval.cache_dtype` says."""
     _, computed = _scored(parts, params.COMPUTED)
     _, stored = _scored(parts, params, parts.config.eval.cache_dtype)
     return float(np.abs(computed - stored).max())
 
 
-def _scored(parts: Parts, params: Any, stored: DType | None) -> tuple[Any, np.ndarray]:
+def _scored(parts: RunComponents, params: Any, stored: DType | None) -> tuple[Any, np.ndarray]:
     """Tokens and the nats of all but the first, from zeros in the memory."""
     span = dataclasses.replace(parts.config.eval, cache_dtype=stored, batch_size=1)
     model = parts.model.clone(compat=COMPAT_PRESETS["hf"])
@@ -101,7 +101,7 @@ def _scored(parts: Parts, params: Any, stored: DType | None) -> tuple[Any, np.nd
     return tokens, np.ravel(scores.nll)
 
 
-def training(parts: Parts, params: Any) -> tuple[Task, Task]:
+def training(parts: RunComponents, params: Any) -> tuple[Task, Task]:
     """An update here and in the peer, with dropout as the config says."""
     train = parts.config.train
     shared = {
@@ -112,13 +112,15 @@ def training(parts: Parts, params: Any) -> tuple[Task, Task]:
     return ours, _of_peer(ours, parts, train, peer.train_step)
 
 
-def evaluation(parts: Parts, params: Any, peer: HuggingFacePeer) -> tuple[Task, Task]:
+def evaluation(parts: RunComponents, params: Any, peer: HuggingFacePeer) -> tuple[Task, Task]:
     """A segment with full memory here and in the peer."""
     ours = throughput.evaluation(parts, params)
     return ours, _of_peer(ours, parts, parts.config.eval, peer.evaluate_segment)
 
 
-def generation(parts: Parts, params: Any, peer: HuggingFacePeer, *, every_tail: bool = False) -> tuple[Task, Task]:
+def generation(
+    parts: RunComponents, params: Any, peer: HuggingFacePeer, *, every_tail: bool = False
+) -> tuple[Task, Task]:
     """A token after a full memory here and in the peer, drawn among the `top_k` likeliest.
 
     Args:
@@ -132,7 +134,7 @@ def generation(parts: Parts, params: Any, peer: HuggingFacePeer, *, every_tail: 
     return ours, Task(f"{ours.name}, peer", "1 x 1", ours.mem_len, 1, call)
 
 
-def _of_peer(ours: Task, parts: Parts, span: TrainConfig | EvalConfig, score: Callable[..., Any]) -> Task:
+def _of_peer(ours: Task, parts: RunComponents, span: TrainConfig | EvalConfig, score: Callable[..., Any]) -> Task:
     """The peer's task: the segments of ours, one a call, round and round."""
     make = training_segments if isinstance(span, TrainConfig) else evaluation_segments
     segments = throughput.random_segments(make, parts, span)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import flops, sharding
-from txl_jax.assemble import Parts
+from txl_jax.assemble import RunComponents
 from txl_jax.bench.collectives import Collective, collectives
 from txl_jax.bench.roofline import Work
 from txl_jax.config import Remat
@@ -39,7 +39,7 @@ class DoesNotFitError(ValueError):
     """The compiler found that a program needs more memory than a device has; the message gives both numbers."""
 
 
-def update_work(parts: Parts, *, compiled: Compiled | None) -> Work:
+def update_work(parts: RunComponents, *, compiled: Compiled | None) -> Work:
     """What one device does in an update.
 
     Operations: those of `txl_jax.flops`. Memory: weights in the compute type once each way, parameters and moments read
@@ -52,7 +52,7 @@ def update_work(parts: Parts, *, compiled: Compiled | None) -> Work:
     if config.model.remat is Remat.FULL:
         per_token += flops.of_recomputing(config.model, vocab_size=parts.model.vocab_size, **lengths)
     sizes = report.held(parts)
-    weights = parts.n_parameter * jnp.dtype(config.model.dtype).itemsize / parts.mesh.shape[sharding.MODEL]
+    weights = parts.num_parameters * jnp.dtype(config.model.dtype).itemsize / parts.mesh.shape[sharding.MODEL]
     moved = (
         2 * weights * train.grad_accum_steps
         + 2 * (sizes["parameters"] + sizes["optimiser"])
@@ -64,12 +64,12 @@ def update_work(parts: Parts, *, compiled: Compiled | None) -> Work:
     return Work(per_token * train.batch_size * train.segment_len / parts.mesh.size, moved, sent)
 
 
-def training(parts: Parts) -> Compiled:
+def training(parts: RunComponents) -> Compiled:
     """The step of S updates; raises `DoesNotFitError`."""
-    return _measured(lambda: parts.compile_train_step()[0])
+    return _measured(lambda: parts.training.compile_step()[0])
 
 
-def evaluation(parts: Parts) -> Compiled:
+def evaluation(parts: RunComponents) -> Compiled:
     """The step of evaluation, streaming or in windows; raises `DoesNotFitError`."""
     span = parts.config.eval
     if span.stride:
@@ -77,19 +77,21 @@ def evaluation(parts: Parts) -> Compiled:
         whole = sharding.named_sharding(parts.mesh)
         tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=whole)
         targets = jax.ShapeDtypeStruct((span.batch_size, span.stride), "int32", sharding=whole)
-        return _measured(lambda: parts.window_step.lower(parts.abstract_state.params, tokens, targets).compile())
-    weights = _placed(parts.prepare_params, parts.abstract_state.params)
-    init = jax.jit(parts.reader.init_memory, out_shardings=parts.eval_memory_shardings)
+        return _measured(
+            lambda: parts.evaluation.window_step.lower(parts.training.abstract_state.params, tokens, targets).compile()
+        )
+    weights = _placed(parts.evaluation.prepare_params, parts.training.abstract_state.params)
+    init = jax.jit(parts.evaluation.scorer.init_memory, out_shardings=parts.evaluation.memory_shardings)
     memory = _placed(init, weights)
-    segments = parts.abstract_segments(span)
-    return _measured(lambda: parts.eval_step.lower(weights, memory, segments).compile())
+    segments = parts.placement.abstract_segments(span)
+    return _measured(lambda: parts.evaluation.eval_step.lower(weights, memory, segments).compile())
 
 
-def generation(parts: Parts) -> Compiled:
+def generation(parts: RunComponents) -> Compiled:
     """The step that writes 16 tokens, of a model that can (`jobs.generate.check_can_write`); raises `DoesNotFitError`."""
     span, samples = parts.config.eval, parts.config.generate.samples
-    generator = Generator(parts.model, span, parts.config.generate, memory_dtype=parts.memory_dtype)
-    weights = _placed(generator.prepare_segment, parts.abstract_state.params)
+    generator = Generator(parts.model, span, parts.config.generate, memory_dtype=parts.evaluation.memory_dtype)
+    weights = _placed(generator.prepare_segment, parts.training.abstract_state.params)
     tokens = _placed(jax.jit(generator.for_tokens), weights)
 
     def start(weights: Any) -> Context:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from txl_jax import flops
-from txl_jax.assemble import Parts
+from txl_jax.assemble import RunComponents
 from txl_jax.bench.softmax_speed import draw_targets
 from txl_jax.config import Order
 from txl_jax.data.batches.segments import SegmentReader, evaluation_segments, training_segments
@@ -82,7 +82,7 @@ def take_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> list[Speed]
     return [Speed(task, tuple(found[warmup:])) for task, found in zip(tasks, seconds, strict=True)]
 
 
-def reading(parts: Parts) -> Task:
+def reading(parts: RunComponents) -> Task:
     """The training segments, from a memory-mapped text, with the config's order and roll.
 
     The text is of random tokens, long enough that the parts read lie far apart, in sentences of 25 tokens.
@@ -106,7 +106,7 @@ def reading(parts: Parts) -> Task:
     steps = itertools.count(step=span.segments_per_call)
 
     def call() -> None:
-        jax.block_until_ready(parts.place(reader.segments(next(steps), span.segments_per_call)))
+        jax.block_until_ready(parts.placement.place(reader.segments(next(steps), span.segments_per_call)))
 
     began = time.monotonic()
     call()  # The first prepares an epoch's order.
@@ -114,11 +114,11 @@ def reading(parts: Parts) -> Task:
     return Task("reading", shape, span.mem_len, tokens_per_call, call, compile_seconds=time.monotonic() - began)
 
 
-def training(parts: Parts) -> Task:
+def training(parts: RunComponents) -> Task:
     """The whole update: forward, backward, optimiser and memory. Tokens are those that are read for the first time."""
     span = parts.config.train
-    train_step, compilation = parts.compile_train_step()
-    state = parts.init_state()
+    train_step, compilation = parts.training.compile_step()
+    state = parts.training.init_state()
     segments = random_segments(training_segments, parts, span)
     scratch = compilation.temporary_bytes
     per_place = flops.of_training(
@@ -146,7 +146,7 @@ def training(parts: Parts) -> Task:
     )
 
 
-def evaluation(parts: Parts, params: Any) -> Task:
+def evaluation(parts: RunComponents, params: Any) -> Task:
     """Streaming evaluation at the evaluation lengths, with a full memory.
 
     Raises:
@@ -155,13 +155,13 @@ def evaluation(parts: Parts, params: Any) -> Task:
     span = parts.config.eval
     if span.stride:
         raise ValueError(f"eval.stride is {span.stride}, and what is timed is evaluation with a memory; leave it out")
-    weights = parts.prepare_params(params)
-    memory = parts.eval_memory(weights)
+    weights = parts.evaluation.prepare_params(params)
+    memory = parts.evaluation.init_memory(weights)
     memory = memory.replace(valid=memory.valid * 0 + span.mem_len)
     segments = random_segments(evaluation_segments, parts, span)
     segments = segments._replace(reset=segments.reset & False)
     began = time.monotonic()
-    step = parts.eval_step.lower(weights, memory, segments).compile()
+    step = parts.evaluation.eval_step.lower(weights, memory, segments).compile()
     compile_seconds = time.monotonic() - began
 
     def call() -> None:
@@ -181,7 +181,7 @@ def evaluation(parts: Parts, params: Any) -> Task:
     )
 
 
-def generation(parts: Parts, params: Any, *, every_tail: bool = False) -> Task:
+def generation(parts: RunComponents, params: Any, *, every_tail: bool = False) -> Task:
     """Writing token after token from a full memory, all samples side by side, drawn as `generate` says.
 
     Args:
@@ -192,7 +192,7 @@ def generation(parts: Parts, params: Any, *, every_tail: bool = False) -> Task:
         params = jax.tree.map(lambda leaf: leaf, params)  # A tree of its own; the arrays are the same.
         params["softmax"]["tail_bias"] = params["softmax"]["tail_bias"] + _LIKELY
     span, config = parts.config.eval, parts.config.generate
-    generator = Generator(parts.model, span, config, memory_dtype=parts.memory_dtype)
+    generator = Generator(parts.model, span, config, memory_dtype=parts.evaluation.memory_dtype)
     weights = generator.prepare_params(params)
     prompt = np.asarray(draw_targets(parts.model.vocab_size, span.mem_len + 1))
     context = generator.read(weights, prompt)
@@ -222,11 +222,11 @@ def generation(parts: Parts, params: Any, *, every_tail: bool = False) -> Task:
     )
 
 
-def random_segments(reader: Callable[..., SegmentReader], parts: Parts, span: Any) -> Any:
+def random_segments(reader: Callable[..., SegmentReader], parts: RunComponents, span: Any) -> Any:
     """S segments of random tokens on the devices, as often as words are: a tail takes as long as it has tokens."""
     tokens = draw_targets(parts.model.vocab_size, span.batch_size * span.segment_len * span.segments_per_call + 1)
     made = reader(tokens, batch_size=span.batch_size, segment_len=span.segment_len)
-    return parts.place(made.segments(0, span.segments_per_call))
+    return parts.placement.place(made.segments(0, span.segments_per_call))
 
 
 def _first_token_seconds(generator: Generator, weights: Any, prompt: np.ndarray) -> float:
@@ -238,7 +238,7 @@ def _first_token_seconds(generator: Generator, weights: Any, prompt: np.ndarray)
     return seconds
 
 
-def _inference_flops(parts: Parts, *, segment_len: int) -> float:
+def _inference_flops(parts: RunComponents, *, segment_len: int) -> float:
     span = parts.config.eval
     return flops.of_inference(
         parts.config.model,

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.prefetch import Prefetcher
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import NonFiniteError
 from txl_jax.jobs import report
 from txl_jax.jobs.train import Outcome, Run, training_reader
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -32,7 +33,7 @@ from txl_jax.runtime.files import write_json, write_text
 from txl_jax.segments import Segments
 from txl_jax.training import ensemble as ensemble_step
 from txl_jax.training.loop import Hook, train
-from txl_jax.training.progress import NonFiniteError, check_finite
+from txl_jax.training.progress import check_finite
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import UpdateMetrics
 
@@ -132,8 +133,8 @@ def _name(member: Member) -> str:
     )
 
 
-def _parts_of(parts: Parts, config: ExperimentConfig) -> Parts:
-    return Parts(config, parts.model, parts.optimizer, parts.schedule, parts.mesh)
+def _parts_of(parts: RunComponents, config: ExperimentConfig) -> RunComponents:
+    return RunComponents(config, parts.model, parts.optimizer, parts.schedule, parts.mesh)
 
 
 class _Together:
@@ -141,7 +142,7 @@ class _Together:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunComponents,
         configs: dict[str, ExperimentConfig],
         runs: dict[str, Run],
         changes: dict[str, list[str]],

@@ -2,7 +2,7 @@
 
 import jax
 
-from txl_jax.assemble import Compilation, Parts
+from txl_jax.assemble import Compilation, RunComponents
 from txl_jax.config import Encoding, EvalConfig, ModelConfig, Network
 from txl_jax.data.batches.segments import SegmentReader
 from txl_jax.data.corpus import Corpus
@@ -11,7 +11,7 @@ from txl_jax.runtime import distributed
 from txl_jax.runtime.environment import bytes_on_device, device_kind, duration, megabytes
 
 
-def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
+def opening(parts: RunComponents, corpus: Corpus, reader: SegmentReader) -> list[str]:
     """Text, model, work per step, devices."""
     c, train = parts.config.model, parts.config.train
     tokens_per_step = train.batch_size * train.new_tokens
@@ -19,7 +19,7 @@ def opening(parts: Parts, corpus: Corpus, reader: SegmentReader) -> list[str]:
     return [
         f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} tokens "
         f"to train / validate / test on, vocabulary {corpus.vocabulary.size:,}",
-        f"model     {_sizes(c)}, {c.dtype}: {parts.n_parameter:,} parameters",
+        f"model     {_sizes(c)}, {c.dtype}: {parts.num_parameters:,} parameters",
         f"training  {train.batch_size} rows x {train.new_tokens} = {tokens_per_step:,} tokens per step, "
         + (
             f"after {train.segment_len - train.stride} that are read again"
@@ -50,9 +50,9 @@ def _sizes(c: ModelConfig) -> str:
     return f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}{how}"
 
 
-def held(parts: Parts) -> dict[str, int]:
+def held(parts: RunComponents) -> dict[str, int]:
     """Bytes that lie on one device from update to update, by kind."""
-    state = parts.abstract_state
+    state = parts.training.abstract_state
     found = {
         "parameters": bytes_on_device(state.params),
         "optimiser": bytes_on_device(state.opt_state),
@@ -63,7 +63,7 @@ def held(parts: Parts) -> dict[str, int]:
     return found
 
 
-def memory_line(parts: Parts, compilation: Compilation) -> str:
+def memory_line(parts: RunComponents, compilation: Compilation) -> str:
     """Estimated memory per device, and how long compiling took."""
     sizes = held(parts)
     if compilation.temporary_bytes is not None:

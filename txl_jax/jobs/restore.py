@@ -6,18 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import CheckpointError
 from txl_jax.jobs import agreement
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed
-from txl_jax.runtime.checkpoint import Checkpointer, CheckpointError
+from txl_jax.runtime.checkpoint import Checkpointer
 
 
 def load_to_score(
     config: ExperimentConfig, corpus: Corpus, workdir: Workdir, *, trained_on: TextInfo, log: Callable[[str], None]
-) -> tuple[Parts, int, Any]:
+) -> tuple[RunComponents, int, Any]:
     """A trained run that is to score a text: (its parts, step, parameters).
 
     Args:
@@ -46,7 +47,7 @@ def make(workdir: Workdir) -> None:
     distributed.broadcast_from_primary(lambda: workdir.create() and None)
 
 
-def load_parameters(parts: Parts, workdir: Workdir, *, log: Callable[[str], None]) -> tuple[int, Any]:
+def load_parameters(parts: RunComponents, workdir: Workdir, *, log: Callable[[str], None]) -> tuple[int, Any]:
     """The best parameters of a run, or, before its first evaluation, the latest: (step, parameters).
 
     With `eval.average_checkpoints` the mean of that many newest checkpoints, and the newest's step.
@@ -62,7 +63,7 @@ def load_parameters(parts: Parts, workdir: Workdir, *, log: Callable[[str], None
     if has_best:
         try:
             with Checkpointer(workdir.best, keep=1, report=log) as best:
-                restored = best.restore({"params": parts.abstract_state.params})
+                restored = best.restore({"params": parts.training.abstract_state.params})
             if restored is not None:
                 return restored[0], restored[1]["params"]
         except CheckpointError as error:
@@ -71,19 +72,21 @@ def load_parameters(parts: Parts, workdir: Workdir, *, log: Callable[[str], None
             log(str(error))
     if has_latest:
         with Checkpointer(workdir.latest, keep=parts.config.train.keep_checkpoints, report=log) as latest:
-            restored = latest.restore(parts.abstract_state)
+            restored = latest.restore(parts.training.abstract_state)
         if restored is not None:
             log("no best checkpoint to be had; these are the latest parameters")
             return restored[0], restored[1].scored_params
     raise FileNotFoundError(f"{workdir.path} has no checkpoint yet; train it first (--mode=train)")
 
 
-def _mean_of_newest(parts: Parts, workdir: Workdir, count: int, *, log: Callable[[str], None]) -> tuple[int, Any]:
+def _mean_of_newest(
+    parts: RunComponents, workdir: Workdir, count: int, *, log: Callable[[str], None]
+) -> tuple[int, Any]:
     """The mean of the scored parameters of the newest checkpoints, and the first one's step."""
     steps, total = [], None
     with Checkpointer(workdir.latest, keep=parts.config.train.keep_checkpoints, report=log) as latest:
         while len(steps) < count:
-            restored = latest.restore(parts.abstract_state, before=steps[-1] if steps else None)
+            restored = latest.restore(parts.training.abstract_state, before=steps[-1] if steps else None)
             if restored is None:
                 raise ValueError(
                     f"eval.average_checkpoints is {count} and {workdir.latest} holds {len(steps)}; train with as many "

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import tqdm
 
-from txl_jax.assemble import Parts
+from txl_jax.assemble import RunComponents
 from txl_jax.data.batches.segments import SegmentReader, evaluation_segments
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import NonFiniteError
 from txl_jax.evaluation.sliding_window import evaluate_windows
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.jobs import report
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime.environment import duration
-from txl_jax.training.progress import NonFiniteError
 
 SPLITS = ("valid", "test")  # The texts that are scored.
 _SECONDS_BETWEEN_LINES = 20.0
@@ -30,7 +30,7 @@ class Interrupted(Exception):
 
 
 def score(
-    parts: Parts,
+    parts: RunComponents,
     params: Any,
     tokens: Any,
     *,
@@ -57,12 +57,12 @@ def score(
 
 
 def _in_windows(
-    parts: Parts, params: Any, tokens: Any, *, name: str, token_nats: np.ndarray | None, **watch: Any
+    parts: RunComponents, params: Any, tokens: Any, *, name: str, token_nats: np.ndarray | None, **watch: Any
 ) -> Totals:
     span = parts.config.eval
     with watched(name, len(tokens) - 1, unit="token", **watch) as show:
         return evaluate_windows(
-            parts.window_step,
+            parts.evaluation.window_step,
             params,
             tokens,
             attention_len=span.segment_len,
@@ -74,29 +74,31 @@ def _in_windows(
 
 
 def _streaming(
-    parts: Parts, params: Any, tokens: Any, *, name: str, token_nats: np.ndarray | None, **watch: Any
+    parts: RunComponents, params: Any, tokens: Any, *, name: str, token_nats: np.ndarray | None, **watch: Any
 ) -> Totals:
     span = parts.config.eval
     whole = evaluation_segments(
         tokens, batch_size=span.batch_size, segment_len=span.segment_len, warmup_tokens=span.warmup_tokens
     )
-    reader = dataclasses.replace(whole, own=parts.own_rows(span.batch_size))  # It reads this process's rows only.
-    weights = parts.prepare_params(params)
+    reader = dataclasses.replace(
+        whole, own=parts.placement.own_rows(span.batch_size)
+    )  # It reads this process's rows only.
+    weights = parts.evaluation.prepare_params(params)
     with watched(name, reader.n_segments, unit="segment", **watch) as show:
         return evaluate(
-            parts.eval_step,
+            parts.evaluation.eval_step,
             weights,
-            parts.eval_memory(weights),
+            parts.evaluation.init_memory(weights),
             reader,
             segments_per_call=span.segments_per_call,
-            place=functools.partial(parts.place, batch_size=span.batch_size),
+            place=functools.partial(parts.placement.place, batch_size=span.batch_size),
             after_call=show,
             keep=None if token_nats is None else functools.partial(put_in_text_order, token_nats, whole),
         )
 
 
 def score_split(
-    parts: Parts,
+    parts: RunComponents,
     params: Any,
     corpus: Corpus,
     split: str,

@@ -18,23 +18,24 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import EvalConfig, ExperimentConfig, Order
 from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.prefetch import Prefetcher
 from txl_jax.data.batches.segments import SegmentReader, training_segments
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import CheckpointError, NonFiniteError
 from txl_jax.jobs import agreement, report
 from txl_jax.jobs.score import Interrupted, as_record, score
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
 from txl_jax.runtime import distributed, environment
-from txl_jax.runtime.checkpoint import Checkpointer, CheckpointError
+from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.files import write_json
 from txl_jax.runtime.metrics_log import NoLog, RunLog, read_metrics
 from txl_jax.training import weight_averaging
 from txl_jax.training.loop import Hook, train
-from txl_jax.training.progress import NonFiniteError, Progress
+from txl_jax.training.progress import Progress
 from txl_jax.training.state import TrainState
 
 
@@ -65,9 +66,9 @@ def run(
     """
     agreement.check(config, corpus)
 
-    def prepare() -> tuple[Parts, SegmentReader]:
+    def prepare() -> tuple[RunComponents, SegmentReader]:
         parts = assemble(config, vocab_size=corpus.vocabulary.size)
-        parts.check_training_rows()
+        parts.training.check_batch_size()
         return parts, training_reader(parts, corpus)
 
     parts, reader = distributed.run_on_all(prepare)
@@ -86,7 +87,7 @@ def _claim(workdir: Workdir, config: ExperimentConfig, text: TextInfo, held: con
     return changes
 
 
-def training_reader(parts: Parts, corpus: Corpus) -> SegmentReader:
+def training_reader(parts: RunComponents, corpus: Corpus) -> SegmentReader:
     """Deals out the training text in the config's order; raises `ValueError` if it is too short for one segment."""
     data, span = parts.config.data, parts.config.train
     return training_segments(
@@ -98,7 +99,7 @@ def training_reader(parts: Parts, corpus: Corpus) -> SegmentReader:
         roll=data.roll,
         sentence_starts=corpus.sentences if data.order is Order.SENTENCES else None,
         epoch_memory=data.epoch_memory,
-        own=parts.own_rows(span.batch_size),
+        own=parts.placement.own_rows(span.batch_size),
     )
 
 
@@ -111,7 +112,7 @@ class Run:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunComponents,
         corpus: Corpus,
         reader: SegmentReader,
         workdir: Workdir,
@@ -136,11 +137,11 @@ class Run:
     def run(self, changes: list[str]) -> Outcome:
         """All of it; `changes` are settings that differ from the start before."""
         with self.checkpoints():
-            step, state, notes = self.restore(self.parts.init_state)
+            step, state, notes = self.restore(self.parts.training.init_state)
             with self.logging(step, changes):
                 if results := self.ended_before(step, notes):
                     return Outcome(True, step, results)
-                train_step, compilation = self.parts.compile_train_step()
+                train_step, compilation = self.parts.training.compile_step()
                 self.log.print(report.memory_line(self.parts, compilation))
                 if not self._has_ended(step, notes):
                     step, state = self._train(train_step, step, state, notes)
@@ -162,7 +163,7 @@ class Run:
         self, init_state: Callable[[], TrainState], *, before: int | None = None
     ) -> tuple[int, TrainState, dict[str, Any]]:
         """The number of updates done, the state after them, and its notes; only checkpoints `before` a step count."""
-        restored = self.latest.restore(self.parts.abstract_state, before=before)
+        restored = self.latest.restore(self.parts.training.abstract_state, before=before)
         self.saved_step = -1 if restored is None else restored[0]
         step, state, notes = restored or (0, init_state(), {})
         self.evaluation_pending = notes.get("evaluation_pending", False)
@@ -241,7 +242,9 @@ class Run:
                 return step, state
         try:
             with Prefetcher(
-                lambda first, count: self.parts.place(self.reader.segments(first, count), batch_size=span.batch_size),
+                lambda first, count: self.parts.placement.place(
+                    self.reader.segments(first, count), batch_size=span.batch_size
+                ),
                 segments_per_call=span.segments_per_call,
                 steps=span.steps,
             ) as segments:
@@ -393,7 +396,7 @@ class Run:
         results = {
             "corpus": self.corpus.name,
             "text": self.corpus.description,
-            "parameters": self.parts.n_parameter,
+            "parameters": self.parts.num_parameters,
             "steps": step,
             "best_valid": best,
             "test": {"step": best["step"] if best else step, **as_record(totals)},
@@ -407,7 +410,7 @@ class Run:
     def _best_or_last(self, state: TrainState) -> tuple[dict[str, Any] | None, Any]:
         """Scores and parameters of the best checkpoint; if it cannot be read, those of the last update."""
         try:
-            restored = self.best.restore({"params": self.parts.abstract_state.params})
+            restored = self.best.restore({"params": self.parts.training.abstract_state.params})
         except CheckpointError as error:
             self._note(f"{error}; the parameters after the last update are used instead")
             restored = None

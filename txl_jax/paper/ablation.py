@@ -231,10 +231,10 @@ def training_bytes(config: ExperimentConfig, vocab_size: int) -> int:
       ValueError: the backend does not say.
     """
     parts = assemble(config, vocab_size=vocab_size)
-    _, compilation = parts.compile_train_step()
+    _, compilation = parts.training.compile_step()
     if compilation.temporary_bytes is None:
         raise ValueError("this backend does not say what an update needs, so equal memory cannot be found")
-    return compilation.temporary_bytes + environment.bytes_on_device(parts.abstract_state)
+    return compilation.temporary_bytes + environment.bytes_on_device(parts.training.abstract_state)
 
 
 def longest_segment(base: ExperimentConfig, row: Row, *, limit: int, vocab_size: int, step: int = 4) -> int:

@@ -147,7 +147,7 @@ def _losses_of(
         watch = {"measure": measure, "log": log, "stop_requested": stop_requested}
         with watched(name, total=len(scored), unit="token", **watch) as show:
             found[length] = context_losses(
-                parts.window_step,
+                parts.evaluation.window_step,
                 params,
                 tokens,
                 scored,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from txl_jax.assemble import Parts, assemble
+from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench.softmax_speed import draw_targets
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.data.batches.segments import evaluation_segments
@@ -96,27 +96,27 @@ def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: in
 def _streaming(config: ExperimentConfig, vocab_size: int) -> _Side:
     """S segments of random tokens, read with a full memory."""
     parts, span = assemble(config, vocab_size=vocab_size), config.eval
-    weights = parts.prepare_params(_params(parts))
-    memory = parts.eval_memory(weights)
+    weights = parts.evaluation.prepare_params(_params(parts))
+    memory = parts.evaluation.init_memory(weights)
     memory = memory.replace(valid=memory.valid * 0 + span.mem_len)
     segments = _segments(parts, span)
 
     def call() -> None:
         nonlocal memory
-        memory, *scores = parts.eval_step(weights, memory, segments)
+        memory, *scores = parts.evaluation.eval_step(weights, memory, segments)
         jax.block_until_ready((memory, scores))
 
     return _Side(call, tokens=span.segment_len * span.segments_per_call)
 
 
-def _segments(parts: Parts, span: EvalConfig) -> Any:
+def _segments(parts: RunComponents, span: EvalConfig) -> Any:
     """S segments in the middle of a text: no row starts anew."""
     tokens = draw_targets(parts.model.vocab_size, span.segment_len * span.segments_per_call + 1)
     reader = evaluation_segments(tokens, batch_size=1, segment_len=span.segment_len)
     segments = reader.segments(0, span.segments_per_call)
-    return parts.place(segments._replace(reset=segments.reset & False))
+    return parts.placement.place(segments._replace(reset=segments.reset & False))
 
 
-def _params(parts: Parts) -> Any:
+def _params(parts: RunComponents) -> Any:
     """Untrained parameters."""
     return jax.jit(lambda: nn.unbox(init_params(parts.model, jax.random.key(parts.config.seed))))()

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from txl_jax.errors import CheckpointError
 from txl_jax.runtime import distributed
 from txl_jax.runtime.files import write_json
 
@@ -41,10 +42,6 @@ _STEP_NAME = re.compile(r"(0|[1-9]\d*)(\.replaced-\d+)?")
 _LEFTOVERS = ("*.orbax-checkpoint-tmp*", "*.deleted")
 _NO_DIGESTS = "it has no digests"
 _SECONDS_OF_A_SAVE = 30 * 86400
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or restored; the message is one sentence that says what to do."""
 
 
 class _Candidate(NamedTuple):

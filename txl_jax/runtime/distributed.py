@@ -13,11 +13,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from txl_jax.errors import RemoteProcessError
+
 T = TypeVar("T")
-
-
-class RemoteProcessError(RuntimeError):
-    """Another process failed; the message begins with its number."""
 
 
 def is_multiprocess() -> bool:

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-
-class RunLogError(RuntimeError):
-    """The log of a run cannot be written or read; the message is one sentence that says what to do."""
+from txl_jax.errors import LogError
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
@@ -18,13 +16,13 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
     Raises:
       TypeError, ValueError: a value that JSON cannot hold (nan and infinities among them).
-      RunLogError: the file cannot be written.
+      LogError: the file cannot be written.
     """
     replace_file(Path(path), [json.dumps(value, indent=2, allow_nan=False) + "\n"])
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Replaces the file at `path` by `text`, or leaves it as it was; raises `RunLogError` if it cannot be written."""
+    """Replaces the file at `path` by `text`, or leaves it as it was; raises `LogError` if it cannot be written."""
     replace_file(Path(path), [text])
 
 
@@ -44,7 +42,7 @@ class Writing:
 
     def __exit__(self, kind, error, traceback) -> None:
         if isinstance(error, OSError):
-            raise RunLogError(
+            raise LogError(
                 f"cannot write to {error.filename or self._place} ({error.strerror or error}); "
                 "free space or allow writing there, or give another folder"
             ) from error

@@ -18,7 +18,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from txl_jax.runtime.files import RunLogError, Writing, replace_file
+from txl_jax.errors import LogError
+from txl_jax.runtime.files import Writing, replace_file
 
 METRICS = "metrics.jsonl"
 _EVENTS = re.compile(r"events\.(\d+)\.")
@@ -30,7 +31,7 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     Numbers that JSON cannot hold come as "nan", "inf" and "-inf": `float()` takes them as it takes numbers.
 
     Raises:
-      RunLogError: a line before the last is no record, or the file cannot be read.
+      LogError: a line before the last is no record, or the file cannot be read.
     """
     return list(_records(Path(workdir) / METRICS))
 
@@ -45,7 +46,7 @@ class RunLog:
       redone: kinds of records that this start makes again at `first_step` itself; those are dropped too.
       label: stands before each line that is printed.
 
-    Every method raises RunLogError when a file cannot be written.
+    Every method raises LogError when a file cannot be written.
     """
 
     def __init__(
@@ -130,13 +131,13 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise RunLogError(f"cannot read {path} ({error.strerror}); allow reading, or move it away") from error
+        raise LogError(f"cannot read {path} ({error.strerror}); allow reading, or move it away") from error
     for number, line in enumerate(lines, start=1):
         record = _record(line)
         if record is not None:
             yield record
         elif number < len(lines):
-            raise RunLogError(
+            raise LogError(
                 f"line {number} of {path} is damaged (expected a JSON object with kind and step); "
                 "repair or delete that line, or move the file away to start a new one"
             )
@@ -157,7 +158,7 @@ def _drop_repeated(path: Path, last_step: int, redone: Collection[str]) -> None:
     kept = "".join(
         json.dumps(record) + "\n"
         for record in _records(path)
-        if record["step"] < last_step or record["step"] == last_step and record["kind"] not in redone
+        if record["step"] < last_step or (record["step"] == last_step and record["kind"] not in redone)
     )
     if path.exists() and path.read_bytes() != kept.encode():
         replace_file(path, [kept])

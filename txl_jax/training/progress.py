@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from txl_jax.errors import NonFiniteError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.metrics_log import RunLog
 from txl_jax.training.step import UpdateMetrics
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or a gradient norm that is nan or infinite."""
 
 
 @dataclasses.dataclass

@@ -8,8 +8,8 @@ import pytest
 from absl import flags
 
 from experiments.cli import hosts, runner
+from txl_jax.errors import CheckpointError, RemoteProcessError
 from txl_jax.runtime import distributed
-from txl_jax.runtime.checkpoint import CheckpointError
 
 GLOO = "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
@@ -32,7 +32,7 @@ def known_to_all(error):
         (caused(CheckpointError("step 3 could not be written"), RuntimeError("UNAVAILABLE: barrier")), True),
         (ConnectionResetError(104, "Connection reset by peer"), False),  # Of a disk, or of a download.
         (caused(ConnectionError("they did not come together"), RuntimeError("UNAVAILABLE")), False),
-        (known_to_all(distributed.RemoteProcessError("process 1: Connection reset by peer")), False),
+        (known_to_all(RemoteProcessError("process 1: Connection reset by peer")), False),
     ],
 )
 def test_a_lost_process_is_told_from_mistakes(monkeypatch, capsys, error, lost):

@@ -175,7 +175,7 @@ def training_segments(
       sentence_starts: signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
         The sentences then come in another order in each epoch. None: the text stays as it stands.
       epoch_memory: whether the rows are reset where an epoch begins, or at step 0 only.
-      own: numbers of the rows that this process reads, ascending (`assemble.Parts.own_rows`); None: all.
+      own: numbers of the rows that this process reads, ascending (`assemble.Placement.own_rows`); None: all.
 
     Raises:
       ValueError: a text too short for one segment; a stride beyond L; own rows that are none of the batch's;
@@ -230,7 +230,7 @@ def evaluation_segments(
       warmup_tokens: targets before its own that a row reads with weight 0, to fill its memory. Row 0 has none before
         its own and rows near it fewer than this, so they end with more padding; a pass takes up to this many places
         longer. A row without targets of its own reads none.
-      own: numbers of the rows that this process reads, ascending (`assemble.Parts.own_rows`); None: all.
+      own: numbers of the rows that this process reads, ascending (`assemble.Placement.own_rows`); None: all.
 
     Raises:
       ValueError: a text of fewer than 2 tokens; negative warmup_tokens; own rows that are none of the batch's.
