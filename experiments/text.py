@@ -5,7 +5,7 @@
         --train='shards/*.txt' --valid=valid.txt --test=test.txt
 
 One file is split 90/5/5 by position. Lists are joined in the order given, patterns in the order of names.
---train, --valid, --test and --tokenizer are short for --data.train and so on.
+--train, --valid, --test and --tokenizer are short for --data.train, .., and --data.tokenizer.kind.
 """
 
 from experiments.cli import runner
@@ -14,4 +14,12 @@ from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.TEXT))
 
 if __name__ == "__main__":
-    runner.run(DEFAULTS, aliases={name: f"data.{name}" for name in ("train", "valid", "test", "tokenizer")})
+    runner.run(
+        DEFAULTS,
+        aliases={
+            "train": "data.train",
+            "valid": "data.valid",
+            "test": "data.test",
+            "tokenizer": "data.tokenizer.kind",
+        },
+    )

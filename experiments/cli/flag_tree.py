@@ -45,6 +45,11 @@ def setting_leaves(cls: type) -> list[Leaf]:
     return [leaf for leaf in config_tree.leaves(cls) if leaf.setting.flag]
 
 
+def groups(cls: type = ExperimentConfig) -> list[str]:
+    """Returns the groups of a config's settings, in order, such as "model"; groups within them are left out."""
+    return list(dict.fromkeys(leaf.name.partition(".")[0] for leaf in setting_leaves(cls) if "." in leaf.name))
+
+
 def is_optional(flag: flags.Flag) -> bool:
     """Returns whether a flag takes the word "none"."""
     return isinstance(flag.parser, _OptionalParser)

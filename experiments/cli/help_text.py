@@ -6,43 +6,52 @@ from collections.abc import Collection, Sequence
 
 from absl import flags
 
-from experiments.cli import flag_tree
+from experiments.cli import flag_tree, hosts
 from txl_jax.config import ExperimentConfig
 
 _WIDEST = 36  # Longer `--name=default` have their help on the next line.
 _PROGRAM, _HOSTS = "program", "several hosts"
-_HOST_FLAGS = ("coordinator", "num_processes", "process_id")
 _FLAGFILE = ("--flagfile=NAME", "A published configuration (listed below) or a file with one flag per line.")
-# Settings outside of a group, and the group they are shown with.
-_GROUPS = {"seed": "train"}
+# Flags outside of a group, and the group whose first they are.
+_FIRST_OF = {"seed": "train", "compat": "model"}
 
 
 def help_text(own: Sequence[str], groups: Collection[str] | None, flag_values: flags.FlagValues) -> str:
     """Formats the flags of a program with their defaults, as wide as the terminal, 80 to 120 columns.
 
     Args:
-      own: the program's flags that are no settings of `ExperimentConfig`, in order.
+      own: names of the flags that the project defines, in order.
       groups: groups of settings that are shown, such as "model", which has "model.dropout" with it; None: all.
+      flag_values: the flags.
     """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
-    settings = {leaf.name for leaf in flag_tree.setting_leaves(ExperimentConfig)}
-    shown: dict[str, list[str]] = {_PROGRAM: [], _HOSTS: []}
-    for name in own:
-        if name not in settings and name != "compat":
-            shown[_HOSTS if name in _HOST_FLAGS else _PROGRAM].append(name)
-    for name in ["seed", "compat", *(leaf.name for leaf in flag_tree.setting_leaves(ExperimentConfig))]:
-        group = _GROUPS.get(name) or ("compat" if name == "compat" else name.rpartition(".")[0])
-        wanted = groups is None or any(group == chosen or group.startswith(f"{chosen}.") for chosen in groups)
-        if wanted and name in flag_values and name not in shown.setdefault(group, []):
-            shown[group].append(name)
-    lines = ["Flags with their defaults. Later flags win. --helpfull shows the settings that are left out here too."]
+    found = _by_group(own, flag_values)
+    wanted = (_PROGRAM, _HOSTS, *(flag_tree.groups() if groups is None else groups))
+    shown = {group: names for group, names in found.items() if names and group.partition(".")[0] in wanted}
+    lines = ["Flags with their defaults. The last value given to a flag counts."]
+    if len(shown) < len([names for names in found.values() if names]):
+        lines[0] += " --helpfull shows the settings that are not used here too."
     for group, names in shown.items():
-        pairs = [_FLAGFILE] if group == _PROGRAM else []
-        pairs += [(_usage(flag_values[name]), _explanation(flag_values[name])) for name in names]
-        if pairs:
-            lines += ["", f"{group}:", *_table(pairs, width)]
+        rows = [(_usage(flag_values[name]), _explanation(flag_values[name])) for name in names]
+        lines += ["", f"{group}:", *_table([_FLAGFILE, *rows] if group == _PROGRAM else rows, width)]
     names = ", ".join(flag_tree.flagfile_names())
     return "\n".join([*lines, "", *textwrap.wrap(f"Published configurations: {names}", width, subsequent_indent="  ")])
+
+
+def _by_group(own: Sequence[str], flag_values: flags.FlagValues) -> dict[str, list[str]]:
+    """Returns the names of all flags by group, in the order of the config."""
+    settings = [leaf.name for leaf in flag_tree.setting_leaves(ExperimentConfig) if leaf.name in flag_values]
+    found: dict[str, list[str]] = {_PROGRAM: [], _HOSTS: []}
+    for name in own:
+        if name not in settings and name not in _FIRST_OF:
+            found[_HOSTS if name in hosts.FLAG_NAMES else _PROGRAM].append(name)
+    for name in settings:
+        if name not in _FIRST_OF:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+    for name, group in _FIRST_OF.items():
+        if name in flag_values:
+            found.setdefault(group, []).insert(0, name)
+    return found
 
 
 def _usage(flag: flags.Flag) -> str:
@@ -62,11 +71,11 @@ def _explanation(flag: flags.Flag) -> str:
     return f"{text.removesuffix('.')} ({', '.join(choices)})."
 
 
-def _table(pairs: Sequence[tuple[str, str]], width: int) -> list[str]:
+def _table(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
     """Lays out usages and explanations in two columns."""
-    column = 4 + max((len(usage) for usage, _ in pairs if len(usage) <= _WIDEST), default=_WIDEST)
+    column = 4 + max((len(usage) for usage, _ in rows if len(usage) <= _WIDEST), default=_WIDEST)
     lines = []
-    for usage, explanation in pairs:
+    for usage, explanation in rows:
         first = f"  {usage}"
         if len(first) > column - 2:
             lines.append(first)

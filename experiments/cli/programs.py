@@ -1,4 +1,4 @@
-"""The corpora's programs: the settings that each begins with, for programs that take any corpus."""
+"""The corpora's programs: their defaults, for programs that take any corpus."""
 
 from absl import flags
 
@@ -9,7 +9,7 @@ from txl_jax.config import tree as config_tree
 
 FLAGS = flags.FLAGS
 
-# Whose settings a corpus is read with.
+# The defaults that a corpus is read with.
 DEFAULTS = {
     program.DEFAULTS.data.corpus: program.DEFAULTS for program in (enwik8, text8, wikitext103, lm1b, ptb, text)
 } | {CorpusName.WIKITEXT2: config_tree.replace(wikitext103.DEFAULTS, {"data.corpus": CorpusName.WIKITEXT2})}
@@ -27,7 +27,7 @@ VOCABULARIES = {
 
 
 def config_of_flags(flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
-    """What the flags make of the defaults of their corpus's program; raises `ValueError` for a conflict."""
+    """Returns the defaults of the corpus's program with the flags applied; raises `UserError` for a conflict."""
     defaults = DEFAULTS.get(CorpusName(flag_values["data.corpus"].value), ExperimentConfig())
     config = runner.with_absolute_paths(flag_tree.build(defaults, flag_values))
     config.validate()
