@@ -70,7 +70,8 @@ def build(base: ExperimentConfig, flag_values: flags.FlagValues = flags.FLAGS) -
     Raises:
       UserError: a value that its setting cannot hold.
     """
-    base = config_tree.replace(base, COMPAT_PRESETS[flag_values["compat"].value or "ours"])
+    if preset := flag_values["compat"].value:
+        base = config_tree.apply_preset(base, preset)
     chosen = given(flag_values)
     return config_tree.replace(_for_other_tokens(base, chosen), chosen).resolved()
 

@@ -21,6 +21,7 @@ from txl_jax.jobs import evaluate, generate, score_tokens, train
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed
+from txl_jax.runtime.orbax_io import quiet_orbax
 from txl_jax.runtime.preemption import StopRequest
 
 _MODES = ("train", "eval", "score", "generate")
@@ -101,6 +102,7 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) 
       job: returns the exit code.
       begin: how other hosts are treated, before the job: `hosts.join`, `hosts.each`, or `hosts.alone`, which refuses them.
     """
+    quiet_orbax()
     try:
         begin()
         return hosts.leave(job(), together=True)

@@ -211,7 +211,7 @@ BESIDE = {
     "average.nt_asgd_patience": RISING | {"average.nt_asgd_patience": 10**6},
     **{f"average.{name}": {"average.start_step": 0} for name in ("lr_scale", "ema_decay")},
     **{f"{group}.stride": {f"{group}.mem_len": 0, f"{group}.same_length": False} for group in ("train", "eval")},
-    **{name: FULL_SOFTMAX for name in ("regularization.adversarial", "eval.temperature")},
+    **dict.fromkeys(("regularization.adversarial", "eval.temperature"), FULL_SOFTMAX),
     "model.num_positions": {"model.encoding": Encoding.AL_RFOU},
     "compat.shaw_terms": {"model.encoding": Encoding.SHAW, "model.num_positions": 12},
     "data.corpus": {"data.file": None},
@@ -348,7 +348,7 @@ def files(config):
 
 def scored(config):
     """What a run that has ended scores."""
-    trained = config_tree.replace(config, {"eval.average_checkpoints": 0})
+    trained = config_tree.replace(config, {"eval.average_checkpoints": None})
     corpus, workdir = read_corpus(config.data, "."), Workdir(config_run_folder(trained))
     train.run(trained, corpus, workdir)
     return evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)["test"]

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from support.faults import Place, assert_equal_runs, assert_one_sentence, finished
-from txl_jax.runtime.checkpoint import _fault
+from txl_jax.runtime.integrity import find_damage
 
 # When the disk fills up: before which file operation, how large files may still become, and what is then said.
 MOMENTS = {
@@ -38,7 +38,7 @@ def whole_steps(workdir):
 
 
 def is_whole(path):
-    return path.name.isdigit() and _fault(path) is None
+    return path.name.isdigit() and find_damage(path) is None
 
 
 @pytest.mark.parametrize("moments", [FAST, pytest.param(tuple(MOMENTS), marks=pytest.mark.slow)], ids=["few", "all"])

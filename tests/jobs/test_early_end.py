@@ -66,7 +66,7 @@ def never_better(losses, patience):
 def state_of(found):
     config, corpus, workdir = found
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
-    with Checkpointer(workdir.latest, keep=2, report=print) as latest:
+    with Checkpointer(workdir.latest, keep=2, log=print) as latest:
         return latest.restore(parts.training.abstract_state)[1]
 
 

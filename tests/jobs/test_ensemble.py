@@ -16,7 +16,8 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import NonFiniteError
 from txl_jax.jobs import ensemble, train
 from txl_jax.jobs.workdir import Workdir
-from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.integrity import DIGESTS
 from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.training.ensemble import make_step as together_step
 from txl_jax.training.step import make_train_step
@@ -55,7 +56,7 @@ def run(base, folder, chosen=MEMBERS, **others):
 
 def latest(config, corpus, path):
     """Step and state of the newest checkpoint."""
-    with Checkpointer(Workdir(path).latest, keep=2, report=print) as checkpoints:
+    with Checkpointer(Workdir(path).latest, keep=2, log=print) as checkpoints:
         step, state, _ = checkpoints.restore(
             assemble(config, vocab_size=corpus.vocabulary.size).training.abstract_state
         )

@@ -86,7 +86,7 @@ def numbers(workdir):
 def weights(config, corpus, workdir):
     """Everything in the latest checkpoint, as arrays."""
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
-    with Checkpointer(workdir.latest, keep=2, report=print) as latest:
+    with Checkpointer(workdir.latest, keep=2, log=print) as latest:
         step, state, _ = latest.restore(parts.training.abstract_state)
     return step, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
@@ -349,7 +349,7 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     workdir, _ = finished
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
     each = []
-    with Checkpointer(workdir.latest, keep=2, report=print) as latest:
+    with Checkpointer(workdir.latest, keep=2, log=print) as latest:
         for before in (None, STEPS):
             step, state, _ = latest.restore(parts.training.abstract_state, before=before)
             each.append(state.params)

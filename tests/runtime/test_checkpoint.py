@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 
 from txl_jax.errors import CheckpointError
-from txl_jax.runtime import checkpoint, distributed
-from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer
+from txl_jax.runtime import checkpoint, distributed, integrity, orbax_io
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.integrity import DIGESTS
 
 # Orbax leaves an event loop behind when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -50,6 +51,23 @@ def assert_same(got, wanted):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+def process_wide_hooks():
+    filters = [[*logging.getLogger(name).filters] for name in ("absl", "asyncio")]
+    return filters, [*warnings.filters], sys.unraisablehook
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """Orbax as programs have it; afterwards the hooks are as they were."""
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "filters", [*logger.filters])
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    with warnings.catch_warnings():
+        orbax_io.quiet_orbax()
+        yield
+
+
 @pytest.fixture
 def lines():
     return []
@@ -58,13 +76,13 @@ def lines():
 @pytest.fixture
 def open_checkpoints(tmp_path, lines):
     """Opens the directory of a test; the lines reported land in `lines`."""
-    return lambda keep=3: Checkpointer(tmp_path / "latest", keep=keep, report=lines.append)
+    return lambda keep=3: Checkpointer(tmp_path / "latest", keep=keep, log=lines.append)
 
 
 @pytest.fixture(scope="session")
 def two_steps_template(tmp_path_factory):
     directory = tmp_path_factory.mktemp("template") / "latest"
-    with Checkpointer(directory, keep=3, report=print) as checkpoints:
+    with Checkpointer(directory, keep=3, log=print) as checkpoints:
         checkpoints.save(100, make_state(100), {"loss": 1.0})
         checkpoints.save(200, make_state(200), {"loss": 2.0})
     return directory
@@ -85,7 +103,7 @@ def step_names(directory):
 
 def test_round_trip_is_bit_equal(open_checkpoints, lines):
     state = make_state(7)
-    filters = [*logging.getLogger("absl").filters]
+    hooks = process_wide_hooks()
     with open_checkpoints() as checkpoints:
         assert checkpoints.latest_step() is None
         assert checkpoints.restore(abstract(state)) is None
@@ -97,7 +115,7 @@ def test_round_trip_is_bit_equal(open_checkpoints, lines):
         assert checkpoints.notes(7) == notes
         assert_same(checkpoints.restore(make_state(8))[1], state)  # Arrays serve as well as their shapes.
     assert lines == []
-    assert logging.getLogger("absl").filters == filters, "once closed, all log lines are as they were"
+    assert process_wide_hooks() == hooks, "a library changes no filters and hooks of the process"
 
 
 def test_sweeping_removes_what_killed_runs_left_and_no_step(two_steps, open_checkpoints):
@@ -154,8 +172,8 @@ def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tm
     with open_checkpoints(keep=1) as checkpoints:
         checkpoints.save(1, make_state(1), {})
         checkpoints.wait()
-        go_on, digest = threading.Event(), checkpoint._digest
-        monkeypatch.setattr(checkpoint, "_digest", lambda path: go_on.wait(20) and digest(path))
+        go_on, digest = threading.Event(), integrity.file_sha256
+        monkeypatch.setattr(integrity, "file_sha256", lambda path: go_on.wait(20) and digest(path))
         checkpoints.save(2, make_state(2), {})
         while not (tmp_path / "latest" / "2").exists():
             time.sleep(0.01)
@@ -186,8 +204,8 @@ def test_state_may_be_donated_right_after_save(open_checkpoints):
 def test_two_directories_are_written_at_the_same_time(tmp_path):
     state = make_state(3)
     with (
-        Checkpointer(tmp_path / "latest", keep=2, report=print) as latest,
-        Checkpointer(tmp_path / "best", keep=1, report=print) as best,
+        Checkpointer(tmp_path / "latest", keep=2, log=print) as latest,
+        Checkpointer(tmp_path / "best", keep=1, log=print) as best,
     ):
         for step in (1, 2, 3):
             latest.save(step, state, {})
@@ -329,7 +347,7 @@ SAVE_FOR_EVER = """
     import sys
     import jax.numpy as jnp
     from txl_jax.runtime.checkpoint import Checkpointer
-    with Checkpointer(sys.argv[1], keep=2, report=print) as checkpoints:
+    with Checkpointer(sys.argv[1], keep=2, log=print) as checkpoints:
         for step in range(1, 10_000):
             checkpoints.save(step, {"x": jnp.full(3_000_000, step, jnp.float32)}, {"step": step})
             print(step, flush=True)
@@ -339,7 +357,7 @@ SAVE_FOR_EVER = """
 def test_kill_in_the_middle_of_a_save(tmp_path, open_checkpoints):
     directory = tmp_path / "latest"
     command = [sys.executable, "-c", textwrap.dedent(SAVE_FOR_EVER), str(directory)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(checkpoint.__file__).parents[1])}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         while process.stdout.readline().strip() != "3":
             assert process.poll() is None
@@ -354,13 +372,14 @@ def test_kill_in_the_middle_of_a_save(tmp_path, open_checkpoints):
     assert all(name.isdigit() for name in step_names(directory)) and len(step_names(directory)) == 2
 
 
+@pytest.mark.usefixtures("quiet")
 def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
     state = {"x": jax.random.normal(jax.random.key(0), (300_000,))}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with open_checkpoints() as checkpoints:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
-            with pytest.raises(CheckpointError, match=r"\bstep 300\b.*latest.*\bFile too large\b"):
+            with pytest.raises(CheckpointError, match=r"\bstep 300\b.*latest.*\bFile too large\b"):  # noqa: PT012
                 checkpoints.save(300, state, {})
                 checkpoints.wait()
         finally:
@@ -378,9 +397,9 @@ def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
 @pytest.fixture
 def beside_another(monkeypatch):
     """This process is the first of two; the other has no trouble."""
-    monkeypatch.setattr(distributed, "several", lambda: True)
-    monkeypatch.setattr(distributed, "_of_each", lambda own: [own, ""])
-    monkeypatch.setattr(distributed, "_of_first", lambda own: own)
+    monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(distributed, "_gather_texts", lambda own: [own, ""])
+    monkeypatch.setattr(distributed, "_broadcast_text", lambda own: own)
 
 
 @pytest.mark.usefixtures("beside_another")
@@ -392,7 +411,7 @@ def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
 
     with open_checkpoints() as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "_digest", fail)
+            patch.setattr(integrity, "file_sha256", fail)
             checkpoints.save(1, make_state(), {})
             with pytest.raises(CheckpointError, match=r"\bstep 1\b.*\bNo space left\b") as late:
                 checkpoints.save(2, make_state(), {})
@@ -417,8 +436,8 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open
     def fail(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_digest", fail)
-    with pytest.raises(KeyboardInterrupt), open_checkpoints() as checkpoints:
+    monkeypatch.setattr(integrity, "file_sha256", fail)
+    with pytest.raises(KeyboardInterrupt), open_checkpoints() as checkpoints:  # noqa: PT012
         checkpoints.save(1, make_state(), {})
         raise KeyboardInterrupt
     assert "No space left on device" in lines[-1]
@@ -429,13 +448,12 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open
 @pytest.mark.parametrize(("directory", "keep", "said"), [("x", 0, r"\bkeep\D*\b0\b"), ("gs://x/y", 1, "gs://x/y")])
 def test_arguments_that_cannot_be(directory, keep, said):
     with pytest.raises(ValueError, match=said):
-        Checkpointer(directory, keep=keep, report=print)
+        Checkpointer(directory, keep=keep, log=print)
 
 
-def test_writes_that_nobody_waits_for_fail_in_silence(open_checkpoints, caplog):
-    """Of several writes to a full disk Orbax waits for one, and asyncio would print a traceback for each of the others."""
-    with open_checkpoints() as checkpoints:
-        checkpoints.save(1, {"x": jnp.zeros(3)}, {})
+@pytest.mark.usefixtures("quiet")
+def test_writes_that_nobody_waits_for_fail_in_silence(caplog):
+    """Orbax waits for one of several writes to a full disk; asyncio would print a traceback for each of the others."""
     for error, said in ((ValueError("File too large [os_error_code='27']"), False), (ValueError("another"), True)):
         exc_info = (type(error), error, None)
         caplog.clear()
@@ -443,7 +461,7 @@ def test_writes_that_nobody_waits_for_fail_in_silence(open_checkpoints, caplog):
         assert ("never retrieved" in caplog.text) == said
 
 
-def test_writes_that_were_not_begun_end_in_silence(open_checkpoints):
+def test_writes_that_were_not_begun_end_in_silence(quiet):
     """As Orbax has them left when another write fails first."""
 
     async def async_serialize_from_host():
@@ -452,9 +470,9 @@ def test_writes_that_were_not_begun_end_in_silence(open_checkpoints):
     async def another():
         pass
 
-    with warnings.catch_warnings(record=True) as caught, open_checkpoints() as checkpoints:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        checkpoints.save(1, {"x": jnp.zeros(3)}, {})
+        orbax_io.quiet_orbax()
         for write in (async_serialize_from_host, another):
             write()  # And is dropped.
     told = [str(warning.message) for warning in caught if "never awaited" in str(warning.message)]

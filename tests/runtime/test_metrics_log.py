@@ -266,7 +266,7 @@ def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path):
 def test_full_disk(tmp_path, small_files):
     with RunLog(tmp_path) as log:
         log.record("train", 1, {"loss": 1.0})
-        with small_files(200), pytest.raises(LogError, match=f"{re.escape(str(tmp_path))}.*File too large"):
+        with small_files(200), pytest.raises(LogError, match=f"{re.escape(str(tmp_path))}.*File too large"):  # noqa: PT012
             for step in range(2, 50):
                 log.record("train", step, {"loss": 1.0})
     assert read_metrics(tmp_path)[0] == {"kind": "train", "step": 1, "loss": 1.0}

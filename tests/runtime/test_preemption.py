@@ -40,7 +40,7 @@ def test_the_first_signal_is_noted_and_the_second_acts_as_before(arrivals, first
 
 def test_handlers_come_back(arrivals):
     before = {number: signal.getsignal(number) for number in NAMES.values()}
-    with pytest.raises(KeyError), StopRequest():
+    with pytest.raises(KeyError), StopRequest():  # noqa: PT012
         assert all(signal.getsignal(number) != handler for number, handler in before.items())
         raise KeyError
     assert {number: signal.getsignal(number) for number in NAMES.values()} == before
@@ -51,7 +51,7 @@ def test_handlers_come_back(arrivals):
 def test_ctrl_c_twice_interrupts():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
+        with pytest.raises(KeyboardInterrupt), StopRequest() as stop:  # noqa: PT012
             send(signal.SIGINT)
             assert stop
             send(signal.SIGINT)
@@ -67,7 +67,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments import hosts
+from experiments.cli import hosts
 from txl_jax.runtime.preemption import StopRequest
 
 hosts._given = dict  # No flags here.

@@ -16,14 +16,19 @@ import sys
 import jax
 import numpy as np
 
-port, process, data, fsdp, model, batch_size, tiled = map(int, sys.argv[1:])
+port, process, data, fsdp, tensor, batch_size, tiled = map(int, sys.argv[1:])
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
 
-import tiny_run
+from support import tiny_run
 from txl_jax.data.batches.segments import training_segments
 
 parts = tiny_run.parts(
-    mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=model, train__batch_size=batch_size, model__n_head=8, model__d_inner=16
+    mesh__data=data,
+    mesh__fsdp=fsdp,
+    mesh__tensor=tensor,
+    train__batch_size=batch_size,
+    model__n_head=8,
+    model__d_inner=16,
 )
 if tiled:  # A process's devices are no stretch of the mesh.
     devices = np.array(jax.devices()).reshape(2, 4).T.reshape(parts.mesh.devices.shape)

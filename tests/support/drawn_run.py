@@ -17,7 +17,7 @@ def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Workdir, Run
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
     workdir = Workdir(folder).create()
     workdir.record(config, TextInfo.of(corpus))
-    with Checkpointer(workdir.best, keep=1, report=print) as best:
+    with Checkpointer(workdir.best, keep=1, log=print) as best:
         best.save(STEP, {"params": jax.device_put(tiny_run.params(parts.model))}, {})
         best.wait()
     return workdir, parts

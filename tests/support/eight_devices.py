@@ -173,7 +173,7 @@ def moved() -> list[float]:
     """The losses of a run that goes on from its checkpoint on other devices: eight, then four laid out otherwise, then one."""
     losses, steps = [], (range(8), range(8, 14), range(14, STEPS))
     meshes = (MESHES["fsdp"], MeshConfig(data=1, fsdp=2, tensor=2), MESHES["one"])
-    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, report=print) as checkpoints:
+    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, log=print) as checkpoints:
         for mesh, these in zip(meshes, steps, strict=True):
             parts = assemble(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
             restored = checkpoints.restore(parts.training.abstract_state)

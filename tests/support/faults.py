@@ -13,10 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from txl_jax.runtime import checkpoint
+from txl_jax.runtime import integrity
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
 
@@ -157,15 +158,15 @@ def result(workdir, name="results.json"):
 
 def arrays(folder):
     """Step and arrays of the newest checkpoint in a folder, which must be whole."""
-    with Checkpointer(folder, keep=1, report=print) as checkpoints:
+    with Checkpointer(folder, keep=1, log=print) as checkpoints:
         step = checkpoints.latest_step()
-    assert checkpoint._fault(folder / str(step)) is None
+    assert integrity.find_damage(folder / str(step)) is None
     tree = ocp.StandardCheckpointer().restore(folder / str(step) / "state")
-    return step, {checkpoint.jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves(tree)}
+    return step, {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves(tree)}
 
 
 def leaves(tree):
-    return checkpoint.jax.tree_util.tree_leaves_with_path(tree)
+    return jax.tree_util.tree_leaves_with_path(tree)
 
 
 def assert_equal_runs(workdir, undisturbed):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launch.local import process_environments
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SECONDS = 120  # Longer is a hang.
 
 

@@ -1,7 +1,7 @@
 """Settings of a run: a tree of frozen dataclasses. `ExperimentConfig` is its root.
 
-Nothing here imports jax. Each setting is declared once, by `txl_jax.config.settings.setting`; `txl_jax.config.tree` reads
-and changes the tree by dotted names.
+Nothing here imports jax. Each setting is declared once, by `txl_jax.config.settings.setting`; `txl_jax.config.tree`
+reads and changes the tree by dotted names.
 """
 
 from txl_jax.config.data import (

@@ -105,18 +105,18 @@ class TokenizerConfig:
         only_with={"kind": _LINES},
     )
     empty_end: EmptyEnd = setting(
-        EmptyEnd.REFUSE, "Own text with line marks: empty lines at its end.", flag=False, only_with={"kind": _LINES}
+        EmptyEnd.REFUSE, "Own text with line marks: treatment of empty lines at its end.", only_with={"kind": _LINES}
     )
     min_count: int = setting(
         1,
-        "Character and word tokens: rarer ones in the training text become <unk>.",
+        "Character and word tokens: smallest count in the training text; rarer ones are <unk>.",
         at_least=1,
         shapes_tokens=True,
         only_with={"kind": (Tokenizer.CHAR, Tokenizer.WORD)},
     )
     vocab_file: str | None = setting(
         None,
-        "Word tokens: file with a word a line; none: count the training text.",
+        "Word tokens: vocabulary file, one word per line; none: count the training text.",
         path=True,
         free_on_resume=True,
         only_with={"kind": (Tokenizer.WORD,)},
@@ -138,16 +138,16 @@ class TokenizerConfig:
 
     def validate(self) -> None:
         """Raises `UserError` for a field out of its range, or fields that cannot go together."""
-        check_fields(self, "data.tokenizer.kind")
+        check_fields(self, "data.tokenizer")
         require(
             self.kind is not Tokenizer.SENTENCEPIECE or self.line_mark in (LineMark.EOS, LineMark.NONE),
-            f"data.tokenizer.line_mark is {self.line_mark} and data.tokenizer.kind is {self.kind}, whose models know one "
-            f"mark, {LineMark.EOS}; give that, or {LineMark.NONE}",
+            f"data.tokenizer.line_mark is {self.line_mark} and data.tokenizer.kind is {self.kind}, whose models know "
+            f"one mark, {LineMark.EOS}; give that, or {LineMark.NONE}",
         )
         require(
             not self.sentencepiece_model or self.sentencepiece_vocab == TokenizerConfig.sentencepiece_vocab,
-            f"data.tokenizer.sentencepiece_vocab is {self.sentencepiece_vocab} and data.tokenizer.sentencepiece_model is "
-            f"{self.sentencepiece_model!r}; a model is trained here or given, not both",
+            f"data.tokenizer.sentencepiece_vocab is {self.sentencepiece_vocab} and data.tokenizer.sentencepiece_model "
+            f"is {self.sentencepiece_model!r}; a model is trained here or given, not both",
         )
         require(
             not self.vocab_file or self.min_count == 1,
@@ -160,7 +160,7 @@ class TokenizerConfig:
 class DataConfig:
     """The text, and the order in which it is read."""
 
-    corpus: CorpusName = setting(CorpusName.ENWIK8, "The corpus; text: files of your own.")
+    corpus: CorpusName = setting(CorpusName.ENWIK8, "Corpus; text: own files.")
     # Paths may change when a run is resumed: the digest of the text decides whether it is the same.
     file: str | None = setting(
         None,
@@ -174,12 +174,12 @@ class DataConfig:
     tokenizer: TokenizerConfig = TokenizerConfig()
     heldout: Heldout = setting(
         Heldout.SEPARATE,
-        "One Billion Word: the held-out shard that validates.",
+        "One Billion Word: held-out shard for validation.",
         only_with={"corpus": (CorpusName.LM1B,)},
     )
     order: Order = setting(Order.STREAM, "Order of the training text in an epoch.")
-    roll: Roll = setting(Roll.NONE, "Rotate the training text, or each row, by a random offset each epoch.")
-    epoch_memory: EpochMemory = setting(EpochMemory.EMPTIED, "Memory at the start of an epoch.")
+    roll: Roll = setting(Roll.NONE, "Rotation of the training text, or of each row, by a random offset each epoch.")
+    epoch_memory: EpochMemory = setting(EpochMemory.EMPTIED, "Contents of the memory at the start of an epoch.")
 
     def validate(self) -> None:
         """Raises `UserError` for fields that cannot go together."""
@@ -209,8 +209,9 @@ class DataConfig:
         if self.corpus is CorpusName.TEXT:
             require(
                 bool(self.file) != bool(given),
-                f"own text is one file (data.file is {self.file!r}) or three lists (given: {', '.join(given) or 'none'});"
-                " give exactly one of the two, --data.file=PATH or --data.train=... --data.valid=... --data.test=...",
+                f"own text is one file (data.file is {self.file!r}) or three lists (given: "
+                f"{', '.join(given) or 'none'}); give exactly one of the two, "
+                "--data.file=PATH or --data.train=... --data.valid=... --data.test=...",
             )
             require(not given or not missing, f"{', '.join(given)} given without {', '.join(missing)}")
             return

@@ -28,16 +28,22 @@ class EvalConfig:
     same_length: bool = setting(True, "Every query sees the same number of keys.", free_on_resume=True)
     segments_per_call: int = setting(8, "S, segments per dispatch.", at_least=1, free_on_resume=True)
     cache_dtype: DType | None = setting(
-        None, "Type of the KV cache; none: as computed. bfloat16 halves that of float32.", free_on_resume=True
+        None, "Type of the KV cache, bfloat16 for half the size of float32; none: as computed.", free_on_resume=True
     )
     average_checkpoints: int | None = setting(
-        None, "Score the mean of the newest N checkpoints; none: the best.", at_least=1, free_on_resume=True
+        None,
+        "Checkpoint averaging: score the mean of the newest N checkpoints; none: the best.",
+        at_least=1,
+        free_on_resume=True,
     )
     temperature: float = setting(
-        1.0, "Logits are divided by this before scoring; full softmax only.", above=0, free_on_resume=True
+        1.0, "Softmax temperature: logits are divided by this; full softmax only.", above=0, free_on_resume=True
     )
     warmup_tokens: int = setting(
-        0, "Unscored tokens that each row but the first reads first: no cold start.", at_least=0, free_on_resume=True
+        0,
+        "Unscored tokens that each row but the first reads first, against a cold start.",
+        at_least=0,
+        free_on_resume=True,
     )
     valid_tokens: int | None = setting(
         None, "Validation tokens scored during training; none: all.", at_least=2, free_on_resume=True
@@ -49,8 +55,8 @@ class EvalConfig:
         validate_lengths("eval", self)
         require(
             not (self.stride and self.warmup_tokens),
-            f"eval.stride is {self.stride} and eval.warmup_tokens is {self.warmup_tokens}; windows have no cold start but "
-            "the text's own, so leave them out",
+            f"eval.stride is {self.stride} and eval.warmup_tokens is {self.warmup_tokens}; windows have no cold start "
+            "but the text's own, so leave them out",
         )
 
 
@@ -58,27 +64,30 @@ class EvalConfig:
 class GenerateConfig:
     """Sampling of text."""
 
-    prompt: str | None = setting(None, "Text to continue; none: an empty memory.", free_on_resume=True)
-    prompt_file: str | None = setting(None, "File whose whole text is the prompt.", path=True, free_on_resume=True)
-    length: int = setting(500, "Tokens to generate.", at_least=1, free_on_resume=True)
+    prompt: str | None = setting(None, "Prompt: text to continue; none: an empty memory.", free_on_resume=True)
+    prompt_file: str | None = setting(None, "Prompt: the whole text of this file.", path=True, free_on_resume=True)
+    length: int = setting(500, "Number of tokens to generate.", at_least=1, free_on_resume=True)
     stop: str | None = setting(
         None, "Text of one token that ends a sample; \\n is a newline; none: only the length does.", free_on_resume=True
     )
-    samples: int = setting(1, "Samples generated side by side from the same prompt.", at_least=1, free_on_resume=True)
+    samples: int = setting(1, "Number of samples, generated side by side.", at_least=1, free_on_resume=True)
     temperature: float = setting(
-        1.0, "Logits are divided by this; 0: greedy, always the likeliest token.", at_least=0, free_on_resume=True
+        1.0, "Softmax temperature: logits are divided by this; 0: greedy.", at_least=0, free_on_resume=True
     )
     top_k: int | None = setting(
-        40, "Top-k sampling (40: the paper's appendix E); none: all tokens.", at_least=1, free_on_resume=True
+        40,
+        "Top-k sampling: k likeliest tokens (40: the paper's appendix E); none: all tokens.",
+        at_least=1,
+        free_on_resume=True,
     )
     top_p: float = setting(
         1.0,
-        "Top-p (nucleus) sampling: the likeliest tokens of this total probability.",
+        "Top-p (nucleus) sampling: likeliest tokens of this total probability; 1: all tokens.",
         above=0,
         at_most=1,
         free_on_resume=True,
     )
-    seed: int = setting(0, "The same seed generates the same text.", free_on_resume=True)
+    seed: int = setting(0, "Seed of the sampling.", free_on_resume=True)
 
     def validate(self) -> None:
         """Raises `UserError` for a field out of its range, or fields that cannot go together."""

@@ -7,7 +7,7 @@ width, F inner width, V vocabulary, N layers, C clusters of the adaptive softmax
 import dataclasses
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
@@ -72,16 +72,15 @@ class ExperimentConfig:
     def validate(self) -> None:
         """Raises `UserError`, one sentence with both numbers, for values that cannot go together."""
         check_fields(self, "")
-        for field in dataclasses.fields(self):
-            group = getattr(self, field.name)
+        for group in (getattr(self, field.name) for field in dataclasses.fields(self)):
             if dataclasses.is_dataclass(group):
-                group.validate()  # type: ignore[attr-defined]
+                cast(Any, group).validate()
         self._validate_softmax()
         self._validate_schedule()
         require(
             self.model.network is Network.TRANSFORMER_XL or not self.train.stride,
-            f"train.stride is {self.train.stride} and model.network is {self.model.network}, whose state has read already "
-            "what would be read again; leave it out",
+            f"train.stride is {self.train.stride} and model.network is {self.model.network}, whose state has read "
+            "already what would be read again; leave it out",
         )
 
     def _validate_softmax(self) -> None:
@@ -92,8 +91,9 @@ class ExperimentConfig:
         for name, (value, usual) in given.items():
             require(
                 value == usual or not (self.model.cutoffs or self.model.has_projections),
-                f"{name} is {value} and the softmax has clusters or projections (model.cutoffs {list(self.model.cutoffs)}, "
-                f"model.d_embed {self.model.d_embed}); it goes with a full softmax over d_model",
+                f"{name} is {value} and the softmax has clusters or projections (model.cutoffs "
+                f"{list(self.model.cutoffs)}, model.d_embed {self.model.d_embed}); "
+                "it goes with a full softmax over d_model",
             )
 
     def _validate_schedule(self) -> None:

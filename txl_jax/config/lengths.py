@@ -29,13 +29,13 @@ def validate_lengths(group: str, lengths: Lengths) -> None:
     """Raises `UserError` for lengths of the group named `group` that cannot go together."""
     require(
         lengths.stride is None or lengths.stride <= lengths.segment_len,
-        f"{group}.stride is {lengths.stride} and {group}.segment_len is {lengths.segment_len}; the stride lies between 1 "
-        "and that, or is none for all of it",
+        f"{group}.stride is {lengths.stride} and {group}.segment_len is {lengths.segment_len}; the stride lies between "
+        "1 and that, or is none for all of it",
     )
     require(
         not (lengths.stride and lengths.mem_len),
-        f"{group}.stride is {lengths.stride} and {group}.mem_len is {lengths.mem_len}; tokens that a segment reads again "
-        "are not to be remembered too, so give one of them",
+        f"{group}.stride is {lengths.stride} and {group}.mem_len is {lengths.mem_len}; tokens that a segment reads "
+        "again are not to be remembered too, so give one of them",
     )
     require(
         not lengths.same_length or lengths.mem_len > 0,

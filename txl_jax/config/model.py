@@ -124,25 +124,35 @@ class ModelConfig:
     d_inner: int = setting(2048, "F, inner width of the feed-forward layers.", at_least=1)
     d_embed: int | None = setting(None, "Width of the first cluster's embedding; none: d_model.", at_least=1)
     dropout: DropoutConfig = DropoutConfig()
-    layer_norm: NormPlace = setting(NormPlace.POST, "Pre- or post-layer-norm.")
-    encoding: Encoding = setting(Encoding.RELATIVE, "Position encoding: the paper's, or one it compares with.")
-    num_positions: int | None = setting(
-        None, "Distances in the table of a learned encoding; greater ones share the last.", at_least=2, flag=False
+    layer_norm: NormPlace = setting(NormPlace.POST, "Place of the layer norm: post- or pre-norm.")
+    encoding: Encoding = setting(
+        Encoding.RELATIVE, "Position encoding: the paper's (relative), or one it compares with."
     )
-    untie_r: bool = setting(False, "u and v (r_w_bias, r_r_bias) per layer instead of shared by all.")
+    num_positions: int | None = setting(
+        None,
+        "Size of the table of a learned encoding; greater distances share the last entry; none: L + M of training.",
+        at_least=2,
+        flag=False,
+    )
+    untie_r: bool = setting(False, "Biases u and v (r_w_bias, r_r_bias) per layer instead of shared by all.")
     tie_positions: bool = setting(False, "Position keys use the key matrix; u and v are the query of distance 0.")
-    tie_weight: bool = setting(True, "Embedding and softmax share their tables.")
+    tie_weight: bool = setting(True, "Weight tying: embedding and softmax share their tables.")
     cutoffs: tuple[int, ...] = setting(
         (), "First token of each tail cluster of the adaptive softmax; empty: full softmax."
     )
-    div_val: int = setting(1, "Cluster c is embedded in d_embed // div_val**c numbers.", at_least=1)
+    div_val: int = setting(1, "Adaptive embedding: cluster c has width d_embed // div_val**c.", at_least=1)
     tie_projs: tuple[bool, ...] = setting(
         (), "Per cluster: softmax and embedding share a projection; empty: none does."
     )
-    init_std: float = setting(0.02, "Standard deviation of initial weights.")
-    projection_init_std: float = setting(0.01, "The same for the projections of embedding and softmax.", flag=False)
+    init_std: float = setting(0.02, "Standard deviation of initial weights.", at_least=0)
+    projection_init_std: float = setting(
+        0.01, "Standard deviation of initial projections of embedding and softmax.", at_least=0, flag=False
+    )
     dtype: DType = setting(DType.FLOAT32, "Compute type; parameters stay float32.")
-    remat: Remat = setting(Remat.NONE, "Rematerialisation (activation checkpointing): recompute to save memory.")
+    remat: Remat = setting(
+        Remat.NONE,
+        "Rematerialisation (activation checkpointing): values recomputed in the backward pass to save memory.",
+    )
 
     @property
     def embed_width(self) -> int:
@@ -163,7 +173,12 @@ class ModelConfig:
         """Returns the distance that all above it share with it, as `clamp_len` and the table's size limit it."""
         if not self.encoding.is_learned:
             return clamp_len
-        assert self.num_positions is not None, "a learned encoding has a table: see `ExperimentConfig.resolved`"
+        require(
+            self.num_positions is not None,
+            f"model.num_positions is none and model.encoding is {self.encoding}, whose table needs a size; give it, or "
+            "take the config of ExperimentConfig.resolved()",
+        )
+        assert self.num_positions is not None  # For mypy.
         longest = self.num_positions - 1
         return longest if clamp_len is None else min(clamp_len, longest)
 
@@ -174,7 +189,7 @@ class ModelConfig:
     def validate(self) -> None:
         """Raises `UserError` for a field out of its range, or fields that cannot go together."""
         check_fields(self, "model")
-        check_fields(self.dropout, "model.dropout.rate")
+        check_fields(self.dropout, "model.dropout")
         require(self.d_model % 2 == 0, f"model.d_model is {self.d_model}; sinusoids come in pairs, so it must be even")
         self._validate_network()
         self._validate_encoding()
@@ -202,8 +217,8 @@ class ModelConfig:
         )
         require(
             not self.tie_positions or (self.encoding is Encoding.RELATIVE and not self.untie_r),
-            f"model.tie_positions is on, model.encoding is {self.encoding} and model.untie_r is {self.untie_r}; it goes "
-            f"with {Encoding.RELATIVE}, and leaves no u and v to untie",
+            f"model.tie_positions is on, model.encoding is {self.encoding} and model.untie_r is {self.untie_r}; it "
+            f"goes with {Encoding.RELATIVE}, and leaves no u and v to untie",
         )
         require(
             self.encoding.is_learned or self.num_positions is None,
@@ -250,9 +265,9 @@ class CompatConfig:
     same_length_window: AttentionWindow = setting(
         AttentionWindow.MEM_LEN, "Keys that a query sees under same_length.", flag=False
     )
-    layer_norm_eps: float = setting(1e-5, "Added to the variance.", above=0, flag=False)
-    shaw_terms: ShawTerms = setting(ShawTerms.PAPER, "encoding=shaw: terms of the score.", flag=False)
-    final_norm: bool = setting(True, "layer_norm=pre: a layer norm after the last layer.", flag=False)
+    layer_norm_eps: float = setting(1e-5, "Layer norm epsilon: added to the variance.", above=0, flag=False)
+    shaw_terms: ShawTerms = setting(ShawTerms.PAPER, "With model.encoding=shaw: terms of the score.", flag=False)
+    final_norm: bool = setting(True, "With model.layer_norm=pre: a layer norm after the last layer.", flag=False)
 
     def window(self, mem_len: int, *, same_length: bool) -> int | None:
         """Returns the keys that a query sees at most, itself included; None: as many as there are."""

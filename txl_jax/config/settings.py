@@ -57,7 +57,7 @@ def setting(default: Any, help: str, **properties: Any) -> Any:
     return dataclasses.field(default=default, metadata={_KEY: Setting(help, **properties)})
 
 
-def setting_of(field: dataclasses.Field) -> Setting:
+def setting_of(field: dataclasses.Field[Any]) -> Setting:
     """Returns the declaration of a field."""
     return field.metadata[_KEY]
 

@@ -26,21 +26,27 @@ class OptimizerConfig:
     """Adam with linear warm-up, cosine decay and clipping by the global norm."""
 
     learning_rate: float = setting(2.5e-4, "Peak learning rate.", above=0)
-    warmup_steps: int = setting(0, "Linear warm-up: updates.", at_least=0)
+    warmup_steps: int = setting(0, "Updates of linear warm-up.", at_least=0)
     schedule_offset: ScheduleOffset = setting(
         ScheduleOffset.AFTER_WARMUP, "Step at which the cosine starts.", flag=False
     )
-    adam_b1: float = setting(0.9, "Decay of the first moment.", at_least=0, below=1)
-    adam_b2: float = setting(0.999, "Decay of the second moment.", at_least=0, below=1)
-    adam_eps: float = setting(1e-8, "Added to the root of the second moment.", above=0)
-    clip_norm: float = setting(0.25, "Largest global norm of the gradient.", above=0)
+    adam_b1: float = setting(0.9, "Adam beta 1: decay of the first moment.", at_least=0, below=1)
+    adam_b2: float = setting(0.999, "Adam beta 2: decay of the second moment.", at_least=0, below=1)
+    adam_eps: float = setting(1e-8, "Adam epsilon: added to the root of the second moment.", above=0, flag=False)
+    clip_norm: float = setting(0.25, "Gradient clipping: largest global norm.", above=0)
     decay_steps: int | None = setting(
         None, "Updates after which the rate stays at its minimum; none: train.steps.", at_least=1
     )
-    min_lr_ratio: float = setting(0.0, "Minimum learning rate as a fraction of the peak.", at_least=0, at_most=1)
-    l2: float = setting(0.0, "L2: times the parameters, added to the clipped gradient (PyTorch Adam).", at_least=0)
-    weight_decay: float = setting(0.0, "Decoupled weight decay of matrices (AdamW), times the rate.", at_least=0)
-    embedding_lr_multiplier: float = setting(1.0, "The embedding's peak rate as a multiple of the others'.", above=0)
+    min_lr_ratio: float = setting(0.0, "Minimum learning rate, as a fraction of the peak.", at_least=0, at_most=1)
+    l2: float = setting(
+        0.0, "L2 penalty: this times the parameters is added to the clipped gradient (PyTorch's Adam).", at_least=0
+    )
+    weight_decay: float = setting(
+        0.0, "Decoupled weight decay of matrices (AdamW), times the learning rate.", at_least=0
+    )
+    embedding_lr_multiplier: float = setting(
+        1.0, "Peak learning rate of the embedding, as a multiple of the others'.", above=0
+    )
 
     def validate(self) -> None:
         """Raises `UserError` for a field out of its range."""
@@ -68,13 +74,13 @@ class MeshConfig:
 class TrainConfig:
     """The training recurrence and its intervals. Intervals count updates, one per segment."""
 
-    steps: int = setting(400_000, "Updates in all.", at_least=1)
+    steps: int = setting(400_000, "Number of updates.", at_least=1)
     batch_size: int = setting(22, "B, rows over all devices.", at_least=1)
     grad_accum_steps: int = setting(1, "Gradient accumulation: microbatches per update.", at_least=1)
     segment_len: int = setting(512, "L, tokens per row and update (tgt_len).", at_least=1)
     mem_len: int = setting(512, "M, memory length.", at_least=0)
     stride: int | None = setting(
-        None, "New, scored tokens at a segment's end; those before are read again; none: all.", at_least=1
+        None, "Sliding window, without memory: new, scored tokens at a segment's end; none: all.", at_least=1
     )
     clamp_len: int | None = setting(None, "Distances above this share one position code; none: off.", at_least=1)
     same_length: bool = setting(False, "Every query sees the same number of keys.")
@@ -105,8 +111,8 @@ class TrainConfig:
         )
         require(
             self.batch_size % self.grad_accum_steps == 0,
-            f"train.batch_size is {self.batch_size} and train.grad_accum_steps is {self.grad_accum_steps}; the rows must "
-            "divide evenly",
+            f"train.batch_size is {self.batch_size} and train.grad_accum_steps is {self.grad_accum_steps}; the rows "
+            "must divide evenly",
         )
         for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
             interval = getattr(self, name)
@@ -120,10 +126,16 @@ class TrainConfig:
 class RegularizationConfig:
     """Penalties that are added to the loss."""
 
-    activation_l2: float = setting(0.0, "AR: times the mean square of the last layer's outputs.", at_least=0)
-    temporal_l2: float = setting(0.0, "TAR: times their mean squared change between positions.", at_least=0)
+    activation_l2: float = setting(
+        0.0, "Activation regularization (AR): factor on the mean square of the last layer's outputs.", at_least=0
+    )
+    temporal_l2: float = setting(
+        0.0,
+        "Temporal activation regularization (TAR): factor on their mean squared change between positions.",
+        at_least=0,
+    )
     adversarial: float = setting(
-        0.0, "AdvSoft: word vectors are moved by this part of their length; full softmax only.", at_least=0
+        0.0, "Adversarial softmax: word vectors move by this part of their length; full softmax only.", at_least=0
     )
 
     def validate(self) -> None:
@@ -161,8 +173,8 @@ class AverageConfig:
         )
         require(
             self.start_step is None or self.nt_asgd_patience is None,
-            f"average.start_step is {self.start_step} and average.nt_asgd_patience is {self.nt_asgd_patience}; averaging "
-            "starts by one of the two",
+            f"average.start_step is {self.start_step} and average.nt_asgd_patience is {self.nt_asgd_patience}; "
+            "averaging starts by one of the two",
         )
         require(
             self.on or self.ema_decay is None,

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from txl_jax.config.experiment import ExperimentConfig
+from txl_jax.config.experiment import COMPAT_PRESETS, ExperimentConfig
 from txl_jax.config.settings import Setting, setting_of
 from txl_jax.errors import UserError
 
@@ -69,6 +69,12 @@ def replace(config: Config, values: Mapping[str, Any]) -> Config:
     return dataclasses.replace(config, **flat, **nested)  # type: ignore[type-var]
 
 
+def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
+    """Returns the config with a preset of `COMPAT_PRESETS`; settings of other presets get their defaults."""
+    named = {setting: get(ExperimentConfig(), setting) for preset in COMPAT_PRESETS.values() for setting in preset}
+    return replace(config, named | dict(COMPAT_PRESETS[name]))
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Returns the JSON values of a tree, or of a group of one, by dotted name."""
     values = {leaf.name: get(config, leaf.name) for leaf in leaves(type(config))}
@@ -95,8 +101,8 @@ def differences(old: Config, new: Config) -> list[tuple[Leaf, Any, Any]]:
 
 
 def describe_change(leaf: Leaf, old: Any, new: Any) -> str:
-    """Describes a change of a setting: "--train.steps was 10 and is now 20"."""
-    return f"--{leaf.name} was {format_value(old)} and is now {format_value(new)}"
+    """Describes a change of a setting: "--train.steps was 10 and is now 20"; a setting without a flag has no dashes."""
+    return f"{'--' if leaf.setting.flag else ''}{leaf.name} was {format_value(old)} and is now {format_value(new)}"
 
 
 def format_value(value: Any) -> str:
@@ -124,8 +130,24 @@ def _unwrap(hint: Any) -> tuple[type, bool, bool]:
 
 
 def _decode(leaf: Leaf, value: Any) -> Any:
+    """Returns the value of a setting from its JSON value; raises `UserError` for one of another type."""
     if value is None and leaf.is_optional:
         return None
-    if leaf.is_list:
-        return tuple(value)
-    return leaf.type(value) if issubclass(leaf.type, enum.Enum) else value
+    if not leaf.is_list:
+        return _decode_entry(leaf, value)
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{leaf.name} is {value!r}; it must be a list")
+    return tuple(_decode_entry(leaf, entry) for entry in value)
+
+
+def _decode_entry(leaf: Leaf, value: Any) -> Any:
+    if issubclass(leaf.type, enum.Enum):
+        members = [member.value for member in leaf.type]
+        if value not in members:
+            raise UserError(f"{leaf.name} is {value!r}; it must be one of {', '.join(members)}")
+        return leaf.type(value)
+    if leaf.type is float and type(value) is int:  # JSON of other programs writes 1.0 as 1.
+        return float(value)
+    if type(value) is not leaf.type:
+        raise UserError(f"{leaf.name} is {value!r}; it must be of type {leaf.type.__name__}")
+    return value

@@ -62,7 +62,7 @@ def load_parameters(parts: RunComponents, workdir: Workdir, *, log: Callable[[st
     has_best, has_latest = distributed.broadcast_from_primary(lambda: [workdir.best.exists(), workdir.latest.exists()])
     if has_best:
         try:
-            with Checkpointer(workdir.best, keep=1, report=log) as best:
+            with Checkpointer(workdir.best, keep=1, log=log) as best:
                 restored = best.restore({"params": parts.training.abstract_state.params})
             if restored is not None:
                 return restored[0], restored[1]["params"]
@@ -71,7 +71,7 @@ def load_parameters(parts: RunComponents, workdir: Workdir, *, log: Callable[[st
                 raise
             log(str(error))
     if has_latest:
-        with Checkpointer(workdir.latest, keep=parts.config.train.keep_checkpoints, report=log) as latest:
+        with Checkpointer(workdir.latest, keep=parts.config.train.keep_checkpoints, log=log) as latest:
             restored = latest.restore(parts.training.abstract_state)
         if restored is not None:
             log("no best checkpoint to be had; these are the latest parameters")
@@ -84,7 +84,7 @@ def _mean_of_newest(
 ) -> tuple[int, Any]:
     """The mean of the scored parameters of the newest checkpoints, and the first one's step."""
     steps, total = [], None
-    with Checkpointer(workdir.latest, keep=parts.config.train.keep_checkpoints, report=log) as latest:
+    with Checkpointer(workdir.latest, keep=parts.config.train.keep_checkpoints, log=log) as latest:
         while len(steps) < count:
             restored = latest.restore(parts.training.abstract_state, before=steps[-1] if steps else None)
             if restored is None:

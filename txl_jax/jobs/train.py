@@ -151,8 +151,8 @@ class Run:
     def checkpoints(self) -> Iterator[None]:
         """The checkpoints are open."""
         with (
-            Checkpointer(self.workdir.latest, keep=self.config.keep_checkpoints, report=self._note) as self.latest,
-            Checkpointer(self.workdir.best, keep=1, report=self._note) as self.best,
+            Checkpointer(self.workdir.latest, keep=self.config.keep_checkpoints, log=self._note) as self.latest,
+            Checkpointer(self.workdir.best, keep=1, log=self._note) as self.best,
         ):
             # A run that was killed after its last save will save no more, and so would never sweep.
             self.latest.sweep()

@@ -1,0 +1,1 @@
+"""What a run needs of its machine: files, locks, checkpoints, logs, signals, other processes."""

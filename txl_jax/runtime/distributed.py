@@ -1,8 +1,8 @@
-"""Several processes that walk as one: what the first finds out all are told, and what one cannot do stops all.
+"""Several processes that run the same program (one per host, as a rule), each on its own devices.
 
-Each process (one per host, as a rule) runs the same program on its own devices. The first one, number 0, reads and
-writes the files of a run. Every other function here must be called by all processes in the same order: it waits for the
-others. With one process each is the plain call that it wraps.
+Process 0, the primary, reads and writes the files of a run. Every function here but `is_multiprocess`, `is_primary` and
+`is_known_to_all` is a collective: all processes must call it in the same order, and each waits for the others. With one
+process each is the plain call that it wraps.
 """
 
 import json
@@ -13,9 +13,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from txl_jax.errors import RemoteProcessError
+from txl_jax.errors import RemoteProcessError, UserError
 
 T = TypeVar("T")
+# An attribute of exceptions: they keep their type, and builtin ones take no weak reference.
+_KNOWN_TO_ALL = "known_to_all"
 
 
 def is_multiprocess() -> bool:
@@ -24,30 +26,34 @@ def is_multiprocess() -> bool:
 
 
 def is_primary() -> bool:
-    """Whether this process is the one that writes files."""
+    """Whether this process is process 0, which writes files."""
     return not is_multiprocess() or jax.process_index() == 0
 
 
 def broadcast_from_primary(find: Callable[[], T]) -> T:
-    """What `find` returns in the first process, in all of them; it is called in no other.
+    """Runs `find` on process 0 and broadcasts its result.
 
     Args:
       find: returns what JSON can hold; other processes get lists for tuples.
 
     Raises:
-      RemoteProcessError: it failed there. In the first process its own error is raised.
+      RemoteProcessError: it failed there. In process 0 its own error is raised.
     """
     if not is_multiprocess():
         return find()
     found, error = _attempt(find) if is_primary() else (None, None)
-    told = json.loads(_of_first(json.dumps({"found": found, "error": error and _described(error)})))
-    if told["error"] is not None:
-        raise _known_to_all(error or RemoteProcessError(f"process 0: {told['error']}"))
-    return told["found"]
+    received = json.loads(_broadcast_text(json.dumps({"found": found, "error": _described(error) if error else None})))
+    if received["error"] is not None:
+        raise _known_to_all(error or RemoteProcessError(f"process 0: {received['error']}"))
+    result: T = received["found"]
+    return result
 
 
 def run_on_all(act: Callable[[], T]) -> T:
-    """What `act` returns in this process, once it has succeeded in all of them; it must not itself wait for others.
+    """Runs `act` in every process and returns its result once it has succeeded in all of them.
+
+    Args:
+      act: must not itself be a collective.
 
     Raises:
       RemoteProcessError: it failed in another process. Where it failed, its own error is raised.
@@ -55,44 +61,44 @@ def run_on_all(act: Callable[[], T]) -> T:
     if not is_multiprocess():
         return act()
     result, error = _attempt(act)
-    trouble = first_error(error and _described(error))
-    if trouble is not None:
-        raise _known_to_all(error or RemoteProcessError(trouble))
-    return result
+    failure = first_error(_described(error) if error else None)
+    if failure is not None:
+        raise _known_to_all(error or RemoteProcessError(failure))
+    return result  # type: ignore[return-value]
 
 
 def first_error(own: str | None) -> str | None:
-    """What went wrong in the first of the processes that had trouble, and which it was; None: all is well."""
+    """Gathers each process's error message; returns the first with its process's number, None if there is none."""
     if not is_multiprocess():
         return own
-    troubles = _of_each(own or "")
-    return next((f"process {number}: {told}" for number, told in enumerate(troubles) if told), None)
+    errors = _gather_texts(own or "")
+    return next((f"process {number}: {error}" for number, error in enumerate(errors) if error), None)
 
 
 def assert_same_on_all(value: str, complaint: Callable[[str, str], str]) -> None:
-    """Compares what the processes hold.
+    """Checks that all processes hold the same value.
 
     Args:
-      complaint: a sentence for what the first process holds, and what another does.
+      complaint: takes the value of process 0 and another one, and returns a sentence.
 
     Raises:
-      ValueError: one holds another value than the first; in all of them, naming it.
+      UserError: a process holds another value than process 0; raised in all of them, naming it.
     """
     if not is_multiprocess():
         return
-    values = _of_each(value)
+    values = _gather_texts(value)
     for number, other in enumerate(values):
         if other != values[0]:
-            raise _known_to_all(ValueError(f"process {number}: {complaint(values[0], other)}"))
+            raise _known_to_all(UserError(f"process {number}: {complaint(values[0], other)}"))
 
 
 def is_known_to_all(error: BaseException) -> bool:
     """Whether every process raises this error or its counterpart, so that none waits for another."""
-    return getattr(error, "known_to_all", False)
+    return getattr(error, _KNOWN_TO_ALL, False)
 
 
 def to_host(array: Any) -> np.ndarray:
-    """The whole of an array, gathered if it is spread over the devices of several processes."""
+    """Returns the whole array on the host; one that is sharded over several processes is gathered."""
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)
@@ -110,19 +116,19 @@ def _described(error: Exception) -> str:
 
 
 def _known_to_all(error: Exception) -> Exception:
-    error.known_to_all = True
+    setattr(error, _KNOWN_TO_ALL, True)
     return error
 
 
-def _of_first(text: str) -> str:
-    """The first process's text."""
+def _broadcast_text(text: str) -> str:
+    """The text of process 0."""
     own = np.frombuffer(text.encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(own))))
     sent = own if is_primary() else np.zeros(length, np.uint8)
-    return multihost_utils.broadcast_one_to_all(sent).tobytes().decode()
+    return np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes().decode()
 
 
-def _of_each(text: str) -> list[str]:
+def _gather_texts(text: str) -> list[str]:
     """Every process's text, in the order of their numbers."""
     own = np.frombuffer(text.encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(own))).tolist()

@@ -13,7 +13,7 @@ from txl_jax.version import __version__
 
 
 def describe() -> dict[str, Any]:
-    """Device, versions and date: what a number needs beside it."""
+    """Returns device, versions and date, which are written beside every measured number."""
     return {
         "device": device_kind(),
         "devices": jax.device_count(),
@@ -26,7 +26,7 @@ def describe() -> dict[str, Any]:
 
 
 def device_kind() -> str:
-    """The first device's name; for a CPU the processor's and its cores, as jax only says "cpu"."""
+    """Returns the first device's name; for a CPU the processor's and its cores, as jax only says "cpu"."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
@@ -34,7 +34,7 @@ def device_kind() -> str:
 
 
 def _processor() -> str:
-    """The processor's model where the system tells it, else its architecture."""
+    """The processor's model where the system reports it, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -44,7 +44,7 @@ def _processor() -> str:
 
 
 def megabytes(size: float) -> str:
-    """Bytes for people.
+    """Formats a number of bytes.
 
     >>> megabytes(52_428_800), megabytes(4.8e9)
     ('52 MB', '4.8 GB')
@@ -53,13 +53,13 @@ def megabytes(size: float) -> str:
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes on one device."""
+    """Returns the bytes that a tree of arrays takes on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def duration(seconds: float) -> str:
-    """h:mm:ss, or days before that.
+    """Formats seconds as h:mm:ss, with days before that.
 
     >>> duration(3723), duration(200000)
     ('1:02:03', '2d 7:33:20')

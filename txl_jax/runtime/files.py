@@ -1,17 +1,18 @@
-"""Files of a run: written whole or not at all, behind locks, with errors of one sentence."""
+"""Files of a run: written completely or not at all, behind locks, with errors of one sentence."""
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from txl_jax.errors import LogError
+from txl_jax.errors import LogError, UserError
 
 
-def write_json(path: str | os.PathLike, value: Any) -> None:
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Replaces the file at `path` by `value` as JSON, or leaves it as it was.
 
     Raises:
@@ -21,37 +22,20 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     replace_file(Path(path), [json.dumps(value, indent=2, allow_nan=False) + "\n"])
 
 
-def write_text(path: str | os.PathLike, text: str) -> None:
+def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Replaces the file at `path` by `text`, or leaves it as it was; raises `LogError` if it cannot be written."""
     replace_file(Path(path), [text])
 
 
-def write_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
-    """The same for lines, each with its newline, that are too many to be held at once."""
+def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
+    """Replaces the file at `path` by lines, each with its newline; they may be too many for the memory."""
     replace_file(Path(path), lines)
 
 
-class Writing:
-    """Turns the OSError of a block into one sentence."""
-
-    def __init__(self, place: Path):
-        self._place = place
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, OSError):
-            raise LogError(
-                f"cannot write to {error.filename or self._place} ({error.strerror or error}); "
-                "free space or allow writing there, or give another folder"
-            ) from error
-
-
 def replace_file(path: Path, parts: Iterable[str]) -> None:
-    """Writes a whole file under a temporary name in the same folder, and only then gives it its own name."""
+    """Writes a file under a temporary name in the same folder, syncs it to disk, then renames it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with Writing(path):
+    with writing(path):
         try:
             with open(temporary, "w", encoding="utf-8") as file:
                 file.writelines(parts)
@@ -65,6 +49,18 @@ def replace_file(path: Path, parts: Iterable[str]) -> None:
             raise
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a `LogError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise LogError(
+            f"cannot write to {error.filename or path} ({error.strerror or error}); "
+            "free space or allow writing there, or give another folder"
+        ) from error
+
+
 def _sync_folder(folder: Path) -> None:
     """Makes a rename last through a power cut."""
     handle = os.open(folder, os.O_RDONLY)
@@ -74,14 +70,20 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """Returns the sha256 of a file's bytes in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keeps other processes out; waits for one that is in. The lock goes with its process, however that ends."""
+def locked(path: Path, *, log: Callable[[str], None] = print) -> Iterator[None]:
+    """Holds an exclusive lock; waits for a process that has it. The lock ends with its process, however that ends."""
     with open(path, "a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("waiting for another process that is reading the same text", flush=True)
+            log(f"waiting for another process, which holds the lock {path}")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
@@ -91,24 +93,24 @@ def writable(folder: Path, *, what: str) -> Iterator[None]:
     """Makes the folder; an error of writing to it becomes one sentence.
 
     Raises:
-      OSError: `what` cannot be written there.
+      UserError: `what` cannot be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        if not _of_writing(error, folder):
+        if not _is_from_writing(error, folder):
             raise
-        raise OSError(
+        raise UserError(
             f"cannot write {what} to {folder} ({error.strerror or error}); give --cache_dir=... a folder that you may "
             "write to, on a disk with space"
         ) from error
 
 
-def _of_writing(error: OSError, folder: Path) -> bool:
+def _is_from_writing(error: OSError, folder: Path) -> bool:
     """Whether an error came from `folder`: from a file in or above it, or, with no file named, from a full disk."""
     if error.errno is None:
-        return False  # Raised by us, or by a library that says more.
+        return False  # Raised by a library, with a sentence of its own.
     if error.filename is None:
         return True
     path = Path(str(error.filename))

@@ -1,27 +1,27 @@
-"""SIGTERM and Ctrl-C as a polite request to stop at the next step border, in all processes at the same one."""
+"""SIGTERM and Ctrl-C as a request to stop after the current step, in all processes at the same step."""
 
 import itertools
 import os
 import signal
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from jax.experimental import multihost_utils
 
 from txl_jax.runtime import distributed
 
-# Numbers the questions that this process has asked. They are jax's step numbers: all processes take the same way, so that
-# the same number is the same place in each.
-_questions = itertools.count(1)
+# Counts the calls of `reached_preemption_sync_point` in this process. They are jax's step numbers: all processes make
+# the same calls, so that the same number is the same point of the program in each.
+_sync_points = itertools.count(1)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """A context in which the first SIGTERM or SIGINT is answered and noted; a second one acts as usual. True once noted.
+    """A context that notes the first SIGTERM or SIGINT; a second one acts as usual. True once one was noted.
 
-    With several processes a signal to any of them counts for all: jax spreads it, and picks a question that none of them
-    has asked yet: before it the answer is no, from it on yes, everywhere. So all must ask alike. A second SIGTERM changes
-    nothing then.
+    With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
+    (`reached_preemption_sync_point`); every process must ask for the truth value at the same sequence of steps. A
+    second SIGTERM changes nothing then.
 
     Attributes:
       signal_number: the signal that has arrived; 0 until then. Several processes always stop by SIGTERM.
@@ -29,36 +29,40 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_number = 0
-        self._several = False
-        self._previous: dict[int, object] = {}
+        self._is_multiprocess = False
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        self._several = distributed.is_multiprocess()
-        # SIGTERM is left alone with several processes: jax has a handler of its own, below Python's.
-        ways = {signal.SIGINT: self._pass_on} if self._several else dict.fromkeys(_SIGNALS, self._note)
-        for number, way in ways.items():
-            self._previous[number] = signal.signal(number, way)
+        self._is_multiprocess = distributed.is_multiprocess()
+        # With several processes SIGTERM is left alone: jax has a handler of its own, below Python's.
+        handlers = {signal.SIGINT: self._forward} if self._is_multiprocess else dict.fromkeys(_SIGNALS, self._note)
+        for number, handler in handlers.items():
+            self._previous[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *unused: object) -> None:
         self._restore()
 
     def __bool__(self) -> bool:
-        if self._several and not self.signal_number and multihost_utils.reached_preemption_sync_point(next(_questions)):
+        if (
+            self._is_multiprocess
+            and not self.signal_number
+            and multihost_utils.reached_preemption_sync_point(next(_sync_points))
+        ):
             self.signal_number = signal.SIGTERM
         return self.signal_number != 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.signal_number = number
-        self._answer(number, "as soon as this step is done")
+        self._acknowledge(number, "as soon as this step is done")
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._answer(number, "with all processes")
+        self._acknowledge(number, "with all processes")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _answer(self, number: int, when: str) -> None:
+    def _acknowledge(self, number: int, when: str) -> None:
         self._restore()
         # Not print: the signal may have come in the middle of one.
         name = signal.Signals(number).name

@@ -38,7 +38,7 @@ def known_to_all(error):
 def test_a_lost_process_is_told_from_mistakes(monkeypatch, capsys, error, lost):
     assert not hosts.lost_another(error), "alone there is none to lose"
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "several", lambda: False)
+    monkeypatch.setattr(distributed, "is_multiprocess", lambda: False)
     assert (runner._told(error) == hosts.LOST == 75) is lost
     err = capsys.readouterr().err
     assert err.startswith("error: ") and (err == f"error: {error}\n") is not lost
@@ -49,7 +49,7 @@ def ended(monkeypatch):
     """Collectives that were run, and how the process was ended at once."""
     done = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "together", lambda act: done.append("together"))
+    monkeypatch.setattr(distributed, "run_on_all", lambda act: done.append("together"))
     monkeypatch.setattr(hosts.os, "_exit", lambda code: done.append(code))
     return done
 
@@ -64,7 +64,7 @@ def test_one_that_is_lost_at_the_end_is_told_of_unless_a_mistake_was(ended, monk
     def lose(act):
         raise ValueError(GLOO)
 
-    monkeypatch.setattr(distributed, "together", lose)
+    monkeypatch.setattr(distributed, "run_on_all", lose)
     with pytest.raises(ValueError, match="Gloo"):
         hosts.leave(0, together=True)
     hosts.leave(1, together=True)
@@ -85,8 +85,8 @@ def test_flags_that_differ_between_hosts_are_refused(monkeypatch):
     flags.DEFINE_list("lengths", ["16", "32"], "", flag_values=values)
     values.mark_as_parsed()
     monkeypatch.setattr(runner, "FLAGS", values)
-    monkeypatch.setattr(distributed, "several", lambda: True)
-    monkeypatch.setattr(distributed, "_of_each", lambda own: [own, "['64']"])
+    monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(distributed, "_gather_texts", lambda own: [own, "['64']"])
     with pytest.raises(ValueError, match=r"process 1: .*--lengths\b.*\['64'\].*\['16', '32'\].*process 0") as caught:
         runner.check_same_flags("lengths")
     assert distributed.is_known_to_all(caught.value)

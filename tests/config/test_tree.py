@@ -1,0 +1,176 @@
+"""Tests of the tree of settings: dotted names, JSON, presets, and what follows from other settings."""
+
+import dataclasses
+import enum
+import json
+
+import pytest
+
+from txl_jax.config import COMPAT_PRESETS, DType, Encoding, ExperimentConfig, ModelConfig, NormPlace, TrainConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import setting
+from txl_jax.errors import UserError
+
+LEAVES = {leaf.name: leaf for leaf in config_tree.leaves()}
+
+
+def other_value(leaf):
+    """Some other value of the same type."""
+    value = leaf.default
+    if value is None:
+        return {DType: DType.BFLOAT16, int: 3, float: 0.5, str: "x"}[leaf.type]
+    if isinstance(value, enum.Enum):
+        return next(other for other in type(value) if other is not value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return (*value, {int: 7, bool: True, str: "x"}[leaf.type])
+    return value + ("x" if isinstance(value, str) else 1)
+
+
+def test_every_setting_round_trips_through_json():
+    names = [leaf.name for leaf in config_tree.leaves()]
+    assert len(names) == len(set(names)) > 50
+    default = ExperimentConfig()
+    changed = config_tree.replace(default, {leaf.name: other_value(leaf) for leaf in config_tree.leaves()})
+    for config in (default, changed):
+        values = json.loads(json.dumps(config_tree.to_dict(config)))
+        assert list(values) == names
+        again = config_tree.from_dict(values)
+        assert again == config
+        for name in names:
+            assert type(config_tree.get(again, name)) is type(config_tree.get(config, name)), name
+    found = [(leaf.name, before, after) for leaf, before, after in config_tree.differences(default, changed)]
+    assert found == [(name, config_tree.get(default, name), config_tree.get(changed, name)) for name in names]
+
+
+def test_settings_left_out_of_a_dict_keep_their_defaults():
+    config = config_tree.from_dict({"model.layer_norm": "pre"})
+    assert config == config_tree.replace(ExperimentConfig(), {"model.layer_norm": NormPlace.PRE})
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_one():
+    with pytest.raises(ValueError, match=r"'model\.n_layers'.*\bmodel\.n_layer\b"):
+        config_tree.from_dict({"model.n_layers": 3})
+
+
+def test_did_you_mean_is_silent_when_nothing_is_near():
+    assert config_tree.did_you_mean("qqqq", ["model.n_layer"]) == ""
+
+
+def test_replace_changes_only_what_is_named():
+    config = config_tree.replace(ExperimentConfig(), {"seed": 3, "model.n_layer": 4, "model.d_model": 8})
+    assert (config.seed, config.model) == (3, dataclasses.replace(ModelConfig(), n_layer=4, d_model=8))
+    assert config.train == ExperimentConfig().train
+
+
+def test_leaves_have_the_declared_type_without_none_and_without_tuple():
+    found = {name: (leaf.type, leaf.is_list, leaf.is_optional) for name, leaf in LEAVES.items()}
+    assert found["model.n_layer"] == (int, False, False)
+    assert found["model.d_embed"] == (int, False, True)
+    assert found["model.cutoffs"] == (int, True, False)
+    assert found["model.tie_projs"] == (bool, True, False)
+    assert found["data.train"] == (str, True, False)
+    assert found["eval.cache_dtype"] == (DType, False, True)
+    assert {leaf.type for leaf in LEAVES.values() if not issubclass(leaf.type, enum.Enum)} == {int, float, bool, str}
+
+
+def test_a_list_may_be_optional_in_a_plan():
+    @dataclasses.dataclass(frozen=True)
+    class Plan:
+        lengths: tuple[int, ...] | None = setting(None, "Lengths; none: all.")
+
+    (leaf,) = config_tree.leaves(Plan)
+    assert (leaf.name, leaf.type, leaf.is_list, leaf.is_optional, leaf.default) == ("lengths", int, True, True, None)
+    assert leaf.setting.help == "Lengths; none: all."
+
+
+def test_values_from_json_have_the_types_of_their_settings():
+    values = {
+        "model.encoding": "shaw",
+        "model.d_embed": None,
+        "model.cutoffs": [5, 9],
+        "model.dropout.rate": 0,
+        "eval.cache_dtype": "bfloat16",
+    }
+    config = config_tree.from_dict(values)
+    assert config.model.encoding is Encoding.SHAW and config.eval.cache_dtype is DType.BFLOAT16
+    assert config.model.d_embed is None and config.model.cutoffs == (5, 9)
+    assert type(config.model.dropout.rate) is float
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("model.n_layer", "3", ("'3'", "int")),
+        ("model.n_layer", None, ("None", "int")),
+        ("model.n_layer", True, ("True", "int")),
+        ("model.n_layer", 2.5, ("2.5", "int")),
+        ("model.untie_r", 1, ("1", "bool")),
+        ("model.encoding", "shav", ("'shav'", "relative, shaw, vaswani, al_rfou")),
+        ("model.cutoffs", 5, ("5", "list")),
+        ("model.cutoffs", [5, "9"], ("'9'", "int")),
+        ("data.file", ["a"], ("['a']", "str")),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name, value, words):
+    with pytest.raises(UserError) as error:
+        config_tree.from_dict({name: value})
+    assert all(word in str(error.value) for word in (name, *words)), error.value
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "text"),
+    [
+        ("train.steps", 10, 20, "--train.steps was 10 and is now 20"),
+        ("model.d_embed", None, 8, "--model.d_embed was none and is now 8"),
+        ("model.cutoffs", (), (5, 9), "--model.cutoffs was  and is now 5,9"),
+        ("model.encoding", Encoding.SHAW, Encoding.RELATIVE, "--model.encoding was shaw and is now relative"),
+        ("compat.final_norm", True, False, "compat.final_norm was True and is now False"),
+    ],
+)
+def test_changes_are_described_by_their_flags(name, old, new, text):
+    assert config_tree.describe_change(LEAVES[name], old, new) == text
+
+
+def test_presets_name_settings_and_change_them():
+    for name, preset in COMPAT_PRESETS.items():
+        assert set(preset) <= set(LEAVES)
+        assert all(value != LEAVES[setting].default for setting, value in preset.items())
+        config = config_tree.apply_preset(ExperimentConfig(), name)
+        assert {leaf.name: after for leaf, _, after in config_tree.differences(ExperimentConfig(), config)} == preset
+
+
+def test_a_preset_leaves_nothing_of_the_one_before():
+    tf = config_tree.apply_preset(ExperimentConfig(seed=5), "tf")
+    for name in COMPAT_PRESETS:
+        assert config_tree.apply_preset(tf, name) == config_tree.apply_preset(ExperimentConfig(seed=5), name)
+
+
+@pytest.mark.parametrize("encoding", [Encoding.SHAW, Encoding.AL_RFOU])
+def test_the_table_of_a_learned_encoding_has_the_keys_of_training(encoding):
+    config = ExperimentConfig(model=ModelConfig(encoding=encoding), train=TrainConfig(segment_len=7, mem_len=5))
+    assert config.resolved().model.num_positions == 12
+    assert config.resolved().resolved() == config.resolved()
+    given = config_tree.replace(config, {"model.num_positions": 20})
+    assert given.resolved() == given
+
+
+@pytest.mark.parametrize("encoding", [Encoding.RELATIVE, Encoding.VASWANI])
+def test_other_encodings_have_nothing_to_resolve(encoding):
+    config = ExperimentConfig(model=ModelConfig(encoding=encoding))
+    assert config.resolved() == config
+
+
+def test_a_table_of_one_distance_is_refused():
+    config = ExperimentConfig(model=ModelConfig(encoding=Encoding.SHAW), train=TrainConfig(segment_len=1, mem_len=0))
+    with pytest.raises(UserError, match=r"model\.num_positions is 1\b.*\bat least 2\b"):
+        config.resolved().validate()
+
+
+def test_distances_are_clamped_to_the_table():
+    model = ModelConfig(encoding=Encoding.SHAW, num_positions=12)
+    assert (model.clamp(None), model.clamp(5), model.clamp(30)) == (11, 5, 11)
+    assert (ModelConfig().clamp(None), ModelConfig().clamp(5)) == (None, 5)
+    with pytest.raises(UserError, match=r"model\.num_positions is none and model\.encoding is shaw"):
+        ModelConfig(encoding=Encoding.SHAW).clamp(5)
