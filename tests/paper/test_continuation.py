@@ -15,7 +15,7 @@ from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import continuation
 from txl_jax.paper.continuation import Plan
 
-WORDS = "the cat sat @-@ on ( a ) mat , and was seen .".split()
+WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "was", "seen", "."]
 
 
 @pytest.fixture(scope="module")

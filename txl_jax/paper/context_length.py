@@ -45,12 +45,8 @@ class Plan:
     )
 
     def validate(self) -> None:
-        """Raises `UserError` for no length, or a setting out of range."""
+        """Raises `UserError` for a setting out of range."""
         check_fields(self, "")
-        require(
-            self.lengths and min(self.lengths) >= 1,
-            f"the attention lengths are {list(self.lengths)}; give numbers of tokens, each at least 1",
-        )
 
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` for a run that cannot be scored so."""
@@ -128,8 +124,12 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
     """Returns the config that scores each length, shortest first; each length once.
 
     Raises:
-      UserError: a stride that is missing, not needed or longer than a window; settings that do not fit a length.
+      UserError: no length or one below 1; a stride that is missing, not needed or longer than a window; settings that do not fit a length.
     """
+    require(
+        lengths and min(lengths) >= 1,
+        f"the attention lengths are {list(lengths)}; give numbers of tokens, each at least 1",
+    )
     shortest = min(lengths)
     if is_recurrent(config) and stride is not None:
         raise UserError(

@@ -148,11 +148,7 @@ def test_every_program_works_on_several_hosts_or_refuses():
     }
 
 
-TINY = (
-    "--model.n_layer=1 --model.d_model=8 --model.n_head=2 --model.d_head=4 --model.d_inner=8 --train.batch_size=8 "
-    "--train.segment_len=8 --train.mem_len=8 --train.steps=2 --train.log_every=2 --train.eval_every=2 "
-    "--train.checkpoint_every=2 --eval.batch_size=1 --eval.segment_len=8 --eval.mem_len=8 --eval.clamp_len=none"
-).split()
+TINY = ["--model.n_layer=1", "--model.d_model=8", "--model.n_head=2", "--model.d_head=4", "--model.d_inner=8", "--train.batch_size=8", "--train.segment_len=8", "--train.mem_len=8", "--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2", "--eval.batch_size=1", "--eval.segment_len=8", "--eval.mem_len=8", "--eval.clamp_len=none"]
 
 
 @pytest.fixture(scope="module")

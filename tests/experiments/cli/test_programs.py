@@ -19,12 +19,7 @@ from support import ROOT
 from txl_jax.config import tree as config_tree
 from txl_jax.runtime.metrics_log import read_metrics
 
-TINY = (
-    "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 "
-    "--train.batch_size=4 --train.segment_len=16 --train.mem_len=16 --train.segments_per_call=2 "
-    "--train.steps=600 --train.log_every=10 --train.eval_every=150 --train.checkpoint_every=50 "
-    "--eval.batch_size=4 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=none"
-).split()
+TINY = ["--model.n_layer=2", "--model.d_model=16", "--model.n_head=2", "--model.d_head=8", "--model.d_inner=32", "--train.batch_size=4", "--train.segment_len=16", "--train.mem_len=16", "--train.segments_per_call=2", "--train.steps=600", "--train.log_every=10", "--train.eval_every=150", "--train.checkpoint_every=50", "--eval.batch_size=4", "--eval.segment_len=16", "--eval.mem_len=32", "--eval.clamp_len=none"]
 
 
 def start(program, *flags, **kwargs):
