@@ -46,8 +46,8 @@ def setting_leaves(cls: type) -> list[Leaf]:
 
 
 def groups(cls: type = ExperimentConfig) -> list[str]:
-    """Returns the groups of a config's settings, in order, such as "model"; groups within them are left out."""
-    return list(dict.fromkeys(leaf.name.partition(".")[0] for leaf in setting_leaves(cls) if "." in leaf.name))
+    """Returns the groups of a config's settings, in order, such as "model" and "model.dropout"."""
+    return list(dict.fromkeys(leaf.name.rpartition(".")[0] for leaf in setting_leaves(cls) if "." in leaf.name))
 
 
 def is_optional(flag: flags.Flag) -> bool:

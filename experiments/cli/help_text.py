@@ -16,26 +16,34 @@ _FLAGFILE = ("--flagfile=NAME", "A published configuration (listed below) or a f
 _FIRST_OF = {"seed": "train", "compat": "model"}
 
 
-def help_text(own: Sequence[str], groups: Collection[str] | None, flag_values: flags.FlagValues) -> str:
+def help_text(
+    own: Sequence[str], groups: Collection[str] | None, flag_values: flags.FlagValues, *, note: str = ""
+) -> str:
     """Formats the flags of a program with their defaults, as wide as the terminal, 80 to 120 columns.
 
     Args:
       own: names of the flags that the project defines, in order.
-      groups: groups of settings that are shown, such as "model", which has "model.dropout" with it; None: all.
+      groups: groups of settings that are shown, such as "model" and "model.dropout"; None: all.
       flag_values: the flags.
+      note: a line above the groups.
     """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     found = _by_group(own, flag_values)
-    wanted = (_PROGRAM, _HOSTS, *(flag_tree.groups() if groups is None else groups))
-    shown = {group: names for group, names in found.items() if names and group.partition(".")[0] in wanted}
-    lines = ["Flags with their defaults. The last value given to a flag counts."]
+    wanted = flag_tree.groups() if groups is None else groups
+    shown = {group: names for group, names in found.items() if names and group in (_PROGRAM, _HOSTS, *wanted)}
+    lines = ["Flags with their defaults; the last value given to a flag counts."]
     if len(shown) < len([names for names in found.values() if names]):
-        lines[0] += " --helpfull shows the settings that are not used here too."
+        lines.append("Settings that are not used here are left out; --helpfull shows them.")
+    if note:
+        lines.append(note)
     for group, names in shown.items():
         rows = [(_usage(flag_values[name]), _explanation(flag_values[name])) for name in names]
-        lines += ["", f"{group}:", *_table([_FLAGFILE, *rows] if group == _PROGRAM else rows, width)]
-    names = ", ".join(flag_tree.flagfile_names())
-    return "\n".join([*lines, "", *textwrap.wrap(f"Published configurations: {names}", width, subsequent_indent="  ")])
+        takes_flagfile = group == _PROGRAM and "seed" in flag_values
+        lines += ["", f"{group}:", *_table([_FLAGFILE, *rows] if takes_flagfile else rows, width)]
+    if "seed" in flag_values:
+        names = f"Published configurations: {', '.join(flag_tree.flagfile_names())}"
+        lines += ["", *textwrap.wrap(names, width, subsequent_indent="  ")]
+    return "\n".join(lines)
 
 
 def _by_group(own: Sequence[str], flag_values: flags.FlagValues) -> dict[str, list[str]]:

@@ -74,19 +74,17 @@ def define_data_folders() -> None:
     flags.DEFINE_string("cache_dir", None, "Folder for records and token files; default: prepared in data_dir.")
 
 
-def parse_or_exit(argv: Sequence[str] | None = None, *, groups: Collection[str] | None = None) -> None:
+def parse_or_exit(argv: Sequence[str] | None = None, *, groups: Collection[str] | None = None, note: str = "") -> None:
     """Parses the command line; on an error prints one sentence and exits with 2, on --help exits with 0.
 
     Args:
       argv: default: that of the process.
       groups: the groups of settings that the program reads, for --help; None: all.
+      note: a line for --help above the flags.
     """
     argv = list(sys.argv if argv is None else argv)
     if asked := {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
-        print(sys.modules["__main__"].__doc__ or "")
-        by_module = FLAGS.flags_by_module_dict().items()
-        own = [flag.name for module, found in by_module if _is_ours(module) for flag in found]
-        print(help_text.help_text(own, None if "--helpfull" in asked else groups, FLAGS))
+        _print_help(None if "--helpfull" in asked else groups, note)
         sys.exit(0)
     try:
         flag_tree.parse(argv)
@@ -222,6 +220,16 @@ def with_absolute_paths(config: Config) -> Config:
     leaves = [leaf for leaf in config_tree.leaves(type(config)) if leaf.setting.path]
     paths = {leaf.name: config_tree.get(config, leaf.name) for leaf in leaves}
     return config_tree.replace(config, {name: _absolute(value) for name, value in paths.items()})
+
+
+def _print_help(groups: Collection[str] | None, note: str) -> None:
+    """Prints what the program does, and its flags."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
+    by_module = FLAGS.flags_by_module_dict().items()
+    ours = {flag.name for module, found in by_module if _is_ours(module) for flag in found}
+    print(sys.modules["__main__"].__doc__ or "")
+    print(help_text.help_text([name for name in FLAGS if name in ours], groups, FLAGS, note=note))
 
 
 def _run_mode(defaults: ExperimentConfig) -> int:

@@ -26,6 +26,7 @@ from txl_jax.runtime import distributed
 
 FLAGS = flags.FLAGS
 _RESUMES = "the same command resumes from there"
+_SETTINGS_KEPT = "Settings that are not given are those of the trained run, instead of the defaults shown."
 
 
 def run_study(
@@ -54,7 +55,7 @@ def run_study(
         return runner.score_trained(functools.partial(run, plan=plan), workdir, config, text, stopped=stopped)
 
     runner.define_workdir()
-    _main(plan_class, job, begin=begin, groups=groups)
+    _main(plan_class, job, begin=begin, groups=groups, note=_SETTINGS_KEPT)
 
 
 def run_training_study(plan_class: type, run: Callable[..., Any]) -> None:
@@ -124,9 +125,10 @@ def _main(
     *,
     begin: Callable[[], None],
     groups: Collection[str] = (),
-    defaults: ExperimentConfig = ExperimentConfig(),
+    defaults: ExperimentConfig | None = None,
     text: bool = True,
     config: bool = True,
+    note: str = "",
 ) -> None:
     """Defines the flags, parses them and runs the job.
 
@@ -135,9 +137,10 @@ def _main(
       job: returns the exit code.
       begin: of `runner.guarded`.
       groups: of `runner.parse_or_exit`.
-      defaults: of the config's flags.
+      defaults: of the config's flags; None: those of the library.
       text: whether it reads a text.
       config: whether there are flags for the settings of a run.
+      note: of `runner.parse_or_exit`.
     """
     flag_tree.define_plan(plan_class)
     if text:
@@ -145,8 +148,8 @@ def _main(
     if begin is hosts.join:
         hosts.define_flags()
     if config:
-        flag_tree.define(defaults)
-    runner.parse_or_exit(groups=groups)
+        flag_tree.define(defaults or ExperimentConfig())
+    runner.parse_or_exit(groups=groups, note=note)
     sys.exit(runner.guarded(job, begin=begin))
 
 

@@ -3,10 +3,11 @@
     python -m experiments.paper.attention --workdir=runs/mine
     python -m experiments.paper.attention --workdir=runs/mine --heads=0.1,3.2 --positions=4000,5210
 
-It writes into --out average.png, the mean attention of every head to each distance (figure 5); heads-T.png, the weights of
-three heads for the query at token T (figure 6); terms-T.png, the terms (a), (b) and (d) of the first of them, each with its
-own softmax (figure 7); attention.md with the tokens, and all arrays. Default heads are those with the largest mean distance.
-Lengths are those of evaluation (--eval.segment_len, --eval.mem_len, --eval.clamp_len), in one row, with same_length.
+It writes into --out average.png, the mean attention of every head to each distance (figure 5);
+heads-T.png, the weights of three heads for the query at token T (figure 6); terms-T.png, the terms
+(a), (b) and (d) of the first of them, each with its own softmax (figure 7); attention.md with the
+tokens, and all arrays. Default heads are those with the largest mean distance. Lengths are those
+of evaluation (--eval.segment_len, --eval.mem_len, --eval.clamp_len), in one row, with same_length.
 """
 
 from experiments.cli import hosts

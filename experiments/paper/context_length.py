@@ -3,11 +3,13 @@
     python -m experiments.paper.context_length --workdir=runs/mine --lengths=64,128,256,512
     python -m experiments.paper.context_length --workdir=runs/vanilla --lengths=128,512 --stride=16
 
-It writes context_length.csv and, with matplotlib, context_length.png into the workdir. At attention length A the memory
-has A slots and every token sees the same number of keys (--eval.mem_len and --eval.same_length are set so, and segments
-are at most A long); the other --eval flags are as in the training, or as given: a run that was trained with
---eval.clamp_len still clamps. A model without recurrence (--model.encoding=vaswani, or trained with --train.mem_len=0)
-is given windows of A tokens, --eval.batch_size side by side; --stride is the number of tokens that each of them scores.
+It writes context_length.csv and, with matplotlib, context_length.png into the workdir. At
+attention length A the memory has A slots and every token sees the same number of keys
+(--eval.mem_len and --eval.same_length are set so, and segments are at most A long); the other
+--eval flags are as in the training, or as given: a run that was trained with --eval.clamp_len
+still clamps. A model without recurrence (--model.encoding=vaswani, or trained with
+--train.mem_len=0) is given windows of A tokens, --eval.batch_size side by side; --stride is the
+number of tokens that each of them scores.
 """
 
 from experiments.cli.studies import run_study

@@ -3,9 +3,9 @@
     python -m experiments.paper.continuation --workdir=runs/wt103 --generate.length=1000
     python -m experiments.paper.continuation --workdir=runs/wt103 --starts=1000,52000 --context=500
 
-It writes a markdown file, --out: for each start the context, the model's continuation, sampled as --generate.* says (top-k
-with k = 40, 500 tokens), and the text's own. Words are detokenized (WikiText's @-@, @,@ and spaces before commas are
-removed).
+It writes a markdown file, --out: for each start the context, the model's continuation, sampled as
+--generate.* says (top-k with k = 40, 500 tokens), and the text's own. Words are detokenized
+(WikiText's @-@, @,@ and spaces before commas are removed).
 """
 
 from experiments.cli.studies import run_study

@@ -1,11 +1,12 @@
-"""Relative effective context length (RECL) of each model of a group: appendix C and table 8 of the paper.
+r"""Relative effective context length (RECL) of a group of models: appendix C and table 8 of the paper.
 
-    python -m experiments.paper.recl --workdirs=runs/xl,runs/lstm,runs/vanilla --names=ours,LSTM,vanilla \\
-        --out=runs/recl --lengths=100,1000,100 --stride=10
+    python -m experiments.paper.recl --workdirs=runs/xl,runs/lstm --names=ours,LSTM --out=runs/recl \
+        --lengths=100,1000,100 --stride=10
 
-The runs must have the same vocabulary; the text is that of the first, or of --data_dir. Each scored token is predicted from
-exactly c tokens, encoded from an empty memory, for every c; --stride scores every s-th token only. It writes recl.md (table
-8), recl.csv and recl.json (all gains), gains.png and context.png (figures 3 and 4) into --out, and keeps the losses there:
+The runs must have the same vocabulary; the text is that of the first, or of --data_dir. Each
+scored token is predicted from exactly c tokens, encoded from an empty memory, for every c;
+--stride scores every s-th token only. It writes recl.md (table 8), recl.csv and recl.json (all
+gains), gains.png and context.png (figures 3 and 4) into --out, and keeps the losses there:
 stopped, the same command resumes, and other ratios need no new scores.
 """
 

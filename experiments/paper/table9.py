@@ -3,11 +3,13 @@
     python -m experiments.paper.table9
     python -m experiments.paper.table9 --flagfile=enwik8_24l --lengths=800,3800 --out=table9.json
 
-Without flags the sizes are those of enwik8_12l, 12 layers of width 512, and its clamp, and our model reads segments of 128
-tokens; of the other settings only --model.*, --compat, --eval.segment_len, --eval.segments_per_call, --eval.clamp_len and
---eval.cache_dtype matter here. Weights are untrained, tokens random, and both sides run in turns, one row of text on one
-device. It prints a markdown table of seconds per token, the median of the timed calls with the slowest and the fastest. On a
-CPU a call of the sliding window takes seconds: --calls and --lengths make it shorter.
+Without flags the sizes are those of enwik8_12l, 12 layers of width 512, and its clamp, and our
+model reads segments of 128 tokens; of the other settings only --model.*, --compat,
+--eval.segment_len, --eval.segments_per_call, --eval.clamp_len and --eval.cache_dtype matter here.
+Weights are untrained, tokens random, and both sides run in turns, one row of text on one device.
+It prints a markdown table of seconds per token, the median of the timed calls with the slowest and
+the fastest. On a CPU a call of the sliding window takes seconds: --calls and --lengths make it
+shorter.
 """
 
 from experiments.cli.studies import run_model_study
