@@ -10,9 +10,10 @@ names. --train, --valid, --test and --tokenizer are short for --data.train, .., 
 """
 
 from experiments.cli import runner
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.data.sources.corpora import default_data
 
-DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.TEXT))
+DEFAULTS = ExperimentConfig(data=default_data(CorpusName.TEXT))
 
 if __name__ == "__main__":
     runner.run(

@@ -51,7 +51,6 @@ SELF_CONTAINED = {
 TWICE: dict[str, str] = {
     "ensemble": "training/ensemble.py is to get a name of its own",
     "huggingface": "bench/huggingface.py is to get a name of its own",
-    "segments": "data/batches/segments.py is to get a name of its own",
 }
 # Files with process-wide effects, while they have them.
 EFFECTS: dict[str, str] = {

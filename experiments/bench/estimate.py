@@ -36,7 +36,7 @@ from txl_jax.bench.roofline import CHIPS, Bounds, Chip, bounds
 from txl_jax.config import ExperimentConfig, MeshConfig, Remat
 from txl_jax.config import tree as config_tree
 from txl_jax.jobs import report
-from txl_jax.jobs.generate import check_can_write
+from txl_jax.jobs.generate import check_can_generate
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json
 
@@ -115,7 +115,7 @@ def _say_task(parts: RunComponents, topology: str, chip: Chip, name: str) -> dic
     """One program."""
     if name == "generation":
         try:
-            check_can_write(parts.config)
+            check_can_generate(parts.config)
         except ValueError as error:
             print(f"\n{name}: not possible, {error}")
             return _record(parts, topology, name, None) | {"not_possible": str(error)}

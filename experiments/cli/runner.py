@@ -16,6 +16,7 @@ from experiments.cli import flag_tree, help_text, hosts
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
+from txl_jax.data.sources.corpora import program_of
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
 from txl_jax.jobs import evaluate, generate, score_tokens, train
 from txl_jax.jobs.score import Interrupted
@@ -25,11 +26,6 @@ from txl_jax.runtime.orbax_io import quiet_orbax
 from txl_jax.runtime.preemption import StopRequest
 
 _MODES = ("train", "eval", "score", "generate")
-# The program that knows how a corpus's text becomes tokens.
-_PROGRAMS = {name: name.value for name in CorpusName} | {
-    CorpusName.WIKITEXT2: "wikitext103",
-    CorpusName.PYTHON_STDLIB: "quickstart",
-}
 _RESUME = "start the same command on all hosts again, it resumes from the last checkpoint"
 _SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, or --model.remat=full"
 
@@ -208,9 +204,9 @@ def trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
 def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
     """Raises `UserError` if a flagfile, or a flag, asks for the corpus of another program."""
     own, asked = defaults.data.corpus, config.data.corpus
-    if _PROGRAMS[asked] != _PROGRAMS[own]:
+    if program_of(asked) != program_of(own):
         raise UserError(
-            f"data.corpus is {asked} and this is the program of {own}; run python -m experiments.{_PROGRAMS[asked]}, or "
+            f"data.corpus is {asked} and this is the program of {own}; run python -m experiments.{program_of(asked)}, or "
             f"take a flagfile of {own}"
         )
 

@@ -40,12 +40,13 @@ from txl_jax.config import (
     TrainConfig,
 )
 from txl_jax.config import tree as config_tree
-from txl_jax.data.batches.segments import evaluation_segments, training_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.sources import corpora
 from txl_jax.data.sources.text import File
 from txl_jax.data.tokens import sentencepiece as pieces_lib
-from txl_jax.data.tokens.vocabulary import ByteVocabulary, dumps
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.tokens.vocabulary import dumps
 from txl_jax.inference.generator import Generator
 from txl_jax.jobs import evaluate, train
 from txl_jax.jobs.generate import read_prompt, read_stop

@@ -38,7 +38,7 @@ def model_config(**changes) -> ModelConfig:
 def variables(model: TransformerXL) -> dict:
     """Random parameters, biases and layer norms included, without axis names; `model.init` is only traced."""
     tokens, memory = jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=1)
-    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, memory))
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, memory))
     rng = np.random.default_rng(1)
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -53,7 +53,9 @@ def text(length: int, *, rows: int = B, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(V, size=(rows, length), dtype=np.int32)
 
 
-def encoder(model: TransformerXL, *, clamp_len: int = 0, same_length: bool = False, deterministic: bool = True):
+def encoder(
+    model: TransformerXL, *, clamp_len: int | None = None, same_length: bool = False, deterministic: bool = True
+):
     """(variables, tokens, memory, rngs) -> (hidden, memory), compiled."""
 
     @jax.jit
@@ -65,7 +67,6 @@ def encoder(model: TransformerXL, *, clamp_len: int = 0, same_length: bool = Fal
             clamp_len=clamp_len,
             same_length=same_length,
             deterministic=deterministic,
-            method=model.encode,
             rngs=rngs,
         )
 

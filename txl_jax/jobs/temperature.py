@@ -1,7 +1,7 @@
-"""The temperature job: the one that suits a trained run best, found on the validation text.
+"""Temperature scaling: finds the softmax temperature with the lowest validation loss of a trained run.
 
-A model that was regularised much is less sure of itself than it should be, or surer; dividing its logits by one number
-mends some of that. The number is chosen on the validation text, and the test text scored once at it and once at 1.
+A strongly regularized model is less confident than it should be, or more; dividing its logits by one number corrects
+some of that (calibration). The number is chosen on the validation text; the test text is scored at it and at 1.
 """
 
 import dataclasses
@@ -48,22 +48,21 @@ def run(
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Any]:
-    """Scores the validation text at each temperature and the test text at the best; returns and writes temperature.json.
+    """Scores the validation text at each temperature, the test text at the best; returns and writes temperature.json.
 
     Raises:
-      ValueError: no temperature, or one that is none; a softmax that takes none; a text of another vocabulary.
-      FileNotFoundError: the workdir holds no checkpoint.
+      UserError: no temperature was given, or one that is not above 0; the softmax takes none; the text has another
+        vocabulary; the workdir holds no checkpoint.
       Interrupted: a stop was requested; nothing is written.
     """
     plan.validate()
     configs = at_temperatures(config, plan.temperatures)
     _, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
-    watch = {"log": log, "stop_requested": stop_requested}
 
     def scored(temperature: float, split: str) -> dict[str, float]:
         log(f"temperature {temperature:g}")
         parts = assemble(configs[temperature], vocab_size=corpus.vocabulary.size)
-        return as_record(score_split(parts, params, corpus, split, **watch))
+        return as_record(score_split(parts, params, corpus, split, log=log, stop_requested=stop_requested))
 
     valid = {temperature: scored(temperature, "valid") for temperature in configs}
     best = min(valid, key=lambda temperature: valid[temperature]["loss"])
@@ -83,7 +82,7 @@ def run(
 
 
 def at_temperatures(config: ExperimentConfig, temperatures: Sequence[float]) -> dict[float, ExperimentConfig]:
-    """The config at each temperature, lowest first, 1 among them; raises `ValueError` for one that is none."""
+    """Returns the config at each temperature, lowest first, 1 among them; raises `UserError` for an invalid one."""
     found = {t: config_tree.replace(config, {"eval.temperature": t}) for t in sorted({1.0, *temperatures})}
     for each in found.values():
         each.validate()

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from txl_jax.config import CompatConfig, Encoding, ModelConfig
 from txl_jax.modules import initializers
-from txl_jax.modules.dropout import Dropout, dropout, is_on, weight_dropout
+from txl_jax.modules.dropout import Dropout, DropoutRates, dropout, is_on, weight_dropout
 from txl_jax.modules.position_encodings import ShawTable
 from txl_jax.ops.attention.dot_product import dot_product_attention
 from txl_jax.ops.attention.relative import relative_attention
 from txl_jax.sharding import axes
-from txl_jax.sharding.activations import Spread, lay
+from txl_jax.sharding.activations import constrain
 
 # What `score_terms` takes, by the names that the collection "attention" has it under.
 SCORE_PARTS = ("query", "key", "position_key", "content_bias", "position_bias")
@@ -28,7 +28,7 @@ class Attention(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     deterministic: bool
-    spread: Spread | None = None  # Where activations lie on a mesh; None: one device.
+    rates: DropoutRates | None = None  # None: those of the config.
 
     @nn.compact
     def __call__(
@@ -49,9 +49,9 @@ class Attention(nn.Module):
           mask: bool [B, L, K].
           biases: u and v, [H, E] each; None: the encoding has none, or none of their own.
         """
-        c = self.config
+        c, rates = self.config, self.rates or DropoutRates.of(self.config.dropout)
         dtype = segment.dtype
-        drop_weights = weight_dropout(c, deterministic=self.deterministic)
+        drop_weights = weight_dropout(rates.weight, deterministic=self.deterministic)
         inward = initializers.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
         def matrix(name: str) -> jax.Array:
@@ -67,7 +67,7 @@ class Attention(nn.Module):
             self._drop(self._heads(jnp.concatenate([_project(states, kernel) for states in context], axis=-2)), name)
             for name, kernel in (("key", w_key), ("value", w_value))
         )
-        drop = Dropout(c.dropout.attention, deterministic=self.deterministic)
+        drop = Dropout(rates.attention, deterministic=self.deterministic)
         if not c.encoding.is_relative:
             attended_BxHxLxE = dot_product_attention(query, key, value, mask=mask, drop=drop)
         else:
@@ -100,21 +100,21 @@ class Attention(nn.Module):
         outward = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
         kernel = drop_weights(self.param("output", outward, (c.n_head, c.d_head, c.d_model)))
         output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))
-        return dropout(c, c.dropout, deterministic=self.deterministic)(output)
+        return dropout(c, rates.rate, deterministic=self.deterministic)(output)
 
     def _drop(self, states: jax.Array, name: str) -> jax.Array:
         """Dropout on [..., H, positions, E].
 
         By names, so that with or without it the other dropouts, which are numbered, draw what they draw.
         """
-        c = self.config
-        if not is_on(c.dropout.qkv):
+        c, rate = self.config, (self.rates or DropoutRates.of(self.config.dropout)).qkv
+        if not is_on(rate):
             return states
-        return dropout(c, c.dropout.qkv, deterministic=self.deterministic, name=f"drop_{name}")(states)
+        return dropout(c, rate, deterministic=self.deterministic, name=f"drop_{name}")(states)
 
     def _heads(self, states: jax.Array) -> jax.Array:
         """[B, H, positions, E], pinned to where its rows and heads lie."""
-        return lay(self.spread, states, axes.HEADS, axes.LENGTH, axes.HEAD_DIM)
+        return constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM)
 
     def _keep(self, *arrays: jax.Array) -> None:
         """Leaves what scores are made of for who asks with mutable=["attention"]; else nothing is kept."""

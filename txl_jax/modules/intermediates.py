@@ -1,6 +1,6 @@
 """What a loss may ask of the network beside its outputs: the last layer's outputs before dropout.
 
-    (hidden, memory), kept = model.apply(variables, ..., mutable=[COLLECTION], method=model.encode)
+    (hidden, memory), kept = model.apply(variables, ..., mutable=[COLLECTION])
     outputs = last(kept)
 
 Nothing is kept where nobody asks.

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, MemoryStart, ModelConfig
 from txl_jax.memory import Memory
-from txl_jax.modules.dropout import dropout
+from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.intermediates import keep_last
 from txl_jax.modules.softmax import Softmax
-from txl_jax.sharding.activations import Spread
+from txl_jax.sharding import check_ambient_mesh
 
 
 class LSTM(nn.Module):
@@ -26,27 +26,31 @@ class LSTM(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     vocab_size: int
-    spread: Spread | None = None  # As `TransformerXL`.
+    num_devices: int = 1  # As `TransformerXL`.
+    rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
+        check_ambient_mesh(self.num_devices)
         c = self.config
-        self.embedding = Embedding(c, self.vocab_size, self.spread)
+        self.embedding = Embedding(c, self.vocab_size, self.rates)
         cell = {"dtype": jnp.dtype(c.dtype), "param_dtype": jnp.result_type(float)}
         self.layers = [nn.RNN(nn.OptimizedLSTMCell(c.d_model, **cell), return_carry=True) for _ in range(c.n_layer)]
-        self.softmax = Softmax(c, self.vocab_size, self.spread)
-        self.drop = dropout(c, c.dropout)
-        self.drop_input = dropout(c, c.dropout.input_rate)
-        self.drop_output = dropout(c, c.dropout.output_rate)
+        self.softmax = Softmax(c, self.vocab_size)
+        rates = self.rates or DropoutRates.of(c.dropout)
+        self.drop = dropout(c, rates.rate)
+        self.drop_input = dropout(c, rates.input)
+        self.drop_output = dropout(c, rates.output)
 
-    def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
-        """Touches every parameter, for `init`; returns the losses [B, L]."""
-        hidden, _ = self.encode(tokens, memory, clamp_len=None, same_length=False, deterministic=True)
-        return self.nll(hidden, targets)
-
-    def encode(
-        self, tokens: jax.Array, memory: Memory, *, clamp_len: int | None, same_length: bool, deterministic: bool
+    def __call__(
+        self,
+        tokens: jax.Array,
+        memory: Memory,
+        *,
+        clamp_len: int | None = None,
+        same_length: bool = False,
+        deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """int [B, L] -> outputs [B, L, D] of the last layer, and the states at the segment's end."""
+        """Int [B, L] -> outputs [B, L, D] of the last layer, and the states at the segment's end."""
         del clamp_len, same_length
         states = jnp.where(memory.valid[None, :, None, None] > 0, memory.hidden, 0)
         embedded = self.embedding(tokens, deterministic=deterministic)
@@ -58,6 +62,8 @@ class LSTM(nn.Module):
             ends.append(jnp.stack(end, axis=1))
         keep_last(self, hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
+        if self.is_initializing():
+            self.nll(hidden, tokens)  # Creates the softmax's parameters.
         return hidden, memory_lib.update(memory, jnp.stack(ends))
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Transformer-XL: embedding, N layers that read the memory, softmax (Dai et al., 2019).
 
-    hidden, memory = model.apply(variables, tokens, memory, clamp_len=None, same_length=False,
-                                 deterministic=True, method=model.encode)
+    variables = model.init(key, tokens, memory)
+    hidden, memory = model.apply(variables, tokens, memory, clamp_len=None, same_length=False, deterministic=True)
     nll = model.apply(variables, hidden, targets, method=model.nll)
 
 Parameters do not depend on lengths: L is `tokens.shape[1]`, M the memory's, and both may differ from
@@ -16,13 +16,13 @@ from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace
 from txl_jax.memory import Memory
 from txl_jax.modules.block import LayerContext, Stack, layer_norm
-from txl_jax.modules.dropout import dropout
+from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.intermediates import keep_last
 from txl_jax.modules.softmax import Softmax
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import masks, positions
-from txl_jax.sharding.activations import Spread
+from txl_jax.sharding import check_ambient_mesh
 
 
 class TransformerXL(nn.Module):
@@ -31,27 +31,31 @@ class TransformerXL(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     vocab_size: int
-    spread: Spread | None = None  # Where rows and vocabulary lie on a mesh; None: one device. It changes no number.
+    num_devices: int = 1  # Of the ambient mesh (`jax.set_mesh`); with another number every call raises.
+    rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
+        check_ambient_mesh(self.num_devices)
         c = self.config
-        self.embedding = Embedding(c, self.vocab_size, self.spread)
-        self.stack = Stack(c, self.compat, self.spread)
+        self.embedding = Embedding(c, self.vocab_size, self.rates)
+        self.stack = Stack(c, self.compat, self.rates)
         if c.layer_norm is NormPlace.PRE and self.compat.final_norm:
             self.final_norm = layer_norm("final_norm", compat=self.compat, dtype=jnp.dtype(c.dtype))
-        self.softmax = Softmax(c, self.vocab_size, self.spread)
-        self.drop_input = dropout(c, c.dropout.input_rate)
-        self.drop_output = dropout(c, c.dropout.output_rate)
+        self.softmax = Softmax(c, self.vocab_size)
+        rates = self.rates or DropoutRates.of(c.dropout)
+        self.drop_input = dropout(c, rates.input)
+        self.drop_output = dropout(c, rates.output)
 
-    def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
-        """Touches every parameter, for `init`; returns the losses [B, L]."""
-        hidden, _ = self.encode(tokens, memory, clamp_len=None, same_length=False, deterministic=True)
-        return self.nll(hidden, targets)
-
-    def encode(
-        self, tokens: jax.Array, memory: Memory, *, clamp_len: int | None, same_length: bool, deterministic: bool
+    def __call__(
+        self,
+        tokens: jax.Array,
+        memory: Memory,
+        *,
+        clamp_len: int | None = None,
+        same_length: bool = False,
+        deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Reads a segment.
+        """Computes the hidden states of a segment.
 
         Args:
           tokens: int [B, L].
@@ -81,6 +85,8 @@ class TransformerXL(nn.Module):
         hidden = self.finish(hidden)
         keep_last(self, hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
+        if self.is_initializing():
+            self.nll(hidden, tokens)  # Creates the softmax's parameters.
         return hidden, memory_lib.update(memory, layer_inputs)
 
     def embed(self, tokens: jax.Array, *, clamp_len: int | None, deterministic: bool = True) -> jax.Array:

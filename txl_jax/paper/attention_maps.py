@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from txl_jax import sharding
 from txl_jax.config import Encoding, ExperimentConfig, Network
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.jobs import report
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import watched
+from txl_jax.jobs.score import progress_bar
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
 from txl_jax.paper import attention_terms, plots
@@ -160,15 +161,16 @@ def _read(
             params, model, segment, memory, clamp_len=eval_config.clamp_len, same_length=True
         )
 
-    @jax.jit
-    def summed_weights(params: Any, segment: jax.Array, memory: Any) -> Any:
+    def sum_weights(params: Any, segment: jax.Array, memory: Any) -> Any:
         weights, memory = weights_of(params, segment, memory)
         return weights.probabilities.sum(axis=(1, 3)), memory
 
-    all_weights = jax.jit(weights_of)  # Can be a gigabyte for a segment: only where a query is asked for.
+    summed_weights = sharding.bind_mesh(parts.mesh, jax.jit(sum_weights))
+    # All weights of a segment can be a gigabyte: only where a query is asked for.
+    all_weights = sharding.bind_mesh(parts.mesh, jax.jit(weights_of))
     memory, total, found = model.init_memory(batch_size=1, mem_len=eval_config.mem_len), 0.0, {}
     n_segment = len(tokens) // length
-    with watched("attention", total=n_segment, unit="segment", **watch) as show:
+    with progress_bar("attention", total=n_segment, unit="segment", **watch) as show:
         for k in range(n_segment):
             segment = tokens[None, k * length : (k + 1) * length].astype(np.int32)
             here = [position for position in positions if position // length == k]

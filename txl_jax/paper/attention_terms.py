@@ -44,7 +44,6 @@ def attention_weights(
         same_length=same_length,
         deterministic=True,
         mutable=["attention"],
-        method=model.encode,
     )
     parts = kept["attention"]["stack"]["layers"]["attention"]
     mem_len, segment_len = memory.mem_len, tokens.shape[1]

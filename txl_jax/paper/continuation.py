@@ -16,7 +16,7 @@ from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.inference.generator import Generator
-from txl_jax.jobs.generate import check_can_write
+from txl_jax.jobs.generate import check_can_generate
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -42,7 +42,7 @@ class Plan:
 
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` for a model that cannot generate."""
-        check_can_write(config)
+        check_can_generate(config)
 
 
 def run(
@@ -81,7 +81,9 @@ def run(
             )
     path = Path(plan.out) if plan.out else workdir.path / "continuation.md"
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
-    generator = Generator(parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype)
+    generator = Generator(
+        parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh
+    )
     weights = generator.prepare_params(params)
     sections = [_opening(config, corpus, plan.split, step)]
     for start in plan.starts:

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
+from txl_jax import sharding
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench.softmax_speed import draw_targets
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
-from txl_jax.data.batches.segments import evaluation_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json
@@ -153,7 +154,7 @@ def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: in
     """Returns the call that scores the last position of a window of A random tokens."""
     parts = assemble(config, vocab_size=vocab_size)
     params = _params(parts)
-    step = make_window_step(parts.model, clamp_len=config.eval.clamp_len)
+    step = sharding.bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
     # The text's second window is the first that scores one token.
     tokens = draw_targets(vocab_size, attention_len + 2)
     _, window = window_batches(tokens, attention_len=attention_len, stride=1, batch_size=1)
@@ -187,7 +188,8 @@ def _segments(parts: RunComponents, eval_config: EvalConfig) -> Any:
 
 def _params(parts: RunComponents) -> Any:
     """Returns untrained parameters."""
-    return jax.jit(lambda: nn.unbox(init_params(parts.model, jax.random.key(parts.config.seed))))()
+    init = jax.jit(lambda: nn.unbox(init_params(parts.model, jax.random.key(parts.config.seed))))
+    return sharding.bind_mesh(parts.mesh, init)()
 
 
 def _markdown_row(timing: Timing) -> str:

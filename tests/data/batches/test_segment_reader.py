@@ -1,4 +1,4 @@
-"""Tests dealing out tokens: what each segment holds, against lists, for any text, batch, segment, order and process."""
+"""Tests batching: what each segment holds, against lists, for any text, batch, segment, order and process."""
 
 import doctest
 import itertools
@@ -11,9 +11,11 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from txl_jax.config import EpochMemory, Roll
-from txl_jax.data.batches import segments
+from txl_jax.data.batches import segment_reader
 from txl_jax.data.batches.order import random_permutation, random_words
-from txl_jax.data.batches.segments import evaluation_segments, training_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
+from txl_jax.errors import UserError
+from txl_jax.segments import Segments
 
 SIZES = {"length": st.integers(2, 120), "batch_size": st.integers(1, 7), "segment_len": st.integers(1, 9)}
 WARMUP = st.integers(0, 30)
@@ -32,9 +34,9 @@ def sentence_starts(length):
     return np.sort(np.concatenate([[min(length % 4, *cuts, length)], cuts, [length]]))
 
 
-# How a text is dealt out, by a name: the constructor, and what it is given beside the sizes (from the text's length).
+# Ways to cut a text, by a name: the constructor, and what it is given beside the sizes (from the text's length).
 KINDS = {
-    "as it stands": (training_segments, lambda length: {}),
+    "sequential": (training_segments, lambda length: {}),
     "memory carried": (training_segments, lambda length: {"epoch_memory": EpochMemory.CARRIED}),
     "stream rolled": (training_segments, lambda length: {"roll": Roll.STREAM}),
     "rows rolled": (training_segments, lambda length: {"roll": Roll.ROWS, "epoch_memory": EpochMemory.CARRIED}),
@@ -217,7 +219,7 @@ def test_evaluation_is_padding_past_the_end(kind, steps_beyond, length, batch_si
     assert got.reset.all()
 
 
-@pytest.mark.parametrize("kind", ["as it stands", "memory carried"])
+@pytest.mark.parametrize("kind", ["sequential", "memory carried"])
 @for_any_sizes
 def test_training_reads_the_first_whole_segments_of_each_row(kind, length, batch_size, segment_len):
     reader = make(kind, length, batch_size, segment_len)
@@ -276,11 +278,11 @@ def test_epochs_and_seeds_differ_and_the_same_again_is_the_same(kind):
 
 @given(**SIZES, epochs=st.integers(1, 3))
 def test_epochs_are_alike_without_a_roll(epochs, length, batch_size, segment_len):
-    reader = make("as it stands", length, batch_size, segment_len)
+    reader = make("sequential", length, batch_size, segment_len)
     assert_equal(epoch_of(reader, epochs), epoch_of(reader, 0))
 
 
-@pytest.mark.parametrize("kind", ["as it stands", "memory carried", "sentences", "evaluation", "warm-up"])
+@pytest.mark.parametrize("kind", ["sequential", "memory carried", "sentences", "evaluation", "warm-up"])
 @for_any_sizes
 def test_inputs_are_the_targets_one_place_later_across_segment_borders(kind, length, batch_size, segment_len):
     reader = make(kind, length, batch_size, segment_len)
@@ -315,7 +317,7 @@ def test_a_block_is_its_single_steps_from_anywhere(kind, first_step, count, leng
     block = make(kind, length, batch_size, segment_len).segments(first_step, count)
     reader = make(kind, length, batch_size, segment_len)
     singles = [reader.segments(step, 1) for step in range(first_step, first_step + count)]
-    assert_equal(block, segments.Segments(*map(np.concatenate, zip(*singles, strict=True))))
+    assert_equal(block, Segments(*map(np.concatenate, zip(*singles, strict=True))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -323,7 +325,7 @@ def test_a_block_is_its_single_steps_from_anywhere(kind, first_step, count, leng
 def test_a_resumed_run_reads_on_where_it_stopped(kind, stop, length, batch_size, segment_len):
     whole = make(kind, length, batch_size, segment_len).segments(0, stop + 5)
     resumed = make(kind, length, batch_size, segment_len).segments(stop, 5)
-    assert_equal(resumed, segments.Segments(*(values[stop:] for values in whole)))
+    assert_equal(resumed, Segments(*(values[stop:] for values in whole)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -344,7 +346,7 @@ def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, le
     for process in np.unique(owners):
         own = np.flatnonzero(owners == process)
         share = make(kind, length, batch_size, segment_len, own=own)
-        assert_equal(share.segments(first_step, 4), segments.Segments(*(array[:, own] for array in expected)))
+        assert_equal(share.segments(first_step, 4), Segments(*(array[:, own] for array in expected)))
         for name in ("batch_size", "n_segments", "tokens_per_epoch", "skipped_tokens"):
             assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
 
@@ -425,7 +427,7 @@ def test_only_the_places_asked_for_are_read(kind):
     assert text.taken.size == 4 * 3 * 7
 
 
-@pytest.mark.parametrize("kind", ["as it stands", "stream rolled", "rows rolled"])
+@pytest.mark.parametrize("kind", ["sequential", "stream rolled", "rows rolled"])
 def test_reading_is_faster_than_any_model(kind):
     constructor, given_beside = KINDS[kind]
     reader = constructor(np.zeros(2_000_000, np.uint8), batch_size=22, segment_len=512, **given_beside(0))
@@ -437,7 +439,7 @@ def test_reading_is_faster_than_any_model(kind):
 def test_a_text_of_exactly_one_segment_and_one_token_less():
     for roll in Roll:
         assert training_segments(numbered(31), batch_size=5, segment_len=6, roll=roll).n_segments == 1
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         training_segments(numbered(30), batch_size=5, segment_len=6)
     assert {"5", "6", "30"} <= set(re.findall(r"\d+", str(caught.value)))
     assert "--train.batch_size" in str(caught.value) and "--train.segment_len" in str(caught.value)
@@ -490,4 +492,4 @@ def test_positions_must_exist(first_step, count):
 
 
 def test_docstring_examples():
-    assert doctest.testmod(segments) == (0, 5)
+    assert doctest.testmod(segment_reader) == (0, 5)
