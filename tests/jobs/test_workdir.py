@@ -12,6 +12,7 @@ from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer, 
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.vocabulary import dumps
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.errors import UserError
 from txl_jax.jobs.workdir import TextInfo, Workdir
 
 CONFIG = ExperimentConfig(

@@ -12,11 +12,20 @@ import pytest
 from experiments.bench import topologies
 from support import ROOT
 
-TINY = (
-    "--model.n_layer=3 --model.d_model=64 --model.n_head=4 --model.d_head=16 --model.d_inner=128 --model.dtype=bfloat16 "
-    "--train.batch_size=8 --train.segment_len=32 --train.mem_len=32 --eval.segment_len=16 --eval.mem_len=32 "
-    "--eval.clamp_len=0"
-).split()
+TINY = [
+    "--model.n_layer=3",
+    "--model.d_model=64",
+    "--model.n_head=4",
+    "--model.d_head=16",
+    "--model.d_inner=128",
+    "--model.dtype=bfloat16",
+    "--train.batch_size=8",
+    "--train.segment_len=32",
+    "--train.mem_len=32",
+    "--eval.segment_len=16",
+    "--eval.mem_len=32",
+    "--eval.clamp_len=none",
+]
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
 )
