@@ -17,9 +17,9 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.errors import NonFiniteError
 from txl_jax.evaluation.sliding_window import evaluate_windows
 from txl_jax.evaluation.streaming import evaluate
-from txl_jax.training.scores import format_scores, with_duration
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime.environment import duration
+from txl_jax.training.scores import format_scores, with_duration
 
 SPLITS = ("valid", "test")  # The texts that are scored.
 _SECONDS_BETWEEN_LINES = 20.0
