@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         OptimizerConfig,
         TrainConfig,
     )
-    from txl_jax.data.batches.segments import evaluation_segments, training_segments
+    from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
     from txl_jax.data.corpus import read_corpus
     from txl_jax.errors import UserError
     from txl_jax.jobs.train import run as train
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from txl_jax.recurrence import scan_segments
     from txl_jax.segments import Segments
     from txl_jax.trained_model import LanguageModel, load
-    from txl_jax.training.trainer import Hook
+    from txl_jax.training.loop import Hook, HookContext
 
 _CONFIGS = (
     "CompatConfig",
@@ -48,20 +48,21 @@ _CONFIGS = (
 )
 # Module and name there of each public name.
 _PLACES = {name: ("txl_jax.config", name) for name in _CONFIGS} | {
-    "Hook": ("txl_jax.training.trainer", "Hook"),
+    "HookContext": ("txl_jax.training.loop", "HookContext"),
+    "Hook": ("txl_jax.training.loop", "Hook"),
     "LanguageModel": ("txl_jax.trained_model", "LanguageModel"),
     "Memory": ("txl_jax.memory", "Memory"),
     "Segments": ("txl_jax.segments", "Segments"),
     "Totals": ("txl_jax.metrics", "Totals"),
     "TransformerXL": ("txl_jax.modules.transformer_xl", "TransformerXL"),
     "UserError": ("txl_jax.errors", "UserError"),
-    "evaluation_segments": ("txl_jax.data.batches.segments", "evaluation_segments"),
+    "evaluation_segments": ("txl_jax.data.batches.segment_reader", "evaluation_segments"),
     "load": ("txl_jax.trained_model", "load"),
     "read_corpus": ("txl_jax.data.corpus", "read_corpus"),
     "reset_memory": ("txl_jax.memory", "reset"),
     "scan_segments": ("txl_jax.recurrence", "scan_segments"),
     "train": ("txl_jax.jobs.train", "run"),
-    "training_segments": ("txl_jax.data.batches.segments", "training_segments"),
+    "training_segments": ("txl_jax.data.batches.segment_reader", "training_segments"),
     "weighted_sum": ("txl_jax.losses", "weighted_sum"),
 }
 
@@ -73,6 +74,7 @@ __all__ = [
     "ExperimentConfig",
     "GenerateConfig",
     "Hook",
+    "HookContext",
     "LanguageModel",
     "Memory",
     "ModelConfig",

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import ExperimentConfig, GenerateConfig
-from txl_jax.data.batches.segments import evaluation_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments
 from txl_jax.data.tokens.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.evaluation.streaming import evaluate
@@ -33,11 +34,11 @@ def load(path: str | os.PathLike[str], *, member: str | None = None) -> "Languag
     Raises:
       UserError: there is no such run, member or checkpoint, or it cannot be read.
     """
-    workdir = Workdir(os.path.abspath(os.path.expanduser(path)))
-    config, text = workdir.load(member=member)
+    workdir = Workdir(Path(path).expanduser().resolve(), member)
+    config, text = workdir.load()
     components = assemble(config, vocab_size=text.vocabulary.size)
     with jax.set_mesh(components.mesh):
-        step, params = load_parameters(components, workdir, member=member, log=lambda line: None)
+        step, params = load_parameters(components, workdir, log=lambda line: None)
     return LanguageModel(components, text.vocabulary, params, step)
 
 

@@ -36,7 +36,7 @@ from txl_jax.bench.roofline import CHIPS, Bounds, Chip, bounds
 from txl_jax.config import ExperimentConfig, MeshConfig, Remat
 from txl_jax.config import tree as config_tree
 from txl_jax.jobs import report
-from txl_jax.jobs.generate import check_can_write
+from txl_jax.jobs.generate import check_can_generate
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json
 
@@ -102,7 +102,7 @@ def _one() -> list[dict[str, Any]]:
         f"({', '.join(f'{name} {size}' for name, size in parts.mesh.shape.items())})\n"
         f"{train.batch_size} rows x {train.segment_len}, memory {train.mem_len}\n"
     )
-    for name, size in report.held(parts).items():
+    for name, size in report.device_bytes(parts).items():
         print(f"{name:<24}{_told(size)} per device")
     if not compiles:
         print("\nlibtpu is not installed (pip install 'jax[tpu]'): nothing is compiled, activations are not known")
@@ -115,7 +115,7 @@ def _say_task(parts: RunComponents, topology: str, chip: Chip, name: str) -> dic
     """One program."""
     if name == "generation":
         try:
-            check_can_write(parts.config)
+            check_can_generate(parts.config)
         except ValueError as error:
             print(f"\n{name}: not possible, {error}")
             return _record(parts, topology, name, None) | {"not_possible": str(error)}
@@ -196,7 +196,7 @@ def _record(parts: RunComponents, topology: str, name: str | None, compiled: Com
         "topology": topology,
         "mesh": dict(parts.mesh.shape),
         "parameters": parts.num_parameters,
-        "held_bytes": report.held(parts),
+        "held_bytes": report.device_bytes(parts),
         "config": config_tree.to_dict(parts.config),
         "program": name,
     }
@@ -299,11 +299,11 @@ def _choices(config: ExperimentConfig, n_device: int) -> Iterator[tuple[MeshConf
 
 
 def _line(name: str, parts: RunComponents, topology: str, compiled: Compiled) -> str:
-    config, held = parts.config, report.held(parts)
+    config, held = parts.config, report.device_bytes(parts)
     chip = CHIPS[topologies.split(topology)[0]]
     least = bounds(estimate.update_work(parts, compiled=compiled), chip)
     sizes = (
-        held["parameters"] + held["optimiser"],
+        held["parameters"] + held["optimizer"],
         held["segment memory"],
         compiled.scratch,
         compiled.needed,

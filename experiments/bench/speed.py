@@ -29,7 +29,7 @@ from txl_jax.bench import compare_huggingface, throughput
 from txl_jax.bench.throughput import Speed, Task
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.jobs.generate import check_can_write
+from txl_jax.jobs.generate import check_can_generate
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json
 
@@ -62,7 +62,7 @@ def _run() -> int:
         config = compare_huggingface.with_compat(config)
     vocab_size = FLAGS.speed_vocab or programs.VOCABULARIES.get(config.data.corpus, 256)
     if "generation" in (FLAGS.speed_tasks or _TASKS):
-        check_can_write(config)
+        check_can_generate(config)
     parts = assemble(config, vocab_size=vocab_size)
     facts = environment.describe()
     print(f"{parts.num_parameters:,} parameters, vocabulary {vocab_size:,}, {config.model.dtype}")

@@ -1,4 +1,4 @@
-"""Tests the scores of single tokens: their file, their order at any batch and segment, and that they sum to the totals."""
+"""Tests the scores of single tokens: their file, their order at any batch and segment, their sum."""
 
 import re
 

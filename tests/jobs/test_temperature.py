@@ -11,7 +11,9 @@ from support import drawn_run, tiny_run
 from txl_jax.config import CorpusName, DataConfig, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
 from txl_jax.jobs import evaluate, temperature
+from txl_jax.jobs.temperature import Plan
 from txl_jax.jobs.workdir import TextInfo
 
 
@@ -28,7 +30,7 @@ def run(request, tmp_path_factory):
 def choose(run, temperatures):
     config, corpus, workdir, _ = run
     return temperature.run(
-        config, corpus, workdir, trained_on=TextInfo.of(corpus), temperatures=temperatures, log=lambda line: None
+        config, corpus, workdir, Plan(tuple(temperatures)), trained_on=TextInfo.of(corpus), log=lambda line: None
     )
 
 
@@ -47,7 +49,6 @@ def by_hand(run, tokens, t):
             clamp_len=span.clamp_len,
             same_length=span.same_length,
             deterministic=True,
-            method=parts.model.encode,
         )
         logits = (hidden[0] @ table.T + jnp.asarray(params["softmax"]["bias"])[None]) / t
         total -= float(jax.nn.log_softmax(logits)[np.arange(len(part) - 1), part[1:]].sum())
@@ -76,5 +77,7 @@ def test_at_one_it_is_the_evaluation(run):
 
 @pytest.mark.parametrize(("temperatures", "told"), [([], "temperature"), ([0.0], r"eval\.temperature\D*\b0\.0\b")])
 def test_what_is_no_temperature_is_refused(temperatures, told):
-    with pytest.raises(ValueError, match=told):
-        temperature.at_temperatures(tiny_run.CONFIG, temperatures)
+    with pytest.raises(UserError, match=told):
+        plan = Plan(tuple(temperatures))
+        plan.validate()
+        plan.check(tiny_run.CONFIG)

@@ -16,7 +16,7 @@ from txl_jax.bench.huggingface import HuggingFacePeer
 from txl_jax.bench.softmax_speed import draw_targets
 from txl_jax.bench.throughput import Speed, Task
 from txl_jax.config import COMPAT_PRESETS, DType, EvalConfig, ExperimentConfig, MemoryStart, TrainConfig
-from txl_jax.data.batches.segments import evaluation_segments, training_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import make_eval_step
 from txl_jax.inference.scorer import make_scorer
 

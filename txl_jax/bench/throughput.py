@@ -19,7 +19,7 @@ from txl_jax import flops
 from txl_jax.assemble import RunComponents
 from txl_jax.bench.softmax_speed import draw_targets
 from txl_jax.config import Order
-from txl_jax.data.batches.segments import SegmentReader, evaluation_segments, training_segments
+from txl_jax.data.batches.segment_reader import SegmentReader, evaluation_segments, training_segments
 from txl_jax.inference.generator import Generator
 
 _READ_TOKENS = 20_000_000

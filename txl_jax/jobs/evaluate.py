@@ -1,4 +1,4 @@
-"""The evaluation job: a trained run's parameters on the validation and test text."""
+"""The evaluation job: scores the validation and test text with a trained run's parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,11 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import SPLITS, as_record, score_split
+from txl_jax.jobs.score import SPLITS, score_split
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.files import write_json
+from txl_jax.training.scores import as_record
 
 
 def run(
@@ -28,8 +29,7 @@ def run(
       trained_on: what the run was trained on; another text may be scored if its vocabulary is the same.
 
     Raises:
-      ValueError: the text has another vocabulary.
-      FileNotFoundError: the workdir holds no checkpoint.
+      UserError: the text has another vocabulary, or the workdir holds no checkpoint.
       Interrupted: a stop was requested.
     """
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
