@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
     from txl_jax.data.corpus import read_corpus
     from txl_jax.errors import UserError
-    from txl_jax.jobs.train import run as train
+    from txl_jax.jobs.train import train
     from txl_jax.losses import weighted_sum
     from txl_jax.memory import Memory
     from txl_jax.memory import reset as reset_memory
@@ -61,7 +61,7 @@ _PLACES = {name: ("txl_jax.config", name) for name in _CONFIGS} | {
     "read_corpus": ("txl_jax.data.corpus", "read_corpus"),
     "reset_memory": ("txl_jax.memory", "reset"),
     "scan_segments": ("txl_jax.recurrence", "scan_segments"),
-    "train": ("txl_jax.jobs.train", "run"),
+    "train": ("txl_jax.jobs.train", "train"),
     "training_segments": ("txl_jax.data.batches.segment_reader", "training_segments"),
     "weighted_sum": ("txl_jax.losses", "weighted_sum"),
 }

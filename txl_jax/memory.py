@@ -52,7 +52,7 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
     )
 
 
-def reset(memory: Memory, rows: jax.Array, start: MemoryStart) -> Memory:
+def reset(memory: Memory, rows: jax.Array, start: MemoryStart = MemoryStart.MASKED) -> Memory:
     """Sets the rows marked in `rows` (bool [B]) back to the state of `init`."""
     hidden = memory.hidden
     if start is MemoryStart.ZEROS:  # Masked slots need no clearing, and a memory can be gigabytes.
