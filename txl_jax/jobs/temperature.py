@@ -14,10 +14,11 @@ from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import as_record, score_split
+from txl_jax.jobs.score import score_split
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.files import write_json
+from txl_jax.training.scores import as_record
 
 
 @dataclasses.dataclass(frozen=True)
