@@ -13,11 +13,12 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 from txl_jax.jobs import evaluate
-from txl_jax.jobs.score import Interrupted, as_record
+from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import context_length, plots
 from txl_jax.paper.context_length import Plan, at_lengths
 from txl_jax.paper.study import Split
+from txl_jax.training.scores import as_record
 
 # Not the defaults, so that a sweep must set or keep them.
 GIVEN = {"eval.same_length": False, "eval.clamp_len": 4, "eval.batch_size": 2, "eval.segments_per_call": 3}

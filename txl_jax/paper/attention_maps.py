@@ -18,7 +18,6 @@ from txl_jax.config import Encoding, ExperimentConfig, Network
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
-from txl_jax.jobs import report
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import progress_bar
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -27,6 +26,7 @@ from txl_jax.paper import attention_terms, plots
 from txl_jax.paper.study import Split
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json, write_text
+from txl_jax.training.scores import with_duration
 
 _DEFAULT_HEADS = 3  # Heads of figures 6 and 7, as in the paper.
 _TOP_TOKENS = 12  # Tokens that are listed per head.
@@ -147,7 +147,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     heads = plan.layer_heads or attention_terms.widest(average, _DEFAULT_HEADS)
     _write(folder, average, heads, queries, tokens, corpus, facts={"step": int(step), "split": plan.split}, log=log)
-    log(report.timed(f"results   {folder}", time.monotonic() - began))
+    log(with_duration(f"results   {folder}", time.monotonic() - began))
     return average
 
 

@@ -20,15 +20,15 @@ from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
-from txl_jax.jobs import report
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import as_record, score
+from txl_jax.jobs.score import score
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
 from txl_jax.paper import plots
 from txl_jax.paper.study import Split
 from txl_jax.runtime import distributed
 from txl_jax.runtime.files import write_text
+from txl_jax.training.scores import as_record, format_scores, with_duration
 
 _COLUMNS = ("attention_length", "tokens", "loss", "bpc", "perplexity", "seconds")
 _COLUMN_OF = {Measure.BPC: "bpc", Measure.PPL: "perplexity"}
@@ -110,7 +110,7 @@ def run(
         tokens = getattr(corpus, split)
         totals = score(parts, params, tokens, name=name, measure=measure, log=log, stop_requested=stop_requested)
         rows.append(LengthScore(length, totals, time.monotonic() - began))
-        log(report.timed(f"{name} {report.scores(totals, measure)}", rows[-1].seconds))
+        log(with_duration(f"{name} {format_scores(totals, measure)}", rows[-1].seconds))
         distributed.broadcast_from_primary(lambda: write_text(workdir.path / "context_length.csv", _csv(rows)))
     log(f"results   {workdir.path / 'context_length.csv'}")
     how = "streaming with a memory" if stride is None else f"sliding windows, stride {stride:,}"

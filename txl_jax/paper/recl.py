@@ -22,7 +22,6 @@ from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.evaluation.context_losses import context_losses, positions
-from txl_jax.jobs import report
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import check_finite, progress_bar
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -31,6 +30,7 @@ from txl_jax.paper import plots, recl_gains
 from txl_jax.paper.study import Split
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json, write_text
+from txl_jax.training.scores import format_scores, with_duration
 
 # Table 8: r = 0.1, 0.5 and 1, of models trained on WikiText-103. The two groups are not comparable with each other.
 PAPER = {
@@ -196,7 +196,7 @@ def _losses_of(
         totals = _mean(found[length])
         check_finite(totals, name)
         _save(path, found[length])
-        log(report.timed(f"{name} {report.scores(totals, measure)}", time.monotonic() - began))
+        log(with_duration(f"{name} {format_scores(totals, measure)}", time.monotonic() - began))
     return found
 
 
