@@ -22,6 +22,7 @@ from txl_jax.jobs.restore import load_parameters
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
+from txl_jax.modules.transformer_xl import TransformerXL
 
 
 def load(path: str | os.PathLike[str], *, member: str | None = None) -> "LanguageModel":
@@ -89,11 +90,12 @@ class LanguageModel:
         check_can_generate(self.config)
         with jax.set_mesh(self.components.mesh):
             generator, params = self._generator(settings)
+            stop = read_stop(settings, self.vocabulary)
             texts = []
             for prompt in prompts:
                 ids = self._encode(prompt)
                 blocks = list(generator.tokens(params, ids if len(ids) else self.vocabulary.start))
-                tokens = until_stop(generator.stop_token, np.concatenate(blocks, axis=1)[0])
+                tokens = until_stop(stop, np.concatenate(blocks, axis=1)[0])
                 texts.append(self.vocabulary.decode(tokens).decode(errors="replace"))
         return texts
 
@@ -102,13 +104,14 @@ class LanguageModel:
         return self.components.model.init_memory(batch_size=batch_size, mem_len=self.config.eval.mem_len)
 
     def log_probabilities(self, tokens: Any, memory: Memory) -> tuple[jax.Array, Memory]:
-        """Computes the log probabilities of the token after each position: int [B, L] -> [B, L, V], and the new memory."""
+        """Computes log probabilities of each next token: int [B, L] -> [B, L, V], and the new memory."""
         with jax.set_mesh(self.components.mesh):
             return self._log_probabilities(self.params, np.asarray(tokens, np.int32), memory)
 
     @functools.cached_property
     def _log_probabilities(self) -> Any:
-        model, eval_config = self.components.model, self.config.eval
+        model: Any = self.components.model  # `apply` returns what its method does.
+        eval_config = self.config.eval
 
         @jax.jit
         def log_probabilities(params: Any, tokens: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
@@ -156,5 +159,6 @@ class LanguageModel:
         stop = read_stop(settings, self.vocabulary)
         cache_dtype = self.components.evaluation.memory_dtype
         model = self.components.model
+        assert isinstance(model, TransformerXL)  # `check_can_generate`
         generator = Generator(model, self.config.eval, settings, memory_dtype=cache_dtype, stop_token=stop)
         return generator, generator.prepare_params(self.params)
