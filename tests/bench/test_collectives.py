@@ -86,7 +86,7 @@ def test_bytes_that_a_device_sends(kind, expected):
         for one in collectives(TEXT)
         if one.kind == kind and (one.loops == 2 or kind in ("collective-permute", "reduce-scatter"))
     )
-    assert first.sent == expected
+    assert first.bytes_sent == expected
 
 
 def test_a_program_for_one_device_sends_nothing():
