@@ -1,4 +1,4 @@
-"""Settings and fixtures of the whole suite."""
+"""Settings, markers and fixtures of the whole suite."""
 
 import os
 import pathlib
@@ -17,6 +17,33 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # A compilation inside an example can take seconds, so there is no time limit per example.
 hypothesis.settings.register_profile("txl", deadline=None, max_examples=20, derandomize=True)
 hypothesis.settings.load_profile("txl")
+
+
+collect_ignore = ["support"]  # Helpers: some change the process when they are imported.
+
+MARKERS = ("unit", "integration", "faults", "launch", "slow")
+# Markers of files and folders below tests/, the longest path that fits; all else is `unit`: seconds for a file.
+PLACES = {
+    "faults": "faults",
+    "launch": "launch",
+}
+
+
+def marker_of(path: pathlib.Path) -> str:
+    """The marker of a file's tests: of its place in the tree; doctests of the packages are unit tests."""
+    folder = pathlib.Path(__file__).parent
+    places = [place for place in PLACES if path.is_relative_to(folder / place)]
+    return PLACES[max(places, key=len)] if places else "unit"
+
+
+@pytest.hookimpl(tryfirst=True)  # Before -m selects.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives every test exactly one marker: its own, such as `slow`, or that of its place."""
+    for item in items:
+        own = {mark.name for mark in item.iter_markers()} & set(MARKERS)
+        assert len(own) <= 1, f"{item.nodeid} has the markers {', '.join(sorted(own))}"
+        if not own:
+            item.add_marker(marker_of(item.path))
 
 
 @pytest.fixture

@@ -4,16 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "host_time.py"
+from support import ROOT
+
+PROGRAM = ROOT / "tests" / "support" / "host_time.py"
 
 
 @pytest.mark.slow
 def test_a_step_costs_the_host_little_more_on_more_devices():
-    environment = os.environ | {"PYTHONPATH": str(PROGRAM.parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True, check=True)
     found = json.loads(result.stdout)
     print(found)

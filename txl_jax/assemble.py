@@ -66,6 +66,10 @@ class RunComponents:
         """Number of trained parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.training.abstract_state.params))
 
+    def jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        """Returns the jitted function; it enters the mesh whenever it is called or lowered, on any thread."""
+        return sharding.bind_mesh(self.mesh, jax.jit(function, **options))
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -149,7 +153,8 @@ class TrainingFunctions:
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the training state; nothing is allocated."""
         config, mesh = self.components.config, self.components.mesh
-        boxed = jax.eval_shape(self._init_boxed)
+        with sharding.use_mesh(mesh):
+            boxed = jax.eval_shape(self._init_boxed)
         shardings = sharding.param_shardings(mesh, boxed)
         shardings = shardings.replace(memory=self.components.placement.memory_shardings(config.train.batch_size))
         return jax.tree.map(
@@ -161,12 +166,12 @@ class TrainingFunctions:
     def init_state(self) -> TrainState:
         """Returns the state before the first update, initialized in place on the devices."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        return jax.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
+        return self.components.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
 
     def init_params(self) -> Any:
         """Returns the parameters before the first update, without optimizer state and memory."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state.params)
-        return jax.jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
+        return self.components.jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
 
     def compile_step(self) -> tuple[TrainStep, "Compilation"]:
         """Compiles the train step of S updates; returns it with its compile time and memory."""
@@ -176,7 +181,7 @@ class TrainingFunctions:
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         # The state must come out as it went in, or the next call would not take it.
         shardings = state_shardings, sharding.named_sharding(components.mesh)
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+        jitted = components.jit(step, donate_argnums=0, out_shardings=shardings)
         segments = components.placement.abstract_segments(components.config.train)
         return Compilation.of(jitted.lower(self.abstract_state, segments))
 
@@ -222,24 +227,26 @@ class EvaluationFunctions:
     @functools.cached_property
     def prepare_params(self) -> Callable[[Any], Any]:
         """The jitted function that prepares parameters for evaluation."""
-        return jax.jit(self.scorer.prepare_params)
+        return self.components.jit(self.scorer.prepare_params)
 
     @functools.cached_property
     def eval_step(self) -> EvalStep:
         """The jitted evaluation of S segments; the memory is donated."""
-        return jax.jit(make_eval_step(self.components.model, self.components.config.eval), donate_argnums=1)
+        step = make_eval_step(self.components.model, self.components.config.eval)
+        return self.components.jit(step, donate_argnums=1)
 
     @functools.cached_property
     def window_step(self) -> WindowStep:
         """The jitted evaluation of windows."""
         eval_config = self.components.config.eval
-        return make_window_step(
+        step = make_window_step(
             self.components.model, clamp_len=eval_config.clamp_len, temperature=eval_config.temperature
         )
+        return sharding.bind_mesh(self.components.mesh, step)
 
     def init_memory(self, weights: Any) -> Any:
         """Returns an empty evaluation memory; `weights` are prepared parameters."""
-        return jax.jit(self.scorer.init_memory, out_shardings=self.memory_shardings)(weights)
+        return self.components.jit(self.scorer.init_memory, out_shardings=self.memory_shardings)(weights)
 
     @property
     def memory_shardings(self) -> Any:
@@ -298,7 +305,7 @@ def assemble(config: ExperimentConfig, *, vocab_size: int, mesh: Mesh | None = N
     network = {Network.TRANSFORMER_XL: TransformerXL, Network.LSTM: LSTM}[config.model.network]
     return RunComponents(
         config=config,
-        model=network(config.model, config.compat, vocab_size, sharding.spread(mesh)),
+        model=network(config.model, config.compat, vocab_size, mesh.size),
         optimizer=optimizer_lib.make_optimizer(config),
         schedule=optimizer_lib.learning_rate(config),
         mesh=mesh,

@@ -1,7 +1,6 @@
-"""Tests that the activations of a layer are pinned to where their rows, heads and inner width belong on a mesh."""
+"""Tests that the activations of a layer are constrained to where their rows, heads and inner width belong on a mesh."""
 
 import collections
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +10,20 @@ from support import tiny
 from txl_jax import sharding
 from txl_jax.config import Encoding, MeshConfig
 from txl_jax.inference import forward
+from txl_jax.sharding import axes
+from txl_jax.sharding.activations import constrain
 
 MESH = sharding.abstract_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
 
 
-def pinned(function, *arguments):
-    """The mesh axes that a traced program pins arrays to, loops included, and how many arrays."""
+def constrained(function, *arguments):
+    """The mesh axes that a traced program constrains arrays to, loops included, and how many arrays."""
     found = constraints(jax.make_jaxpr(function)(*arguments))
     return collections.Counter(tuple(equation.params["sharding"].spec) for equation in found)
 
 
 def constraints(jaxpr):
-    """The equations that pin something, of a program and of all that it calls."""
+    """The sharding constraints of a program and of all that it calls."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "sharding_constraint":
             yield equation
@@ -33,39 +34,55 @@ def constraints(jaxpr):
 
 def expected(rows, *, outputs=1, heads=4, inner=1):
     """Outputs [B, L, D]; queries, keys, values and what is attended [B, H, L, E]; inner states [B, L, F]."""
-    return {(rows, None, None): outputs, (rows, "model", None, None): heads, (rows, None, "model"): inner}
+    return {(rows, None, None): outputs, (rows, "tensor", None, None): heads, (rows, None, "tensor"): inner}
 
 
 @pytest.fixture
-def model():
-    return dataclasses.replace(tiny.make(), spread=sharding.spread(MESH))
+def on_mesh():
+    with sharding.use_mesh(MESH):
+        yield
 
 
+@pytest.mark.usefixtures("on_mesh")
 @pytest.mark.parametrize(("batch_size", "rows"), [(8, ("data", "fsdp")), (6, None)])
-def test_layers_of_training_and_of_reading(model, batch_size, rows):
-    """Rows that do not divide, as the one row of a published evaluation, are whole."""
+def test_layers_of_training_and_of_inference(batch_size, rows):
+    """Rows that do not divide, as the one row of a published evaluation, are replicated."""
+    model = tiny.make().clone(num_devices=8)
     tokens = jnp.zeros((batch_size, 2), jnp.int32)
     params = tiny.variables(model)["params"]
     flags = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
     memory = model.init_memory(batch_size=batch_size, mem_len=4)
-    found = pinned(lambda *both: model.apply({"params": params}, *both, **flags), tokens, memory)
+    found = constrained(lambda *both: model.apply({"params": params}, *both, **flags), tokens, memory)
     assert found == expected(rows)  # In the loop over layers.
     weights = forward.prepare_params(params, model, segment_len=2, mem_len=4, clamp_len=0)
     ring = forward.init_memory(weights, model, batch_size=batch_size, mem_len=4, segment_len=2)
-    found = pinned(lambda *both: forward.read(weights, model, *both, window=None), tokens, ring)
+    found = constrained(lambda *both: forward.read(weights, model, *both, window=None), tokens, ring)
     assert found == expected(rows, outputs=tiny.N, heads=3 * tiny.N, inner=tiny.N)
 
 
-def test_absolute_positions_too(model):
-    model = dataclasses.replace(tiny.make(encoding=Encoding.VASWANI), spread=model.spread)
+@pytest.mark.usefixtures("on_mesh")
+def test_absolute_positions_too():
+    model = tiny.make(encoding=Encoding.VASWANI).clone(num_devices=8)
     tokens, memory = jnp.zeros((8, 2), jnp.int32), model.init_memory(batch_size=8, mem_len=4)
     flags = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
     variables = tiny.variables(model)
-    assert pinned(lambda *both: model.apply(variables, *both, **flags), tokens, memory) == expected(("data", "fsdp"))
+    assert constrained(lambda *both: model.apply(variables, *both, **flags), tokens, memory) == expected(
+        ("data", "fsdp")
+    )
 
 
-def test_one_device_pins_nothing():
+def test_one_device_constrains_nothing():
     model, tokens = tiny.make(), jnp.zeros((8, 2), jnp.int32)
     variables, memory = tiny.variables(model), model.init_memory(batch_size=8, mem_len=4)
     flags = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
-    assert not pinned(lambda *both: model.apply(variables, *both, **flags), tokens, memory)
+    assert not constrained(lambda *both: model.apply(variables, *both, **flags), tokens, memory)
+
+
+@pytest.mark.parametrize("mesh", [None, MESH])
+def test_names_are_checked_with_and_without_a_mesh(mesh):
+    x = jnp.zeros((4, 2))
+    with sharding.use_mesh(mesh):
+        with pytest.raises(ValueError, match="'bach'"):
+            jax.eval_shape(lambda x: constrain(x, "bach", None), x)
+        with pytest.raises(ValueError, match="one per axis"):
+            jax.eval_shape(lambda x: constrain(x, axes.BATCH), x)

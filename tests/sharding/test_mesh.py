@@ -19,8 +19,8 @@ from txl_jax.config import MeshConfig, NormPlace
 from txl_jax.sharding import axes
 from txl_jax.training.state import init_params
 
-PROGRAM = pathlib.Path(__file__).parent / "eight_devices.py"
-REPOSITORY = PROGRAM.parents[1]
+PROGRAM = pathlib.Path(__file__).parents[1] / "support" / "eight_devices.py"
+REPOSITORY = PROGRAM.parents[2]
 EVERYTHING = {
     "layer_norm": NormPlace.PRE,
     "untie_r": True,
@@ -242,18 +242,18 @@ def test_each_device_computes_the_tails_of_its_own_rows(found):
 
 def test_a_vocabulary_that_does_not_divide_stays_whole(found):
     assert found["uneven"]["table_per_device"] == [13, 8] and found["uneven"]["table_spec"] == [None, "fsdp"]
-    assert found["uneven"]["query_spec"][2] == "model"
+    assert found["uneven"]["query_spec"][2] == "tensor"
 
 
 def test_what_does_not_fit_eight_devices_is_refused_with_both_numbers(found):
     refusals = found["refusals"]
     for kind, numbers in {
         "batch": r"train\.batch_size\D*\b6\b.*\b4\b",
-        "chunks": r"\b8\b.*train\.batch_chunks\b.*\b32\b",
+        "chunks": r"\b8\b.*train\.grad_accum_steps\b.*\b32\b",
         "remainder": r"\b3 x 1\b.*\b8\b",
         "too many": r"\b3 x 2 x 2\b.*\b8\b",
-        "heads": r"model\.n_head\D*\b2\b.*mesh\.model\D*\b4\b",
-        "inner": r"model\.d_inner\D*\b12\b.*mesh\.model\D*\b8\b",
+        "heads": r"model\.n_head\D*\b2\b.*mesh\.tensor\D*\b4\b",
+        "inner": r"model\.d_inner\D*\b12\b.*mesh\.tensor\D*\b8\b",
         "width": r"model\.d_model\D*\b18\b.*mesh\.fsdp\D*\b4\b",
     }.items():
         assert re.search(numbers, refusals[kind]), refusals[kind]

@@ -198,23 +198,24 @@ def differences() -> dict[str, float]:
         "tails": adaptive_softmax.TailEntries(rng.normal(size=(2, 8)), rng.normal(size=2)),
     }
 
-    def loss(weights: Any, spread: Any, joined: bool, capacity: int) -> tuple[jax.Array, jax.Array]:
+    def loss(weights: Any, joined: bool, capacity: int) -> tuple[jax.Array, jax.Array]:
         parts = zip(weights["tables"], weights["biases"], weights["projections"], strict=True)
         clusters, tails = [adaptive_softmax.Cluster(*part) for part in parts], weights["tails"]
-        vectors = adaptive_softmax.embed(targets, clusters, cutoffs, dtype=jnp.dtype(float), spread=spread)
+        vectors = adaptive_softmax.embed(targets, clusters, cutoffs, dtype=jnp.dtype(float))
         if joined:  # As evaluation has them.
             clusters, tails = [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]], None
         nll = adaptive_softmax.negative_log_likelihood(
-            weights["hidden"] + vectors, targets, clusters, tails, cutoffs, spread=spread, capacity=capacity
+            weights["hidden"] + vectors, targets, clusters, tails, cutoffs, capacity=capacity
         )
         return jnp.vdot(jnp.arange(1.0, 41), nll.ravel()), nll
 
     found = {}
     for name, mesh in MESHES.items():
-        spread = sharding.spread(sharding.make_mesh(mesh))
+        meshes = None, sharding.make_mesh(mesh)
         for joined, capacity in ((False, 1), (True, 3)):
-            call = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2, 3))
-            expected, got = (jax.tree.leaves(call(weights, one, joined, capacity)) for one in (None, spread))
+            call = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2))
+            bound = (sharding.bind_mesh(one, call) for one in meshes)
+            expected, got = (jax.tree.leaves(jax.device_get(one(weights, joined, capacity))) for one in bound)
             worst = max(np.abs(a - b).max() / np.abs(a).max() for a, b in zip(expected, got, strict=True))
             found[f"{name}, {'joined' if joined else 'apart'}"] = worst
     return found
@@ -230,15 +231,12 @@ def tail_work() -> dict:
     tails = adaptive_softmax.TailEntries(jax.ShapeDtypeStruct((1, 6), "float32"), jax.ShapeDtypeStruct((1,), "float32"))
 
     def loss(clusters: Any, tails: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        spread = sharding.spread(mesh)
-        nll = adaptive_softmax.negative_log_likelihood(
-            hidden, targets, clusters, tails, (10,), spread=spread, capacity=16
-        )
+        nll = adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, (10,), capacity=16)
         return nll.sum()
 
     shape = (16, 32)
     compiled = (
-        jax.jit(jax.grad(loss, argnums=(0, 2)))
+        sharding.bind_mesh(mesh, jax.jit(jax.grad(loss, argnums=(0, 2))))
         .lower(clusters, tails, jax.ShapeDtypeStruct((*shape, 6), "float32"), jax.ShapeDtypeStruct(shape, "int32"))
         .compile()
     )

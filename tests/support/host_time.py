@@ -1,6 +1,6 @@
 """What a step costs the host: the time of the thread that runs the loop, for meshes of made-up CPU devices.
 
-    python tests/host_time.py
+    PYTHONPATH=. python tests/support/host_time.py
 
 It cuts segments, puts them on the devices, starts the step and fetches the metrics of the one before, as the loop does.
 Rows grow with the devices (weak scaling). The devices' own work is other threads' time, and does not count.
@@ -35,7 +35,7 @@ MESHES = {
 
 def milliseconds_per_step(mesh: MeshConfig) -> float:
     """The median over steps."""
-    rows = ROWS * max(mesh.data, 1) * mesh.fsdp * mesh.tensor
+    rows = ROWS * (mesh.data or 1) * mesh.fsdp * mesh.tensor
     config = ExperimentConfig(
         model=ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64),
         train=TrainConfig(

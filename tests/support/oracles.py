@@ -93,7 +93,7 @@ def cluster_of(token: int, cutoffs: Sequence[int]) -> tuple[int, int]:
 
 
 def embed(tokens: np.ndarray, clusters: Sequence[Cluster], cutoffs: Sequence[int], d_model: int) -> np.ndarray:
-    """int [B, L] -> [B, L, D], not scaled."""
+    """Int [B, L] -> [B, L, D], not scaled."""
     vectors = np.zeros((*tokens.shape, d_model))
     for where in np.ndindex(*tokens.shape):
         c, row = cluster_of(tokens[where], cutoffs)

@@ -3,16 +3,15 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from launch.local import process_environments
+from support import ROOT
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 120  # Longer is a hang.
 
 
 def start(*arguments, processes=2, devices=4, of_process=lambda number: (), **variables):
-    """The started processes; `of_process` tells further arguments of each."""
+    """Starts the processes; `of_process` returns further arguments for each number."""
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     announced = process_environments(processes, devices=devices, base=os.environ)
     return [
@@ -29,10 +28,10 @@ def start(*arguments, processes=2, devices=4, of_process=lambda number: (), **va
 
 
 def finish(started):
-    """Exit code, output and errors of each; none may hang."""
+    """Returns exit code, output and errors of each; none may hang."""
     try:
         ended = [process.communicate(timeout=SECONDS) for process in started]
     finally:
         for process in started:
             process.kill()
-    return [(process.returncode, *told) for process, told in zip(started, ended, strict=True)]
+    return [(process.returncode, *output) for process, output in zip(started, ended, strict=True)]

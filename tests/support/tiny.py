@@ -53,7 +53,9 @@ def text(length: int, *, rows: int = B, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(V, size=(rows, length), dtype=np.int32)
 
 
-def encoder(model: TransformerXL, *, clamp_len: int = 0, same_length: bool = False, deterministic: bool = True):
+def encoder(
+    model: TransformerXL, *, clamp_len: int | None = None, same_length: bool = False, deterministic: bool = True
+):
     """(variables, tokens, memory, rngs) -> (hidden, memory), compiled."""
 
     @jax.jit

@@ -52,7 +52,7 @@ def update_work(parts: RunComponents, *, compiled: Compiled | None) -> Work:
     if config.model.remat is Remat.FULL:
         per_token += flops.of_recomputing(config.model, vocab_size=parts.model.vocab_size, **lengths)
     sizes = report.held(parts)
-    weights = parts.num_parameters * jnp.dtype(config.model.dtype).itemsize / parts.mesh.shape[sharding.MODEL]
+    weights = parts.num_parameters * jnp.dtype(config.model.dtype).itemsize / parts.mesh.shape[sharding.TENSOR]
     moved = (
         2 * weights * train.grad_accum_steps
         + 2 * (sizes["parameters"] + sizes["optimiser"])
@@ -90,7 +90,9 @@ def evaluation(parts: RunComponents) -> Compiled:
 def generation(parts: RunComponents) -> Compiled:
     """The step that writes 16 tokens, of a model that can (`jobs.generate.check_can_write`); raises `DoesNotFitError`."""
     span, samples = parts.config.eval, parts.config.generate.samples
-    generator = Generator(parts.model, span, parts.config.generate, memory_dtype=parts.evaluation.memory_dtype)
+    generator = Generator(
+        parts.model, span, parts.config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh
+    )
     weights = _placed(generator.prepare_segment, parts.training.abstract_state.params)
     tokens = _placed(jax.jit(generator.for_tokens), weights)
 
@@ -108,7 +110,7 @@ def _placed(function: Any, *arguments: Any) -> Any:
     compiled = function.lower(*arguments).compile()
     return jax.tree.map(
         lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
-        jax.eval_shape(function, *arguments),
+        function.eval_shape(*arguments),
         compiled.output_shardings,
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from txl_jax import sharding
 from txl_jax.assemble import RunComponents
 from txl_jax.bench import throughput
 from txl_jax.bench.huggingface import HuggingFacePeer
@@ -96,8 +97,9 @@ def _scored(parts: RunComponents, params: Any, stored: DType | None) -> tuple[An
     tokens = draw_targets(model.vocab_size, span.segment_len * _COMPARED_SEGMENTS + 1)
     segments = evaluation_segments(tokens, batch_size=1, segment_len=span.segment_len).segments(0, _COMPARED_SEGMENTS)
     reader = make_scorer(model, span)
-    weights = jax.jit(reader.prepare_params)(params)
-    _, scores = jax.jit(make_eval_step(model, span))(weights, reader.init_memory(weights), segments)
+    weights = sharding.bind_mesh(parts.mesh, jax.jit(reader.prepare_params))(params)
+    eval_step = sharding.bind_mesh(parts.mesh, jax.jit(make_eval_step(model, span)))
+    _, scores = eval_step(weights, reader.init_memory(weights), segments)
     return tokens, np.ravel(scores.nll)
 
 

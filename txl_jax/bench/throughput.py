@@ -192,7 +192,7 @@ def generation(parts: RunComponents, params: Any, *, every_tail: bool = False) -
         params = jax.tree.map(lambda leaf: leaf, params)  # A tree of its own; the arrays are the same.
         params["softmax"]["tail_bias"] = params["softmax"]["tail_bias"] + _LIKELY
     span, config = parts.config.eval, parts.config.generate
-    generator = Generator(parts.model, span, config, memory_dtype=parts.evaluation.memory_dtype)
+    generator = Generator(parts.model, span, config, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh)
     weights = generator.prepare_params(params)
     prompt = np.asarray(draw_targets(parts.model.vocab_size, span.mem_len + 1))
     context = generator.read(weights, prompt)

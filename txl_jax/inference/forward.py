@@ -32,8 +32,8 @@ from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.cached import Visible, cached_attention, table_length, visible
 from txl_jax.ops.matmul import project
-from txl_jax.sharding import axes
-from txl_jax.sharding.activations import lay
+from txl_jax.sharding import axes, check_ambient_mesh
+from txl_jax.sharding.activations import constrain
 
 
 @flax.struct.dataclass
@@ -162,7 +162,7 @@ def read(
     keys, values = [], []
     for layer, *ring in zip(weights.layers, memory.keys, memory.values, strict=True):
         hidden, key, value = _read_layer(layer, model, hidden, tuple(ring), memory.write_index, seen)
-        hidden = lay(model.spread, hidden, axes.LENGTH, None)
+        hidden = constrain(hidden, axes.BATCH, axes.LENGTH, None)
         keys.append(key)
         values.append(value)
     memory = cache_lib.write(memory, keys, values, after=hidden)
@@ -171,9 +171,8 @@ def read(
 
 def nll(weights: DecodeParams, model: TransformerXL, hidden: jax.Array, targets: jax.Array) -> jax.Array:
     """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
-    return adaptive_softmax.negative_log_likelihood(
-        hidden, targets, weights.clusters, None, model.config.cutoffs, spread=model.spread
-    )
+    check_ambient_mesh(model.num_devices)
+    return adaptive_softmax.negative_log_likelihood(hidden, targets, weights.clusters, None, model.config.cutoffs)
 
 
 def _read_layer(
@@ -190,14 +189,14 @@ def _read_layer(
     if layer.added is not None:
         inputs += layer.added[-inputs.shape[1] :][None]
     heads = _project(layer, attention_norm(inputs) if pre else inputs)
-    query, key, value = (lay(model.spread, states, axes.HEADS, axes.LENGTH, axes.HEAD_DIM) for states in heads)
+    query, key, value = (constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM) for states in heads)
     position, by_distance = None, layer.by_distance
     if by_distance is not None:
         position = _biased(query, by_distance.bias), by_distance.key, by_distance.score
     attended = cached_attention(_biased(query, layer.content_bias), key, value, ring, position, slot, seen)
     batch, _, segment_len, _ = attended.shape
     attended = project(attended.swapaxes(1, 2).reshape(batch, segment_len, -1), layer.output)
-    feed_forward = FeedForward(model.config, deterministic=True, spread=model.spread)
+    feed_forward = FeedForward(model.config, deterministic=True)
 
     def inner(states: jax.Array) -> jax.Array:
         return feed_forward.apply({"params": layer.feed_forward}, states)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from txl_jax.config import EvalConfig, GenerateConfig
 from txl_jax.inference import cache as cache_lib
@@ -24,6 +25,7 @@ from txl_jax.inference.forward import DecodeParams
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import sampling
 from txl_jax.runtime import distributed
+from txl_jax.sharding import bind_mesh
 
 
 class Weights(NamedTuple):
@@ -51,6 +53,7 @@ class Generator:
         config: GenerateConfig,
         *,
         memory_dtype: jnp.dtype | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         stop_token: int | None = None,
     ):
         """A generator.
@@ -59,6 +62,7 @@ class Generator:
           span: segment and memory lengths, clamp and same_length.
           config: samples, length and how tokens are drawn.
           memory_dtype: type of the stored keys and values; None: as computed.
+          mesh: the devices that the model is built for; None: one device, or the caller enters the mesh.
           stop_token: a sample ends with this token; None: at `config.length` only.
         """
         self._model = model
@@ -66,14 +70,15 @@ class Generator:
         self._config = config
         self._memory_dtype = memory_dtype
         self._stop_token = stop_token
+        self._mesh = mesh
         # Every query sees as far back, whatever segment it was read in.
         limit = model.compat.window(span.mem_len, same_length=span.same_length)
         self._window = span.mem_len + 1 if limit is None else limit
-        self.prepare_segment = jax.jit(self._prepare)
-        self._init_memory = jax.jit(self.empty)
-        self._read = jax.jit(self._read_segment, donate_argnums=1)
-        self._read_rest = jax.jit(self._read_tokens, donate_argnums=1)
-        self.write = jax.jit(self._write_block, static_argnames="count", donate_argnums=1)
+        self.prepare_segment = self._jit(self._prepare)
+        self._init_memory = self._jit(self.empty)
+        self._read = self._jit(self._read_segment, donate_argnums=1)
+        self._read_rest = self._jit(self._read_tokens, donate_argnums=1)
+        self.write = self._jit(self._write_block, static_argnames="count", donate_argnums=1)
 
     def tokens(
         self,
@@ -142,6 +147,10 @@ class Generator:
     def for_tokens(self, segment: DecodeParams) -> DecodeParams:
         """The weights for segments of the prompt laid out for single tokens."""
         return forward.for_single_tokens(segment, mem_len=self._span.mem_len)
+
+    def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        """Returns the jitted function, which enters the mesh whenever it is called or lowered."""
+        return bind_mesh(self._mesh, jax.jit(function, **options))
 
     def _prepare(self, params: Any) -> DecodeParams:
         span = self._span

@@ -52,7 +52,12 @@ def run(
     parts = distributed.run_on_all(lambda: assemble(config, vocab_size=vocabulary.size))
     step, params = load_parameters(parts, workdir, log=log)
     generator = Generator(
-        parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype, stop_token=stop
+        parts.model,
+        config.eval,
+        config.generate,
+        memory_dtype=parts.evaluation.memory_dtype,
+        mesh=parts.mesh,
+        stop_token=stop,
     )
     at_most = "" if stop is None else "at most "
     log(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")

@@ -13,7 +13,7 @@ from txl_jax.modules.position_encodings import ShawTable
 from txl_jax.ops.attention.dot_product import dot_product_attention
 from txl_jax.ops.attention.relative import relative_attention
 from txl_jax.sharding import axes
-from txl_jax.sharding.activations import Spread, lay
+from txl_jax.sharding.activations import constrain
 
 # What `score_terms` takes, by the names that the collection "attention" has it under.
 SCORE_PARTS = ("query", "key", "position_key", "content_bias", "position_bias")
@@ -28,7 +28,6 @@ class Attention(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     deterministic: bool
-    spread: Spread | None = None  # Where activations lie on a mesh; None: one device.
 
     @nn.compact
     def __call__(
@@ -100,7 +99,7 @@ class Attention(nn.Module):
         outward = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
         kernel = drop_weights(self.param("output", outward, (c.n_head, c.d_head, c.d_model)))
         output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))
-        return dropout(c, c.dropout, deterministic=self.deterministic)(output)
+        return dropout(c, c.dropout.rate, deterministic=self.deterministic)(output)
 
     def _drop(self, states: jax.Array, name: str) -> jax.Array:
         """Dropout on [..., H, positions, E].
@@ -114,7 +113,7 @@ class Attention(nn.Module):
 
     def _heads(self, states: jax.Array) -> jax.Array:
         """[B, H, positions, E], pinned to where its rows and heads lie."""
-        return lay(self.spread, states, axes.HEADS, axes.LENGTH, axes.HEAD_DIM)
+        return constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM)
 
     def _keep(self, *arrays: jax.Array) -> None:
         """Leaves what scores are made of for who asks with mutable=["attention"]; else nothing is kept."""

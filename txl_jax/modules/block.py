@@ -12,7 +12,7 @@ from txl_jax.modules.attention import Attention
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.position_encodings import AddedTable, PositionBiases
 from txl_jax.sharding import axes
-from txl_jax.sharding.activations import Spread, lay
+from txl_jax.sharding.activations import constrain
 
 
 class LayerContext(NamedTuple):
@@ -47,7 +47,6 @@ class Block(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     deterministic: bool
-    spread: Spread | None = None  # Where activations lie on a mesh; None: one device.
 
     @nn.compact
     def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
@@ -58,8 +57,8 @@ class Block(nn.Module):
         """
         c = self.config
         dtype = inputs.dtype
-        attention = Attention(c, self.compat, self.deterministic, self.spread, name="attention")
-        feed_forward = FeedForward(c, self.deterministic, self.spread, name="feed_forward")
+        attention = Attention(c, self.compat, self.deterministic, name="attention")
+        feed_forward = FeedForward(c, self.deterministic, name="feed_forward")
         attention_norm = layer_norm("attention_norm", compat=self.compat, dtype=dtype)
         feed_forward_norm = layer_norm("feed_forward_norm", compat=self.compat, dtype=dtype)
         biases = PositionBiases(c, name="biases")() if c.untie_r else context.biases
@@ -77,7 +76,7 @@ class Block(nn.Module):
             normed = attention_norm(jnp.concatenate([memory, inputs], axis=1))
             middle = inputs + attend(normed[:, memory.shape[1] :], normed[:, : memory.shape[1]])
             outputs = middle + feed_forward(feed_forward_norm(middle))
-        return lay(self.spread, outputs, axes.LENGTH, None), inputs
+        return constrain(outputs, axes.BATCH, axes.LENGTH, None), inputs
 
 
 class Stack(nn.Module):
@@ -85,7 +84,6 @@ class Stack(nn.Module):
 
     config: ModelConfig
     compat: CompatConfig
-    spread: Spread | None = None  # As `Block`.
 
     @nn.compact
     def __call__(
@@ -103,7 +101,7 @@ class Stack(nn.Module):
             length=self.config.n_layer,
             metadata_params={nn.PARTITION_NAME: axes.LAYERS},
         )
-        return layers(self.config, self.compat, deterministic, self.spread, name="layers")(inputs, memory, context)
+        return layers(self.config, self.compat, deterministic, name="layers")(inputs, memory, context)
 
 
 def _with_remat(block: type[nn.Module], remat: Remat) -> type[nn.Module]:

@@ -11,7 +11,6 @@ from txl_jax.modules import initializers
 from txl_jax.modules.dropout import is_on
 from txl_jax.ops import adaptive_softmax
 from txl_jax.sharding import axes
-from txl_jax.sharding.activations import Spread
 
 
 def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
@@ -30,7 +29,6 @@ class Embedding(nn.Module):
 
     config: ModelConfig
     vocab_size: int
-    spread: Spread | None = None  # Where rows and vocabulary lie on a mesh; None: one device.
 
     def setup(self) -> None:
         c = self.config
@@ -48,7 +46,7 @@ class Embedding(nn.Module):
         ]
 
     def __call__(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """int [B, L] -> [B, L, D] in the compute type, scaled by sqrt(D).
+        """Int [B, L] -> [B, L, D] in the compute type, scaled by sqrt(D).
 
         With `embedding_dropout` whole words are left out, the same ones in all rows (Gal and Ghahramani, 2016), but
         where they begin a segment. If such a word is all that a row has read, what goes through the layers is 0 as long
@@ -60,7 +58,7 @@ class Embedding(nn.Module):
             for table, projection in zip(self.tables, self.projections, strict=True)
         ]
         cutoffs = c.cutoffs if len(clusters) > 1 else ()
-        vectors = adaptive_softmax.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype), spread=self.spread)
+        vectors = adaptive_softmax.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype))
         embedded = vectors * c.d_model**0.5
         if deterministic or not is_on(c.dropout.embedding):
             return embedded

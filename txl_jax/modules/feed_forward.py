@@ -11,7 +11,7 @@ from txl_jax.modules import initializers
 from txl_jax.modules.dropout import dropout, weight_dropout
 from txl_jax.ops.matmul import project
 from txl_jax.sharding import axes
-from txl_jax.sharding.activations import Spread, lay
+from txl_jax.sharding.activations import constrain
 
 
 class FeedForward(nn.Module):
@@ -19,7 +19,6 @@ class FeedForward(nn.Module):
 
     config: ModelConfig
     deterministic: bool
-    spread: Spread | None = None  # Where activations lie on a mesh; None: one device.
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -27,10 +26,10 @@ class FeedForward(nn.Module):
         c = self.config
         drop_weights = weight_dropout(c, deterministic=self.deterministic)
         inner = self._dense("inner", inputs, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER), drop_weights)
-        inner = lay(self.spread, inner, axes.LENGTH, axes.INNER)
-        inner = dropout(c, c.dropout, deterministic=self.deterministic)(nn.relu(inner))
+        inner = constrain(inner, axes.BATCH, axes.LENGTH, axes.INNER)
+        inner = dropout(c, c.dropout.rate, deterministic=self.deterministic)(nn.relu(inner))
         outer = self._dense("outer", inner, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED), drop_weights)
-        return dropout(c, c.dropout, deterministic=self.deterministic)(outer)
+        return dropout(c, c.dropout.rate, deterministic=self.deterministic)(outer)
 
     def _dense(
         self,
@@ -40,7 +39,7 @@ class FeedForward(nn.Module):
         columns: tuple[int, str],
         drop_weights: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """x W + b, with parameters `name`_kernel and `name`_bias; `rows` and `columns` are (size, axis name)."""
+        """X W + b, with parameters `name`_kernel and `name`_bias; `rows` and `columns` are (size, axis name)."""
         (n_row, row_axis), (n_column, column_axis) = rows, columns
         init = initializers.normal(self.config.init_std, row_axis, column_axis)
         kernel = drop_weights(self.param(f"{name}_kernel", init, (n_row, n_column))).astype(inputs.dtype)

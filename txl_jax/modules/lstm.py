@@ -17,7 +17,7 @@ from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.intermediates import keep_last
 from txl_jax.modules.softmax import Softmax
-from txl_jax.sharding.activations import Spread
+from txl_jax.sharding import check_ambient_mesh
 
 
 class LSTM(nn.Module):
@@ -26,15 +26,16 @@ class LSTM(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     vocab_size: int
-    spread: Spread | None = None  # As `TransformerXL`.
+    num_devices: int = 1  # As `TransformerXL`.
 
     def setup(self) -> None:
+        check_ambient_mesh(self.num_devices)
         c = self.config
-        self.embedding = Embedding(c, self.vocab_size, self.spread)
+        self.embedding = Embedding(c, self.vocab_size)
         cell = {"dtype": jnp.dtype(c.dtype), "param_dtype": jnp.result_type(float)}
         self.layers = [nn.RNN(nn.OptimizedLSTMCell(c.d_model, **cell), return_carry=True) for _ in range(c.n_layer)]
-        self.softmax = Softmax(c, self.vocab_size, self.spread)
-        self.drop = dropout(c, c.dropout)
+        self.softmax = Softmax(c, self.vocab_size)
+        self.drop = dropout(c, c.dropout.rate)
         self.drop_input = dropout(c, c.dropout.input_rate)
         self.drop_output = dropout(c, c.dropout.output_rate)
 
@@ -46,7 +47,7 @@ class LSTM(nn.Module):
     def encode(
         self, tokens: jax.Array, memory: Memory, *, clamp_len: int | None, same_length: bool, deterministic: bool
     ) -> tuple[jax.Array, Memory]:
-        """int [B, L] -> outputs [B, L, D] of the last layer, and the states at the segment's end."""
+        """Int [B, L] -> outputs [B, L, D] of the last layer, and the states at the segment's end."""
         del clamp_len, same_length
         states = jnp.where(memory.valid[None, :, None, None] > 0, memory.hidden, 0)
         embedded = self.embedding(tokens, deterministic=deterministic)

@@ -11,7 +11,6 @@ from txl_jax.modules import initializers
 from txl_jax.modules.embedding import cluster_sizes
 from txl_jax.ops import adaptive_softmax
 from txl_jax.sharding import axes
-from txl_jax.sharding.activations import Spread
 
 
 class Softmax(nn.Module):
@@ -25,7 +24,6 @@ class Softmax(nn.Module):
 
     config: ModelConfig
     vocab_size: int
-    spread: Spread | None = None  # Where rows and vocabulary lie on a mesh; None: one device.
 
     def setup(self) -> None:
         c = self.config
@@ -60,9 +58,7 @@ class Softmax(nn.Module):
     ) -> jax.Array:
         """Nats of each target, [B, L], in token order; `tables`, `projections` are the embedding's."""
         clusters, tails = self._weights(tables, projections)
-        return adaptive_softmax.negative_log_likelihood(
-            hidden, targets, clusters, tails, self.config.cutoffs, spread=self.spread
-        )
+        return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs)
 
     def target_vectors(self, targets: jax.Array, tables: Sequence[jax.Array]) -> jax.Array:
         """Rows of the table of a full softmax without projection: int [B, L] -> [B, L, D]."""

@@ -22,7 +22,7 @@ from txl_jax.modules.intermediates import keep_last
 from txl_jax.modules.softmax import Softmax
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import masks, positions
-from txl_jax.sharding.activations import Spread
+from txl_jax.sharding import check_ambient_mesh
 
 
 class TransformerXL(nn.Module):
@@ -31,15 +31,16 @@ class TransformerXL(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     vocab_size: int
-    spread: Spread | None = None  # Where rows and vocabulary lie on a mesh; None: one device. It changes no number.
+    num_devices: int = 1  # Of the ambient mesh (`jax.set_mesh`); with another number every call raises.
 
     def setup(self) -> None:
+        check_ambient_mesh(self.num_devices)
         c = self.config
-        self.embedding = Embedding(c, self.vocab_size, self.spread)
-        self.stack = Stack(c, self.compat, self.spread)
+        self.embedding = Embedding(c, self.vocab_size)
+        self.stack = Stack(c, self.compat)
         if c.layer_norm is NormPlace.PRE and self.compat.final_norm:
             self.final_norm = layer_norm("final_norm", compat=self.compat, dtype=jnp.dtype(c.dtype))
-        self.softmax = Softmax(c, self.vocab_size, self.spread)
+        self.softmax = Softmax(c, self.vocab_size)
         self.drop_input = dropout(c, c.dropout.input_rate)
         self.drop_output = dropout(c, c.dropout.output_rate)
 

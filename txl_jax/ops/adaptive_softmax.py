@@ -15,7 +15,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from txl_jax.ops.chunked_apply import chunked_apply
-from txl_jax.sharding.activations import Spread
+from txl_jax.sharding import ambient_mesh, num_vocab_shards, vocab_axis
+from txl_jax.sharding.activations import batch_spec, shard_map
 
 
 class Cluster(NamedTuple):
@@ -39,20 +40,17 @@ def embed(
     cutoffs: Sequence[int],
     *,
     dtype: jnp.dtype,
-    spread: Spread | None = None,
 ) -> jax.Array:
     """Embeds tokens: int [B, ...] -> [B, ..., D] of type `dtype`, not yet scaled by sqrt(D).
 
     Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the table's
-    type: in bfloat16 a sum of ones stops at 256.
-
-    Args:
-      spread: each device looks up its own rows' tokens in its own part of each table; None: one device.
+    type: in bfloat16 a sum of ones stops at 256. On a mesh (`jax.set_mesh`) each device looks up the tokens of its own
+    rows in its own part of each table.
     """
-    if spread is None:
+    if ambient_mesh() is None:
         return _embed(tokens, clusters=clusters, cutoffs=cutoffs, dtype=dtype, vocab=None)
-    local = functools.partial(_embed, cutoffs=cutoffs, dtype=dtype, vocab=spread.divided)
-    return _on_mesh(local, spread, clusters)(tokens)
+    local = functools.partial(_embed, cutoffs=cutoffs, dtype=dtype, vocab=vocab_axis())
+    return _on_mesh(local, clusters)(tokens)
 
 
 def negative_log_likelihood(
@@ -62,25 +60,24 @@ def negative_log_likelihood(
     tails: TailEntries | None,
     cutoffs: Sequence[int],
     *,
-    spread: Spread | None = None,
     capacity: int | None = None,
 ) -> jax.Array:
     """Nats of each target: [B, ..., D] and int [B, ...] -> [B, ...], in at least float32.
 
-    A tail is computed only at the positions whose target lies in it.
+    A tail is computed only at the positions whose target lies in it. On a mesh (`jax.set_mesh`) each device computes its own
+    rows, with its own part of each cluster's tokens.
 
     Args:
       tails: what the head knows of the tails; None: there are none, or the head ends with them (`with_tails`).
-      spread: each device computes its own rows, with its own part of each cluster's tokens; None: one device.
       capacity: positions that a device computes at a time; None: as many as a tail's rows allow (`_tail_capacity`).
     """
     nll = functools.partial(_nll, cutoffs=cutoffs, capacity=capacity)
-    if spread is None:
+    if ambient_mesh() is None:
         return nll(hidden, targets, clusters=clusters, tails=tails, vocab=None, sync_axes=())
     # Where nothing is sent, a device's tails need not wait for another's.
-    sync_axes = spread.rows(hidden.shape[0]) if spread.divided else ()
-    local = functools.partial(nll, vocab=spread.divided, sync_axes=sync_axes)
-    return _on_mesh(local, spread, clusters, tails=tails)(hidden, targets)
+    sync_axes = batch_spec(hidden.shape[0]) if vocab_axis() else ()
+    local = functools.partial(nll, vocab=vocab_axis(), sync_axes=sync_axes)
+    return _on_mesh(local, clusters, tails=tails)(hidden, targets)
 
 
 def _embed(
@@ -203,19 +200,17 @@ def _first_row(rows: int, vocab: str | None) -> jax.Array | int:
     return 0 if vocab is None else rows * jax.lax.axis_index(vocab)
 
 
-def _on_mesh(
-    local: Callable[..., jax.Array], spread: Spread, clusters: Sequence[Cluster], **whole: Any
-) -> Callable[..., jax.Array]:
+def _on_mesh(local: Callable[..., jax.Array], clusters: Sequence[Cluster], **whole: Any) -> Callable[..., jax.Array]:
     """`local` on each device: of arrays [B, ...] its rows, of the clusters its tokens, of all else everything."""
-    tokens = PartitionSpec(spread.vocab)
+    tokens = PartitionSpec(vocab_axis())
     of_cluster = Cluster(table=tokens, bias=tokens, projection=PartitionSpec())
-    named = {"clusters": [_divisible(cluster, spread.vocab_parts) for cluster in clusters], **whole}
+    named = {"clusters": [_divisible(cluster, num_vocab_shards()) for cluster in clusters], **whole}
     specs = {"clusters": [of_cluster] * len(clusters), **dict.fromkeys(whole, PartitionSpec())}
 
     def run(*arrays: jax.Array) -> jax.Array:
-        rows = PartitionSpec(spread.rows(arrays[0].shape[0]) or None)
+        rows = PartitionSpec(batch_spec(arrays[0].shape[0]) or None)
         in_specs = ((rows,) * len(arrays), specs)
-        return spread.map(lambda own, named: local(*own, **named), in_specs=in_specs, out_specs=rows)(arrays, named)
+        return shard_map(lambda own, named: local(*own, **named), in_specs=in_specs, out_specs=rows)(arrays, named)
 
     return run
 

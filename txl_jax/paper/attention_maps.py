@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from txl_jax import sharding
 from txl_jax.config import Encoding, ExperimentConfig, Network
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs import report
@@ -124,12 +125,14 @@ def _walk(
     def looks_at(params: Any, segment: jax.Array, memory: Any) -> Any:
         return attention_terms.read(params, model, segment, memory, clamp_len=span.clamp_len, same_length=True)
 
-    @jax.jit
-    def read(params: Any, segment: jax.Array, memory: Any) -> Any:
+    def summed_probabilities(params: Any, segment: jax.Array, memory: Any) -> Any:
         looks, memory = looks_at(params, segment, memory)
         return looks.probabilities.sum(axis=(1, 3)), memory
 
-    look = jax.jit(looks_at)  # All of a segment's looks, which can be a gigabyte: only where a query is asked for.
+    read = sharding.bind_mesh(parts.mesh, jax.jit(summed_probabilities))
+    look = sharding.bind_mesh(
+        parts.mesh, jax.jit(looks_at)
+    )  # All of a segment's looks, which can be a gigabyte: only where a query is asked for.
 
     memory, total, found = model.init_memory(batch_size=1, mem_len=span.mem_len), 0.0, {}
     n_segment = len(tokens) // length

@@ -56,7 +56,9 @@ def run(
                 f"text has {len(tokens):,}; the last place with room is {len(tokens) - context - length:,}"
             )
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
-    generator = Generator(parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype)
+    generator = Generator(
+        parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh
+    )
     weights = generator.prepare_params(params)
     sections = [_opening(config, corpus, split, step)]
     for start in starts:

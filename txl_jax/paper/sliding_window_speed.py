@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
+from txl_jax import sharding
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench.softmax_speed import draw_targets
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
@@ -85,7 +86,7 @@ def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: in
     """A window of A random tokens, the last position of which is scored."""
     parts = assemble(config, vocab_size=vocab_size)
     params = _params(parts)
-    step = make_window_step(parts.model, clamp_len=config.eval.clamp_len)
+    step = sharding.bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
     # The text's second window is the first that scores one token.
     tokens = draw_targets(vocab_size, attention_len + 2)
     _, window = window_batches(tokens, attention_len=attention_len, stride=1, batch_size=1)
@@ -119,4 +120,5 @@ def _segments(parts: RunComponents, span: EvalConfig) -> Any:
 
 def _params(parts: RunComponents) -> Any:
     """Untrained parameters."""
-    return jax.jit(lambda: nn.unbox(init_params(parts.model, jax.random.key(parts.config.seed))))()
+    init = jax.jit(lambda: nn.unbox(init_params(parts.model, jax.random.key(parts.config.seed))))
+    return sharding.bind_mesh(parts.mesh, init)()

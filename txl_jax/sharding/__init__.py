@@ -1,5 +1,6 @@
 """The device mesh: logical axis names, the one table that maps them to mesh axes, sharding constraints."""
 
+from txl_jax.sharding.ambient import ambient_mesh, bind_mesh, check_ambient_mesh, use_mesh
 from txl_jax.sharding.mesh import (
     DATA,
     FSDP,
@@ -9,9 +10,10 @@ from txl_jax.sharding.mesh import (
     make_mesh,
     named_sharding,
     num_batch_shards,
+    num_vocab_shards,
     param_shardings,
     spec,
-    spread,
+    vocab_axis,
 )
 
 __all__ = [
@@ -19,11 +21,16 @@ __all__ = [
     "FSDP",
     "TENSOR",
     "abstract_mesh",
+    "ambient_mesh",
+    "batch_axes",
+    "bind_mesh",
+    "check_ambient_mesh",
     "make_mesh",
     "named_sharding",
-    "param_shardings",
     "num_batch_shards",
-    "batch_axes",
+    "num_vocab_shards",
+    "param_shardings",
     "spec",
-    "spread",
+    "use_mesh",
+    "vocab_axis",
 ]

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from txl_jax.config import MeshConfig
 from txl_jax.sharding import axes
-from txl_jax.sharding.activations import Spread
+from txl_jax.sharding.ambient import ambient_mesh
 
 DATA, FSDP, TENSOR = _NAMES = "data", "fsdp", "tensor"
 
@@ -132,12 +132,7 @@ def _of_table(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
     return PartitionSpec(*(tuple(axes_of) or None for axes_of in found.values()))
 
 
-def spread(mesh: Mesh) -> Spread | None:
-    """What the model must know of the mesh; None: it is one device."""
-    return Spread(mesh, spec) if mesh.size > 1 else None
-
-
-def batch_axes(mesh: Mesh, batch_size: int) -> str | None:
+def batch_axes(mesh: Mesh | AbstractMesh, batch_size: int) -> str | None:
     """The name of a batch axis: `axes.BATCH` if the rows divide among the devices, else None (replicated).
 
     A published evaluation reads one row, whatever the number of devices.
@@ -145,6 +140,24 @@ def batch_axes(mesh: Mesh, batch_size: int) -> str | None:
     return axes.BATCH if batch_size % num_batch_shards(mesh) == 0 else None
 
 
-def num_batch_shards(mesh: Mesh) -> int:
-    """Over how many devices the rows of a batch are spread."""
-    return Spread(mesh, spec).row_parts
+def num_batch_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
+    """Returns how many devices share the rows of a batch; of the ambient mesh if `mesh` is None."""
+    return _num_shards(axes.BATCH, mesh)
+
+
+def num_vocab_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
+    """Returns how many devices share the tokens of a cluster; of the ambient mesh if `mesh` is None."""
+    return _num_shards(axes.VOCAB, mesh)
+
+
+def vocab_axis(mesh: Mesh | AbstractMesh | None = None) -> str | None:
+    """Returns the mesh axis that shares the tokens of a cluster; None if it has one device."""
+    return spec(axes.VOCAB)[0] if num_vocab_shards(mesh) > 1 else None
+
+
+def _num_shards(name: str, mesh: Mesh | AbstractMesh | None) -> int:
+    """Devices that share an array's axis of this logical name."""
+    mesh = ambient_mesh() if mesh is None else mesh
+    [mesh_axes] = spec(name)
+    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in names)

@@ -15,6 +15,7 @@ from txl_jax.memory import Memory
 from txl_jax.modules import intermediates
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.segments import Segments
+from txl_jax.sharding import num_batch_shards
 from txl_jax.training import weight_averaging
 from txl_jax.training.grad_accumulation import GradAccumulation
 from txl_jax.training.state import TrainState
@@ -72,8 +73,6 @@ def make_train_step(
             mean += penalty / train.grad_accum_steps
         return mean, (losses.weighted_sum(scored, segment.weights)[0], memory)
 
-    chunks = GradAccumulation(train.grad_accum_steps, 1 if model.spread is None else model.spread.row_parts)
-
     def update(carry: Any, memory: Memory, segment: Segments) -> tuple[Any, Memory, UpdateMetrics]:
         step, params, opt_state, average = carry
         segment = segment._replace(
@@ -82,6 +81,7 @@ def make_train_step(
         tokens = jnp.sum(segment.weights)
         # The key depends on seed and step alone, so a checkpoint holds no random state.
         dropout_key = jax.random.fold_in(jax.random.key(config.seed), step)
+        chunks = GradAccumulation(train.grad_accum_steps, num_batch_shards())
         grads, nats, memory = chunks.gradient(
             jax.grad(loss, has_aux=True), params, memory, segment, dropout_key, tokens
         )

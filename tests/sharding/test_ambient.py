@@ -1,0 +1,112 @@
+"""Tests the ambient mesh: a thread has none of its own, and a model says so instead of running unconstrained."""
+
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import tiny
+from txl_jax import sharding
+from txl_jax.config import MeshConfig
+from txl_jax.errors import UserError
+from txl_jax.sharding import axes
+from txl_jax.sharding.activations import constrain
+
+MESH = sharding.abstract_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
+
+
+def on_thread(function):
+    """What the function returns on a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def shape_of_hidden():
+    """Traces a model for eight devices."""
+    model = tiny.make().clone(num_devices=8)
+    tokens, memory = jnp.zeros((8, 2), jnp.int32), model.init_memory(batch_size=8, mem_len=4)
+    flags = {"clamp_len": None, "same_length": False, "deterministic": True, "method": model.encode}
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, memory)
+    return jax.eval_shape(lambda v: model.apply(v, tokens, memory, **flags)[0], variables).shape
+
+
+def test_a_thread_has_no_mesh_of_its_own():
+    x = np.arange(8.0)
+    with sharding.use_mesh(MESH):
+        assert sharding.num_batch_shards() == 4
+        assert sharding.num_vocab_shards() == 2
+        assert sharding.vocab_axis() == "tensor"
+        assert on_thread(sharding.ambient_mesh) is None
+        assert on_thread(lambda: (sharding.num_batch_shards(), sharding.num_vocab_shards())) == (1, 1)
+        assert on_thread(lambda: constrain(x, axes.BATCH)) is x  # The array itself.
+
+
+def test_a_model_for_several_devices_raises_without_its_mesh():
+    with sharding.use_mesh(MESH):
+        assert shape_of_hidden() == (8, 2, tiny.D)
+        with pytest.raises(UserError, match=r"8 devices .* ambient mesh has 1"):
+            on_thread(shape_of_hidden)
+
+    def entered():
+        with sharding.use_mesh(MESH):
+            return shape_of_hidden()
+
+    assert on_thread(entered) == (8, 2, tiny.D)
+
+
+def test_a_model_for_one_device_raises_on_a_mesh_of_several():
+    with sharding.use_mesh(MESH), pytest.raises(UserError, match=r"1 devices .* ambient mesh has 8"):
+        sharding.check_ambient_mesh(1)
+
+
+def test_one_device_is_left_alone():
+    mesh = sharding.make_mesh(MeshConfig(data=1))
+    jitted = jax.jit(lambda x: x + 1)
+    assert sharding.bind_mesh(mesh, jitted) is jitted
+    with sharding.use_mesh(mesh):
+        assert sharding.ambient_mesh() is None
+        sharding.check_ambient_mesh(1)
+
+
+PROGRAM = """
+import json, threading
+import jax, jax.numpy as jnp
+from txl_jax import sharding
+from txl_jax.config import MeshConfig
+from txl_jax.sharding import axes
+from txl_jax.sharding.activations import constrain
+
+mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+traced = jax.jit(lambda x: constrain(x + sharding.num_batch_shards(), axes.BATCH, axes.INNER))
+bound = sharding.bind_mesh(mesh, traced)
+found = {}
+
+def work():
+    x = jnp.zeros((8, 4))
+    found["bare"] = traced(x).sharding.device_set.__len__(), float(traced(x)[0, 0])
+    y = bound(x)
+    found["bound"] = y.sharding.shard_shape(y.shape), float(y[0, 0])
+    found["lowered"] = len(bound.lower(x).compile()(x).sharding.device_set)
+    found["shape"] = bound.eval_shape(x).shape
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(json.dumps(found))
+"""
+
+
+def test_bound_functions_enter_their_mesh_on_any_thread():
+    flags = "--xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"bare": [1, 1.0], "bound": [[2, 2], 4.0], "lowered": 8, "shape": [8, 4]}
