@@ -1,7 +1,7 @@
-"""What a configuration needs on devices that are not at hand: from the shapes of its arrays, and from the compiler.
+"""Ahead-of-time (AOT) compilation of a run's programs for devices that are not at hand: memory and collectives.
 
-The compiler's part takes a topology's devices (`jax.experimental.topologies`): the programs of a run are compiled for
-them as they would be there, so that what does not shard, or does not fit, fails here. It shows neither numbers nor speed.
+The devices are those of a topology (`jax.experimental.topologies`). The programs are compiled as they would be there, so
+what does not shard or does not fit fails here. Neither numbers nor speed come out of it.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from txl_jax.assemble import RunComponents
 from txl_jax.bench.collectives import Collective, collectives
 from txl_jax.bench.roofline import Work
 from txl_jax.config import Remat
+from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.generator import Context, Generator
 from txl_jax.jobs import report
@@ -27,86 +28,105 @@ BLOCK = 16  # Tokens that generation writes per call.
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one program, for one device."""
+    """The compiler's figures of one program, per device.
 
-    needed: int  # Bytes at the fullest moment.
-    scratch: int  # Bytes of those that are no arguments: activations, gradients, gathered weights.
-    seconds: float  # That compiling took.
-    collectives: list[Collective]  # Of a whole call.
-
-
-class DoesNotFitError(ValueError):
-    """The compiler found that a program needs more memory than a device has; the message gives both numbers."""
-
-
-def update_work(parts: RunComponents, *, compiled: Compiled | None) -> Work:
-    """What one device does in an update.
-
-    Operations: those of `txl_jax.flops`. Memory: weights in the compute type once each way, parameters and moments read
-    and written, gradients written and read, the segment memory read twice and written once, scratch written and read.
-    Sent: as compiled; without it 0.
+    Attributes:
+      peak_bytes: peak memory.
+      scratch_bytes: peak memory without arguments: activations, gradients, gathered weights.
+      seconds: compile time.
+      collectives: those of one call.
     """
-    config, train = parts.config, parts.config.train
-    lengths = {"segment_len": train.segment_len, "mem_len": train.mem_len, "same_length": train.same_length}
-    per_token = flops.of_training(config.model, vocab_size=parts.model.vocab_size, **lengths)
+
+    peak_bytes: int
+    scratch_bytes: int
+    seconds: float
+    collectives: list[Collective]
+
+
+class DoesNotFitError(UserError):
+    """A program needs more memory than a device has; the message gives both numbers."""
+
+
+def work_per_update(components: RunComponents, *, compiled: Compiled | None) -> Work:
+    """Estimates the work of one device in an update, for the roofline.
+
+    Operations: those of `txl_jax.flops`. Memory traffic: weights in the compute dtype once forward and once backward,
+    parameters and moments read and written, gradients written and read, the segment memory read twice and written once,
+    scratch written and read. Sent: as compiled; 0 without `compiled`.
+    """
+    config, train = components.config, components.config.train
+    lengths: Any = {"segment_len": train.segment_len, "mem_len": train.mem_len, "same_length": train.same_length}
+    vocab_size = components.model.vocab_size
+    per_token = flops.of_training(config.model, vocab_size=vocab_size, **lengths)
     if config.model.remat is Remat.FULL:
-        per_token += flops.of_recomputing(config.model, vocab_size=parts.model.vocab_size, **lengths)
-    sizes = report.held(parts)
-    weights = parts.num_parameters * jnp.dtype(config.model.dtype).itemsize / parts.mesh.shape[sharding.TENSOR]
-    moved = (
+        per_token += flops.of_recomputing(config.model, vocab_size=vocab_size, **lengths)
+    sizes = report.held(components)
+    tensor_shards = components.mesh.shape[sharding.TENSOR]
+    weights = components.num_parameters * jnp.dtype(config.model.dtype).itemsize / tensor_shards
+    traffic = (
         2 * weights * train.grad_accum_steps
         + 2 * (sizes["parameters"] + sizes["optimiser"])
         + 2 * sizes["parameters"]
         + 3 * sizes["segment memory"]
-        + (2 * compiled.scratch if compiled else 0)
+        + (2 * compiled.scratch_bytes if compiled else 0)
     )
-    sent = sum(one.sent * one.times for one in compiled.collectives) / train.segments_per_call if compiled else 0
-    return Work(per_token * train.batch_size * train.segment_len / parts.mesh.size, moved, sent)
+    sent = sum(one.bytes_sent * one.times for one in compiled.collectives) if compiled else 0
+    return Work(
+        flops=per_token * train.batch_size * train.segment_len / components.mesh.size,
+        hbm_bytes=traffic,
+        sent_bytes=sent / train.segments_per_call,
+    )
 
 
-def training(parts: RunComponents) -> Compiled:
-    """The step of S updates; raises `DoesNotFitError`."""
-    return _measured(lambda: parts.training.compile_step()[0])
+def compile_training(components: RunComponents) -> Compiled:
+    """Compiles the train step of S updates; raises `DoesNotFitError`."""
+    return _compile(lambda: components.training.compile_step()[0])
 
 
-def evaluation(parts: RunComponents) -> Compiled:
-    """The step of evaluation, streaming or in windows; raises `DoesNotFitError`."""
-    span = parts.config.eval
-    if span.stride:
-        shape = (span.batch_size, span.segment_len)
-        whole = sharding.named_sharding(parts.mesh)
-        tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=whole)
-        targets = jax.ShapeDtypeStruct((span.batch_size, span.stride), "int32", sharding=whole)
-        return _measured(
-            lambda: parts.evaluation.window_step.lower(parts.training.abstract_state.params, tokens, targets).compile()
-        )
-    weights = _placed(parts.evaluation.prepare_params, parts.training.abstract_state.params)
-    init = jax.jit(parts.evaluation.scorer.init_memory, out_shardings=parts.evaluation.memory_shardings)
-    memory = _placed(init, weights)
-    segments = parts.placement.abstract_segments(span)
-    return _measured(lambda: parts.evaluation.eval_step.lower(weights, memory, segments).compile())
+def compile_evaluation(components: RunComponents) -> Compiled:
+    """Compiles the eval step, streaming or in sliding windows; raises `DoesNotFitError`."""
+    eval_config, evaluation = components.config.eval, components.evaluation
+    params = components.training.abstract_state.params
+    if eval_config.stride:
+        replicated = sharding.named_sharding(components.mesh)
+        shapes = [(eval_config.batch_size, length) for length in (eval_config.segment_len, eval_config.stride)]
+        tokens, targets = (jax.ShapeDtypeStruct(shape, "int32", sharding=replicated) for shape in shapes)
+        return _compile(lambda: evaluation.window_step.lower(params, tokens, targets).compile())
+    weights = _abstract_result(evaluation.prepare_params, params)
+    init = jax.jit(evaluation.scorer.init_memory, out_shardings=evaluation.memory_shardings)
+    memory = _abstract_result(init, weights)
+    segments = components.placement.abstract_segments(eval_config)
+    return _compile(lambda: evaluation.eval_step.lower(weights, memory, segments).compile())
 
 
-def generation(parts: RunComponents) -> Compiled:
-    """The step that writes 16 tokens, of a model that can (`jobs.generate.check_can_write`); raises `DoesNotFitError`."""
-    span, samples = parts.config.eval, parts.config.generate.samples
+def compile_generation(components: RunComponents) -> Compiled:
+    """Compiles the step that generates 16 tokens; raises `DoesNotFitError`.
+
+    Args:
+      components: those of a model that can generate (`jobs.generate.check_can_write`).
+    """
+    config, samples = components.config, components.config.generate.samples
     generator = Generator(
-        parts.model, span, parts.config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh
+        components.model,
+        config.eval,
+        config.generate,
+        memory_dtype=components.evaluation.memory_dtype,
+        mesh=components.mesh,
     )
-    weights = _placed(generator.prepare_segment, parts.training.abstract_state.params)
-    tokens = _placed(jax.jit(generator.for_tokens), weights)
+    weights = _abstract_result(generator.prepare_segment, components.training.abstract_state.params)
+    tokens = _abstract_result(jax.jit(generator.for_tokens), weights)
 
     def start(weights: Any) -> Context:
         memory = cache_lib.unrotate(generator.empty(weights))
         memory = jax.tree.map(lambda array: array.repeat(samples, axis=0) if array.ndim else array, memory)
         return Context(memory, jnp.zeros(samples, jnp.int32), jnp.zeros(samples, bool))
 
-    context = _placed(jax.jit(start), weights)
-    return _measured(lambda: generator.write.lower(tokens, context, 0, BLOCK, count=BLOCK).compile())
+    context = _abstract_result(jax.jit(start), weights)
+    return _compile(lambda: generator.write.lower(tokens, context, 0, BLOCK, count=BLOCK).compile())
 
 
-def _placed(function: Any, *arguments: Any) -> Any:
-    """What a jitted function of abstract arguments returns: shapes, types, and where the compiler puts it."""
+def _abstract_result(function: Any, *arguments: Any) -> Any:
+    """Returns shapes, types and the compiler's shardings of the result of a jitted function of abstract arguments."""
     compiled = function.lower(*arguments).compile()
     return jax.tree.map(
         lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
@@ -115,30 +135,30 @@ def _placed(function: Any, *arguments: Any) -> Any:
     )
 
 
-def _measured(compile_: Callable[[], Any]) -> Compiled:
-    began = time.monotonic()
+def _compile(compile_: Callable[[], Any]) -> Compiled:
+    start = time.monotonic()
     try:
         compiled = compile_()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise DoesNotFitError(_told(str(error))) from None
+        raise DoesNotFitError(_needed_and_available(str(error))) from None
     sizes = compiled.memory_analysis()
     return Compiled(
-        # Not the sum of arguments, results and scratch, which share places: it can be more than a device has.
-        needed=sizes.peak_memory_in_bytes,
-        scratch=sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes,
-        seconds=time.monotonic() - began,
+        # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
+        peak_bytes=sizes.peak_memory_in_bytes,
+        scratch_bytes=sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes,
+        seconds=time.monotonic() - start,
         collectives=collectives(compiled.as_text()),
     )
 
 
-def _told(error: str) -> str:
-    """The compiler's two numbers, of a message that goes on for pages."""
+def _needed_and_available(error: str) -> str:
+    """Extracts the two sizes from a message of the compiler that is pages long."""
     found = re.search(
         r"Used ([\d.]+\w) of ([\d.]+\w) hbm|temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", error
     )
     if not found:
         return error.partition("\n")[0][:200]
-    needed, there = filter(None, found.groups())
-    return f"needs {needed}iB of {there}iB"
+    needed, available = filter(None, found.groups())
+    return f"needs {needed}iB of {available}iB"

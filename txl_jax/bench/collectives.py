@@ -116,7 +116,9 @@ def _executed(
         for role, other in called.items():
             if other in computations and role != "condition":
                 inside = role == "body"
-                yield from _executed(computations, other, loops + inside, times * (trip_count or 1) if inside else times)
+                yield from _executed(
+                    computations, other, loops + inside, times * (trip_count or 1) if inside else times
+                )
 
 
 def _trip_count(loop: str, condition: list[str]) -> int | None:

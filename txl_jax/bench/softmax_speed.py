@@ -41,7 +41,9 @@ class Plan:
     vocab_size: int = setting(267_735, "V, size of the vocabulary.", at_least=2)
     calls: int = setting(5, "Timed calls of each softmax, interleaved.", at_least=1)
     memory_gb: float | None = setting(
-        None, "Memory limit of a softmax in GB (10^9 bytes); none: the accelerator's memory, or 70 % of a CPU's.", above=0
+        None,
+        "Memory limit of a softmax in GB (10^9 bytes); none: the accelerator's memory, or 70 % of a CPU's.",
+        above=0,
     )
 
     def validate(self) -> None:
