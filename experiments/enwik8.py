@@ -7,12 +7,10 @@
 """
 
 from experiments.cli import runner
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Newlines, TokenizerConfig
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.data.sources.corpora import default_data
 
-# The published numbers are for enwik8 without its newlines (V = 204).
-DEFAULTS = ExperimentConfig(
-    data=DataConfig(corpus=CorpusName.ENWIK8, tokenizer=TokenizerConfig(newlines=Newlines.DROP))
-)
+DEFAULTS = ExperimentConfig(data=default_data(CorpusName.ENWIK8))
 
 if __name__ == "__main__":
     runner.run(DEFAULTS)

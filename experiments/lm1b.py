@@ -14,23 +14,10 @@ original TensorFlow release:
 """
 
 from experiments.cli import runner
-from txl_jax.config import (
-    CorpusName,
-    DataConfig,
-    ExperimentConfig,
-    LineMark,
-    Order,
-    Tokenizer,
-    TokenizerConfig,
-)
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.data.sources.corpora import default_data
 
-DEFAULTS = ExperimentConfig(
-    data=DataConfig(
-        corpus=CorpusName.LM1B,
-        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3),
-        order=Order.SENTENCES,
-    )
-)
+DEFAULTS = ExperimentConfig(data=default_data(CorpusName.LM1B))
 
 if __name__ == "__main__":
     runner.run(DEFAULTS)

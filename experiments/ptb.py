@@ -9,14 +9,10 @@ it ahead of time.
 """
 
 from experiments.cli import runner
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, LineMark, Tokenizer, TokenizerConfig
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.data.sources.corpora import default_data
 
-# The text is lower-case already (but for N, any number), so the original's lower-casing changes no count.
-DEFAULTS = ExperimentConfig(
-    data=DataConfig(
-        corpus=CorpusName.PTB, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS, lower_case=False)
-    )
-)
+DEFAULTS = ExperimentConfig(data=default_data(CorpusName.PTB))
 
 if __name__ == "__main__":
     runner.run(DEFAULTS)

@@ -9,9 +9,10 @@ One file is split 90/5/5 by position. Lists are joined in the order given, patte
 """
 
 from experiments.cli import runner
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.data.sources.corpora import default_data
 
-DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.TEXT))
+DEFAULTS = ExperimentConfig(data=default_data(CorpusName.TEXT))
 
 if __name__ == "__main__":
     runner.run(DEFAULTS, aliases={name: f"data.{name}" for name in ("train", "valid", "test", "tokenizer")})

@@ -7,9 +7,10 @@
 """
 
 from experiments.cli import runner
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer, TokenizerConfig
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.data.sources.corpora import default_data
 
-DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.TEXT8, tokenizer=TokenizerConfig(kind=Tokenizer.BYTE)))
+DEFAULTS = ExperimentConfig(data=default_data(CorpusName.TEXT8))
 
 if __name__ == "__main__":
     runner.run(DEFAULTS)

@@ -11,14 +11,10 @@ cutoffs must lie below that.
 """
 
 from experiments.cli import runner
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, LineMark, Tokenizer, TokenizerConfig
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.data.sources.corpora import default_data
 
-# Every line ends in <eos>, empty ones too.
-DEFAULTS = ExperimentConfig(
-    data=DataConfig(
-        corpus=CorpusName.WIKITEXT103, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)
-    )
-)
+DEFAULTS = ExperimentConfig(data=default_data(CorpusName.WIKITEXT103))
 
 if __name__ == "__main__":
     runner.run(DEFAULTS)

@@ -1,29 +1,18 @@
-"""The corpora's programs: the settings that each begins with, for programs that take any corpus."""
+"""Defaults by corpus, for programs that take any corpus."""
 
 from absl import flags
 
-from experiments import enwik8, lm1b, ptb, text, text8, wikitext103
 from experiments.cli import flag_tree, runner
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.data.sources.corpora import CORPORA, default_data
 
 FLAGS = flags.FLAGS
 
-# Whose settings a corpus is read with.
-DEFAULTS = {
-    program.DEFAULTS.data.corpus: program.DEFAULTS for program in (enwik8, text8, wikitext103, lm1b, ptb, text)
-} | {CorpusName.WIKITEXT2: config_tree.replace(wikitext103.DEFAULTS, {"data.corpus": CorpusName.WIKITEXT2})}
-
+# Defaults of the program of each corpus.
+DEFAULTS = {name: ExperimentConfig(data=default_data(name)) for name in (*CORPORA, CorpusName.TEXT)}
 
 # Sizes of the published vocabularies, for programs that read no text.
-VOCABULARIES = {
-    CorpusName.ENWIK8: 204,
-    CorpusName.TEXT8: 27,
-    CorpusName.WIKITEXT103: 267_735,
-    CorpusName.WIKITEXT2: 33_278,
-    CorpusName.PTB: 10_000,
-    CorpusName.LM1B: 793_470,
-}
+VOCABULARIES = {name: corpus.vocab_size for name, corpus in CORPORA.items()}
 
 
 def config_of_flags(flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:

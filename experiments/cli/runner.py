@@ -16,6 +16,7 @@ from experiments.cli import flag_tree, hosts
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
+from txl_jax.data.sources.corpora import program_of
 from txl_jax.errors import CheckpointError, LogError, NonFiniteError, RemoteProcessError
 from txl_jax.jobs import evaluate, generate, score_tokens, train
 from txl_jax.jobs.score import Interrupted
@@ -26,10 +27,7 @@ from txl_jax.runtime.preemption import StopRequest
 
 _MODES = ("train", "eval", "score", "generate")
 # The program that knows how a corpus's text becomes tokens.
-_PROGRAMS = {name: name.value for name in CorpusName} | {
-    CorpusName.WIKITEXT2: "wikitext103",
-    CorpusName.PYTHON_STDLIB: "quickstart",
-}
+_PROGRAMS = {name: program_of(name) for name in CorpusName}
 # What a user can mend. Anything else is our mistake and keeps its traceback.
 _USER_ERRORS = (ValueError, OSError, CheckpointError, NonFiniteError, LogError)
 _GOES_ON = "start the same command on all hosts again, it goes on from the last checkpoint"

@@ -16,7 +16,7 @@ from absl import flags
 
 from experiments.cli import flag_tree, hosts, runner
 from txl_jax.config import ExperimentConfig
-from txl_jax.jobs.generate import check_can_write
+from txl_jax.jobs.generate import check_can_generate
 from txl_jax.jobs.score import SPLITS
 from txl_jax.paper import continuation
 
@@ -41,7 +41,7 @@ def _run() -> int:
     runner.check_same_flags("continuation_text", "continuation_at", "continuation_context")
     workdir = runner.given_workdir()
     config, text = runner.trained_config(workdir)
-    check_can_write(config)  # Before a text is read.
+    check_can_generate(config)  # Before a text is read.
     try:
         starts = [int(word) for word in FLAGS.continuation_at]
     except ValueError:

@@ -45,7 +45,8 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.data.sources import corpora
 from txl_jax.data.sources.text import File
 from txl_jax.data.tokens import sentencepiece as pieces_lib
-from txl_jax.data.tokens.vocabulary import ByteVocabulary, dumps
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.tokens.vocabulary import dumps
 from txl_jax.inference.generator import Generator
 from txl_jax.jobs import evaluate, train
 from txl_jax.jobs.generate import read_prompt, read_stop

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tqdm
 
+from support.own_text import data_config, own_text
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -18,11 +19,12 @@ from txl_jax.config import (
     LineMark,
     Newlines,
     Tokenizer,
-    TokenizerConfig,
 )
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.tokens import build_vocabulary
-from txl_jax.data.tokens.vocabulary import ByteVocabulary, WordVocabulary
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.errors import UserError
 
 SMALL_TEXT = bytes(random.Random(0).choices(b"abcdefgh\n", k=99)) + b"\n"
 
@@ -34,10 +36,6 @@ def splits(corpus):
 def texts(corpus):
     """The three splits as bytes again."""
     return [corpus.vocabulary.decode(ids) for ids in splits(corpus)]
-
-
-def own_text(**fields):
-    return DataConfig(corpus=CorpusName.TEXT, **fields)
 
 
 def never(*args, **kwargs):
@@ -80,7 +78,7 @@ def test_bytes(tmp_path, read):
 
 
 def test_characters(poem, read):
-    corpus = read(own_text(tokenizer=Tokenizer.CHAR, **poem))
+    corpus = read(own_text(kind=Tokenizer.CHAR, **poem))
     assert corpus.vocabulary.characters.startswith(" et")
     unknown = "\N{REPLACEMENT CHARACTER}"
     assert [text.decode() for text in texts(corpus)] == [
@@ -89,12 +87,12 @@ def test_characters(poem, read):
         f"T{unknown * 2} {unknown * 3}\nthe cat",
     ]
     assert re.search(r"\b32\b.*\b10\b.*\b15\b", corpus.description)
-    lower = read(own_text(tokenizer=Tokenizer.CHAR, lower_case=True, **poem))
+    lower = read(own_text(kind=Tokenizer.CHAR, lower_case=True, **poem))
     assert len({text.description for text in (corpus, lower, read(own_text(**poem)))}) == 3
 
 
 def test_words(poem, read):
-    corpus = read(own_text(tokenizer=Tokenizer.WORD, **poem))
+    corpus = read(own_text(kind=Tokenizer.WORD, **poem))
     assert corpus.vocabulary.words == ("<eos>", "The", "sat", "cat", "the", "dog", "end", "<unk>")
     assert texts(corpus) == [
         b"The cat sat \nthe dog sat \n\nThe end \n",
@@ -103,12 +101,12 @@ def test_words(poem, read):
     ]
     assert corpus.sentences.tolist() == [0, 4, 8, 9, 12]
     assert re.search(r"\b32\b.*\b10\b.*\b15\b", corpus.description)
-    lower = read(own_text(tokenizer=Tokenizer.WORD, lower_case=True, min_count=2, **poem))
+    lower = read(own_text(kind=Tokenizer.WORD, lower_case=True, min_count=2, **poem))
     assert lower.vocabulary.words == ("<eos>", "the", "<unk>", "sat")
     assert texts(lower)[2] == b"the <unk> \nthe <unk> \n"
-    double = read(own_text(tokenizer=Tokenizer.WORD, line_mark=LineMark.DOUBLE_S, **poem))
+    double = read(own_text(kind=Tokenizer.WORD, line_mark=LineMark.DOUBLE_S, **poem))
     assert len(double.train) == 8 + 2 * 4
-    characters = read(own_text(tokenizer=Tokenizer.CHAR, **poem))
+    characters = read(own_text(kind=Tokenizer.CHAR, **poem))
     assert len({text.description for text in (corpus, lower, double, characters)}) == 4
 
 
@@ -116,7 +114,7 @@ def test_pieces(tmp_path, read):
     pytest.importorskip("sentencepiece")
     lines = [" ".join(random.Random(i).choices(["ba", "banana", "do", "dodo", "bandana"], k=4)) for i in range(100)]
     (tmp_path / "poem.txt").write_text("\n".join(lines))
-    fields = {"tokenizer": Tokenizer.SENTENCEPIECE, "sentencepiece_vocab": 267, "file": str(tmp_path / "poem.txt")}
+    fields = {"kind": Tokenizer.SENTENCEPIECE, "sentencepiece_vocab": 267, "file": str(tmp_path / "poem.txt")}
     corpus = read(own_text(**fields))
     assert b"".join(texts(corpus)).decode() == "".join(f" {line}\n" for line in lines)
     assert (corpus.vocabulary.size, corpus.train.dtype) == (267, np.uint16)
@@ -129,16 +127,16 @@ def test_pieces(tmp_path, read):
     assert read(own_text(**fields | {"sentencepiece_vocab": 266})).vocabulary.size == 266
 
 
-@pytest.mark.parametrize("tokenizer", [Tokenizer.BYTE, Tokenizer.CHAR, Tokenizer.WORD])
-def test_the_ids_are_memory_mapped(tokenizer, poem, read):
-    corpus = read(own_text(tokenizer=tokenizer, **poem))
+@pytest.mark.parametrize("kind", [Tokenizer.BYTE, Tokenizer.CHAR, Tokenizer.WORD])
+def test_the_ids_are_memory_mapped(kind, poem, read):
+    corpus = read(own_text(kind=kind, **poem))
     for ids in splits(corpus):
         assert isinstance(ids, np.memmap) and ids.ndim == 1 and ids.dtype == np.uint8
 
 
 def test_an_unfinished_config_is_refused(read):
     with pytest.raises(
-        ValueError, match=r"data\.file\b.*''.*--data\.file\b.*--data\.train\b.*--data\.valid\b.*--data\.test\b"
+        ValueError, match=r"data\.file\b.*None.*--data\.file\b.*--data\.train\b.*--data\.valid\b.*--data\.test\b"
     ):
         read(own_text())
 
@@ -146,16 +144,16 @@ def test_an_unfinished_config_is_refused(read):
 def test_a_split_without_a_target_is_named(tmp_path, read):
     path = tmp_path / "short"
     path.write_bytes(b"x" * 20)  # 18 + 1 + 1
-    with pytest.raises(ValueError, match=r"\bvalid\b.*\b20\b.*\bshort\b.*\b1\b"):
+    with pytest.raises(UserError, match=r"\bvalid\b.*\b20\b.*\bshort\b.*\b1\b"):
         read(own_text(file=str(path)))
     path.write_bytes(b"x" * 40)  # 36 + 2 + 2
     read(own_text(file=str(path)))
     path.write_bytes(b"x" * 39 + b"\n")
-    with pytest.raises(ValueError, match=r"\btest\b.*\b40\b.*\bshort\b.*\b1\b"):
+    with pytest.raises(UserError, match=r"\btest\b.*\b40\b.*\bshort\b.*\b1\b"):
         read(own_text(file=str(path), newlines=Newlines.DROP))
     path.write_text("all of it is one line\n")
-    with pytest.raises(ValueError, match=r"\bvalid\b.*\b22\b.*\bshort\b.*\b0\b"):
-        read(own_text(file=str(path), tokenizer=Tokenizer.WORD))
+    with pytest.raises(UserError, match=r"\bvalid\b.*\b22\b.*\bshort\b.*\b0\b"):
+        read(own_text(file=str(path), kind=Tokenizer.WORD))
 
 
 # Stores
@@ -170,12 +168,12 @@ def test_stores_lie_in_the_cache(poem, tmp_path):
 
 
 def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
-    config = own_text(tokenizer=Tokenizer.WORD, **poem)
+    config = own_text(kind=Tokenizer.WORD, **poem)
     first = read(config)
     monkeypatch.setattr(build_vocabulary, "make_vocabulary", never)  # Nothing is counted any more,
     moved = tmp_path / "moved"
     moved.write_bytes((tmp_path / "train").read_bytes())
-    again = read(own_text(tokenizer=Tokenizer.WORD, **poem | {"train": (str(moved),)}))  # wherever the files lie.
+    again = read(own_text(kind=Tokenizer.WORD, **poem | {"train": (str(moved),)}))  # wherever the files lie.
     assert texts(again) == texts(first) and again.vocabulary == first.vocabulary
     assert (again.description, again.digest) == (first.description, first.digest)
     assert len(stores(tmp_path / "cache")) == 1
@@ -188,13 +186,13 @@ def test_what_changes_the_tokens_is_another_store(poem, tmp_path, read):
         (
             {},
             {"newlines": Newlines.DROP},
-            {"tokenizer": Tokenizer.CHAR},
-            {"tokenizer": Tokenizer.CHAR, "min_count": 2},
-            {"tokenizer": Tokenizer.CHAR, "lower_case": True},
-            {"tokenizer": Tokenizer.WORD},
-            {"tokenizer": Tokenizer.WORD, "line_mark": LineMark.S},
-            {"tokenizer": Tokenizer.WORD, "line_mark": LineMark.NONE},
-            {"tokenizer": Tokenizer.WORD, "vocab_file": str(vocabulary)},
+            {"kind": Tokenizer.CHAR},
+            {"kind": Tokenizer.CHAR, "min_count": 2},
+            {"kind": Tokenizer.CHAR, "lower_case": True},
+            {"kind": Tokenizer.WORD},
+            {"kind": Tokenizer.WORD, "line_mark": LineMark.S},
+            {"kind": Tokenizer.WORD, "line_mark": LineMark.NONE},
+            {"kind": Tokenizer.WORD, "vocab_file": str(vocabulary)},
         ),
         start=1,
     ):
@@ -214,7 +212,7 @@ def test_a_bar_shows_how_far_a_text_is_read(poem, read, monkeypatch):
             bars.append(self)
 
     monkeypatch.setattr(tqdm, "tqdm", Bar)
-    read(own_text(tokenizer=Tokenizer.WORD, **poem))
+    read(own_text(kind=Tokenizer.WORD, **poem))
     splits_read = [("train", 32), ("valid", 10), ("test", 15)]
     expected = [*splits_read, ("", 32), *splits_read]  # Read, its words counted, encoded.
     assert [(bar.n, bar.total) for bar in bars] == [(size, size) for _, size in expected]
@@ -224,26 +222,26 @@ def test_a_bar_shows_how_far_a_text_is_read(poem, read, monkeypatch):
 
 def test_a_vocabulary_file_is_known_by_its_content(poem, tmp_path, read):
     words, same = tmp_path / "words", tmp_path / "same"
-    config = own_text(tokenizer=Tokenizer.WORD, vocab_file=str(words), **poem)
+    config = own_text(kind=Tokenizer.WORD, vocab_file=str(words), **poem)
     words.write_text("the\nsat\n")
     same.write_text("the\nsat\n")
     assert read(config).vocabulary.words == ("<eos>", "the", "sat", "<unk>")
-    read(own_text(tokenizer=Tokenizer.WORD, vocab_file=str(same), **poem))
+    read(own_text(kind=Tokenizer.WORD, vocab_file=str(same), **poem))
     assert len(stores(tmp_path / "cache")) == 1
     words.write_text("the\ncat\n")
     assert texts(read(config))[1] == b"<unk> <unk> <unk> \n"
     assert len(stores(tmp_path / "cache")) == 2
     words.unlink()
-    with pytest.raises(FileNotFoundError, match=rf"--data\.vocab_file\b.*{words}\b"):
+    with pytest.raises(UserError, match=rf"--data\.tokenizer\.vocab_file\b.*{words}\b"):
         read(config)
 
 
 # A given vocabulary, as of a run that scores
 
 
-@pytest.mark.parametrize("tokenizer", [Tokenizer.BYTE, Tokenizer.CHAR, Tokenizer.WORD])
-def test_the_text_of_a_run_needs_no_second_store(tokenizer, poem, tmp_path, read):
-    config = own_text(tokenizer=tokenizer, **poem)
+@pytest.mark.parametrize("kind", [Tokenizer.BYTE, Tokenizer.CHAR, Tokenizer.WORD])
+def test_the_text_of_a_run_needs_no_second_store(kind, poem, tmp_path, read):
+    config = own_text(kind=kind, **poem)
     trained = read(config)
     scored = read(config, vocabulary=trained.vocabulary)
     assert texts(scored) == texts(trained) and len(stores(tmp_path / "cache")) == 1
@@ -252,15 +250,15 @@ def test_the_text_of_a_run_needs_no_second_store(tokenizer, poem, tmp_path, read
 
 def test_the_text_of_a_run_with_a_vocabulary_file_needs_no_second_store(poem, tmp_path, read):
     (tmp_path / "words").write_text("the\nsat\n")
-    config = own_text(tokenizer=Tokenizer.WORD, vocab_file=str(tmp_path / "words"), **poem)
+    config = own_text(kind=Tokenizer.WORD, vocab_file=str(tmp_path / "words"), **poem)
     trained = read(config)
     assert read(config, vocabulary=trained.vocabulary).train.filename == trained.train.filename
 
 
 def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
-    trained = read(own_text(tokenizer=Tokenizer.WORD, **poem))
+    trained = read(own_text(kind=Tokenizer.WORD, **poem))
     (tmp_path / "other").write_text("the cow sat\n" * 40)
-    config = own_text(tokenizer=Tokenizer.WORD, file=str(tmp_path / "other"))
+    config = own_text(kind=Tokenizer.WORD, file=str(tmp_path / "other"))
     before = read(config)
     other = read(config, vocabulary=trained.vocabulary)
     assert other.vocabulary == trained.vocabulary
@@ -275,25 +273,25 @@ def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
 def test_a_given_vocabulary_is_not_counted(poem, read, monkeypatch):
     monkeypatch.setattr(build_vocabulary, "make_vocabulary", never)
     given = WordVocabulary(("the", "<eos>", "<unk>"))
-    assert texts(read(own_text(tokenizer=Tokenizer.WORD, **poem), vocabulary=given))[2] == b"<unk> <unk> \nthe <unk> \n"
+    assert texts(read(own_text(kind=Tokenizer.WORD, **poem), vocabulary=given))[2] == b"<unk> <unk> \nthe <unk> \n"
 
 
 def test_foreign_bytes_are_named_with_file_and_offset(poem, tmp_path, read):
     given = ByteVocabulary.of(b"\n Tacdeghinost")
     assert texts(read(own_text(**poem | {"test": poem["valid"]}), vocabulary=given))[1] == b"a dog sat\n"
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/test\b.*\b72\b.*\b1\b.*\b14\b"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}/test\b.*\b72\b.*\b1\b.*\b14\b"):
         read(own_text(**poem), vocabulary=given)
     (tmp_path / "one").write_bytes(b"the cat sat\n" * 9 + b"a\xff\n")
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/one\b.*\b255\b.*\b109\b.*\b14\b"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}/one\b.*\b255\b.*\b109\b.*\b14\b"):
         read(own_text(file=str(tmp_path / "one")), vocabulary=given)
     assert len(stores(tmp_path / "cache")) == 1
 
 
 def test_text_that_is_no_utf8_is_named_with_file_and_offset(tmp_path, read):
     (tmp_path / "one").write_bytes(b"the cat sat\n" * 99 + b"a\xff\n")
-    for tokenizer in (Tokenizer.CHAR, Tokenizer.WORD):
-        with pytest.raises(ValueError, match=rf"^{tmp_path}/one\b.*\b0xff\b.*\b1189\b"):
-            read(own_text(file=str(tmp_path / "one"), tokenizer=tokenizer))
+    for kind in (Tokenizer.CHAR, Tokenizer.WORD):
+        with pytest.raises(UserError, match=rf"^{tmp_path}/one\b.*\b0xff\b.*\b1189\b"):
+            read(own_text(file=str(tmp_path / "one"), kind=kind))
 
 
 # A prefix of a published corpus
@@ -306,9 +304,7 @@ def test_a_prefix_is_split_by_position_with_all_bytes_as_tokens(corpus, tmp_path
     assert texts(kept) == [SMALL_TEXT[:90], SMALL_TEXT[90:95], SMALL_TEXT[95:]]
     assert (kept.name, kept.vocabulary.size) == (f"{corpus} prefix", 256)
     assert re.search(r"\b100\b.*\bstart\b", kept.description)
-    dropped = read(
-        DataConfig(corpus=corpus, file=str(tmp_path / "start"), tokenizer=TokenizerConfig(newlines=Newlines.DROP))
-    )
+    dropped = read(data_config(corpus=corpus, file=str(tmp_path / "start"), newlines=Newlines.DROP))
     assert texts(dropped) == [part.replace(b"\n", b"") for part in texts(kept)]
     assert (dropped.vocabulary.size, dropped.digest) == (256, kept.digest)
     assert dropped.description != kept.description
@@ -323,7 +319,7 @@ def test_one_text_under_two_names_has_two_stores(tmp_path, read):
 
 def test_a_prefix_can_be_read_as_characters(tmp_path, read):
     (tmp_path / "start").write_text("é" * 1001)
-    texts(read(DataConfig(file=str(tmp_path / "start"), tokenizer=TokenizerConfig(kind=Tokenizer.CHAR))))
+    texts(read(data_config(file=str(tmp_path / "start"), kind=Tokenizer.CHAR)))
 
 
 # Python's library
@@ -355,7 +351,7 @@ def test_real_prefixes(corpus, file, data_dir, read):
 
 def test_penn_treebank_as_own_text(data_dir, read):
     files = {split: (str(data_dir / "ptb" / f"ptb.{split}.txt"),) for split in ("train", "valid", "test")}
-    corpus = read(own_text(tokenizer=Tokenizer.WORD, **files))
+    corpus = read(own_text(kind=Tokenizer.WORD, **files))
     assert list(map(len, splits(corpus))) == [929_589, 73_760, 82_430]
     assert corpus.vocabulary.size == 10_000 and corpus.vocabulary.words[:3] == ("<eos>", "the", "<unk>")
     counts = np.bincount(corpus.train)
@@ -370,8 +366,8 @@ def test_penn_treebank_as_own_text(data_dir, read):
 
 def test_wikitext_2_as_own_text(data_dir, read):
     valid, test = (str(data_dir / "wikitext-2" / f"{split}.txt") for split in ("valid", "test"))
-    fields = {"tokenizer": Tokenizer.WORD, "train": (valid,), "valid": (valid,), "test": (test,)}
+    fields = {"kind": Tokenizer.WORD, "train": (valid,), "valid": (valid,), "test": (test,)}
     corpus = read(own_text(empty_end=EmptyEnd.KEEP, **fields))
     assert list(map(len, splits(corpus))) == [217_646, 217_646, 245_569]
-    with pytest.raises(ValueError, match=r"valid\.txt\b.*\b2\b.*--data\.empty_end=keep"):
+    with pytest.raises(UserError, match=r"valid\.txt\b.*\b2\b.*--data\.tokenizer\.empty_end=keep"):
         read(own_text(**fields))

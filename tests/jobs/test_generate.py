@@ -20,7 +20,10 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.sources.text import File
 from txl_jax.data.tokens import sentencepiece as pieces_lib
-from txl_jax.data.tokens.vocabulary import ByteVocabulary, CharacterVocabulary, WordVocabulary
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.tokens.character_vocabulary import CharacterVocabulary
+from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.errors import UserError
 from txl_jax.jobs import generate
 from txl_jax.jobs.generate import read_stop
 
@@ -97,7 +100,7 @@ def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypat
     monkeypatch.setattr(generate, "Generator", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
     config = config_tree.replace(config, {"eval.cache_dtype": DType.BFLOAT16, "generate.length": 1})
     generate.run(config, corpus.vocabulary, workdir, log=str, write=str)
-    assert made == [{"memory_dtype": jnp.bfloat16, "stop_token": None}]
+    assert [kwargs["memory_dtype"] for kwargs in made] == [jnp.bfloat16]
 
 
 def test_a_stop_that_never_comes_changes_nothing(run):
@@ -108,7 +111,7 @@ def test_a_stop_that_never_comes_changes_nothing(run):
 
 def test_a_model_without_memory_is_refused(run):
     config = config_tree.replace(run[0], {"eval.mem_len": 0, "eval.same_length": False})
-    with pytest.raises(ValueError, match=r"eval\.mem_len\D*\b0\b.*--eval\.mem_len"):
+    with pytest.raises(UserError, match=r"eval\.mem_len\D*\b0\b.*--eval\.mem_len"):
         generate.run(config, run[1].vocabulary, run[2])
 
 
@@ -119,7 +122,7 @@ def test_a_stop_while_the_prompt_is_read_writes_nothing(run):
 
 def test_absolute_positions_are_refused(run):
     config = config_tree.replace(run[0], {"model.encoding": Encoding.VASWANI})
-    with pytest.raises(ValueError, match=r"model\.encoding.*\bvaswani\b"):
+    with pytest.raises(UserError, match=r"model\.encoding.*\bvaswani\b"):
         generate.run(config, run[1].vocabulary, run[2])
 
 
@@ -174,7 +177,7 @@ def test_the_text_of_a_token_is_found(vocabulary, stop, token):
     ],
 )
 def test_what_is_not_one_known_token_is_refused_by_what_it_became(vocabulary, stop, says):
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(UserError, match=says) as error:
         read_stop(GenerateConfig(stop=stop), vocabulary)
     assert "\n" not in str(error.value)
 
@@ -187,5 +190,5 @@ def test_pieces_stop_at_a_piece_and_at_their_mark():
         assert read_stop(GenerateConfig(stop=stop), learnt) == learnt.mark
     single = next(token for token in range(259, 268) if learnt.encode(learnt.names()[token]).tolist() == [token])
     assert read_stop(GenerateConfig(stop=learnt.names()[single].decode()), learnt) == single
-    with pytest.raises(ValueError, match=r"'unheard of'.*\b\d+\b"):
+    with pytest.raises(UserError, match=r"'unheard of'.*\b\d+\b"):
         read_stop(GenerateConfig(stop="unheard of"), learnt)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from txl_jax.data.batches.segments import evaluation_segments
 from txl_jax.evaluation.streaming import Scores, evaluate
 from txl_jax.jobs import score as score_job
-from txl_jax.jobs.score import Interrupted, put_in_text_order, watched
+from txl_jax.jobs.score import Interrupted, progress_bar, put_in_text_order
 from txl_jax.metrics import Measure, Totals
 
 
@@ -51,7 +51,9 @@ def totals(done):
 
 
 def watch(done, *, said, stop=lambda: False, total=50):
-    with watched("a text", total, unit="segment", measure=Measure.BPC, log=said.append, stop_requested=stop) as show:
+    with progress_bar(
+        "a text", total, unit="segment", measure=Measure.BPC, log=said.append, stop_requested=stop
+    ) as show:
         for each in done:
             show(each, totals(each))
 
@@ -65,6 +67,21 @@ def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch, capsy
     for line, percent, remaining in zip(said, (20, 50), ("0:01:20", "0:00:45"), strict=True):
         assert re.match(rf"a text:\D*\b{percent}%.*\bbpc 1\.0000\b.*\b{remaining}$", line), line
     assert capsys.readouterr().err == ""
+
+
+def test_before_anything_is_scored_no_score_is_shown(monkeypatch, capsys):
+    """While warm-up tokens are read, and in studies that score nothing, a mean would be nan."""
+    clock = iter([100, 130, 160])
+    monkeypatch.setattr(score_job.time, "monotonic", lambda: next(clock))
+    said = []
+    with progress_bar(
+        "attention", 50, unit="segment", measure=Measure.BPC, log=said.append, stop_requested=lambda: False
+    ) as show:
+        show(5, Totals())
+        show(10, totals(10))
+    assert len(said) == 2 and "nan" not in said[0] and "bpc" not in said[0] and "10%" in said[0]
+    assert re.search(r"ETA 0:04:30$", said[0])
+    assert "bpc 1.0000" in said[1]
 
 
 def test_on_a_terminal_a_bar_moves_and_no_line_is_said(monkeypatch):
@@ -82,14 +99,15 @@ def test_on_a_terminal_a_bar_moves_and_no_line_is_said(monkeypatch):
     monkeypatch.setattr(tqdm, "tqdm", Bar)
     monkeypatch.setattr(score_job, "_SECONDS_BETWEEN_LINES", 0)
     said = []
-    watch([10, 30], said=said)
+    watch([0, 10, 30], said=said)
     assert said == [] and (bars[0].n, bars[0].total) == (30, 50)
     shown = screen.getvalue()
+    assert "nan" not in shown
     assert "a text:  60%" in shown and "30/50" in shown and "bpc 1.0000" in shown
     assert shown.endswith("\r"), "the bar is wiped off: the result's line takes its place"
 
 
 def test_a_stop_ends_it_by_name(capsys):
     said, asked = [], iter([False, True])
-    with pytest.raises(Interrupted, match="^a text$"):
+    with pytest.raises(Interrupted, match=r"^a text$"):
         watch([1, 2, 3], said=said, stop=lambda: next(asked))

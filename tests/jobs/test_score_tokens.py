@@ -1,4 +1,4 @@
-"""Tests the scores of single tokens: their file, their order at any batch and segment, and that they sum to the totals."""
+"""Tests the scores of single tokens: their file, their order at any batch and segment, their sum."""
 
 import re
 
@@ -11,7 +11,7 @@ from support import drawn_run, tiny_run
 from txl_jax.config import CorpusName, DataConfig, LineMark
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.data.tokens.vocabulary import WordVocabulary
+from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.jobs import evaluate, score_tokens
 from txl_jax.jobs.score import SPLITS, Interrupted
 from txl_jax.jobs.workdir import TextInfo

@@ -11,6 +11,7 @@ from support import drawn_run, tiny_run
 from txl_jax.config import CorpusName, DataConfig, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
 from txl_jax.jobs import evaluate, temperature
 from txl_jax.jobs.workdir import TextInfo
 
@@ -76,5 +77,5 @@ def test_at_one_it_is_the_evaluation(run):
 
 @pytest.mark.parametrize(("temperatures", "told"), [([], "temperature"), ([0.0], r"eval\.temperature\D*\b0\.0\b")])
 def test_what_is_no_temperature_is_refused(temperatures, told):
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(UserError, match=told):
         temperature.at_temperatures(tiny_run.CONFIG, temperatures)

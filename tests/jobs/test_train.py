@@ -22,7 +22,7 @@ from txl_jax.config import (
 )
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.data.tokens.vocabulary import ByteVocabulary
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.errors import NonFiniteError
 from txl_jax.jobs import evaluate, generate, train
 from txl_jax.jobs.restore import load_parameters

@@ -10,7 +10,8 @@ import pytest
 
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer, TokenizerConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.data.tokens.vocabulary import WordVocabulary, dumps
+from txl_jax.data.tokens.vocabulary import dumps
+from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.jobs.workdir import TextInfo, Workdir
 
 CONFIG = ExperimentConfig(

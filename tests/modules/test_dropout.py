@@ -1,4 +1,6 @@
-"""Tests of what is left out in training: masks, whom they are shared by, and expectations."""
+"""Tests dropout: masks and who shares them, expectations, and rates given beside the config."""
+
+import dataclasses
 
 import flax.linen as nn
 import jax
@@ -8,8 +10,8 @@ import optax
 import pytest
 
 from support import tiny
-from txl_jax.config import Network
-from txl_jax.modules.dropout import dropout
+from txl_jax.config import DropoutConfig, Network
+from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.lstm import LSTM
@@ -59,7 +61,7 @@ def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilitie
         return call(*args, **kwargs)
 
     memory, variables = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.variables(model)
-    options = {"clamp_len": 0, "same_length": False, "deterministic": False, "method": model.encode}
+    options = {"clamp_len": None, "same_length": False, "deterministic": False, "method": model.encode}
     with nn.intercept_methods(interceptor):
         model.apply(variables, tiny.text(5), memory, rngs={"dropout": jax.random.key(0, impl="rbg")}, **options)
     probabilities = (tiny.B, tiny.H, 5, 8)
@@ -79,7 +81,7 @@ def test_queries_keys_and_values_have_a_dropout_of_their_own(tied):
         return call(*args, **kwargs)
 
     memory, variables = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.variables(model)
-    options = {"clamp_len": 0, "same_length": False, "deterministic": False, "method": model.encode}
+    options = {"clamp_len": None, "same_length": False, "deterministic": False, "method": model.encode}
     with nn.intercept_methods(interceptor):
         model.apply(variables, tiny.text(5), memory, rngs=RNGS, **options)
     tokens = {(tiny.B, tiny.H, n, tiny.E) for n in (5, 8)}
@@ -138,7 +140,7 @@ def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
 
     @jax.jit
     def loss(params, key):
-        options = {"clamp_len": 0, "same_length": False, "deterministic": False, "method": model.encode}
+        options = {"clamp_len": None, "same_length": False, "deterministic": False, "method": model.encode}
         hidden, _ = model.apply({"params": params}, tiny.text(5), memory, rngs={"dropout": key}, **options)
         return model.apply({"params": params}, hidden, tiny.text(5, seed=1), method=model.nll).mean()
 
@@ -158,20 +160,45 @@ def test_rates_of_input_and_output_may_differ_from_the_others(network):
             seen.append((context.module.rate, args[0]))
         return call(*args, **kwargs)
 
-    options = {"clamp_len": 0, "same_length": False, "deterministic": False, "method": model.encode}
+    options = {"clamp_len": None, "same_length": False, "deterministic": False, "method": model.encode}
     with nn.intercept_methods(interceptor):
         model.apply(variables, tiny.text(5), memory, rngs={"dropout": jax.random.key(0, impl="rbg")}, **options)
     rates = [rate for rate, array in seen if array.ndim < 4]  # But for attention probabilities.
     first = 1 if network is Network.LSTM else 2  # Codes and embedding.
     assert rates[:first] == [0.6] * first and rates[-1] == 0.5 and set(rates[first:-1]) == {0.3}
-    assert (config(dropout__rate=0.3).input_rate, config(dropout__rate=0.3, dropout__output=0.0).output_rate) == (
-        0.3,
-        0.0,
-    )
+
+
+def test_rates_of_input_and_output_follow_the_rate_if_they_are_none():
+    rates = DropoutRates.of(DropoutConfig(rate=0.3, output=0.0, qkv=0.1))
+    assert rates == (0.3, 0.0, 0.3, 0.0, 0.1, 0.0, 0.0)
+    assert DropoutRates.of(DropoutConfig(rate=0.3, output=0.0), rate=0.5)[:4] == (0.5, 0.0, 0.5, 0.0)
+    assert DropoutRates.of(DropoutConfig(rate=0.3), input=0.0, rate=0.5)[:4] == (0.5, 0.0, 0.0, 0.5)
+    assert set(DropoutRates._fields) == {field.name for field in dataclasses.fields(DropoutConfig)} - {"locked"}
+
+
+@pytest.mark.parametrize("network", Network)
+def test_rates_beside_the_config_are_those_of_the_config(network):
+    """Vmapped over models with other rates, each of all seven: what each would give whose config has them."""
+    build = {Network.LSTM: LSTM, Network.TRANSFORMER_XL: TransformerXL}[network]
+    model = build(config(network=network, dropout__rate=0.9), tiny.COMPAT, tiny.V)
+    memory = model.init_memory(batch_size=tiny.B, mem_len=3)
+    params = nn.unbox(init_params(model, jax.random.key(0)))
+
+    def hidden(model):
+        options = {"clamp_len": None, "same_length": False, "deterministic": False, "method": model.encode}
+        return model.apply({"params": params}, tiny.text(5), memory, rngs=RNGS, **options)[0]
+
+    settings = [dict(zip(DropoutRates._fields, np.arange(7) / 10 + shift, strict=True)) for shift in (0.1, 0.2)]
+    traced = jax.tree.map(lambda *numbers: jnp.asarray(numbers), *(DropoutRates(**rates) for rates in settings))
+    found = jax.vmap(lambda rates: hidden(model.clone(rates=rates)))(traced)
+    for rates, own in zip(settings, found, strict=True):
+        of_config = config(network=network, **{f"dropout__{name}": float(rate) for name, rate in rates.items()})
+        np.testing.assert_allclose(own, hidden(model.clone(config=of_config)), rtol=1e-5, atol=1e-6)
+    assert np.abs(found[0] - found[1]).max() > 0.01
 
 
 def test_scoring_leaves_nothing_out():
-    rates = {"dropout": 0.5, "attention_dropout": 0.5, "embedding_dropout": 0.5, "weight_dropout": 0.5}
+    rates = {f"dropout__{name}": 0.5 for name in ("rate", "attention", "embedding", "weight")}
     plain, dropped = tiny.make(), tiny.make(dropout__locked=True, **rates)
     variables, memory = tiny.variables(plain), plain.init_memory(batch_size=tiny.B, mem_len=3)
     found = [tiny.encoder(model)(variables, tiny.text(5), memory)[0] for model in (plain, dropped)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from support import tiny
 from txl_jax.assemble import Compilation, RunComponents, assemble
-from txl_jax.config import EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
+from txl_jax.config import DropoutConfig, EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.segments import SegmentReader, training_segments
 from txl_jax.modules.transformer_xl import TransformerXL
@@ -27,7 +27,7 @@ STEPS = 10
 EPOCH = 3  # Segments, so that epochs end inside calls of 2 and of 5 updates.
 
 CONFIG = ExperimentConfig(
-    model=dataclasses.replace(tiny.CONFIG, dropout=0.3),
+    model=dataclasses.replace(tiny.CONFIG, dropout=DropoutConfig(rate=0.3)),
     optimizer=OptimizerConfig(learning_rate=0.01, clip_norm=0.5),
     train=TrainConfig(
         steps=STEPS,
@@ -43,7 +43,7 @@ CONFIG = ExperimentConfig(
 
 
 def parts(**changes: Any) -> RunComponents:
-    """The parts of the tiny run with some settings changed: `model__dropout` for model.dropout.rate, and so on."""
+    """The parts of the tiny run with some settings changed: `model__dropout__rate` for model.dropout.rate."""
     dotted = {name.replace("__", "."): value for name, value in changes.items()}
     return assemble(config_tree.replace(CONFIG, dotted), vocab_size=tiny.V)
 

@@ -7,7 +7,7 @@ import pytest
 from support import tiny_run
 from txl_jax.config import LossPart
 
-EXACT = {"model__dropout": 0.0, "model__dtype": "float64"}
+EXACT = {"model__dropout__rate": 0.0, "model__dtype": "float64"}
 
 
 @pytest.fixture(autouse=True)

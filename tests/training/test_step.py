@@ -11,7 +11,7 @@ from txl_jax.config import DType, LossPart
 from txl_jax.training.step import make_train_step
 
 # Half loss without dropout and without a limit on the gradient.
-HALF = {"model__dropout": 0.0, "optimizer__clip_norm": 1e9, "train__loss": LossPart.HALF}
+HALF = {"model__dropout__rate": 0.0, "optimizer__clip_norm": 1e9, "train__loss": LossPart.HALF}
 
 
 def one_update(state=None, segments=None, *, step=0, **changes):

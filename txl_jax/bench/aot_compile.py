@@ -1,7 +1,7 @@
 """Ahead-of-time (AOT) compilation of a run's programs for devices that are not at hand: memory and collectives.
 
-The devices are those of a topology (`jax.experimental.topologies`). The programs are compiled as they would be there, so
-what does not shard or does not fit fails here. Neither numbers nor speed come out of it.
+The devices are those of a topology (`jax.experimental.topologies`). The programs are compiled as they would be there,
+so what does not shard or does not fit fails here. Neither numbers nor speed come out of it.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ def compile_generation(components: RunComponents) -> Compiled:
     """Compiles the step that generates 16 tokens; raises `DoesNotFitError`.
 
     Args:
-      components: those of a model that can generate (`jobs.generate.check_can_write`).
+      components: those of a model that can generate (`jobs.generate.check_can_generate`).
     """
     config, samples = components.config, components.config.generate.samples
     generator = Generator(

@@ -1,4 +1,4 @@
-"""Benchmarks this model against Hugging Face's TransfoXL with the same weights on the same tokens, calls interleaved."""
+"""Benchmarks this model against Hugging Face's TransfoXL with the same weights on the same tokens, interleaved."""
 
 import dataclasses
 import itertools

@@ -1,14 +1,13 @@
 """Estimates of what a configuration needs on a slice of Cloud TPUs: memory, collectives, FLOPs, roofline.
 
-Training, evaluation and generation are compiled for the slice by the TPU's own compiler (libtpu), on a machine that has no
-TPU. Without libtpu only the part that follows from the shapes of arrays is known.
+Training, evaluation and generation are compiled for the slice by the TPU's own compiler (libtpu), on a machine that has
+no TPU. Without libtpu only the part that follows from the shapes of arrays is known.
 """
 
 import collections
 import dataclasses
 import datetime
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from txl_jax import sharding
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench import aot_compile, tpu_topologies
 from txl_jax.bench.aot_compile import Compiled, DoesNotFitError
+from txl_jax.bench.output import Log, print_line
 from txl_jax.bench.roofline import CHIPS, Bounds, Chip, lower_bounds
 from txl_jax.bench.synthetic_tokens import default_vocab_size
 from txl_jax.config import ExperimentConfig
@@ -25,7 +25,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.errors import UserError
 from txl_jax.jobs import report
-from txl_jax.jobs.generate import check_can_write
+from txl_jax.jobs.generate import check_can_generate
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json
 
@@ -34,9 +34,6 @@ TASKS = {
     "evaluation": aot_compile.compile_evaluation,
     "generation": aot_compile.compile_generation,
 }
-
-Log = Callable[[str], None]
-print_now = functools.partial(print, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Plan:
             tpu_topologies.split(self.topology[0])
 
 
-def run(config: ExperimentConfig, plan: Plan, log: Log = print_now) -> list[dict[str, Any]]:
+def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> list[dict[str, Any]]:
     """Prints what is known of one configuration on one slice, and writes the JSON file.
 
     Args:
@@ -195,9 +192,9 @@ def format_roofline(components: RunComponents, bounds: Bounds, *, complete: bool
     links = f", collectives {1e3 * bounds.communication:.1f} ms" if complete else ""
     return (
         f"\nroofline: an update takes at least {1e3 * bounds.overlapped:.1f} ms "
-        f"({tokens / bounds.overlapped:,.0f} tokens/s) with perfect overlap, {1e3 * bounds.serial:.1f} ms without any:\n"
-        f"matrix products {1e3 * bounds.compute:.1f} ms, HBM {1e3 * bounds.hbm:.1f} ms{links}, at the rates of the data "
-        "sheet. Of the adaptive\nsoftmax only the head is counted, arrays as often as they must be moved, scratch once "
+        f"({tokens / bounds.overlapped:,.0f} tokens/s) with perfect overlap, {1e3 * bounds.serial:.1f} ms with none:\n"
+        f"matrix products {1e3 * bounds.compute:.1f} ms, HBM {1e3 * bounds.hbm:.1f} ms{links}, at data sheet "
+        "rates. Of the adaptive\nsoftmax only the head is counted, arrays as often as they must be moved, scratch once "
         "each way."
     )
 
@@ -206,7 +203,7 @@ def _estimate_task(components: RunComponents, topology: str, chip: Chip, name: s
     """Compiles one task and prints what it needs; returns its record."""
     if name == "generation":
         try:
-            check_can_write(components.config)
+            check_can_generate(components.config)
         except UserError as error:
             log(f"\n{name}: not possible, {error}")
             return make_record(components, topology, name, None) | {"not_possible": str(error)}

@@ -7,15 +7,14 @@ from txl_jax.assemble import RunComponents
 from txl_jax.bench import aot_compile, tpu_topologies
 from txl_jax.bench.aot_compile import Compiled, DoesNotFitError
 from txl_jax.bench.estimate import (
-    Log,
     Plan,
     assemble_on,
     format_bytes,
     format_versions,
     make_record,
-    print_now,
     write_records,
 )
+from txl_jax.bench.output import Log, print_line
 from txl_jax.bench.roofline import CHIPS, lower_bounds
 from txl_jax.config import ExperimentConfig, MeshConfig, Remat
 from txl_jax.config import tree as config_tree
@@ -28,7 +27,7 @@ _HEAD = (
 )
 
 
-def run_table(configs: Mapping[str, ExperimentConfig], plan: Plan, log: Log = print_now) -> list[dict[str, Any]]:
+def run_table(configs: Mapping[str, ExperimentConfig], plan: Plan, log: Log = print_line) -> list[dict[str, Any]]:
     """Prints a markdown table with one row per configuration and slice, and writes the JSON file.
 
     Args:

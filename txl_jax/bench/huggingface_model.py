@@ -118,7 +118,7 @@ class HuggingFaceModel:
         return float(loss.detach())
 
     def fill_memory(self, seed: int) -> None:
-        """Fills the memories of evaluation, generation and training, M slots each, with random states of unit variance."""
+        """Fills the memories of evaluation, generation and training with M random states of unit variance each."""
         torch, eval_config = self._torch, self._eval_config
         generator = torch.Generator().manual_seed(seed)
 

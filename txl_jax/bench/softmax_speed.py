@@ -12,7 +12,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from txl_jax.bench.output import Log, print_line
 from txl_jax.bench.synthetic_tokens import EXPONENT, SHIFT, draw_tokens, probabilities
 from txl_jax.config import ExperimentConfig, ModelConfig, TrainConfig
 from txl_jax.config.settings import check_fields, require, setting
@@ -75,7 +76,7 @@ class SoftmaxTiming:
         return statistics.median(self.seconds)
 
 
-def run(config: ExperimentConfig, plan: Plan, log: Callable[[str], None] = print) -> dict[str, SoftmaxTiming]:
+def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> dict[str, SoftmaxTiming]:
     """Measures both softmaxes and prints a markdown table; returns the timings by name.
 
     Args:

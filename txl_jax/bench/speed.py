@@ -2,8 +2,7 @@
 
 import dataclasses
 import enum
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench import compare_huggingface, throughput
 from txl_jax.bench.compare_huggingface import Comparison
 from txl_jax.bench.huggingface_model import HuggingFaceModel
+from txl_jax.bench.output import Log, print_line
 from txl_jax.bench.synthetic_tokens import default_vocab_size
 from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
-from txl_jax.jobs.generate import check_can_write
+from txl_jax.jobs.generate import check_can_generate
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json
 
@@ -26,8 +26,6 @@ TASKS = ("data_loading", "training", "evaluation", "generation")
 _HEAD = "| task | rows x segment | memory | tokens/s | slowest | fastest | compiled in | needs |"
 _HEAD_OF_COMPARISON = "| task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest |"
 _RULE = "|---|---|---|---|---|---|---|---|"
-
-Log = Callable[[str], None]
 
 
 class Peer(enum.StrEnum):
@@ -68,7 +66,7 @@ class Plan:
         return self.tasks or (TASKS[1:] if self.peer else TASKS)
 
 
-def run(config: ExperimentConfig, plan: Plan, log: Log = functools.partial(print, flush=True)) -> dict[str, Any]:
+def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> dict[str, Any]:
     """Measures the tasks of a plan with untrained weights, prints a markdown table and writes the JSON file.
 
     Args:
@@ -86,7 +84,7 @@ def run(config: ExperimentConfig, plan: Plan, log: Log = functools.partial(print
         config = compare_huggingface.with_peer_compat(config)
         compare_huggingface.check_generation_settings(config)
     if "generation" in plan.chosen_tasks:
-        check_can_write(config)
+        check_can_generate(config)
     vocab_size = plan.vocab_size or default_vocab_size(config.data.corpus)
     components = assemble(config, vocab_size=vocab_size)
     facts = environment.describe()
@@ -159,8 +157,8 @@ def format_comparison(comparison: Comparison) -> str:
     """Formats the table row of a task beside the peer's."""
     task, speedups = comparison.ours.task, comparison.speedups
     return (
-        f"| {task.name} | {task.shape} | {task.mem_len} | {comparison.ours.median:,.4g} | {comparison.peer.median:,.4g} | "
-        f"{comparison.speedup:.2f} | {min(speedups):.2f} | {max(speedups):.2f} |"
+        f"| {task.name} | {task.shape} | {task.mem_len} | {comparison.ours.median:,.4g} | "
+        f"{comparison.peer.median:,.4g} | {comparison.speedup:.2f} | {min(speedups):.2f} | {max(speedups):.2f} |"
     )
 
 
@@ -220,5 +218,5 @@ def _task_pairs(
 
 
 def _tail_choices(components: RunComponents) -> tuple[bool, ...]:
-    """Returns the values of `every_tail`: generation skips tails of the softmax that cannot matter, so both extremes."""
+    """Returns the values of `every_tail` to time: generation skips tails that cannot matter, so both extremes."""
     return (False, True) if components.config.model.cutoffs else (False,)

@@ -1,1 +1,1 @@
-"""From files to segments: bytes are read (sources), become tokens (vocabulary, corpus) and are dealt out (segments)."""
+"""Data pipeline: files are read (sources), become token ids (tokens), and are cut into segments (batches)."""

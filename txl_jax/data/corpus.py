@@ -1,6 +1,6 @@
-"""The one door to a text: from a config to three splits of token ids, memory-mapped.
+"""Entry point of the data: reads the text of a config as three memory-mapped splits of token ids.
 
-files -> Text (own_text, published) -> Vocabulary (counting) -> token store (store) -> Corpus
+files -> Text (sources) -> Vocabulary (tokens/build_vocabulary) -> token store (tokens/store) -> Corpus
 """
 
 import dataclasses
@@ -20,42 +20,42 @@ from txl_jax.data.sources import local_files, published
 from txl_jax.data.sources.text import File, Text
 from txl_jax.data.tokens import build_vocabulary, store
 from txl_jax.data.tokens.vocabulary import Vocabulary, digest
+from txl_jax.errors import UserError
 
-# Files that the ids depend on too; the store's name holds the digest of what is in them.
+# Files that the ids depend on too; the store's name holds the digest of their contents.
 _NAMED_FILES = ("vocab_file", "sentencepiece_model")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # Arrays have no single truth value; compare digests.
 class Corpus:
-    """A text ready to be dealt out in segments."""
+    """A text as token ids."""
 
-    name: str  # Short: what a table's row is called.
-    description: str  # One line for people: what was read and how.
-    digest: str  # sha256 of what was read, in hexadecimal.
-    vocabulary: Vocabulary  # What the ids mean.
+    name: str  # Short, for a row of a table.
+    description: str  # One line for people: the text and its tokens.
+    digest: str  # sha256 of the text, in hexadecimal.
+    vocabulary: Vocabulary  # Of the ids.
     train: np.ndarray  # Integer ids, one axis, memory-mapped; so are the next two.
     valid: np.ndarray
     test: np.ndarray
-    sentences: np.ndarray | None = None  # int64 [n + 1]: where each line of `train` begins, and where the last ends.
-    data_dir: str = ""  # Where it was read from,
-    cache_dir: str = ""  # and where its ids lie; both absolute, so that it is found again.
+    sentences: np.ndarray | None = None  # int64 [n + 1]: the start of each line of `train`, and the end of the last.
+    data_dir: str = ""  # Folder of its files; absolute, so that it is found again.
+    cache_dir: str = ""  # Folder of the prepared text and ids; absolute.
 
 
 def read_corpus(
     config: DataConfig, data_dir: str, cache_dir: str | None = None, *, vocabulary: Vocabulary | None = None
 ) -> Corpus:
-    """Reads the text that a config asks for.
+    """Reads the text of a config.
 
     Args:
-      config: which text, and what its tokens are.
+      config: the text and its tokens.
       data_dir: folder of the published corpora's files.
-      cache_dir: folder for what is made of them; None: `prepared` in `data_dir`.
-      vocabulary: that of a trained run, to score another text with; None: the text's own.
+      cache_dir: folder for the prepared text and ids; None: `prepared` in `data_dir`.
+      vocabulary: that of a trained run, to score another text; None: the text's own.
 
     Raises:
-      ValueError: a config, file or archive that cannot be used, or a split with fewer than 2 tokens.
-      FileNotFoundError: a file that is not there.
-      OSError: `cache_dir` cannot be written to.
+      UserError: a config, file or archive that cannot be used, a missing file, a split with fewer than 2 tokens, or a
+        `cache_dir` that cannot be written to.
     """
     config.validate()
     cache = Path(cache_dir or Path(data_dir, "prepared"))
@@ -63,7 +63,7 @@ def read_corpus(
     tokens = _tokens(config, text, cache / "tokens", vocabulary)
     return Corpus(
         name=text.name,
-        description=f"{text.description}, {_described(config)}",
+        description=f"{text.description}, {_describe_tokens(config)}",
         digest=text.digest,
         vocabulary=tokens.vocabulary,
         **tokens.splits,
@@ -76,30 +76,30 @@ def read_corpus(
 def _read_text(config: DataConfig, data_dir: str, cache_dir: str) -> Text:
     match config.corpus:
         case CorpusName.TEXT:
-            return local_files.read_own_text(config, reading=_watched)
+            return local_files.read_own_text(config, progress=_progress_bar)
         case CorpusName.PYTHON_STDLIB:
-            return local_files.read_python_stdlib(config, reading=_watched)
+            return local_files.read_python_stdlib(config, progress=_progress_bar)
         case CorpusName.ENWIK8 | CorpusName.TEXT8 if config.file:
-            return local_files.read_prefix(config, reading=_watched)
+            return local_files.read_prefix(config, progress=_progress_bar)
     return published.read(config.corpus, data_dir=data_dir, cache_dir=cache_dir, heldout=config.heldout)
 
 
 def _tokens(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary | None) -> store.TokenStore:
-    """The text's ids in its own vocabulary, or in a given one."""
+    """Returns the text's ids in its own vocabulary, or in a given one."""
     own = _settings(config, ignore_missing=vocabulary is not None)
     if vocabulary is None:
-        make = partial(build_vocabulary.make_vocabulary, config, text, reading=_watched)
-        return store.open_store(text, own, make, folder=folder, reading=_watched)
+        make = partial(build_vocabulary.make_vocabulary, config, text, progress=_progress_bar)
+        return store.open_store(text, own, make, folder=folder, progress=_progress_bar)
     # The text that a run was trained on needs no second store.
     found = store.find_store(text, own, folder)
     if found is not None and found.vocabulary == vocabulary:
         return found
     given = own | {"vocabulary": digest(vocabulary)}
-    return store.open_store(text, given, lambda: vocabulary, folder=folder, reading=_watched)
+    return store.open_store(text, given, lambda: vocabulary, folder=folder, progress=_progress_bar)
 
 
 def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
-    """Everything beside the text that its ids depend on. A file counts by its content."""
+    """Returns the settings that the ids depend on; a file counts by its content."""
     settings = {
         field.name: getattr(config.tokenizer, field.name)
         for field in dataclasses.fields(config.tokenizer)
@@ -111,14 +111,14 @@ def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
                 settings[name] = hashlib.sha256(
                     build_vocabulary.read_named(path, flag=f"--data.tokenizer.{name}")
                 ).hexdigest()
-            except FileNotFoundError:
+            except UserError:
                 if not ignore_missing:
                     raise
     return settings
 
 
-def _described(config: DataConfig) -> str:
-    """How the text was read, for people."""
+def _describe_tokens(config: DataConfig) -> str:
+    """Describes the tokens, for people."""
     if config.tokenizer.kind is Tokenizer.BYTE:
         return f"newlines {'dropped' if config.tokenizer.newlines is Newlines.DROP else 'kept'}"
     kinds = {Tokenizer.CHAR: "characters", Tokenizer.WORD: "words", Tokenizer.SENTENCEPIECE: "pieces"}
@@ -132,16 +132,17 @@ def _described(config: DataConfig) -> str:
     return f"as {'lower-case ' if config.tokenizer.lower_case else ''}{kinds[config.tokenizer.kind]}{marked}"
 
 
-def _watched(doing: str, files: Iterable[File]) -> Iterator[File]:
-    """Passes files on, with a bar over their bytes if they take more than a second to read, on a terminal."""
+def _progress_bar(description: str, files: Iterable[File]) -> Iterator[File]:
+    """Yields the files, with a bar over their bytes if reading takes more than a second, on a terminal."""
     files = list(files)
     size = sum(file.size for file in files)
-    with tqdm.tqdm(total=size, desc=doing, unit="B", unit_scale=True, delay=1, disable=None) as bar:
+    with tqdm.tqdm(total=size, desc=description, unit="B", unit_scale=True, delay=1, disable=None) as bar:
         for file in files:
-            yield dataclasses.replace(file, blocks=partial(_counted, file, bar))
+            yield dataclasses.replace(file, blocks=partial(_advance, file, bar))
 
 
-def _counted(file: File, bar: tqdm.tqdm) -> Iterator[bytes]:
+def _advance(file: File, bar: tqdm.tqdm) -> Iterator[bytes]:
+    """Yields the blocks of a file and advances the bar."""
     for block in file.blocks():
         yield block
         bar.update(len(block))

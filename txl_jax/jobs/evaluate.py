@@ -1,4 +1,4 @@
-"""The evaluation job: a trained run's parameters on the validation and test text."""
+"""The evaluation job: scores the validation and test text with a trained run's parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +28,7 @@ def run(
       trained_on: what the run was trained on; another text may be scored if its vocabulary is the same.
 
     Raises:
-      ValueError: the text has another vocabulary.
-      FileNotFoundError: the workdir holds no checkpoint.
+      UserError: the text has another vocabulary, or the workdir holds no checkpoint.
       Interrupted: a stop was requested.
     """
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)

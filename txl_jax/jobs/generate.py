@@ -1,4 +1,4 @@
-"""The generation job: a trained run writes text, streamed as it comes."""
+"""The generation job: samples text from a trained run and streams it as it is written."""
 
 import codecs
 import os
@@ -11,10 +11,12 @@ import numpy as np
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
 from txl_jax.data.tokens.vocabulary import Vocabulary, unescape
+from txl_jax.errors import UserError
 from txl_jax.inference.generator import Generator
 from txl_jax.jobs import agreement
 from txl_jax.jobs.restore import load_parameters, make
 from txl_jax.jobs.workdir import Workdir
+from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runtime import distributed
 
 
@@ -27,30 +29,31 @@ def run(
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:
-    """Writes `generate.samples` texts, the first one streamed, and saves them all beside the run.
+    """Writes `generate.samples` texts, streams the first one, and saves them all in the workdir.
+
+    Args:
+      log: takes one line for people.
+      write: takes pieces of text, streamed.
 
     Returns:
-      The texts without the prompt. One that a stop token ended holds it, as far as it prints as anything.
+      The texts without the prompt. One that ended with the stop token includes it, if that token has a text.
 
     Raises:
-      FileNotFoundError: the workdir holds no checkpoint, or there is no prompt file.
-      ValueError: the prompt has bytes outside the vocabulary, `generate.stop` is not one of its tokens, or the model
-        has absolute positions, or no memory.
+      UserError: the workdir holds no checkpoint; there is no prompt file; the prompt has bytes outside the vocabulary;
+        `generate.stop` is not one of its tokens; the model has absolute positions, or no memory.
     """
-    check_can_write(config)
+    check_can_generate(config)
     stop = read_stop(config.generate, vocabulary)
     agreement.check_settings(config)
     prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config.generate))))
-    try:
-        ids = vocabulary.encode(prompt)
-        prompt = vocabulary.decode(ids)  # As the model reads it: words stand between single spaces, for example.
-    except ValueError as error:
-        raise ValueError(f"the prompt cannot be read by this model: {error}") from None
+    ids = _encode(vocabulary, prompt, what="the prompt")
+    prompt = vocabulary.decode(ids)  # As the model reads it: words with single spaces between them, for example.
     if not len(ids):
         ids = vocabulary.start
     make(workdir)
     parts = distributed.run_on_all(lambda: assemble(config, vocab_size=vocabulary.size))
     step, params = load_parameters(parts, workdir, log=log)
+    assert isinstance(parts.model, TransformerXL)  # As `check_can_generate` has seen.
     generator = Generator(
         parts.model,
         config.eval,
@@ -63,7 +66,8 @@ def run(
     log(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     write(decoder.decode(prompt))
-    blocks, ended = [], False  # The first sample may end before the others.
+    blocks: list[np.ndarray] = []
+    ended = False  # Whether the first sample has ended; others may go on.
     for block in generator.tokens(generator.prepare_params(params), ids, stop_requested=stop_requested):
         blocks.append(block)
         if not ended:
@@ -81,45 +85,47 @@ def run(
     return texts
 
 
-def check_can_write(config: ExperimentConfig) -> None:
-    """Raises `ValueError` for a model that cannot write token after token."""
+def check_can_generate(config: ExperimentConfig) -> None:
+    """Raises `UserError` for a model that cannot generate token by token."""
     if config.model.network is Network.LSTM:
-        raise ValueError(f"model.network is {config.model.network}, a baseline that is scored and writes no text")
+        raise UserError(
+            f"model.network is {config.model.network}, a baseline that can be scored and does not generate text"
+        )
     if not config.model.encoding.is_relative:
-        raise ValueError(
-            f"model.encoding is {config.model.encoding}, which counts positions from the end of a segment, and a token "
-            "that is written by itself has no place in one; only models with relative positions write text"
+        raise UserError(
+            f"model.encoding is {config.model.encoding}, which counts positions within a segment, and a token that is "
+            "generated alone has no position in one; only models with relative positions generate text"
         )
     if config.eval.mem_len == 0:
-        raise ValueError(
-            "eval.mem_len is 0, so that each token would be written from the one before it alone; give a memory with "
+        raise UserError(
+            "eval.mem_len is 0, so that each token would see only the one before it; give a memory with "
             "--eval.mem_len" + (f", and no stride (eval.stride is {config.eval.stride})" if config.eval.stride else "")
         )
 
 
 def read_prompt(config: GenerateConfig) -> bytes:
-    """The prompt as bytes; empty if none was given.
+    """Returns the prompt as bytes; empty if none was given.
 
     Raises:
-      FileNotFoundError: `prompt_file` cannot be read.
+      UserError: `prompt_file` cannot be read.
     """
     if not config.prompt_file:
         return os.fsencode(config.prompt or "")  # As typed: the bytes need not be valid UTF-8.
     try:
         return Path(config.prompt_file).read_bytes()
     except OSError as error:
-        raise FileNotFoundError(
+        raise UserError(
             f"cannot read the prompt file {config.prompt_file} ({error.strerror}); check --generate.prompt_file"
         ) from error
 
 
 def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> int | None:
-    """The id of the token that ends a sample; None if none was given.
+    """Returns the id of the stop token; None if none was given.
 
-    A line mark is given as a newline or as its own word, `<eos>`.
+    The token that ends a line is given as a newline or as its own word, `<eos>`.
 
     Raises:
-      ValueError: the text is no single token that the vocabulary knows.
+      UserError: the text is not exactly one token of the vocabulary.
     """
     if not config.stop:
         return None
@@ -127,24 +133,28 @@ def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> int | None:
     # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower case for a word.
     if vocabulary.mark is not None and text in (b"\n", names[vocabulary.mark]):
         return vocabulary.mark
-    try:
-        ids = vocabulary.encode(text).tolist()
-    except ValueError as error:
-        raise ValueError(f"generate.stop cannot be read by this model: {error}") from None
+    ids = _encode(vocabulary, text, what="generate.stop").tolist()
     if len(ids) == 1 and ids[0] != vocabulary.unknown_id:
         return ids[0]
     became = "its unknown token" if ids == [vocabulary.unknown_id] else f"{len(ids)} tokens"
-    told = ", ".join(repr(names[token].decode(errors="backslashreplace")) for token in ids[:8])
-    raise ValueError(
-        f"generate.stop is {config.stop!r}, which this model reads as {became} ({told or 'nothing'}); give the text of "
-        "one token of its vocabulary"
+    found = ", ".join(repr(names[token].decode(errors="backslashreplace")) for token in ids[:8])
+    raise UserError(
+        f"generate.stop is {config.stop!r}, which this model reads as {became} ({found or 'nothing'}); give the text "
+        "of one token of its vocabulary"
     )
 
 
+def _encode(vocabulary: Vocabulary, text: bytes, *, what: str) -> np.ndarray:
+    try:
+        return vocabulary.encode(text)
+    except ValueError as error:
+        raise UserError(f"{what} cannot be read by this model: {error}") from None
+
+
 def _until(stop: int | None, tokens: np.ndarray) -> np.ndarray:
-    """The tokens [T] up to the first stop token, and with it."""
-    found = np.flatnonzero(tokens == stop) if stop is not None else ()
-    return tokens[: found[0] + 1] if len(found) else tokens
+    """The tokens [T] up to and including the first stop token."""
+    found = [] if stop is None else np.flatnonzero(tokens == stop).tolist()
+    return tokens[: found[0] + 1] if found else tokens
 
 
 def _save(path: Path, prompt: bytes, texts: list[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Scoring a text, with a bar or lines that tell how far it is, and a way out."""
+"""Scoring a text: its loss at the evaluation lengths, with a progress bar or lines, and a way to stop."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ SPLITS = ("valid", "test")  # The texts that are scored.
 _SECONDS_BETWEEN_LINES = 20.0
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 (a request, not an error)
     """A stop was requested while a text was being scored."""
 
 
@@ -40,58 +40,65 @@ def score(
     stop_requested: Callable[[], Any] = lambda: False,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Losses of a text [T] at the evaluation lengths: read once with a memory, or, with `eval.stride`, in windows.
+    """Computes the losses of a text [T]: streaming with a memory, or, with `eval.stride`, in a sliding window.
 
     Args:
+      name: of the text, in the progress bar and in errors.
       token_nats: floats [T] that take the nats of each token; the first one is not scored and stays as it is.
 
     Raises:
       Interrupted: a stop was requested before the end.
       NonFiniteError: the loss is nan or infinite.
     """
-    watch = {"measure": measure, "log": log, "stop_requested": stop_requested}
-    by = _in_windows if parts.config.eval.stride else _streaming
-    totals = by(parts, params, tokens, name=name, token_nats=token_nats, **watch)
+    progress = functools.partial(progress_bar, name, measure=measure, log=log, stop_requested=stop_requested)
+    score_text = _score_stream if parts.config.eval.stride is None else _score_windows
+    totals = score_text(parts, params, tokens, token_nats=token_nats, progress=progress)
     check_finite(totals, name)
     return totals
 
 
-def _in_windows(
-    parts: RunComponents, params: Any, tokens: Any, *, name: str, token_nats: np.ndarray | None, **watch: Any
+_Progress = Callable[..., contextlib.AbstractContextManager[Callable[[float, Totals], None]]]
+
+
+def _score_windows(
+    parts: RunComponents, params: Any, tokens: Any, *, token_nats: np.ndarray | None, progress: _Progress
 ) -> Totals:
-    span = parts.config.eval
-    with watched(name, len(tokens) - 1, unit="token", **watch) as show:
+    eval_config = parts.config.eval
+    assert eval_config.stride is not None
+    with progress(len(tokens) - 1, unit="token") as show:
         return evaluate_windows(
             parts.evaluation.window_step,
             params,
             tokens,
-            attention_len=span.segment_len,
-            stride=span.stride,
-            batch_size=span.batch_size,
+            attention_len=eval_config.segment_len,
+            stride=eval_config.stride,
+            batch_size=eval_config.batch_size,
             after_call=lambda so_far: show(so_far.tokens, so_far),
             token_nats=token_nats,
         )
 
 
-def _streaming(
-    parts: RunComponents, params: Any, tokens: Any, *, name: str, token_nats: np.ndarray | None, **watch: Any
+def _score_stream(
+    parts: RunComponents, params: Any, tokens: Any, *, token_nats: np.ndarray | None, progress: _Progress
 ) -> Totals:
-    span = parts.config.eval
+    eval_config = parts.config.eval
     whole = evaluation_segments(
-        tokens, batch_size=span.batch_size, segment_len=span.segment_len, warmup_tokens=span.warmup_tokens
+        tokens,
+        batch_size=eval_config.batch_size,
+        segment_len=eval_config.segment_len,
+        warmup_tokens=eval_config.warmup_tokens,
     )
-    reader = dataclasses.replace(
-        whole, own=parts.placement.own_rows(span.batch_size)
-    )  # It reads this process's rows only.
+    # Each process reads the rows of its own devices.
+    reader = dataclasses.replace(whole, own=parts.placement.own_rows(eval_config.batch_size))
     weights = parts.evaluation.prepare_params(params)
-    with watched(name, reader.n_segments, unit="segment", **watch) as show:
+    with progress(reader.n_segments, unit="segment") as show:
         return evaluate(
             parts.evaluation.eval_step,
             weights,
             parts.evaluation.init_memory(weights),
             reader,
-            segments_per_call=span.segments_per_call,
-            place=functools.partial(parts.placement.place, batch_size=span.batch_size),
+            segments_per_call=eval_config.segments_per_call,
+            place=functools.partial(parts.placement.place, batch_size=eval_config.batch_size),
             after_call=show,
             keep=None if token_nats is None else functools.partial(put_in_text_order, token_nats, whole),
         )
@@ -107,7 +114,7 @@ def score_split(
     stop_requested: Callable[[], Any],
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Scores the validation or the test text of a corpus as `score` does, and says the result."""
+    """Scores the validation or the test text of a corpus as `score` does, and logs the result."""
     began, measure = time.monotonic(), corpus.vocabulary.measure
     totals = score(
         parts,
@@ -124,7 +131,7 @@ def score_split(
 
 
 @contextlib.contextmanager
-def watched(
+def progress_bar(
     name: str,
     total: int,
     *,
@@ -133,13 +140,14 @@ def watched(
     log: Callable[[str], None],
     stop_requested: Callable[[], Any],
 ) -> Iterator[Callable[[float, Totals], None]]:
-    """A function to call with how much of `total` is done and the scores so far, while a text is being scored.
+    """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
 
-    On a terminal it moves a bar, elsewhere it says a line every 20 seconds. It raises `Interrupted` once a stop is
-    requested.
+    Yields:
+      A function to call with how much of `total` is done and the scores so far. It raises `Interrupted` once a stop is
+      requested.
     """
     began = last_line = time.monotonic()
-    # None: disabled unless the error stream is a terminal. The result is said when the bar has gone.
+    # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line takes its place.
     with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:
 
         def show(done: float, totals: Totals) -> None:
@@ -147,19 +155,22 @@ def watched(
             if stop_requested():
                 raise Interrupted(name)
             now = time.monotonic()
+            # While only warm-up tokens have been read, and for what is no scoring, there is no score to show.
+            score_so_far = totals.told(measure) if totals.tokens else ""
             if not bar.disable:
-                bar.set_postfix_str(totals.told(measure), refresh=False)
+                bar.set_postfix_str(score_so_far, refresh=False)
                 bar.update(done - bar.n)
             elif now - last_line >= _SECONDS_BETWEEN_LINES:
                 last_line = now
-                remaining = (now - began) / done * (total - done)
-                log(f"{name}: {done / total:.0%}  {totals.told(measure)} so far  ETA {duration(remaining)}")
+                remaining = (now - began) / done * (total - done) if done else math.nan
+                shown_score = f"  {score_so_far} so far" if score_so_far else ""
+                log(f"{name}: {done / total:.0%}{shown_score}  ETA {duration(remaining)}")
 
         yield show
 
 
 def put_in_text_order(token_nats: np.ndarray, reader: SegmentReader, first: int, nll: np.ndarray) -> None:
-    """Writes the nats [S, B, L] of the segments from number `first` on to the places of their tokens, in floats [T]."""
+    """Writes the nats [S, B, L] of the segments from number `first` on to their tokens' places in floats [T]."""
     scored = reader.scored(first, len(nll))
     token_nats[scored[scored > 0]] = nll[scored > 0]
 

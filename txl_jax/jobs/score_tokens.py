@@ -1,13 +1,14 @@
-r"""The scoring job: what each single token of the validation and the test text costs a trained run.
+r"""The scoring job: the negative log-likelihood (logprob) of every token of the validation and test text, as TSV.
 
     index	token	nats
     1	h	2.3841858
     2	\n	0.017624786
 
-A row per token but the first, in the order of the text, whatever the rows and segments it was read in. `token` is its
+One line per token but the first, in the order of the text, whatever rows and segments it was read in. `token` is its
 name in the vocabulary with the vocabulary's own escapes, \\ \n \r; further \t, \uNNNN for any other control character
-or line separator, and \xNN for a byte that is no character by itself. `nats` reads back as exactly the number that was
-computed. Like all scores they depend on the evaluation lengths: a row but the first begins with an empty memory.
+or line separator, and \xNN for a byte that is no character by itself. `nats` is minus the logprob of the token; it
+reads back as exactly the number that was computed. Like all scores it depends on the evaluation lengths and on
+`eval.batch_size`: every row of the batch begins with an empty memory.
 """
 
 import itertools
@@ -30,7 +31,7 @@ from txl_jax.runtime import distributed
 from txl_jax.runtime.files import write_lines
 
 _TOKENS_PER_BLOCK = 1 << 16
-# What some reader takes for the end of a line, and what a terminal would obey.
+# Control characters and line separators: a reader may end a line there, and a terminal may obey them.
 _CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
 
 
@@ -43,14 +44,13 @@ def run(
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Totals]:
-    """Scores both texts as `evaluate.run` does, and writes scores-valid.tsv and scores-test.tsv, each when it is done.
+    """Scores both texts as `evaluate.run` does; writes scores-valid.tsv and scores-test.tsv, each when it is done.
 
     Args:
       trained_on: what the run was trained on; another text may be scored if its vocabulary is the same.
 
     Raises:
-      ValueError: the text has another vocabulary.
-      FileNotFoundError: the workdir holds no checkpoint.
+      UserError: the text has another vocabulary, or the workdir holds no checkpoint.
       Interrupted: a stop was requested.
     """
     parts, _, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
@@ -68,12 +68,12 @@ def run(
 
 
 def scores_file(workdir: Workdir, split: str) -> Path:
-    """Where the scores of a text are written."""
+    """Returns the path of a text's scores."""
     return workdir.path / f"scores-{split}.tsv"
 
 
 def lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Iterator[str]:
-    """The lines of the file for integer ids [T] and the nats [T] of each, the first of which is left out."""
+    """Yields the lines of the file for integer ids [T] and the nats [T] of each; the first token is left out."""
     names = list(map(printable, vocabulary.names()))
     yield "index\ttoken\tnats\n"
     for first in range(1, len(tokens), _TOKENS_PER_BLOCK):
@@ -84,7 +84,7 @@ def lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Itera
 
 
 def printable(name: bytes) -> str:
-    r"""A token's name without tabs, line breaks and what is no text.
+    r"""Escapes tabs, line breaks, control characters and invalid UTF-8 in a token's name.
 
     >>> printable(b"a\tb"), printable("\n\N{LINE SEPARATOR}".encode()), printable("é".encode()[:1])
     ('a\\tb', '\\n\\u2028', '\\xc3')

@@ -1,7 +1,7 @@
-"""The temperature job: the one that suits a trained run best, found on the validation text.
+"""Temperature scaling: finds the softmax temperature with the lowest validation loss of a trained run.
 
-A model that was regularised much is less sure of itself than it should be, or surer; dividing its logits by one number
-mends some of that. The number is chosen on the validation text, and the test text scored once at it and once at 1.
+A strongly regularized model is less confident than it should be, or more; dividing its logits by one number corrects
+some of that (calibration). The number is chosen on the validation text; the test text is scored at it and at 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import as_record, score_split
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -28,21 +29,20 @@ def run(
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Any]:
-    """Scores the validation text at each temperature and the test text at the best; returns and writes temperature.json.
+    """Scores the validation text at each temperature, the test text at the best; returns and writes temperature.json.
 
     Raises:
-      ValueError: no temperature, or one that is none; a softmax that takes none; a text of another vocabulary.
-      FileNotFoundError: the workdir holds no checkpoint.
+      UserError: no temperature was given, or one that is not above 0; the softmax takes none; the text has another
+        vocabulary; the workdir holds no checkpoint.
       Interrupted: a stop was requested; nothing is written.
     """
     configs = at_temperatures(config, temperatures)
     _, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
-    watch = {"log": log, "stop_requested": stop_requested}
 
     def scored(temperature: float, split: str) -> dict[str, float]:
         log(f"temperature {temperature:g}")
         parts = assemble(configs[temperature], vocab_size=corpus.vocabulary.size)
-        return as_record(score_split(parts, params, corpus, split, **watch))
+        return as_record(score_split(parts, params, corpus, split, log=log, stop_requested=stop_requested))
 
     valid = {temperature: scored(temperature, "valid") for temperature in configs}
     best = min(valid, key=lambda temperature: valid[temperature]["loss"])
@@ -62,9 +62,9 @@ def run(
 
 
 def at_temperatures(config: ExperimentConfig, temperatures: Sequence[float]) -> dict[float, ExperimentConfig]:
-    """The config at each temperature, lowest first, 1 among them; raises `ValueError` for one that is none."""
+    """Returns the config at each temperature, lowest first, 1 among them; raises `UserError` for an invalid one."""
     if not temperatures:
-        raise ValueError("no temperature was given; give numbers above 0, as 1,1.05,1.1")
+        raise UserError("no temperature was given; give numbers above 0, as 1,1.05,1.1")
     found = {t: config_tree.replace(config, {"eval.temperature": t}) for t in sorted({1.0, *temperatures})}
     for each in found.values():
         each.validate()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from txl_jax.config import CompatConfig, Encoding, ModelConfig
 from txl_jax.modules import initializers
-from txl_jax.modules.dropout import Dropout, dropout, is_on, weight_dropout
+from txl_jax.modules.dropout import Dropout, DropoutRates, dropout, is_on, weight_dropout
 from txl_jax.modules.position_encodings import ShawTable
 from txl_jax.ops.attention.dot_product import dot_product_attention
 from txl_jax.ops.attention.relative import relative_attention
@@ -28,6 +28,7 @@ class Attention(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     deterministic: bool
+    rates: DropoutRates | None = None  # None: those of the config.
 
     @nn.compact
     def __call__(
@@ -48,9 +49,9 @@ class Attention(nn.Module):
           mask: bool [B, L, K].
           biases: u and v, [H, E] each; None: the encoding has none, or none of their own.
         """
-        c = self.config
+        c, rates = self.config, self.rates or DropoutRates.of(self.config.dropout)
         dtype = segment.dtype
-        drop_weights = weight_dropout(c, deterministic=self.deterministic)
+        drop_weights = weight_dropout(rates.weight, deterministic=self.deterministic)
         inward = initializers.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
         def matrix(name: str) -> jax.Array:
@@ -66,7 +67,7 @@ class Attention(nn.Module):
             self._drop(self._heads(jnp.concatenate([_project(states, kernel) for states in context], axis=-2)), name)
             for name, kernel in (("key", w_key), ("value", w_value))
         )
-        drop = Dropout(c.dropout.attention, deterministic=self.deterministic)
+        drop = Dropout(rates.attention, deterministic=self.deterministic)
         if not c.encoding.is_relative:
             attended_BxHxLxE = dot_product_attention(query, key, value, mask=mask, drop=drop)
         else:
@@ -99,17 +100,17 @@ class Attention(nn.Module):
         outward = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
         kernel = drop_weights(self.param("output", outward, (c.n_head, c.d_head, c.d_model)))
         output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))
-        return dropout(c, c.dropout.rate, deterministic=self.deterministic)(output)
+        return dropout(c, rates.rate, deterministic=self.deterministic)(output)
 
     def _drop(self, states: jax.Array, name: str) -> jax.Array:
         """Dropout on [..., H, positions, E].
 
         By names, so that with or without it the other dropouts, which are numbered, draw what they draw.
         """
-        c = self.config
-        if not is_on(c.dropout.qkv):
+        c, rate = self.config, (self.rates or DropoutRates.of(self.config.dropout)).qkv
+        if not is_on(rate):
             return states
-        return dropout(c, c.dropout.qkv, deterministic=self.deterministic, name=f"drop_{name}")(states)
+        return dropout(c, rate, deterministic=self.deterministic, name=f"drop_{name}")(states)
 
     def _heads(self, states: jax.Array) -> jax.Array:
         """[B, H, positions, E], pinned to where its rows and heads lie."""

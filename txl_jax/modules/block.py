@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace, Remat
 from txl_jax.modules import initializers
 from txl_jax.modules.attention import Attention
+from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.position_encodings import AddedTable, PositionBiases
 from txl_jax.sharding import axes
@@ -47,6 +48,7 @@ class Block(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     deterministic: bool
+    rates: DropoutRates | None = None  # None: those of the config.
 
     @nn.compact
     def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
@@ -57,8 +59,8 @@ class Block(nn.Module):
         """
         c = self.config
         dtype = inputs.dtype
-        attention = Attention(c, self.compat, self.deterministic, name="attention")
-        feed_forward = FeedForward(c, self.deterministic, name="feed_forward")
+        attention = Attention(c, self.compat, self.deterministic, self.rates, name="attention")
+        feed_forward = FeedForward(c, self.deterministic, self.rates, name="feed_forward")
         attention_norm = layer_norm("attention_norm", compat=self.compat, dtype=dtype)
         feed_forward_norm = layer_norm("feed_forward_norm", compat=self.compat, dtype=dtype)
         biases = PositionBiases(c, name="biases")() if c.untie_r else context.biases
@@ -84,6 +86,7 @@ class Stack(nn.Module):
 
     config: ModelConfig
     compat: CompatConfig
+    rates: DropoutRates | None = None  # None: those of the config.
 
     @nn.compact
     def __call__(
@@ -101,7 +104,7 @@ class Stack(nn.Module):
             length=self.config.n_layer,
             metadata_params={nn.PARTITION_NAME: axes.LAYERS},
         )
-        return layers(self.config, self.compat, deterministic, name="layers")(inputs, memory, context)
+        return layers(self.config, self.compat, deterministic, self.rates, name="layers")(inputs, memory, context)
 
 
 def _with_remat(block: type[nn.Module], remat: Remat) -> type[nn.Module]:

@@ -1,22 +1,56 @@
-"""Dropout: on activations, with a mask for every number or one for all positions of a segment, and on weights.
+"""Dropout: on activations, with a mask per number or one for all positions of a segment, and on weights.
 
-A rate may be a traced number, so that runs with different ones are one program (`txl_jax.training.ensemble`).
+A rate may be a traced number, so that vmapped runs with different rates are one program (`txl_jax.training.ensemble`).
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import ModelConfig
+from txl_jax.config import DropoutConfig, ModelConfig
+
+Rate = float | jax.Array
+
+
+class DropoutRates(NamedTuple):
+    """Dropout rates of a model, at least 0 and below 1; each is a number or a traced scalar.
+
+    The fields are those of `DropoutConfig`. Modules take the rates of their config unless they are given others:
+    `model.clone(rates=...)`.
+    """
+
+    rate: Rate
+    attention: Rate
+    input: Rate
+    output: Rate
+    qkv: Rate
+    embedding: Rate
+    weight: Rate
+
+    @classmethod
+    def of(cls, config: DropoutConfig, **changes: Rate) -> "DropoutRates":
+        """Returns the rates of a config, some of them changed; `input` and `output` follow `rate` if they are None."""
+        rate = changes.get("rate", config.rate)
+        rates = cls(
+            rate=rate,
+            attention=config.attention,
+            input=rate if config.input is None else config.input,
+            output=rate if config.output is None else config.output,
+            qkv=config.qkv,
+            embedding=config.embedding,
+            weight=config.weight,
+        )
+        return rates._replace(**changes)
 
 
 class Dropout(nn.Dropout):
-    """Flax's, with the same masks, whose rate may be traced."""
+    """Flax's `Dropout`, with the same masks, for rates that may be traced."""
 
     def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> jax.Array:
-        """Leaves out numbers of an array of any shape, and scales the others up."""
+        """Zeros random numbers of an array of any shape and scales up the others."""
         deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
         if not is_on(self.rate) or deterministic:
             return inputs
@@ -27,23 +61,23 @@ class Dropout(nn.Dropout):
         return jnp.where(kept, inputs / jnp.asarray(1 - self.rate, inputs.dtype), 0)
 
 
-def is_on(rate: float | jax.Array) -> bool:
-    """Whether a rate leaves anything out; a traced one may."""
+def is_on(rate: Rate) -> bool:
+    """Returns whether a rate is above 0; a traced one counts as above."""
     return isinstance(rate, jax.Array) or rate > 0
 
 
-def dropout(config: ModelConfig, rate: float, *, deterministic: bool | None = None, name: str | None = None) -> Dropout:
-    """Dropout over arrays [..., positions, width].
+def dropout(config: ModelConfig, rate: Rate, *, deterministic: bool | None = None, name: str | None = None) -> Dropout:
+    """Returns dropout for arrays [..., positions, width].
 
-    With `locked_dropout` the positions share a mask (variational dropout: Gal and Ghahramani, 2016), so that what is
-    left out stays out while a segment is read. Rows of the batch never share one, and each update draws anew.
+    With `model.dropout.locked` all positions share a mask (variational dropout: Gal and Ghahramani, 2016): what is zeroed
+    stays zeroed throughout a segment. Rows of the batch never share one, and each update draws anew.
     """
     axes = (-2,) if config.dropout.locked else ()
     return Dropout(rate, broadcast_dims=axes, deterministic=deterministic, name=name)
 
 
-def weight_dropout(config: ModelConfig, *, deterministic: bool) -> Callable[[jax.Array], jax.Array]:
-    """Leaves out entries of a matrix for one update (DropConnect: Wan et al., 2013), the same for all positions."""
-    if not is_on(config.dropout.weight):
+def weight_dropout(rate: Rate, *, deterministic: bool) -> Callable[[jax.Array], jax.Array]:
+    """Returns dropout for entries of a matrix (DropConnect: Wan et al., 2013): per update, the same for all positions."""
+    if not is_on(rate):
         return lambda kernel: kernel
-    return Dropout(config.dropout.weight, deterministic=deterministic, name="drop_weights")
+    return Dropout(rate, deterministic=deterministic, name="drop_weights")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
 from txl_jax.modules import initializers
-from txl_jax.modules.dropout import is_on
+from txl_jax.modules.dropout import DropoutRates, is_on
 from txl_jax.ops import adaptive_softmax
 from txl_jax.sharding import axes
 
@@ -29,6 +29,7 @@ class Embedding(nn.Module):
 
     config: ModelConfig
     vocab_size: int
+    rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
         c = self.config
@@ -60,9 +61,10 @@ class Embedding(nn.Module):
         cutoffs = c.cutoffs if len(clusters) > 1 else ()
         vectors = adaptive_softmax.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype))
         embedded = vectors * c.d_model**0.5
-        if deterministic or not is_on(c.dropout.embedding):
+        rate = (self.rates or DropoutRates.of(c.dropout)).embedding
+        if deterministic or not is_on(rate):
             return embedded
-        kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - c.dropout.embedding, (self.vocab_size,))
+        kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - rate, (self.vocab_size,))
         begins = (jnp.arange(tokens.shape[-1]) == 0)[None]
-        others = jnp.where(kept[tokens][..., None], embedded / jnp.asarray(1 - c.dropout.embedding, embedded.dtype), 0)
+        others = jnp.where(kept[tokens][..., None], embedded / jnp.asarray(1 - rate, embedded.dtype), 0)
         return jnp.where(begins[..., None], embedded, others)

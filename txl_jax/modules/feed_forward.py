@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
 from txl_jax.modules import initializers
-from txl_jax.modules.dropout import dropout, weight_dropout
+from txl_jax.modules.dropout import DropoutRates, dropout, weight_dropout
 from txl_jax.ops.matmul import project
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
@@ -19,17 +19,18 @@ class FeedForward(nn.Module):
 
     config: ModelConfig
     deterministic: bool
+    rates: DropoutRates | None = None  # None: those of the config.
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[B, L, D] -> [B, L, D]."""
-        c = self.config
-        drop_weights = weight_dropout(c, deterministic=self.deterministic)
+        c, rates = self.config, self.rates or DropoutRates.of(self.config.dropout)
+        drop_weights = weight_dropout(rates.weight, deterministic=self.deterministic)
         inner = self._dense("inner", inputs, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER), drop_weights)
         inner = constrain(inner, axes.BATCH, axes.LENGTH, axes.INNER)
-        inner = dropout(c, c.dropout.rate, deterministic=self.deterministic)(nn.relu(inner))
+        inner = dropout(c, rates.rate, deterministic=self.deterministic)(nn.relu(inner))
         outer = self._dense("outer", inner, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED), drop_weights)
-        return dropout(c, c.dropout.rate, deterministic=self.deterministic)(outer)
+        return dropout(c, rates.rate, deterministic=self.deterministic)(outer)
 
     def _dense(
         self,

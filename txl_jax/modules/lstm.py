@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, MemoryStart, ModelConfig
 from txl_jax.memory import Memory
-from txl_jax.modules.dropout import dropout
+from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.intermediates import keep_last
 from txl_jax.modules.softmax import Softmax
@@ -27,17 +27,19 @@ class LSTM(nn.Module):
     compat: CompatConfig
     vocab_size: int
     num_devices: int = 1  # As `TransformerXL`.
+    rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
         check_ambient_mesh(self.num_devices)
         c = self.config
-        self.embedding = Embedding(c, self.vocab_size)
+        self.embedding = Embedding(c, self.vocab_size, self.rates)
         cell = {"dtype": jnp.dtype(c.dtype), "param_dtype": jnp.result_type(float)}
         self.layers = [nn.RNN(nn.OptimizedLSTMCell(c.d_model, **cell), return_carry=True) for _ in range(c.n_layer)]
         self.softmax = Softmax(c, self.vocab_size)
-        self.drop = dropout(c, c.dropout.rate)
-        self.drop_input = dropout(c, c.dropout.input_rate)
-        self.drop_output = dropout(c, c.dropout.output_rate)
+        rates = self.rates or DropoutRates.of(c.dropout)
+        self.drop = dropout(c, rates.rate)
+        self.drop_input = dropout(c, rates.input)
+        self.drop_output = dropout(c, rates.output)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
         """Touches every parameter, for `init`; returns the losses [B, L]."""

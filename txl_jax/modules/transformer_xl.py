@@ -16,7 +16,7 @@ from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace
 from txl_jax.memory import Memory
 from txl_jax.modules.block import LayerContext, Stack, layer_norm
-from txl_jax.modules.dropout import dropout
+from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.intermediates import keep_last
 from txl_jax.modules.softmax import Softmax
@@ -32,17 +32,19 @@ class TransformerXL(nn.Module):
     compat: CompatConfig
     vocab_size: int
     num_devices: int = 1  # Of the ambient mesh (`jax.set_mesh`); with another number every call raises.
+    rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
         check_ambient_mesh(self.num_devices)
         c = self.config
-        self.embedding = Embedding(c, self.vocab_size)
-        self.stack = Stack(c, self.compat)
+        self.embedding = Embedding(c, self.vocab_size, self.rates)
+        self.stack = Stack(c, self.compat, self.rates)
         if c.layer_norm is NormPlace.PRE and self.compat.final_norm:
             self.final_norm = layer_norm("final_norm", compat=self.compat, dtype=jnp.dtype(c.dtype))
         self.softmax = Softmax(c, self.vocab_size)
-        self.drop_input = dropout(c, c.dropout.input_rate)
-        self.drop_output = dropout(c, c.dropout.output_rate)
+        rates = self.rates or DropoutRates.of(c.dropout)
+        self.drop_input = dropout(c, rates.input)
+        self.drop_output = dropout(c, rates.output)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
         """Touches every parameter, for `init`; returns the losses [B, L]."""

@@ -18,7 +18,7 @@ from txl_jax.config import Encoding, ExperimentConfig, Network
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs import report
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import watched
+from txl_jax.jobs.score import progress_bar
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
 from txl_jax.paper import attention_terms, plots
@@ -136,7 +136,7 @@ def _walk(
 
     memory, total, found = model.init_memory(batch_size=1, mem_len=span.mem_len), 0.0, {}
     n_segment = len(tokens) // length
-    with watched("attention", total=n_segment, unit="segment", **watch) as show:
+    with progress_bar("attention", total=n_segment, unit="segment", **watch) as show:
         for k in range(n_segment):
             segment = tokens[None, k * length : (k + 1) * length].astype(np.int32)
             here = [position for position in positions if position // length == k]

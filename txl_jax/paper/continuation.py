@@ -13,7 +13,7 @@ import numpy as np
 from txl_jax.config import ExperimentConfig, Tokenizer
 from txl_jax.data.corpus import Corpus
 from txl_jax.inference.generator import Generator
-from txl_jax.jobs.generate import check_can_write
+from txl_jax.jobs.generate import check_can_generate
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -47,7 +47,7 @@ def run(
       FileNotFoundError: the workdir holds no checkpoint.
       Interrupted: a stop was requested; nothing is written.
     """
-    check_can_write(config)
+    check_can_generate(config)
     tokens, length = np.asarray(getattr(corpus, split)), config.generate.length
     for start in starts:
         if not 0 <= start <= len(tokens) - context - length:

@@ -21,7 +21,7 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.evaluation.context_losses import context_losses, positions
 from txl_jax.jobs import report
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import check_finite, watched
+from txl_jax.jobs.score import check_finite, progress_bar
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
 from txl_jax.paper import plots, recl_gains
@@ -145,7 +145,7 @@ def _losses_of(
         began = time.monotonic()
         measure = corpus.vocabulary.measure
         watch = {"measure": measure, "log": log, "stop_requested": stop_requested}
-        with watched(name, total=len(scored), unit="token", **watch) as show:
+        with progress_bar(name, total=len(scored), unit="token", **watch) as show:
             found[length] = context_losses(
                 parts.evaluation.window_step,
                 params,

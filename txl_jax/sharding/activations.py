@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from txl_jax.sharding import axes
 from txl_jax.sharding.ambient import ambient_mesh
@@ -37,7 +38,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     names = tuple(
         batch_axes(mesh, size) if name == axes.BATCH else name for name, size in zip(names, x.shape, strict=True)
     )
-    return jax.lax.with_sharding_constraint(x, spec(*names))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(*names)))
 
 
 def shard_map(function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import jax
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
+from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.segments import Segments
 from txl_jax.training.optimizer import learning_rate, make_optimizer
@@ -18,9 +19,7 @@ from txl_jax.training.state import TrainState, init_state
 from txl_jax.training.step import UpdateMetrics, make_train_step
 
 # What runs of one program may differ in: it changes no shape, and nothing that evaluation reads.
-RATES = tuple(
-    f"model.{name}dropout" for name in ("", "attention_", "input_", "output_", "qkv_", "embedding_", "weight_")
-)
+RATES = tuple(f"model.dropout.{name}" for name in DropoutRates._fields)
 NUMBERS = ("seed", "optimizer.learning_rate", *RATES)
 
 # (numbers [n] by name, states with a leading axis n, segments [n, S, B, L]) -> (states, metrics [n, S])
@@ -31,8 +30,10 @@ def make_step(model: LanguageModel, base: ExperimentConfig) -> TogetherStep:
     """The updates of n runs that differ from `base` in their numbers; each is what `make_train_step` makes of it."""
 
     def step(numbers: Mapping[str, jax.Array], state: TrainState, segments: Segments) -> Any:
-        config = config_tree.replace(base, dict(numbers))
-        own = make_train_step(model.clone(config=config.model), make_optimizer(config), learning_rate(config), config)
+        changed = {name.rpartition(".")[2]: number for name, number in numbers.items() if name in RATES}
+        own_model = model.clone(rates=DropoutRates.of(base.model.dropout, **changed))
+        config = config_tree.replace(base, {name: number for name, number in numbers.items() if name not in RATES})
+        own = make_train_step(own_model, make_optimizer(config), learning_rate(config), config)
         return own(state, segments)
 
     return jax.vmap(step)

@@ -161,10 +161,10 @@ def test_the_numbers_are_those_of_runs_that_exist():
 
 
 def test_numpys_own_random_state_is_left_alone():
-    before = np.random.get_state()[1].tolist()
+    before = np.random.get_state()[1].tolist()  # noqa: NPY002
     stream(shuffled(np.arange(31), seed=9), 0, 30)
     RandomRoll(np.array([0, 30]), seed=9).pairs(0, np.array([0]), 30)
-    assert np.random.get_state()[1].tolist() == before
+    assert np.random.get_state()[1].tolist() == before  # noqa: NPY002
 
 
 @pytest.mark.parametrize("starts", [np.array(0), np.array([0]), np.zeros((3, 4), int), np.zeros(3, np.uint64)])

@@ -142,8 +142,7 @@ def test_closing_takes_no_time_where_nothing_is_in_the_making():
 def test_an_error_of_the_caller_closes_too():
     recorder = Recorder()
     with pytest.raises(KeyError), Prefetcher(recorder, segments_per_call=1, steps=9) as prefetcher:
-        prefetcher(0)
-        raise KeyError
+        raise KeyError(prefetcher(0) is None)
     assert not alive(recorder)
 
 

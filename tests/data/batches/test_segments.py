@@ -1,4 +1,4 @@
-"""Tests dealing out tokens: what each segment holds, against lists, for any text, batch, segment, order and process."""
+"""Tests batching: what each segment holds, against lists, for any text, batch, segment, order and process."""
 
 import doctest
 import itertools
@@ -14,6 +14,7 @@ from txl_jax.config import EpochMemory, Roll
 from txl_jax.data.batches import segments
 from txl_jax.data.batches.order import random_permutation, random_words
 from txl_jax.data.batches.segments import evaluation_segments, training_segments
+from txl_jax.errors import UserError
 
 SIZES = {"length": st.integers(2, 120), "batch_size": st.integers(1, 7), "segment_len": st.integers(1, 9)}
 WARMUP = st.integers(0, 30)
@@ -32,9 +33,9 @@ def sentence_starts(length):
     return np.sort(np.concatenate([[min(length % 4, *cuts, length)], cuts, [length]]))
 
 
-# How a text is dealt out, by a name: the constructor, and what it is given beside the sizes (from the text's length).
+# Ways to cut a text, by a name: the constructor, and what it is given beside the sizes (from the text's length).
 KINDS = {
-    "as it stands": (training_segments, lambda length: {}),
+    "sequential": (training_segments, lambda length: {}),
     "memory carried": (training_segments, lambda length: {"epoch_memory": EpochMemory.CARRIED}),
     "stream rolled": (training_segments, lambda length: {"roll": Roll.STREAM}),
     "rows rolled": (training_segments, lambda length: {"roll": Roll.ROWS, "epoch_memory": EpochMemory.CARRIED}),
@@ -217,7 +218,7 @@ def test_evaluation_is_padding_past_the_end(kind, steps_beyond, length, batch_si
     assert got.reset.all()
 
 
-@pytest.mark.parametrize("kind", ["as it stands", "memory carried"])
+@pytest.mark.parametrize("kind", ["sequential", "memory carried"])
 @for_any_sizes
 def test_training_reads_the_first_whole_segments_of_each_row(kind, length, batch_size, segment_len):
     reader = make(kind, length, batch_size, segment_len)
@@ -276,11 +277,11 @@ def test_epochs_and_seeds_differ_and_the_same_again_is_the_same(kind):
 
 @given(**SIZES, epochs=st.integers(1, 3))
 def test_epochs_are_alike_without_a_roll(epochs, length, batch_size, segment_len):
-    reader = make("as it stands", length, batch_size, segment_len)
+    reader = make("sequential", length, batch_size, segment_len)
     assert_equal(epoch_of(reader, epochs), epoch_of(reader, 0))
 
 
-@pytest.mark.parametrize("kind", ["as it stands", "memory carried", "sentences", "evaluation", "warm-up"])
+@pytest.mark.parametrize("kind", ["sequential", "memory carried", "sentences", "evaluation", "warm-up"])
 @for_any_sizes
 def test_inputs_are_the_targets_one_place_later_across_segment_borders(kind, length, batch_size, segment_len):
     reader = make(kind, length, batch_size, segment_len)
@@ -425,7 +426,7 @@ def test_only_the_places_asked_for_are_read(kind):
     assert text.taken.size == 4 * 3 * 7
 
 
-@pytest.mark.parametrize("kind", ["as it stands", "stream rolled", "rows rolled"])
+@pytest.mark.parametrize("kind", ["sequential", "stream rolled", "rows rolled"])
 def test_reading_is_faster_than_any_model(kind):
     constructor, given_beside = KINDS[kind]
     reader = constructor(np.zeros(2_000_000, np.uint8), batch_size=22, segment_len=512, **given_beside(0))
@@ -437,7 +438,7 @@ def test_reading_is_faster_than_any_model(kind):
 def test_a_text_of_exactly_one_segment_and_one_token_less():
     for roll in Roll:
         assert training_segments(numbered(31), batch_size=5, segment_len=6, roll=roll).n_segments == 1
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         training_segments(numbered(30), batch_size=5, segment_len=6)
     assert {"5", "6", "30"} <= set(re.findall(r"\d+", str(caught.value)))
     assert "--train.batch_size" in str(caught.value) and "--train.segment_len" in str(caught.value)

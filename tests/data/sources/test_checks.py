@@ -68,10 +68,10 @@ def test_differences_say_both_numbers():
     two = [tally(b"a b\n"), tally(b"c\n\n\n")]
     assert difference(Facts(), two, of="it") == ""
     assert difference(Facts(size=8, lines=4, tokens=7), two, of="it") == ""
-    told = difference(Facts(size=10), two, of="the text of Ann")
-    assert numbers(told) == ["8", "10"] and "the text of Ann" in told
+    message = difference(Facts(size=10), two, of="the text of Ann")
+    assert numbers(message) == ["8", "10"] and "the text of Ann" in message
     assert numbers(difference(Facts(lines=2), two, of="it")) == ["4", "2", "2"], "the last: its empty lines"
-    assert numbers(difference(Facts(tokens=1006), two[:1] + [tally(b"c\n.\n")], of="it")) == ["7", "1,006"]
+    assert numbers(difference(Facts(tokens=1006), [*two[:1], tally(b"c\n.\n")], of="it")) == ["7", "1,006"]
     one = [tally(b"text")]
     known = hashlib.sha256(b"else").hexdigest()
     assert re.search(rf"\b{one[0].sha256}\b.*\b{known}\b", difference(Facts(sha256=known), one, of="it"))

@@ -14,6 +14,7 @@ from support import miniature
 from txl_jax.config import CorpusName
 from txl_jax.data.sources import published, tfds_builders
 from txl_jax.data.sources.corpora import CORPORA, Remote
+from txl_jax.errors import UserError
 
 PTB_FILES = {f"ptb.{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()}
 
@@ -131,7 +132,7 @@ def test_the_next_source_is_taken(dead, server, source, tmp_path):
 
 
 def failure(name, tmp_path):
-    with pytest.raises(FileNotFoundError) as caught:
+    with pytest.raises(UserError) as caught:
         read(name, tmp_path)
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").rglob("*.array_record*"))
@@ -151,7 +152,7 @@ def test_a_wrong_checksum_is_said_with_both(server, source, tmp_path):
     assert server.asked == ["HEAD /text8.zip", "GET /text8.zip"]
 
 
-def test_every_sources_answer_is_told(server, source, tmp_path):
+def test_every_sources_answer_is_reported(server, source, tmp_path):
     whole = miniature.official(CorpusName.ENWIK8)
     size = len(whole)
     sources = (
@@ -198,7 +199,7 @@ def test_why_a_source_is_not_reached(source, tmp_path, monkeypatch):
     assert all(f"{miniature.NOWHERE}enwik8.zip" in message for message in messages)
     unreached, proxy, certificate, connecting, reading, redirects = messages
     assert connecting == reading, "each is a timeout"
-    assert len(set(messages)) == 5, "every other cause is told from the rest"
+    assert len(set(messages)) == 5, "each other cause has its own message"
     assert "proxy" in proxy and "certificate" in certificate and "30 redirects" in redirects
     assert not any(word in unreached for word in ("proxy", "certificate"))
 
@@ -235,7 +236,7 @@ def test_a_download_outlives_a_failure_that_came_after_it(server, source, tmp_pa
         # What a killed download leaves, which the next start removes.
         cut = tmp_path / "cache" / "tfds" / "txl_ptb_downloads" / "txl_ptb" / "x.tmp.123"
         cut.mkdir(parents=True)
-        with pytest.raises(OSError, match=r"\bPenn Treebank\b.*\bNo space left on device\b.*--cache_dir\b"):
+        with pytest.raises(UserError, match=r"\bPenn Treebank\b.*\bNo space left on device\b.*--cache_dir\b"):
             read(CorpusName.PTB, tmp_path)
         assert not cut.exists()
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
@@ -252,7 +253,7 @@ def test_what_came_and_is_not_the_corpus(server, source, tmp_path):
     row = CORPORA[CorpusName.PTB]
     known = row.facts["test"].tokens
     # The line that was added counts as a word and a line's end.
-    with pytest.raises(ValueError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{row.url}"):
+    with pytest.raises(UserError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{row.url}"):
         read(CorpusName.PTB, tmp_path)
     serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
@@ -279,7 +280,7 @@ def test_a_download_that_is_cut_is_not_taken(server, source, tmp_path, monkeypat
 
 def test_the_builders_alone_download_too(server, source, tmp_path):
     source(CorpusName.PTB, (serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB)),))
-    builder = tfds_builders.TxlPtb(data_dir=tmp_path)
+    builder = tfds_builders.BUILDERS[CorpusName.PTB](data_dir=tmp_path)
     builder.download_and_prepare()
     records = builder.as_data_source("test")
     text = b"".join(records[i]["block"] for i in range(len(records)))

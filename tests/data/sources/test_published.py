@@ -1,7 +1,8 @@
-"""Tests published corpora, in miniature: every way in which their files may lie, and every way in which they may be wrong."""
+"""Tests published corpora, in miniature: every place and form of their files, and every way to be wrong."""
 
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -21,6 +22,7 @@ from support import ROOT, miniature
 from txl_jax.config import CorpusName, Heldout
 from txl_jax.data.sources import published, tfds_builders
 from txl_jax.data.sources.corpora import CORPORA, WHOLE, Facts
+from txl_jax.errors import UserError
 
 TABLE = dict(CORPORA)  # As it is shipped.
 WORDS = (CorpusName.PTB, CorpusName.WIKITEXT103, CorpusName.WIKITEXT2)
@@ -107,7 +109,7 @@ LAYINGS = [
 
 
 @pytest.mark.parametrize(
-    "name, lay",
+    ("name", "lay"),
     [(name, lay) for name in miniature.NAMES for lay in LAYINGS if name in WORDS or lay is not by_split],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -278,7 +280,7 @@ def test_wikitexts_own_end_is_no_empty_line(data_dir, tmp_path, monkeypatch):
     if not path.is_file():
         pytest.skip(f"there is no {path}")
     row = TABLE[CorpusName.WIKITEXT2]
-    facts = {split: row.facts["test"] for split in row.facts}
+    facts = dict.fromkeys(row.facts, row.facts["test"])
     monkeypatch.setitem(CORPORA, CorpusName.WIKITEXT2, dataclasses.replace(row, facts=facts))
     place(tmp_path / "data", {f"wiki.{split}.tokens": path.read_bytes() for split in facts})
     assert contents(read(CorpusName.WIKITEXT2, tmp_path))["valid"] == path.read_bytes()
@@ -402,7 +404,7 @@ def test_words_are_those_of_unicode(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "split, where", [("train", "news.en-00001-of-00100 and 2 more"), ("test", "news.en.heldout-00000")]
+    ("split", "where"), [("train", "news.en-00001-of-00100 and 2 more"), ("test", "news.en.heldout-00000")]
 )
 def test_another_number_of_sentences(split, where, tmp_path):
     unpacked(tmp_path, CorpusName.LM1B)
@@ -456,7 +458,7 @@ def test_what_is_whole_wins_over_what_is_not(tmp_path):
 
 def test_common_names_count_only_in_the_corpuss_own_folder(tmp_path):
     place(tmp_path / "data", {f"{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()})
-    refusal(CorpusName.PTB, tmp_path, FileNotFoundError)
+    refusal(CorpusName.PTB, tmp_path, UserError)
     os.rename(tmp_path / "data", tmp_path / "ptb")
     text = published.read(CorpusName.PTB, data_dir=str(tmp_path / "ptb"), cache_dir=str(tmp_path / "cache"))
     assert contents(text) == miniature.texts(CorpusName.PTB)
@@ -508,7 +510,7 @@ def test_without_files_and_network_it_is_said_at_once(name, tmp_path, monkeypatc
     asked = []
     monkeypatch.setattr(requests, "head", lambda url, **options: (asked.append(url), refuse(url)))
     start = time.monotonic()
-    with pytest.raises(FileNotFoundError) as caught:
+    with pytest.raises(UserError) as caught:
         read(name, tmp_path)
     assert time.monotonic() - start < 1
     assert sorted(asked) == sorted(source[0].url for source in TABLE[name].sources), "each source is asked once"
@@ -532,9 +534,9 @@ def python(code, tmp_path, **options):
     """Starts Python with the miniatures installed."""
     lines = f"""
 import os, sys, time
-import miniature
+from support import miniature
 from txl_jax.config import CorpusName
-from txl_jax.data import builders, published, tally
+from txl_jax.data.sources import checks, published, tfds_builders
 miniature.install()
 {code}
 text = published.read(CorpusName.LM1B, data_dir={str(tmp_path / "data")!r}, cache_dir={str(tmp_path / "cache")!r})
@@ -553,12 +555,12 @@ print("digest", text.digest)
 
 # Waits for a file named GO once the first bytes have been counted.
 WAIT_INSIDE = """
-add = tally.Tally.add
+add = checks.Tally.add
 def slow_add(self, block):
     open({inside!r}, "w").close()
     while not os.path.exists({go!r}): time.sleep(0.01)
     add(self, block)
-tally.Tally.add = slow_add
+checks.Tally.add = slow_add
 """
 
 
@@ -633,7 +635,7 @@ def test_a_cache_that_cannot_be_made(cache, tmp_path):
     place_official(tmp_path, CorpusName.PTB)
     (tmp_path / "file").touch()
     cache = tmp_path / cache
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(UserError) as caught:
         published.read(CorpusName.PTB, data_dir=str(tmp_path / "data"), cache_dir=str(cache))
     assert re.search(rf"\bPenn Treebank\b.*{cache}/tfds\b.*--cache_dir\b", str(caught.value))
 
@@ -646,7 +648,7 @@ def test_a_read_only_cache(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    with pytest.raises(OSError, match=r"\bPenn Treebank\b.*/cache/tfds\b.*\bPermission denied\b.*--cache_dir\b"):
+    with pytest.raises(UserError, match=r"\bPenn Treebank\b.*/cache/tfds\b.*\bPermission denied\b.*--cache_dir\b"):
         read(CorpusName.PTB, tmp_path)
 
 
@@ -658,18 +660,18 @@ def test_an_error_below_the_cache_is_the_caches(tmp_path, monkeypatch):
         raise OSError(122, "Disk quota exceeded", file)
 
     monkeypatch.setattr(tfds_builders.Tally, "add", add)
-    with pytest.raises(OSError, match=r"\bPenn Treebank\b.*/cache/tfds\b.*\bDisk quota exceeded\b.*--cache_dir\b"):
+    with pytest.raises(UserError, match=r"\bPenn Treebank\b.*/cache/tfds\b.*\bDisk quota exceeded\b.*--cache_dir\b"):
         read(CorpusName.PTB, tmp_path)
 
 
 def test_a_full_disk(tmp_path):
     place_official(tmp_path, CorpusName.LM1B)
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100_000, 100_000))
     process = python("", tmp_path, preexec_fn=limit)
     _, errors = process.communicate(timeout=60)
     last = errors.strip().splitlines()[-1]
     folder = tmp_path / "cache" / "tfds"
-    assert re.search(rf"^OSError: .*One Billion Word.*{folder}\b.*\bFile too large\b.*--cache_dir\b", last)
+    assert re.search(rf"UserError: .*One Billion Word.*{folder}\b.*\bFile too large\b.*--cache_dir\b", last)
     assert not list(folder.rglob("incomplete*"))
     assert contents(read(CorpusName.LM1B, tmp_path)) == miniature.texts(CorpusName.LM1B)
 
@@ -701,7 +703,7 @@ def test_a_damaged_cache(damage, tmp_path):
     else:
         path.write_bytes(path.read_bytes()[: 70_000 if damage == "cut" else 0])
     folder = tmp_path / "cache" / "tfds" / "txl_enwik8" / "1.0.0"
-    with pytest.raises(ValueError, match=rf"{folder}\b"):
+    with pytest.raises(UserError, match=rf"{folder}\b"):
         contents(read(CorpusName.ENWIK8, tmp_path))
     shutil.rmtree(folder)
     assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
@@ -719,8 +721,9 @@ def test_damage_beside_the_records(name, tmp_path):
         (folder / name).write_bytes(content)
         try:
             assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
-        except ValueError as error:
-            assert str(folder) in str(error) and "\n" not in str(error)
+        except UserError as error:
+            message = str(error)
+            assert str(folder) in message and "\n" not in message
 
 
 def _flipped(content, place):

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_jax.config import DataConfig, LineMark, Newlines, Tokenizer, TokenizerConfig
+from support.own_text import data_config
+from txl_jax.config import DataConfig, LineMark, Newlines, Tokenizer
 from txl_jax.data.sources.text import File, Text
 from txl_jax.data.tokens.build_vocabulary import make_vocabulary
-from txl_jax.data.tokens.vocabulary import ByteVocabulary
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.errors import UserError
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
@@ -28,11 +30,11 @@ def text_of(train, valid="", test="", *, block=5, closed_alphabet=False):
 
 
 def words(text, **fields):
-    return list(make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD), **fields), text).words)
+    return list(make_vocabulary(data_config(kind=Tokenizer.WORD, **fields), text).words)
 
 
 def characters(text, **fields):
-    return make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.CHAR), **fields), text).characters
+    return make_vocabulary(data_config(kind=Tokenizer.CHAR, **fields), text).characters
 
 
 # Bytes
@@ -40,13 +42,13 @@ def characters(text, **fields):
 
 def test_own_text_has_all_bytes():
     for newlines in Newlines:
-        assert make_vocabulary(DataConfig(tokenizer=TokenizerConfig(newlines=newlines)), text_of("ab")) == ByteVocabulary.all_bytes(newlines)
+        assert make_vocabulary(data_config(newlines=newlines), text_of("ab")) == ByteVocabulary.all_bytes(newlines)
 
 
 def test_a_closed_alphabet_is_counted_over_all_splits():
     text = text_of(["cab\n", "é"], "bax", "y\n", closed_alphabet=True)
     assert make_vocabulary(DataConfig(), text) == ByteVocabulary(bytes(sorted("\nabcxyé".encode())))
-    dropped = make_vocabulary(DataConfig(tokenizer=TokenizerConfig(newlines=Newlines.DROP)), text)
+    dropped = make_vocabulary(data_config(newlines=Newlines.DROP), text)
     assert dropped == ByteVocabulary(bytes(sorted("abcxyé".encode())), Newlines.DROP)
 
 
@@ -76,7 +78,7 @@ def test_words_are_ranked_by_count_and_first_occurrence(texts, line_mark, lower_
 def test_only_the_training_text_is_counted():
     text = text_of("a b b", "valid valid valid", "test test test test")
     assert words(text, line_mark=LineMark.NONE) == ["b", "a", "<unk>"]
-    vocabulary = make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD)), text)
+    vocabulary = make_vocabulary(data_config(kind=Tokenizer.WORD), text)
     ids = [token for block in vocabulary.blocks(text.splits["valid"]) for token in block.tolist()]
     assert vocabulary.decode(ids) == b"<unk> <unk> <unk> \n"
 
@@ -92,7 +94,7 @@ def test_rarer_words_count_for_the_unknown():
 def test_an_unknown_word_in_the_text_is_that_token():
     text = text_of("a <unk> b <unk>\n")
     assert words(text) == ["<eos>", "<unk>", "a", "b"]
-    vocabulary = make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD)), text)
+    vocabulary = make_vocabulary(data_config(kind=Tokenizer.WORD), text)
     assert vocabulary.encode(b"a <unk> c <unk>").tolist() == [2, 1, 1, 1]
 
 
@@ -105,20 +107,19 @@ def test_words_of_files_are_not_joined():
     assert words(text_of(["one", "two"])) == ["<eos>", "one", "two", "<unk>"]
 
 
-def test_what_is_read_is_passed_on_to_be_watched():
-    text, watched, told = text_of(["a", "b"], "c", closed_alphabet=True), [], set()
+def test_files_are_read_through_the_progress_bar():
+    text, seen = text_of(["a", "b"], "c", closed_alphabet=True), []
 
-    def reading(doing, files):
-        told.add(doing)
-        watched.extend(files)
+    def progress(description, files):
+        seen.extend(files)
         return files
 
-    make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD)), text, reading=reading)
-    assert watched == [*text.splits["train"]]
-    make_vocabulary(DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.CHAR)), text, reading=reading)
-    assert watched == [*text.splits["train"]] * 2
-    make_vocabulary(DataConfig(), text, reading=reading)
-    assert watched[4:] == [*text.splits["train"], *text.splits["valid"], *text.splits["test"]]
+    make_vocabulary(data_config(kind=Tokenizer.WORD), text, progress=progress)
+    assert seen == [*text.splits["train"]]
+    make_vocabulary(data_config(kind=Tokenizer.CHAR), text, progress=progress)
+    assert seen == [*text.splits["train"]] * 2
+    make_vocabulary(DataConfig(), text, progress=progress)
+    assert seen[4:] == [*text.splits["train"], *text.splits["valid"], *text.splits["test"]]
 
 
 # Characters
@@ -149,7 +150,7 @@ def given_words(tmp_path):
     def read(content, **fields):
         path = tmp_path / "vocab.txt"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        config = DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD, vocab_file=str(path)), **fields)
+        config = data_config(kind=Tokenizer.WORD, vocab_file=str(path), **fields)
         return make_vocabulary(config, text_of("never counted"))
 
     return read
@@ -183,13 +184,13 @@ def test_given_words_keep_the_other_settings(given_words):
 
 @pytest.mark.parametrize("content", ["", "\n", " \r\n\t\n"])
 def test_a_file_without_words_is_named(content, given_words, tmp_path):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         given_words(content)
-    assert re.search(rf"--data\.vocab_file\b.*{tmp_path}/vocab\.txt\b", str(caught.value))
+    assert re.search(rf"--data\.tokenizer\.vocab_file\b.*{tmp_path}/vocab\.txt\b", str(caught.value))
 
 
 def test_a_vocabulary_that_is_no_text_is_named(given_words, tmp_path):
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/vocab\.txt\b.*\b0xff\b.*\b4\b"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}/vocab\.txt\b.*\b0xff\b.*\b4\b"):
         given_words(b"the\n\xff")
 
 
@@ -198,10 +199,10 @@ def test_a_vocabulary_that_is_no_text_is_named(given_words, tmp_path):
 )
 def test_a_file_that_cannot_be_read_is_named_with_its_flag(tokenizer, field, tmp_path):
     for path, reason in ((tmp_path / "absent", "No such file or directory"), (tmp_path, "Is a directory")):
-        config = DataConfig(tokenizer=TokenizerConfig(kind=tokenizer), **{field: str(path)})
-        with pytest.raises(FileNotFoundError) as caught:
+        config = data_config(kind=tokenizer, **{field: str(path)})
+        with pytest.raises(UserError) as caught:
             make_vocabulary(config, text_of("a"))
-        assert re.search(rf"--data\.{field}\b.*{path}\b.*\b{reason}\b", str(caught.value))
+        assert re.search(rf"--data\.tokenizer\.{field}\b.*{path}\b.*\b{reason}\b", str(caught.value))
 
 
 # Pieces
@@ -209,7 +210,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_flag(tokenizer, field, tmp
 
 def test_pieces_are_learnt_from_the_training_text():
     pytest.importorskip("sentencepiece")
-    config = DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.SENTENCEPIECE, sentencepiece_vocab=270, line_mark=LineMark.NONE))
+    config = data_config(kind=Tokenizer.SENTENCEPIECE, sentencepiece_vocab=270, line_mark=LineMark.NONE)
     train = "abc abd abe cab dab\nabc eba\n" * 20
     vocabulary = make_vocabulary(config, text_of(train, "xyz " * 99))
     assert (vocabulary.size, vocabulary.line_mark) == (270, LineMark.NONE)
@@ -225,14 +226,14 @@ def given_model(tmp_path):
     def read(content, **fields):
         path = tmp_path / "own.model"
         path.write_bytes(content)
-        config = DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.SENTENCEPIECE, sentencepiece_model=str(path)), **fields)
+        config = data_config(kind=Tokenizer.SENTENCEPIECE, sentencepiece_model=str(path), **fields)
         return make_vocabulary(config, text_of("never read"))
 
     return read
 
 
 def test_a_given_model_is_used_as_it_is(given_model):
-    config = DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.SENTENCEPIECE, sentencepiece_vocab=270))
+    config = data_config(kind=Tokenizer.SENTENCEPIECE, sentencepiece_vocab=270)
     learnt = make_vocabulary(config, text_of("abc abd abe cab dab\nabc eba\n" * 20))
     assert given_model(learnt.model) == learnt
     assert given_model(learnt.model, lower_case=True).encode(b"ABC").tolist() == learnt.encode(b"abc").tolist()
@@ -242,6 +243,6 @@ def test_a_given_model_is_used_as_it_is(given_model):
 @pytest.mark.parametrize("line_mark", [LineMark.EOS, LineMark.NONE])
 @pytest.mark.parametrize("content", [b"", b"the 12\ncat 7\n", bytes(range(256))])
 def test_a_file_that_is_no_model_is_named(content, line_mark, given_model, tmp_path):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         given_model(content, line_mark=line_mark)
-    assert re.search(rf"--data\.sentencepiece_model\b.*{tmp_path}/own\.model\b", str(caught.value))
+    assert re.search(rf"--data\.tokenizer\.sentencepiece_model\b.*{tmp_path}/own\.model\b", str(caught.value))

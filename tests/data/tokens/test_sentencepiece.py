@@ -15,6 +15,7 @@ from txl_jax.data.tokens import sentencepiece as pieces_lib
 from txl_jax.data.tokens.build_vocabulary import KINDS
 from txl_jax.data.tokens.sentencepiece import PieceVocabulary
 from txl_jax.data.tokens.vocabulary import digest, dumps, loads
+from txl_jax.errors import UserError
 
 sentencepiece = pytest.importorskip("sentencepiece")
 
@@ -62,7 +63,7 @@ def all_of(blocks):
 def test_a_text_gives_pieces_of_the_size_asked_for(learnt):
     assert (learnt.size, learnt.mark, learnt.kind) == (SIZE, 2, "sentencepiece")
     ids = learnt.encode(TEXT.encode())
-    assert ids.dtype == np.uint16 and 0 <= ids.min() and ids.max() < SIZE
+    assert ids.dtype == np.uint16 and ids.min() >= 0 and ids.max() < SIZE
     assert len(ids) < len(TEXT) / 2, "pieces are longer than characters"
 
 
@@ -134,7 +135,7 @@ def test_decoding_takes_any_shape_and_names_a_foreign_id(learnt):
     ids = learnt.encode(b"balu\ndo kiki\n")
     assert learnt.decode(np.stack([ids, ids])) == b" balu\n do kiki\n" * 2
     assert learnt.decode([]) == b""
-    with pytest.raises(ValueError, match=rf"\b{SIZE}\b.*\b0\b.*\b{SIZE - 1}\b"):
+    with pytest.raises(UserError, match=rf"\b{SIZE}\b.*\b0\b.*\b{SIZE - 1}\b"):
         learnt.decode([SIZE])
 
 
@@ -162,7 +163,7 @@ def test_the_saved_form_is_text_and_gives_the_same(learnt, joined):
 def test_a_damaged_form_is_one_clear_error(learnt, line_mark, damage):
     title, model = dumps(learnt).replace('"eos"', f'"{line_mark}"').splitlines()
     damaged = model[: len(model) // 8 * 4] if damage == "half" else damage
-    with pytest.raises(ValueError, match="'txl_jax vocabulary sentencepiece "):
+    with pytest.raises(UserError, match="'txl_jax vocabulary sentencepiece "):
         loads(f"{title}\n{damaged}\n", KINDS)
 
 
@@ -170,25 +171,25 @@ def test_a_damaged_form_is_one_clear_error(learnt, line_mark, damage):
 
 
 def test_a_vocabulary_that_the_text_cannot_fill():
-    with pytest.raises(ValueError, match=r"\b8000\b.*<= \d+.*--data\.sentencepiece_vocab\b") as caught:
+    with pytest.raises(UserError, match=r"\b8000\b.*<= \d+.*--data\.tokenizer\.sentencepiece_vocab\b") as caught:
         learn(size=8000)
     assert "\n" not in str(caught.value)
 
 
 def test_a_vocabulary_without_room_for_the_bytes():
-    with pytest.raises(ValueError, match=r"\b100\b.*\b100 vs \d+.*--data\.sentencepiece_vocab\b"):
+    with pytest.raises(UserError, match=r"\b100\b.*\b100 vs \d+.*--data\.tokenizer\.sentencepiece_vocab\b"):
         learn(size=100)
 
 
 def test_a_text_without_words():
-    with pytest.raises(ValueError, match=r"\b330\b.*--data\.sentencepiece_vocab\b"):
+    with pytest.raises(UserError, match=r"\b330\b.*--data\.tokenizer\.sentencepiece_vocab\b"):
         learn(" \n\n")
 
 
 @pytest.mark.parametrize("bad", [b"\xff", b"\0"])
 def test_a_training_text_that_is_no_text_is_named(bad):
     content = TEXT.encode() + bad
-    with pytest.raises(ValueError, match=rf"^some\.txt\b.*\b{len(content) - 1}\b"):
+    with pytest.raises(UserError, match=rf"^some\.txt\b.*\b{len(content) - 1}\b"):
         pieces_lib.train([in_blocks(content)], size=SIZE, line_mark=LineMark.EOS, lower_case=False)
 
 
@@ -208,7 +209,7 @@ def test_a_model_without_an_end_marks_no_lines():
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()), model_writer=model, vocab_size=60, eos_id=-1, minloglevel=2
     )
-    with pytest.raises(ValueError, match=r"</s>.*--data\.line_mark=none"):
+    with pytest.raises(UserError, match=r"</s>.*--data\.tokenizer\.line_mark=none"):
         PieceVocabulary(model.getvalue(), LineMark.EOS)
     own = PieceVocabulary(model.getvalue(), LineMark.NONE)
     assert own.mark is None and own.size == 60
@@ -217,5 +218,5 @@ def test_a_model_without_an_end_marks_no_lines():
 
 def test_without_the_package_the_command_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ValueError, match=r"--data\.tokenizer=sentencepiece.*'\.\[sentencepiece\]'"):
+    with pytest.raises(UserError, match=r"--data\.tokenizer\.kind=sentencepiece.*'\.\[sentencepiece\]'"):
         learn()

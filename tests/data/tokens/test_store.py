@@ -25,8 +25,12 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.sources.text import SPLITS, File, Text
 from txl_jax.data.tokens import store
 from txl_jax.data.tokens.build_vocabulary import make_vocabulary
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.tokens.character_vocabulary import CharacterVocabulary
 from txl_jax.data.tokens.store import find_store, fingerprint, open_store
-from txl_jax.data.tokens.vocabulary import ByteVocabulary, CharacterVocabulary, WordVocabulary, dumps
+from txl_jax.data.tokens.vocabulary import dumps
+from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.errors import UserError
 
 SETTINGS = {"tokenizer": "word", "min_count": 1}
 WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat")
@@ -139,20 +143,20 @@ def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_
 @pytest.mark.parametrize(("content", "length"), [(b"", 0), (b"x", 1)])
 def test_a_split_without_a_target_is_named(split, content, length, tmp_path):
     text = text_of(**{split: content})
-    with pytest.raises(ValueError, match=rf"\b{split}\b.*\bmade up\b.*\b{length}\b.*\b2\b"):
+    with pytest.raises(UserError, match=rf"\b{split}\b.*\bmade up\b.*\b{length}\b.*\b2\b"):
         open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path)
     assert names(tmp_path) == []
 
 
-def test_what_is_read_is_passed_on_to_be_watched(tmp_path):
-    watched, text = [], text_of()
+def test_files_are_read_through_the_progress_bar(tmp_path):
+    seen, text = [], text_of()
 
-    def reading(doing, files):
-        watched.append((doing, files))
+    def progress(description, files):
+        seen.append((description, files))
         return files
 
-    open_store(text, SETTINGS, words, folder=tmp_path, reading=reading)
-    assert watched == [(f"encoding {split}", text.splits[split]) for split in SPLITS]
+    open_store(text, SETTINGS, words, folder=tmp_path, progress=progress)
+    assert seen == [(f"encoding {split}", text.splits[split]) for split in SPLITS]
 
 
 # When a store is opened again
@@ -281,9 +285,9 @@ def test_text_that_cannot_be_read_leaves_no_store(tmp_path):
 
 def test_a_vocabulary_that_cannot_be_made_leaves_no_store(tmp_path):
     def make():
-        raise FileNotFoundError("--data.tokenizer.vocab_file names nowhere")
+        raise UserError("--data.tokenizer.vocab_file names nowhere")
 
-    with pytest.raises(FileNotFoundError, match="^--data.tokenizer.vocab_file names nowhere$"):
+    with pytest.raises(UserError, match=r"^--data\.tokenizer\.vocab_file names nowhere$"):
         open_store(text_of(), SETTINGS, make, folder=tmp_path)
     assert names(tmp_path) == []
 
@@ -302,7 +306,7 @@ def largest_file(size):
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_full_disk_is_one_sentence_and_leaves_no_store(split, tmp_path):
     text = text_of(**{split: b"x" * 300_000}, block=1000)
-    with largest_file(100_000), pytest.raises(OSError) as caught:
+    with largest_file(100_000), pytest.raises(UserError) as caught:
         open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new")
     message = str(caught.value)
     assert re.search(rf"{re.escape(str(tmp_path))}/new\b.*\bFile too large\b.*--cache_dir\b", message)
@@ -313,14 +317,14 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_store(split, tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=rf"{tmp_path}/file/tokens\b.*\bNot a directory\b.*--cache_dir\b"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/file/tokens\b.*\bNot a directory\b.*--cache_dir\b"):
         open_store(text_of(), SETTINGS, words, folder=tmp_path / "file" / "tokens")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
 def test_a_read_only_folder_is_named(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(OSError, match=rf"{tmp_path}\b.*\bPermission denied\b.*--cache_dir\b"):
+    with pytest.raises(UserError, match=rf"{tmp_path}\b.*\bPermission denied\b.*--cache_dir\b"):
         open_store(text_of(), SETTINGS, words, folder=tmp_path)
 
 
@@ -340,7 +344,7 @@ OTHER = textwrap.dedent(
     from pathlib import Path
     from txl_jax.data.tokens.store import open_store
     from txl_jax.data.sources.text import File, Text
-    from txl_jax.data.tokens.vocabulary import WordVocabulary
+    from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 
     folder, name = Path(sys.argv[1]), sys.argv[2]
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from txl_jax.data.sources.text import File
 from txl_jax.data.tokens.utf8 import text_blocks
+from txl_jax.errors import UserError
 
 # Every kind of white space that cuts, one that does not, and characters of one to four bytes.
 TEXTS = st.text(
@@ -31,7 +32,7 @@ def in_blocks(content, sizes, *, name="some.txt", offset=0):
 
 
 def failure(*files):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         list(text_blocks(files, close_lines=False))
     return str(caught.value)
 
@@ -105,7 +106,7 @@ def test_a_character_that_is_cut_off_at_the_end_is_named(start, character, sizes
 def test_a_zero_byte_is_named_as_no_text(start, end, sizes, offset):
     bad = in_blocks(start.encode() + b"\0" + end.encode(), sizes, offset=offset)
     place = offset + len(start.encode())
-    assert re.search(rf"^some\.txt\b.*\b{place}\b.*--data\.tokenizer=byte\b", failure(bad))
+    assert re.search(rf"^some\.txt\b.*\b{place}\b.*--data\.tokenizer\.kind=byte\b", failure(bad))
 
 
 @pytest.mark.parametrize("content", [b"\x80" * 100_000, b"\xff\xfea\0b\0"])

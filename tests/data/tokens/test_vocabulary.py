@@ -12,17 +12,12 @@ from hypothesis import strategies as st
 
 from txl_jax.config import LineMark, Newlines
 from txl_jax.data.sources.text import File
-from txl_jax.data.tokens.build_vocabulary import KINDS
-from txl_jax.data.tokens.vocabulary import (
-    ByteVocabulary,
-    CharacterVocabulary,
-    WordVocabulary,
-    digest,
-    dumps,
-    id_type,
-    loads,
-    rank,
-)
+from txl_jax.data.tokens.build_vocabulary import KINDS, rank
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.tokens.character_vocabulary import CharacterVocabulary
+from txl_jax.data.tokens.vocabulary import digest, dumps, id_type, loads
+from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
 SIZES = st.integers(1, 9)
@@ -88,9 +83,9 @@ def test_newlines_may_be_dropped(text, size):
 
 
 def test_a_foreign_byte_is_named_with_its_first_offset():
-    with pytest.raises(ValueError, match=r"\b120\b.*\b2\b.*\b2\b"):
+    with pytest.raises(UserError, match=r"\b120\b.*\b2\b.*\b2\b"):
         ByteVocabulary.of(b"ab").encode(b"abxayx")
-    with pytest.raises(ValueError, match=r"\b120\b.*\b3\b.*\b2\b"):
+    with pytest.raises(UserError, match=r"\b120\b.*\b3\b.*\b2\b"):
         ByteVocabulary(b"ab", Newlines.DROP).encode(b"\n\naxab")
 
 
@@ -98,7 +93,7 @@ def test_a_foreign_byte_is_named_with_its_first_offset():
 def test_a_foreign_byte_of_a_file_is_named_with_its_place(start, size, offset):
     others = ByteVocabulary(bytes(set(range(256)) - {ord("x")}))
     files = [in_blocks(b"ab", size, name="other.txt"), in_blocks(start + b"xax", size, offset=offset)]
-    with pytest.raises(ValueError, match=rf"^some\.txt\b.*\b120\b.*\b{offset + len(start)}\b.*\b255\b"):
+    with pytest.raises(UserError, match=rf"^some\.txt\b.*\b120\b.*\b{offset + len(start)}\b.*\b255\b"):
         joined(others.blocks(files))
 
 
@@ -120,13 +115,13 @@ def test_a_foreign_id_is_named(foreign):
         CharacterVocabulary("a\N{REPLACEMENT CHARACTER}é"),
         WordVocabulary(("a", "<unk>", "<eos>")),
     ):
-        with pytest.raises(ValueError, match=rf"{foreign}\b.*\b0\b.*\b2\b"):
+        with pytest.raises(UserError, match=rf"{foreign}\b.*\b0\b.*\b2\b"):
             three.decode([0, foreign])
 
 
 @pytest.mark.parametrize("symbols", [b"", b"ba", b"aa"])
 def test_symbols_must_increase(symbols):
-    with pytest.raises(ValueError, match=re.escape(str([*symbols]))):
+    with pytest.raises(UserError, match=re.escape(str([*symbols]))):
         ByteVocabulary(symbols)
 
 
@@ -158,7 +153,7 @@ def test_lower_case_characters():
 @pytest.mark.parametrize("characters", ["", "abc", "a\N{REPLACEMENT CHARACTER}a"])
 def test_characters_must_be_distinct_and_hold_the_unknown(characters):
     n, distinct, unknown = len(characters), len({*characters}), "'\N{REPLACEMENT CHARACTER}'"
-    with pytest.raises(ValueError, match=rf"\b{n}\b.*\bchar\b.*{unknown}.*\b{distinct}\b"):
+    with pytest.raises(UserError, match=rf"\b{n}\b.*\bchar\b.*{unknown}.*\b{distinct}\b"):
         CharacterVocabulary(characters)
 
 
@@ -250,7 +245,7 @@ def test_a_word_that_stands_for_the_unknown_ones_can_be_another():
 )
 def test_words_must_be_distinct_and_hold_the_unknown_and_the_mark(words, line_mark):
     mark = {LineMark.NONE: "'<unk>'", LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}[line_mark]
-    with pytest.raises(ValueError, match=mark):
+    with pytest.raises(UserError, match=mark):
         WordVocabulary(words, line_mark)
 
 
@@ -290,13 +285,13 @@ def test_what_stands_for_the_unknown():
     assert WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>").unknown_id == 1
 
 
-def test_only_words_are_told_in_perplexity():
+def test_only_words_are_measured_by_perplexity():
     assert [kind.measure for kind in KINDS] == [Measure.BPC, Measure.BPC, Measure.PPL, Measure.PPL]
 
 
 def test_a_prompt_that_is_no_utf8_is_named():
     for vocabulary in (CharacterVocabulary("\N{REPLACEMENT CHARACTER}"), words_of(LineMark.EOS)):
-        with pytest.raises(ValueError, match=r"\b0xff\b.*\b3\b"):
+        with pytest.raises(UserError, match=r"\b0xff\b.*\b3\b"):
             vocabulary.encode("é\n".encode() + b"\xff")
 
 
@@ -422,7 +417,7 @@ PIECES = 'txl_jax vocabulary sentencepiece {"line_mark": "eos", "lower_case": fa
 )
 def test_a_damaged_form_is_one_clear_error(text):
     start = re.escape(repr(text.partition("\n")[0][:60]))
-    with pytest.raises(ValueError, match=start):
+    with pytest.raises(UserError, match=start):
         loads(text, KINDS)
 
 

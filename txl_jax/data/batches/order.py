@@ -1,22 +1,22 @@
-"""Where the tokens of an epoch stand: from pairs of the epoch's stream to places in the text.
+"""Order of the training tokens in an epoch: sequential, rolled, or shuffled by sentences.
 
 A stream of T tokens holds T - 1 *pairs*: pair q has the stream's token q as input and token q + 1 as target. An
-`EpochOrder` says where in the text the two stand, as a pure function of (seed, epoch, pair).
+`EpochOrder` maps pairs of the epoch's stream to positions in the text, as a pure function of (seed, epoch, pair).
 
 - `Sequential`: the stream is the text.
-- `RandomRoll`: stretches of pairs are turned round by random numbers. With pairs 0 .. 4 and 5 .. 10 as two stretches,
-  turned by 3 and 1, the targets are
+- `RandomRoll`: ranges of pairs are rotated by random numbers. With pairs 0 .. 4 and 5 .. 10 as two ranges, rotated by 3
+  and 1, the targets are
 
       4 5 1 2 3 | 7 8 9 10 11 6
 
-  and the input of each is still the token before it in the text, also where a stretch wraps: no transition is invented.
-  Only the context jumps there (from the stretch's last token to its first), inside a row, and no reset bit says so.
-  (Press's own code turns tokens instead of pairs, and so asks for a row's first token after its last one.)
-- `ShuffledSentences`: the stream is the text's sentences in another order, one after the other.
+  and the input of each is still the token before it in the text, also where a range wraps: no transition is invented.
+  Only the context jumps there (from the range's last token to its first), inside a row, and no reset bit marks it.
+  (Press's own code rotates tokens instead of pairs, and so asks for a row's first token after its last one.)
+- `ShuffledSentences`: the stream is the text's sentences in random order, concatenated.
 
 Random numbers are the raw words of numpy's PCG64, which "makes a guarantee that a fixed seed will always produce the
 same random integer stream" (its docstring). numpy promises no such thing of `Generator` (NEP 19), whose `permutation`
-and `integers` may change with a version, so neither is used: a run goes on as it began after numpy is upgraded.
+and `integers` may change with a version, so neither is used: a resumed run keeps its order after numpy is upgraded.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ import numpy as np
 
 
 class EpochOrder(Protocol):
-    """Where the pairs of an epoch's stream stand in the text."""
+    """A map from the pairs of an epoch's stream to positions in the text."""
 
     def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Places of inputs and targets of `length` consecutive pairs from each of `first` on.
+        """Returns the positions of inputs and targets of `length` consecutive pairs from each of `first` on.
 
         Args:
-          first: int64 [...], numbers of pairs.
+          first: int64 [...], indices of pairs.
 
         Returns:
           Two int64 [..., length].
@@ -41,92 +41,94 @@ class EpochOrder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Sequential:
-    """Every epoch reads the text as it is; pairs past its end stand past its end."""
+    """The text's own order in every epoch; pairs past its end map to positions past its end."""
 
     def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `EpochOrder.pairs`."""
         place = first[..., None] + np.arange(length)
         return place, place + 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RandomRoll:
-    """Each stretch of pairs is turned round by a random number of its own in each epoch.
+    """A rotation of each range of pairs by a random number of its own in each epoch.
 
-    With one stretch per row this is the partial shuffle of Press (2019, "Partially shuffling the training data to
-    improve language models"); with one stretch in all the whole stream is turned.
+    With one range per row this is the partial shuffle of Press (2019, "Partially shuffling the training data to
+    improve language models"); with a single range the whole stream is rotated.
 
     >>> order = RandomRoll(np.array([0, 5, 11]), seed=3)
     >>> order.pairs(0, np.array([0, 5]), 5)[1].tolist()
     [[5, 1, 2, 3, 4], [7, 8, 9, 10, 11]]
     """
 
-    edges: np.ndarray  # int64 [R + 1], increasing: stretch r holds the pairs edges[r] .. edges[r + 1] - 1.
+    edges: np.ndarray  # int64 [R + 1], increasing: range r holds the pairs edges[r] .. edges[r + 1] - 1.
     seed: int
 
     def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `EpochOrder.pairs`; a run of pairs must lie within one stretch."""
-        stretch = np.searchsorted(self.edges, first, side="right") - 1
-        start, size = self.edges[stretch], np.diff(self.edges)
-        turn = (random_words(self.seed, epoch, len(size)) % size.astype(np.uint64)).astype(np.int64)
-        column = (first - start + turn[stretch])[..., None] + np.arange(length)
-        place = start[..., None] + column % size[stretch][..., None]
+        """As `EpochOrder.pairs`; consecutive pairs must lie within one range."""
+        index = np.searchsorted(self.edges, first, side="right") - 1
+        start, size = self.edges[index], np.diff(self.edges)
+        shift = (random_words(self.seed, epoch, len(size)) % size.astype(np.uint64)).astype(np.int64)
+        column = (first - start + shift[index])[..., None] + np.arange(length)
+        place = start[..., None] + column % size[index][..., None]
         return place, place + 1
 
 
 class ShuffledSentences:
-    """The sentences of the text in a random order of each epoch; tokens before the first one stay in front.
+    """The sentences of the text in a random order per epoch; tokens before the first sentence stay in front.
 
-    What an epoch needs is prepared when its first pair is asked for and kept until another epoch is: 12 bytes a
+    The order of an epoch is computed when its first pair is asked for and cached until another epoch is: 12 bytes a
     sentence. One Billion Word (30.3 million sentences) takes 0.36 GB and 3 seconds an epoch, on one core of a server.
     """
 
     def __init__(self, starts: np.ndarray, *, n_tokens: int, seed: int):
-        """Takes where sentences begin.
+        """Checks the sentence starts; computes nothing yet.
 
         Args:
           starts: signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
           n_tokens: T.
 
         Raises:
-          ValueError: the starts are no such array, or those of another text.
+          ValueError: the starts are no such array, or belong to another text.
         """
         _check_starts(starts, n_tokens)
         self._starts = starts
         self._seed = seed
-        self._kept: tuple[int, np.ndarray, np.ndarray] | None = None  # Of one epoch: see `_prepared`.
+        self._cache: tuple[int, np.ndarray, np.ndarray] | None = None  # Of one epoch: see `_prepare`.
 
     def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `EpochOrder.pairs`."""
         place = self.places(epoch, first[..., None] + np.arange(length + 1))
         return place[..., :-1], place[..., 1:]
 
     def places(self, epoch: int, position: np.ndarray) -> np.ndarray:
-        """Where in the text the tokens stand that the epoch's stream has at `position`, both int64 [...]."""
-        sentence, begin = self._prepared(epoch)
-        # A search per token: in runs of positions the next search starts where the last one ended, and walking from
-        # one search per run took as long (0.5 ms for 224 x 33 positions among 30 million sentences).
+        """Maps positions in the epoch's stream to positions in the text, both int64 [...]."""
+        sentence, begin = self._prepare(epoch)
+        # A search per token: np.searchsorted starts each search where the last one ended, and scanning on from one
+        # search per run of positions took as long (0.5 ms for 224 x 33 positions among 30 million sentences).
         rank = np.searchsorted(begin, position, side="right") - 1
         return np.where(rank < 0, position, self._starts[sentence[rank]] + (position - begin[rank]))
 
-    def _prepared(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sentence at each rank, int32 [n], and where ranks begin in the epoch's stream, int64 [n + 1]."""
-        kept = self._kept
-        if kept is None or kept[0] != epoch:
-            self._kept = kept = None  # Given back before the next epoch takes as much.
+    def _prepare(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the sentence at each rank, int32 [n], and where ranks start in the epoch's stream, int64 [n + 1]."""
+        cache = self._cache
+        if cache is None or cache[0] != epoch:
+            self._cache = cache = None  # Freed before the next epoch allocates as much.
             sentence = random_permutation(self._seed, epoch, len(self._starts) - 1)
-            self._kept = kept = epoch, sentence, _stacked(self._starts, sentence)
-        return kept[1:]
+            self._cache = cache = epoch, sentence, _concatenated_starts(self._starts, sentence)
+        return cache[1:]
 
 
 def random_words(seed: int, epoch: int, count: int) -> np.ndarray:
-    """uint64 [count], all values alike likely: the first words of a stream that belongs to (seed, epoch)."""
+    """Returns uint64 [count], uniformly distributed: the first words of the stream seeded by (seed, epoch)."""
     sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(epoch,))  # SeedSequence refuses negative seeds.
     return np.random.PCG64(sequence).random_raw(count)
 
 
 def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
-    """int32 [n]: the numbers 0 .. n - 1 in a random order that belongs to (seed, epoch).
+    """Returns int32 [n], a permutation of 0 .. n - 1 seeded by (seed, epoch).
 
-    Each number stands in the low bits of a word whose high bits are random, and the words are sorted. No two are
+    Each number lies in the low bits of a word whose high bits are random, and the words are sorted. No two are
     equal, so every sorting algorithm gives the same order, and sorting values takes a tenth of the time of an argsort
     (0.2 s for 30 million, with AVX-512). Where high bits agree, the smaller number comes first: of 30 million numbers
     some 800 pairs.
@@ -144,8 +146,8 @@ def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
 CHUNK = 1 << 20  # Sentences handled at a time, so that no temporary array is as long as the list of all.
 
 
-def _stacked(starts: np.ndarray, sentence: np.ndarray) -> np.ndarray:
-    """int64 [n + 1]: where each sentence begins if they follow one another in this order, from starts[0] on."""
+def _concatenated_starts(starts: np.ndarray, sentence: np.ndarray) -> np.ndarray:
+    """Returns int64 [n + 1]: the start of each sentence if they are concatenated in this order, from starts[0] on."""
     begin = np.empty(len(starts), np.int64)
     begin[0] = starts[0]
     for i in range(0, len(sentence), CHUNK):

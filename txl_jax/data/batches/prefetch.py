@@ -1,7 +1,7 @@
-"""The next segments are made on a thread of their own, so that reading overlaps the devices' work.
+"""Prefetch: the next segments are prepared on a background thread, so that reading overlaps the devices' work.
 
-numpy lets go of the interpreter's lock while it sorts and gathers, so one thread is enough; and as a block of segments
-is a pure function of its step, nothing has to be undone when the caller goes elsewhere.
+numpy releases the interpreter's lock while it sorts and gathers, so one thread is enough; and as a block of segments
+is a pure function of its step, nothing has to be undone when the caller jumps to another step.
 """
 
 import concurrent.futures
@@ -13,10 +13,10 @@ from txl_jax.segments import Segments
 
 
 class Prefetcher:
-    """Blocks of S segments by their first step, the following ones already in the making; a context manager.
+    """A prefetcher of blocks of S segments by their first step; a context manager.
 
     `prefetcher(step)` returns what `segments(step, S)` returns, and raises what it raises, in the caller and only for a
-    step that was asked for. Any step may be asked for at any time; blocks made for another course are dropped.
+    step that was asked for. Any step may be asked for at any time; prefetched blocks that do not follow it are dropped.
     """
 
     def __init__(
@@ -27,14 +27,15 @@ class Prefetcher:
         steps: int,
         depth: int = 2,
     ):
-        """Makes nothing yet.
+        """Starts no work yet.
 
         Args:
-          segments: (first step, count) -> block, as `SegmentReader.segments`; called on the other thread only, so it
-            may also put the block on the devices (but a jax setting made by `with` holds on the thread that made it).
+          segments: (first step, count) -> block, as `SegmentReader.segments`; called on the background thread only, so
+            it may also put the block on the devices (a jax context, such as a mesh, holds only on the thread that
+            entered it, so `segments` enters its own).
           segments_per_call: S.
-          steps: no block that ends after this step is made ahead.
-          depth: blocks to hold ahead of the one asked for; 0 makes none ahead.
+          steps: no block that ends after this step is prefetched.
+          depth: blocks to prefetch beyond the one asked for; 0: none.
         """
         if segments_per_call < 1 or depth < 0:
             raise ValueError(
@@ -44,23 +45,23 @@ class Prefetcher:
         self._count = segments_per_call
         self._steps = steps
         self._depth = depth
-        self._making: dict[int, concurrent.futures.Future] = {}  # By first step.
+        self._pending: dict[int, concurrent.futures.Future[Segments]] = {}  # By first step.
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="segments")
 
     def __call__(self, step: int) -> Segments:
-        """The S segments from `step` on."""
+        """Returns the S segments from `step` on."""
         ahead = range(step + self._count, self._steps - self._count + 1, self._count)[: self._depth]
         wanted = [step, *ahead]
-        for other in self._making.keys() - wanted:
-            self._making.pop(other).cancel()
+        for other in self._pending.keys() - wanted:
+            self._pending.pop(other).cancel()
         for first in wanted:
-            if first not in self._making:
-                self._making[first] = self._thread.submit(self._segments, first, self._count)
-        return self._making.pop(step).result()
+            if first not in self._pending:
+                self._pending[first] = self._thread.submit(self._segments, first, self._count)
+        return self._pending.pop(step).result()
 
     def close(self) -> None:
-        """Drops what is queued and waits for the one block that may be in the making."""
-        self._making.clear()
+        """Drops queued blocks and waits for the one that may be running."""
+        self._pending.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:

@@ -1,19 +1,31 @@
-"""The published corpora: what their files are called, where they come from, and what is known of their content.
+"""Table of the published corpora: names and URLs of their files, facts to check them by, and default settings.
 
-A corpus is made of *parts*: the files of one split, or, for enwik8 and text8, one file that holds all three.
+A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that holds all three.
 Sizes and checksums are those that public code states (tensorflow-datasets, Hugging Face datasets and others);
 one that could not be confirmed is None, and then the content decides.
+
+To add a corpus:
+
+1. Give it a name: one member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
+2. Add a row to `CORPORA` below: title, files, facts, sources, default settings and size of the vocabulary. Importing
+   this module fails while a name has no row.
+
+3. Add its program, experiments/my_news.py: a docstring and a call, like experiments/ptb.py. A corpus whose settings
+   are those of another one needs none: its row names that one's program (as WikiText-2 does WikiText-103's).
+
+Nothing else knows a corpus by its name: locating, downloading, checking, preparing, encoding, --help and the programs
+that take any corpus (prepare, ablation, estimate, speed) get all they need from the row.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
-from txl_jax.config import CorpusName
+from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Order, Tokenizer, TokenizerConfig
 
-Layout = Mapping[str, tuple[str, ...]]  # Parts to the paths of their files, relative to some folder.
+Layout = Mapping[str, tuple[str, ...]]  # Part -> paths of its files, relative to some folder.
 
-WHOLE = "whole"  # The part that all splits are cut from.
-USE_PREFIX = "name the file with --data.file=PATH"  # What runs on a part of a corpus that is cut from one file.
+WHOLE = "whole"  # Name of the part that all splits are cut from.
+USE_PREFIX = "name the file with --data.file=PATH"  # Advice: how to run on a part of a corpus of one file.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +38,13 @@ class Remote:
 
     @property
     def file(self) -> str:
-        """The name it has when it is saved."""
+        """Returns the name of the saved file."""
         return self.url.rsplit("/", 1)[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a part holds, as far as it is known."""
+    """Known properties of a part's content."""
 
     size: int | None = None  # Bytes.
     sha256: str | None = None  # Of a part that is one file. Where tokens are known, other bytes are only noted.
@@ -42,20 +54,23 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class PublishedCorpus:
-    """Everything that tells one published corpus from another."""
+    """A published corpus: everything that differs from corpus to corpus."""
 
-    title: str  # As people write it.
-    folders: tuple[str, ...]  # What its own folder in the data folder may be called; archives too.
-    layouts: tuple[Layout, ...]  # Where its files lie below a folder or in an archive; the first that fits.
+    title: str  # For people.
+    folders: tuple[str, ...]  # Possible names of its own folder in the data folder; of archives too.
+    layouts: tuple[Layout, ...]  # Paths of its files below a folder or in an archive; the first that fits counts.
     facts: Mapping[str, Facts]  # By part.
-    sources: tuple[tuple[Remote, ...], ...]  # Each is all that is needed: one archive, or the files themselves.
-    own_layouts: tuple[Layout, ...] = ()  # Names so common that they count only in its own folder or an archive.
+    sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: one archive, or the files themselves.
+    defaults: DataConfig  # Settings of its tokens and their order, with which its program begins.
+    vocab_size: int  # Of the whole corpus with these settings, for programs that read no text.
+    program: str = ""  # Program in experiments/ that trains on it; empty: the one of its name.
+    own_layouts: tuple[Layout, ...] = ()  # Layouts with names so common that they count only in its own folder.
     cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # Bytes of each split in the whole, in order.
-    closed_alphabet: bool = False  # Its byte tokens are the values that occur in it.
+    closed_alphabet: bool = False  # Byte tokens are the values that occur in it.
 
     @property
     def archives(self) -> dict[str, Remote | None]:
-        """The names of archives that are looked for: the official ones, and what users make of a folder."""
+        """Returns the names of archives to look for: the official ones, and those that users make of a folder."""
         # The first source of a name is the one to recommend.
         official = {source[0].file: source[0] for source in reversed(self.sources) if len(source) == 1}
         made = [f"{name}.{suffix}" for name in self.folders for suffix in ("zip", "tar.gz", "tgz", "tar")]
@@ -63,31 +78,36 @@ class PublishedCorpus:
 
     @property
     def url(self) -> str:
-        """Where to get it from, in an error."""
+        """Returns the URL to name in errors."""
         return self.sources[0][0].url
 
     def ranges(self) -> dict[str, tuple[str, int, int | None]]:
-        """Each split's part, and which of the part's bytes: the first and the one after the last."""
+        """Returns for each split its part, and of the part's bytes the first and the one after the last."""
         if not self.cuts:
             return {part: (part, 0, None) for part in self.facts}
-        ranges, first = {}, 0
+        ranges: dict[str, tuple[str, int, int | None]] = {}
+        first = 0
         for split, size in self.cuts.items():
             ranges[split] = (WHOLE, first, first + size)
             first += size
         return ranges
 
 
-def _of_bytes(name: str, *, zip_size: int, zip_sha256: str, sha256: str) -> PublishedCorpus:
-    """100,000,000 bytes of Wikipedia, by Matt Mahoney."""
+def _mahoney(
+    name: CorpusName, *, zip_size: int, zip_sha256: str, sha256: str, newlines: Newlines, vocab_size: int
+) -> PublishedCorpus:
+    """Returns the row of 100,000,000 bytes of Wikipedia, by Matt Mahoney."""
     return PublishedCorpus(
-        title=name,
-        folders=(name,),
-        layouts=({WHOLE: (name,)},),
+        title=str(name),
+        folders=(str(name),),
+        layouts=({WHOLE: (str(name),)},),
         facts={WHOLE: Facts(size=100_000_000, sha256=sha256)},
         sources=tuple(
             (Remote(f"{folder}{name}.zip", zip_size, zip_sha256),)
             for folder in ("http://mattmahoney.net/dc/", "https://data.deepai.org/")
         ),
+        defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines)),
+        vocab_size=vocab_size,
         cuts={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
         closed_alphabet=True,
     )
@@ -97,8 +117,10 @@ def _by_split(pattern: str) -> Layout:
     return {split: (pattern.format(split),) for split in ("train", "valid", "test")}
 
 
-def _wikitext(number: str, train_tokens: int, sources: tuple[tuple[Remote, ...], ...]) -> PublishedCorpus:
-    """WikiText (Merity et al., 2016, table 1); both sizes share the texts for validation and test."""
+def _wikitext(
+    name: CorpusName, *, number: str, train_tokens: int, sources: tuple[tuple[Remote, ...], ...], vocab_size: int
+) -> PublishedCorpus:
+    """Returns the row of a WikiText (Merity et al., 2016, table 1); both share the validation and test texts."""
     return PublishedCorpus(
         title=f"WikiText-{number}",
         folders=(f"wikitext{number}", f"wikitext-{number}"),
@@ -110,6 +132,10 @@ def _wikitext(number: str, train_tokens: int, sources: tuple[tuple[Remote, ...],
             "test": Facts(tokens=245_569),
         },
         sources=sources,
+        # Every line ends in <eos>, empty ones too.
+        defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)),
+        vocab_size=vocab_size,
+        program="wikitext103",
     )
 
 
@@ -155,6 +181,12 @@ PTB = PublishedCorpus(
         ),
         (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
     ),
+    # The text is lower-case already (but for N, any number), so the original's lower-casing changes no count.
+    defaults=DataConfig(
+        corpus=CorpusName.PTB,
+        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS, lower_case=False),
+    ),
+    vocab_size=10_000,
 )
 
 _SHARDS: Layout = {
@@ -188,23 +220,35 @@ LM1B = PublishedCorpus(
             "https://gluonnlp-numpy-data.s3-us-west-2.amazonaws.com/datasets/language_modeling",
         )
     ),
+    defaults=DataConfig(
+        corpus=CorpusName.LM1B,
+        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3),
+        order=Order.SENTENCES,
+    ),
+    vocab_size=793_470,
 )
 
 CORPORA: dict[CorpusName, PublishedCorpus] = {
-    CorpusName.ENWIK8: _of_bytes(
-        "enwik8",
+    CorpusName.ENWIK8: _mahoney(
+        CorpusName.ENWIK8,
         zip_size=36_445_475,
         zip_sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
         sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
+        newlines=Newlines.DROP,  # The published numbers are for enwik8 without its newlines (V = 204).
+        vocab_size=204,
     ),
-    CorpusName.TEXT8: _of_bytes(
-        "text8",
+    CorpusName.TEXT8: _mahoney(
+        CorpusName.TEXT8,
         zip_size=31_344_016,
         zip_sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
         sha256="6e890197040d37d85beb962ae1f041ff1d9a9ca8d20c7d99c85027eebf51dca7",
+        newlines=Newlines.KEEP,
+        vocab_size=27,
     ),
     CorpusName.WIKITEXT103: _wikitext(
-        "103",
+        CorpusName.WIKITEXT103,
+        number="103",
+        vocab_size=267_735,
         train_tokens=103_227_021,
         sources=_wikitext_archive(
             "wikitext-103-v1.zip",
@@ -213,7 +257,9 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
         ),
     ),
     CorpusName.WIKITEXT2: _wikitext(
-        "2",
+        CorpusName.WIKITEXT2,
+        number="2",
+        vocab_size=33_278,
         train_tokens=2_088_628,
         sources=_wikitext_archive(
             "wikitext-2-v1.zip",
@@ -224,3 +270,20 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
     CorpusName.PTB: PTB,
     CorpusName.LM1B: LM1B,
 }
+
+LOCAL = (CorpusName.TEXT, CorpusName.PYTHON_STDLIB)  # Texts from files on this machine, without a row.
+
+if CORPORA.keys() | set(LOCAL) != set(CorpusName):
+    raise AssertionError(f"corpora without a row: {', '.join(set(CorpusName) - CORPORA.keys() - set(LOCAL))}")
+
+
+def default_data(name: CorpusName) -> DataConfig:
+    """Returns the data settings with which the programs of a corpus begin."""
+    return CORPORA[name].defaults if name in CORPORA else DataConfig(corpus=name)
+
+
+def program_of(name: CorpusName) -> str:
+    """Returns the name of the program in experiments/ that trains on a corpus."""
+    if name is CorpusName.PYTHON_STDLIB:
+        return "quickstart"
+    return (name in CORPORA and CORPORA[name].program) or str(name)

@@ -1,6 +1,6 @@
-"""Corpora from the network, through tensorflow-datasets' download manager, which keeps files and checks them.
+"""Downloads of corpora by tensorflow-datasets' download manager, which caches files and checks their digests.
 
-Its downloader tries for minutes where there is no network, so every source is asked first.
+Its downloader retries for minutes where there is no network, so every source is asked first.
 """
 
 import concurrent.futures
@@ -14,6 +14,7 @@ from tensorflow_datasets.core.download.download_manager import NonMatchingChecks
 
 from txl_jax.data.sources.archives import Container, Files, open_archive
 from txl_jax.data.sources.corpora import PublishedCorpus, Remote
+from txl_jax.errors import UserError
 
 Source = tuple[Remote, ...]
 
@@ -25,7 +26,7 @@ class NoSourceError(Exception):
 
 
 def url_infos(corpus: PublishedCorpus) -> dict[str, UrlInfo]:
-    """What the download manager compares files with, where both size and checksum are known."""
+    """Returns the download manager's records of files whose size and checksum are both known."""
     return {
         remote.url: UrlInfo(size=remote.size, checksum=remote.sha256, filename=remote.file)
         for source in corpus.sources
@@ -35,7 +36,7 @@ def url_infos(corpus: PublishedCorpus) -> dict[str, UrlInfo]:
 
 
 def ask(sources: Iterable[Source]) -> dict[Source, str]:
-    """What sources say when each is asked, all at the same time, for its first file; '' where it is there."""
+    """Asks all sources at the same time for their first file; returns why one is not there, "" for one that is."""
     sources = list(sources)
     with concurrent.futures.ThreadPoolExecutor(len(sources)) as pool:
         return dict(zip(sources, pool.map(_ask, sources), strict=True))
@@ -46,7 +47,7 @@ def fetch(
     manager: tfds.download.DownloadManager,
     failed: Callable[[Source, str], object] = lambda source, why: None,
 ) -> Container:
-    """The first of `sources` that can be downloaded; `failed` hears why the ones before it could not.
+    """Downloads the first of `sources` that can be; `failed` is called with the reason for each one before it.
 
     Raises:
       NoSourceError: none can.
@@ -57,8 +58,8 @@ def fetch(
         except NonMatchingChecksumError as error:
             failed(source, _other_file(error))
         except (tfds.download.DownloadError, requests.RequestException) as error:
-            failed(source, _in_short(error))
-        except ValueError as error:  # What came has another size, or is no archive.
+            failed(source, _reason(error))
+        except ValueError as error:  # The file has another size, or is no archive.
             failed(source, str(error))
     raise NoSourceError
 
@@ -67,7 +68,7 @@ def _ask(source: Source) -> str:
     try:
         answer = requests.head(source[0].url, timeout=(_CONNECT_SECONDS, _ANSWER_SECONDS), allow_redirects=True)
     except requests.RequestException as error:
-        return _in_short(error)
+        return _reason(error)
     return "" if answer.status_code < 400 else f"answers with HTTP status {answer.status_code}"
 
 
@@ -76,18 +77,18 @@ def _download(source: Source, manager: tfds.download.DownloadManager) -> Contain
     files = Files(source[0].url.rpartition("/")[0], paths)
     for remote in source:
         if remote.size not in (None, files.sizes[remote.file]):
-            raise ValueError(f"gave {files.sizes[remote.file]:,} bytes and not {remote.size:,}")
+            raise UserError(f"gave {files.sizes[remote.file]:,} bytes and not {remote.size:,}")
     return files if len(source) > 1 else open_archive(paths[source[0].file], again=source[0].url)
 
 
 def _other_file(error: NonMatchingChecksumError) -> str:
-    """The checksums of an error that has several lines."""
+    """Shortens an error of several lines to its two checksums."""
     sums = re.findall(r"checksum='(\w+)'", str(error))
     return f"gave a file of sha256 {sums[1]} and not {sums[0]}" if len(sums) == 2 else "gave another file"
 
 
-def _in_short(error: Exception) -> str:
-    """Why a file did not come, without the layers of libraries."""
+def _reason(error: Exception) -> str:
+    """Describes why a download failed, without the layers of libraries."""
     if isinstance(error, requests.exceptions.ProxyError):
         return "cannot be reached through the proxy"
     if isinstance(error, requests.Timeout):

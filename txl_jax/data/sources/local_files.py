@@ -1,4 +1,4 @@
-"""Text from files on this machine: the user's own, and Python's standard library."""
+"""Local text: the user's own files, and the source text of Python's standard library."""
 
 import glob
 import hashlib
@@ -10,27 +10,30 @@ from functools import partial
 from pathlib import Path
 
 from txl_jax.config import DataConfig, EmptyEnd, LineMark, Tokenizer
-from txl_jax.data.sources.text import BLOCK_BYTES, SPLITS, File, Reading, Text, no_progress
+from txl_jax.data.sources.text import BLOCK_BYTES, SPLITS, File, Progress, Text, no_progress
+from txl_jax.errors import UserError
 
 # Tests are more text than the library itself, and installed packages differ from machine to machine.
 STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
-_BORDER_WINDOW = 1 << 16  # How far a border between splits may move to stand at the beginning of a line.
+_BORDER_WINDOW = 1 << 16  # Bytes by which a border between splits may move to the beginning of a line.
 
 
-def read_own_text(config: DataConfig, *, reading: Reading = no_progress) -> Text:
-    """The user's own files: one, split 90/5/5, or a list per split, each joined in the order given.
+def read_own_text(config: DataConfig, *, progress: Progress = no_progress) -> Text:
+    """Reads the user's own files: one, split 90/5/5, or a list per split, each concatenated in the order given.
 
-    A name with * or ? stands for all files that match, in the order of their names.
+    A name with * or ? matches any number of files, in the order of their names.
 
     Raises:
-      FileNotFoundError: a name that no file has.
-      ValueError: a directory, an empty file, or empty lines at a file's end where each would be a token.
+      UserError: a name that no file has, a directory, an empty file, or empty lines at a file's end, each of which
+        would be a token.
     """
     if config.file:
         path = _checked(config.file, flag="--data.file")
         _check_end(config, [path])
-        return _cut("text", f"own text, {os.path.getsize(path):,} bytes of {Path(path).name}", [path], config, reading)
+        return _split_text(
+            "text", f"own text, {os.path.getsize(path):,} bytes of {Path(path).name}", [path], config, progress
+        )
     lists = {
         "train": _expanded(config.train, flag="--data.train"),
         "valid": _expanded(config.valid, flag="--data.valid"),
@@ -42,62 +45,62 @@ def read_own_text(config: DataConfig, *, reading: Reading = no_progress) -> Text
     sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
     # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
     digest = _of_digests(
-        _of_digests(_digest([file]) for file in reading(f"reading {name}", files)) for name, files in splits.items()
+        _of_digests(_digest([file]) for file in progress(f"reading {name}", files)) for name, files in splits.items()
     )
     return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, splits)
 
 
-def read_prefix(config: DataConfig, *, reading: Reading = no_progress) -> Text:
-    """A part of a published corpus, split 90/5/5.
+def read_prefix(config: DataConfig, *, progress: Progress = no_progress) -> Text:
+    """Reads a part of a published corpus, split 90/5/5.
 
-    Its byte tokens are all 256, as it may lack values that the rest holds.
+    Its byte tokens are all 256, as it may lack values that occur in the rest.
     """
     path = _checked(config.file, flag="--data.file")
     described = f"prefix of {os.path.getsize(path)} bytes of {Path(path).name}"
-    return _cut(f"{config.corpus} prefix", described, [path], config, reading)
+    return _split_text(f"{config.corpus} prefix", described, [path], config, progress)
 
 
-def read_python_stdlib(config: DataConfig, *, reading: Reading = no_progress) -> Text:
-    """The modules of the standard library of the running Python, joined in the order of their paths, split 90/5/5.
+def read_python_stdlib(config: DataConfig, *, progress: Progress = no_progress) -> Text:
+    """Reads the modules of the running Python's standard library in the order of their paths, split 90/5/5.
 
     Raises:
-      FileNotFoundError: the library is not there as source files.
+      UserError: the library is not there as source files.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [str(path) for path in _python_files(root)]
     if not paths:
-        raise FileNotFoundError(
+        raise UserError(
             f"the standard library at {root} holds no .py files (it may be packed in an archive); "
             "use a Python that is installed as source files, or another --data.corpus"
         )
     size = sum(map(os.path.getsize, paths))
     described = f"standard library of Python {platform.python_version()}, {len(paths)} files, {size:,} bytes"
-    return _cut("python_stdlib", described, paths, config, reading)
+    return _split_text("python_stdlib", described, paths, config, progress)
 
 
-def _cut(name: str, description: str, paths: Sequence[str], config: DataConfig, reading: Reading) -> Text:
-    """The files as one text, split by position."""
+def _split_text(name: str, description: str, paths: Sequence[str], config: DataConfig, progress: Progress) -> Text:
+    """Returns the files as one text, split by position."""
     splits = split_by_position(paths, at_lines=config.tokenizer.kind is not Tokenizer.BYTE)
     whole = [file for split in SPLITS for file in splits[split]]
-    return Text(name, description, _digest(reading("reading", whole)), splits)
+    return Text(name, description, _digest(progress("reading", whole)), splits)
 
 
 def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
-    """The first 90 %, the next 5 % and the last 5 % of the files' bytes; borders are rounded down.
+    """Splits the files' bytes into the first 90 %, the next 5 % and the last 5 %; borders are rounded down.
 
-    With `at_lines` a border moves on to where a line begins, or, where lines are very long, a word.
+    With `at_lines` a border moves on to the next beginning of a line, or, where lines are very long, of a word.
     """
     sizes = [os.path.getsize(path) for path in paths]
     total = sum(sizes)
     borders = [0, total * 90 // 100, total * 95 // 100, total]
     if at_lines:
         borders[1:3] = [_line_start(paths, sizes, border) for border in borders[1:3]]
-    spans = zip(SPLITS, borders, borders[1:], strict=False)
-    return {name: tuple(_between(paths, sizes, first, last)) for name, first, last in spans}
+    ranges = zip(SPLITS, borders, borders[1:], strict=False)
+    return {name: tuple(_between(paths, sizes, first, last)) for name, first, last in ranges}
 
 
 def file_part(path: str, first: int = 0, last: int | None = None) -> File:
-    """Bytes `first` to `last - 1` of the file at `path`."""
+    """Returns bytes `first` to `last - 1` of the file at `path`."""
     last = os.path.getsize(path) if last is None else last
     return File(path, last - first, partial(_blocks, path, first, last), offset=first)
 
@@ -108,13 +111,13 @@ def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
         while first < last:
             block = source.read(min(BLOCK_BYTES, last - first))
             if not block:
-                raise ValueError(f"{path} became shorter while it was read; leave it alone while a run starts")
+                raise UserError(f"{path} became shorter while it was read; leave it alone while a run starts")
             yield block
             first += len(block)
 
 
 def _between(paths: Sequence[str], sizes: Sequence[int], first: int, last: int) -> Iterator[File]:
-    """The parts of files that lie between two positions in all of them."""
+    """Yields the parts of files between two positions in their concatenation."""
     start = 0
     for path, size in zip(paths, sizes, strict=True):
         low, high = max(first - start, 0), min(last - start, size)
@@ -124,7 +127,7 @@ def _between(paths: Sequence[str], sizes: Sequence[int], first: int, last: int) 
 
 
 def _line_start(paths: Sequence[str], sizes: Sequence[int], border: int) -> int:
-    """The first position from `border` on at which a line begins, or a word, or at least a character."""
+    """Returns the first position from `border` on at which a line begins, or a word, or at least a character."""
     first = max(border - 1, 0)  # The byte before the border tells whether a line begins there already.
     window = b"".join(
         block for file in _between(paths, sizes, first, first + _BORDER_WINDOW) for block in file.blocks()
@@ -138,29 +141,31 @@ def _line_start(paths: Sequence[str], sizes: Sequence[int], border: int) -> int:
 
 
 def _expanded(names: Sequence[str], *, flag: str) -> list[str]:
-    """The files that a list of names and patterns stands for."""
+    """Returns the files of a list of names and patterns."""
     paths = []
     for name in names:
         found = sorted(glob.glob(name)) if glob.has_magic(name) and not os.path.exists(name) else [name]
         if not found:
-            raise FileNotFoundError(f"{flag} names {name}, which no file matches; check the pattern")
+            raise UserError(f"{flag} names {name}, which no file matches; check the pattern")
         paths += [_checked(path, flag=flag) for path in found]
     return paths
 
 
-def _checked(path: str, *, flag: str) -> str:
-    """The path; raises if it is missing, a directory or empty."""
+def _checked(path: str | None, *, flag: str) -> str:
+    """Returns the path; raises `UserError` if it is missing, a directory or empty."""
+    if path is None:
+        raise UserError(f"{flag} is not given; give the path of a text file")
     if os.path.isdir(path):
-        raise ValueError(f"{flag} names {path}, which is a directory; name the files in it, for example {path}/*.txt")
+        raise UserError(f"{flag} names {path}, which is a directory; name the files in it, for example {path}/*.txt")
     if not os.path.exists(path):
-        raise FileNotFoundError(f"{flag} names {path}, which does not exist; give the path of a text file")
+        raise UserError(f"{flag} names {path}, which does not exist; give the path of a text file")
     if not os.path.getsize(path):
-        raise ValueError(f"{flag} names {path}, which is empty; give a file that holds text")
+        raise UserError(f"{flag} names {path}, which is empty; give a file that holds text")
     return path
 
 
 def _check_end(config: DataConfig, paths: Sequence[str]) -> None:
-    """Refuses empty lines at the end of a file, where the config says so and each would be a token."""
+    """Raises `UserError` for empty lines at the end of a file, if each would be a token and the config refuses them."""
     marked = (
         config.tokenizer.kind in (Tokenizer.WORD, Tokenizer.SENTENCEPIECE)
         and config.tokenizer.line_mark is not LineMark.NONE
@@ -172,14 +177,14 @@ def _check_end(config: DataConfig, paths: Sequence[str]) -> None:
         end = b"".join(file_part(path, max(size - _BORDER_WINDOW, 0), size).blocks())
         white = end[len(end.rstrip()) :]
         if (empty := white.count(b"\n") - white.endswith(b"\n")) > 0:  # A newline ends a line; what follows is another.
-            raise ValueError(
+            raise UserError(
                 f"{path} ends in {empty} empty line{'s' if empty > 1 else ''}, each of which would be scored as a "
                 "line; remove them, or keep them with --data.tokenizer.empty_end=keep"
             )
 
 
 def _python_files(root: Path) -> list[Path]:
-    """Modules below `root` in the order of their relative paths, without tests and installed packages."""
+    """Returns the modules below `root` in the order of their relative paths, without tests and installed packages."""
     found = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED_DIRS]
@@ -189,12 +194,12 @@ def _python_files(root: Path) -> list[Path]:
 
 
 def _of_digests(digests: Iterable[str]) -> str:
-    """sha256 of digests in order, in hexadecimal."""
+    """Returns sha256 of digests in order, in hexadecimal."""
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _digest(files: Iterable[File]) -> str:
-    """sha256 of the files' bytes in order, in hexadecimal."""
+    """Returns sha256 of the files' bytes in order, in hexadecimal."""
     digest = hashlib.sha256()
     for file in files:
         for block in file.blocks():

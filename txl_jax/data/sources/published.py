@@ -1,4 +1,4 @@
-"""Published corpora as a `Text`: prepared once by their tensorflow-datasets builders, then read from the cache."""
+"""Published corpora: prepared once by their tensorflow-datasets builders, then read from the cache as a `Text`."""
 
 import dataclasses
 import errno
@@ -14,23 +14,23 @@ from txl_jax.config import CorpusName, Heldout
 from txl_jax.data.sources import locate
 from txl_jax.data.sources.corpora import CORPORA
 from txl_jax.data.sources.text import SPLITS, File, Text
+from txl_jax.errors import UserError
 from txl_jax.runtime import files
 
 _RECORDS_PER_BLOCK = 16  # Together a megabyte.
 
 
 def read(corpus: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = Heldout.SEPARATE) -> Text:
-    """A published corpus, checked against what is known of it.
+    """Reads a published corpus, checked against its published facts.
 
     Args:
       data_dir: folder in which its files are looked for, unless it is prepared already.
       cache_dir: folder for the prepared corpus, which is kept in its `tfds`.
-      heldout: One Billion Word: which held-out shard validates.
+      heldout: One Billion Word: the held-out shard that validates.
 
     Raises:
-      FileNotFoundError: the files are not there and cannot be downloaded.
-      ValueError: the files are not those that were published, or what was prepared from them is damaged.
-      OSError: `cache_dir` cannot be written to.
+      UserError: the files are not there and cannot be downloaded, are not the published ones, or what was prepared from
+        them is damaged; or `cache_dir` cannot be written to.
     """
     folder = Path(cache_dir, "tfds").absolute()
     if not _is_prepared(corpus, folder):
@@ -40,12 +40,12 @@ def read(corpus: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout 
                 _prepare(corpus, folder, find)
     try:
         return _open(corpus, folder, heldout)
-    except Exception as error:  # Damage to what lies beside the records shows as nearly any type.
+    except Exception as error:  # Damage to the files beside the records raises nearly any type.
         raise _damaged(_records_folder(corpus, folder), error) from error
 
 
 def _prepare(corpus: CorpusName, folder: Path, find: locate.Find) -> None:
-    """Makes the folder of records. We hold the lock, so what lies there half done is of a process that was killed."""
+    """Writes the folder of records. The caller holds the lock, so a partial one is left over from a killed process."""
     print(f"preparing {CORPORA[corpus].title} in {folder} (once)", flush=True)
     shutil.rmtree(_records_folder(corpus, folder).parent, ignore_errors=True)
     downloads = folder / f"txl_{corpus}_downloads"
@@ -55,14 +55,14 @@ def _prepare(corpus: CorpusName, folder: Path, find: locate.Find) -> None:
         _builder(corpus)(data_dir=folder, find=find).download_and_prepare(download_dir=downloads)
     except RuntimeError as error:  # ArrayRecord could not write: 'write() failed: No space left on device; ...'
         raise OSError(errno.EIO, str(error).partition(";")[0]) from error
-    except (ValueError, FileNotFoundError):  # What was downloaded is not the corpus. After a full disk, say, it stays.
+    except ValueError:  # The download is not the corpus. After other errors, such as a full disk, it is kept.
         shutil.rmtree(downloads, ignore_errors=True)
         raise
     shutil.rmtree(downloads, ignore_errors=True)
 
 
 def _is_prepared(corpus: CorpusName, folder: Path) -> bool:
-    """A folder of records gets its name once it is complete."""
+    """Returns whether the folder of records is there; it gets its name once it is complete."""
     return (_records_folder(corpus, folder) / "dataset_info.json").is_file()
 
 
@@ -71,14 +71,14 @@ def _records_folder(corpus: CorpusName, folder: Path) -> Path:
 
 
 def _builder(corpus: CorpusName) -> Any:
-    """The builder's class. Imported here as it takes half a second, which runs on other texts need not wait for."""
+    """Returns the builder's class. Imported here as that takes half a second, which runs on other texts save."""
     from txl_jax.data.sources.tfds_builders import BUILDERS
 
     return BUILDERS[corpus]
 
 
 def _open(corpus: CorpusName, folder: Path, heldout: Heldout) -> Text:
-    """The text of a folder of records."""
+    """Returns the text of a folder of records."""
     builder, known = _builder(corpus)(data_dir=folder), CORPORA[corpus]
     metadata = builder.info.metadata
     stored = {split: split for split in SPLITS}
@@ -101,9 +101,9 @@ def _open(corpus: CorpusName, folder: Path, heldout: Heldout) -> Text:
     )
 
 
-def _damaged(folder: Path, error: Exception) -> ValueError:
+def _damaged(folder: Path, error: Exception) -> UserError:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
-    return ValueError(
+    return UserError(
         f"the prepared text in {folder} is damaged ({reason}); remove this folder, and it is prepared again"
     )
 
@@ -117,12 +117,12 @@ class _Records:
     folder: Path
 
     def read(self, first: int, count: int) -> Iterator[bytes]:
-        """The text of `count` records from the one numbered `first` on."""
+        """Yields the text of `count` records from record `first` on."""
         try:
             for start in range(first, first + count, _RECORDS_PER_BLOCK):
                 block = range(start, min(start + _RECORDS_PER_BLOCK, first + count))
                 yield b"".join(self._source[i]["block"] for i in block)
-        except Exception as error:  # So does damage to the records themselves.
+        except Exception as error:  # Damage to the records raises nearly any type too.
             raise _damaged(self.folder, error) from error
 
     @functools.cached_property
@@ -131,7 +131,7 @@ class _Records:
 
 
 def _files(name: str, records: _Records, stored: list[tuple[str, int, int]]) -> Iterator[File]:
-    """The files of a split by their names, which need not be the order of their records."""
+    """Yields the files of a split in the order of their names, which need not be that of their records."""
     starts = itertools.accumulate((count for _, _, count in stored), initial=0)
     for (file, size, count), first in sorted(zip(stored, starts, strict=False)):
         yield File(f"{name}, {file}" if len(stored) > 1 else name, size, functools.partial(records.read, first, count))

@@ -1,4 +1,4 @@
-"""A text as it is read: three splits, each a row of files that come in blocks of bytes.
+"""Text before it becomes tokens: three splits, each a sequence of files that are read in blocks of bytes.
 
 Nothing is held in memory: a block is at most a few megabytes, and a split may be read many times.
 """
@@ -6,36 +6,36 @@ Nothing is held in memory: a block is at most a few megabytes, and a split may b
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
-BLOCK_BYTES = 1 << 20  # Large enough that the work per block does not count, small beside any model.
+BLOCK_BYTES = 1 << 20  # Large enough that the cost per block is negligible, small beside any model.
 SPLITS = ("train", "valid", "test")
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """Consecutive bytes with a name that errors may use."""
+    """A named range of consecutive bytes."""
 
-    name: str  # A path, or what a corpus calls its part.
+    name: str  # For errors: a path, or the name of a part of a corpus.
     size: int  # Bytes.
-    blocks: Callable[[], Iterator[bytes]]  # Starts at the first byte each time; together `size` bytes.
-    offset: int = 0  # Where in what `name` names the first byte lies.
+    blocks: Callable[[], Iterator[bytes]]  # Each call starts at the first byte; together `size` bytes.
+    offset: int = 0  # Position of the first byte in the file of that name.
 
 
-# (what is being done, files) -> the same files, whose reading is shown as it goes.
-Reading = Callable[[str, Iterable[File]], Iterable[File]]
+# (description, files) -> the same files; reading them advances a progress bar.
+Progress = Callable[[str, Iterable[File]], Iterable[File]]
 
 
-def no_progress(doing: str, files: Iterable[File]) -> Iterable[File]:
-    """The files as they are."""
-    del doing
+def no_progress(description: str, files: Iterable[File]) -> Iterable[File]:
+    """Returns the files unchanged."""
+    del description
     return files
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What is read, before it becomes tokens."""
+    """A text in three splits, before it becomes tokens."""
 
-    name: str  # Short: what a table's row is called.
-    description: str  # One line for people, without the word on tokens.
+    name: str  # Short, for a row of a table.
+    description: str  # One line for people; the tokens are not part of it.
     digest: str  # sha256 of the content, in hexadecimal.
-    splits: dict[str, tuple[File, ...]]  # By the names in SPLITS.
-    closed_alphabet: bool = False  # A whole published corpus: its byte tokens are the values that occur in it.
+    splits: dict[str, tuple[File, ...]]  # Keys: SPLITS.
+    closed_alphabet: bool = False  # Byte tokens are the values that occur in it: a whole published corpus.

@@ -1,8 +1,8 @@
 """tensorflow-datasets builders of the published corpora, which need no TensorFlow.
 
 A record is a block of bytes; a split's records in order are its files in the order in which their container
-could be read. Lines would be the plainer record, but a million of them take seconds to read one by one.
-What was counted on the way is kept in the metadata:
+could be read. Lines would be the simpler record, but a million of them take seconds to read one by one.
+The metadata hold what was counted on the way:
 
 sha256   by part: of its file, or of its files' sha256 in order
 files    by split: name, bytes and records of each file, in the order of the records
@@ -14,7 +14,7 @@ TensorFlow above 1 GB.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -22,22 +22,23 @@ import tqdm
 
 from txl_jax.config import CorpusName
 from txl_jax.data.sources import archives, checks, download
-from txl_jax.data.sources.archives import Container
+from txl_jax.data.sources.archives import Container, Stream
 from txl_jax.data.sources.checks import Tally
 from txl_jax.data.sources.corpora import CORPORA, USE_PREFIX, PublishedCorpus
+from txl_jax.errors import UserError
 
 RECORD_BYTES = 1 << 16
 SHARD_RECORDS = 1 << 10  # Records per file: tensorflow-datasets holds a file's records in memory while it writes.
 
 
-class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):
+class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """A corpus as records.
 
     Args:
-      find: gives the corpus's files; by default they are downloaded.
+      find: returns the corpus's files; None: downloads them.
     """
 
-    VERSION = tfds.core.Version("1.0.0")  # Raised whenever the same corpus would give other records or metadata.
+    VERSION = tfds.core.Version("1.0.0")  # Raise it whenever the same corpus would give other records or metadata.
     NAME: ClassVar[CorpusName]
 
     def __init__(self, *, find: Callable[[tfds.download.DownloadManager], Container] | None = None, **kwargs: Any):
@@ -48,12 +49,12 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):
 
     @property
     def corpus(self) -> PublishedCorpus:
-        """What is known of it."""
+        """Returns the corpus's row of the table."""
         return CORPORA[self.NAME]
 
     @property
     def url_infos(self) -> dict[str, Any]:
-        """Instead of a file of checksums."""
+        """Returns the records of downloads, in place of a file of checksums."""
         return download.url_infos(self.corpus)
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -72,7 +73,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):
 
     def _shard_iterators_per_split(
         self, dl_manager: tfds.download.DownloadManager
-    ) -> dict[str, list[Callable[[], Iterator]]]:
+    ) -> dict[str, list[Callable[[], Iterator[Any]]]]:
         container = self._find(dl_manager)
         layouts = self.corpus.layouts + self.corpus.own_layouts
         layout = archives.fit(container, layouts, again=self.corpus.url)
@@ -82,13 +83,13 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):
             sizes = {file: len(range(container.sizes[file])[first:last]) for file in layout[part]}
             records = self._records(container, split, sizes)
             n_record = sum(_n_record(size) for size in sizes.values())
-            # All shards take from the same stream; the last one takes its end, where the part is checked.
+            # All shards take from the same stream; the last one reaches its end, where the part is checked.
             take = functools.partial(itertools.islice, records, SHARD_RECORDS)
             shards[split] = [take] * (max(n_record - 1, 0) // SHARD_RECORDS) + [functools.partial(iter, records)]
         return shards
 
     def _check_sizes(self, container: Container, layout: dict[str, list[str]]) -> None:
-        """Refuses at once what can only be wrong."""
+        """Refuses at once files of a wrong size."""
         for part, files in layout.items():
             known, size = self.corpus.facts[part].size, sum(container.sizes[file] for file in files)
             if known not in (None, size):
@@ -99,7 +100,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):
     def _records(
         self, container: Container, split: str, sizes: dict[str, int]
     ) -> Iterator[tuple[int, dict[str, bytes]]]:
-        """A split's records, counted; its part is checked once all of it has passed."""
+        """Yields a split's records and counts them; its part is checked once all of it was read."""
         part, first, last = self.corpus.ranges()[split]
         words = self.corpus.facts[part].tokens is not None
         tallies = self._tallies.setdefault(part, {})
@@ -133,46 +134,25 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):
     def _refuse(self, container: Container, files: list[str], wrong: str) -> None:
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         prefix = f", or, to run on a part of it, {USE_PREFIX}" if self.corpus.cuts else ""
-        raise ValueError(
-            f"{container.where(files[0])}{more} holds {wrong}; get it again from {self.corpus.url}{prefix}"
-        )
+        raise UserError(f"{container.where(files[0])}{more} holds {wrong}; get it again from {self.corpus.url}{prefix}")
 
     def _log_download_bytes(self) -> None:
-        """tensorflow-datasets would say that sizes are unknown."""
+        """Does nothing: tensorflow-datasets would print that sizes are unknown."""
 
     def _log_download_done(self) -> None:
-        """Said by the program."""
+        """Does nothing: the program prints it."""
 
 
-class TxlEnwik8(PublishedText):
-    NAME = CorpusName.ENWIK8
+def _builder(name: CorpusName) -> type[PublishedText]:
+    """Returns the builder's class of a corpus; its name gives the folder of records, txl_NAME."""
+    return type(f"Txl{name.value.title()}", (PublishedText,), {"NAME": name, "name": f"txl_{name}"})
 
 
-class TxlText8(PublishedText):
-    NAME = CorpusName.TEXT8
-
-
-class TxlWikitext103(PublishedText):
-    NAME = CorpusName.WIKITEXT103
-
-
-class TxlWikitext2(PublishedText):
-    NAME = CorpusName.WIKITEXT2
-
-
-class TxlPtb(PublishedText):
-    NAME = CorpusName.PTB
-
-
-class TxlLm1b(PublishedText):
-    NAME = CorpusName.LM1B
-
-
-BUILDERS = {builder.NAME: builder for builder in (TxlEnwik8, TxlText8, TxlWikitext103, TxlWikitext2, TxlPtb, TxlLm1b)}
+BUILDERS = {name: _builder(name) for name in CORPORA}
 
 
 def _in_order(tallies: dict[str, Tally]) -> list[Tally]:
-    """By the names of the files, in whatever order they were read."""
+    """Returns tallies in the order of the files' names, in whatever order they were read."""
     return [tallies[file] for file in sorted(tallies, key=lambda file: file.rpartition("/")[2])]
 
 
@@ -180,13 +160,13 @@ def _n_record(size: int) -> int:
     return -(-size // RECORD_BYTES)
 
 
-def _blocks(stream: BinaryIO, first: int, size: int) -> Iterator[bytes]:
-    """`size` bytes of a stream from the byte `first` on, in records."""
+def _blocks(stream: Stream, first: int, size: int) -> Iterator[bytes]:
+    """Yields `size` bytes of a stream from byte `first` on, in records."""
     for left, wanted in ((first, False), (size, True)):
         while left:
             block = stream.read(min(left, RECORD_BYTES))
             if not block:
-                raise ValueError("a corpus's file became shorter while it was read; leave it alone while a run starts")
+                raise UserError("a corpus's file became shorter while it was read; leave it alone while a run starts")
             left -= len(block)
             if wanted:
                 yield block

@@ -1,0 +1,1 @@
+"""Tokens: vocabularies, and the stores of token ids."""

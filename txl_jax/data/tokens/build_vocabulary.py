@@ -1,4 +1,4 @@
-"""The vocabulary that a text gives rise to: counted on its training part alone."""
+"""Builds the vocabulary of a text from its training split alone."""
 
 import collections
 import functools
@@ -6,49 +6,42 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from txl_jax.config import DataConfig, Tokenizer
-from txl_jax.data.sources.text import SPLITS, File, Reading, Text, no_progress
+from txl_jax.data.sources.text import SPLITS, File, Progress, Text, no_progress
 from txl_jax.data.tokens import sentencepiece as pieces_lib
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary, distinct
+from txl_jax.data.tokens.character_vocabulary import UNKNOWN_CHARACTER, CharacterVocabulary
 from txl_jax.data.tokens.utf8 import text_blocks
-from txl_jax.data.tokens.vocabulary import (
-    MARKS,
-    UNKNOWN_CHARACTER,
-    UNKNOWN_WORD,
-    ByteVocabulary,
-    CharacterVocabulary,
-    Vocabulary,
-    WordVocabulary,
-    distinct,
-    rank,
-)
+from txl_jax.data.tokens.vocabulary import MARKS, Vocabulary
+from txl_jax.data.tokens.word_vocabulary import UNKNOWN_WORD, WordVocabulary
+from txl_jax.errors import UserError
 
-KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, pieces_lib.PieceVocabulary)
+KINDS: tuple[type[Vocabulary], ...] = (ByteVocabulary, CharacterVocabulary, WordVocabulary, pieces_lib.PieceVocabulary)
 
 
-def make_vocabulary(config: DataConfig, text: Text, *, reading: Reading = no_progress) -> Vocabulary:
-    """What the tokens of a text are.
+def make_vocabulary(config: DataConfig, text: Text, *, progress: Progress = no_progress) -> Vocabulary:
+    """Builds the vocabulary of a text, or reads a given one.
 
     Args:
-      reading: may show how far files are read.
+      progress: shows how far files are read.
 
     Raises:
-      ValueError: the training text, or a file that the config names, cannot be used.
-      FileNotFoundError: there is no such file.
+      UserError: the training text, or a file that the config names, cannot be read or used.
     """
     match config.tokenizer.kind:
         case Tokenizer.BYTE:
-            return _bytes_of(config, text, reading)
+            return _bytes_of(config, text, progress)
         case Tokenizer.CHAR:
-            counts = _count(reading("counting", text.splits["train"]), config, split=iter)
+            counts = _count(progress("counting", text.splits["train"]), config, split=iter)
             ranked = rank(counts, min_count=config.tokenizer.min_count, unknown=UNKNOWN_CHARACTER)
             return CharacterVocabulary("".join(ranked), config.tokenizer.lower_case)
         case Tokenizer.WORD:
-            return _words_of(config, text, reading)
+            return _words_of(config, text, progress)
         case Tokenizer.SENTENCEPIECE if config.tokenizer.sentencepiece_model:
             model = read_named(config.tokenizer.sentencepiece_model, flag="--data.tokenizer.sentencepiece_model")
             return _given_pieces(config, model)
         case Tokenizer.SENTENCEPIECE:
             return pieces_lib.train(
-                reading("counting", text.splits["train"]),
+                progress("counting", text.splits["train"]),
                 size=config.tokenizer.sentencepiece_vocab,
                 line_mark=config.tokenizer.line_mark,
                 lower_case=config.tokenizer.lower_case,
@@ -57,46 +50,44 @@ def make_vocabulary(config: DataConfig, text: Text, *, reading: Reading = no_pro
 
 
 def read_named(path: str, *, flag: str) -> bytes:
-    """The content of a file that the user named; raises `FileNotFoundError`."""
+    """Returns the content of a file that the user named; raises `UserError` if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise FileNotFoundError(
-            f"{flag} names {path}, which cannot be read ({error.strerror}); check the path"
-        ) from error
+        raise UserError(f"{flag} names {path}, which cannot be read ({error.strerror}); check the path") from error
 
 
-def _bytes_of(config: DataConfig, text: Text, reading: Reading) -> ByteVocabulary:
-    """All 256 values, or, for a whole published corpus, those that occur in any split, as the original counts."""
+def _bytes_of(config: DataConfig, text: Text, progress: Progress) -> ByteVocabulary:
+    """Returns all 256 values, or, for a whole published corpus, those of all splits, as the original counts."""
     if not text.closed_alphabet:
         return ByteVocabulary.all_bytes(config.tokenizer.newlines)
-    found = set()
+    found: set[int] = set()
     for split in SPLITS:
-        for file in reading(f"counting {split}", text.splits[split]):
+        for file in progress(f"counting {split}", text.splits[split]):
             for block in file.blocks():
                 found.update(distinct(block))
     return ByteVocabulary.of(bytes(found), config.tokenizer.newlines)
 
 
-def _words_of(config: DataConfig, text: Text, reading: Reading) -> WordVocabulary:
+def _words_of(config: DataConfig, text: Text, progress: Progress) -> WordVocabulary:
     mark = [MARKS[config.tokenizer.line_mark]] if config.tokenizer.line_mark in MARKS else []
     if config.tokenizer.vocab_file:
         words, unknown = _given_words(config.tokenizer.vocab_file, mark)
     else:
-        counts = _count(reading("counting", text.splits["train"]), config, split=str.split)
+        counts = _count(progress("counting", text.splits["train"]), config, split=str.split)
         unknown = UNKNOWN_WORD
         words = rank(counts, min_count=config.tokenizer.min_count, unknown=unknown, first=mark)
     return WordVocabulary(tuple(words), config.tokenizer.line_mark, config.tokenizer.lower_case, unknown)
 
 
 def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
-    """The first word of each line, in order; the line mark before and <unk> after them where the file has none."""
+    """Reads the first word of each line, in order; adds the line mark before and <unk> after them if missing."""
     text = read_named(path, flag="--data.tokenizer.vocab_file")
     whole = File(path, len(text), functools.partial(iter, [text]))
     lines = "".join(text_blocks([whole], close_lines=True)).split("\n")
     words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))
     if not words:
-        raise ValueError(
+        raise UserError(
             f"--data.tokenizer.vocab_file names {path}, which holds no words; give a file with a word on each line"
         )
     unknown = next((word for word in (UNKNOWN_WORD, UNKNOWN_WORD.upper()) if word in words), UNKNOWN_WORD)
@@ -107,9 +98,9 @@ def _given_pieces(config: DataConfig, model: bytes) -> pieces_lib.PieceVocabular
     try:
         return pieces_lib.PieceVocabulary(model, config.tokenizer.line_mark, config.tokenizer.lower_case)
     except (RuntimeError, OSError) as error:
-        raise ValueError(
-            f"--data.tokenizer.sentencepiece_model names {config.tokenizer.sentencepiece_model}, which is no SentencePiece model; give the "
-            ".model file that its trainer wrote"
+        raise UserError(
+            f"--data.tokenizer.sentencepiece_model names {config.tokenizer.sentencepiece_model}, which is no "
+            "SentencePiece model; give the .model file that its trainer wrote"
         ) from error
 
 
@@ -120,3 +111,17 @@ def _count(
     for block in text_blocks(files, close_lines=False):
         counts.update(split(block.lower() if config.tokenizer.lower_case else block))
     return counts
+
+
+def rank(counts: collections.Counter[str], *, min_count: int, unknown: str, first: Iterable[str] = ()) -> list[str]:
+    """Ranks tokens: `first`, then by decreasing count, equal ones in the order in which they were counted.
+
+    Tokens rarer than `min_count` count as `unknown`, which is always there.
+
+    >>> rank(collections.Counter("abracadabra"), min_count=2, unknown="?")
+    ['a', 'b', 'r', '?']
+    """
+    kept = collections.Counter({token: count for token, count in counts.items() if count >= min_count})
+    kept[unknown] += sum(count for token, count in counts.items() if count < min_count)
+    first = list(first)
+    return first + [token for token, _ in kept.most_common() if token not in first]

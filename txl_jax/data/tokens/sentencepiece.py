@@ -1,4 +1,4 @@
-"""Pieces of words by SentencePiece (Kudo and Richardson, 2018): a vocabulary of a chosen size for own text.
+"""SentencePiece tokens (Kudo and Richardson, 2018): pieces of words, a vocabulary of a chosen size for own text.
 
 The package is optional: `pip install '.[sentencepiece]'`.
 """
@@ -16,11 +16,12 @@ import numpy as np
 from txl_jax.config import LineMark
 from txl_jax.data.sources.text import File
 from txl_jax.data.tokens.utf8 import text_blocks
-from txl_jax.data.tokens.vocabulary import checked, id_type, prompt_text
+from txl_jax.data.tokens.vocabulary import check_ids, id_type, prompt_text
+from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # What SentencePiece writes for a space.
-# Enough to learn pieces from, and a bound on the memory: the trainer holds its sentences.
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's own character for a space.
+# Enough to learn pieces from, and a bound on the memory: the trainer keeps its sentences.
 _TRAINING_SENTENCES = 1_000_000
 
 
@@ -35,30 +36,35 @@ class PieceVocabulary:
     kind: ClassVar[str] = "sentencepiece"
     measure: ClassVar[Measure] = Measure.PPL
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self._processor.eos_id() < 0 and self.line_mark is LineMark.EOS:
-            raise ValueError(
-                "the SentencePiece model has no </s> to end a line with; give --data.tokenizer.line_mark=none or another model"
+            raise UserError(
+                "the SentencePiece model has no </s> to end lines with; give --data.tokenizer.line_mark=none or "
+                "another model"
             )
 
     @property
     def size(self) -> int:
+        """Returns V, the number of tokens."""
         return self._processor.vocab_size()
 
     @property
     def start(self) -> np.ndarray:
-        """The line mark, or without one the unknown piece."""
+        """Returns the line mark, or without one the unknown piece."""
         return np.array([self.unknown_id if self.mark is None else self.mark])
 
     @property
     def mark(self) -> int | None:
+        """Returns the id that ends a line; None if lines are not marked."""
         return self._processor.eos_id() if self.line_mark is LineMark.EOS else None
 
     @property
     def unknown_id(self) -> int:
+        """Returns the id of tokens that the vocabulary lacks."""
         return self._processor.unk_id()
 
     def names(self) -> list[bytes]:
+        """Returns the name of each token."""
         processor = self._processor
         return [
             processor.id_to_piece(token).encode() if processor.is_control(token) else text
@@ -66,24 +72,29 @@ class PieceVocabulary:
         ]
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
+        """Yields the ids of a split, in blocks of one axis."""
         for block in text_blocks(files, close_lines=True):
             yield self._encode(block)
 
     def encode(self, text: bytes) -> np.ndarray:
+        """Returns the ids of a text that may go on."""
         return self._encode(prompt_text(text))
 
     def decode(self, ids: Any) -> bytes:
-        """Pieces joined as they stand, a newline for a mark."""
-        return b"".join(self._texts[token] for token in checked(ids, self.size).tolist())
+        """Concatenates the pieces, a newline for a mark."""
+        return b"".join(self._texts[token] for token in check_ids(ids, self.size).tolist())
 
     def header(self) -> dict[str, Any]:
+        """Returns the settings of the saved form."""
         return {"line_mark": self.line_mark.value, "lower_case": self.lower_case}
 
     def lines(self) -> Iterator[str]:
+        """Yields the tokens of the saved form."""
         yield base64.b64encode(self.model).decode()
 
     @classmethod
     def load(cls, header: dict[str, Any], lines: list[str]) -> "PieceVocabulary":
+        """Builds a vocabulary from its `header` and `lines`."""
         return cls(base64.b64decode(lines[0]), LineMark(header["line_mark"]), header["lower_case"])
 
     def _encode(self, text: str) -> np.ndarray:
@@ -114,12 +125,13 @@ class PieceVocabulary:
 
 
 def train(files: Iterable[File], *, size: int, line_mark: LineMark, lower_case: bool) -> PieceVocabulary:
-    """Learns pieces from the first million lines of a training text.
+    """Trains a SentencePiece model on the first million lines of a training text.
 
     Raises:
-      ValueError: the text is too short for that many pieces.
+      UserError: the text is too short for that many pieces.
     """
-    model, errors = io.BytesIO(), []
+    model = io.BytesIO()
+    errors: list[UserError] = []
     try:
         package().SentencePieceTrainer.train(
             sentence_iterator=_sentences(files, lower_case, errors),
@@ -127,14 +139,14 @@ def train(files: Iterable[File], *, size: int, line_mark: LineMark, lower_case: 
             vocab_size=size,
             input_sentence_size=_TRAINING_SENTENCES,
             shuffle_input_sentence=False,
-            byte_fallback=True,  # What the training text lacks is spelt in bytes instead of being unknown.
-            num_threads=1,  # Sums over threads come out in any order, and another model with them.
+            byte_fallback=True,  # Characters that the training text lacks become bytes instead of the unknown piece.
+            num_threads=1,  # Sums over threads have no fixed order, so the model would vary.
             minloglevel=2,
         )
     except RuntimeError as error:
         if errors:
             raise errors[0] from None
-        raise ValueError(
+        raise UserError(
             f"SentencePiece could not learn {size} pieces from the training text ({_reason(error)}); try another "
             "--data.tokenizer.sentencepiece_vocab"
         ) from error
@@ -143,30 +155,30 @@ def train(files: Iterable[File], *, size: int, line_mark: LineMark, lower_case: 
     return PieceVocabulary(model.getvalue(), line_mark, lower_case)
 
 
-def _sentences(files: Iterable[File], lower_case: bool, errors: list[ValueError]) -> Iterator[str]:
-    """The lines that are not empty, long ones in parts; ends early at a mistake in the files, which goes to `errors`.
+def _sentences(files: Iterable[File], lower_case: bool, errors: list[UserError]) -> Iterator[str]:
+    """Yields the lines that are not empty, long ones in parts; stops at an error in the files and adds it to `errors`.
 
-    SentencePiece would wrap the mistake in several lines of its own.
+    SentencePiece would wrap the error in several lines of its own.
     """
     try:
         for block in text_blocks(files, close_lines=True):
             for line in (block.lower() if lower_case else block).split("\n"):
                 # SentencePiece leaves out what has more than 4,192 bytes. One word in a thousand characters may be cut.
                 yield from (line[i : i + 1000] for i in range(0, len(line), 1000) if not line.isspace())
-    except ValueError as error:
+    except UserError as error:
         errors.append(error)
 
 
 def package() -> ModuleType:
-    """The package sentencepiece.
+    """Imports the package sentencepiece.
 
     Raises:
-      ValueError: it is not installed.
+      UserError: it is not installed.
     """
     try:
         import sentencepiece
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             "--data.tokenizer.kind=sentencepiece needs the package sentencepiece; pip install '.[sentencepiece]'"
         ) from error
     return sentencepiece

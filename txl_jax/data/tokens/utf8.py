@@ -1,22 +1,23 @@
-"""Bytes to text, with errors that name the file and the offset."""
+"""Decodes UTF-8 files, with errors that name the file and the offset."""
 
 from collections.abc import Iterable, Iterator
 
 from txl_jax.data.sources.text import File
+from txl_jax.errors import UserError
 
-_BYTE_ORDER_MARK = "\ufeff"  # Windows puts it before a file's first word, of which it is no part.
-_LONGEST_WORD = 1 << 16  # Bytes; what has no white space for longer is cut between characters.
+_BYTE_ORDER_MARK = "\ufeff"  # Windows writes it before a file's first word.
+_LONGEST_WORD = 1 << 16  # Bytes; longer ranges without white space are cut between characters.
 
 
 def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
-    """The files' text in blocks that cut neither a character nor a word of usual length.
+    """Yields the files' text in blocks that cut neither a character nor a word of usual length.
 
     Args:
       files: UTF-8.
       close_lines: a file whose last line has no newline gets one, so that its line ends with the file.
 
     Raises:
-      ValueError: a byte that is not UTF-8, or a zero byte: the file is no text. Names file and offset.
+      UserError: a byte that is not UTF-8, or a zero byte: the file is no text. Names file and offset.
     """
     for file in files:
         rest, offset = b"", file.offset
@@ -26,13 +27,13 @@ def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
             yield _decode(block[:cut], file.name, offset)
             rest, offset = block[cut:], offset + cut
         last = _decode(rest, file.name, offset)
-        # A text that ends in a newline leaves nothing over.
+        # A text that ends in a newline leaves no remainder.
         yield last + "\n" if close_lines and last else last
 
 
 def _last_border(block: bytes) -> int:
-    """Where to cut: after the last newline, else white space, else, in a very long word, before the last character."""
-    # White space at the very end stays with what follows: a line that is still open leaves something over.
+    """Returns where to cut: after the last newline, else white space, else, in a very long word, before a character."""
+    # White space at the very end stays with the next block: a line without its newline leaves a remainder.
     for white, end in ((b"\n", None), (b" ", -1), (b"\t", -1), (b"\r", -1)):
         if (found := block.rfind(white, 0, end)) >= 0:
             return found + 1
@@ -46,14 +47,14 @@ def _last_border(block: bytes) -> int:
 
 def _decode(block: bytes, name: str, offset: int) -> str:
     if (zero := block.find(b"\0")) >= 0:
-        raise ValueError(
+        raise UserError(
             f"{name} holds a zero byte at offset {offset + zero}, so it is no text; give a text file, or read its "
             "bytes as they are with --data.tokenizer.kind=byte"
         )
     try:
         text = block.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{name} is not UTF-8: byte {block[error.start]:#04x} at offset {offset + error.start}; convert it (iconv "
             "-f LATIN1 -t UTF-8, for example), or read its bytes as they are with --data.tokenizer.kind=byte"
         ) from None
