@@ -8,7 +8,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.generator import Context, Generator
 from txl_jax.jobs import report
+from txl_jax.modules.transformer_xl import TransformerXL
 
 BLOCK = 16  # Tokens that generation writes per call.
 
@@ -85,7 +86,8 @@ def compile_training(components: RunComponents) -> Compiled:
 
 def compile_evaluation(components: RunComponents) -> Compiled:
     """Compiles the eval step, streaming or in sliding windows; raises `DoesNotFitError`."""
-    eval_config, evaluation = components.config.eval, components.evaluation
+    evaluation: Any = components.evaluation  # Its functions are jitted, which their types do not say.
+    eval_config = components.config.eval
     params = components.training.abstract_state.params
     if eval_config.stride:
         replicated = sharding.named_sharding(components.mesh)
@@ -107,7 +109,7 @@ def compile_generation(components: RunComponents) -> Compiled:
     """
     config, samples = components.config, components.config.generate.samples
     generator = Generator(
-        components.model,
+        cast(TransformerXL, components.model),
         config.eval,
         config.generate,
         memory_dtype=components.evaluation.memory_dtype,

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from txl_jax.config import EvalConfig, Order, TrainConfig
 from txl_jax.config.settings import require
 from txl_jax.data.batches.segments import SegmentReader, evaluation_segments, training_segments
 from txl_jax.inference.generator import Generator
+from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runtime.environment import bytes_on_device
 from txl_jax.segments import Segments
 
@@ -189,8 +190,9 @@ def evaluation(components: RunComponents, params: Any) -> Task:
     memory = memory.replace(valid=memory.valid * 0 + eval_config.mem_len)
     segments = random_segments(evaluation_segments, components, eval_config)
     segments = segments._replace(reset=segments.reset & False)
+    eval_step: Any = components.evaluation.eval_step
     start = time.monotonic()
-    step = components.evaluation.eval_step.lower(weights, memory, segments).compile()
+    step = eval_step.lower(weights, memory, segments).compile()
     compile_seconds = time.monotonic() - start
 
     def call() -> None:
@@ -224,7 +226,11 @@ def generation(components: RunComponents, params: Any, *, every_tail: bool = Fal
         params["softmax"]["tail_bias"] = params["softmax"]["tail_bias"] + _TAIL_BIAS
     eval_config, config = components.config.eval, components.config.generate
     generator = Generator(
-        components.model, eval_config, config, memory_dtype=components.evaluation.memory_dtype, mesh=components.mesh
+        cast(TransformerXL, components.model),
+        eval_config,
+        config,
+        memory_dtype=components.evaluation.memory_dtype,
+        mesh=components.mesh,
     )
     weights = generator.prepare_params(params)
     prompt = np.asarray(draw_tokens(components.model.vocab_size, eval_config.mem_len + 1))

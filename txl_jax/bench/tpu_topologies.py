@@ -31,8 +31,8 @@ def split(topology: str) -> tuple[str, str]:
     found = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", topology)
     if not found or found[1] not in SLICES:
         raise UserError(
-            f"the topology is {topology!r}; give a generation ({', '.join(SLICES)}) and the chips along each axis, such "
-            "as v5e:4x8 or v4:2x2x4"
+            f"the topology is {topology!r}; give a generation ({', '.join(SLICES)}) and the chips along each axis, "
+            "such as v5e:4x8 or v4:2x2x4"
         )
     generation, shape = found.groups()
     chips, known = [int(n) for n in shape.split("x")], SLICES[generation]
