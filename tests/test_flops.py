@@ -17,9 +17,9 @@ from txl_jax.inference import forward
 def test_a_token_costs_what_xla_counts(encoding, same_length):
     """XLA counts softmax and norms too: a few of a hundred where the products are as large as here."""
     sizes = {"n_layer": 2, "d_model": 64, "n_head": 2, "d_head": 48, "d_inner": 160}
-    table = {"n_position": 300} if encoding.is_learned else {}
+    table = {"num_positions": 300} if encoding.is_learned else {}
     model = tiny.make(encoding=encoding, **table, **sizes)
-    freeze = functools.partial(forward.prepare_params, model=model, segment_len=1, mem_len=256, clamp_len=0)
+    freeze = functools.partial(forward.prepare_params, model=model, segment_len=1, mem_len=256, clamp_len=None)
     weights = jax.jit(freeze)(tiny.variables(model)["params"])
     memory = forward.init_memory(weights, model, batch_size=2, mem_len=256, segment_len=1)
 

@@ -102,7 +102,7 @@ def configs(golden: dict, start: str) -> tuple[ModelConfig, CompatConfig]:
         **{name: golden[name] for name in same},
         layer_norm=NormPlace.PRE if golden["pre_lnorm"] else NormPlace.POST,
         encoding=ENCODINGS[golden["attn_type"]],
-        num_positions=sum(golden[f"built_{name}"] for name in LENGTHS) if golden["attn_type"] in (1, 3) else 0,
+        num_positions=sum(golden[f"built_{name}"] for name in LENGTHS) if golden["attn_type"] in (1, 3) else None,
         cutoffs=tuple(golden["cutoffs"]),
         tie_projs=tuple(golden["tie_projs"]),
         dropout=DropoutConfig(rate=0.0),
@@ -118,9 +118,9 @@ def configs(golden: dict, start: str) -> tuple[ModelConfig, CompatConfig]:
     return model, compat
 
 
-def clamp_len(golden: dict) -> int:
+def clamp_len(golden: dict) -> int | None:
     """Of Shaw's tables the original keeps `clamp_len` distances: 0 up to one less than with sinusoids."""
-    return max(golden["clamp_len"], 0) - (golden["attn_type"] == 1 and golden["clamp_len"] > 0)
+    return golden["clamp_len"] - (golden["attn_type"] == 1) if golden["clamp_len"] > 0 else None
 
 
 def walk(params, arrays, golden, config, compat):
@@ -138,7 +138,7 @@ def walk(params, arrays, golden, config, compat):
             memory = with_more_positions(memory, params, config, tokens.shape[1], lengths["clamp_len"])
         before_the_norm = absolute and config.layer_norm is NormPlace.PRE
         with queries_before_the_norm() if before_the_norm else contextlib.nullcontext():
-            hidden, memory = model.apply(variables, tokens, memory, **lengths, method=model.encode)
+            hidden, memory = model.apply(variables, tokens, memory, **lengths)
         nll = model.apply(variables, hidden, targets, method=model.nll)
         return nll.mean(), {"nll": nll, "hidden": hidden, "memory": memory}
 

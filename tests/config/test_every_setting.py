@@ -40,7 +40,7 @@ from txl_jax.config import (
     TrainConfig,
 )
 from txl_jax.config import tree as config_tree
-from txl_jax.data.batches.segments import evaluation_segments, training_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.sources import corpora
 from txl_jax.data.sources.text import File

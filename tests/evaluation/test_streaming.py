@@ -9,7 +9,7 @@ import pytest
 
 from support import tiny, tiny_run
 from txl_jax.config import DType, EvalConfig
-from txl_jax.data.batches.segments import evaluation_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments
 from txl_jax.evaluation.streaming import evaluate, make_eval_step
 from txl_jax.inference import forward
 
@@ -29,13 +29,13 @@ def params():
 
 
 @functools.cache
-def eval_step(clamp_len: int, same_length: bool):
+def eval_step(clamp_len: int | None, same_length: bool):
     span = EvalConfig(clamp_len=clamp_len, same_length=same_length)
     return jax.jit(make_eval_step(model(), span), donate_argnums=1)
 
 
 def totals(
-    text=TEXT, *, rows=1, segment_len=L, mem_len=M, per_call=1, clamp_len=0, same_length=False, valid=0, **others
+    text=TEXT, *, rows=1, segment_len=L, mem_len=M, per_call=1, clamp_len=None, same_length=False, valid=0, **others
 ):
     """Totals of a text; the memory first holds noise in `valid` slots."""
     weights = forward.prepare_params(params(), model(), segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len)
@@ -52,7 +52,7 @@ def totals(
     )
 
 
-def by_hand(lengths: list[int], *, mem_len: int, clamp_len=0, same_length=False) -> float:
+def by_hand(lengths: list[int], *, mem_len: int, clamp_len=None, same_length=False) -> float:
     """Summed nats of TEXT read in segments of these lengths, cut and scored without the code under test."""
     assert sum(lengths) == T - 1
     encode = tiny.encoder(model(), clamp_len=clamp_len, same_length=same_length)
@@ -72,7 +72,7 @@ def test_every_token_but_the_first_is_scored_once_in_one_long_pass():
     assert found.nats == pytest.approx(by_hand([T - 1], mem_len=0), rel=1e-12)
 
 
-@pytest.mark.parametrize(("clamp_len", "same_length"), [(0, False), (4, True)])
+@pytest.mark.parametrize(("clamp_len", "same_length"), [(None, False), (4, True)])
 def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_length):
     expected = by_hand([5, 5, 5, 5, 4], mem_len=M, clamp_len=clamp_len, same_length=same_length)
     found = totals(clamp_len=clamp_len, same_length=same_length)

@@ -17,15 +17,15 @@ SEGMENTS = 10
 # L, M, clamp_len, same_length. Memories that L divides and does not, shorter than a segment, and none; clamps below a
 # segment, inside the memory, above all distances.
 LENGTHS = {
-    "divides": (4, 8, 0, False),
-    "rounded up": (4, 10, 0, True),
-    "shorter": (5, 3, 0, False),
+    "divides": (4, 8, None, False),
+    "rounded up": (4, 10, None, True),
+    "shorter": (5, 3, None, False),
     "clamp": (3, 11, 7, True),
     "clamp below a segment": (3, 11, 2, False),
     "clamp of one": (6, 6, 1, True),
     "clamp above all": (7, 16, 30, True),
     "one token": (1, 6, 4, False),
-    "no memory": (4, 0, 0, False),
+    "no memory": (4, 0, None, False),
 }
 MODELS = {
     "post": {},
@@ -34,18 +34,18 @@ MODELS = {
     "tied positions": {"tie_positions": True},
     "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
     "vaswani": {"encoding": Encoding.VASWANI},
-    "al_rfou": {"encoding": Encoding.AL_RFOU, "n_position": 9},
-    "shaw": {"encoding": Encoding.SHAW, "n_position": 9},
+    "al_rfou": {"encoding": Encoding.AL_RFOU, "num_positions": 9},
+    "shaw": {"encoding": Encoding.SHAW, "num_positions": 9},
     "shaw, as the original": {
         "encoding": Encoding.SHAW,
-        "n_position": 6,
+        "num_positions": 6,
         "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL),
     },
 }
 
 
 @functools.cache
-def frozen(model, lengths: tuple[int, int, int]):
+def frozen(model, lengths: tuple[int, int, int | None]):
     segment_len, mem_len, clamp_len = lengths
     freeze = functools.partial(
         forward.prepare_params, model=model, segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len

@@ -39,7 +39,7 @@ def random_params(config: ModelConfig, compat=WITHOUT_FINAL_NORM) -> dict:
     model = TransformerXL(config, compat, V)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     memory = jax.eval_shape(lambda: model.init_memory(batch_size=1, mem_len=0))
-    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, memory))["params"]
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, memory))["params"]
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), shapes)
 

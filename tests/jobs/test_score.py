@@ -9,7 +9,7 @@ import tqdm
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from txl_jax.data.batches.segments import evaluation_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments
 from txl_jax.evaluation.streaming import Scores, evaluate
 from txl_jax.jobs import score as score_job
 from txl_jax.jobs.score import Interrupted, progress_bar, put_in_text_order

@@ -48,7 +48,6 @@ def by_hand(run, tokens, t):
             clamp_len=span.clamp_len,
             same_length=span.same_length,
             deterministic=True,
-            method=parts.model.encode,
         )
         logits = (hidden[0] @ table.T + jnp.asarray(params["softmax"]["bias"])[None]) / t
         total -= float(jax.nn.log_softmax(logits)[np.arange(len(part) - 1), part[1:]].sum())

@@ -61,7 +61,7 @@ def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilitie
         return call(*args, **kwargs)
 
     memory, variables = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.variables(model)
-    options = {"clamp_len": None, "same_length": False, "deterministic": False, "method": model.encode}
+    options = {"clamp_len": None, "same_length": False, "deterministic": False}
     with nn.intercept_methods(interceptor):
         model.apply(variables, tiny.text(5), memory, rngs={"dropout": jax.random.key(0, impl="rbg")}, **options)
     probabilities = (tiny.B, tiny.H, 5, 8)
@@ -81,7 +81,7 @@ def test_queries_keys_and_values_have_a_dropout_of_their_own(tied):
         return call(*args, **kwargs)
 
     memory, variables = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.variables(model)
-    options = {"clamp_len": None, "same_length": False, "deterministic": False, "method": model.encode}
+    options = {"clamp_len": None, "same_length": False, "deterministic": False}
     with nn.intercept_methods(interceptor):
         model.apply(variables, tiny.text(5), memory, rngs=RNGS, **options)
     tokens = {(tiny.B, tiny.H, n, tiny.E) for n in (5, 8)}
@@ -140,7 +140,7 @@ def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
 
     @jax.jit
     def loss(params, key):
-        options = {"clamp_len": None, "same_length": False, "deterministic": False, "method": model.encode}
+        options = {"clamp_len": None, "same_length": False, "deterministic": False}
         hidden, _ = model.apply({"params": params}, tiny.text(5), memory, rngs={"dropout": key}, **options)
         return model.apply({"params": params}, hidden, tiny.text(5, seed=1), method=model.nll).mean()
 
@@ -160,7 +160,7 @@ def test_rates_of_input_and_output_may_differ_from_the_others(network):
             seen.append((context.module.rate, args[0]))
         return call(*args, **kwargs)
 
-    options = {"clamp_len": None, "same_length": False, "deterministic": False, "method": model.encode}
+    options = {"clamp_len": None, "same_length": False, "deterministic": False}
     with nn.intercept_methods(interceptor):
         model.apply(variables, tiny.text(5), memory, rngs={"dropout": jax.random.key(0, impl="rbg")}, **options)
     rates = [rate for rate, array in seen if array.ndim < 4]  # But for attention probabilities.
@@ -185,7 +185,7 @@ def test_rates_beside_the_config_are_those_of_the_config(network):
     params = nn.unbox(init_params(model, jax.random.key(0)))
 
     def hidden(model):
-        options = {"clamp_len": None, "same_length": False, "deterministic": False, "method": model.encode}
+        options = {"clamp_len": None, "same_length": False, "deterministic": False}
         return model.apply({"params": params}, tiny.text(5), memory, rngs=RNGS, **options)[0]
 
     settings = [dict(zip(DropoutRates._fields, np.arange(7) / 10 + shift, strict=True)) for shift in (0.1, 0.2)]
@@ -208,7 +208,7 @@ def test_scoring_leaves_nothing_out():
 def test_an_lstm_has_locked_dropout_too():
     model = LSTM(config(network=Network.LSTM, dropout__rate=0.5, dropout__locked=True), tiny.COMPAT, tiny.V)
     memory = model.init_memory(batch_size=tiny.B, mem_len=0)
-    variables = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2), jnp.int32), memory)
+    variables = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), memory)
     hidden, _ = tiny.encoder(model, deterministic=False)(variables, tiny.text(L), memory, RNGS)
     dropped = np.asarray(hidden == 0)
     assert dropped.any() and (dropped == dropped[:, :1]).all()

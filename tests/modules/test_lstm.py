@@ -79,7 +79,7 @@ def test_no_gradient_goes_into_the_segment_before():
 
     def last(table):
         variables = {"params": params | {"embedding": {"table_0": table}}}
-        options = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+        options = {"clamp_len": None, "same_length": False, "deterministic": True}
         _, memory = model.apply(
             variables, jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=0), **options
         )
@@ -92,7 +92,7 @@ def test_no_gradient_goes_into_the_segment_before():
 
 
 def test_dropout_is_between_layers():
-    model = make(dropout=0.5)
+    model = make(dropout__rate=0.5)
     variables, memory = {"params": tiny_run.params(model)}, model.init_memory(batch_size=tiny.B, mem_len=0)
     encode = tiny.encoder(model, deterministic=False)
     a, b = (encode(variables, tiny.text(L), memory, {"dropout": jax.random.key(seed)})[0] for seed in (0, 1))

@@ -126,7 +126,7 @@ def gradient_through_memory(model) -> float:
 
     def second_loss(first_variables):
         memory = model.init_memory(batch_size=tiny.B, mem_len=4)
-        options = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+        options = {"clamp_len": None, "same_length": False, "deterministic": True}
         _, memory = model.apply(first_variables, tokens[:, :4], memory, **options)
         hidden, _ = model.apply(variables, tokens[:, 4:], memory, **options)
         return jnp.sum(hidden**2 * jnp.arange(tiny.D)[None, None])

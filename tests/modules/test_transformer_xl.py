@@ -203,8 +203,8 @@ AXES_CASES = {
     "post": {},
     "pre, u and v per layer": {"layer_norm": NormPlace.PRE, "untie_r": True},
     "vaswani": {"encoding": Encoding.VASWANI},
-    "al_rfou": {"encoding": Encoding.AL_RFOU, "n_position": 17},
-    "shaw": {"encoding": Encoding.SHAW, "n_position": 17, "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL)},
+    "al_rfou": {"encoding": Encoding.AL_RFOU, "num_positions": 17},
+    "shaw": {"encoding": Encoding.SHAW, "num_positions": 17, "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL)},
     "adaptive": ADAPTIVE,
     "adaptive, nothing tied": ADAPTIVE | {"tie_weight": False, "tie_projs": ()},
 }
@@ -214,7 +214,7 @@ AXES_CASES = {
 def test_every_parameter_names_its_axes(changes):
     model, tokens = tiny.make(**changes), jnp.zeros((1, 2), jnp.int32)
     memory = model.init_memory(batch_size=1, mem_len=1)
-    boxed = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, memory)["params"]
+    boxed = jax.eval_shape(model.init, jax.random.key(0), tokens, memory)["params"]
     sizes = {
         axes.LAYERS: {tiny.N},
         axes.EMBED: {tiny.D},
@@ -240,10 +240,11 @@ def test_the_program_does_not_grow_with_the_layers(remat):
         model = tiny.make(n_layer=n_layer, remat=remat)
         memory = model.init_memory(batch_size=tiny.B, mem_len=M)
         tokens = tiny.text(L)
-        shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, memory))
+        shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, memory))
 
         def loss(variables):
-            return model.apply(variables, tokens, tokens, memory).sum()
+            hidden, _ = model.apply(variables, tokens, memory)
+            return model.apply(variables, hidden, tokens, method=model.nll).sum()
 
         return len(jax.jit(jax.grad(loss)).lower(shapes).as_text())
 

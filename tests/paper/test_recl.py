@@ -61,7 +61,7 @@ def test_losses_are_those_of_the_context_alone(group, tmp_path):
             assert len(found) == len(range(8, len(tokens), 3))
             for k in (0, 5, len(found) - 1):
                 t = 8 + 3 * k
-                options = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+                options = {"clamp_len": None, "same_length": False, "deterministic": True}
                 memory = model.init_memory(batch_size=1, mem_len=0)
                 hidden, _ = model.apply(variables, jnp.asarray(tokens[None, t - context : t]), memory, **options)
                 nll = model.apply(variables, hidden[:, -1:], jnp.asarray(tokens[None, t : t + 1]), method=model.nll)

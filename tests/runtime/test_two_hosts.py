@@ -20,7 +20,7 @@ port, process, data, fsdp, tensor, batch_size, tiled = map(int, sys.argv[1:])
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
 
 from support import tiny_run
-from txl_jax.data.batches.segments import training_segments
+from txl_jax.data.batches.segment_reader import training_segments
 
 parts = tiny_run.parts(
     mesh__data=data,

@@ -50,7 +50,7 @@ def test_layers_of_training_and_of_inference(batch_size, rows):
     model = tiny.make().clone(num_devices=8)
     tokens = jnp.zeros((batch_size, 2), jnp.int32)
     params = tiny.variables(model)["params"]
-    flags = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+    flags = {"clamp_len": None, "same_length": False, "deterministic": True}
     memory = model.init_memory(batch_size=batch_size, mem_len=4)
     found = constrained(lambda *both: model.apply({"params": params}, *both, **flags), tokens, memory)
     assert found == expected(rows)  # In the loop over layers.
@@ -64,7 +64,7 @@ def test_layers_of_training_and_of_inference(batch_size, rows):
 def test_absolute_positions_too():
     model = tiny.make(encoding=Encoding.VASWANI).clone(num_devices=8)
     tokens, memory = jnp.zeros((8, 2), jnp.int32), model.init_memory(batch_size=8, mem_len=4)
-    flags = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+    flags = {"clamp_len": None, "same_length": False, "deterministic": True}
     variables = tiny.variables(model)
     assert constrained(lambda *both: model.apply(variables, *both, **flags), tokens, memory) == expected(
         ("data", "fsdp")
@@ -74,7 +74,7 @@ def test_absolute_positions_too():
 def test_one_device_constrains_nothing():
     model, tokens = tiny.make(), jnp.zeros((8, 2), jnp.int32)
     variables, memory = tiny.variables(model), model.init_memory(batch_size=8, mem_len=4)
-    flags = {"clamp_len": 0, "same_length": False, "deterministic": True, "method": model.encode}
+    flags = {"clamp_len": None, "same_length": False, "deterministic": True}
     assert not constrained(lambda *both: model.apply(variables, *both, **flags), tokens, memory)
 
 

@@ -146,7 +146,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_other_devices(found):
 
 
 def test_losses_vectors_and_gradients_of_the_adaptive_softmax(found):
-    """Uneven clusters, tails in small chunks, most rows without a target in them; apart from their entries and joined."""
+    """Uneven clusters, tails in small chunks, most rows without a target in them; with and without joined entries."""
     assert len(found["differences"]) == 10
     for name, worst in found["differences"].items():
         assert worst < 1e-12, name

@@ -20,7 +20,7 @@ import numpy as np
 
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, MeshConfig, ModelConfig, TrainConfig
-from txl_jax.data.batches.segments import training_segments
+from txl_jax.data.batches.segment_reader import training_segments
 
 ROWS, L, STEPS, WARMUP = 4, 32, 60, 10  # Rows per device.
 MESHES = {

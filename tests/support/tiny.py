@@ -38,7 +38,7 @@ def model_config(**changes) -> ModelConfig:
 def variables(model: TransformerXL) -> dict:
     """Random parameters, biases and layer norms included, without axis names; `model.init` is only traced."""
     tokens, memory = jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=1)
-    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, memory))
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, memory))
     rng = np.random.default_rng(1)
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -67,7 +67,6 @@ def encoder(
             clamp_len=clamp_len,
             same_length=same_length,
             deterministic=deterministic,
-            method=model.encode,
             rngs=rngs,
         )
 

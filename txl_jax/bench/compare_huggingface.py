@@ -18,7 +18,7 @@ from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.config import DType, EvalConfig, ExperimentConfig, MemoryStart, TrainConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import require
-from txl_jax.data.batches.segments import evaluation_segments, training_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
 from txl_jax.errors import UserError
 from txl_jax.evaluation.streaming import make_eval_step
 from txl_jax.inference.scorer import make_scorer

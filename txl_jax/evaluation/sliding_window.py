@@ -53,7 +53,6 @@ def make_window_step(model: LanguageModel, *, clamp_len: int | None, temperature
             clamp_len=clamp_len,
             same_length=False,
             deterministic=True,
-            method=model.encode,
         )
         at, hidden = at_temperature(params, hidden[:, -targets.shape[1] :], temperature)
         return model.apply({"params": at}, hidden, targets, method=model.nll)

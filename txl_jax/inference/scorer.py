@@ -80,8 +80,7 @@ def _of_lstm(model: LSTM, span: EvalConfig) -> Scorer:
     """Nothing can be kept but the state: the weights are the parameters."""
 
     def read(params: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        lengths = {"clamp_len": None, "same_length": False, "deterministic": True}
-        return model.apply({"params": params}, tokens, memory, **lengths, method=model.encode)
+        return model.apply({"params": params}, tokens, memory)
 
     def nll(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         params, hidden = at_temperature(params, hidden, span.temperature)

@@ -4,7 +4,7 @@ import jax
 
 from txl_jax.assemble import Compilation, RunComponents
 from txl_jax.config import Encoding, EvalConfig, ModelConfig, Network
-from txl_jax.data.batches.segments import SegmentReader
+from txl_jax.data.batches.segment_reader import SegmentReader
 from txl_jax.data.corpus import Corpus
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime import distributed

@@ -12,7 +12,7 @@ import numpy as np
 import tqdm
 
 from txl_jax.assemble import RunComponents
-from txl_jax.data.batches.segments import SegmentReader, evaluation_segments
+from txl_jax.data.batches.segment_reader import SegmentReader, evaluation_segments
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import NonFiniteError
 from txl_jax.evaluation.sliding_window import evaluate_windows

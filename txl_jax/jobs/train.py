@@ -22,7 +22,7 @@ from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import EvalConfig, ExperimentConfig, Order
 from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.prefetch import Prefetcher
-from txl_jax.data.batches.segments import SegmentReader, training_segments
+from txl_jax.data.batches.segment_reader import SegmentReader, training_segments
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import CheckpointError, NonFiniteError
 from txl_jax.jobs import agreement, report

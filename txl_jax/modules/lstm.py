@@ -41,13 +41,14 @@ class LSTM(nn.Module):
         self.drop_input = dropout(c, rates.input)
         self.drop_output = dropout(c, rates.output)
 
-    def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
-        """Touches every parameter, for `init`; returns the losses [B, L]."""
-        hidden, _ = self.encode(tokens, memory, clamp_len=None, same_length=False, deterministic=True)
-        return self.nll(hidden, targets)
-
-    def encode(
-        self, tokens: jax.Array, memory: Memory, *, clamp_len: int | None, same_length: bool, deterministic: bool
+    def __call__(
+        self,
+        tokens: jax.Array,
+        memory: Memory,
+        *,
+        clamp_len: int | None = None,
+        same_length: bool = False,
+        deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
         """Int [B, L] -> outputs [B, L, D] of the last layer, and the states at the segment's end."""
         del clamp_len, same_length
@@ -61,6 +62,8 @@ class LSTM(nn.Module):
             ends.append(jnp.stack(end, axis=1))
         keep_last(self, hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
+        if self.is_initializing():
+            self.nll(hidden, tokens)  # Creates the softmax's parameters.
         return hidden, memory_lib.update(memory, jnp.stack(ends))
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Transformer-XL: embedding, N layers that read the memory, softmax (Dai et al., 2019).
 
-    hidden, memory = model.apply(variables, tokens, memory, clamp_len=None, same_length=False,
-                                 deterministic=True, method=model.encode)
+    variables = model.init(key, tokens, memory)
+    hidden, memory = model.apply(variables, tokens, memory, clamp_len=None, same_length=False, deterministic=True)
     nll = model.apply(variables, hidden, targets, method=model.nll)
 
 Parameters do not depend on lengths: L is `tokens.shape[1]`, M the memory's, and both may differ from
@@ -46,15 +46,16 @@ class TransformerXL(nn.Module):
         self.drop_input = dropout(c, rates.input)
         self.drop_output = dropout(c, rates.output)
 
-    def __call__(self, tokens: jax.Array, targets: jax.Array, memory: Memory) -> jax.Array:
-        """Touches every parameter, for `init`; returns the losses [B, L]."""
-        hidden, _ = self.encode(tokens, memory, clamp_len=None, same_length=False, deterministic=True)
-        return self.nll(hidden, targets)
-
-    def encode(
-        self, tokens: jax.Array, memory: Memory, *, clamp_len: int | None, same_length: bool, deterministic: bool
+    def __call__(
+        self,
+        tokens: jax.Array,
+        memory: Memory,
+        *,
+        clamp_len: int | None = None,
+        same_length: bool = False,
+        deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Reads a segment.
+        """Computes the hidden states of a segment.
 
         Args:
           tokens: int [B, L].
@@ -84,6 +85,8 @@ class TransformerXL(nn.Module):
         hidden = self.finish(hidden)
         keep_last(self, hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
+        if self.is_initializing():
+            self.nll(hidden, tokens)  # Creates the softmax's parameters.
         return hidden, memory_lib.update(memory, layer_inputs)
 
     def embed(self, tokens: jax.Array, *, clamp_len: int | None, deterministic: bool = True) -> jax.Array:

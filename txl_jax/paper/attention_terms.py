@@ -39,7 +39,6 @@ def read(
         same_length=same_length,
         deterministic=True,
         mutable=["attention"],
-        method=model.encode,
     )
     kept = kept["attention"]["stack"]["layers"]["attention"]
     mem_len, segment_len = memory.mem_len, tokens.shape[1]

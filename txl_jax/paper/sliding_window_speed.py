@@ -20,7 +20,7 @@ from txl_jax import sharding
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench.synthetic_tokens import draw_tokens
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
-from txl_jax.data.batches.segments import evaluation_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
 from txl_jax.training.state import init_params
 

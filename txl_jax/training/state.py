@@ -45,7 +45,7 @@ class TrainState:
 def init_params(model: LanguageModel, key: jax.Array) -> Any:
     """Initial parameters, each in a box that holds its logical axis names."""
     token = jnp.zeros((1, 1), jnp.int32)
-    return model.init(key, token, token, model.init_memory(batch_size=1, mem_len=0))["params"]
+    return model.init(key, token, model.init_memory(batch_size=1, mem_len=0))["params"]
 
 
 def init_state(

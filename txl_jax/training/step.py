@@ -57,7 +57,6 @@ def make_train_step(
             deterministic=False,
             rngs={"dropout": dropout_key},
             mutable=[intermediates.COLLECTION] if penalised else [],
-            method=model.encode,
         )
         nll = model.apply(variables, hidden, segment.targets, method=model.nll)
         scored = nll  # What is reported.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txl_jax.data.batches.prefetch import Prefetcher
-from txl_jax.data.batches.segments import training_segments
+from txl_jax.data.batches.segment_reader import training_segments
 
 SECONDS = 20.0  # Long enough for any machine; only a failure waits so long.
 

@@ -27,7 +27,7 @@ def shapes(model: TransformerXL) -> dict[str, tuple[int, ...]]:
     return {path: leaf.shape for path, leaf in flax.traverse_util.flatten_dict(variables, sep="/").items()}
 
 
-def embed(model: TransformerXL, clamp_len: int) -> jax.Array:
+def embed(model: TransformerXL, clamp_len: int | None) -> jax.Array:
     return model.apply(tiny.variables(make()), tiny.text(L), clamp_len=clamp_len, method=model.embed)
 
 
@@ -39,7 +39,7 @@ def test_nothing_of_relative_attention_is_left(untie_r):
     assert absolute == {path: shape for path, shape in relative.items() if path not in gone}
 
 
-@pytest.mark.parametrize("clamp_len", [0, 2])
+@pytest.mark.parametrize("clamp_len", [None, 2])
 def test_the_distance_to_the_segments_end_is_added_to_the_embedding(clamp_len, x64):
     codes = embed(make(dtype=DType.FLOAT64), clamp_len) - embed(tiny.make(dtype=DType.FLOAT64), clamp_len)
     for i in range(L):
@@ -68,12 +68,12 @@ def test_stored_states_have_no_places():
 def test_the_memory_keeps_the_first_layers_input_with_its_code():
     model, variables = make(), tiny.variables(make())
     _, memory = tiny.encoder(model)(variables, tiny.text(L), model.init_memory(batch_size=tiny.B, mem_len=M))
-    np.testing.assert_allclose(memory.hidden[0], embed(model, 0)[:, -M:], rtol=1e-6)
+    np.testing.assert_allclose(memory.hidden[0], embed(model, None)[:, -M:], rtol=1e-6)
 
 
 def test_embedding_and_code_are_dropped_together():
     """One dropout on their sum, as in the original, and none on codes alone."""
-    model, variables, dropped = make(dropout=0.5), tiny.variables(make()), []
+    model, variables, dropped = make(dropout__rate=0.5), tiny.variables(make()), []
 
     def interceptor(call, args, kwargs, context):
         if isinstance(context.module, nn.Dropout) and context.module.path in (("drop_input",), ("drop_output",)):
@@ -81,9 +81,9 @@ def test_embedding_and_code_are_dropped_together():
         return call(*args, **kwargs)
 
     memory = model.init_memory(batch_size=tiny.B, mem_len=M)
-    options = {"clamp_len": 0, "same_length": False, "deterministic": False, "method": model.encode}
+    options = {"clamp_len": None, "same_length": False, "deterministic": False}
     rngs = {"dropout": jax.random.key(0, impl="rbg")}
     with nn.intercept_methods(interceptor):
         model.apply(variables, tiny.text(L), memory, rngs=rngs, **options)
     assert [array.shape for array in dropped] == [(tiny.B, L, tiny.D)] * 2  # The input, and the last layer.
-    np.testing.assert_array_equal(dropped[0], embed(model, 0))
+    np.testing.assert_array_equal(dropped[0], embed(model, None))

@@ -16,7 +16,7 @@ ORIGINAL = CompatConfig(shaw_terms=ShawTerms.ORIGINAL)
 
 
 def make(encoding: Encoding, **changes):
-    return tiny.make(encoding=encoding, num_positions=changes.pop("n_position", N_POSITION), **changes)
+    return tiny.make(encoding=encoding, num_positions=changes.pop("num_positions", N_POSITION), **changes)
 
 
 def shapes(model) -> dict[str, tuple[int, ...]]:
@@ -47,7 +47,7 @@ def test_each_layer_learns_a_table(model, learned):
 
 
 @pytest.mark.parametrize("encoding", [Encoding.SHAW, Encoding.AL_RFOU])
-@pytest.mark.parametrize("clamp_len", [0, 2, 30])
+@pytest.mark.parametrize("clamp_len", [None, 2, 30])
 def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, clamp_len, x64):
     """A table that goes on with copies of the last row that counts gives the same."""
     short, long = (make(encoding, num_positions=n, dtype=DType.FLOAT64) for n in (3, L + M))
@@ -71,7 +71,7 @@ def test_al_rfous_memory_keeps_inputs_with_their_positions():
     model = make(Encoding.AL_RFOU)
     variables = tiny.variables(model)
     _, memory = tiny.encoder(model)(variables, tiny.text(L), model.init_memory(batch_size=tiny.B, mem_len=M))
-    embedded = model.apply(variables, tiny.text(L), clamp_len=0, method=model.embed)
+    embedded = model.apply(variables, tiny.text(L), clamp_len=None, method=model.embed)
     vectors = variables["params"]["stack"]["layers"]["positions"]["vector"][0]
     distances = np.arange(L - 1, -1, -1)
     np.testing.assert_allclose(memory.hidden[0], (embedded + vectors[distances][None])[:, -M:], rtol=1e-6)

@@ -163,7 +163,7 @@ def _sentences(files: Iterable[File], lower_case: bool, errors: list[UserError])
     try:
         for block in text_blocks(files, close_lines=True):
             for line in (block.lower() if lower_case else block).split("\n"):
-                # SentencePiece leaves out what has more than 4,192 bytes. One word in a thousand characters may be cut.
+                # SentencePiece skips lines of more than 4,192 bytes. One word per thousand characters may be cut.
                 yield from (line[i : i + 1000] for i in range(0, len(line), 1000) if not line.isspace())
     except UserError as error:
         errors.append(error)

@@ -35,7 +35,7 @@ class Vocabulary(Protocol):
 
     @property
     def start(self) -> np.ndarray:
-        """Returns the ids [1] that stand before an unprompted text."""
+        """Returns the ids [1] that an unprompted text continues."""
 
     @property
     def line_mark(self) -> LineMark:

@@ -110,7 +110,7 @@ class SegmentReader:
     def scored(self, first_step: int, count: int) -> np.ndarray:
         """Returns the index of the token that each position of evaluation steps scores, int64 [S, own rows, L].
 
-        0, the index of the one token that is never scored, stands where the weight is 0.
+        0, the index of the one token that is never scored, marks positions of weight 0.
 
         >>> evaluation_segments(np.arange(20, 32), batch_size=2, segment_len=3).scored(1, 1).tolist()
         [[[4, 5, 6], [10, 11, 0]]]
@@ -192,16 +192,8 @@ def training_segments(
     n_pairs = len(tokens) - 1
     stride = segment_len if stride is None else stride
     if not 1 <= stride <= segment_len:
-        raise UserError(f"stride is {stride} and segment_len is {segment_len}; the stride lies between 1 and that")
-    row_len = n_pairs // batch_size
-    row_len -= (row_len - segment_len) % stride
-    if row_len < segment_len:
-        needed = batch_size * segment_len
-        raise UserError(
-            f"the training text has {len(tokens)} tokens and one segment of all rows takes batch_size x segment_len = "
-            f"{batch_size} x {segment_len} = {needed} and one more; lower --train.batch_size or --train.segment_len, "
-            "or give a longer text"
-        )
+        raise UserError(f"stride is {stride} and segment_len is {segment_len}; give a stride between 1 and that")
+    row_len = _training_row_len(n_pairs, batch_size, segment_len, stride)
     if sentence_starts is not None and roll is not Roll.NONE:
         raise ValueError(f"sentence_starts are given and roll is {roll}; shuffled sentences need no roll")
     first_B = np.arange(batch_size) * row_len
@@ -215,6 +207,20 @@ def training_segments(
         first_B, order = edges[:-1], RandomRoll(edges, seed)
     rows = Rows(first_B, first_B, first_B + row_len)
     return SegmentReader(tokens, batch_size, segment_len, stride, rows, order, True, epoch_memory, own)
+
+
+def _training_row_len(n_pairs: int, batch_size: int, segment_len: int, stride: int) -> int:
+    """Returns the number of pairs of a row, which fill whole segments."""
+    row_len = n_pairs // batch_size
+    row_len -= (row_len - segment_len) % stride
+    if row_len < segment_len:
+        needed = batch_size * segment_len
+        raise UserError(
+            f"the training text has {n_pairs + 1} tokens and one segment of all rows takes batch_size x segment_len = "
+            f"{batch_size} x {segment_len} = {needed} and one more; lower --train.batch_size or --train.segment_len, "
+            "or give a longer text"
+        )
+    return row_len
 
 
 def evaluation_segments(

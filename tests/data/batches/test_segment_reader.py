@@ -11,10 +11,11 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from txl_jax.config import EpochMemory, Roll
-from txl_jax.data.batches import segments
+from txl_jax.data.batches import segment_reader
 from txl_jax.data.batches.order import random_permutation, random_words
-from txl_jax.data.batches.segments import evaluation_segments, training_segments
+from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
 from txl_jax.errors import UserError
+from txl_jax.segments import Segments
 
 SIZES = {"length": st.integers(2, 120), "batch_size": st.integers(1, 7), "segment_len": st.integers(1, 9)}
 WARMUP = st.integers(0, 30)
@@ -23,12 +24,12 @@ CONSTRUCTORS = [training_segments, evaluation_segments]
 
 
 def numbered(length):
-    """A text whose tokens say where they stand."""
+    """A text whose tokens are their positions."""
     return np.arange(length)
 
 
 def sentence_starts(length):
-    """Any sentences of a text of this length: some are empty, and up to 3 tokens stand in front of the first."""
+    """Any sentences of a text of this length: some are empty, and up to 3 tokens precede the first."""
     cuts = np.random.default_rng(length).integers(0, length + 1, length // 4)
     return np.sort(np.concatenate([[min(length % 4, *cuts, length)], cuts, [length]]))
 
@@ -172,7 +173,7 @@ def test_evaluation_scores_every_token_but_the_first_once_and_in_order(warmup, l
 
 
 @given(**SIZES, warmup=WARMUP, hosts=st.integers(1, 3), first=st.integers(0, 20), count=st.integers(1, 20))
-def test_a_place_of_evaluation_knows_which_token_it_scores(
+def test_the_token_that_each_position_of_evaluation_scores(
     warmup, hosts, first, count, length, batch_size, segment_len
 ):
     """Also in steps past the end, which are padding."""
@@ -316,7 +317,7 @@ def test_a_block_is_its_single_steps_from_anywhere(kind, first_step, count, leng
     block = make(kind, length, batch_size, segment_len).segments(first_step, count)
     reader = make(kind, length, batch_size, segment_len)
     singles = [reader.segments(step, 1) for step in range(first_step, first_step + count)]
-    assert_equal(block, segments.Segments(*map(np.concatenate, zip(*singles, strict=True))))
+    assert_equal(block, Segments(*map(np.concatenate, zip(*singles, strict=True))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -324,7 +325,7 @@ def test_a_block_is_its_single_steps_from_anywhere(kind, first_step, count, leng
 def test_a_resumed_run_reads_on_where_it_stopped(kind, stop, length, batch_size, segment_len):
     whole = make(kind, length, batch_size, segment_len).segments(0, stop + 5)
     resumed = make(kind, length, batch_size, segment_len).segments(stop, 5)
-    assert_equal(resumed, segments.Segments(*(values[stop:] for values in whole)))
+    assert_equal(resumed, Segments(*(values[stop:] for values in whole)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -345,7 +346,7 @@ def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, le
     for process in np.unique(owners):
         own = np.flatnonzero(owners == process)
         share = make(kind, length, batch_size, segment_len, own=own)
-        assert_equal(share.segments(first_step, 4), segments.Segments(*(array[:, own] for array in expected)))
+        assert_equal(share.segments(first_step, 4), Segments(*(array[:, own] for array in expected)))
         for name in ("batch_size", "n_segments", "tokens_per_epoch", "skipped_tokens"):
             assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
 
@@ -491,4 +492,4 @@ def test_positions_must_exist(first_step, count):
 
 
 def test_docstring_examples():
-    assert doctest.testmod(segments) == (0, 5)
+    assert doctest.testmod(segment_reader) == (0, 5)

@@ -1,0 +1,49 @@
+"""Tests the table of corpora: each name has a row, and the row is all that the rest of the project knows of it."""
+
+import ast
+
+import pytest
+
+from support import ROOT
+from txl_jax.config import CorpusName, DataConfig, Heldout, Order, Tokenizer, TokenizerConfig
+from txl_jax.data.sources import corpora
+from txl_jax.data.sources.corpora import CORPORA, LOCAL, default_data, program_of
+from txl_jax.data.sources.tfds_builders import BUILDERS
+
+
+def test_each_name_is_a_row_or_local():
+    assert set(CORPORA) | set(LOCAL) == set(CorpusName) and not set(CORPORA) & set(LOCAL)
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_a_row_is_complete(name):
+    row = CORPORA[name]
+    row.defaults.validate()
+    assert row.defaults.corpus is name and row.vocab_size > 1
+    assert {part for part, _, _ in row.ranges().values()} == set(row.facts)
+    assert all(set(layout) == set(row.facts) for layout in row.layouts + row.own_layouts)
+    assert name.is_one_file == bool(row.cuts)
+    assert sum(row.cuts.values()) in (0, row.facts.get(corpora.WHOLE, corpora.Facts(size=0)).size)
+    assert (BUILDERS[name].NAME, BUILDERS[name].name) == (name, f"txl_{name}")
+
+
+def test_default_settings():
+    assert default_data(CorpusName.LM1B).order is Order.SENTENCES
+    assert default_data(CorpusName.LM1B).heldout is Heldout.SEPARATE
+    assert default_data(CorpusName.PTB).tokenizer == TokenizerConfig(kind=Tokenizer.WORD)
+    assert default_data(CorpusName.TEXT) == DataConfig(corpus=CorpusName.TEXT)
+
+
+@pytest.mark.parametrize("name", CorpusName)
+def test_the_program_of_a_corpus_is_there(name):
+    assert (ROOT / "experiments" / f"{program_of(name)}.py").is_file()
+
+
+def test_programs_take_their_tokens_from_the_table():
+    """No default is written twice: the programs of corpora name no setting of tokens."""
+    for name in (*CORPORA, CorpusName.TEXT):
+        tree = ast.parse((ROOT / "experiments" / f"{program_of(name)}.py").read_text())
+        called = {
+            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assert not called & {"DataConfig", "TokenizerConfig"}, program_of(name)
