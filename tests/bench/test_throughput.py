@@ -65,7 +65,11 @@ def test_the_speedup_is_the_ratio_of_throughputs_call_by_call():
 )
 def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_len):
     make = getattr(throughput, name)
-    task = make(components) if name in ("data_loading", "training") else make(components, tiny_run.params(components.model))
+    task = (
+        make(components)
+        if name in ("data_loading", "training")
+        else make(components, tiny_run.params(components.model))
+    )
     task.call()
     task.call()
     assert (task.tokens, task.shape, task.mem_len) == (tokens, shape, mem_len)
@@ -107,7 +111,9 @@ def test_nothing_is_timed_where_the_losses_differ(components):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     params = tiny_run.params(components.model)
-    other = compare_huggingface.make_peer(components, params, dataclasses.replace(components.config.eval, clamp_len=None))
+    other = compare_huggingface.make_peer(
+        components, params, dataclasses.replace(components.config.eval, clamp_len=None)
+    )
     with pytest.raises(UserError, match=rf"nats.*\b{compare_huggingface.TOLERANCE:g}\b"):
         compare_huggingface.check_same_losses(components, params, other)
 
