@@ -25,13 +25,9 @@
 # %% tags=["parameters"]
 TEXT = ""  # Your own text file to train on; "": the source text of Python's standard library.
 PROMPT = "def "  # The start of the generated text.
-WORKDIR = (
-    "runs/colab"  # Checkpoints, logs and figures. In Colab use a folder of a mounted Drive, which outlives the machine.
-)
+WORKDIR = "runs/colab"  # Checkpoints, logs and figures; in Colab better a folder of a mounted Drive.
 PACKAGE = "txl_jax.zip"  # Only in Colab: the repository as an archive that you upload, or git+https://...
-SETTINGS: dict[
-    str, object
-] = {}  # Flags of `python -m experiments.quickstart`, for example {"train.steps": 5000, "model.n_layer": 6}.
+SETTINGS: dict[str, object] = {}  # Flags of `experiments.quickstart`, for example {"train.steps": 5000}.
 
 # %% [markdown]
 # ## Installation

@@ -22,28 +22,38 @@ from typing import Any
 
 from absl import flags
 
-from experiments.bench.benchmarks import corpus_config, flagfile_config, run_benchmark
+from experiments.cli import flag_tree
+from experiments.cli.programs import config_of_flags
+from experiments.cli.studies import run_plan
 from txl_jax.bench.estimate import Plan, run
 from txl_jax.bench.estimate_table import run_table
 from txl_jax.config import ExperimentConfig
+from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 
+FLAGS = flags.FLAGS
 DEFAULTS = ExperimentConfig()
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
-MESH_FLAGS = ("mesh.data", "mesh.fsdp", "mesh.tensor")
 
 
 def estimate(plan: Plan) -> Any:
     """Estimates the settings of the flags, or makes the table of --configs."""
     if not plan.configs:
-        return run(corpus_config(DEFAULTS), plan)
-    for name in MESH_FLAGS:
-        if flags.FLAGS[name].present:
-            raise UserError(
-                f"--{name} was given and the table of --configs chooses its own meshes; leave one of them out"
-            )
-    return run_table({name: flagfile_config(name) for name in plan.configs}, plan)
+        return run(config_of_flags(), plan)
+    for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
+        if FLAGS[name].present:
+            raise UserError(f"--{name} was given and the table of --configs chooses its own meshes; leave one out")
+    return run_table({name: config_of_flagfile(name) for name in plan.configs}, plan)
+
+
+def config_of_flagfile(name: str) -> ExperimentConfig:
+    """Returns the config of a flagfile, changed by the settings on this command line; raises `UserError`."""
+    changed = flags.FlagValues()
+    flag_tree.define(DEFAULTS, changed)
+    given = [f"--{leaf}={config_tree.format_value(value)}" for leaf, value in flag_tree.given(FLAGS).items()]
+    flag_tree.parse(["estimate", f"--flagfile={name}", *given], changed)
+    return config_of_flags(changed)
 
 
 if __name__ == "__main__":
-    run_benchmark(Plan, estimate, defaults=DEFAULTS, groups=GROUPS)
+    run_plan(Plan, estimate, defaults=DEFAULTS, groups=GROUPS)

@@ -12,9 +12,8 @@ It prints a markdown table. A softmax that needs more memory than there is gets 
 says how many.
 """
 
-from experiments.bench.benchmarks import run_benchmark
-from experiments.cli import flag_tree
+from experiments.cli.studies import run_model_study
 from txl_jax.bench.softmax_speed import DEFAULTS, Plan, run
 
 if __name__ == "__main__":
-    run_benchmark(Plan, lambda plan: run(flag_tree.build(DEFAULTS), plan), defaults=DEFAULTS, groups=("model", "train"))
+    run_model_study(Plan, run, defaults=DEFAULTS, groups=("model", "train"))

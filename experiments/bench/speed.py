@@ -15,10 +15,11 @@ With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets 
 same losses is checked first, then their calls are interleaved; the table has the speedup.
 """
 
-from experiments.bench.benchmarks import corpus_config, run_benchmark
+from experiments.cli.programs import config_of_flags
+from experiments.cli.studies import run_plan
 from txl_jax.bench.speed import DEFAULTS, Plan, run
 
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 
 if __name__ == "__main__":
-    run_benchmark(Plan, lambda plan: run(corpus_config(DEFAULTS), plan), defaults=DEFAULTS, groups=GROUPS)
+    run_plan(Plan, lambda plan: run(config_of_flags(), plan), defaults=DEFAULTS, groups=GROUPS)

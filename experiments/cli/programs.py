@@ -1,23 +1,20 @@
 """Defaults by corpus, for programs that take any corpus."""
 
+from typing import Any
+
 from absl import flags
 
 from experiments.cli import flag_tree, runner
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.data.sources.corpora import CORPORA, default_data
+from txl_jax.data.sources.corpora import default_data
 
 FLAGS = flags.FLAGS
 
-# Defaults of the program of each corpus.
-DEFAULTS = {name: ExperimentConfig(data=default_data(name)) for name in (*CORPORA, CorpusName.TEXT)}
-
-# Sizes of the published vocabularies, for programs that read no text.
-VOCABULARIES = {name: corpus.vocab_size for name, corpus in CORPORA.items()}
-
 
 def config_of_flags(flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
-    """What the flags make of the defaults of their corpus's program; raises `ValueError` for a conflict."""
-    defaults = DEFAULTS.get(CorpusName(flag_values["data.corpus"].value), ExperimentConfig())
+    """Returns the defaults of the corpus's program with the flags applied; raises `UserError` for a conflict."""
+    corpus: Any = flag_values["data.corpus"].value
+    defaults = ExperimentConfig(data=default_data(CorpusName(corpus)))
     config = runner.with_absolute_paths(flag_tree.build(defaults, flag_values))
     config.validate()
     return config

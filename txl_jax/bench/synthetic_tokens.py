@@ -4,26 +4,17 @@ Tokens are as frequent as words are, by the law of Zipf and Mandelbrot: p(rank) 
 adaptive softmax takes as long for a tail as it has tokens.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from txl_jax.config import CorpusName
+from txl_jax.data.sources.corpora import CORPORA
 
 SHIFT, EXPONENT = 2.7, 1.1
-PUBLISHED_VOCAB_SIZES: Mapping[CorpusName, int] = {
-    CorpusName.ENWIK8: 204,
-    CorpusName.TEXT8: 27,
-    CorpusName.WIKITEXT103: 267_735,
-    CorpusName.WIKITEXT2: 33_278,
-    CorpusName.PTB: 10_000,
-    CorpusName.LM1B: 793_470,
-}
 
 
 def default_vocab_size(corpus: CorpusName) -> int:
-    """Returns the size of the vocabulary that is published with a corpus; 256, of bytes, for others."""
-    return PUBLISHED_VOCAB_SIZES.get(corpus, 256)
+    """Returns the vocabulary size of a published corpus; 256, of bytes, for own texts."""
+    return CORPORA[corpus].vocab_size if corpus in CORPORA else 256
 
 
 def probabilities(vocab_size: int) -> np.ndarray:

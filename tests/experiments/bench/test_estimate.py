@@ -15,11 +15,20 @@ from txl_jax.bench.estimate import Plan
 from txl_jax.config import ExperimentConfig, ModelConfig, Remat, TrainConfig
 from txl_jax.errors import UserError
 
-TINY = (
-    "--model.n_layer=3 --model.d_model=64 --model.n_head=4 --model.d_head=16 --model.d_inner=128 --model.dtype=bfloat16 "
-    "--train.batch_size=8 --train.segment_len=32 --train.mem_len=32 --eval.segment_len=16 --eval.mem_len=32 "
-    "--eval.clamp_len=none"
-).split()
+TINY = [
+    "--model.n_layer=3",
+    "--model.d_model=64",
+    "--model.n_head=4",
+    "--model.d_head=16",
+    "--model.d_inner=128",
+    "--model.dtype=bfloat16",
+    "--train.batch_size=8",
+    "--train.segment_len=32",
+    "--train.mem_len=32",
+    "--eval.segment_len=16",
+    "--eval.mem_len=32",
+    "--eval.clamp_len=none",
+]
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
 )
