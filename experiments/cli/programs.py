@@ -6,9 +6,12 @@ from absl import flags
 
 from experiments.cli import flag_tree, runner
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.data.sources.corpora import default_data
+from txl_jax.data.sources.corpora import CORPORA, default_data
 
 FLAGS = flags.FLAGS
+
+# Defaults of the program of each corpus.
+DEFAULTS = {name: ExperimentConfig(data=default_data(name)) for name in (*CORPORA, CorpusName.TEXT)}
 
 
 def config_of_flags(flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:

@@ -9,7 +9,7 @@ each kind of study:
 - `run_training_study`: trains runs of its own in --out, from the settings of the flags. Its plan has `check(config)`.
 - `run_group_study`: of several trained runs. Its plan has `load_runs()`, whose first run's text is read.
 - `run_model_study`: of an untrained model; it reads no text.
-- `run_plan`: the same, for a program that makes its configs of the flags itself.
+- `run_plan`: the same, for a program that builds its configs itself.
 """
 
 import functools

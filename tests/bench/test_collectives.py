@@ -1,5 +1,6 @@
 """Tests what is read of a compiled program's text, in the ways of writing of XLA's backends."""
 
+# ruff: noqa: E501
 import pytest
 
 from txl_jax.bench.collectives import collectives

@@ -38,7 +38,8 @@ def estimate(*flags, without_libtpu=False):
     """(exit code, output, errors) of the program."""
     program = "import runpy, sys; sys.argv[0] = 'estimate'\n"
     if without_libtpu:
-        program += "import importlib.util as u; old = u.find_spec; u.find_spec = lambda n, *a: None if n == 'libtpu' else old(n, *a)\n"
+        program += "import importlib.util as u; find = u.find_spec\n"
+        program += "u.find_spec = lambda name, *rest: None if name == 'libtpu' else find(name, *rest)\n"
     program += "runpy.run_module('experiments.bench.estimate', run_name='__main__', alter_sys=True)"
     result = subprocess.run(
         [sys.executable, "-c", program, *flags], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
