@@ -190,7 +190,7 @@ def effects(path):
             yield node.func.attr
 
 
-# Process-wide effects for programs to ask for: `with StopRequest()` puts the handlers back; `quiet_orbax()` is for good.
+# Effects that a program asks for: `with StopRequest()` puts the handlers back, `quiet_orbax()` is for good.
 FOR_PROGRAMS = {
     "txl_jax/runtime/preemption.py": {"signal.signal"},
     "txl_jax/runtime/orbax_io.py": {"addFilter", "warnings.filterwarnings", "sys.unraisablehook"},

@@ -1,7 +1,5 @@
 """Defaults by corpus, for programs that take any corpus."""
 
-from typing import Any
-
 from absl import flags
 
 from experiments.cli import flag_tree, runner
@@ -16,8 +14,8 @@ DEFAULTS = {name: ExperimentConfig(data=default_data(name)) for name in (*CORPOR
 
 def config_of_flags(flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
     """Returns the defaults of the corpus's program with the flags applied; raises `UserError` for a conflict."""
-    corpus: Any = flag_values["data.corpus"].value
-    defaults = ExperimentConfig(data=default_data(CorpusName(corpus)))
+    corpus = CorpusName(str(flag_values["data.corpus"].value))
+    defaults = ExperimentConfig(data=default_data(corpus))
     config = runner.with_absolute_paths(flag_tree.build(defaults, flag_values))
     config.validate()
     return config

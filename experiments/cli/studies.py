@@ -4,8 +4,8 @@ A plan is a frozen dataclass of `setting(...)` fields with `validate()`. Its fla
 list of them: help, absolute paths and the comparison between processes follow from the fields. There is a function for
 each kind of study:
 
-- `run_study`: of one trained run, named by --workdir. Its plan also has `check(config)`, for settings of the run that do
-  not fit, called before a text is read.
+- `run_study`: of one trained run, named by --workdir. Its plan also has `check(config)`, for settings of the run that
+  do not fit, called before a text is read.
 - `run_training_study`: trains runs of its own in --out, from the settings of the flags. Its plan has `check(config)`.
 - `run_group_study`: of several trained runs. Its plan has `load_runs()`, whose first run's text is read.
 - `run_model_study`: of an untrained model; it reads no text.

@@ -1,4 +1,4 @@
-"""Tests the context-length job: each row against an evaluation at its settings, windows, the file, and what is refused."""
+"""Tests scores by attention length: each row against an evaluation at its settings, windows, files, refusals."""
 
 import csv
 import re
@@ -10,13 +10,15 @@ from support import drawn_run, tiny_run
 from txl_jax.config import CorpusName, DataConfig, Encoding
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 from txl_jax.jobs import evaluate
-from txl_jax.jobs.score import Interrupted, as_record
+from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import context_length, plots
 from txl_jax.paper.context_length import Plan, at_lengths
 from txl_jax.paper.study import Split
+from txl_jax.training.scores import as_record
 
 # Not the defaults, so that a sweep must set or keep them.
 GIVEN = {"eval.same_length": False, "eval.clamp_len": 4, "eval.batch_size": 2, "eval.segments_per_call": 3}
@@ -132,9 +134,8 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, absolute, stride):
     ],
 )
 def test_errors_are_found_before_a_text_is_read(changes, lengths, stride, says):
-    with pytest.raises(ValueError, match=says):
-        plan = Plan(lengths=tuple(lengths), stride=stride)
-        plan.validate()
+    plan = Plan(lengths=tuple(lengths), stride=stride)
+    with pytest.raises(UserError, match=says):
         plan.check(config_tree.replace(tiny_run.CONFIG, changes))
 
 

@@ -61,12 +61,12 @@ def work_per_update(components: RunComponents, *, compiled: Compiled | None) -> 
     per_token = flops.of_training(config.model, vocab_size=vocab_size, **lengths)
     if config.model.remat is Remat.FULL:
         per_token += flops.of_recomputing(config.model, vocab_size=vocab_size, **lengths)
-    sizes = report.held(components)
+    sizes = report.device_bytes(components)
     tensor_shards = components.mesh.shape[sharding.TENSOR]
     weights = components.num_parameters * jnp.dtype(config.model.dtype).itemsize / tensor_shards
     traffic = (
         2 * weights * train.grad_accum_steps
-        + 2 * (sizes["parameters"] + sizes["optimiser"])
+        + 2 * (sizes["parameters"] + sizes["optimizer"])
         + 2 * sizes["parameters"]
         + 3 * sizes["segment memory"]
         + (2 * compiled.scratch_bytes if compiled else 0)

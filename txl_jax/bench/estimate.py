@@ -100,7 +100,7 @@ def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> list[dic
         f"{mesh.size} x {chip.kind} ({', '.join(f'{name} {size}' for name, size in mesh.shape.items())})\n"
         f"{train.batch_size} rows x {train.segment_len}, memory {train.mem_len}\n"
     )
-    for name, size in report.held(components).items():
+    for name, size in report.device_bytes(components).items():
         log(f"{name:<24}{format_bytes(size)} per device")
     if compiles:
         records = [_estimate_task(components, topology, chip, name, log) for name in plan.tasks]
@@ -138,7 +138,7 @@ def make_record(
         "topology": topology,
         "mesh": dict(components.mesh.shape),
         "parameters": components.num_parameters,
-        "device_bytes": report.held(components),
+        "device_bytes": report.device_bytes(components),
         "config": config_tree.to_dict(components.config),
         "task": task,
     }

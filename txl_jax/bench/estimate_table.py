@@ -103,11 +103,11 @@ def candidate_meshes(config: ExperimentConfig, num_devices: int) -> Iterator[tup
 
 def format_row(name: str, components: RunComponents, topology: str, compiled: Compiled) -> str:
     """Formats the table row of a configuration on a slice."""
-    config, persistent = components.config, report.held(components)
+    config, persistent = components.config, report.device_bytes(components)
     chip = CHIPS[tpu_topologies.split(topology)[0]]
     bounds = lower_bounds(aot_compile.work_per_update(components, compiled=compiled), chip)
     sizes = (
-        persistent["parameters"] + persistent["optimiser"],
+        persistent["parameters"] + persistent["optimizer"],
         persistent["segment memory"],
         compiled.scratch_bytes,
         compiled.peak_bytes,

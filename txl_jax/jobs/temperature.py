@@ -14,10 +14,11 @@ from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import as_record, score_split
+from txl_jax.jobs.score import score_split
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.files import write_json
+from txl_jax.training.scores import as_record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,8 @@ def run(
 
     def scored(temperature: float, split: str) -> dict[str, float]:
         log(f"temperature {temperature:g}")
-        parts = assemble(configs[temperature], vocab_size=corpus.vocabulary.size)
-        return as_record(score_split(parts, params, corpus, split, log=log, stop_requested=stop_requested))
+        components = assemble(configs[temperature], vocab_size=corpus.vocabulary.size)
+        return as_record(score_split(components, params, corpus, split, log=log, stop_requested=stop_requested))
 
     valid = {temperature: scored(temperature, "valid") for temperature in configs}
     best = min(valid, key=lambda temperature: valid[temperature]["loss"])

@@ -18,7 +18,6 @@ from txl_jax.config import Encoding, ExperimentConfig, Network
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
-from txl_jax.jobs import report
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import progress_bar
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -27,6 +26,7 @@ from txl_jax.paper import attention_terms, plots
 from txl_jax.paper.study import Split
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json, write_text
+from txl_jax.training.scores import with_duration
 
 _DEFAULT_HEADS = 3  # Heads of figures 6 and 7, as in the paper.
 _TOP_TOKENS = 12  # Tokens that are listed per head.
@@ -73,7 +73,8 @@ class Plan:
         for layer, head in self.layer_heads:
             require(
                 0 <= layer < model.n_layer and 0 <= head < model.n_head,
-                f"head {layer}.{head} was asked for; layers are 0 to {model.n_layer - 1} and heads 0 to {model.n_head - 1}",
+                f"head {layer}.{head} was asked for; layers are 0 to {model.n_layer - 1} and heads 0 to "
+                f"{model.n_head - 1}",
             )
 
 
@@ -117,7 +118,8 @@ def run(
       Mean probabilities [N, H, A].
 
     Raises:
-      UserError: the model has no such attention or no memory, or not these heads, positions or tokens, or no checkpoint.
+      UserError: the model has no such attention or no memory, or not these heads, positions or tokens, or no
+        checkpoint.
       Interrupted: a stop was requested; nothing is written.
     """
     plan.validate()
@@ -128,8 +130,8 @@ def run(
     first_full = -(-eval_config.mem_len // eval_config.segment_len)
     require(
         n_segment > first_full,
-        f"{len(tokens):,} tokens are read and the memory has {eval_config.mem_len:,} slots, which would not be full; read "
-        "more, or give a shorter --eval.mem_len",
+        f"{len(tokens):,} tokens are read and the memory has {eval_config.mem_len:,} slots, which would not be full; "
+        "read more, or give a shorter --eval.mem_len",
     )
     first, last = first_full * eval_config.segment_len, n_segment * eval_config.segment_len - 1
     positions = plan.positions or (last,)
@@ -145,7 +147,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     heads = plan.layer_heads or attention_terms.widest(average, _DEFAULT_HEADS)
     _write(folder, average, heads, queries, tokens, corpus, facts={"step": int(step), "split": plan.split}, log=log)
-    log(report.timed(f"results   {folder}", time.monotonic() - began))
+    log(with_duration(f"results   {folder}", time.monotonic() - began))
     return average
 
 
@@ -168,7 +170,9 @@ def _read(
     summed_weights = sharding.bind_mesh(parts.mesh, jax.jit(sum_weights))
     # All weights of a segment can be a gigabyte: only where a query is asked for.
     all_weights = sharding.bind_mesh(parts.mesh, jax.jit(weights_of))
-    memory, total, found = model.init_memory(batch_size=1, mem_len=eval_config.mem_len), 0.0, {}
+    memory = model.init_memory(batch_size=1, mem_len=eval_config.mem_len)
+    total: Any = 0.0
+    found: dict[int, Query] = {}
     n_segment = len(tokens) // length
     with progress_bar("attention", total=n_segment, unit="segment", **watch) as show:
         for k in range(n_segment):
@@ -206,7 +210,7 @@ def _write(
 ) -> None:
     """Writes the arrays, then lists and plots of them."""
     distances = attention_terms.mean_distances(average)
-    arrays = {"average": average.astype(np.float32), "spans": distances}
+    arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
     for query in queries:
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}

@@ -7,6 +7,7 @@ thresholds need no new scores.
 
 import csv
 import dataclasses
+import functools
 import io
 import json
 import time
@@ -21,7 +22,6 @@ from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.evaluation.context_losses import context_losses, positions
-from txl_jax.jobs import report
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import check_finite, progress_bar
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -30,6 +30,7 @@ from txl_jax.paper import plots, recl_gains
 from txl_jax.paper.study import Split
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json, write_text
+from txl_jax.training.scores import format_scores, with_duration
 
 # Table 8: r = 0.1, 0.5 and 1, of models trained on WikiText-103. The two groups are not comparable with each other.
 PAPER = {
@@ -77,8 +78,8 @@ class Plan:
         check_fields(self, "")
         require(
             len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
-            f"lengths is {','.join(map(str, self.lengths))}; give the shortest context, the longest and the step of two or "
-            "more, as 100,1000,100",
+            f"lengths is {','.join(map(str, self.lengths))}; give the shortest context, the longest and the step of "
+            "two or more, as 100,1000,100",
         )
         require(
             self.ratios and all(0 < ratio <= 1 for ratio in self.ratios),
@@ -94,7 +95,8 @@ class Plan:
         """
         require(
             len(self.workdirs) >= 2,
-            f"workdirs has {len(self.workdirs)} folders; a relative context length compares models, so give two or more",
+            f"workdirs has {len(self.workdirs)} folders; a relative context length compares models, so give two or "
+            "more",
         )
         workdirs = [Workdir(Path(path)) for path in self.workdirs]
         names = self.names or [workdir.path.name for workdir in workdirs]
@@ -180,8 +182,8 @@ def _losses_of(
             continue
         began = time.monotonic()
         measure = corpus.vocabulary.measure
-        watch = {"measure": measure, "log": log, "stop_requested": stop_requested}
-        with progress_bar(name, total=len(scored), unit="token", **watch) as show:
+        watched = functools.partial(progress_bar, measure=measure, log=log, stop_requested=stop_requested)
+        with watched(name, total=len(scored), unit="token") as show:
             found[length] = context_losses(
                 parts.evaluation.window_step,
                 params,
@@ -194,7 +196,7 @@ def _losses_of(
         totals = _mean(found[length])
         check_finite(totals, name)
         _save(path, found[length])
-        log(report.timed(f"{name} {report.scores(totals, measure)}", time.monotonic() - began))
+        log(with_duration(f"{name} {format_scores(totals, measure)}", time.monotonic() - began))
     return found
 
 

@@ -1,8 +1,8 @@
 """Speed of a sliding window beside streaming with a memory, in seconds per token: table 9 of the paper.
 
 A model without recurrence that sees A tokens encodes all A again for each token that it predicts; ours reads each token
-once and has the A before it in its memory. Both score one row, so this is latency. The sizes are the same; the positions
-are absolute there and relative here.
+once and has the A before it in its memory. Both score one row, so this is latency. The sizes are the same; the
+positions are absolute there and relative here.
 
 On both sides the time is that of the layers, and of the softmax at the positions that are scored.
 """
@@ -89,12 +89,12 @@ def run(config: ExperimentConfig, plan: Plan, *, log: Callable[[str], None] = pr
     log(f"{facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}")
     log(
         f"{model.n_layer} layers of width {model.d_model}, {model.n_head} heads x {model.d_head}, inner width "
-        f"{model.d_inner}, {model.dtype}, vocabulary {_VOCABULARY}; ours reads {eval_config.segments_per_call} segments of "
-        f"{eval_config.segment_len} tokens a call, {clamp}\n"
+        f"{model.d_inner}, {model.dtype}, vocabulary {_VOCABULARY}; ours reads {eval_config.segments_per_call} "
+        f"segments of {eval_config.segment_len} tokens a call, {clamp}\n"
     )
     log(
-        "| attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio | "
-        "paper's ratio |"
+        "| attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio "
+        "| paper's ratio |"
     )
     log("|---|---|---|---|---|---|---|---|---|")
     timings = []

@@ -57,7 +57,7 @@ def test_without_libtpu_the_sizes_that_follow_from_shapes_are_printed(tmp_path):
     held = found["device_bytes"]
     assert held["segment memory"] == 3 * (8 // 4) * 32 * 64 * 2 + 4 * 8 // 4  # [N, B, M, D] in bfloat16, and valid [B].
     assert found["parameters"] * 4 / 8 < held["parameters"] < found["parameters"] * 4 / 8 * 1.2
-    assert 2 * held["parameters"] <= held["optimiser"] <= 2 * held["parameters"] + 64
+    assert 2 * held["parameters"] <= held["optimizer"] <= 2 * held["parameters"] + 64
     assert found["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
 
 

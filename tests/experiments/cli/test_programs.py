@@ -120,7 +120,7 @@ def test_the_run_opens_with_its_sizes_and_reports_progress(undisturbed):
 
 def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
     workdir, _ = undisturbed
-    code, out, err = finish(
+    code, _, err = finish(
         start("text", "--mode=eval", f"--workdir={workdir}", "--eval.mem_len=8", f"--data_dir={tmp_path}")
     )
     assert code == 0, err
@@ -134,13 +134,13 @@ def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
 
 def test_tokens_are_scored_and_context_lengths_compared_without_a_flagfile(undisturbed):
     workdir, _ = undisturbed
-    code, out, err = finish(start("text", "--mode=score", f"--workdir={workdir}", "--eval.batch_size=3"))
+    code, _, err = finish(start("text", "--mode=score", f"--workdir={workdir}", "--eval.batch_size=3"))
     assert code == 0, err
     results = json.loads((workdir / "results.json").read_text())
     lines = (workdir / "scores-test.tsv").read_text().splitlines()
     assert len(lines) == 1 + results["test"]["tokens"] and lines[0] == "index\ttoken\tnats"
     flags = [f"--workdir={workdir}", "--lengths=32,8", "--split=test"]
-    code, out, err = finish(start("paper.context_length", *flags))
+    code, _, err = finish(start("paper.context_length", *flags))
     assert code == 0, err
     with open(workdir / "context_length.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -236,7 +236,7 @@ def test_members_are_trained_together(text_file, tmp_path):
     ],
 )
 def test_first_mistakes_are_answered_in_one_sentence(tmp_path, program, flags, code, says):
-    got, out, err = finish(start(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags)))
+    got, _, err = finish(start(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags)))
     assert got == code
     assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
     for words in says:
