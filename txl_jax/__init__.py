@@ -1,7 +1,7 @@
 """Transformer-XL (Dai et al., 2019) in JAX and Flax.
 
-The public names; everything else may change. They are imported when first used, so that `import txl_jax` and the settings
-alone import no jax.
+The public names; everything else may change. They are imported when first used, so that `import txl_jax` and the
+settings alone import no jax.
 """
 
 import importlib
