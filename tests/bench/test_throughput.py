@@ -132,7 +132,7 @@ def test_weights_for_single_tokens_are_those_of_segments(parts):
     generator = Generator(parts.model, parts.config.eval, parts.config.generate)
     segment, token = generator.prepare_params(jax.device_put(tiny_run.params(parts.model)))
     pointers = [
-        {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((weights.outer, weights.clusters))}
+        {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((weights.embed_and_norm, weights.clusters))}
         for weights in (segment, token)
     ]
     assert pointers[0] == pointers[1]
