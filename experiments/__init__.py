@@ -1,1 +1,1 @@
-"""Programs: absl flags to one frozen config to one call. `python -m experiments.NAME --help` lists the flags."""
+"""Programs: absl flags to one frozen config to one call. `python -m experiments` lists them."""

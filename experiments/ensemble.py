@@ -1,14 +1,18 @@
-"""Several runs that differ in seed, learning rate or dropout, trained at once as one program.
+"""Trains an ensemble: several runs that differ in seed, learning rate or dropout, as one program.
 
-    python -m experiments.ensemble --flagfile=ptb --data_dir=data --members_out=runs/ptb \\
-        --member="seed=1" --member="seed=2" --member="seed=3"
-    python -m experiments.ensemble --flagfile=ptb_small --train.steps=200 --data_dir=data --members_out=runs/rates \\
-        --member="optimizer.learning_rate=5e-4" --member="optimizer.learning_rate=1e-3 model.dropout.rate=0.1"
+    python -m experiments.ensemble --flagfile=ptb --data_dir=data --workdir=runs/ptb \\
+        --ensemble_member="seed=1" --ensemble_member="seed=2" --ensemble_member="seed=3"
+    python -m experiments.ensemble --flagfile=ptb_small --train.steps=200 --data_dir=data --workdir=runs/rates \\
+        --ensemble_member="optimizer.learning_rate=5e-4" \\
+        --ensemble_member="optimizer.learning_rate=1e-3 model.dropout.rate=0.1"
+    python -m experiments.ensemble --mode=split --workdir=runs/ptb --ensemble_member="seed=2" --to=runs/ptb-seed2
 
-A small model leaves most of an accelerator idle; several together take little longer than one. Each member is a run of
-its own, in a folder of --members_out that is named as it is, for --workdir of the other programs. Stopped, all are saved
-at the same update, and the same command goes on (`timeout -s TERM 500 python -m experiments.ensemble ...` works in pieces).
-At the end members.md has the scores of all.
+A small model leaves most of an accelerator idle; several together take little longer than one. All members are in one
+workdir, with one checkpoint; stopped, the same command resumes. results.json and members.md have the scores of all.
+
+The other programs take one member with --workdir and --ensemble_member=NAME, where a name is as above without "model."
+and "optimizer.": "seed=2", "learning_rate=0.001+dropout.rate=0.1". --mode=split makes a member a workdir of its own,
+in which the program of its corpus trains on.
 """
 
 import sys
@@ -19,52 +23,66 @@ from absl import flags
 from experiments.cli import flag_tree, programs, runner
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
 from txl_jax.jobs import ensemble
+from txl_jax.jobs.split_off import split_off
+from txl_jax.jobs.workdir import Workdir
 from txl_jax.runtime.preemption import StopRequest
 
 FLAGS = flags.FLAGS
 
 
 def main() -> None:
-    """Parses the flags and trains the members."""
+    """Parses the flags, and trains the members or splits one off."""
+    flags.DEFINE_enum("mode", "train", ("train", "split"), "Train all members, or split one off.")
+    flags.DEFINE_string("workdir", None, "Folder of the ensemble: checkpoints, logs, results. Created if missing.")
     runner.define_data_folders()
     flag_tree.define(ExperimentConfig())
     flags.DEFINE_multi_string(
-        "member", [], 'What a run differs in, as "seed=2 model.dropout.rate=0.3"; one flag for each run.'
+        "ensemble_member",
+        [],
+        'Settings of one member, such as "seed=2 model.dropout.rate=0.3"; one flag per member. For --mode=split its name.',
     )
-    flags.DEFINE_string("members_out", None, "Folder of the runs' folders and of the table. Made if missing.")
+    flags.DEFINE_string("to", None, "For --mode=split: the workdir of the member.")
     runner.parse_or_exit()
     sys.exit(runner.guarded(_run))
 
 
 def _run() -> int:
+    folder = _folder("workdir")
+    if FLAGS.mode == "split":
+        if len(FLAGS.ensemble_member) != 1:
+            raise UserError(
+                f"{len(FLAGS.ensemble_member)} members were given to --mode=split; give one --ensemble_member"
+            )
+        split_off(folder, FLAGS.ensemble_member[0], _folder("to"))
+        return 0
     config = programs.config_of_flags()
-    if not FLAGS.members_out:
-        raise ValueError("no folder was given; say with --members_out=PATH where the runs belong")
-    chosen = [_member(text) for text in FLAGS.member]
-    ensemble.member_configs(config, chosen)  # Before a text is read.
-    folder = Path(FLAGS.members_out).expanduser().resolve()
+    members = [_parse_member(text) for text in FLAGS.ensemble_member]
+    ensemble.member_configs(config, members)  # Before a text is read.
     corpus = read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
     with StopRequest() as stop:
-        outcomes = ensemble.run(config, chosen, corpus, folder, stop_requested=lambda: stop)
-    finished = all(outcome.finished for outcome in outcomes.values())
-    return 128 + stop.signal_number if stop and not finished else 0
+        outcome = ensemble.run(config, members, corpus, Workdir(folder), stop_requested=lambda: stop)
+    return 128 + (stop.signal_number or 0) if stop and not outcome.finished else 0
 
 
-def _member(text: str) -> dict[str, float]:
-    """What a --member says.
+def _folder(flag: str) -> Path:
+    """Returns the folder that a flag names; raises `UserError` if it names none."""
+    if not FLAGS[flag].value:
+        raise UserError(f"no folder was given; give --{flag}=PATH")
+    return Path(FLAGS[flag].value).expanduser().resolve()
 
-    Raises:
-      ValueError: no name with a number.
-    """
-    found = {}
+
+def _parse_member(text: str) -> dict[str, float]:
+    """Parses one --ensemble_member; raises `UserError` if it is not a list of names with numbers."""
+    found: dict[str, float] = {}
     for word in text.split():
         name, _, value = word.removeprefix("--").partition("=")
         try:
             found[name] = int(value) if name == "seed" else float(value)
         except ValueError:
-            raise ValueError(
-                f'--member is {text!r}; give names with numbers, as "seed=2 optimizer.learning_rate=0.001"'
+            raise UserError(
+                f'--ensemble_member is {text!r}; give names with numbers, as "seed=2 optimizer.learning_rate=0.001"'
             ) from None
     return found
 

@@ -1,16 +1,18 @@
-"""Train, evaluate and sample on One Billion Word: single sentences of news, about 0.8e9 words to train on.
+"""Train, evaluate and sample on One Billion Word: shuffled sentences of news, 0.8e9 words.
 
     python -m experiments.lm1b --flagfile=lm1b_base --workdir=runs/lm1b_base --data_dir=data
 
 `data_dir` holds 1-billion-word-language-modeling-benchmark-r13output.tar.gz
-(http://www.statmt.org/lm-benchmark). `python -m experiments.prepare --corpus=lm1b` reads it ahead of time.
+(http://www.statmt.org/lm-benchmark). `python -m experiments.prepare --corpus=lm1b` reads it ahead
+of time.
 
-Words that occur fewer than 3 times in the training text become <unk>; sentences, with one <S> between them,
-stand in another order in each epoch. The published perplexities were taken otherwise, on the protocol of the
-original TensorFlow release:
+Words that occur fewer than 3 times in the training text become <unk>; sentences, with one <S>
+between them, stand in another order in each epoch. The published perplexities were taken
+otherwise, on the protocol of the original TensorFlow release:
 
-    --data.tokenizer.line_mark=double_s   <S> before and after each sentence; <S> after <S>, which is easy, is scored
-    --data.heldout=published    validation on the test text; here another held-out shard validates
+    --data.tokenizer.line_mark=double_s  <S> before and after each sentence; the easy <S> after <S>
+                                         is scored
+    --data.heldout=published             validation on the test text; default: another held-out shard
 """
 
 from experiments.cli import runner

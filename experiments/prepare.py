@@ -1,10 +1,11 @@
 """Read, check and encode a corpus ahead of time, so that a run starts at once.
 
     python -m experiments.prepare --corpus=wikitext103 --data_dir=data
-    python -m experiments.prepare --flagfile=lm1b_large --corpus=lm1b --data_dir=data --cache_dir=/scratch/text
+    python -m experiments.prepare --flagfile=lm1b_large --corpus=lm1b --cache_dir=/scratch/text
 
-It does what the corpus's program would do at its start, with that program's tokens; --data.* flags change them. Hosts that
-share no disk may each run it; where they share one, the first prepares and the others wait.
+It does the same as the corpus's program at its start, with that program's tokenizer; --data.*
+flags change it. Hosts that share no disk may each run it; where they share one, the first prepares
+and the others wait.
 """
 
 import sys
@@ -19,6 +20,7 @@ from experiments.cli import flag_tree, hosts, runner
 from experiments.cli.programs import DEFAULTS
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.corpus import Corpus, read_corpus
+from txl_jax.errors import UserError
 
 FLAGS = flags.FLAGS
 
@@ -28,14 +30,14 @@ def main() -> None:
     runner.define_data_folders()
     flag_tree.define(ExperimentConfig())
     flags.DEFINE_alias("corpus", "data.corpus")
-    runner.parse_or_exit()
+    runner.parse_or_exit(groups=("data", "data.tokenizer"))
     sys.exit(runner.guarded(_run, begin=hosts.each))
 
 
 def _run() -> int:
     name = CorpusName(FLAGS["data.corpus"].value)
     if not FLAGS["data.corpus"].present or name not in DEFAULTS:
-        raise ValueError(f"say what to prepare with --corpus=NAME, one of {', '.join(DEFAULTS)}")
+        raise UserError(f"no corpus was given; set --corpus=NAME, one of {', '.join(DEFAULTS)}")
     config = runner.with_absolute_paths(flag_tree.build(DEFAULTS[name]))
     start = time.monotonic()
     corpus = read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
@@ -46,7 +48,7 @@ def _run() -> int:
 
 
 def _summary(name: CorpusName, corpus: Corpus) -> Iterator[tuple[str, str]]:
-    """What was read, and where it lies."""
+    """Yields what was read, and its folders."""
     yield "text", corpus.description
     yield "sha256", corpus.digest
     for split in ("train", "valid", "test"):
@@ -55,17 +57,18 @@ def _summary(name: CorpusName, corpus: Corpus) -> Iterator[tuple[str, str]]:
     tokens = _folder(corpus.train)
     records = tokens.parent.parent / "tfds" / f"txl_{name}"
     if records.is_dir():
-        yield "records", _described(records)
-    yield "tokens", _described(tokens)
+        yield "records", _with_size(records)
+    yield "tokens", _with_size(tokens)
 
 
 def _folder(array: np.ndarray) -> Path:
-    """Where a memory-mapped array lies."""
+    """Returns the folder of a memory-mapped array."""
     assert isinstance(array, np.memmap)
     return Path(array.filename).parent
 
 
-def _described(folder: Path) -> str:
+def _with_size(folder: Path) -> str:
+    """Formats a folder with its size."""
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return f"{folder} ({size / 1e6:,.1f} MB)"
 

@@ -1,11 +1,11 @@
-"""Train, evaluate and sample on the Penn Treebank as Mikolov prepared it: 929,589 training words, 10,000 types.
+"""Train, evaluate and sample on Mikolov's Penn Treebank: 929,589 training words, 10,000 types.
 
     python -m experiments.ptb --flagfile=ptb       --workdir=runs/ptb --data_dir=data
-    python -m experiments.ptb --flagfile=ptb_small --workdir=runs/ptb_small --data_dir=data      # for a CPU
+    python -m experiments.ptb --flagfile=ptb_small --workdir=runs/ptb_small --data_dir=data  # CPU
 
-`data_dir` holds ptb.train.txt, ptb.valid.txt and ptb.test.txt, or the archive that has them, simple-examples.tgz
-(http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz). `python -m experiments.prepare --corpus=ptb` reads
-it ahead of time.
+`data_dir` holds ptb.train.txt, ptb.valid.txt and ptb.test.txt, or the archive that has them,
+simple-examples.tgz (http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz). `python -m
+experiments.prepare --corpus=ptb` reads it ahead of time.
 """
 
 from experiments.cli import runner

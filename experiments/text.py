@@ -1,11 +1,12 @@
-"""Train, evaluate and sample on your own text: bytes, characters, words, or pieces of words.
+r"""Train, evaluate and sample on your own text: bytes, characters, words, or pieces of words.
 
     python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt
-    python -m experiments.text --flagfile=small --workdir=runs/mine --tokenizer=word \\
+    python -m experiments.text --flagfile=small --workdir=runs/mine --tokenizer=word \
         --train='shards/*.txt' --valid=valid.txt --test=test.txt
 
-One file is split 90/5/5 by position. Lists are joined in the order given, patterns in the order of names.
---train, --valid, --test and --tokenizer are short for --data.train and so on.
+One file is split 90/5/5 by position. Lists are joined in the order given, patterns in the order of
+names. --train, --valid, --test and --tokenizer are short for --data.train, .., and
+--data.tokenizer.kind.
 """
 
 from experiments.cli import runner
@@ -15,4 +16,12 @@ from txl_jax.data.sources.corpora import default_data
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.TEXT))
 
 if __name__ == "__main__":
-    runner.run(DEFAULTS, aliases={name: f"data.{name}" for name in ("train", "valid", "test", "tokenizer")})
+    runner.run(
+        DEFAULTS,
+        aliases={
+            "train": "data.train",
+            "valid": "data.valid",
+            "test": "data.test",
+            "tokenizer": "data.tokenizer.kind",
+        },
+    )

@@ -1,13 +1,13 @@
-"""Train, evaluate and sample on WikiText-103: Wikipedia articles as words, 103,227,021 of them to train on.
+"""Train, evaluate and sample on WikiText-103: Wikipedia articles, 103,227,021 training words.
 
-    python -m experiments.wikitext103 --flagfile=wt103_base --workdir=runs/wt103_base --data_dir=data
+    python -m experiments.wikitext103 --flagfile=wt103_base --workdir=runs/wt103 --data_dir=data
 
 `data_dir` holds wikitext-103-v1.zip. `python -m experiments.prepare --corpus=wikitext103` reads it
 ahead of time.
 
-With --data.corpus=wikitext2 the same program reads WikiText-2 (wikitext-2-v1.zip), which has the same
-validation and test text and a fiftieth of the training text. Its vocabulary is smaller (33,278 words), so
-cutoffs must lie below that.
+With --data.corpus=wikitext2 the same program reads WikiText-2 (wikitext-2-v1.zip), which has the
+same validation and test text and a fiftieth of the training text. Its vocabulary is smaller
+(33,278 words), so cutoffs must lie below that.
 """
 
 from experiments.cli import runner

@@ -12,28 +12,28 @@
 # ---
 
 # %% [markdown]
-# # Transformer-XL, small enough to watch
+# # A small Transformer-XL
 #
-# This notebook trains a small [Transformer-XL](https://arxiv.org/abs/1901.02860) on text, one byte after the other, and
-# then looks at what its memory is worth. It takes whatever it finds: a TPU, a GPU or a CPU.
+# This notebook trains a small [Transformer-XL](https://arxiv.org/abs/1901.02860) on the bytes of a text, and then measures
+# how much its memory helps. It runs on a TPU, a GPU or a CPU.
 #
-# Run the cells from top to bottom. A run that is interrupted goes on where it stopped when its cell is run again.
+# Run the cells from top to bottom. A run that is interrupted resumes when its cell is run again.
 
 # %% [markdown]
-# ## What you may want to change
+# ## Parameters
 
 # %% tags=["parameters"]
-TEXT = ""  # A file of yours, to learn from; "": the source text of Python's own standard library.
-PROMPT = "def "  # What the model goes on from.
-WORKDIR = "runs/colab"  # Checkpoints, log and pictures. In Colab a folder of a mounted Drive outlives the machine.
-PACKAGE = "txl_jax.zip"  # Only in Colab: the repository, as an archive that you upload, or as git+https://...
-SETTINGS = {}  # Any flags of `python -m experiments.quickstart`, as {"train.steps": 5000, "model.n_layer": 6}.
+TEXT = ""  # Your own text file to train on; "": the source text of Python's standard library.
+PROMPT = "def "  # The start of the generated text.
+WORKDIR = "runs/colab"  # Checkpoints, logs and figures; in Colab better a folder of a mounted Drive.
+PACKAGE = "txl_jax.zip"  # Only in Colab: the repository as an archive that you upload, or git+https://...
+SETTINGS: dict[str, object] = {}  # Flags of `experiments.quickstart`, for example {"train.steps": 5000}.
 
 # %% [markdown]
-# ## Installing
+# ## Installation
 #
-# Only Colab needs this; elsewhere the notebook uses what is installed. Choose a TPU or a GPU first, under *Runtime → Change
-# runtime type*: jax comes in a kind for each, and the kind that Colab brings is the one to update.
+# Only Colab needs this; elsewhere the notebook uses what is installed. First choose a TPU or a GPU under *Runtime → Change
+# runtime type*: jax has a package for each kind of device, and the one that Colab has installed is updated.
 
 # %%
 import subprocess
@@ -52,10 +52,10 @@ if "google.colab" in sys.modules:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
 
 # %% [markdown]
-# ## What it runs on
+# ## Device and model
 #
-# On a CPU the model is that of the quickstart, of 0.7 million parameters. A TPU or a GPU would be bored with it, and gets
-# one that is wider, deeper, and sees more text in each step.
+# On a CPU the model is that of the quickstart, with 0.7 million parameters. A TPU or a GPU gets a wider and deeper one with
+# larger batches.
 
 # %%
 import jax
@@ -80,7 +80,7 @@ larger = {
     "eval.segment_len": 256,
     "eval.mem_len": 1024,
 }
-changes = {"generate.prompt": PROMPT}
+changes: dict[str, object] = {"generate.prompt": PROMPT}
 if platform != "cpu":
     changes |= larger
 if TEXT:
@@ -91,8 +91,8 @@ config.validate()
 # %% [markdown]
 # ## The text
 #
-# The first 90 % are learned from, the next 5 % tell when the model is at its best, and the last 5 % are the test. A token
-# is a byte, so the loss reads as bits per byte, and a compressor is a fair opponent.
+# The first 90 % are the training text, the next 5 % the validation text, which selects the best checkpoint, and the last
+# 5 % the test text. A token is a byte, so the loss is in bits per byte, and a compressor is a fair baseline.
 
 # %%
 from txl_jax.data.corpus import read_corpus
@@ -107,7 +107,7 @@ print(corpus.vocabulary.decode(corpus.train[:400]).decode(errors="replace"))
 # ## Segments and memory
 #
 # A Transformer reads a segment of $L$ tokens at once, and attention costs $L^2$. An ordinary one forgets everything at a
-# segment's border: its first token is predicted from nothing.
+# segment boundary: the first token of a segment is predicted without context.
 #
 # Transformer-XL keeps the hidden states of the last $M$ positions of **every layer**, and the next segment attends to them
 # as well as to itself:
@@ -121,17 +121,17 @@ print(corpus.vocabulary.decode(corpus.train[:400]).decode(errors="replace"))
 #  tokens    a b c d e f g h i j k     l m n o p q r s
 # ```
 #
-# No gradient flows into the memory, so a step costs little more than without it. But what a layer remembers was itself
-# computed with a memory: with $N$ layers, information can come from $N \cdot M$ positions back.
+# No gradient flows into the memory, so a step costs little more than without it. But the hidden states in the memory were
+# themselves computed with a memory: with $N$ layers, information can come from $N \cdot M$ positions back.
 #
-# For this to work, a position must mean the same in every segment. Attention therefore knows only **distances**: the score
-# of query $i$ and key $j$ is made of what they hold and of $i - j$.
+# For this to work, positions must be consistent between segments. Attention therefore uses **relative positions**: the
+# score of query $i$ and key $j$ depends on their content and on the distance $i - j$.
 
 # %% [markdown]
 # ## Training
 #
-# Text is read in rows, each row segment after segment, so that the memory of a row is always what came just before.
-# Stopping the cell (the square button) saves everything; running it again goes on.
+# The text is split into the rows of a batch. Each row is read segment by segment, so that its memory always holds what came
+# just before. Stopping the cell (the square button) saves a checkpoint; running it again resumes.
 
 # %%
 from txl_jax.jobs import train
@@ -139,14 +139,14 @@ from txl_jax.runtime.preemption import StopRequest
 
 with StopRequest() as stop:
     outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
-if not outcome.finished:
-    raise SystemExit("Run this cell again to go on; the cells below need a run that has finished.")
+if outcome.results is None:
+    raise SystemExit("Run this cell again to resume; the cells below need a finished run.")
 
 # %% [markdown]
-# ## What it has learned, and what the memory is worth
+# ## Results with and without the memory
 #
-# The same weights read the test text twice: with the memory, and with none, where each segment starts from nothing. Beside
-# them stand two compressors that had the test text alone to learn from.
+# The same weights score the test text twice: with the memory, and without it, where each segment starts without context.
+# The baselines are two compressors, which see the test text only.
 
 # %%
 rows = quickstart.compare(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
@@ -165,11 +165,11 @@ plots.learning_curve(read_metrics(workdir.path), curve, title=corpus.name, level
 display(Image(curve))
 
 # %% [markdown]
-# ## Where it looks
+# ## Attention
 #
-# Each line of the first picture is a head, each column a distance: dark means that the head looks there on average. Many
-# heads look at the last few bytes; those whose grey reaches to the left use the memory. The second picture is a single
-# prediction: the bytes that three far-sighted heads looked at.
+# In the first figure each line is a head and each column a distance: darker means a higher mean attention weight. Many
+# heads attend to the last few bytes; those with weights further to the left use the memory. The second figure shows a single
+# prediction: the bytes that three heads with long-range attention attended to.
 
 # %%
 from txl_jax.jobs.workdir import TextInfo
@@ -182,10 +182,10 @@ display(Image(pictures / "average.png"))
 display(Image(max(pictures.glob("heads-*.png"))))
 
 # %% [markdown]
-# ## What it writes
+# ## Generated text
 #
-# Token after token, each drawn from the likeliest ones. Here too the memory is what it has written before. Try another
-# prompt, or another temperature: low ones repeat themselves, high ones spell badly.
+# Tokens are sampled one by one from the most probable ones. The memory holds what was generated before. Try another prompt
+# or another temperature: low temperatures repeat, high ones misspell.
 
 # %%
 from txl_jax.jobs import generate
@@ -193,13 +193,13 @@ from txl_jax.jobs import generate
 samples = generate.run(config, corpus.vocabulary, workdir)
 
 # %% [markdown]
-# ## Where to go from here
+# ## Next steps
 #
-# Everything above is also a program: `python -m experiments.quickstart` is this notebook without the talk, and
-# `python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt` trains on a file of yours. The
-# folder of this run works with all of them:
+# Everything above is also a program: `python -m experiments.quickstart` does the same as this notebook, and
+# `python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt` trains on your own file. The workdir
+# of this run works with all programs:
 #
 # ```
 # python -m experiments.text --mode=generate --workdir=runs/colab --generate.prompt='class '
-# python -m experiments.paper.context_length --workdir=runs/colab --context_lengths=64,128,256
+# python -m experiments.paper.context_length --workdir=runs/colab --lengths=64,128,256
 # ```

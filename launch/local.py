@@ -1,13 +1,13 @@
-"""Starts a command as several processes on this machine, as if each were a host of its own.
+r"""Starts a command as several processes on this machine, each as if on a host of its own.
 
-    python -m launch.local --processes=2 --devices=4 -- \\
+    python -m launch.local --processes=2 --devices=4 -- \
         python -m experiments.enwik8 --flagfile=small --workdir=runs/two --data.file=enwik8-part
 
-The command gets what announces the processes to it (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID). What the
-first process prints is printed as it is; lines of the others begin with their number. When one ends with an error the
-others are ended too, and the exit code is that of the first that did; of several that are found dead at once, that of one
-which was killed, or else had a mistake of its own, before that of one which only lost another. SIGTERM and Ctrl-C are passed on to all, once, and
-all are waited for; a second one kills them.
+The processes find each other through environment variables that are set for them (JAX_COORDINATOR_ADDRESS,
+JAX_NUM_PROCESSES, JAX_PROCESS_ID). The output of process 0 is printed unchanged; lines of the others begin with their
+number. When a process ends with an error the others are stopped, and its exit code is returned; of several that are
+found dead at once, that of a process which was killed or failed by itself comes before one which only lost another.
+SIGTERM and Ctrl-C are forwarded to all processes, once, and all are waited for; a second one kills them.
 """
 
 import os
@@ -20,17 +20,20 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import Any
 
 from absl import flags
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("processes", 2, "Processes to start.", lower_bound=1)
-flags.DEFINE_integer("devices", None, "Made-up CPU devices of each; none: those that jax finds.", lower_bound=1)
-flags.DEFINE_bool("dry_run", False, "Print the commands, and start nothing.")
+flags.DEFINE_integer(
+    "devices", None, "Simulated CPU devices of each process; default: the devices that jax finds.", lower_bound=1
+)
+flags.DEFINE_bool("dry_run", False, "Print the commands and start nothing.")
 
-# Processes that lost one of them find out by themselves and say so; then they are told, and then they are killed.
-_SECONDS_TO_END = 15
-_SECONDS_TO_OBEY = 5
+# When one process is lost the others notice and report it themselves; after these times they get SIGTERM, then SIGKILL.
+_SECONDS_TO_NOTICE = 15
+_SECONDS_AFTER_SIGTERM = 5
 _POLL_SECONDS = 0.1
 
 
@@ -53,27 +56,27 @@ def main() -> None:
         for environment in environments:
             print(shell_line(command, environment))
         return
-    sys.exit(Group(command, environments).wait())
+    sys.exit(ProcessGroup(command, environments).wait())
 
 
 def process_environments(count: int, *, devices: int | None, base: Mapping[str, str]) -> list[dict[str, str]]:
-    """What each process finds in its environment beside what it has from this one."""
-    announced = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
+    """Returns the environment variables of each process that are added to `base`."""
+    variables = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
     if devices is not None:
-        made_up = f"--xla_force_host_platform_device_count={devices}"
-        announced |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{base.get('XLA_FLAGS', '')} {made_up}".strip()}
-    return [announced | {"JAX_PROCESS_ID": str(number)} for number in range(count)]
+        simulated = f"--xla_force_host_platform_device_count={devices}"
+        variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{base.get('XLA_FLAGS', '')} {simulated}".strip()}
+    return [variables | {"JAX_PROCESS_ID": str(number)} for number in range(count)]
 
 
 def free_port() -> int:
-    """A port that nobody listens to at the moment."""
+    """Returns a port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The command as it could be typed.
+    """Formats a command with its environment variables as it could be typed.
 
     >>> shell_line(["echo", "a b"], {"X": "1"})
     "X=1 echo 'a b'"
@@ -81,14 +84,14 @@ def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
 
 
-class Group:
-    """The processes, from their start to the end of the last."""
+class ProcessGroup:
+    """Several processes, from their start to the end of the last."""
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
         self._signalled = False
-        self._handlers = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._handlers = {number: signal.signal(number, self._forward) for number in (signal.SIGTERM, signal.SIGINT)}
         self._readers: list[threading.Thread] = []
-        self._processes: list[subprocess.Popen] = []
+        self._processes: list[subprocess.Popen[str]] = []
         try:
             for number, environment in enumerate(environments):
                 self._start(number, command, environment)
@@ -97,8 +100,8 @@ class Group:
             sys.exit(_fail(f"cannot start {command[0]} ({error.strerror}); give a program after --"))
 
     def _start(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        output = {} if number == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        # A session of its own: Ctrl-C in a terminal would reach it a second time, beside what is passed on.
+        output: dict[str, Any] = {} if number == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        # A session of its own: else Ctrl-C in a terminal would reach it twice, from the terminal and from here.
         process = subprocess.Popen(
             command, env=os.environ | environment, start_new_session=True, text=True, errors="replace", **output
         )
@@ -109,7 +112,7 @@ class Group:
             self._readers.append(reader)
 
     def wait(self) -> int:
-        """Returns the exit code of the first process that ended with one other than 0, once all have ended; else 0."""
+        """Waits for all processes; returns the exit code of the first that failed, or 0."""
         failed = None
         while failed is None and any(process.poll() is None for process in self._processes):
             failed = self._first_failure()
@@ -124,16 +127,20 @@ class Group:
         return 0 if failed is None else _exit_code(self._processes[failed])
 
     def _first_failure(self) -> int | None:
-        """Of those that are found dead at once the one that looks least like a consequence of another's end."""
+        """Of the failed processes, the one that looks least like a consequence of another's failure."""
         failed = [number for number, process in enumerate(self._processes) if process.poll()]
-        return min(failed, key=lambda number: _consequence(self._processes[number].returncode), default=None)
+        return min(failed, key=lambda number: _consequence_rank(self._processes[number].returncode), default=None)
 
     def _end_all(self, failed: int) -> None:
         if not self._signalled:
             code = self._processes[failed].returncode
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with the exit code {code}"
-            print(f"process {failed} {how}; the others are ended too", file=sys.stderr, flush=True)
-        for number, seconds in ((None, _SECONDS_TO_END), (signal.SIGTERM, _SECONDS_TO_OBEY), (signal.SIGKILL, None)):
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with the exit code {code}"
+            print(f"process {failed} {how}; the others are stopped", file=sys.stderr, flush=True)
+        for number, seconds in (
+            (None, _SECONDS_TO_NOTICE),
+            (signal.SIGTERM, _SECONDS_AFTER_SIGTERM),
+            (signal.SIGKILL, None),
+        ):
             if number is not None:
                 self._send(number)
             if self._all_end_within(seconds):
@@ -147,7 +154,7 @@ class Group:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         del frame
         self._send(signal.SIGKILL if self._signalled else number)
         self._signalled = True
@@ -163,15 +170,15 @@ def _print_lines(number: int, lines: Sequence[str]) -> None:
         print(f"[{number}] {line}", end="", file=sys.stderr, flush=True)
 
 
-def _consequence(code: int) -> int:
-    """How much an exit code looks like that of a process which lost another: such end with 75, or jax aborts them."""
+def _consequence_rank(code: int) -> int:
+    """Ranks how much an exit code looks like that of a process which lost another: 75, or an abort by jax."""
     if code in (os.EX_TEMPFAIL, -signal.SIGABRT):
         return 2
     return int(code > 0)
 
 
-def _exit_code(process: subprocess.Popen) -> int:
-    """As a shell tells it: 128 and the number of the signal that ended it."""
+def _exit_code(process: subprocess.Popen[str]) -> int:
+    """The exit code as a shell reports it: 128 + the signal that killed the process."""
     return 128 - process.returncode if process.returncode < 0 else process.returncode
 
 

@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# Submits a run to Slurm, on any number of nodes with GPUs, and lets it queue again until it has finished.
+# Submits a run to Slurm, on any number of nodes with GPUs, and requeues the job until the run has finished.
 #
 #   launch/slurm.sh [flags] -- python -m experiments.PROGRAM ... --workdir=FOLDER
 #   launch/slurm.sh [flags] --commands=FILE          one command per line: a job array
 #
 #   --nodes=N             default 1
-#   --gpus=N              GPUs of each node; default 1; 0: none, for a CPU
-#   --per=gpu             a process for each GPU (the default), or with --per=node one for each node
-#   --cpus=N              cores for each process; default 8
-#   --time=LIMIT          time limit of a job, as 24:00:00 (the default); a run may take many jobs
-#   --grace=SECONDS       this long before the limit the run is asked to save; default 120
+#   --gpus=N              GPUs per node; default 1; 0: a CPU run
+#   --per=gpu             one process per GPU (the default), or with --per=node one per node
+#   --cpus=N              cores per process; default 8
+#   --time=LIMIT          time limit of a job; default 24:00:00; a run may take many jobs
+#   --grace=SECONDS       how long before the limit the run gets SIGTERM, and saves; default 120
 #   --partition=NAME, --account=NAME, --name=NAME
-#   --setup=COMMAND       what each job does first, as --setup='source .venv/bin/activate'
-#   --at_most=N           of an array, this many at a time
-#   --dry_run             print the batch script, and submit nothing
+#   --setup=COMMAND       runs at the start of each job, for example 'source .venv/bin/activate'
+#   --at_most=N           jobs of an array that run at the same time
+#   --dry_run             print the batch script and submit nothing
 #
-# The workdir belongs on a file system that all nodes see. The log of a job is NAME-JOB.log in the current folder.
+# The workdir must be on a file system that all nodes share. The log of a job is NAME-JOB.log in the current folder.
 set -euo pipefail
 
 main() {
-  read_words "$@"
+  parse_arguments "$@"
   if [[ -n $dry_run ]]; then
     batch_script
   else
@@ -27,7 +27,7 @@ main() {
   fi
 }
 
-read_words() {
+parse_arguments() {
   nodes=1 gpus=1 per=gpu cpus=8 limit=24:00:00 grace=120 partition='' account='' name=txl setup='' commands='' at_most=''
   dry_run='' program=()
   while (($#)); do
@@ -54,21 +54,21 @@ read_words() {
         program=("$@")
         break
         ;;
-      *) refuse "there is no flag $1; launch/slurm.sh --help lists all, and the run's own words stand after --" ;;
+      *) usage_error "there is no flag $1; launch/slurm.sh --help lists all, and the run's own flags come after --" ;;
     esac
     shift
   done
   if [[ -n $commands ]]; then
-    ((${#program[@]} == 0)) || refuse "both --commands and a command after -- were given; give one of them"
+    ((${#program[@]} == 0)) || usage_error "both --commands and a command after -- were given; give one of them"
     mapfile -t lines < <(grep -vE '^[[:space:]]*(#|$)' -- "$commands")
-    ((${#lines[@]})) || refuse "there is no command in $commands; write one per line"
+    ((${#lines[@]})) || usage_error "there is no command in $commands; write one per line"
   elif ((${#program[@]} == 0)); then
-    refuse "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=runs/one"
+    usage_error "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=runs/one"
   fi
 }
 
 batch_script() {
-  # srun does not take over the cores that sbatch was asked for.
+  # srun does not inherit --cpus-per-task from sbatch.
   local processes=$gpus srun="srun --cpus-per-task=$cpus"
   [[ $per == gpu && $gpus -gt 0 ]] || processes=1
   echo '#!/usr/bin/env bash'
@@ -76,7 +76,7 @@ batch_script() {
   option nodes "$nodes"
   option ntasks-per-node "$processes"
   option cpus-per-task "$cpus"
-  # Not per task: jax counts on seeing all GPUs of the node, and takes the one with its process's number.
+  # Not per task: jax expects to see all GPUs of the node, and takes the one with its process's number.
   ((gpus == 0)) || option gpus-per-node "$gpus"
   option time "$limit"
   [[ -z $partition ]] || option partition "$partition"
@@ -89,7 +89,7 @@ batch_script() {
   fi
   option open-mode append
   option requeue
-  echo "# To the run alone, not to this script: it saves, and leaves with exit code 143."
+  echo "# To the run alone, not to this script: the run saves and exits with code 143."
   option signal "TERM@$grace"
   [[ -z $setup ]] || echo "$setup || exit"
   if [[ -n $commands ]]; then
@@ -104,12 +104,12 @@ batch_script() {
   fi
   cat <<'END'
 code=$?
-# scancel ends this script too, so that a run which is cancelled stays so.
+# scancel ends this script too, so a cancelled run is not requeued.
 if [ $code -eq 143 ]; then
-  echo "saved before the time limit; the job queues again, and goes on from there"
+  echo "saved before the time limit; the job is requeued and resumes from there"
   scontrol requeue "$SLURM_JOB_ID"
 elif [ $code -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
-  echo "a process of the run has lost another; the job queues again, and goes on from the last checkpoint"
+  echo "a process of the run has lost another; the job is requeued and resumes from the last checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code
@@ -119,11 +119,11 @@ END
 option() { echo "#SBATCH --$1${2:+=$2}"; }
 
 number() {
-  [[ ${1#*=} =~ ^[0-9]+$ ]] || refuse "${1%%=*} is '${1#*=}'; give a whole number"
+  [[ ${1#*=} =~ ^[0-9]+$ ]] || usage_error "${1%%=*} is '${1#*=}'; give a whole number"
   echo "${1#*=}"
 }
 
-# Words as a shell reads them.
+# Quotes arguments for a shell.
 quoted() {
   local word out='' safe='^[-A-Za-z0-9_./:=,@%+]+$'
   for word in "$@"; do
@@ -133,7 +133,7 @@ quoted() {
   echo "${out# }"
 }
 
-refuse() {
+usage_error() {
   echo "error: $*" >&2
   exit 2
 }

@@ -1,4 +1,4 @@
-"""What the runs of a sweep have come to, as one table. All of it is read from their folders."""
+"""The results of a sweep's runs as one table, read from their folders."""
 
 import csv
 import fcntl
@@ -14,12 +14,12 @@ from txl_jax.metrics import Totals
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.files import write_json
 
-_ENDED = "sweep.json"  # How a run that a sweep has started ended last, and how long all its starts took.
-_ASKED_TO_STOP = (signal.SIGINT, signal.SIGTERM)
+_ENDED = "sweep.json"  # The exit code of a run's last process, and the seconds of all of them.
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def note_end(run: Run, *, seconds: float, code: int) -> None:
-    """Writes down how a start of a run ended, for the table."""
+    """Records the end of a run's process: its exit code, and its time added to that of earlier ones."""
     write_json(run.folder / _ENDED, {"seconds": _ended(run).get("seconds", 0.0) + seconds, "exit_code": code})
 
 
@@ -39,15 +39,15 @@ def write(sweep: Sweep, out: Path) -> int:
 
 
 def state_of(run: Run) -> str:
-    """What a run is doing, or how it ended."""
+    """Returns the state of a run: not started, running, stopped, failed or finished."""
     if run.results is not None:
         return "finished"
     step = max(_saved_steps(run), default=0)
-    if is_going_on(run):
+    if is_running(run):
         return f"running, saved after step {step}"
     code = _ended(run).get("exit_code", 0)
-    if code and code not in [sign for number in _ASKED_TO_STOP for sign in (-number, 128 + number)]:
-        return f"failed: {_last_words(run, code)}"
+    if code and code not in [sign for number in _STOP_SIGNALS for sign in (-number, 128 + number)]:
+        return f"failed: {_failure(run, code)}"
     return f"stopped after step {step}" if (run.folder / "sweep.log").exists() or step else "not started"
 
 
@@ -56,7 +56,7 @@ _MEASURED = ("best_valid", "test", "measure", "steps", "seconds")
 
 def _row(sweep: Sweep, run: Run) -> dict[str, Any]:
     """A line of results.csv."""
-    in_effect = config_tree.to_dict(run.config) | run.differs
+    in_effect = config_tree.to_dict(run.config) | dict(run.differs)
     row = {"run": run.name, **{name: in_effect.get(name, "") for name in sweep.names}, "state": state_of(run)}
     if seconds := _ended(run).get("seconds"):
         row["seconds"] = round(seconds, 1)
@@ -65,12 +65,12 @@ def _row(sweep: Sweep, run: Run) -> dict[str, Any]:
         return row
     measure = run.workdir.load()[1].vocabulary.measure
     scores = {"best_valid": results["best_valid"], "test": results["test"]}
-    told = {name: Totals(score["loss"], 1).value(measure) for name, score in scores.items() if score}
-    return row | told | {"measure": str(measure), "steps": results["steps"]}
+    values = {name: Totals(score["loss"], 1).value(measure) for name, score in scores.items() if score}
+    return row | values | {"measure": str(measure), "steps": results["steps"]}
 
 
 def _markdown(sweep: Sweep, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The same for people."""
+    """The rows as a Markdown table."""
     columns = ["run", *sweep.names, "best valid", "test", "steps", "time", "state"]
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
@@ -89,7 +89,7 @@ def _score(row: dict[str, Any], name: str) -> str:
 def _ended(run: Run) -> dict[str, Any]:
     try:
         return json.loads((run.folder / _ENDED).read_text())
-    except (FileNotFoundError, ValueError):  # A damaged file costs the table a number, and no run anything.
+    except (FileNotFoundError, ValueError):  # Without it the table lacks a number; no run needs it.
         return {}
 
 
@@ -97,8 +97,8 @@ def _saved_steps(run: Run) -> list[int]:
     return [int(path.name) for path in run.workdir.latest.glob("*") if path.name.isdigit()]
 
 
-def is_going_on(run: Run) -> bool:
-    """Whether a process is training in the folder, on this machine or one that shares its locks."""
+def is_running(run: Run) -> bool:
+    """Whether a process is training in the folder, here or on a host that shares the file system's locks."""
     try:
         with open(run.folder / ".lock") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -109,9 +109,9 @@ def is_going_on(run: Run) -> bool:
     return False
 
 
-def _last_words(run: Run, code: int) -> str:
-    """The last line that the run printed; or the signal that left it no time for one."""
+def _failure(run: Run, code: int) -> str:
+    """The last line that the run printed, or the signal that killed it."""
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
+        return f"killed by {signal.Signals(-code).name}"
     lines = (run.folder / "sweep.log").read_text(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")[:300]

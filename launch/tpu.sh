@@ -1,47 +1,47 @@
 #!/usr/bin/env bash
-# Runs one command on every host of a Cloud TPU, and keeps it running through preemptions.
+# Runs one command on every host of a Cloud TPU, and restarts it after preemptions.
 #
 #   launch/tpu.sh COMMAND NAME --zone=ZONE [flags] [-- python -m experiments.PROGRAM ...]
 #
-#   create    asks for the TPU as a queued resource          --type, and --spot or --reserved
-#   wait      returns when it is there
-#   status    tells what the request and the run are doing
-#   install   brings the program, and mounts what all hosts share
-#   run       starts the words after -- on every host; they outlive this shell
-#   logs      shows what a host has printed                  --worker, --follow
-#   stop      asks the run to save and leave, on every host
-#   watch     all of it until the run has finished: creates, installs, runs, and begins again after a preemption
-#   delete    gives the TPU back, and removes the request
+#   create    requests the TPU as a queued resource          --type, and --spot or --reserved
+#   wait      returns when the TPU is ready
+#   status    prints the state of the request and of the run
+#   install   installs the program and mounts the shared file system
+#   run       starts the command after -- on every host; it outlives this shell
+#   logs      shows the output of a host                     --worker, --follow
+#   stop      asks the run to save and exit, on every host
+#   watch     does all of it until the run has finished: creates, installs, runs, and restarts after a preemption
+#   delete    releases the TPU and removes the request
 #
-#   --zone=ZONE           where, as us-central2-b
-#   --type=TYPE           accelerator type, as v4-32, v5litepod-16, v5p-8, v6e-8
-#   --runtime=VERSION     software of the hosts; default: the one that Google names for JAX on that type
-#   --spot, --reserved    instead of on demand
-#   --git=URL@REVISION    install this instead of the files of the current folder's repository
+#   --zone=ZONE           for example us-central2-b
+#   --type=TYPE           accelerator type, for example v4-32, v5litepod-16, v5p-8, v6e-8
+#   --runtime=VERSION     software of the hosts; default: the one that Google recommends for JAX on that type
+#   --spot, --reserved    instead of on-demand
+#   --git=URL@REVISION    install this instead of the repository in the current folder
 #   --bucket=NAME         Cloud Storage bucket to mount, or
 #   --nfs=HOST:/SHARE     an NFS share (Filestore)
-#   --mount=FOLDER        where; default /mnt/txl. The run's --workdir belongs there: all hosts must see its checkpoints
-#   --worker=N            host whose log is shown; default 0
-#   --follow              keep showing
-#   --every=SECONDS       between two looks of wait and watch; default 60
-#   --dry_run             print the commands, and run none
+#   --mount=FOLDER        mount point; default /mnt/txl. The run's --workdir belongs there: all hosts share its checkpoints
+#   --worker=N            the host whose log is shown; default 0
+#   --follow              keep printing new lines
+#   --every=SECONDS       polling interval of wait and watch; default 60
+#   --dry_run             print the commands and run none
 set -euo pipefail
 
-UNIT=txl # Of systemd, on the hosts.
+UNIT=txl # The systemd unit on the hosts.
 SAVING=143 # Exit code of a run that was asked to stop and has saved: 128 + SIGTERM.
 MAX_CRASHES=5
-MAX_REFUSALS=5 # Of requests, one after the other.
+MAX_REFUSALS=5 # Consecutive requests that gcloud refuses.
 
 main() {
-  read_words "$@"
-  [[ -n $dry_run ]] || command -v gcloud >/dev/null || refuse "gcloud is not installed here; see https://cloud.google.com/sdk, or add --dry_run"
+  parse_arguments "$@"
+  [[ -n $dry_run ]] || command -v gcloud >/dev/null || usage_error "gcloud is not installed here; see https://cloud.google.com/sdk, or add --dry_run"
   case $command in
     create | wait | status | install | run | logs | stop | watch | delete) "do_$command" ;;
-    *) refuse "there is no command '$command'; the commands are create, wait, status, install, run, logs, stop, watch and delete" ;;
+    *) usage_error "there is no command '$command'; the commands are create, wait, status, install, run, logs, stop, watch and delete" ;;
   esac
 }
 
-read_words() {
+parse_arguments() {
   case ${1:-} in
     -h | --help | '')
       awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$0"
@@ -50,7 +50,7 @@ read_words() {
   esac
   command=$1 name=${2:-}
   [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
-    refuse "the name is '$name'; give the TPU's name after the command, in lower-case letters, digits and hyphens"
+    usage_error "the name is '$name'; give the TPU's name after the command, in lower-case letters, digits and hyphens"
   shift 2
   zone='' type='' runtime='' tier='' git='' bucket='' nfs='' mount=/mnt/txl worker=0 follow='' every=60 dry_run=''
   program=()
@@ -60,7 +60,7 @@ read_words() {
       --type=*) type=${1#*=} ;;
       --runtime=*) runtime=${1#*=} ;;
       --spot | --reserved)
-        [[ -z $tier ]] || refuse "both $tier and $1 were given; a TPU is one or the other"
+        [[ -z $tier ]] || usage_error "both $tier and $1 were given; a TPU is one or the other"
         tier=$1
         ;;
       --git=*) git=${1#*=} ;;
@@ -76,17 +76,17 @@ read_words() {
         program=("$@")
         break
         ;;
-      *) refuse "there is no flag $1; launch/tpu.sh --help lists all, and the run's own words stand after --" ;;
+      *) usage_error "there is no flag $1; launch/tpu.sh --help lists all, and the run's own flags come after --" ;;
     esac
     shift
   done
-  [[ -n $zone ]] || refuse "no zone was given; say with --zone=ZONE where the TPU is"
-  [[ $mount =~ ^(/[-A-Za-z0-9_.]+)+$ ]] || refuse "--mount is '$mount'; give an absolute path of letters, digits, dots and hyphens"
-  [[ -z $git || $git == *://*@?* || $git == *@*:*@?* ]] || refuse "--git is '$git'; give URL@REVISION, as https://host/repository@main"
-  [[ -z $bucket || -z $nfs ]] || refuse "both --bucket and --nfs were given; one of them is mounted at $mount"
+  [[ -n $zone ]] || usage_error "no zone was given; say with --zone=ZONE where the TPU is"
+  [[ $mount =~ ^(/[-A-Za-z0-9_.]+)+$ ]] || usage_error "--mount is '$mount'; give an absolute path of letters, digits, dots and hyphens"
+  [[ -z $git || $git == *://*@?* || $git == *@*:*@?* ]] || usage_error "--git is '$git'; give URL@REVISION, as https://host/repository@main"
+  [[ -z $bucket || -z $nfs ]] || usage_error "both --bucket and --nfs were given; one of them is mounted at $mount"
 }
 
-# ---- What the commands do ----
+# ---- Commands ----
 
 do_create() {
   check_type
@@ -101,14 +101,14 @@ do_wait() {
   fi
   local now before=''
   while now=$(state) && [[ $now != ACTIVE ]]; do
-    [[ $now == "$before" ]] || say "the request is $now"
+    [[ $now == "$before" ]] || log "the request is $now"
     before=$now
     case $now in
-      ABSENT | FAILED | SUSPENDED) fail "$name is $now and will not come; delete it and create it again" ;;
+      ABSENT | FAILED | SUSPENDED) fail "$name is $now and will not become ready; delete it and create it again" ;;
     esac
     sleep "$every"
   done
-  say "$name is there"
+  log "$name is ready"
 }
 
 do_status() {
@@ -126,7 +126,7 @@ do_status() {
 do_install() {
   if [[ -z $git ]]; then
     [[ -f setup.cfg && -e .git ]] ||
-      refuse "$PWD is not the root of a clone, whose files would be installed; go there, or give --git=URL@REVISION"
+      usage_error "$PWD is not the root of a clone, whose files would be installed; go there, or give --git=URL@REVISION"
     local archive=${TMPDIR:-/tmp}/txl-$name.tar.gz
     execute bash -c "git ls-files -z --cached --others --exclude-standard |
   tar --create --gzip --file=$(quoted "$archive") --null --ignore-failed-read --files-from=-" || return
@@ -145,7 +145,7 @@ do_logs() {
 }
 
 do_stop() {
-  # A run that SIGTERM ends before it listens leaves no trace in systemd: to it that is a clean end.
+  # If SIGTERM kills a run before it handles signals, systemd reports a clean end: hence the file.
   on_host all "mkdir -p txl && touch txl/stopped && sudo systemctl stop $UNIT"
 }
 
@@ -158,82 +158,82 @@ do_watch() {
   check_program
   check_outlives
   if [[ -n $dry_run ]]; then
-    watch_in_words
+    print_watch
     return
   fi
   local asked='' begun='' crashes=0 refusals=0 now before=''
   while :; do
     now=$(state)
-    [[ $now == "$before" ]] || say "the request is $now"
+    [[ $now == "$before" ]] || log "the request is $now"
     before=$now
     case $now in
       ABSENT)
         if do_create; then
           asked=1 crashes=0 refusals=0
         else
-          ((++refusals < MAX_REFUSALS)) || fail "the TPU could not be asked for, $refusals times; gcloud says above why"
-          say "the TPU could not be asked for, which is tried again"
+          ((++refusals < MAX_REFUSALS)) || fail "the TPU could not be requested, $refusals times; see gcloud's message above"
+          log "the TPU could not be requested; trying again"
         fi
         ;;
       SUSPENDED | FAILED)
         [[ $now != FAILED || -z $asked ]] ||
           fail "the request failed before it was served; see gcloud compute tpus queued-resources describe $name --zone=$zone"
-        do_delete || say "it could not be deleted, which is tried again"
+        do_delete || log "it could not be deleted; trying again"
         ;;
       ACTIVE)
         asked=''
-        attend
+        check_run
         ;;
     esac
     sleep "$every"
   done
 }
 
-# One look at the hosts of a TPU that is there. Ends the script when there is nothing left to do.
-attend() {
+# Polls the hosts of an active TPU once and acts on the state of the run. Ends the script when nothing is left to do.
+check_run() {
   local now
   now=$(poll)
   case $now in
     running) begun=1 ;;
-    finished | failed | stopped | crashed) [[ -n $begun ]] || now=idle ;; # What ended before this watch is begun again.
+    finished | failed | stopped | crashed) [[ -n $begun ]] || now=idle ;; # A run that ended before this watch is started again.
   esac
   case $now in
     finished)
-      say "the run has finished; the TPU is still there: launch/tpu.sh delete $name --zone=$zone"
+      log "the run has finished; the TPU still exists: launch/tpu.sh delete $name --zone=$zone"
       exit 0
       ;;
     failed)
       do_logs || true
-      fail "the run ended with a mistake, which its last lines tell; mend it, and start watch again"
+      fail "the run ended with an error, shown in its last lines; fix it and start watch again"
       ;;
     stopped)
-      # Also what the hosts say in the seconds before a preemption: the next look tells which it was.
+      # The hosts also report this in the seconds before a preemption: the next poll shows which it was.
       sleep "$every"
       [[ $(state) != ACTIVE || $(poll) != stopped ]] ||
-        fail "the run was stopped; start watch again to go on from what it has saved" $SAVING
+        fail "the run was stopped; start watch again to resume it" $SAVING
       ;;
     crashed)
-      ((++crashes <= MAX_CRASHES)) || fail "the run broke off $crashes times; launch/tpu.sh logs $name shows why"
-      say "the run broke off; it is started again"
+      ((++crashes <= MAX_CRASHES)) || fail "the run crashed $crashes times; see launch/tpu.sh logs $name"
+      log "the run crashed; restarting it"
       on_host all "sudo systemctl stop $UNIT" || true
       begun=''
       ;;
     bare)
-      if do_install; then say "the program is installed"; else say "it could not be installed, which is tried again"; fi
+      if do_install; then log "the program is installed"; else log "it could not be installed; trying again"; fi
       ;;
     idle)
       if do_run; then
         begun=1
-        say "the run is started"
+        log "the run has been started"
       else
-        say "it could not be started, which is tried again"
+        log "it could not be started; trying again"
       fi
       ;;
-    unreachable) say "the hosts do not answer" ;;
+    unreachable) log "the hosts are unreachable" ;;
   esac
 }
 
-watch_in_words() {
+print_watch() {
   echo "# If there is no request, or it was preempted or failed:"
   do_delete
   do_create
@@ -250,21 +250,21 @@ watch_in_words() {
 # ---- Checks ----
 
 check_type() {
-  [[ -n $type ]] || refuse "no type was given; say with --type=TYPE what to create, as v5litepod-16"
+  [[ -n $type ]] || usage_error "no type was given; say with --type=TYPE what to create, as v5litepod-16"
   [[ -n $runtime ]] || runtime=$(usual_runtime)
 }
 
 check_program() {
-  ((${#program[@]})) || refuse "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=$mount/runs/one"
+  ((${#program[@]})) || usage_error "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=$mount/runs/one"
 }
 
 check_outlives() {
   [[ -n $bucket || -n $nfs ]] ||
-    refuse "watch was given neither --bucket nor --nfs; a run goes on from its workdir, which must outlive the TPU"
+    usage_error "watch was given neither --bucket nor --nfs; a run resumes from its workdir, which must outlive the TPU"
   local word
   for word in "${program[@]}"; do
     [[ $word != --workdir=* || $word == --workdir=$mount/* ]] ||
-      refuse "$word is not in $mount, which alone outlives the TPU; give a --workdir there"
+      usage_error "$word is not in $mount, which alone outlives the TPU; give a --workdir there"
   done
 }
 
@@ -274,11 +274,11 @@ usual_runtime() { # https://cloud.google.com/tpu/docs/runtimes
     v5p-*) echo v2-alpha-tpuv5 ;;
     v5litepod-*) echo v2-alpha-tpuv5-lite ;;
     v2-* | v3-* | v4-*) echo tpu-ubuntu2204-base ;;
-    *) refuse "no software is known for the type $type; name it with --runtime=VERSION" ;;
+    *) usage_error "no software is known for the type $type; name it with --runtime=VERSION" ;;
   esac
 }
 
-# ---- What the hosts are told ----
+# ---- Scripts that run on the hosts ----
 
 install_script() {
   echo "set -euo pipefail"
@@ -291,7 +291,7 @@ install_script() {
     echo "tar -xzf txl.tar.gz -C txl/source"
   fi
   cat <<'END'
-# The hosts' own Python is 3.10, which is too old: uv brings one.
+# The hosts' own Python is 3.10, which is too old: uv installs another.
 python3 -m pip install --quiet --user --upgrade uv
 "$HOME/.local/bin/uv" venv --quiet --allow-existing --seed --python=3.12 txl/venv
 txl/venv/bin/pip install --quiet './txl/source[plots]' 'jax[tpu]'
@@ -300,11 +300,11 @@ END
   echo "touch txl/installed"
 }
 
-# As a line of fstab, systemd unmounts it only after the run has been stopped, and mounts it again after a reboot.
+# With a line in fstab, systemd unmounts it only after the run has been stopped, and mounts it again after a reboot.
 mount_script() {
   local line
   if [[ -n $bucket ]]; then
-    # Checkpoints are written under another name and renamed: a bucket without folders renames file by file, up to a limit.
+    # Checkpoints are written under a temporary name and renamed: a flat bucket renames file by file, up to a limit.
     line="$bucket $mount gcsfuse rw,_netdev,allow_other,implicit_dirs,rename_dir_limit=100000,uid=\$(id -u),gid=\$(id -g) 0 0"
   else
     line="$nfs $mount nfs rw,_netdev,hard 0 0"
@@ -333,15 +333,15 @@ fi
 END
 }
 
-# A unit of systemd outlives the ssh session, and gets SIGTERM when the host is shut down.
+# A systemd unit outlives the ssh session, and gets SIGTERM when the host is shut down.
 run_script() {
   local needs=''
   [[ -z $bucket$nfs ]] || needs=" --property=RequiresMountsFor=$mount"
-  # libtpu locks the memory that it maps for the device. And systemd would put the values of variables into the words.
+  # libtpu locks the memory that it maps for the device: hence LimitMEMLOCK. systemd expands \$: hence \$\$ in arguments.
   cat <<END
 set -euo pipefail
 if [ "\$(systemctl show $UNIT --property=SubState --value)" = running ]; then
-  echo 'error: a run is going on here; stop it first, with launch/tpu.sh stop' >&2
+  echo 'error: a run is active here; stop it first, with launch/tpu.sh stop' >&2
   exit 1
 fi
 sudo systemctl stop $UNIT 2>/dev/null || true
@@ -360,7 +360,7 @@ echo "run \$(systemctl show $UNIT --property=SubState --value) \$(systemctl show
 END
 }
 
-# What the run is doing, in one word for all hosts.
+# The state of the run over all hosts, in one word.
 poll() {
   local lines
   lines=$(on_host all "$(poll_script)" 2>/dev/null) || {
@@ -375,16 +375,16 @@ poll() {
     $2 != "dead" && $2 != "exited" && $2 != "failed" { running++; next }
     $5 == "stopped" || ($2 == "failed" && $3 == saving) { stopped++; next }
     $2 == "dead" { idle++; next }
-    $2 == "exited" { crashed++; next }  # By a signal that nobody asked for, and that systemd calls a clean end.
-    $3 == 1 || $3 == 2 { mistaken++; next }
+    $2 == "exited" { crashed++; next }  # By a signal that nobody sent on purpose; systemd calls it a clean end.
+    $3 == 1 || $3 == 2 { errors++; next }
     { crashed++ }
     END {
       if (!hosts) print "unreachable"
       else if (bare && !running) print "bare"
       else if (idle == hosts) print "idle"
       else if (finished == hosts) print "finished"
-      else if (idle || crashed) print "crashed"  # A host that has started anew knows of no run.
-      else if (mistaken) print "failed"
+      else if (idle || crashed) print "crashed"  # A host that has rebooted knows of no run.
+      else if (errors) print "failed"
       else if (running) print "running"
       else print "stopped"
     }' <<<"$lines"
@@ -392,7 +392,7 @@ poll() {
 
 # ---- gcloud ----
 
-on_host() { # Number, or all; script.
+on_host() { # Host number or "all", script.
   execute gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker="$1" --quiet --command="$2"
 }
 
@@ -400,22 +400,22 @@ describe() {
   execute gcloud compute tpus queued-resources describe "$name" --zone="$zone" --format='value(state.state)'
 }
 
-# The state of the request; ABSENT if there is none, UNKNOWN if gcloud could not tell.
+# The state of the request; ABSENT if there is none, UNKNOWN if gcloud failed.
 state() {
-  local told
-  if told=$(describe 2>&1); then
-    tail -n 1 <<<"$told"
-  elif [[ $told == *NOT_FOUND* ]]; then
+  local output
+  if output=$(describe 2>&1); then
+    tail -n 1 <<<"$output"
+  elif [[ $output == *NOT_FOUND* ]]; then
     echo ABSENT
   else
-    tail -n 1 <<<"$told" >&2
+    tail -n 1 <<<"$output" >&2
     echo UNKNOWN
   fi
 }
 
-# ---- Words ----
+# ---- Printing and errors ----
 
-# Runs a command, or prints it as a shell reads it.
+# Runs a command, or with --dry_run prints it, quoted for a shell.
 execute() {
   if [[ -z $dry_run ]]; then
     "$@"
@@ -424,7 +424,7 @@ execute() {
   fi
 }
 
-# Words as a shell reads them. Unlike printf %q it leaves lines and flags readable.
+# Quotes arguments for a shell; unlike printf %q it leaves lines and flags readable.
 quoted() {
   local word out='' safe='^[-A-Za-z0-9_./:=,@%+]+$'
   for word in "$@"; do
@@ -434,14 +434,14 @@ quoted() {
   echo "${out# }"
 }
 
-say() { echo "$(date '+%F %T')  $*"; }
+log() { echo "$(date '+%F %T')  $*"; }
 
-refuse() {
+usage_error() {
   echo "error: $*" >&2
   exit 2
 }
 
-fail() { # Sentence, exit code.
+fail() { # Message, exit code.
   echo "error: $1" >&2
   exit "${2:-1}"
 }

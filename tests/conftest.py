@@ -22,18 +22,42 @@ hypothesis.settings.load_profile("txl")
 collect_ignore = ["support"]  # Helpers: some change the process when they are imported.
 
 MARKERS = ("unit", "integration", "faults", "launch", "slow")
-# Markers of files and folders below tests/, the longest path that fits; all else is `unit`: seconds for a file.
-PLACES = {
-    "faults": "faults",
-    "launch": "launch",
-}
+# Files and folders below tests/ that put parts together, or take more than some seconds.
+INTEGRATION = (
+    "bench/test_huggingface.py",
+    "bench/test_throughput.py",
+    "config/test_every_setting.py",
+    "evaluation",
+    "experiments",
+    "inference",
+    "jobs",
+    "modules/test_recurrence_properties.py",
+    "modules/test_transformer_xl.py",
+    "paper",
+    "runtime/test_two_hosts.py",
+    "sharding/test_mesh.py",
+    "test_golden.py",
+    "training",
+)
+# Parts of those that are quick.
+QUICK = (
+    "experiments/cli/test_flag_tree.py",
+    "experiments/cli/test_runner.py",
+    "experiments/test_flagfiles.py",
+    "training/test_weight_averaging.py",
+)
 
 
 def marker_of(path: pathlib.Path) -> str:
-    """The marker of a file's tests: of its place in the tree; doctests of the packages are unit tests."""
-    folder = pathlib.Path(__file__).parent
-    places = [place for place in PLACES if path.is_relative_to(folder / place)]
-    return PLACES[max(places, key=len)] if places else "unit"
+    """Returns the marker of a file's tests by its place in the tree; examples in docstrings are unit tests."""
+
+    def is_below(places: tuple[str, ...]) -> bool:
+        return any(path.is_relative_to(pathlib.Path(__file__).parent / place) for place in places)
+
+    for name in ("faults", "launch"):
+        if is_below((name,)):
+            return name
+    return "integration" if is_below(INTEGRATION) and not is_below(QUICK) else "unit"
 
 
 @pytest.hookimpl(tryfirst=True)  # Before -m selects.

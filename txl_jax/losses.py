@@ -1,4 +1,4 @@
-"""Which positions of a segment count in the training loss, and how losses are summed."""
+"""The training loss: weights of positions, adversarial softmax, activation penalties, weighted sums."""
 
 import jax
 import jax.numpy as jnp
@@ -7,18 +7,18 @@ from txl_jax.config import LossPart
 
 
 def position_weights(segment_len: int, part: LossPart) -> jax.Array:
-    """Weights [L]: all ones, or (half loss, table 6) ones on the last L - L // 2 positions only."""
+    """Returns weights [L]: all ones, or (half loss, table 6) ones on the last L - L // 2 positions only."""
     scored_from = segment_len // 2 if part is LossPart.HALF else 0
     return (jnp.arange(segment_len) >= scored_from).astype(jnp.float32)
 
 
 def adversarial_nll(nll: jax.Array, hidden: jax.Array, vectors: jax.Array, size: float) -> jax.Array:
-    """The nats [B, L] of targets whose vectors were turned against the hidden states (Wang et al., 2019, AdvSoft).
+    """Computes the nats [B, L] with adversarial noise on the vectors of the targets (Wang et al., 2019, AdvSoft).
 
     The worst vector within `size` |w| of a target's own, w, lies against h, so that the target's logit falls by
-    `size` |w| |h|; where it is negative already it stays. All other logits stay too, so the new loss needs no logits:
-    with p = exp(-nll) and a fall of d it is nll + d + log(1 - p + p exp(-d)). As in the authors' code no gradient goes
-    into |w|, which would pull at the lengths of vectors that a tied embedding shares.
+    `size` |w| |h|; a logit that is negative already does not change. All other logits do not change either, so the new
+    loss needs no logits: with p = exp(-nll) and a fall of d it is nll + d + log(1 - p + p exp(-d)). As in the authors'
+    code no gradient goes into |w|, which would change the lengths of vectors that a tied embedding shares.
 
     Args:
       nll: [B, L].
@@ -28,7 +28,7 @@ def adversarial_nll(nll: jax.Array, hidden: jax.Array, vectors: jax.Array, size:
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     hidden, vectors = hidden.astype(wide), jax.lax.stop_gradient(vectors.astype(wide))
-    # A sum of squares of 0 (dropout may leave nothing of h) has no slope at its root.
+    # The root of a sum of squares has no derivative at 0, and dropout may zero all of h.
     norms = [jnp.sqrt(jnp.maximum(jnp.sum(array**2, axis=-1), 1e-12)) for array in (hidden, vectors)]
     fall = jnp.where(jnp.sum(hidden * vectors, axis=-1) > 0, size * norms[0] * norms[1], 0)
     log_others = jnp.log(-jnp.expm1(-jnp.maximum(nll, 1e-7)))  # log(1 - p)
@@ -36,9 +36,10 @@ def adversarial_nll(nll: jax.Array, hidden: jax.Array, vectors: jax.Array, size:
 
 
 def activation_penalty(outputs: jax.Array, *, activation: float, temporal: float) -> jax.Array:
-    """What is added to the loss for outputs [B, L, D] of the last layer that are large, or change fast (Merity et al., 2017).
+    """Computes the penalties AR and TAR on the last layer's outputs [B, L, D] (Merity et al., 2017).
 
-    Both of the outputs before dropout, as the authors' PTB release has it; AWD-LSTM takes the first one after.
+    Activation regularization penalises large outputs, temporal activation regularization fast changes. Both take the
+    outputs before dropout, as the authors' PTB release does; AWD-LSTM takes AR after dropout.
     """
     outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
     change = outputs[:, 1:] - outputs[:, :-1]
@@ -46,8 +47,8 @@ def activation_penalty(outputs: jax.Array, *, activation: float, temporal: float
 
 
 def weighted_sum(nll: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Summed nats and summed weights of losses [B, L] with weights [B, L].
+    """Returns summed nats and summed weights of losses [B, L] with weights [B, L].
 
-    A position of weight 0 gives exactly 0 even where its loss is not finite.
+    A position of weight 0 adds exactly 0 even where its loss is not finite.
     """
     return jnp.sum(jnp.where(weights > 0, nll * weights, 0)), jnp.sum(weights)

@@ -1,4 +1,4 @@
-"""From summed nats to what is reported. Sums and counts travel; only here are they divided."""
+"""Metrics from summed nats: loss, bits per character, perplexity. Only here sums are divided by counts."""
 
 import dataclasses
 import enum
@@ -6,7 +6,7 @@ import math
 
 
 class Measure(enum.StrEnum):
-    """How a loss per token is usually told."""
+    """The measure in which a loss per token is usually reported."""
 
     BPC = "bpc"  # Bits per character.
     PPL = "ppl"  # Perplexity.
@@ -41,17 +41,19 @@ class Totals:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean over tokens; inf where that overflows, nan where the mean is nan."""
+        """Perplexity, exp of the mean over tokens; inf where that overflows, nan where the mean is nan."""
         return math.inf if self.nll >= 700 else math.exp(self.nll)
 
     def value(self, measure: Measure) -> float:
-        """The measure as a number."""
+        """Returns the value of a measure."""
         return self.bpc if measure is Measure.BPC else self.perplexity
 
-    def told(self, measure: Measure) -> str:
-        """The measure and its value, for people.
+    def format(self, measure: Measure) -> str:
+        """Formats a measure and its value.
 
-        >>> Totals(nats=math.log(100) * 10, tokens=10).told(Measure.PPL)
+        >>> Totals(nats=math.log(100) * 10, tokens=10).format(Measure.PPL)
         'ppl 100.00'
         """
         return f"bpc {self.bpc:.4f}" if measure is Measure.BPC else f"ppl {self.perplexity:.2f}"
+
+    told = format  # Until the callers are renamed.

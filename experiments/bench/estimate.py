@@ -102,7 +102,7 @@ def _one() -> list[dict[str, Any]]:
         f"({', '.join(f'{name} {size}' for name, size in parts.mesh.shape.items())})\n"
         f"{train.batch_size} rows x {train.segment_len}, memory {train.mem_len}\n"
     )
-    for name, size in report.held(parts).items():
+    for name, size in report.device_bytes(parts).items():
         print(f"{name:<24}{_told(size)} per device")
     if not compiles:
         print("\nlibtpu is not installed (pip install 'jax[tpu]'): nothing is compiled, activations are not known")
@@ -196,7 +196,7 @@ def _record(parts: RunComponents, topology: str, name: str | None, compiled: Com
         "topology": topology,
         "mesh": dict(parts.mesh.shape),
         "parameters": parts.num_parameters,
-        "held_bytes": report.held(parts),
+        "held_bytes": report.device_bytes(parts),
         "config": config_tree.to_dict(parts.config),
         "program": name,
     }
@@ -299,11 +299,11 @@ def _choices(config: ExperimentConfig, n_device: int) -> Iterator[tuple[MeshConf
 
 
 def _line(name: str, parts: RunComponents, topology: str, compiled: Compiled) -> str:
-    config, held = parts.config, report.held(parts)
+    config, held = parts.config, report.device_bytes(parts)
     chip = CHIPS[topologies.split(topology)[0]]
     least = bounds(estimate.update_work(parts, compiled=compiled), chip)
     sizes = (
-        held["parameters"] + held["optimiser"],
+        held["parameters"] + held["optimizer"],
         held["segment memory"],
         compiled.scratch,
         compiled.needed,

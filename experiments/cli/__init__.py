@@ -1,0 +1,1 @@
+"""From flags to jobs: what the programs share."""

@@ -45,6 +45,16 @@ def setting_leaves(cls: type) -> list[Leaf]:
     return [leaf for leaf in config_tree.leaves(cls) if leaf.setting.flag]
 
 
+def groups(cls: type = ExperimentConfig) -> list[str]:
+    """Returns the groups of a config's settings, in order, such as "model" and "model.dropout"."""
+    return list(dict.fromkeys(leaf.name.rpartition(".")[0] for leaf in setting_leaves(cls) if "." in leaf.name))
+
+
+def is_optional(flag: flags.Flag) -> bool:
+    """Returns whether a flag takes the word "none"."""
+    return isinstance(flag.parser, _OptionalParser)
+
+
 def given(flag_values: flags.FlagValues, cls: type = ExperimentConfig) -> dict[str, Any]:
     """Returns the settings that the command line or a flagfile named, with their values."""
     return {

@@ -1,8 +1,8 @@
-"""One command on every host: finds out whether this process is one of several, and joins them.
+"""One command on every host: detects whether this process is one of several, and joins them.
 
 Several processes are announced by --coordinator, --num_processes and --process_id, or by the environment variables
 JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; by a Slurm step of several tasks; or by a TPU slice of several
-hosts. Otherwise there is one, and nothing is started and nothing waited for.
+hosts. Otherwise there is one process, and nothing is started and nothing waited for.
 """
 
 import contextlib
@@ -19,11 +19,13 @@ import jax
 import requests
 from absl import flags
 
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 
 FLAGS = flags.FLAGS
 
-# The flags, and what a launcher sets instead of them.
+# The flags, and the variables that a launcher sets instead of them.
 _VARIABLES = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
     "num_processes": "JAX_NUM_PROCESSES",
@@ -31,70 +33,74 @@ _VARIABLES = {
 }
 FLAG_NAMES = tuple(_VARIABLES)
 
-# A host that dies without a word holds up the others for this long: they wait in a collective, which may have no end of its
+# A host that dies silently holds up the others for this long: they wait in a collective, which may have no timeout of its
 # own. Much less, and a host whose network is slow for a moment is taken for dead.
 HEARTBEAT_SECONDS = 60
-# How long the others are waited for at the start: hosts of one job may be ready minutes apart.
+# Timeout of the start: hosts of one job may be ready minutes apart.
 START_SECONDS = 300
-# And at the end. All have met before (`leave`), so that none is late.
+# Timeout of the end. All have met before (`leave`), so that none is late.
 END_SECONDS = 60
-# Exit code of a process that has lost another: nobody made a mistake, and the same command goes on.
+# Exit code of a process that has lost another: nothing was wrong with the command, and the same one resumes.
 LOST = os.EX_TEMPFAIL  # 75
-# After this time a process that waits for the others says so.
+# A process that waits longer for the others prints a line.
 _SILENT_SECONDS = 10
 
 _METADATA_SECONDS = 3
-# What the errors of collectives have in common when a process is gone: of CPUs, of GPUs, of jax's own service.
+# Words in the errors of collectives when a process is gone: on CPUs, on GPUs, of JAX's own service.
 _SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "coordination service")
 
-_number = 0  # Of this process, once it has joined the others.
+_number = 0  # The index of this process, once it has joined the others.
 
 
 class Several(NamedTuple):
-    """Several processes."""
+    """Several processes of one run.
+
+    Attributes:
+      count: their number.
+      source: flags, variables or system that announced them.
+      arguments: those of `jax.distributed.initialize`.
+    """
 
     count: int
-    source: str  # Who says so.
-    arguments: dict[str, Any]  # Of `jax.distributed.initialize`.
+    source: str
+    arguments: dict[str, Any]
 
 
 def define_flags() -> None:
-    """The flags of a program that works on several hosts."""
-    where = "for places that announce no processes by themselves"
-    flags.DEFINE_string("coordinator", None, f"HOST:PORT of process 0, {where}; or JAX_COORDINATOR_ADDRESS.")
-    flags.DEFINE_integer("num_processes", None, f"Processes of this run, {where}; or JAX_NUM_PROCESSES.")
-    flags.DEFINE_integer("process_id", None, f"Which of them this is, from 0, {where}; or JAX_PROCESS_ID.")
+    """Defines the flags of a program that works on several hosts."""
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS).")
+    flags.DEFINE_integer("num_processes", None, "Number of processes (or JAX_NUM_PROCESSES).")
+    flags.DEFINE_integer("process_id", None, "Index of this process, from 0 (or JAX_PROCESS_ID).")
 
 
 def join() -> None:
-    """Joins the other processes, if there are any. To be called before jax touches a device.
+    """Joins the other processes, if there are any. To be called before JAX touches a device.
 
-    What all but the first print is dropped, and so is what libraries write to the standard output by themselves (Gloo tells
-    each connection there).
+    The standard output of all but the first is dropped, and so is the output of libraries (Gloo prints each connection).
 
     Raises:
-      ValueError: what announces the processes is incomplete or contradicts itself.
-      ConnectionError: they did not all come together.
+      UserError: the announcement of the processes is incomplete or contradicts itself.
+      ConnectionError: they did not all connect.
     """
     found = announced(os.environ, _given())
     if found is None:
         return
-    _own_output(is_primary=True)  # Gloo's lines come before it is known which process this is.
+    _redirect_output(is_primary=True)  # Gloo's lines come before it is known which process this is.
     try:
-        with _said_if_it_lasts(found):
+        with _message_while_waiting(found):
             jax.distributed.initialize(
                 **found.arguments,
                 initialization_timeout=START_SECONDS,
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
                 shutdown_timeout_seconds=END_SECONDS,
             )
-    except (RuntimeError, ValueError) as error:  # jax's own errors are RuntimeErrors.
+    except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
         raise ConnectionError(
             f"{found.count} processes were announced by {found.source} and they did not come together ({_brief(error)}); "
             "start the same command on every host, and see that they reach process 0"
         ) from error
     if not distributed.is_primary():
-        _own_output(is_primary=False)
+        _redirect_output(is_primary=False)
     global _number
     _number = jax.process_index()
     # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
@@ -102,27 +108,42 @@ def join() -> None:
 
 
 def alone() -> None:
-    """Raises `ValueError` if there are several processes: the program would do the same in each of them."""
+    """Raises `UserError` if there are several processes: the program would do the same in each of them."""
     if found := announced(os.environ, {}):
-        raise ValueError(
+        raise UserError(
             f"this program works on one host by itself, and {found.count} processes were announced by {found.source}; "
             "start it once, outside of them"
         )
 
 
 def each() -> None:
-    """For a program that each of several hosts may run by itself."""
+    """Does nothing: for a program that each of several hosts may run by itself."""
+
+
+def check_same(values: Mapping[str, Any]) -> None:
+    """Raises `UserError`, in all processes, if one was given other values of these flags than the first.
+
+    For flags that are no settings of `ExperimentConfig`: those are compared when a job begins.
+    """
+    distributed.assert_same_on_all(
+        " ".join(f"--{name}={config_tree.format_value(value)}" for name, value in values.items()),
+        lambda first, other: f"the flags are {other}, and {first} in process 0; give all processes the same",
+    )
 
 
 def leave(code: int, *, together: bool) -> int:
     """Ends this process if it is one of several.
 
     Args:
+      code: the exit code.
       together: all of them end here. Otherwise this one leaves at once, so that the others find it gone: an orderly end
         would wait for them, and they for this one.
 
+    Returns:
+      The exit code.
+
     Raises:
-      Exception: as `lost_another` knows it, if the code is 0: nothing else has told of a mistake yet.
+      Exception: one that `lost_another` recognizes, if the code is 0: no error has been printed yet.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -130,8 +151,8 @@ def leave(code: int, *, together: bool) -> int:
         return code
     if together:
         try:
-            # Without a limit of time. jax's own barrier aborts those who wait long, and process 0 may hash a last
-            # checkpoint for minutes.
+            # Without a timeout. JAX's own barrier aborts those who wait long, and process 0 may hash a last checkpoint
+            # for minutes.
             distributed.run_on_all(lambda: None)
             return code
         except Exception:  # One of them is gone.
@@ -141,14 +162,14 @@ def leave(code: int, *, together: bool) -> int:
 
 
 def prefix() -> str:
-    """What stands before an error that a process says."""
+    """Returns the prefix of the errors that this process prints."""
     return f"process {_number}: " if _number else ""
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether an error says that another process cannot be reached any more, whatever its type: Gloo raises ValueErrors too.
+    """Returns whether an error means that another process is out of reach, whatever its type: Gloo raises ValueErrors too.
 
-    What all processes know was told by collectives, so that none was lost; files have connections of their own.
+    An error that all processes know went through collectives, so that none was lost; files have connections of their own.
     """
     origin = error
     while origin.__cause__ is not None:
@@ -161,52 +182,53 @@ def lost_another(error: BaseException) -> bool:
 
 
 def announced(environment: Mapping[str, str], given: Mapping[str, Any]) -> Several | None:
-    """The processes that flags or the environment speak of; None: this one is alone.
+    """Returns the processes that flags or the environment announce; None: this one is alone.
 
     Args:
+      environment: environment variables.
       given: values of the three flags by their names, those that were given.
 
     Raises:
-      ValueError: some of the three are missing, or they contradict each other.
+      UserError: some of the three are missing, or they contradict each other.
     """
-    return _by_hand(environment, given) or _by_slurm(environment) or _by_tpu(environment)
+    return _from_flags(environment, given) or _from_slurm(environment) or _from_tpu(environment)
 
 
-def _by_hand(environment: Mapping[str, str], given: Mapping[str, Any]) -> Several | None:
+def _from_flags(environment: Mapping[str, str], given: Mapping[str, Any]) -> Several | None:
     found = {name: given.get(name, environment.get(variable)) for name, variable in _VARIABLES.items()}
     missing = [f"--{name} (or {_VARIABLES[name]})" for name, value in found.items() if value in (None, "")]
     if len(missing) == len(found):
         return None
     if missing:
-        raise ValueError(
-            f"of the three that announce processes there is no {' and no '.join(missing)}; give all or none"
+        raise UserError(
+            f"{' and '.join(missing)} missing, of the three flags or variables that announce processes; give all or none"
         )
     coordinator = found["coordinator"]
     try:
         count, number = int(found["num_processes"]), int(found["process_id"])
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f"num_processes is {found['num_processes']!r} and process_id {found['process_id']!r}; give whole numbers"
         ) from None
     if not 0 <= number < count:
-        raise ValueError(
+        raise UserError(
             f"process_id is {number} and num_processes {count}; processes are numbered from 0 to {count - 1}"
         )
     if not re.fullmatch(r".+:\d+", coordinator):
-        raise ValueError(f"the coordinator is {coordinator!r}; give HOST:PORT of process 0, as 10.0.0.1:1234")
+        raise UserError(f"the coordinator is {coordinator!r}; give HOST:PORT of process 0, as 10.0.0.1:1234")
     if count == 1:
         return None
     arguments = {"coordinator_address": coordinator, "num_processes": count, "process_id": number}
-    # Else jax looks into Slurm's variables all the same, and takes one GPU of this host.
+    # Else JAX reads Slurm's variables all the same, and takes one GPU of this host.
     return Several(
         count, "--num_processes or JAX_NUM_PROCESSES", arguments | {"cluster_detection_method": "deactivate"}
     )
 
 
-def _by_slurm(environment: Mapping[str, str]) -> Several | None:
-    """The tasks of this step.
+def _from_slurm(environment: Mapping[str, str]) -> Several | None:
+    """Returns the tasks of this Slurm step.
 
-    Those of the job (SLURM_NTASKS) would not do: the shell of `salloc` and the script of `sbatch` have that number and are
+    Those of the job (SLURM_NTASKS) would not do: the shell of `salloc` and the script of `sbatch` have that number, are
     alone, and would wait for tasks that nobody started.
     """
     count = int(environment.get("SLURM_STEP_NUM_TASKS") or 1)
@@ -214,18 +236,19 @@ def _by_slurm(environment: Mapping[str, str]) -> Several | None:
         return None
     arguments: dict[str, Any] = {"num_processes": count, "cluster_detection_method": "slurm"}
     if "JAX_LOCAL_DEVICE_IDS" not in environment and _has_own_devices(environment):
-        arguments["local_device_ids"] = []  # All that it sees. jax would take one GPU for each task.
+        arguments["local_device_ids"] = []  # All visible ones. JAX would take one GPU for each task.
     return Several(count, "Slurm (SLURM_STEP_NUM_TASKS)", arguments)
 
 
 def _has_own_devices(environment: Mapping[str, str]) -> bool:
-    """Whether the devices that a Slurm task sees are not those of other tasks too."""
+    """Returns whether a Slurm task shares its visible devices with no other task."""
     one_per_host = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     one_device = environment.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0
     return bool(one_per_host) or one_device
 
 
-def _by_tpu(environment: Mapping[str, str]) -> Several | None:
+def _from_tpu(environment: Mapping[str, str]) -> Several | None:
+    """Returns the hosts of this TPU slice."""
     if "tpu" not in environment.get("JAX_PLATFORMS", "tpu") or not _has_tpu():
         return None
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
@@ -239,12 +262,12 @@ def _by_tpu(environment: Mapping[str, str]) -> Several | None:
 
 
 def _has_tpu() -> bool:
-    """Whether jax can use a TPU here; nothing is started to find out."""
+    """Returns whether JAX can use a TPU here, without starting it."""
     return importlib.util.find_spec("libtpu") is not None and bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*"))
 
 
 def _metadata(name: str, environment: Mapping[str, str]) -> str:
-    """What a Cloud TPU machine's own server says; empty: there is none, or it does not know."""
+    """Returns an attribute from a Cloud TPU machine's metadata server; empty: there is no server, or no attribute."""
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     try:
@@ -255,8 +278,8 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def _said_if_it_lasts(found: Several) -> Iterator[None]:
-    """Waiting for the others; said in time, because jax ends a process that waits in vain without coming back."""
+def _message_while_waiting(found: Several) -> Iterator[None]:
+    """Prints a line if waiting for the others takes long: JAX aborts a process that waits in vain, without an exception."""
     line = (
         f"waiting for {found.count} processes, announced by {found.source}; start the same command on every host (this "
         f"ends after {START_SECONDS} s)"
@@ -274,8 +297,8 @@ def _given() -> dict[str, Any]:
     return {name: FLAGS[name].value for name in _VARIABLES if FLAGS[name].value is not None}
 
 
-def _own_output(*, is_primary: bool) -> None:
-    """Leaves the standard output to what Python prints, or to nothing."""
+def _redirect_output(*, is_primary: bool) -> None:
+    """Drops what libraries write to the standard output; in other processes than the first, all that is written to it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()
     if is_primary:

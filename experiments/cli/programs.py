@@ -16,7 +16,7 @@ VOCABULARIES = {name: corpus.vocab_size for name, corpus in CORPORA.items()}
 
 
 def config_of_flags(flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
-    """What the flags make of the defaults of their corpus's program; raises `ValueError` for a conflict."""
+    """Returns the defaults of the corpus's program with the flags applied; raises `UserError` for a conflict."""
     defaults = DEFAULTS.get(CorpusName(flag_values["data.corpus"].value), ExperimentConfig())
     config = runner.with_absolute_paths(flag_tree.build(defaults, flag_values))
     config.validate()

@@ -1,23 +1,23 @@
-"""From a command line to a job. What the user can mend is said in one sentence."""
+"""From a command line to a job: modes, exit codes, and one sentence for every error that a user can mend."""
 
 import os
 import signal
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from absl import flags
 
-from experiments.cli import flag_tree, hosts
+from experiments.cli import flag_tree, help_text, hosts
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.sources.corpora import program_of
-from txl_jax.errors import CheckpointError, LogError, NonFiniteError, RemoteProcessError
+from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
 from txl_jax.jobs import evaluate, generate, score_tokens, train
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -26,21 +26,21 @@ from txl_jax.runtime.orbax_io import quiet_orbax
 from txl_jax.runtime.preemption import StopRequest
 
 _MODES = ("train", "eval", "score", "generate")
-# The program that knows how a corpus's text becomes tokens.
-_PROGRAMS = {name: program_of(name) for name in CorpusName}
-# What a user can mend. Anything else is our mistake and keeps its traceback.
-_USER_ERRORS = (ValueError, OSError, CheckpointError, NonFiniteError, LogError)
-_GOES_ON = "start the same command on all hosts again, it goes on from the last checkpoint"
+_RESUME = "start the same command on all hosts again, it resumes from the last checkpoint"
 _SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, or --model.remat=full"
 
 FLAGS = flags.FLAGS
 
+Config = TypeVar("Config")
+
 
 def run(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types.MappingProxyType({})) -> None:
-    """The whole of `python -m experiments.NAME`; exits with 0, 1 (error), 2 (usage), 75 (another process is gone) or 128 + signal.
+    """Runs a corpus's program, the whole of `python -m experiments.NAME`, and exits.
+
+    Exit codes: 0, 1 (error), 2 (usage), 75 (another process is gone), 128 + signal.
 
     Args:
-      defaults: what the flags change.
+      defaults: the config that the flags change.
       aliases: short names of flags, to their full names.
     """
     define_flags(defaults)
@@ -51,8 +51,8 @@ def run(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types.Mappin
 
 
 def define_flags(defaults: ExperimentConfig) -> None:
-    """The flags of a run."""
-    flags.DEFINE_enum("mode", "train", _MODES, "What to do.")
+    """Defines the flags of a run."""
+    flags.DEFINE_enum("mode", "train", _MODES, "Job.")
     define_workdir()
     define_data_folders()
     hosts.define_flags()
@@ -60,44 +60,48 @@ def define_flags(defaults: ExperimentConfig) -> None:
 
 
 def define_workdir() -> None:
-    """The flag of the run's folder."""
-    flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, logs, results. Made if missing.")
+    """Defines the flag of the run's folder."""
+    flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, logs, results. Created if missing.")
 
 
 def define_data_folders() -> None:
-    """The flags of the folders that a text is read from."""
+    """Defines the flags of the folders that a text is read from."""
     flags.DEFINE_string("data_dir", "data", "Folder of the corpora's own files.")
-    flags.DEFINE_string(
-        "cache_dir", None, "Folder for what is made of a text: records, tokens; none: prepared in data_dir."
-    )
+    flags.DEFINE_string("cache_dir", None, "Folder for records and token files; default: prepared in data_dir.")
 
 
-def parse_or_exit(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line; on a mistake prints one sentence and exits with 2, on --help exits with 0."""
+def parse_or_exit(argv: Sequence[str] | None = None, *, groups: Collection[str] | None = None, note: str = "") -> None:
+    """Parses the command line; on an error prints one sentence and exits with 2, on --help exits with 0.
+
+    Args:
+      argv: default: that of the process.
+      groups: the groups of settings that the program reads, for --help; None: all.
+      note: a line for --help above the flags.
+    """
     argv = list(sys.argv if argv is None else argv)
-    if {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
-        print(sys.modules["__main__"].__doc__ or "")
-        print(_help())
+    if asked := {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
+        _print_help(None if "--helpfull" in asked else groups, note)
         sys.exit(0)
     try:
         flag_tree.parse(argv)
-    except ValueError as error:
+    except UserError as error:
         fail(error)
         sys.exit(2)
 
 
 def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) -> int:
-    """Runs a job; a mistake that the user can mend becomes one sentence and the exit code 1.
+    """Runs a job; an error that the user can mend becomes one sentence and an exit code, others keep their traceback.
 
     Args:
-      begin: what is done about other hosts before: `hosts.join`, `hosts.each`, or `hosts.alone`, which refuses them.
+      job: returns the exit code.
+      begin: how other hosts are treated, before the job: `hosts.join`, `hosts.each`, or `hosts.alone`, which refuses them.
     """
     quiet_orbax()
     try:
         begin()
         return hosts.leave(job(), together=True)
     except BaseException as error:
-        code = _told(error)
+        code = exit_code_for(error)
         if code is None:
             if not jax.distributed.is_initialized():
                 raise
@@ -107,23 +111,21 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) 
         return hosts.leave(code or 1, together=together)
 
 
-def _told(error: BaseException) -> int | None:
-    """The exit code for an error of a user, who is told what it was; None: it is none."""
+def exit_code_for(error: BaseException) -> int | None:
+    """Prints an error that the user can mend and returns its exit code; None, and nothing printed: a bug."""
     match error:
         case KeyboardInterrupt():
-            fail("interrupted; what was saved before stays, and the same command goes on from there")
+            fail("interrupted; what was saved before stays, and the same command resumes from there")
             return 128 + signal.SIGINT
         case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
             fail(f"the device has too little memory ({_first_line(error)}); {_SAVES_MEMORY}")
         case Exception() if hosts.lost_another(error):
-            fail(f"another process of this run is gone ({_first_line(error)}); {_GOES_ON}")
+            fail(f"another process of this run is gone ({_first_line(error)}); {_RESUME}")
             return hosts.LOST
         case RemoteProcessError():
-            if distributed.is_primary():  # Where it happened it is said too.
+            if distributed.is_primary():  # The process that failed prints it too.
                 fail(error)
-        case ValueError() if not _raised_by_us(error):
-            return None
-        case _ if isinstance(error, _USER_ERRORS):
+        case UserError() | OSError():
             fail(error)
         case _:
             return None
@@ -131,31 +133,103 @@ def _told(error: BaseException) -> int | None:
 
 
 def fail(error: BaseException | str) -> None:
-    """Says one sentence on the error stream."""
+    """Prints one sentence on the error stream."""
     print(f"{hosts.prefix()}error: {error}", file=sys.stderr, flush=True)
 
 
 def given_workdir() -> Workdir:
-    """The folder that the command line names; raises `ValueError` if it names none."""
+    """Returns the folder that the command line names; raises `UserError` if it names none."""
     if not FLAGS.workdir:
-        raise ValueError("no workdir was given; say with --workdir=PATH where checkpoints and logs belong")
+        raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
     return Workdir(Path(FLAGS.workdir).expanduser().resolve())
 
 
-def check_same_flags(*names: str) -> None:
-    """Raises `ValueError`, in all processes, for one whose values of these flags are not those of the first.
+def score_trained(
+    job: Callable[..., Any], workdir: Workdir, config: ExperimentConfig, text: TextInfo, *, stopped: str
+) -> int:
+    """Runs a job that scores the text of a trained run, or another in its vocabulary; returns the exit code.
 
-    For flags that are no settings: those are compared with the text.
+    Args:
+      job: called as `evaluate.run`.
+      workdir: of the run.
+      config: of `trained_config`.
+      text: of `trained_config`.
+      stopped: printed about the files if a signal ends the job.
     """
-    for name in names:
-        distributed.assert_same_on_all(
-            str(FLAGS[name].value),
-            lambda first, other, name=name: f"--{name} is {other}, and {first} in process 0; give all the same",
+    corpus = distributed.run_on_all(lambda: trained_corpus(config, text))
+    return until_stopped(
+        lambda stop: job(config, corpus, workdir, trained_on=text, stop_requested=lambda: stop), stopped=stopped
+    )
+
+
+def until_stopped(job: Callable[[StopRequest], Any], *, stopped: str) -> int:
+    """Runs a job that raises `Interrupted` once a stop is requested; returns the exit code.
+
+    Args:
+      job: called with the request.
+      stopped: printed about the files if a signal ends the job.
+    """
+    with StopRequest() as stop:
+        try:
+            job(stop)
+        except Interrupted as interrupted:
+            print(f"stopped   on request in {interrupted}; {stopped}")
+    return exit_code_of(stop)
+
+
+def exit_code_of(stop: StopRequest) -> int:
+    """Returns the exit code of a job that a signal may have ended: 128 + its number, as shells count."""
+    return 128 + stop.signal_number if stop else 0
+
+
+def trained_corpus(config: ExperimentConfig, text: TextInfo) -> Corpus:
+    """Returns the text that `config` names, in the vocabulary of a trained run, by default from the run's own folders."""
+    folders = (FLAGS.data_dir, FLAGS.cache_dir)
+    if not FLAGS["data_dir"].present:  # As the run was started, unless this is another machine.
+        folders = (text.data_dir, FLAGS.cache_dir or text.cache_dir)
+    return read_corpus(config.data, *folders, vocabulary=text.vocabulary)
+
+
+def trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
+    """Returns the config that a run was trained with, changed by the flags given now, and its text.
+
+    A trained run needs no flagfile to be read again.
+
+    Raises:
+      UserError: the flags would change the trained model or its tokens.
+    """
+    return distributed.run_on_all(lambda: _trained_config(workdir))
+
+
+def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
+    """Raises `UserError` if a flagfile, or a flag, asks for the corpus of another program."""
+    own, asked = defaults.data.corpus, config.data.corpus
+    if program_of(asked) != program_of(own):
+        raise UserError(
+            f"data.corpus is {asked} and this is the program of {own}; run python -m experiments.{program_of(asked)}, or "
+            f"take a flagfile of {own}"
         )
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """Returns a config, or a study's plan, with absolute paths, so that it means the same in any folder."""
+    leaves = [leaf for leaf in config_tree.leaves(type(config)) if leaf.setting.path]
+    paths = {leaf.name: config_tree.get(config, leaf.name) for leaf in leaves}
+    return config_tree.replace(config, {name: _absolute(value) for name, value in paths.items()})
+
+
+def _print_help(groups: Collection[str] | None, note: str) -> None:
+    """Prints what the program does, and its flags."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
+    by_module = FLAGS.flags_by_module_dict().items()
+    ours = {flag.name for module, found in by_module if _is_ours(module) for flag in found}
+    print(sys.modules["__main__"].__doc__ or "")
+    print(help_text.help_text([name for name in FLAGS if name in ours], groups, FLAGS, note=note))
+
+
 def _run_mode(defaults: ExperimentConfig) -> int:
-    check_same_flags("mode")
+    hosts.check_same({"mode": FLAGS.mode})
     workdir = distributed.run_on_all(given_workdir)
     if FLAGS.mode == "train":
         return _train(defaults, workdir)
@@ -171,9 +245,9 @@ def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
         return config, read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
 
     config, corpus = distributed.run_on_all(prepare)
-    with StopRequest() as stop:  # From here on: a text that is being read may be stopped at once.
+    with StopRequest() as stop:  # From here on: while a text is read a signal ends the process at once.
         outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
-    return 0 if outcome.finished else _stopped(stop)
+    return 0 if outcome.finished else exit_code_of(stop)
 
 
 def _evaluate(workdir: Workdir) -> int:
@@ -184,76 +258,11 @@ def _score_tokens(workdir: Workdir) -> int:
     return score_trained(score_tokens.run, workdir, *trained_config(workdir), stopped="its scores were not written")
 
 
-def score_trained(
-    job: Callable[..., Any], workdir: Workdir, config: ExperimentConfig, text: TextInfo, *, stopped: str
-) -> int:
-    """Runs a job that scores the text of a trained run, or another in its vocabulary; returns the exit code.
-
-    Args:
-      job: called as `evaluate.run`.
-      config, text: of `trained_config`.
-      stopped: what is said of the files if a signal ends the job.
-    """
-    corpus = distributed.run_on_all(lambda: trained_corpus(config, text))
-    with StopRequest() as stop:
-        try:
-            job(config, corpus, workdir, trained_on=text, stop_requested=lambda: stop)
-        except Interrupted as interrupted:
-            print(f"stopped   on request while scoring {interrupted}; {stopped}")
-    return _stopped(stop)
-
-
-def trained_corpus(config: ExperimentConfig, text: TextInfo) -> Corpus:
-    """The text that `config` names, in the vocabulary of a trained run; in the run's own folders unless others are given."""
-    folders = (FLAGS.data_dir, FLAGS.cache_dir)
-    if not FLAGS["data_dir"].present:  # As the run was started, unless this is another machine.
-        folders = (text.data_dir, FLAGS.cache_dir or text.cache_dir)
-    return read_corpus(config.data, *folders, vocabulary=text.vocabulary)
-
-
 def _generate(workdir: Workdir) -> int:
     config, text = trained_config(workdir)
     with StopRequest() as stop:
         generate.run(config, text.vocabulary, workdir, stop_requested=lambda: stop)
-    return _stopped(stop)
-
-
-def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
-    """Raises `ValueError` if a flagfile, or a flag, asks for the corpus of another program."""
-    own, asked = defaults.data.corpus, config.data.corpus
-    if _PROGRAMS[asked] != _PROGRAMS[own]:
-        raise ValueError(
-            f"data.corpus is {asked} and this is the program of {own}; run python -m experiments.{_PROGRAMS[asked]}, or "
-            f"take a flagfile of {own}"
-        )
-
-
-def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
-    """The config with its files named from the root, so that the run may be picked up from any folder."""
-    paths = {leaf.name: config_tree.get(config, leaf.name) for leaf in config_tree.leaves() if leaf.setting.path}
-    return config_tree.replace(config, {name: _absolute(value) for name, value in paths.items()})
-
-
-def _absolute(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(os.path.abspath, value))
-    return value and os.path.abspath(value)
-
-
-def _stopped(stop: StopRequest) -> int:
-    """The exit code of a job that a signal may have ended: 128 + its number, as shells count."""
-    return 128 + stop.signal_number if stop else 0
-
-
-def trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
-    """The config that a run was trained with, changed by what was given now, and its text.
-
-    A trained run needs no flagfile to be read again.
-
-    Raises:
-      ValueError: what was given would change the trained model.
-    """
-    return distributed.run_on_all(lambda: _trained_config(workdir))
+    return exit_code_of(stop)
 
 
 def _trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
@@ -265,15 +274,16 @@ def _trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
         if leaf.name.startswith(("model.", "compat.")) or leaf.setting.shapes_tokens
     ]
     if refused:
-        raise ValueError(
-            f"the run in {workdir.path} was trained with another model or other tokens: {'; '.join(refused)}"
+        raise UserError(
+            f"the run in {workdir.path} was trained with another model or other tokens: {'; '.join(refused)}; leave these "
+            "flags out"
         )
     config.validate()
     return config, text
 
 
 def _without_old_files(trained: ExperimentConfig) -> ExperimentConfig:
-    """The config without the files of its training, if others were given now."""
+    """Returns the config without the files of its training, if others are given now."""
     names = [f"data.{name}" for name in ("file", "train", "valid", "test")]
     given = flag_tree.given(FLAGS)
     other_corpus = given.get("data.corpus", trained.data.corpus) != trained.data.corpus
@@ -282,35 +292,16 @@ def _without_old_files(trained: ExperimentConfig) -> ExperimentConfig:
     return config_tree.replace(trained, {name: config_tree.get(ExperimentConfig(), name) for name in names})
 
 
-def _raised_by_us(error: BaseException) -> bool:
-    """Whether an error was raised by this project's own code, and not inside a library."""
-    traceback = error.__traceback__
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return _is_ours(traceback.tb_frame.f_globals.get("__name__", ""))
+def _absolute(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_absolute, value))
+    return value and os.path.abspath(os.path.expanduser(value))
 
 
 def _is_ours(module: str) -> bool:
-    """Whether a module, as Python or absl names it, belongs to this project."""
+    """Returns whether a module, as absl names it, belongs to this project."""
     return module.partition(".")[0] in ("txl_jax", "experiments", "__main__") or module == sys.argv[0]
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:200]
-
-
-def _help() -> str:
-    """The program's flags with their defaults; the libraries' own are left out."""
-    first = ["flagfile", "mode", "workdir", "data_dir", "cache_dir", *hosts.FLAG_NAMES, "compat", "seed"]
-    ours = {flag.name for module, found in FLAGS.flags_by_module_dict().items() if _is_ours(module) for flag in found}
-    names = [name for name in first if name in FLAGS] + sorted(ours - set(first))
-    lines = ["Flags (a flagfile holds one per line; later flags win):", ""]
-    for name in names:
-        flag = FLAGS[name]
-        choices = getattr(flag.parser, "enum_values", None)
-        kind = f" ({'|'.join(choices)})" if choices else ""
-        text = flag.help.partition(">: ")[2] if choices else flag.help  # absl puts "<a|b>: " before it.
-        default = (flag.default_as_str or "").strip("'")
-        lines.append(f"  --{name}={default}{kind}\n      {text}")
-    lines += ["", f"Flagfiles: {', '.join(flag_tree.flagfile_names())}"]
-    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Programs of the tables and figures of the paper."""

@@ -88,7 +88,7 @@ def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
     again, _, _ = run(given, tmp_path, train__patience=2)
     assert again.finished and again.results == outcome.results and len(read_metrics(tmp_path)) == records
     # Given more patience it goes on.
-    longer, found, _ = run(given, tmp_path, train__patience=0)
+    longer, found, _ = run(given, tmp_path, train__patience=None)
     assert longer.step == 60 and found == losses
 
 
@@ -107,7 +107,7 @@ def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path)
 
 
 def test_a_stopped_run_with_a_mean_goes_on_exactly(given, tmp_path):
-    changes = {"average__trigger": 1, "average__decay": 0.9}
+    changes = {"average__nt_asgd_patience": 1, "average__ema_decay": 0.9}
     _, losses, undisturbed = run(given, tmp_path / "a", **changes)
     calls = iter(range(1000))
     run(given, tmp_path / "b", stop_requested=lambda: next(calls) > 150, **changes)

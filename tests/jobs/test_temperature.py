@@ -13,6 +13,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
 from txl_jax.jobs import evaluate, temperature
+from txl_jax.jobs.temperature import Plan
 from txl_jax.jobs.workdir import TextInfo
 
 
@@ -29,7 +30,7 @@ def run(request, tmp_path_factory):
 def choose(run, temperatures):
     config, corpus, workdir, _ = run
     return temperature.run(
-        config, corpus, workdir, trained_on=TextInfo.of(corpus), temperatures=temperatures, log=lambda line: None
+        config, corpus, workdir, Plan(tuple(temperatures)), trained_on=TextInfo.of(corpus), log=lambda line: None
     )
 
 
@@ -77,4 +78,6 @@ def test_at_one_it_is_the_evaluation(run):
 @pytest.mark.parametrize(("temperatures", "told"), [([], "temperature"), ([0.0], r"eval\.temperature\D*\b0\.0\b")])
 def test_what_is_no_temperature_is_refused(temperatures, told):
     with pytest.raises(UserError, match=told):
-        temperature.at_temperatures(tiny_run.CONFIG, temperatures)
+        plan = Plan(tuple(temperatures))
+        plan.validate()
+        plan.check(tiny_run.CONFIG)

@@ -23,12 +23,15 @@ from txl_jax.config import (
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
-from txl_jax.errors import NonFiniteError
+from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.jobs import evaluate, generate, train
-from txl_jax.jobs.restore import load_parameters
+from txl_jax.jobs.restore import load_parameters, load_state
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.training import results
+from txl_jax.training.loop import Hook
+from txl_jax.training.run_checkpoints import RunCheckpoints
 
 STEPS = 24
 
@@ -136,7 +139,7 @@ def test_a_stop_during_evaluation_repeats_it(finished, config, corpus, tmp_path,
     assert numbers(workdir) == numbers(whole)
 
 
-@pytest.mark.parametrize("fails", [train.Run.save, train.write_json], ids=["repeated evaluation", "test"])
+@pytest.mark.parametrize("fails", ["repeated evaluation", "test"])
 def test_what_was_recorded_before_a_kill_is_not_recorded_twice(finished, config, corpus, tmp_path, monkeypatch, fails):
     """A kill between a record and the file that says that it is done."""
     whole, _ = finished
@@ -151,12 +154,13 @@ def test_what_was_recorded_before_a_kill_is_not_recorded_twice(finished, config,
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Run if fails is train.Run.save else train, fails.__name__, killed)
-        if fails is train.write_json:
-            patch.setattr(Workdir, "record", lambda *unused: None)
+        if fails == "test":
+            patch.setattr(results, "write_json", killed)
+        else:
+            patch.setattr(RunCheckpoints, "save", killed)
         with pytest.raises(Killed):
             train.run(config, corpus, workdir)
-    kind = "valid" if fails is train.Run.save else "test"
+    kind = "test" if fails == "test" else "valid"
     assert [record["kind"] for record in read_metrics(workdir.path)][-1] == kind
     train.run(config, corpus, workdir)
     assert numbers(workdir) == numbers(whole)
@@ -191,10 +195,10 @@ def test_a_finished_run_is_left_as_it_is(finished, config, corpus, capsys):
 def test_a_run_from_before_a_setting_of_evaluation_existed_is_left_as_it_is(finished, config, corpus, monkeypatch):
     workdir, outcome = finished
     before, path = numbers(workdir), workdir.path / "results.json"
-    results = json.loads(path.read_text())
-    assert results["eval"].pop("stride") == 0
-    path.write_text(json.dumps(results))
-    assert train.run(config, corpus, workdir).results == results
+    found = json.loads(path.read_text())
+    assert found["eval"].pop("stride") is None
+    path.write_text(json.dumps(found))
+    assert train.run(config, corpus, workdir).results == found
     assert numbers(workdir) == before
     # And its best is compared with: it is not chosen anew.
     notes = Checkpointer.notes
@@ -275,13 +279,13 @@ def test_settings_that_do_not_touch_training_may_change(config, corpus, tmp_path
 
 def test_two_runs_in_one_workdir_are_refused(config, corpus, tmp_path):
     workdir = Workdir(tmp_path / "run").create()
-    with workdir.lock(), pytest.raises(OSError, match=rf"\b{os.getpid()}\b.*--workdir"):
+    with workdir.lock(), pytest.raises(UserError, match=rf"\b{os.getpid()}\b.*--workdir"):
         train.run(config, corpus, workdir)
 
 
 def test_a_workdir_that_cannot_be_made_is_one_sentence(config, corpus, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=f"{re.escape(str(tmp_path))}.*--workdir"):
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.*--workdir"):
         train.run(config, corpus, Workdir(tmp_path / "file" / "run"))
 
 
@@ -307,9 +311,9 @@ def test_a_text_too_short_for_the_batch_is_refused_before_anything_is_written(co
 
 def test_evaluation_and_generation_use_the_best_parameters(finished, config, corpus, capsys):
     workdir, outcome = finished
-    results = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus))
-    assert results["test"] == {k: v for k, v in outcome.results["test"].items() if k != "step"}
-    assert results["step"] == outcome.results["best_valid"]["step"]
+    scored = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus))
+    assert scored["test"] == {k: v for k, v in outcome.results["test"].items() if k != "step"}
+    assert scored["step"] == outcome.results["best_valid"]["step"]
     longer = config_tree.replace(config, {"generate.length": 30, "generate.samples": 2, "generate.prompt": "one "})
     first = generate.run(longer, corpus.vocabulary, workdir)
     assert [len(text) for text in first] == [30, 30] and first[0] != first[1]
@@ -318,9 +322,9 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
 
 
 def test_evaluation_of_an_untrained_workdir_is_one_sentence(config, corpus, tmp_path):
-    with pytest.raises(FileNotFoundError, match="--mode=train"):
+    with pytest.raises(UserError, match="--mode=train"):
         evaluate.run(config, corpus, Workdir(tmp_path), trained_on=TextInfo.of(corpus))
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(UserError, match=r"config\.json"):
         Workdir(tmp_path).load()
 
 
@@ -363,3 +367,46 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     more = assemble(config_tree.replace(config, {"eval.average_checkpoints": 3}), vocab_size=corpus.vocabulary.size)
     with pytest.raises(ValueError, match=r"average_checkpoints\D*\b3\b.*\b2\b"):
         load_parameters(more, workdir, log=said.append)
+
+
+def test_hooks_of_the_caller_see_the_run_change_it_and_stop_it(finished, config, corpus, tmp_path):
+    seen = []
+
+    def watch(context):
+        seen.append(context.step)
+        context.record("watch", {"norm": float(np.linalg.norm(jax.tree.leaves(context.state.params)[0]))})
+        if context.step == 8:
+            context.log("that is enough")
+            context.request_stop()
+
+    workdir = Workdir(tmp_path)
+    outcome = train.run(config, corpus, workdir, hooks=[Hook(4, watch)])
+    assert not outcome.finished and outcome.step == 8 and seen == [4, 8]
+    assert [record["step"] for record in read_metrics(tmp_path) if record["kind"] == "watch"] == [4, 8]
+    assert "that is enough" in (tmp_path / "log.txt").read_text()
+    assert train.run(config, corpus, workdir).finished
+    without = [record for record in numbers(workdir) if record["kind"] != "watch"]
+    assert without == numbers(finished[0])
+
+
+def test_a_state_that_a_hook_returns_is_trained_on_and_saved(config, corpus, tmp_path):
+    def zero(context):
+        return context.state.replace(params=jax.tree.map(lambda leaf: leaf * 0, context.state.params))
+
+    workdir = Workdir(tmp_path)
+    train.run(config, corpus, workdir, hooks=[Hook(6, zero)], stop_requested=StopAfter(3))
+    step, state, _ = load_state(assemble(config, vocab_size=corpus.vocabulary.size), workdir, log=print)
+    assert step == 6 and not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state.params))
+
+
+def test_a_workdir_of_an_older_version_is_refused_in_one_sentence(finished, config, corpus):
+    workdir, _ = finished
+    saved = json.loads(workdir.config_file.read_text())
+    settings = saved["config"]
+    settings["train.batch_chunks"] = settings.pop("train.grad_accum_steps")
+    settings["model.dropout"] = settings.pop("model.dropout.rate")
+    workdir.config_file.write_text(json.dumps(saved))
+    for act in (lambda: train.run(config, corpus, workdir), workdir.load):
+        with pytest.raises(UserError, match=r"train\.batch_chunks.*--workdir") as error:
+            act()
+        assert "\n" not in str(error.value)

@@ -12,6 +12,7 @@ from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer, 
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.vocabulary import dumps
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.errors import UserError
 from txl_jax.jobs.workdir import TextInfo, Workdir
 
 CONFIG = ExperimentConfig(
@@ -63,7 +64,7 @@ def test_resuming_with_another_vocabulary_is_refused(workdir):
 def test_settings_are_compared_before_a_text_is_read(workdir, tmp_path):
     workdir.check_same_settings(CONFIG)
     Workdir(tmp_path / "new").check_same_settings(CONFIG)
-    with pytest.raises(ValueError, match=r"--data\.min_count\D*\b1\b\D*\b2\b"):
+    with pytest.raises(ValueError, match=r"--data\.tokenizer\.min_count\D*\b1\b\D*\b2\b"):
         workdir.check_same_settings(config_tree.replace(CONFIG, {"data.tokenizer.min_count": 2}))
 
 
@@ -114,7 +115,7 @@ def test_a_lock_clears_what_killed_runs_began_and_nothing_else(workdir):
 
 def test_the_lock_of_a_process_that_is_gone_keeps_nobody_out(workdir):
     (workdir.path / ".lock").write_text("1")  # A process that is there, but does not hold it.
-    with workdir.lock(), pytest.raises(OSError, match=rf"\b{os.getpid()}\b.*/run\b.*--workdir"):
+    with workdir.lock(), pytest.raises(UserError, match=rf"\b{os.getpid()}\b.*/run\b.*--workdir"):
         workdir.lock()
 
 
@@ -127,7 +128,7 @@ def test_a_glance_at_the_lock_refuses_nobody(workdir):
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(UserError, match=r"config\.json"):
         Workdir(tmp_path).load()
 
 

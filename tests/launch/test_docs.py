@@ -46,4 +46,4 @@ def test_the_sweep_takes_what_is_shown(words, tmp_path, capsys):
     assert sweep.main([*words, *out]) == 0
     out = capsys.readouterr().out
     assert out.count("experiments.ptb") == 12
-    assert "/seed=1+dropout=0.1" in out and "/no_memory+seed=3+dropout=0.3" in out
+    assert "/seed=1+dropout.rate=0.1" in out and "/no_memory+seed=3+dropout.rate=0.3" in out

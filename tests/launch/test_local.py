@@ -1,4 +1,4 @@
-"""Tests that processes on one machine are announced to each other, watched, ended together, and told of signals once."""
+"""Tests that processes on one machine find each other, are stopped together, and get each signal once."""
 
 import os
 import re
@@ -52,7 +52,8 @@ def test_a_dry_run_prints_commands_and_starts_nothing(tmp_path):
 @pytest.mark.parametrize(("how", "expected", "told"), [("exit 7", 7, "7"), ("kill -9 $$", 137, "SIGKILL")])
 def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_told(how, expected, told, monkeypatch):
     script = f'trap "" TERM; test $JAX_PROCESS_ID = 1 && {how}; sleep 50'
-    starter = "import sys; from launch import local; local._SECONDS_TO_END = local._SECONDS_TO_OBEY = 0.3; local.main()"
+    waits = "local._SECONDS_TO_NOTICE = local._SECONDS_AFTER_SIGTERM = 0.3"
+    starter = f"from launch import local; {waits}; local.main()"
     began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-c", starter, "--", "sh", "-c", script], cwd=ROOT, text=True, stderr=subprocess.PIPE
@@ -75,7 +76,7 @@ def test_of_several_that_are_dead_at_once_the_first_cause_is_told(codes, expecte
         def poll(self):
             return self.returncode
 
-    group = local_module.Group([], [])
+    group = local_module.ProcessGroup([], [])
     group._processes = [Dead(code) for code in codes]
     assert group.wait() == expected
 

@@ -83,7 +83,8 @@ def cluster(tmp_path):
     commands = {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
         "scontrol": f'echo "$*" >>{tmp_path}/scontrol.log\ntouch {tmp_path}/again',
-        "sbatch": f"cat >{tmp_path}/script\nexport SLURM_JOB_ID=17 SLURM_ARRAY_TASK_ID=${{TASK:-0}}\ntouch {tmp_path}/again\n"
+        "sbatch": f"cat >{tmp_path}/script\nexport SLURM_JOB_ID=17 SLURM_ARRAY_TASK_ID=${{TASK:-0}}\n"
+        f"touch {tmp_path}/again\n"
         f"while [ -e {tmp_path}/again ]; do rm {tmp_path}/again; bash {tmp_path}/script; code=$?; done\nexit $code",
     }
     for name, text in commands.items():

@@ -39,7 +39,7 @@ train.steps = 1200
 train.log_every = 10
 train.eval_every = 600
 train.checkpoint_every = 600
-eval = { batch_size = 4, segment_len = 16, mem_len = 32, clamp_len = 0 }
+eval = { batch_size = 4, segment_len = 16, mem_len = 32 }
 """
 
 
@@ -64,12 +64,12 @@ def names(path):
 
 
 def test_a_grid_is_every_combination_and_names_say_what_differs(write):
-    found = read(write("[grid]\nseed = [1, 2]\nmodel.dropout = [0.0, 0.5]\n"))
+    found = read(write("[grid]\nseed = [1, 2]\nmodel.dropout.rate = [0.0, 0.5]\n"))
     assert [run.name for run in found.runs] == [
-        "seed=1+dropout=0.0",
-        "seed=1+dropout=0.5",
-        "seed=2+dropout=0.0",
-        "seed=2+dropout=0.5",
+        "seed=1+dropout.rate=0.0",
+        "seed=1+dropout.rate=0.5",
+        "seed=2+dropout.rate=0.0",
+        "seed=2+dropout.rate=0.5",
     ]
     last = found.runs[3]
     assert (last.config.seed, last.config.model.dropout.rate, last.config.train.steps) == (2, 0.5, 1200)
@@ -99,7 +99,7 @@ def test_names_that_end_alike_are_written_out(write):
 
 
 def test_values_become_flags(write):
-    found = read(write('[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, 20]\ndata.newlines = "drop"\n'))
+    found = read(write('[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, 20]\ndata.tokenizer.newlines = "drop"\n'))
     words = found.runs[0].command
     assert {"--model.untie_r=true", "--model.cutoffs=9,20", "--data.tokenizer.newlines=drop"} <= set(words)
 
@@ -199,9 +199,11 @@ def test_a_long_name_is_cut_for_a_tpu_and_stays_its_own():
 
 
 def test_runs_that_could_be_one_program_are_pointed_out(write):
-    assert "experiments.ensemble" in sweep._members_hint(read(write("[grid]\nseed = [1, 2]\nmodel.dropout = [0.1]\n")))
-    assert not sweep._members_hint(read(write("[grid]\nseed = [1, 2]\nmodel.d_inner = [8]\n")))
-    assert not sweep._members_hint(read(write("[grid]\nseed = [1]\n")))
+    assert "experiments.ensemble" in sweep._ensemble_hint(
+        read(write("[grid]\nseed = [1, 2]\nmodel.dropout.rate = [0.1]\n"))
+    )
+    assert not sweep._ensemble_hint(read(write("[grid]\nseed = [1, 2]\nmodel.d_inner = [8]\n")))
+    assert not sweep._ensemble_hint(read(write("[grid]\nseed = [1]\n")))
 
 
 def start(path, *words):
@@ -325,7 +327,7 @@ def test_no_run_outlives_a_sweep_that_breaks_off(write, monkeypatch):
     monkeypatch.setattr(sweep_table, "note_end", lambda *unused, **more: (_ for _ in ()).throw(LogError("no space")))
     with pytest.raises(LogError):
         pool.run()
-    assert [process.poll() for process in pool._going] == [-signal.SIGTERM]
+    assert [process.poll() for process in pool._running] == [-signal.SIGTERM]
 
 
 def test_a_run_that_is_going_on_is_left_alone(write, capsys):

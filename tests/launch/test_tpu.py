@@ -18,9 +18,19 @@ ROOT = Path(__file__).parents[2]
 FAKES = Path(__file__).parent / "fake"
 SCRIPT = str(ROOT / "launch" / "tpu.sh")
 RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=/mnt/txl/one", "--generate.prompt=it's"]
-HOST_COMMANDS = (
-    "sudo python3 uv mountpoint lsb_release systemd-escape systemctl systemd-run journalctl apt-get curl".split()
-)
+HOST_COMMANDS = [
+    "sudo",
+    "python3",
+    "uv",
+    "mountpoint",
+    "lsb_release",
+    "systemd-escape",
+    "systemctl",
+    "systemd-run",
+    "journalctl",
+    "apt-get",
+    "curl",
+]
 
 
 @pytest.fixture
@@ -94,18 +104,24 @@ def asked_of_gcloud(cloud):
     [
         (
             ["create", "one", "--zone=us-east5-b", "--type=v6e-8", "--spot"],
-            "gcloud compute tpus queued-resources create one --node-id=one --zone=us-east5-b --accelerator-type=v6e-8 "
-            "--runtime-version=v2-alpha-tpuv6e --spot\n",
+            (
+                "gcloud compute tpus queued-resources create one --node-id=one --zone=us-east5-b "
+                "--accelerator-type=v6e-8 --runtime-version=v2-alpha-tpuv6e --spot\n"
+            ),
         ),
         (
             ["create", "one", "--zone=z", "--type=v5litepod-16", "--reserved", "--runtime=mine"],
-            "gcloud compute tpus queued-resources create one --node-id=one --zone=z --accelerator-type=v5litepod-16 "
-            "--runtime-version=mine --reserved\n",
+            (
+                "gcloud compute tpus queued-resources create one --node-id=one --zone=z "
+                "--accelerator-type=v5litepod-16 --runtime-version=mine --reserved\n"
+            ),
         ),
         (
             ["create", "one", "--zone=z", "--type=v4-32"],
-            "gcloud compute tpus queued-resources create one --node-id=one --zone=z --accelerator-type=v4-32 "
-            "--runtime-version=tpu-ubuntu2204-base\n",
+            (
+                "gcloud compute tpus queued-resources create one --node-id=one --zone=z --accelerator-type=v4-32 "
+                "--runtime-version=tpu-ubuntu2204-base\n"
+            ),
         ),
         (
             ["wait", "one", "--zone=z"],
@@ -113,13 +129,17 @@ def asked_of_gcloud(cloud):
         ),
         (
             ["logs", "one", "--zone=z", "--worker=3", "--follow"],
-            "gcloud compute tpus tpu-vm ssh one --zone=z --worker=3 --quiet "
-            "'--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow'\n",
+            (
+                "gcloud compute tpus tpu-vm ssh one --zone=z --worker=3 --quiet "
+                "'--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow'\n"
+            ),
         ),
         (
             ["stop", "one", "--zone=z"],
-            "gcloud compute tpus tpu-vm ssh one --zone=z --worker=all --quiet "
-            "'--command=mkdir -p txl && touch txl/stopped && sudo systemctl stop txl'\n",
+            (
+                "gcloud compute tpus tpu-vm ssh one --zone=z --worker=all --quiet "
+                "'--command=mkdir -p txl && touch txl/stopped && sudo systemctl stop txl'\n"
+            ),
         ),
         (
             ["delete", "one", "--zone=z"],
@@ -210,13 +230,13 @@ def test_watch_ends_when_the_run_is_stopped(cloud):
     program(cloud, "trap 'echo saved; exit 143' TERM\nwhile :; do sleep 0.02; done\n")
     watching = watch(cloud, wait=False)
     wait_until(lambda: is_running(cloud), watching)
-    code, out, err = call(cloud, "stop", "one", "--zone=z")
+    code, _, err = call(cloud, "stop", "one", "--zone=z")
     assert code == 0, err
-    out, err = watching.communicate(timeout=60)
+    _, err = watching.communicate(timeout=60)
     assert watching.returncode == 143 and "watch" in err
     assert (cloud / "host1" / "journal").read_text() == "saved\n"
     program(cloud, "echo went on\n")
-    code, out, err = watch(cloud)
+    code, _, err = watch(cloud)
     assert code == 0, "watch goes on with a run that was stopped before: " + err
     assert (cloud / "host1" / "journal").read_text() == "went on\n"
     assert asked_of_gcloud(cloud) == ["create", "scp"]
@@ -236,7 +256,7 @@ def test_a_run_that_is_stopped_before_it_listens_stays_stopped(cloud):
 
 
 def test_a_run_that_somebody_else_ends_is_not_taken_for_finished(cloud):
-    """systemd calls an end by SIGTERM a clean one."""
+    """Systemd calls an end by SIGTERM a clean one."""
     program(cloud, 'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 2 ] || kill -TERM $$\nsleep 0.02\n')
     code, out, err = watch(cloud)
     assert code == 0, out + err
@@ -285,7 +305,7 @@ def test_watch_starts_a_run_that_broke_off_again(cloud):
 
 
 def test_a_request_that_is_never_served_is_not_asked_for_again(cloud):
-    code, out, err = watch(cloud, FAKE_FIRST_STATE="FAILED")
+    code, _, err = watch(cloud, FAKE_FIRST_STATE="FAILED")
     assert code == 1 and "describe one --zone=z" in err
     assert asked_of_gcloud(cloud) == ["create"]
 

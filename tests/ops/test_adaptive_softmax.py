@@ -111,11 +111,13 @@ def gradients_of(f):
 
 
 @functools.cache
-def walking_tails(name: str, capacity: int | None):
+def walking_tails(name: str, chunk_size: int | None):
     """Ours, with this many positions per chunk of a tail."""
 
     def nll(hidden, weights, targets):
-        return adaptive_softmax.negative_log_likelihood(hidden, targets, *weights, CASES[name][0], capacity=capacity)
+        return adaptive_softmax.negative_log_likelihood(
+            hidden, targets, *weights, CASES[name][0], chunk_size=chunk_size
+        )
 
     return gradients_of(nll)
 
@@ -131,9 +133,9 @@ def through_all_log_probabilities(name: str):
     return gradients_of(nll)
 
 
-def check_gradients(name: str, targets: np.ndarray, *, capacity: int | None = None) -> None:
+def check_gradients(name: str, targets: np.ndarray, *, chunk_size: int | None = None) -> None:
     args = make_hidden(), as_arrays(CASES[name]), targets
-    found, expected = walking_tails(name, capacity)(*args), through_all_log_probabilities(name)(*args)
+    found, expected = walking_tails(name, chunk_size)(*args), through_all_log_probabilities(name)(*args)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
 
@@ -143,13 +145,13 @@ def test_gradients_match_dense_log_probabilities(name, x64):
     check_gradients(name, np.random.default_rng(5).integers(V, size=(B, L)))
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, 128])
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 128])
 @pytest.mark.parametrize("extra", [None, 0, 1])
-def test_a_tail_that_is_empty_fills_its_chunks_or_is_one_over(capacity, extra, x64):
-    """The first tail holds no target, `capacity` targets or one more; the second tail all the rest."""
-    n_first = 0 if extra is None else min(capacity + extra, B * L)
+def test_a_tail_that_is_empty_fills_its_chunks_or_is_one_over(chunk_size, extra, x64):
+    """The first tail holds no target, `chunk_size` targets or one more; the second tail all the rest."""
+    n_first = 0 if extra is None else min(chunk_size + extra, B * L)
     targets = np.random.default_rng(6).permutation(np.where(np.arange(B * L) < n_first, 5, 11))
-    check_gradients("mixed projections", targets.reshape(B, L), capacity=capacity)
+    check_gradients("mixed projections", targets.reshape(B, L), chunk_size=chunk_size)
 
 
 @hypothesis.given(data=st.data())
@@ -161,13 +163,13 @@ def test_any_distribution_of_targets(name, data):
     used = data.draw(st.sets(st.integers(0, len(cutoffs)), min_size=1), label="clusters")
     tokens = [token for c in sorted(used) for token in range(bounds[c], bounds[c + 1])]
     targets = data.draw(st.lists(st.sampled_from(tokens), min_size=B * L, max_size=B * L), label="targets")
-    capacity = data.draw(st.sampled_from([None, 1, 2, 3, 128]), label="capacity")
+    chunk_size = data.draw(st.sampled_from([None, 1, 2, 3, 128]), label="chunk_size")
     with jax.enable_x64(True):
-        check_gradients(name, np.reshape(targets, (B, L)), capacity=capacity)
+        check_gradients(name, np.reshape(targets, (B, L)), chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize(
-    ("rows", "n_position", "capacity"),
+    ("rows", "n_position", "chunk_size"),
     [
         (20_000, 9_000, 256),  # 1/32 of the positions is 281.
         (160_000, 9_000, 128),  # 2**25 logits are 209 positions.
@@ -180,8 +182,8 @@ def test_any_distribution_of_targets(name, data):
         (5, 1, 1),
     ],
 )
-def test_capacity_of_a_tail(rows, n_position, capacity):
-    assert adaptive_softmax._tail_capacity(rows, n_position) == capacity
+def test_chunk_size_of_a_tail(rows, n_position, chunk_size):
+    assert adaptive_softmax._tail_chunk_size(rows, n_position) == chunk_size
 
 
 @pytest.mark.parametrize("counts", [(10, 0, 0), (2, 1, 7), (0, 5, 5)])
@@ -189,16 +191,16 @@ def test_work_follows_the_number_of_targets_in_a_tail(counts, monkeypatch):
     """The nll of a tail is computed for as many chunks of 2 as its targets fill, forward and again backward."""
     calls, cluster_nll = [], adaptive_softmax._cluster_nll
 
-    def counted(cluster, hidden, labels, *, vocab):
+    def counted(cluster, hidden, labels, *, vocab_axis):
         if cluster.table.shape[0] in (5, 4):  # The tails; the head is computed at all positions.
             jax.debug.callback(lambda _: calls.append((cluster.table.shape[0], hidden.shape[0])), hidden[0, 0])
-        return cluster_nll(cluster, hidden, labels, vocab=vocab)
+        return cluster_nll(cluster, hidden, labels, vocab_axis=vocab_axis)
 
     monkeypatch.setattr(adaptive_softmax, "_cluster_nll", counted)
     targets = jnp.asarray(np.repeat([0, 4, 9], counts).reshape(B, L), jnp.int32)
 
     def loss(hidden, weights):
-        return adaptive_softmax.negative_log_likelihood(hidden, targets, *weights, (4, 9), capacity=2).sum()
+        return adaptive_softmax.negative_log_likelihood(hidden, targets, *weights, (4, 9), chunk_size=2).sum()
 
     weights = as_arrays(CASES["div_val 2"])
     jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray(make_hidden(), jnp.float32), weights))
@@ -244,7 +246,7 @@ def test_gradients_of_a_bfloat16_tail_add_up_over_chunks():
     targets = jnp.full(n_position, 3)
 
     def loss(hidden, clusters, tails):
-        return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, cutoffs, capacity=1).sum()
+        return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, cutoffs, chunk_size=1).sum()
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
     expected = gradient(*jax.tree.map(lambda a: a.astype(jnp.float32), rounded))

@@ -28,8 +28,8 @@ def everywhere(weights, states, labels, selected):
     return jnp.where(selected, squashed(weights, states, labels), 0)
 
 
-def selectively(capacity):
-    return lambda *args: chunked_apply(squashed, capacity, *args)
+def selectively(chunk_size):
+    return lambda *args: chunked_apply(squashed, chunk_size, *args)
 
 
 def with_gradients(f):
@@ -51,11 +51,11 @@ def assert_close(found, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, T, 16])
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, T, 16])
 @pytest.mark.parametrize("n_selected", [0, 1, 2, 3, 4, T])
-def test_values_and_gradients_are_those_of_the_function_everywhere(capacity, n_selected, x64):
+def test_values_and_gradients_are_those_of_the_function_everywhere(chunk_size, n_selected, x64):
     args = inputs(n_selected)
-    found = jax.jit(with_gradients(selectively(capacity)))(*args)
+    found = jax.jit(with_gradients(selectively(chunk_size)))(*args)
     assert_close(found, with_gradients(everywhere)(*args))
 
 
@@ -88,8 +88,8 @@ def test_positions_that_are_not_selected_are_not_read():
     assert np.array_equal(np.any(of_states, axis=1), selected)
 
 
-@pytest.mark.parametrize("capacity", [1, 3])
-def test_gradients_of_bfloat16_weights_add_up_over_chunks_in_float32(capacity):
+@pytest.mark.parametrize("chunk_size", [1, 3])
+def test_gradients_of_bfloat16_weights_add_up_over_chunks_in_float32(chunk_size):
     """A bfloat16 sum of ones stops at 256."""
     n_position = 2000
     weights = jnp.ones((2,), jnp.bfloat16)
@@ -100,7 +100,7 @@ def test_gradients_of_bfloat16_weights_add_up_over_chunks_in_float32(capacity):
         return jnp.einsum("nd,d->n", states, weights, preferred_element_type=jnp.float32)
 
     def total(weights, states):
-        return chunked_apply(product, capacity, weights, states, labels, selected).sum()
+        return chunked_apply(product, chunk_size, weights, states, labels, selected).sum()
 
     of_weights, of_states = jax.jit(jax.grad(total, argnums=(0, 1)))(weights, states)
     assert of_weights.dtype == of_states.dtype == jnp.bfloat16

@@ -44,8 +44,8 @@ def all_log_p(hidden, clusters) -> np.ndarray:
 
 
 @functools.cache
-def compiled_likeliest(k: int):
-    return jax.jit(lambda hidden, clusters: sampling.likeliest(hidden, clusters, k))
+def compiled_top_k(k: int):
+    return jax.jit(lambda hidden, clusters: sampling.top_k_tokens(hidden, clusters, k))
 
 
 @hypothesis.given(
@@ -57,7 +57,7 @@ def compiled_likeliest(k: int):
 @hypothesis.settings(deadline=None, max_examples=60)
 def test_the_likeliest_are_those_of_the_full_distribution(k, rows, seed, strength):
     clusters, hidden = make_clusters(strength), hidden_states(rows, seed)
-    log_p, tokens = compiled_likeliest(k)(hidden, clusters)
+    log_p, tokens = compiled_top_k(k)(hidden, clusters)
     full = all_log_p(hidden, clusters)
     np.testing.assert_allclose(log_p, -np.sort(-full, axis=1)[:, :k], rtol=0, atol=1e-5)
     np.testing.assert_allclose(np.take_along_axis(full, np.asarray(tokens), 1), log_p, rtol=0, atol=1e-5)
@@ -85,12 +85,12 @@ def test_a_tail_is_computed_only_if_its_bound_reaches_the_kth_word(monkeypatch):
     for entries, tails in (((-20, -20), []), ((-20, 20), [4]), ((20, -20), [5]), ((5, 5), [5, 4])):
         head, *rest = make_clusters(0.01)
         clusters = (head._replace(bias=jnp.asarray([0.0, 0, 0, 0, *entries])), *rest)
-        jax.block_until_ready(jax.jit(lambda h, c: sampling.likeliest(h, c, 2))(hidden_states(2), clusters))
+        jax.block_until_ready(jax.jit(lambda h, c: sampling.top_k_tokens(h, c, 2))(hidden_states(2), clusters))
         jax.effects_barrier()
         assert computed == [6, *tails]
         computed.clear()
         # Plain sampling computes the tail that was drawn: none of two whose entries have e^-20.
-        draw = functools.partial(sampling.draw, temperature=1.0, top_k=0, top_p=1.0)
+        draw = functools.partial(sampling.sample, temperature=1.0, top_k=None, top_p=1.0)
         jax.block_until_ready(jax.jit(draw)(jax.random.split(jax.random.key(0), 2), hidden_states(2), clusters))
         jax.effects_barrier()
         if entries != (5, 5):
@@ -99,21 +99,21 @@ def test_a_tail_is_computed_only_if_its_bound_reaches_the_kth_word(monkeypatch):
 
 
 LIMITS = {
-    "plain": {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
-    "warm": {"temperature": 1.3, "top_k": 0, "top_p": 1.0},
-    "cold": {"temperature": 0.7, "top_k": 0, "top_p": 1.0},
+    "plain": {"temperature": 1.0, "top_k": None, "top_p": 1.0},
+    "warm": {"temperature": 1.3, "top_k": None, "top_p": 1.0},
+    "cold": {"temperature": 0.7, "top_k": None, "top_p": 1.0},
     "top-k": {"temperature": 1.0, "top_k": 7, "top_p": 1.0},
     "warm top-k": {"temperature": 1.3, "top_k": 7, "top_p": 1.0},
     "cold top-k": {"temperature": 0.7, "top_k": 7, "top_p": 1.0},
-    "top-p": {"temperature": 1.0, "top_k": 0, "top_p": 0.6},
+    "top-p": {"temperature": 1.0, "top_k": None, "top_p": 0.6},
     "top-k, then top-p": {"temperature": 0.7, "top_k": 5, "top_p": 0.8},
     "more than there are": {"temperature": 1.0, "top_k": V + 3, "top_p": 1.0},
 }
 
 
-def expected_probabilities(log_p: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def expected_probabilities(log_p: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
     """By a loop: divided by the temperature, cut to the k likeliest, then to those that reach p."""
-    order = np.argsort(-log_p)[: top_k or None]
+    order = np.argsort(-log_p)[:top_k]
     weights = np.exp(log_p[order].astype(np.float64) / temperature)
     weights /= weights.sum()
     reached, kept = 0.0, np.zeros(V)
@@ -130,7 +130,7 @@ def test_draws_are_as_frequent_as_the_full_softmax_says(limits, cutoffs):
     clusters, n = make_clusters(0.7, cutoffs), 20_000
     hidden = hidden_states(1)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(n))
-    draw = jax.jit(functools.partial(sampling.draw, **limits))
+    draw = jax.jit(functools.partial(sampling.sample, **limits))
     drawn = np.asarray(draw(keys, jnp.broadcast_to(hidden, (n, D)), clusters))
     assert drawn.dtype == np.int32
     found = np.bincount(drawn, minlength=V) / n
@@ -146,7 +146,7 @@ def test_rows_draw_each_their_own():
     clusters, hidden = make_clusters(), hidden_states(40)
     keys = jax.random.split(jax.random.key(1), 40)
     for limits in LIMITS.values():
-        draw = jax.jit(functools.partial(sampling.draw, **limits))
+        draw = jax.jit(functools.partial(sampling.sample, **limits))
         alone = [int(draw(keys[i : i + 1], hidden[i : i + 1], clusters)[0]) for i in range(40)]
         assert draw(keys, hidden, clusters).tolist() == alone
         assert len(set(alone)) > 4
@@ -155,7 +155,7 @@ def test_rows_draw_each_their_own():
 def test_temperature_zero_draws_the_likeliest():
     clusters, hidden = make_clusters(), hidden_states(20)
     keys = jax.random.split(jax.random.key(0), 20)
-    drawn = sampling.draw(keys, hidden, clusters, temperature=0, top_k=40, top_p=1.0)
+    drawn = sampling.sample(keys, hidden, clusters, temperature=0, top_k=40, top_p=1.0)
     assert drawn.tolist() == all_log_p(hidden, clusters).argmax(axis=1).tolist()
 
 
@@ -177,7 +177,7 @@ UNEVEN = [0.1, 0.4, 0.05, 0.3, 0.15]  # From the likeliest: tokens 1, 3, 4, 0, 2
 )
 def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p, expected):
     logits = jnp.log(jnp.asarray([UNEVEN]))
-    restricted = sampling.restrict(logits, top_p)
+    restricted = sampling.mask_top_p(logits, top_p)
     allowed = np.flatnonzero(restricted[0] > -jnp.inf)
     np.testing.assert_array_equal(restricted[0][allowed], logits[0][allowed])
     assert allowed.tolist() == expected
@@ -185,4 +185,4 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p, expected):
 
 def test_rows_are_restricted_each_by_itself_and_ties_stay():
     logits = jnp.log(jnp.asarray([UNEVEN, [0.9, 0.04, 0.03, 0.02, 0.01], [0.2, 0.4, 0.2, 0.1, 0.1]]))
-    assert (sampling.restrict(logits, 0.5) > -jnp.inf).sum(axis=-1).tolist() == [2, 1, 3]
+    assert (sampling.mask_top_p(logits, 0.5) > -jnp.inf).sum(axis=-1).tolist() == [2, 1, 3]

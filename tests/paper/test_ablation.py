@@ -1,4 +1,4 @@
-"""Tests the ablation job: what each row changes, what is found best, going on after a stop, equal memory."""
+"""Tests the ablation: the settings of each row, the best score, resuming after a stop, equal memory."""
 
 import dataclasses
 import json
@@ -11,13 +11,16 @@ from support import tiny_run
 from txl_jax.config import CorpusName, DataConfig, Encoding, LossPart, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
 from txl_jax.jobs.score import Interrupted
 from txl_jax.metrics import Measure
-from txl_jax.paper import ablation
-from txl_jax.paper.ablation import TABLES, Plan, Row
+from txl_jax.paper import ablation, equal_memory
+from txl_jax.paper.ablation import Plan
+from txl_jax.paper.ablation_rows import TABLES, Row, Table, row_config, row_named
 
-RECURRENT, SHAW, ALONE = TABLES["6"][0], TABLES["6"][1], TABLES["6"][4]
-VANILLA, AL_RFOU = TABLES["6"][-2:]
+SIX = Table.WIKITEXT103
+RECURRENT, SHAW = TABLES[SIX][:2]
+VANILLA, AL_RFOU = TABLES[SIX][-2:]
 L, M = tiny_run.L, tiny_run.M
 
 
@@ -30,12 +33,16 @@ def base(tmp_path_factory):
     return config_tree.replace(tiny_run.CONFIG, {"data": data}), read_corpus(data, "nowhere", str(folder))
 
 
+def plan_of(*rows, seeds=(1,), lengths=(4,), **others):
+    return Plan(rows=tuple(row.name for row in rows), seeds=seeds, lengths=lengths, out="unused", **others)
+
+
 def run(base, plan, folder, **others):
-    return ablation.run(*base, plan, folder, table="6", log=others.pop("say", lambda line: None), **others)
+    return ablation.run(*base, dataclasses.replace(plan, out=str(folder)), **{"log": lambda line: None, **others})
 
 
 def test_the_rows_of_table_6():
-    assert [row.name for row in TABLES["6"]] == [
+    assert [row.name for row in TABLES[SIX]] == [
         "recurrence-relative-full",
         "recurrence-shaw-full",
         "recurrence-relative-half",
@@ -49,8 +56,8 @@ def test_the_rows_of_table_6():
 
 
 def test_a_row_outside_the_table_is_known_by_its_name():
-    assert ablation.row_named("6", RECURRENT.name) is RECURRENT
-    row = ablation.row_named("6", "recurrence-al_rfou-half-24")
+    assert row_named(SIX, RECURRENT.name) is RECURRENT
+    row = row_named(SIX, "recurrence-al_rfou-half-24")
     assert (
         row == Row(True, Encoding.AL_RFOU, LossPart.HALF, segment_len=24) and row.name == "recurrence-al_rfou-half-24"
     )
@@ -59,12 +66,12 @@ def test_a_row_outside_the_table_is_known_by_its_name():
 @pytest.mark.parametrize("name", ["best", "none-shaw", "some-shaw-full", "none-shaw-full-0", "none-shaw-full-8-8"])
 def test_a_name_that_says_no_row_is_refused(name):
     with pytest.raises(ValueError, match=rf"\b{name}\b.*\bnone-al_rfou-half\b"):
-        ablation.row_named("6", name)
+        row_named(SIX, name)
 
 
 @pytest.mark.parametrize("row", [row for rows in TABLES.values() for row in rows], ids=lambda row: row.name)
 def test_every_row_is_a_legal_run_that_differs_as_it_says(row):
-    config = ablation.row_config(tiny_run.CONFIG, row, 5)
+    config = row_config(tiny_run.CONFIG, row, 5)
     config.validate()
     assert (config.seed, config.model.encoding, config.train.loss) == (5, row.encoding, row.loss)
     assert (config.train.mem_len > 0) == row.recurrence == (config.eval.mem_len > 0)
@@ -74,7 +81,7 @@ def test_every_row_is_a_legal_run_that_differs_as_it_says(row):
 
 
 def test_rows_are_trained_scored_and_told(base, tmp_path):
-    plan = Plan((RECURRENT, VANILLA), seeds=(1, 2), lengths=(4, 12), stride=2)
+    plan = plan_of(RECURRENT, VANILLA, seeds=(1, 2), lengths=(4, 12), stride=2)
     found = run(base, plan, tmp_path)
     assert list(found) == [RECURRENT.name, VANILLA.name] and all(len(scores) == 2 for scores in found.values())
     for row, trained in ((RECURRENT, L + M), (VANILLA, L)):
@@ -100,7 +107,7 @@ SCORED = re.compile(r"length\D*\b4\b.*\bbpc\b")  # The line of a score at attent
 
 
 def test_a_stopped_job_goes_on(base, tmp_path):
-    plan = Plan((RECURRENT, AL_RFOU), seeds=(1,), lengths=(4, 12), stride=2)
+    plan = plan_of(RECURRENT, AL_RFOU, lengths=(4, 12), stride=2)
     said = []
     with pytest.raises(Interrupted):
         run(base, plan, tmp_path, stop_requested=lambda: len(said) > 0, log=said.append)
@@ -127,41 +134,43 @@ def test_a_stopped_job_goes_on(base, tmp_path):
 
 
 def test_the_shortest_length_that_is_as_good():
-    config = ablation.row_config(tiny_run.CONFIG, RECURRENT, 1)
+    config = row_config(tiny_run.CONFIG, RECURRENT, 1)
     scores = {4: 9.0, 8: 5.005, L + M: 5.0, 40: 5.001}
-    assert ablation._judged(config, RECURRENT, scores, Measure.PPL) == (5.0, 5.0, 8, scores)
-    assert ablation._judged(config, RECURRENT, scores, Measure.BPC) == (5.0, 5.0, L + M, scores)
+    assert ablation._summarize(config, scores, Measure.PPL) == (5.0, 5.0, 8, scores)
+    assert ablation._summarize(config, scores, Measure.BPC) == (5.0, 5.0, L + M, scores)
 
 
 def test_nothing_to_do_is_refused(base, tmp_path):
-    with pytest.raises(ValueError, match=r"\b0\b.*\b1\b"):
-        run(base, Plan((), (1,), (4,)), tmp_path)
-    with pytest.raises(ValueError, match=r"\[1, 1\]"):
-        run(base, Plan((SHAW,), (1, 1), (4,)), tmp_path)
-    with pytest.raises(ValueError, match=r"\[0\]"):
-        run(base, Plan((SHAW,), (1,), (0,)), tmp_path)
-    with pytest.raises(ValueError, match=r"\b10\b"):
-        run(base, Plan((SHAW,), (1,), (4,), equal_memory=True), tmp_path)
+    with pytest.raises(UserError, match="seed"):
+        run(base, plan_of(SHAW, seeds=()), tmp_path)
+    with pytest.raises(UserError, match=r"\[1, 1\]"):
+        run(base, plan_of(SHAW, seeds=(1, 1)), tmp_path)
+    with pytest.raises(UserError, match=r"\[0\]"):
+        run(base, plan_of(SHAW, lengths=(0,)), tmp_path)
+    with pytest.raises(UserError, match=r"\b10\b"):
+        run(base, plan_of(SHAW, equal_memory=True), tmp_path)
+    with pytest.raises(UserError, match=r"\bout\b"):
+        Plan().validate()
     lstm = config_tree.replace(base[0], {"model.network": Network.LSTM})
-    with pytest.raises(ValueError, match=r"model\.network.*\blstm\b"):
-        ablation.check(lstm, Plan((SHAW,), (1,), (4,)))
+    with pytest.raises(UserError, match=r"model\.network.*\blstm\b"):
+        plan_of(SHAW).check(lstm)
     forgetful = config_tree.replace(base[0], {"train.mem_len": 0})
-    with pytest.raises(ValueError, match=r"recurrence-shaw-full.*train\.mem_len\D*\b0\b"):
-        ablation.check(forgetful, Plan((SHAW,), (1,), (4,)))
+    with pytest.raises(UserError, match=r"recurrence-shaw-full.*train\.mem_len\D*\b0\b"):
+        plan_of(SHAW).check(forgetful)
 
 
 def test_the_whole_table_follows_from_a_base_with_tied_positions(base):
     tied = config_tree.replace(base[0], {"model.tie_positions": True, "eval.warmup_tokens": 3})
-    ablation.check(tied, Plan(TABLES["6"], (1,), (4,), stride=2))
-    assert [ablation.row_config(tied, row, 1).model.tie_positions for row in (RECURRENT, SHAW)] == [True, False]
+    Plan(lengths=(4,), stride=2, out="unused").check(tied)
+    assert [row_config(tied, row, 1).model.tie_positions for row in (RECURRENT, SHAW)] == [True, False]
 
 
 def test_scores_from_before_a_setting_of_evaluation_existed_are_kept(base, tmp_path, monkeypatch):
-    plan = Plan((RECURRENT,), seeds=(1,), lengths=(4,))
+    plan = plan_of(RECURRENT)
     found = run(base, plan, tmp_path)
     path = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
     kept = json.loads(path.read_text())
-    assert kept["of"].pop("eval.stride") == 0
+    assert kept["of"].pop("eval.stride") is None
     path.write_text(json.dumps(kept))
     monkeypatch.setattr(ablation.context_length, "run", None)  # Nothing is scored again.
     assert run(base, plan, tmp_path) == found
@@ -171,16 +180,14 @@ def test_scores_from_before_a_setting_of_evaluation_existed_are_kept(base, tmp_p
 def test_the_longest_segment_of_equal_memory():
     """Against compiling every length."""
     config = config_tree.replace(tiny_run.CONFIG, {"train.mem_len": 24})
-    limit = ablation.training_bytes(ablation.row_config(config, RECURRENT, 0), 13)
+    limit = equal_memory.training_bytes(row_config(config, RECURRENT, 0), 13)
     row = Row(False, Encoding.RELATIVE, LossPart.FULL, segment_len=1)
-    found = ablation.longest_segment(config, row, limit=limit, vocab_size=13)
+    found = equal_memory.longest_segment(config, row, limit=limit, vocab_size=13)
     needs = {
-        length: ablation.training_bytes(
-            ablation.row_config(config, dataclasses.replace(row, segment_len=length), 0), 13
-        )
+        length: equal_memory.training_bytes(row_config(config, dataclasses.replace(row, segment_len=length), 0), 13)
         for length in (found, found + 4)
     }
     assert needs[found] <= limit < needs[found + 4]
     assert found > L
     with pytest.raises(ValueError, match=r"\b10\b"):
-        ablation.longest_segment(config, row, limit=10, vocab_size=13)
+        equal_memory.longest_segment(config, row, limit=10, vocab_size=13)

@@ -13,6 +13,7 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import attention_maps, plots
+from txl_jax.paper.attention_maps import Plan
 
 M, L = 9, 5  # Of tiny_run's evaluation; the validation text has 55 bytes.
 
@@ -30,12 +31,13 @@ def run(tmp_path_factory):
 
 def draw(run, folder, **others):
     config, corpus, workdir = run
-    log = others.pop("say", lambda line: None)
-    return attention_maps.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), folder=folder, log=log, **others)
+    watch = {"log": lambda line: None, "stop_requested": others.pop("stop_requested", lambda: False)}
+    plan = Plan(out=str(folder), **others)
+    return attention_maps.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus), **watch)
 
 
 def test_averages_are_probabilities_and_everything_is_written(run, tmp_path):
-    average = draw(run, tmp_path, positions=[20, 41])
+    average = draw(run, tmp_path, positions=(20, 41))
     assert average.shape == (tiny.N, tiny.H, M)
     np.testing.assert_allclose(average.sum(-1), 1, rtol=1e-5)
     with np.load(tmp_path / "attention.npz") as arrays:
@@ -59,7 +61,7 @@ def test_averages_are_probabilities_and_everything_is_written(run, tmp_path):
 def test_the_average_is_over_queries_with_a_full_memory(run, tmp_path, monkeypatch):
     """By hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on."""
     monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
-    everywhere = list(range(10, 55))
+    everywhere = tuple(range(10, 55))
     average = draw(run, tmp_path, positions=everywhere)
     with np.load(tmp_path / "attention.npz") as arrays:
         mean = np.mean([arrays[f"probabilities_{position}"] for position in everywhere], axis=0)
@@ -67,7 +69,7 @@ def test_the_average_is_over_queries_with_a_full_memory(run, tmp_path, monkeypat
 
 
 def test_heads_may_be_chosen(run, tmp_path):
-    draw(run, tmp_path, heads=[(1, 3)])
+    draw(run, tmp_path, heads=("1.3",))
     assert [(h["layer"], h["head"]) for h in json.loads((tmp_path / "attention.json").read_text())["heads"]] == [(1, 3)]
 
 
@@ -80,9 +82,11 @@ def test_a_stop_writes_nothing(run, tmp_path):
 @pytest.mark.parametrize(
     ("others", "told"),
     [
-        ({"n_token": 12}, r"\b12\b.*\b9\b"),
-        ({"positions": [3]}, r"\b3\b.*\b10\b.*\b54\b"),
-        ({"heads": [(2, 0)]}, r"\b2\.0\b.*\b0\b.*\b1\b"),
+        ({"tokens": 12}, r"\b12\b.*\b9\b"),
+        ({"tokens": 0}, r"\btokens\D*\b0\b"),
+        ({"positions": (3,)}, r"\b3\b.*\b10\b.*\b54\b"),
+        ({"heads": ("2",)}, r"'2'"),
+        ({"heads": ("2.0",)}, r"\b2\.0\b.*\b0\b.*\b1\b"),
     ],
 )
 def test_what_is_not_there_is_refused(run, tmp_path, others, told):
@@ -101,4 +105,4 @@ def test_what_is_not_there_is_refused(run, tmp_path, others, told):
 )
 def test_models_without_such_a_memory_are_refused(changes, told):
     with pytest.raises(ValueError, match=told):
-        attention_maps.check(config_tree.replace(tiny_run.CONFIG, changes))
+        Plan().check(config_tree.replace(tiny_run.CONFIG, changes))

@@ -1,4 +1,4 @@
-"""Tests of what attention looks at: terms, order by distance, spans."""
+"""Tests of what attention weights at: terms, order by distance, spans."""
 
 import flax.linen as nn
 import jax
@@ -33,25 +33,25 @@ def test_the_terms_add_up_to_the_scores_that_attention_uses(x64):
 
 
 def read(model, *, segments=4, same_length=True):
-    """The looks at each segment, from an empty memory."""
+    """The weights at each segment, from an empty memory."""
     params, memory = tiny.variables(model)["params"], model.init_memory(batch_size=tiny.B, mem_len=M)
     text = tiny.text(segments * L)
     for k in range(segments):
-        looks, memory = attention_terms.read(
-            params, model, text[:, k * L : (k + 1) * L], memory, clamp_len=0, same_length=same_length
+        weights, memory = attention_terms.attention_weights(
+            params, model, text[:, k * L : (k + 1) * L], memory, clamp_len=None, same_length=same_length
         )
-        yield looks, memory
+        yield weights, memory
 
 
 @pytest.mark.parametrize(("preset", "window"), [("ours", M), ("tf", M + 1)])
 def test_probabilities_sum_to_one_and_have_a_column_per_distance(preset, window):
-    for k, (looks, _) in enumerate(read(tiny.make(compat=COMPAT_PRESETS[preset]))):
-        assert looks.probabilities.shape == (tiny.N, tiny.B, tiny.H, L, window)
-        np.testing.assert_allclose(looks.probabilities.sum(-1), 1, rtol=1e-5)
+    for k, (weights, _) in enumerate(read(tiny.make(compat=COMPAT_PRESETS[preset]))):
+        assert weights.probabilities.shape == (tiny.N, tiny.B, tiny.H, L, window)
+        np.testing.assert_allclose(weights.probabilities.sum(-1), 1, rtol=1e-5)
         if preset == "ours":  # No memory is filled: row i has seen k * L + i + 1 tokens.
             seen = [min(k * L + i + 1, M) for i in range(L)]
             for i, n in enumerate(seen):
-                assert (looks.probabilities[..., i, :n] > 0).all() and not looks.probabilities[..., i, n:].any()
+                assert (weights.probabilities[..., i, :n] > 0).all() and not weights.probabilities[..., i, n:].any()
 
 
 def test_memory_is_that_of_the_model():
@@ -70,7 +70,7 @@ def test_probabilities_are_those_of_the_model(untie_r, x64):
     params, text = tiny.variables(model)["params"], tiny.text(2 * L)
     memory, seen = model.init_memory(batch_size=tiny.B, mem_len=M), []
     for k in range(2):
-        looks, after = attention_terms.read(
+        weights, after = attention_terms.attention_weights(
             params, model, text[:, k * L : k * L + L], memory, clamp_len=2, same_length=True
         )
         before, memory = memory, after
@@ -91,15 +91,15 @@ def test_probabilities_are_those_of_the_model(untie_r, x64):
         with nn.intercept_methods(interceptor):
             context = LayerContext(codes, visibility, biases)
             hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], context)
-    for found, expected in zip(looks.probabilities, seen, strict=True):
+    for found, expected in zip(weights.probabilities, seen, strict=True):
         for row in range(L):
             of_keys = expected[:, :, row, row + 1 : M + row + 1]  # Distances M - 1 .. 0.
             np.testing.assert_allclose(found[:, :, row], of_keys[..., ::-1], rtol=0, atol=1e-12)
 
 
 def test_term_d_is_the_same_for_every_query_and_term_b_is_not(x64):
-    *_, (looks, _) = read(tiny.make(dtype=DType.FLOAT64))
-    d, b = np.asarray(looks.terms.d), np.asarray(looks.terms.b)
+    *_, (weights, _) = read(tiny.make(dtype=DType.FLOAT64))
+    d, b = np.asarray(weights.terms.d), np.asarray(weights.terms.b)
     np.testing.assert_allclose(d, np.broadcast_to(d[:, :1, :, :1], d.shape), rtol=0, atol=1e-12)
     assert np.abs(b - b[:, :1, :, :1]).max() > 0.1
     # By its definition: v with W_R R of each distance.
@@ -115,6 +115,6 @@ def test_spans_and_the_widest_heads():
     average = np.zeros((3, 2, 5))
     for (layer, head), distance in {(0, 0): 1, (0, 1): 4, (1, 0): 3, (1, 1): 2, (2, 0): 0, (2, 1): 1}.items():
         average[layer, head, distance] = 1
-    assert attention_terms.spans(average).tolist() == [[1, 4], [3, 2], [0, 1]]
+    assert attention_terms.mean_distances(average).tolist() == [[1, 4], [3, 2], [0, 1]]
     assert attention_terms.widest(average, 3) == [(0, 1), (1, 0), (2, 1)]
     assert attention_terms.widest(average, 5) == [(0, 1), (1, 0), (2, 1), (1, 1), (0, 0)]

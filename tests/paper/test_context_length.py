@@ -12,10 +12,12 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 from txl_jax.jobs import evaluate
-from txl_jax.jobs.score import Interrupted, as_record
+from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import context_length, plots
-from txl_jax.paper.context_length import at_lengths
+from txl_jax.paper.context_length import Plan, at_lengths
+from txl_jax.paper.study import Split
+from txl_jax.training.scores import as_record
 
 # Not the defaults, so that a sweep must set or keep them.
 GIVEN = {"eval.same_length": False, "eval.clamp_len": 4, "eval.batch_size": 2, "eval.segments_per_call": 3}
@@ -42,11 +44,10 @@ def absolute(tmp_path_factory):
     return make(tmp_path_factory.mktemp("absolute"), model__encoding=Encoding.VASWANI)
 
 
-def sweep(run, lengths, *, log=lambda line: None, **others):
+def sweep(run, lengths, *, stride=None, split=Split.VALID, log=lambda line: None, **others):
     config, corpus, workdir = run
-    return context_length.run(
-        config, corpus, workdir, trained_on=TextInfo.of(corpus), lengths=lengths, log=log, **others
-    )
+    plan = Plan(lengths=tuple(lengths), split=split, stride=stride)
+    return context_length.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus), log=log, **others)
 
 
 def table(run):
@@ -54,7 +55,7 @@ def table(run):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("split", ["valid", "test"])
+@pytest.mark.parametrize("split", Split)
 def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     config, corpus, workdir = recurrent
     rows = sweep(recurrent, [12, 3, 12], split=split)
@@ -125,15 +126,17 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, absolute, stride):
         ({}, [], None, r"\[\]"),
         ({}, [8, 0], None, r"\[8, 0\]"),
         ({}, [8], 4, r"\bstride\D*\b4\b"),
-        ({"model.encoding": Encoding.VASWANI}, [8], None, "--context_stride"),
-        ({"train.mem_len": 0, "train.same_length": False}, [8], None, "--context_stride"),
+        ({"model.encoding": Encoding.VASWANI}, [8], None, r"\bstride\b"),
+        ({"train.mem_len": 0, "train.same_length": False}, [8], None, r"\bstride\b"),
         ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 7, r"\bstride\D*\b7\b.*\b6\b"),
         ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 0, r"\bstride\D*\b0\b"),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_read(changes, lengths, stride, says):
+def test_errors_are_found_before_a_text_is_read(changes, lengths, stride, says):
     with pytest.raises(ValueError, match=says):
-        at_lengths(config_tree.replace(tiny_run.CONFIG, changes), lengths, stride=stride)
+        plan = Plan(lengths=tuple(lengths), stride=stride)
+        plan.validate()
+        plan.check(config_tree.replace(tiny_run.CONFIG, changes))
 
 
 def test_all_else_of_evaluation_stays_as_it_is():

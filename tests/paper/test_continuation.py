@@ -13,8 +13,9 @@ from txl_jax.inference.generator import Generator
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import continuation
+from txl_jax.paper.continuation import Plan
 
-WORDS = "the cat sat @-@ on ( a ) mat , and was seen .".split()
+WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "was", "seen", "."]
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +36,15 @@ def run(tmp_path_factory):
 
 def write(run, path, **others):
     config, corpus, workdir, _ = run
-    log = others.pop("say", lambda line: None)
-    continuation.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), path=path, log=log, **others)
+    stop_requested = others.pop("stop_requested", lambda: False)
+    plan = Plan(out=str(path), **others)
+    watch = {"log": lambda line: None, "stop_requested": stop_requested}
+    continuation.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus), **watch)
     return path.read_text()
 
 
 def test_context_continuation_and_the_texts_own_stand_below_each_other(run, tmp_path):
-    page = write(run, tmp_path / "page.md", starts=[3, 20], context=11)
+    page = write(run, tmp_path / "page.md", starts=(3, 20), context=11)
     headings = [line for line in page.splitlines() if line.startswith("##")]
     # Levels and numbers of the headings: the start, the context, two continuations, and the text's own.
     assert [(line.split()[0], *map(int, re.findall(r"\d+", line))) for line in headings] == [
@@ -55,7 +58,7 @@ def test_context_continuation_and_the_texts_own_stand_below_each_other(run, tmp_
 
 def test_the_model_goes_on_from_the_context(run, tmp_path):
     config, corpus, _, parts = run
-    page = write(run, tmp_path / "page.md", starts=[5], context=11)
+    page = write(run, tmp_path / "page.md", starts=(5,), context=11)
     generator = Generator(parts.model, config.eval, config.generate)
     weights = generator.prepare_params(tiny_run.params(parts.model))
     written = np.concatenate(list(generator.tokens(weights, np.asarray(corpus.test)[5:16])), axis=1)
@@ -73,7 +76,7 @@ def test_a_stop_writes_nothing(run, tmp_path):
 def test_what_cannot_be_is_refused(run, tmp_path):
     n_token = len(run[1].test)
     with pytest.raises(ValueError, match=rf"\b{n_token}\b.*\b{n_token - 18}\b"):
-        write(run, tmp_path / "page.md", starts=[n_token], context=11)
+        write(run, tmp_path / "page.md", starts=(n_token,), context=11)
     changed = (config_tree.replace(run[0], {"model.network": Network.LSTM}), *run[1:])
     with pytest.raises(ValueError, match=r"model\.network.*\blstm\b"):
         write(changed, tmp_path / "page.md")

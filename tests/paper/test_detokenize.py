@@ -2,7 +2,7 @@
 
 import pytest
 
-from txl_jax.paper.detokenize import detokenise
+from txl_jax.paper.detokenize import detokenize
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ from txl_jax.paper.detokenize import detokenise
     ],
 )
 def test_words(words, text):
-    assert detokenise(words) == text
+    assert detokenize(words) == text
 
 
 def test_lines_stay_lines():
-    assert detokenise("one , two .\n = Three = \nfour ; five") == "one, two.\nThree\nfour; five"
+    assert detokenize("one , two .\n = Three = \nfour ; five") == "one, two.\nThree\nfour; five"

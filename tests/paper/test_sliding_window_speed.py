@@ -92,12 +92,12 @@ def test_sides_take_turns_and_seconds_are_per_token(monkeypatch):
 
 
 def test_the_ratio_is_that_of_the_medians():
-    assert sliding_window_speed.Row(A, sliding_window=(6.0, 1.0, 100.0), ours=(2.0, 3.0, 0.1)).ratio == 3
+    assert sliding_window_speed.Timing(A, sliding_window=(6.0, 1.0, 100.0), ours=(2.0, 3.0, 0.1)).ratio == 3
 
 
 def test_the_program_prints_a_table_and_writes_all_timings(tmp_path):
     path = tmp_path / "table9.json"
-    result = run("--table9_lengths=20,800", "--table9_calls=3", f"--table9_json={path}", "--eval.segments_per_call=2")
+    result = run("--lengths=20,800", "--calls=3", f"--out={path}", "--eval.segments_per_call=2")
     assert result.returncode == 0, result.stderr
     assert re.search(r"\b1\b.*\b16\b.*\b2\b.*\b4\b.*\b8\b", result.stdout)
     lines = [line.strip("|").split("|") for line in result.stdout.splitlines() if line.startswith("|")]
@@ -120,8 +120,8 @@ def test_the_program_prints_a_table_and_writes_all_timings(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--table9_lengths=800,many"], "--table9_lengths.*'800,many'"),
-        (["--table9_lengths=0"], "--table9_lengths.*'0'"),
+        (["--lengths=800,many"], "--lengths.*'many'"),
+        (["--lengths=0"], "lengths.*'0'"),
         (["--model.d_model=15"], r"model\.d_model\D*\b15\b"),
     ],
 )

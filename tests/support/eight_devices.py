@@ -1,4 +1,4 @@
-"""Trains and scores on meshes of eight made-up CPU devices; run as a program by test_sharding, prints JSON.
+"""Trains and scores on meshes of eight fake CPU devices; run as a program by tests/sharding/test_mesh.py, prints JSON.
 
 B = 16, D = 16, H = 8, E = 5, F = 24, L = 7, M = 9, N = 3, V = 42, or with clusters 41, cut at 16 and 27: 16, 11 and 14
 tokens, of which the second and third divide among neither 8 devices nor (the second) 2.
@@ -42,13 +42,13 @@ MESHES = {
     "data": MeshConfig(),
     "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
     "fsdp": MeshConfig(fsdp=8),
-    "model": MeshConfig(tensor=8),
+    "tensor": MeshConfig(tensor=8),
 }
 SOFTMAX = {"plain": {}, "adaptive": {"model__cutoffs": (16, 27), "model__div_val": 2}}
 VOCABULARY = {"plain": 42, "adaptive": 41}
 SCORED = [
     *(("plain", name) for name in ("one", "mixed", "fsdp")),
-    *(("adaptive", name) for name in ("one", "mixed", "model")),
+    *(("adaptive", name) for name in ("one", "mixed", "tensor")),
 ]
 B, L, STEPS, PER_CALL = 16, 7, 20, 2
 TOKENS = np.random.default_rng(0).integers(41, size=B * L * 4 + 1)  # An epoch of four segments.
@@ -83,7 +83,9 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
     return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
 
 
-def walk(parts: RunComponents, train_step: TrainStep, state: TrainState, steps: range) -> tuple[TrainState, list, list]:
+def train_steps(
+    parts: RunComponents, train_step: TrainStep, state: TrainState, steps: range
+) -> tuple[TrainState, list, list]:
     """The state after these updates, and the loss and gradient norm of each."""
     losses, norms, reader = [], [], training_segments(TOKENS, batch_size=B, segment_len=L)
     for step in steps[::PER_CALL]:
@@ -96,7 +98,7 @@ def walk(parts: RunComponents, train_step: TrainStep, state: TrainState, steps: 
 def run(parts: RunComponents, *, scores: bool) -> dict:
     """Losses of each update, parameters after the last, where arrays lie, and what is sent."""
     train_step, compilation = parts.training.compile_step()
-    state, losses, norms = walk(parts, train_step, parts.training.init_state(), range(STEPS))
+    state, losses, norms = train_steps(parts, train_step, parts.training.init_state(), range(STEPS))
     found = {
         "losses": losses,
         "grad_norms": norms,
@@ -170,7 +172,7 @@ def score(parts: RunComponents, params: Any) -> tuple[Totals, tuple[int, ...]]:
 
 
 def moved() -> list[float]:
-    """The losses of a run that goes on from its checkpoint on other devices: eight, then four laid out otherwise, then one."""
+    """The losses of a run that resumes on other devices: on eight, then on four with another mesh, then on one."""
     losses, steps = [], (range(8), range(8, 14), range(14, STEPS))
     meshes = (MESHES["fsdp"], MeshConfig(data=1, fsdp=2, tensor=2), MESHES["one"])
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, log=print) as checkpoints:
@@ -178,14 +180,14 @@ def moved() -> list[float]:
             parts = assemble(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
             restored = checkpoints.restore(parts.training.abstract_state)
             state = parts.training.init_state() if restored is None else restored[1]
-            state, more, _ = walk(parts, parts.training.compile_step()[0], state, these)
+            state, more, _ = train_steps(parts, parts.training.compile_step()[0], state, these)
             losses += more
             checkpoints.save(these.stop, state, {})
     return losses
 
 
 def differences() -> dict[str, float]:
-    """How far losses, vectors and their gradients on meshes are off those on one device, tails walked in small chunks."""
+    """Relative errors of losses, vectors and gradients on meshes against one device, with tails in small chunks."""
     rng = np.random.default_rng(1)
     sizes, widths, cutoffs = (5, 6, 9), (8, 4, 2), (5, 11)
     targets = jnp.asarray(rng.integers(20, size=(8, 5)))
@@ -198,31 +200,31 @@ def differences() -> dict[str, float]:
         "tails": adaptive_softmax.TailEntries(rng.normal(size=(2, 8)), rng.normal(size=2)),
     }
 
-    def loss(weights: Any, joined: bool, capacity: int) -> tuple[jax.Array, jax.Array]:
+    def loss(weights: Any, joined: bool, chunk_size: int) -> tuple[jax.Array, jax.Array]:
         parts = zip(weights["tables"], weights["biases"], weights["projections"], strict=True)
         clusters, tails = [adaptive_softmax.Cluster(*part) for part in parts], weights["tails"]
         vectors = adaptive_softmax.embed(targets, clusters, cutoffs, dtype=jnp.dtype(float))
         if joined:  # As evaluation has them.
             clusters, tails = [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]], None
         nll = adaptive_softmax.negative_log_likelihood(
-            weights["hidden"] + vectors, targets, clusters, tails, cutoffs, capacity=capacity
+            weights["hidden"] + vectors, targets, clusters, tails, cutoffs, chunk_size=chunk_size
         )
         return jnp.vdot(jnp.arange(1.0, 41), nll.ravel()), nll
 
     found = {}
     for name, mesh in MESHES.items():
         meshes = None, sharding.make_mesh(mesh)
-        for joined, capacity in ((False, 1), (True, 3)):
+        for joined, chunk_size in ((False, 1), (True, 3)):
             call = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2))
             bound = (sharding.bind_mesh(one, call) for one in meshes)
-            expected, got = (jax.tree.leaves(jax.device_get(one(weights, joined, capacity))) for one in bound)
+            expected, got = (jax.tree.leaves(jax.device_get(one(weights, joined, chunk_size))) for one in bound)
             worst = max(np.abs(a - b).max() / np.abs(a).max() for a, b in zip(expected, got, strict=True))
             found[f"{name}, {'joined' if joined else 'apart'}"] = worst
     return found
 
 
 def tail_work() -> dict:
-    """Of how many positions a device computes a tail's logits at a time, where 16 of its own are due, and what it fetches."""
+    """Positions of a tail's logits on a device, which should be its own 16, and the number of all-gathers."""
     rows, mesh = 15_000, sharding.make_mesh(MESHES["data"])
     clusters = [
         adaptive_softmax.Cluster(jax.ShapeDtypeStruct((n, 6), "float32"), jax.ShapeDtypeStruct((n,), "float32"), None)
@@ -231,7 +233,7 @@ def tail_work() -> dict:
     tails = adaptive_softmax.TailEntries(jax.ShapeDtypeStruct((1, 6), "float32"), jax.ShapeDtypeStruct((1,), "float32"))
 
     def loss(clusters: Any, tails: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        nll = adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, (10,), capacity=16)
+        nll = adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, (10,), chunk_size=16)
         return nll.sum()
 
     shape = (16, 32)
@@ -280,15 +282,15 @@ def exact() -> dict[str, Any]:
     }
     in_chunks = config(MESHES["mixed"], train__grad_accum_steps=4, model__dropout__rate=0.0)
     whole = config(MESHES["one"], model__dropout__rate=0.0)
-    found["chunks, mixed"] = run(assemble(in_chunks, vocab_size=42), scores=False)
-    found["chunks, one"] = run(assemble(whole, vocab_size=42), scores=False)
+    found["microbatches, mixed"] = run(assemble(in_chunks, vocab_size=42), scores=False)
+    found["microbatches, one"] = run(assemble(whole, vocab_size=42), scores=False)
     found["moved"] = moved()
     found["differences"] = differences()
     found["uneven"] = uneven_vocabulary()
     found["tail"] = tail_work()
     found["refusals"] = {
         "batch": refusal(MESHES["mixed"], train__batch_size=6),
-        "chunks": refusal(MESHES["mixed"], train__grad_accum_steps=8),
+        "microbatches": refusal(MESHES["mixed"], train__grad_accum_steps=8),
         "remainder": refusal(MeshConfig(fsdp=3)),
         "too many": refusal(MeshConfig(data=3, fsdp=2, tensor=2)),
         "heads": refusal(MeshConfig(tensor=4), model__n_head=2),

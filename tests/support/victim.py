@@ -32,17 +32,20 @@ from support import miniature
 from txl_jax import assemble
 from txl_jax.data.sources import published
 from txl_jax.data.tokens import store
-from txl_jax.jobs import evaluate, train
+from txl_jax.jobs import evaluate
 from txl_jax.runtime import checkpoint
+from txl_jax.training import trainer
+from txl_jax.training.results import Results
+from txl_jax.training.validation import Validation
 
 # Where a phase begins and ends.
 PHASES = {
     "preparing": [(published, "_prepare"), (store, "_make")],
-    "restoring": [(train.Run, "restore")],
+    "restoring": [(trainer.Trainer, "_restore")],
     "compiling": [(assemble.TrainingFunctions, "compile_step")],
-    "training": [(train, "train")],
-    "evaluating": [(train.Run, "evaluate")],
-    "testing": [(train.Run, "_test")],
+    "training": [(trainer, "train")],
+    "evaluating": [(Validation, "evaluate")],
+    "testing": [(Results, "make")],
     "scoring again": [(evaluate, "run")],
 }
 

@@ -28,7 +28,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("changes", [
     {},
     {"train__loss": LossPart.HALF},
-    {"train__activation_l2": 2.0, "train__temporal_l2": 1.0},
+    {"regularization__activation_l2": 2.0, "regularization__temporal_l2": 1.0},
     {"model__cutoffs": (4, 9), "model__div_val": 2},
 ], ids=["full loss", "half loss", "penalties", "adaptive"])  # fmt: skip
 def test_all_parts_together_are_the_whole_batch(changes):

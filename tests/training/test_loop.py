@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from txl_jax.errors import NonFiniteError
+from txl_jax.runtime.metrics_log import NoLog
 from txl_jax.training.loop import Hook, train
 from txl_jax.training.step import UpdateMetrics
 
@@ -34,10 +35,12 @@ class Story:
         assert seconds >= 0
         self.events.append("exclude")
 
-    def hook(self, name, every):
-        def action(step, state):
-            assert state == step
-            self.events.append(f"{name} {step}")
+    def hook(self, name, every, *, stop_at=None):
+        def action(context):
+            assert context.state == context.step
+            self.events.append(f"{name} {context.step}")
+            if context.step == stop_at:
+                context.request_stop()
 
         return Hook(every, action)
 
@@ -53,6 +56,7 @@ class Story:
             segments_per_call=per_call,
             progress=self,
             hooks=list(hooks),
+            log=NoLog(),
             stop_requested=stop,
         )
 
@@ -123,3 +127,42 @@ def test_a_finished_run_does_nothing():
     story = Story()
     assert story.run(6, [story.hook("save", 4)], first_step=6) == (6, 6)
     assert story.events == []
+
+
+def test_a_hook_that_requests_a_stop_ends_at_that_step_after_the_other_hooks():
+    story = Story()
+    assert story.run(9, [story.hook("patience", 2, stop_at=4), story.hook("save", 4)]) == (4, 4)
+    assert story.only("patience", "save") == ["patience 2", "patience 4", "save 4"]
+
+
+def test_a_hook_may_change_the_state_for_the_next_ones():
+    seen = []
+
+    def add(context):
+        seen.append(context.state)
+        return context.state + 100
+
+    def step(state, segments):
+        return state + 1, UpdateMetrics(*(np.zeros(1, np.float32) for _ in range(4)))
+
+    _, state = train(
+        0,
+        step,
+        lambda done: done,
+        first_step=0,
+        steps=2,
+        segments_per_call=1,
+        progress=_NoProgress(),
+        hooks=[Hook(1, add), Hook(1, add)],
+        log=NoLog(),
+        stop_requested=lambda: False,
+    )
+    assert seen == [1, 101, 202, 302] and state == 402
+
+
+class _NoProgress:
+    def update(self, first_step, metrics):
+        pass
+
+    def exclude(self, seconds):
+        pass

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from txl_jax.config import AverageConfig, CompatConfig, ExperimentConfig, OptimizerConfig, ScheduleOffset, TrainConfig
+from txl_jax.config import AverageConfig, ExperimentConfig, OptimizerConfig, ScheduleOffset, TrainConfig
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 
 PEAK, WARMUP, STEPS, FLOOR = 0.5, 8, 20, 0.1
 
 
 def config_of(steps: int = STEPS, others: dict | None = None, **own) -> ExperimentConfig:
-    """A config with the optimiser's own settings, and groups of `others`."""
+    """A config with the optimizer's own settings, and groups of `others`."""
     return ExperimentConfig(optimizer=OptimizerConfig(**own), train=TrainConfig(steps=steps), **(others or {}))
 
 
@@ -29,7 +29,8 @@ def rates(
     **own,
 ) -> list[float]:
     """The rate of updates 0 .. STEPS + 1, from one compiled call as in training."""
-    others = {"compat": CompatConfig(schedule_offset=offset, lr_floor=FLOOR), "average": average or AverageConfig()}
+    own |= {"schedule_offset": offset, "min_lr_ratio": FLOOR}
+    others = {"average": average or AverageConfig()}
     config = config_of(others=others, learning_rate=PEAK, warmup_steps=warmup, **own)
     schedule = learning_rate(config, multiple=multiple)
     return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(STEPS + 2))).tolist()
@@ -148,5 +149,5 @@ def test_decay_shrinks_matrices_and_nothing_else(boxed):
 
 @pytest.mark.parametrize("boxed", [False, True])
 def test_the_embedding_has_a_rate_of_its_own(boxed):
-    found = first_update(1.0, embedding_rate=3.0, boxed=boxed)
+    found = first_update(1.0, embedding_lr_multiplier=3.0, boxed=boxed)
     assert found == {name: pytest.approx(-0.3 if name == "embedding/table_0" else -0.1, rel=1e-4) for name in found}

@@ -1,6 +1,5 @@
 """Tests the progress lines: their sums, what a resumed run prints, tokens/s, and the alarm."""
 
-import dataclasses
 import json
 import math
 import re
@@ -10,6 +9,7 @@ import pytest
 
 from txl_jax.errors import NonFiniteError
 from txl_jax.runtime.environment import duration
+from txl_jax.training.members import Members
 from txl_jax.training.progress import Progress
 from txl_jax.training.step import UpdateMetrics
 
@@ -22,10 +22,10 @@ class Log:
     def __init__(self):
         self.records, self.lines = [], []
 
-    def record(self, kind, step, values):
-        self.records.append({"kind": kind, "step": step, **values})
+    def record(self, kind, step, values, *, member=None):
+        self.records.append({"kind": kind, "step": step, **({} if member is None else {"member": member}), **values})
 
-    def log(self, line):
+    def print(self, line):
         self.lines.append(line)
 
 
@@ -46,9 +46,14 @@ def metrics(*steps: int, **changes) -> UpdateMetrics:
     return found._replace(**{name: np.asarray(value, np.float32) for name, value in changes.items()})
 
 
-def progress(log, window=None, clock=None) -> Progress:
+def progress(log, running_totals=None, clock=None) -> Progress:
     return Progress(
-        log, steps=STEPS, log_every=LOG_EVERY, tokens_per_step=TOKENS, window=window, clock=clock or Clock()
+        log,
+        steps=STEPS,
+        log_every=LOG_EVERY,
+        tokens_per_step=TOKENS,
+        running_totals=running_totals,
+        clock=clock or Clock(),
     )
 
 
@@ -87,7 +92,7 @@ def test_a_resumed_run_writes_the_same_lines(stopped_after):
         whole.update(step, metrics(step))
     for step in range(stopped_after):
         before.update(step, metrics(step))
-    after = progress(resumed, json.loads(json.dumps(dataclasses.asdict(before.window))))
+    after = progress(resumed, json.loads(json.dumps(before.state())))
     for step in range(stopped_after, STEPS):
         after.update(step, metrics(step))
 
@@ -102,7 +107,7 @@ def test_a_resumed_run_writes_the_same_lines(stopped_after):
 
 def test_tokens_per_second_counts_this_process_and_not_the_hooks():
     log, clock = Log(), Clock()
-    made = progress(log, window={"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2}, clock=clock)
+    made = progress(log, running_totals={"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2}, clock=clock)
     for step in (2, 3):
         clock.now += 1.0
         made.update(step, metrics(step))
@@ -130,7 +135,7 @@ def test_the_alarm_names_the_first_bad_update(changes):
     made.update(0, metrics(0))
     with pytest.raises(NonFiniteError, match=r"^\D*\b3\b.*\b(nan|inf)\b.*\b9\.80e-02\b"):
         made.update(1, metrics(1, 2, 3, **changes))
-    assert made.window.updates == 1 and not log.records  # Nothing of that call is counted or reported.
+    assert made.state()["updates"] == 1 and not log.records  # Nothing of that call is counted or reported.
 
 
 def test_durations():
@@ -139,3 +144,37 @@ def test_durations():
     assert duration(3723) == "1:02:03"
     assert duration(200_000) == "2d 7:33:20"
     assert duration(math.inf) == duration(math.nan) and not re.search(r"\d", duration(math.nan))
+
+
+def test_members_have_a_record_each_and_share_a_line():
+    log, members = Log(), Members(("seed=1", "seed=2"))
+
+    def stacked(*steps):
+        return UpdateMetrics(*(np.stack([own, own + 1]) for own in metrics(*steps)))
+
+    def made(running_totals=None):
+        return Progress(
+            log,
+            steps=4,
+            log_every=4,
+            tokens_per_step=TOKENS,
+            members=members,
+            running_totals=running_totals,
+            clock=Clock(),
+        )
+
+    before = made()
+    before.update(0, stacked(0, 1))
+    after = made(json.loads(json.dumps(before.state())))
+    after.update(2, stacked(2, 3))
+    assert [record["member"] for record in log.records] == ["seed=1", "seed=2"]
+    losses = [record["loss"] for record in log.records]
+    assert losses == pytest.approx([(60 + 61 + 62 + 63) / 80, (61 + 62 + 63 + 64) / 84])
+    assert len(log.lines) == 1 and all(f"{loss:.4f}" in log.lines[0] for loss in losses)
+
+
+def test_the_alarm_names_the_member():
+    bad = UpdateMetrics(*(np.stack([own, own * np.nan]) for own in metrics(0)))
+    made = Progress(Log(), steps=4, log_every=4, tokens_per_step=TOKENS, members=Members(("a", "b")), clock=Clock())
+    with pytest.raises(NonFiniteError, match=r"^b: "):
+        made.update(0, bad)

@@ -1,5 +1,6 @@
 """Tests of the mean of the weights: by hand, in the training step, and when it begins."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,6 +51,14 @@ def test_without_it_nothing_is_kept():
     assert weight_averaging.update(None, {}, jnp.zeros((), jnp.int32), AverageConfig()) is None
 
 
+def test_of_an_ensemble_one_member_begins():
+    average = weight_averaging.init({"w": jnp.zeros(())}, AverageConfig(nt_asgd_patience=5))
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), average)
+    begun = weight_averaging.begin(both, 7, 1)
+    assert not weight_averaging.has_begun(begun, 0) and weight_averaging.has_begun(begun, 1)
+    assert int(begun.begun[1]) == 7 and int(begun.begun[0]) == int(average.begun)
+
+
 @pytest.mark.parametrize(
     ("losses", "due"),
     [
@@ -66,7 +75,7 @@ def test_it_is_due_when_validation_stops_improving(losses, due):
 
 @pytest.mark.parametrize("per_call", [1, 5])
 def test_the_step_keeps_the_mean_of_its_updates(per_call):
-    changes = {"train__segments_per_call": per_call, "average__start": 4}
+    changes = {"train__segments_per_call": per_call, "average__start_step": 4}
     plain, mean = [], None
     for updates in (5, 10):
         state, _ = tiny_run.train(updates, **changes)

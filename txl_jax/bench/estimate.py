@@ -51,11 +51,11 @@ def update_work(parts: RunComponents, *, compiled: Compiled | None) -> Work:
     per_token = flops.of_training(config.model, vocab_size=parts.model.vocab_size, **lengths)
     if config.model.remat is Remat.FULL:
         per_token += flops.of_recomputing(config.model, vocab_size=parts.model.vocab_size, **lengths)
-    sizes = report.held(parts)
+    sizes = report.device_bytes(parts)
     weights = parts.num_parameters * jnp.dtype(config.model.dtype).itemsize / parts.mesh.shape[sharding.TENSOR]
     moved = (
         2 * weights * train.grad_accum_steps
-        + 2 * (sizes["parameters"] + sizes["optimiser"])
+        + 2 * (sizes["parameters"] + sizes["optimizer"])
         + 2 * sizes["parameters"]
         + 3 * sizes["segment memory"]
         + (2 * compiled.scratch if compiled else 0)

@@ -18,6 +18,11 @@ class CorpusName(enum.StrEnum):
     TEXT = "text"  # The user's own files.
     PYTHON_STDLIB = "python_stdlib"  # Source text of the standard library of this Python.
 
+    @property
+    def is_one_file(self) -> bool:
+        """Returns whether it is one file that is split by position, so that a part of it can be read."""
+        return self in (CorpusName.ENWIK8, CorpusName.TEXT8)
+
 
 class Newlines(enum.StrEnum):
     """Treatment of newline bytes."""
@@ -217,7 +222,7 @@ class DataConfig:
             return
         require(not given, f"{', '.join(given)} given, but data.corpus is {self.corpus}; they go with text")
         require(
-            not self.file or self.corpus in (CorpusName.ENWIK8, CorpusName.TEXT8),
+            not self.file or self.corpus.is_one_file,
             f"data.file is {self.file!r}, but data.corpus is {self.corpus}; a part of a corpus is read for enwik8 "
             "and text8, and any other file with --data.corpus=text",
         )

@@ -79,8 +79,8 @@ def _read_text(config: DataConfig, data_dir: str, cache_dir: str) -> Text:
             return local_files.read_own_text(config, progress=_progress_bar)
         case CorpusName.PYTHON_STDLIB:
             return local_files.read_python_stdlib(config, progress=_progress_bar)
-        case CorpusName.ENWIK8 | CorpusName.TEXT8 if config.file:
-            return local_files.read_prefix(config, progress=_progress_bar)
+    if config.file:
+        return local_files.read_prefix(config, progress=_progress_bar)
     return published.read(config.corpus, data_dir=data_dir, cache_dir=cache_dir, heldout=config.heldout)
 
 

@@ -199,7 +199,7 @@ class Generator:
                 weights, self._model, context.last[:, None], context.memory, window=self._window
             )
             token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, first + i)
-            drawn = sampling.draw(token_keys, hidden[:, 0], weights.clusters, **limits)
+            drawn = sampling.sample(token_keys, hidden[:, 0], weights.clusters, **limits)
             done = context.done
             if self._stop_token is not None:
                 drawn = jnp.where(done, self._stop_token, drawn)

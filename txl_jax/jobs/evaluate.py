@@ -7,10 +7,11 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import SPLITS, as_record, score_split
+from txl_jax.jobs.score import SPLITS, score_split
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.files import write_json
+from txl_jax.training.scores import as_record
 
 
 def run(

@@ -17,9 +17,9 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.errors import NonFiniteError
 from txl_jax.evaluation.sliding_window import evaluate_windows
 from txl_jax.evaluation.streaming import evaluate
-from txl_jax.jobs import report
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime.environment import duration
+from txl_jax.training.scores import format_scores, with_duration
 
 SPLITS = ("valid", "test")  # The texts that are scored.
 _SECONDS_BETWEEN_LINES = 20.0
@@ -126,7 +126,7 @@ def score_split(
         stop_requested=stop_requested,
         token_nats=token_nats,
     )
-    log(report.timed(f"{split} {report.scores(totals, measure)}", time.monotonic() - began))
+    log(with_duration(f"{split} {format_scores(totals, measure)}", time.monotonic() - began))
     return totals
 
 
@@ -179,13 +179,3 @@ def check_finite(totals: Totals, name: str) -> None:
     """Raises `NonFiniteError` if the loss of a text is nan or infinite."""
     if not math.isfinite(totals.nats):
         raise NonFiniteError(f"{name}: the summed loss is {totals.nats}, so these parameters cannot be used")
-
-
-def as_record(totals: Totals) -> dict[str, float]:
-    """The fields of a result in metrics.jsonl and results.json."""
-    return {
-        "loss": totals.nll,
-        "bpc": totals.bpc,
-        "perplexity": totals.perplexity,
-        "tokens": totals.tokens,
-    }

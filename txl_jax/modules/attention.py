@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import CompatConfig, ModelConfig
-from txl_jax.modules import initializers
 from txl_jax.modules.dropout import Dropout, DropoutRates, dropout, is_on, weight_dropout
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.positions.encoding import Projections
 from txl_jax.ops.attention import Visibility, attention
-from txl_jax.sharding import axes
+from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
 
 # Arguments of `ops.attention.score_terms`, by their names in the collection "attention".
@@ -69,7 +68,8 @@ class Attention(nn.Module):
             for name, kernel in (("key", w_key), ("value", w_value))
         )
         drop = Dropout(rates.attention, deterministic=self.deterministic)
-        terms = encoding_of(c, self.compat).position_terms(
+        encoding = encoding_of(c, self.compat)
+        terms = encoding.position_terms(
             codes,
             parameters,
             Projections(
@@ -79,7 +79,7 @@ class Attention(nn.Module):
             ),
             dtype,
         )
-        if terms.position_bias is not None:
+        if encoding.has_four_terms:
             self._sow(query, key, terms.position_key, terms.content_bias, terms.position_bias)
         attended_BxHxLxE = attention(query, key, value, **terms._asdict(), visibility=visibility, drop=drop)
         outward = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)

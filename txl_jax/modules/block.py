@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import CompatConfig, ModelConfig, NormPlace, Remat
-from txl_jax.modules import initializers
 from txl_jax.modules.attention import Attention
 from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.positions import encoding_of
 from txl_jax.ops.attention import Visibility
-from txl_jax.sharding import axes
+from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
 
 

@@ -49,7 +49,9 @@ class DropoutRates(NamedTuple):
 class Dropout(nn.Dropout):
     """Flax's `Dropout`, with the same masks, for rates that may be traced."""
 
-    def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> jax.Array:
+    rate: Rate  # type: ignore[assignment]
+
+    def __call__(self, inputs: jax.Array, deterministic: bool | None = None, rng: jax.Array | None = None) -> jax.Array:
         """Zeros random numbers of an array of any shape and scales up the others."""
         deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
         if not is_on(self.rate) or deterministic:
@@ -57,7 +59,8 @@ class Dropout(nn.Dropout):
         shape = list(inputs.shape)
         for axis in self.broadcast_dims:
             shape[axis] = 1
-        kept = jax.random.bernoulli(self.make_rng(self.rng_collection), 1 - self.rate, shape)
+        key = self.make_rng(self.rng_collection) if rng is None else rng
+        kept = jax.random.bernoulli(key, 1 - self.rate, shape)
         return jnp.where(kept, inputs / jnp.asarray(1 - self.rate, inputs.dtype), 0)
 
 
@@ -69,15 +72,15 @@ def is_on(rate: Rate) -> bool:
 def dropout(config: ModelConfig, rate: Rate, *, deterministic: bool | None = None, name: str | None = None) -> Dropout:
     """Returns dropout for arrays [..., positions, width].
 
-    With `model.dropout.locked` all positions share a mask (variational dropout: Gal and Ghahramani, 2016): what is zeroed
-    stays zeroed throughout a segment. Rows of the batch never share one, and each update draws anew.
+    With `model.dropout.locked` all positions share a mask (variational dropout: Gal and Ghahramani, 2016): a zeroed
+    number is zero throughout a segment. Rows of the batch never share one, and each update draws anew.
     """
     axes = (-2,) if config.dropout.locked else ()
     return Dropout(rate, broadcast_dims=axes, deterministic=deterministic, name=name)
 
 
 def weight_dropout(rate: Rate, *, deterministic: bool) -> Callable[[jax.Array], jax.Array]:
-    """Returns dropout for entries of a matrix (DropConnect: Wan et al., 2013): per update, the same for all positions."""
+    """Returns dropout for entries of a matrix (DropConnect: Wan et al., 2013), the same ones for all positions."""
     if not is_on(rate):
         return lambda kernel: kernel
     return Dropout(rate, deterministic=deterministic, name="drop_weights")

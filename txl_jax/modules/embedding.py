@@ -1,4 +1,4 @@
-"""The adaptive input: tokens to vectors."""
+"""The adaptive input embedding."""
 
 import itertools
 
@@ -7,24 +7,23 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.modules import initializers
 from txl_jax.modules.dropout import DropoutRates, is_on
 from txl_jax.ops import adaptive_softmax
-from txl_jax.sharding import axes
+from txl_jax.sharding import axes, initializers
 
 
 def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
-    """Tokens in the head and in each tail."""
+    """Returns the number of tokens in the head and in each tail."""
     bounds = [0, *config.cutoffs, vocab_size]
     return [end - start for start, end in itertools.pairwise(bounds)]
 
 
 class Embedding(nn.Module):
-    """Tables and projections per cluster; with div_val 1 all clusters lie in one table.
+    """Embedding with a table and a projection per cluster; with div_val 1 all clusters share one table.
 
     Parameters: `table_c` [rows, width of c] and, where a projection exists, `projection_c` [width, D]. A
     projection exists for every cluster if div_val > 1, even where its width is D, and for the single
-    table if d_embed is not d_model. Both are public, as a tied softmax reads them.
+    table if d_embed is not d_model. Both are public: a tied softmax uses them.
     """
 
     config: ModelConfig
@@ -32,6 +31,7 @@ class Embedding(nn.Module):
     rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
+        """Creates the parameters."""
         c = self.config
         sizes = cluster_sizes(c, self.vocab_size) if c.div_val > 1 else [self.vocab_size]
         widths = [c.cluster_width(i) for i in range(len(sizes))]
@@ -47,11 +47,12 @@ class Embedding(nn.Module):
         ]
 
     def __call__(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Int [B, L] -> [B, L, D] in the compute type, scaled by sqrt(D).
+        """Embeds tokens: int [B, L] -> [B, L, D] in the compute type, scaled by sqrt(D).
 
-        With `embedding_dropout` whole words are left out, the same ones in all rows (Gal and Ghahramani, 2016), but
-        where they begin a segment. If such a word is all that a row has read, what goes through the layers is 0 as long
-        as biases are; a layer norm's slope there is 316, and two in each of 16 layers make gradients overflow.
+        With `model.dropout.embedding` the vectors of whole words are zeroed, the same words in all rows (Gal and
+        Ghahramani, 2016), but not at the first position of a segment. If a zeroed word were all that a row has read,
+        all activations would be 0 as long as the biases are; the derivative of a layer norm there is 316, and with
+        two norms in each of 16 layers gradients overflow.
         """
         c = self.config
         clusters = [

@@ -1,4 +1,4 @@
-"""The position-wise feed-forward part."""
+"""The position-wise feed-forward network of a layer."""
 
 from collections.abc import Callable
 
@@ -7,15 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.modules import initializers
 from txl_jax.modules.dropout import DropoutRates, dropout, weight_dropout
 from txl_jax.ops.matmul import project
-from txl_jax.sharding import axes
+from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
 
 
 class FeedForward(nn.Module):
-    """D -> F -> D with a ReLU between, without residual and layer norm."""
+    """Feed-forward network D -> F -> D with ReLU, without residual and layer norm."""
 
     config: ModelConfig
     deterministic: bool
@@ -23,7 +22,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """[B, L, D] -> [B, L, D]."""
+        """Applies the network: [B, L, D] -> [B, L, D]."""
         c, rates = self.config, self.rates or DropoutRates.of(self.config.dropout)
         drop_weights = weight_dropout(rates.weight, deterministic=self.deterministic)
         inner = self._dense("inner", inputs, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER), drop_weights)
@@ -40,7 +39,10 @@ class FeedForward(nn.Module):
         columns: tuple[int, str],
         drop_weights: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """X W + b, with parameters `name`_kernel and `name`_bias; `rows` and `columns` are (size, axis name)."""
+        """Computes x W + b.
+
+        The parameters are `name`_kernel and `name`_bias; `rows` and `columns` are (size, logical axis).
+        """
         (n_row, row_axis), (n_column, column_axis) = rows, columns
         init = initializers.normal(self.config.init_std, row_axis, column_axis)
         kernel = drop_weights(self.param(f"{name}_kernel", init, (n_row, n_column))).astype(inputs.dtype)

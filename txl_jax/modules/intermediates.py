@@ -1,9 +1,9 @@
-"""What a loss may ask of the network beside its outputs: the last layer's outputs before dropout.
+"""Intermediate outputs for the loss: the last layer's outputs before dropout.
 
     (hidden, memory), kept = model.apply(variables, ..., mutable=[COLLECTION])
     outputs = last(kept)
 
-Nothing is kept where nobody asks.
+They are kept only if the collection is mutable.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ COLLECTION = "activations"
 
 
 def keep_last(module: nn.Module, outputs: jax.Array) -> None:
-    """Leaves [B, L, D] for who asks with `mutable`."""
+    """Keeps outputs [B, L, D] in the collection (`sow`)."""
     if not module.is_initializing():
         module.sow(COLLECTION, "last", outputs, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
 def last(kept: Mapping[str, Any]) -> jax.Array:
-    """What `keep_last` left."""
+    """Returns what `keep_last` kept; `kept` is the second result of `apply`."""
     return kept[COLLECTION]["last"]

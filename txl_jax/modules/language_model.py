@@ -1,4 +1,4 @@
-"""The language models that training, evaluation and inference take."""
+"""The union of the language models that training, evaluation and inference accept."""
 
 from txl_jax.modules.lstm import LSTM
 from txl_jax.modules.transformer_xl import TransformerXL

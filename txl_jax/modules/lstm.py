@@ -1,9 +1,9 @@
-"""A plain LSTM language model, the baseline of the paper's first RECL group: N layers of D cells between the same
-embedding and the same softmax, with dropout between layers and not in time (Zaremba et al., 2014).
+"""LSTM language model, the baseline of the paper's first RECL group.
 
-It is called as `TransformerXL` is, so that one training loop serves both. What it carries from segment to segment are
-the cells and outputs at the segment's end, as a memory of two slots. It reads no lengths: `clamp_len`, `same_length`
-and M are for attention.
+N layers of D cells between the same embedding and the same softmax, with dropout between layers and not in time
+(Zaremba et al., 2014). It has the interface of `TransformerXL`, so that one training loop serves both. Its memory
+holds the cells and outputs at the segment's end, in two slots. The arguments `clamp_len`, `same_length` and M are for
+attention and have no effect here.
 """
 
 import flax.linen as nn
@@ -67,15 +67,15 @@ class LSTM(nn.Module):
         return hidden, memory_lib.update(memory, jnp.stack(ends))
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
+        """Computes the nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
         return self.softmax.nll(hidden, targets, self.embedding.tables, self.embedding.projections)
 
     def target_vectors(self, targets: jax.Array) -> jax.Array:
-        """The softmax's vector of each target, where it is full: int [B, L] -> [B, L, D]."""
+        """Returns the vectors of the targets in a full softmax: int [B, L] -> [B, L, D]."""
         return self.softmax.target_vectors(targets, self.embedding.tables)
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
-        """No state; `mem_len` does not matter."""
+        """Returns an empty memory; `mem_len` has no effect."""
         del mem_len
         c = self.config
         shape = {"n_layer": c.n_layer, "batch_size": batch_size, "mem_len": 2, "d_model": c.d_model}

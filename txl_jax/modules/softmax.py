@@ -1,4 +1,4 @@
-"""The adaptive softmax: hidden states to losses or log probabilities."""
+"""The adaptive softmax: losses and log probabilities of hidden states."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.modules import initializers
 from txl_jax.modules.embedding import cluster_sizes
 from txl_jax.ops import adaptive_softmax
-from txl_jax.sharding import axes
+from txl_jax.sharding import axes, initializers
 
 
 class Softmax(nn.Module):
-    """Owns biases, tail entries, and the tables and projections that are not tied to the embedding.
+    """Adaptive softmax; its parameters are those that are not tied to the embedding.
 
     Parameters: `bias` [V]; `table_c` as the embedding's unless `tie_weight`; `projection_c` [width, D] for
-    each cluster, laid out as the embedding's and used the other way round, unless `tie_projs[c]`, and only
+    each cluster, laid out as the embedding's and applied transposed, unless `tie_projs[c]`, and only
     where div_val > 1 or d_embed is not d_model; with cutoffs `tail_table` [C - 1, d_embed] and
     `tail_bias` [C - 1].
     """
@@ -26,6 +25,7 @@ class Softmax(nn.Module):
     vocab_size: int
 
     def setup(self) -> None:
+        """Creates the parameters."""
         c = self.config
         self.sizes = cluster_sizes(c, self.vocab_size)
         self.bias = self.param("bias", initializers.zeros(axes.VOCAB), (self.vocab_size,))
@@ -56,33 +56,33 @@ class Softmax(nn.Module):
         tables: Sequence[jax.Array],
         projections: Sequence[jax.Array | None],
     ) -> jax.Array:
-        """Nats of each target, [B, L], in token order; `tables`, `projections` are the embedding's."""
+        """Computes the nats of each target, [B, L]; `tables` and `projections` are the embedding's."""
         clusters, tails = self._weights(tables, projections)
         return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs)
 
     def target_vectors(self, targets: jax.Array, tables: Sequence[jax.Array]) -> jax.Array:
-        """Rows of the table of a full softmax without projection: int [B, L] -> [B, L, D]."""
+        """Returns the targets' rows of the table of a full softmax without projection: int [B, L] -> [B, L, D]."""
         table = tables[0] if self.own_tables[0] is None else self.own_tables[0]
         return jnp.take(table, targets, axis=0)
 
     def log_probabilities(
         self, hidden: jax.Array, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
     ) -> jax.Array:
-        """[B, L, V], tokens in order."""
+        """Computes the log probabilities (logprobs) of all tokens, [B, L, V]."""
         clusters, tails = self._weights(tables, projections)
         return adaptive_softmax.log_probabilities(hidden, clusters, tails)
 
     def clusters(
         self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
     ) -> list[adaptive_softmax.Cluster]:
-        """The clusters' weights in the compute type, the head ending with the tails' entries."""
+        """Returns the clusters' weights in the compute type, the head ending with the tails' entries."""
         clusters, tails = self._weights(tables, projections)
         return [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]]
 
     def _weights(
         self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
     ) -> tuple[list[adaptive_softmax.Cluster], adaptive_softmax.TailEntries | None]:
-        """The clusters' weights in the compute type, tied ones taken from the embedding."""
+        """Returns the clusters' weights in the compute type, tied ones taken from the embedding."""
         c = self.config
         tables = [tied if own is None else own for own, tied in zip(self.own_tables, tables, strict=True)]
         clusters, start = [], 0
@@ -91,7 +91,7 @@ class Softmax(nn.Module):
             projection = None
             if c.has_projections:
                 own, tied = self.own_projections[i], projections[i if c.div_val > 1 else 0]
-                projection = (tied if own is None else own).astype(c.dtype)
+                projection = jnp.asarray(tied if own is None else own, c.dtype)
             clusters.append(
                 adaptive_softmax.Cluster(table.astype(c.dtype), self.bias[start : start + size], projection)
             )

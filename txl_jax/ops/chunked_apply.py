@@ -1,11 +1,11 @@
-"""A function of positions, computed only at the positions that are wanted, under `jit` and with gradients.
+"""Applies a function at selected positions only, in chunks of fixed size, under `jit` and with gradients.
 
-How many positions are wanted is known when the program runs, and shapes are fixed before. So the wanted
-positions are walked in chunks of a fixed number of slots, in as many chunks as they fill: no position is
-dropped whatever their number, work grows with it, and memory is that of one chunk. None wanted, none computed.
+How many positions are selected is known only when the program runs, and shapes are fixed before. So the selected
+positions are processed in chunks of `chunk_size`, as many as they fill: no position is dropped whatever their number,
+work grows with it, and memory is that of one chunk. Without selected positions nothing is computed.
 
-T positions. A loop whose number of rounds is known that late has no reverse derivative, so one is given
-here: it walks the chunks again, computes each anew and takes its gradient. Forward mode (`jax.jvp`) is refused.
+T positions. A loop with a dynamic number of rounds has no reverse-mode derivative, so a custom one is given: it goes
+through the chunks again, recomputes each and takes its gradient. Forward mode (`jax.jvp`) is not supported.
 """
 
 import functools
@@ -22,40 +22,40 @@ PositionFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 6))
 def chunked_apply(
     function: PositionFunction,
-    capacity: int,
+    chunk_size: int,
     weights: Any,
     states: jax.Array,
     labels: jax.Array,
     selected: jax.Array,
     sync_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """`function(weights, states, labels)` where `selected`, 0 elsewhere: [T].
+    """Computes `function(weights, states, labels)` where `selected`, 0 elsewhere: [T].
 
     Args:
-      function: what to compute; a module's own function, since what it closes over gets no gradient.
-      capacity: positions per chunk; the last chunk's unused slots hold zeros.
-      weights: a tree of arrays. Gradients of chunks add up in at least float32: a bfloat16 sum of ones
+      function: it must not close over arrays that need gradients; they get none.
+      chunk_size: positions per chunk; unused slots of the last chunk hold zeros.
+      weights: a tree of arrays. Their gradients are summed over chunks in at least float32: a bfloat16 sum of ones
         stops at 256.
       states: [T, ...], with gradients.
       labels: int [T].
       selected: bool [T].
-      sync_axes: inside `jax.shard_map`, mesh axes whose devices must walk the same number of rounds, as they must where
-        `function` sends anything; those with fewer positions walk through empty chunks.
+      sync_axes: inside `jax.shard_map`, mesh axes whose devices must run the same number of rounds, as collectives in
+        `function` need; devices with fewer positions process empty chunks.
     """
-    values, _ = _forward(function, capacity, weights, states, labels, selected, sync_axes)
+    values, _ = _forward(function, chunk_size, weights, states, labels, selected, sync_axes)
     return values
 
 
 def _forward(
     function: PositionFunction,
-    capacity: int,
+    chunk_size: int,
     weights: Any,
     states: jax.Array,
     labels: jax.Array,
     selected: jax.Array,
     sync_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, Any]:
-    chunks, n_chunk = _chunks(selected, capacity)
+    chunks, n_chunk = _chunks(selected, chunk_size)
     if sync_axes:
         n_chunk = jax.lax.pmax(n_chunk, sync_axes)
 
@@ -70,10 +70,10 @@ def _forward(
 
 
 def _backward(
-    function: PositionFunction, capacity: int, sync_axes: tuple[str, ...], kept: Any, cotangent: jax.Array
+    function: PositionFunction, chunk_size: int, sync_axes: tuple[str, ...], residuals: Any, cotangent: jax.Array
 ) -> tuple[Any, ...]:
-    del sync_axes  # The rounds were counted together.
-    weights, states, labels, chunks, n_chunk = kept
+    del chunk_size, sync_axes  # The residuals have the chunks and their synchronised number.
+    weights, states, labels, chunks, n_chunk = residuals
 
     def add_chunk(i: jax.Array, gradients: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         of_weights, of_states = gradients
@@ -96,15 +96,15 @@ def _backward(
 chunked_apply.defvjp(_forward, _backward)
 
 
-def _chunks(selected: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """The selected positions in order, int [chunks, capacity], and how many chunks they fill.
+def _chunks(selected: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the selected positions in order, int [chunks, chunk_size], and how many chunks they fill.
 
-    Slots without a position hold T, one past the last: `_take` reads zeros there, and writes are dropped.
+    Empty slots hold T, one past the last position: `_take` reads zeros there, and writes are dropped.
     """
     n_position = selected.shape[0]
-    most = -(-n_position // capacity)
-    positions = jnp.flatnonzero(selected, size=most * capacity, fill_value=n_position)
-    return positions.reshape(most, capacity), -(-jnp.sum(selected) // capacity)
+    most = -(-n_position // chunk_size)
+    positions = jnp.flatnonzero(selected, size=most * chunk_size, fill_value=n_position)
+    return positions.reshape(most, chunk_size), -(-jnp.sum(selected) // chunk_size)
 
 
 def _take(array: jax.Array, positions: jax.Array) -> jax.Array:

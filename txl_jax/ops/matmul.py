@@ -1,4 +1,4 @@
-"""Matrix products whose fastest form depends on how many rows there are."""
+"""Matrix products, in the form that is fastest for the number of rows."""
 
 import math
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 
 def project(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x W: [..., n] and [n, ...] -> [..., ...], in the type of `inputs`.
+    """Computes x W: [..., n] and [n, ...] -> [..., ...], in the type of `inputs`.
 
-    A single row, which is what a token by itself is, is cut in half and multiplied as a batch of two: XLA's CPU
-    backend gives a product of a vector and a matrix to one thread and a batch to all. The time is that of reading W
+    A single row (one token) is split in half and multiplied as a batch of two: XLA's CPU
+    backend runs a product of a vector and a matrix on one thread and a batch on all. The time is that of reading W
     (512 x 2048 and the like, on two cores: 14 to 21 GB/s in one product, 23 to 28 in two halves).
     """
     n, *columns = kernel.shape

@@ -1,9 +1,9 @@
-"""Drawing the next token, without computing tails of an adaptive softmax that cannot matter.
+"""Sampling of the next token, without computing tails of an adaptive softmax that cannot matter.
 
-The probability of a tail bounds that of each of its words. So the k likeliest words, which is all that greedy and
-top-k drawing look at, need a tail only if its bound reaches the k-th word found so far; that holds at any temperature.
-Plain sampling at temperature 1 draws the cluster first and computes that tail alone. In all other cases, which need
-every probability, every tail is computed.
+The probability of a tail bounds that of each of its words. So the k likeliest words, which are all that greedy
+and top-k sampling need, need a tail only if its bound reaches the k-th word found so far, at any temperature.
+Plain sampling at temperature 1 draws the cluster first and computes that tail alone. All other cases, such as top-p
+without top-k, need every probability, and every tail is computed.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.adaptive_softmax import Cluster
 
 
-def draw(
+def sample(
     keys: jax.Array,
     hidden: jax.Array,
     clusters: Sequence[Cluster],
@@ -26,36 +26,40 @@ def draw(
     top_k: int | None,
     top_p: float,
 ) -> jax.Array:
-    """One token per row: keys [B] and hidden states [B, D] -> int32 [B].
+    """Samples one token per row: keys [B] and hidden states [B, D] -> int32 [B].
 
     Args:
-      clusters: of the softmax, the head ending with the tails' entries (`adaptive.with_tails`).
-      temperature: logits are divided by it; 0: the likeliest token.
-      top_k: draw among the k likeliest; 0: among all.
-      top_p: draw among the likeliest (of those) that together reach this probability.
+      keys: one per row.
+      hidden: [B, D].
+      clusters: of the softmax, the head ending with the tails' entries (`adaptive_softmax.with_tails`).
+      temperature: logits are divided by it; 0: greedy.
+      top_k: samples among the k likeliest; None: among all.
+      top_p: samples among the likeliest (of those) that together reach this probability (nucleus sampling).
     """
     if temperature == 0:
-        return likeliest(hidden, clusters, 1)[1][:, 0]
+        return top_k_tokens(hidden, clusters, 1)[1][:, 0]
     if top_k is not None and top_k < _bounds(clusters)[-1]:
-        log_p, tokens = likeliest(hidden, clusters, top_k)
-        chosen = _categorical(keys, restrict(log_p / temperature, top_p))
+        log_p, tokens = top_k_tokens(hidden, clusters, top_k)
+        chosen = _categorical(keys, mask_top_p(log_p / temperature, top_p))
         return jnp.take_along_axis(tokens, chosen[:, None], axis=1)[:, 0]
     if temperature == 1 and top_p == 1:
-        return _draw_cluster_first(keys, hidden, clusters)
+        return _sample_cluster_first(keys, hidden, clusters)
     log_p = adaptive_softmax.log_probabilities(hidden, clusters, None)
-    return _categorical(keys, restrict(log_p / temperature, top_p))
+    return _categorical(keys, mask_top_p(log_p / temperature, top_p))
 
 
-def likeliest(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tuple[jax.Array, jax.Array]:
-    """Log probabilities [B, k], the largest first, and tokens int32 [B, k] of the k likeliest after [B, D].
+def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tuple[jax.Array, jax.Array]:
+    """Returns log probabilities [B, k], the largest first, and tokens int32 [B, k] of the k likeliest after [B, D].
 
-    k is at most V. Which of equal probabilities at the border stay is not said; for k = 1 it is the lowest token id.
+    k is at most V. The choice among equal probabilities at the border is unspecified; for k = 1 it is the lowest id.
     """
     bounds, (tokens, entries) = _bounds(clusters), _head(hidden, clusters)
     found = _pad(*_top(tokens, 0, k), k)
     for c, cluster in enumerate(clusters[1:]):
 
-        def look(found: tuple[jax.Array, jax.Array], c: int = c, cluster: Cluster = cluster):
+        def merge(
+            found: tuple[jax.Array, jax.Array], c: int = c, cluster: Cluster = cluster
+        ) -> tuple[jax.Array, jax.Array]:
             log_p = entries[:, c, None] + jax.nn.log_softmax(adaptive_softmax.logits(hidden, cluster))
             more = _top(log_p, bounds[c + 1], k)
             log_p, tokens = (jnp.concatenate(pair, axis=1) for pair in zip(found, more, strict=True))
@@ -63,11 +67,11 @@ def likeliest(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tuple[j
             return log_p, jnp.take_along_axis(tokens, places, axis=1)
 
         may_matter = jnp.any(entries[:, c] >= found[0][:, -1])
-        found = jax.lax.cond(may_matter, look, lambda found: found, found)
+        found = jax.lax.cond(may_matter, merge, lambda found: found, found)
     return found
 
 
-def restrict(logits: jax.Array, top_p: float) -> jax.Array:
+def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
     """Sets to -inf all but the likeliest tokens that together reach `top_p`: [B, n] -> [B, n].
 
     The likeliest always stays; ties at the border all stay.
@@ -76,24 +80,24 @@ def restrict(logits: jax.Array, top_p: float) -> jax.Array:
         return logits
     sorted_logits = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
     probabilities = jax.nn.softmax(sorted_logits, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # What the likelier ones reach without it.
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # The sum of the likelier ones.
     smallest = jnp.min(jnp.where(before < top_p, sorted_logits, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= smallest, logits, -jnp.inf)
 
 
-def _draw_cluster_first(keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster]) -> jax.Array:
-    """Draws from the head, whose last entries are the tails, and then inside the tail that was drawn."""
+def _sample_cluster_first(keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster]) -> jax.Array:
+    """Samples from the head, whose last entries are the tails, and then inside the tail that was drawn."""
     bounds, (tokens, entries) = _bounds(clusters), _head(hidden, clusters)
     drawn = _categorical(_fold(keys, 0), jnp.concatenate([tokens, entries], axis=1))
     nothing = jnp.zeros_like(drawn)
     for c, cluster in enumerate(clusters[1:]):
         inside = drawn == bounds[1] + c
 
-        def draw_in(c: int = c, cluster: Cluster = cluster) -> jax.Array:
+        def sample_tail(c: int = c, cluster: Cluster = cluster) -> jax.Array:
             return bounds[c + 1] + _categorical(_fold(keys, c + 1), adaptive_softmax.logits(hidden, cluster))
 
-        word = jax.lax.cond(jnp.any(inside), draw_in, lambda: nothing)
-        # A word's id is also the place of an entry: what was found is marked until all tails had their turn.
+        word = jax.lax.cond(jnp.any(inside), sample_tail, lambda: nothing)
+        # A word's id may equal the place of an entry: found words are negative until all tails are done.
         drawn = jnp.where(inside, -1 - word, drawn)
     return jnp.where(drawn < 0, -1 - drawn, drawn)
 
@@ -112,14 +116,14 @@ def _head(hidden: jax.Array, clusters: Sequence[Cluster]) -> tuple[jax.Array, ja
 
 
 def _top(log_p: jax.Array, first: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """The up to k largest of [B, n], and their places counted from `first`."""
+    """Returns up to k largest of [B, n], and their places counted from `first`."""
     n = log_p.shape[1]
     width = math.isqrt(n // k)  # Makes the two searches below about as long.
     if width < 2:
         log_p, places = jax.lax.top_k(log_p, min(k, n))
         return log_p, places + first
-    # The k largest lie in the k groups whose largest are the largest. XLA's CPU backend sorts all that `top_k` is
-    # given: 20,000 numbers in 6.8 ms, the two short lists here in under 0.5.
+    # The k largest lie in the k groups whose largest are the largest. XLA's CPU backend sorts the whole
+    # input of `top_k`: 20,000 numbers in 6.8 ms, the two short lists here in under 0.5.
     groups = jnp.pad(log_p, [(0, 0), (0, -n % width)], constant_values=-jnp.inf).reshape(len(log_p), -1, width)
     _, chosen = jax.lax.top_k(jnp.max(groups, axis=2), k)
     members = jnp.take_along_axis(groups, chosen[:, :, None], axis=1).reshape(len(log_p), -1)
@@ -128,7 +132,7 @@ def _top(log_p: jax.Array, first: int, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _pad(log_p: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """To k columns, the new ones impossible."""
+    """Pads to k columns with tokens of probability 0."""
     pad = [(0, 0), (0, k - log_p.shape[1])]
     return jnp.pad(log_p, pad, constant_values=-jnp.inf), jnp.pad(tokens, pad)
 

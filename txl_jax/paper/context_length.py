@@ -1,4 +1,4 @@
-"""The context-length job: how well a trained run scores when it may look back less far, or further (the paper's figure 4).
+"""The scores of a trained run by attention length: figure 4 of the paper.
 
 Every token is predicted at each of several attention lengths A. With recurrence the memory has A slots and every query
 sees the same number of keys, A (A + 1 with `compat.same_length_window=mem_len_plus_one`); the text is read in the
@@ -17,30 +17,59 @@ from typing import Any
 from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, Network
 from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
-from txl_jax.jobs import report
+from txl_jax.errors import UserError
 from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import as_record, score
+from txl_jax.jobs.score import score
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
+from txl_jax.modules.positions import encoding_of
 from txl_jax.paper import plots
+from txl_jax.paper.study import Split
 from txl_jax.runtime import distributed
 from txl_jax.runtime.files import write_text
+from txl_jax.training.scores import as_record, format_scores, with_duration
 
 _COLUMNS = ("attention_length", "tokens", "loss", "bpc", "perplexity", "seconds")
 _COLUMN_OF = {Measure.BPC: "bpc", Measure.PPL: "perplexity"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One attention length."""
+class Plan:
+    """The attention lengths and the text."""
 
-    attention_length: int  # A
+    lengths: tuple[int, ...] = setting((64, 128, 256, 512, 1024, 2048), "Attention lengths.")
+    split: Split = setting(Split.VALID, "Text that is scored.")
+    stride: int | None = setting(
+        None, "Without recurrence: scored tokens per window; 1: the published protocol.", at_least=1
+    )
+
+    def validate(self) -> None:
+        """Raises `UserError` for a setting out of range."""
+        check_fields(self, "")
+
+    def check(self, config: ExperimentConfig) -> None:
+        """Raises `UserError` for a run that cannot be scored so."""
+        at_lengths(config, self.lengths, stride=self.stride)
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthScore:
+    """The score at one attention length.
+
+    Attributes:
+      attention_length: A.
+      totals: sums over the text.
+      seconds: time with compilation.
+    """
+
+    attention_length: int
     totals: Totals
-    seconds: float  # With compiling.
+    seconds: float
 
     def as_record(self) -> dict[str, float]:
-        """The columns of context_length.csv; the loss is in nats."""
+        """Returns the columns of context_length.csv; the loss is in nats."""
         scored = {"attention_length": self.attention_length, **as_record(self.totals), "seconds": self.seconds}
         return {name: scored[name] for name in _COLUMNS}
 
@@ -49,68 +78,72 @@ def run(
     config: ExperimentConfig,
     corpus: Corpus,
     workdir: Workdir,
+    plan: Plan,
     *,
     trained_on: TextInfo,
-    lengths: Sequence[int],
-    split: str = "valid",
-    stride: int | None = None,
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
-) -> list[Row]:
+) -> list[LengthScore]:
     """Scores a text at each length; writes context_length.csv after each of them, and at the end context_length.png.
 
     Args:
-      trained_on: what the run was trained on; another text may be scored if its vocabulary is the same.
-      lengths: A of each row, as `at_lengths` takes them.
-      split: "valid" or "test".
-      stride: tokens that a window scores, for a model without recurrence; None: the model has one.
+      config: of the trained run.
+      corpus: has the text.
+      workdir: of the run.
+      plan: lengths, text and stride.
+      trained_on: the run's own text; another may be scored if its vocabulary is the same.
+      log: takes lines for the user.
+      stop_requested: whether to stop.
 
     Raises:
-      ValueError: as `at_lengths`, or the text has another vocabulary.
-      FileNotFoundError: the workdir holds no checkpoint.
+      UserError: as `at_lengths`, or the text has another vocabulary, or the workdir holds no checkpoint.
       Interrupted: a stop was requested; the rows before it are written.
     """
-    configs = at_lengths(config, lengths, stride=stride)
+    plan.validate()
+    split, stride = plan.split, plan.stride
+    configs = at_lengths(config, plan.lengths, stride=stride)
     _, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
-    rows, measure = [], corpus.vocabulary.measure
+    measure = corpus.vocabulary.measure
+    rows: list[LengthScore] = []
     watch = {"measure": measure, "log": log, "stop_requested": stop_requested}
     for length, changed in configs.items():
         name, began = f"{split} at attention length {length:,}", time.monotonic()
         parts = assemble(changed, vocab_size=corpus.vocabulary.size)
         tokens = getattr(corpus, split)
         totals = score(parts, params, tokens, name=name, **watch)
-        rows.append(Row(length, totals, time.monotonic() - began))
-        log(report.timed(f"{name} {report.scores(totals, measure)}", rows[-1].seconds))
+        rows.append(LengthScore(length, totals, time.monotonic() - began))
+        log(with_duration(f"{name} {format_scores(totals, measure)}", rows[-1].seconds))
         distributed.broadcast_from_primary(lambda: write_text(workdir.path / "context_length.csv", _csv(rows)))
     log(f"results   {workdir.path / 'context_length.csv'}")
-    how = "streaming with a memory" if stride is None else f"windows moved on by {stride:,}"
+    how = "streaming with a memory" if stride is None else f"sliding windows, stride {stride:,}"
     title = f"{corpus.name} ({split}), step {step:,}, {how}"
     _draw(workdir.path / "context_length.png", rows, measure, title=title, log=log)
     return rows
 
 
 def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int | None) -> dict[int, ExperimentConfig]:
-    """The config that scores each length, shortest first; each length once.
+    """Returns the config that scores each length, shortest first; each length once.
 
     Raises:
-      ValueError: no length or one below 1; a stride that is missing, not needed or longer than a window; settings that
-        do not fit a length.
+      UserError: no length or one below 1; a stride that is missing, not needed or longer than a window; settings that do not fit a length.
     """
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"the attention lengths are {list(lengths)}; give numbers of tokens, each at least 1")
+    require(
+        lengths and min(lengths) >= 1,
+        f"the attention lengths are {list(lengths)}; give numbers of tokens, each at least 1",
+    )
     shortest = min(lengths)
     if is_recurrent(config) and stride is not None:
-        raise ValueError(
+        raise UserError(
             f"a stride of {stride} is given and the model has a memory, so that it reads each token once; the stride is "
             "of windows, for models without recurrence"
         )
     if not is_recurrent(config) and stride is None:
-        raise ValueError(
-            "the model has no memory to attend to, so that windows are scored; say with --context_stride how many tokens each "
+        raise UserError(
+            "the model has no memory to attend to, so that windows are scored; give the stride, the number of tokens that each "
             "of them scores (1: the published protocol, every token from a whole window)"
         )
     if stride is not None and not 1 <= stride <= shortest:
-        raise ValueError(
+        raise UserError(
             f"the stride is {stride} and the shortest attention length {shortest}; it must be at least 1 and at most "
             "that, or tokens would be left out"
         )
@@ -121,22 +154,22 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
 
 
 def is_recurrent(config: ExperimentConfig) -> bool:
-    """Whether the model was trained to read a memory, and tells positions in a way that reaches across segments."""
+    """Returns whether the model was trained with a memory, and encodes positions relative to the query."""
     attends = config.model.network is Network.TRANSFORMER_XL  # An LSTM's state reaches back however far it does.
-    return attends and config.model.encoding.is_relative and config.train.mem_len > 0
+    return attends and encoding_of(config.model).generates_by_token and config.train.mem_len > 0
 
 
 def _at_length(config: ExperimentConfig, length: int, stride: int | None) -> ExperimentConfig:
-    """The config of evaluation at one attention length, streaming or in windows."""
+    """Returns the config at one attention length, streaming or in windows."""
     if stride is None:
         segment_len = min(config.eval.segment_len, length)
-        span = {"mem_len": length, "same_length": True, "segment_len": segment_len, "stride": 0}
+        changes = {"mem_len": length, "same_length": True, "segment_len": segment_len, "stride": None}
     else:
-        span = {"mem_len": 0, "same_length": False, "segment_len": length, "stride": stride, "warmup_tokens": 0}
-    return config_tree.replace(config, {f"eval.{name}": value for name, value in span.items()})
+        changes = {"mem_len": 0, "same_length": False, "segment_len": length, "stride": stride, "warmup_tokens": 0}
+    return config_tree.replace(config, {f"eval.{name}": value for name, value in changes.items()})
 
 
-def _csv(rows: Sequence[Row]) -> str:
+def _csv(rows: Sequence[LengthScore]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -144,7 +177,7 @@ def _csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def _draw(path: Path, rows: Sequence[Row], measure: Measure, *, title: str, log: Callable[[str], None]) -> None:
+def _draw(path: Path, rows: Sequence[LengthScore], measure: Measure, *, title: str, log: Callable[[str], None]) -> None:
     if not distributed.broadcast_from_primary(plots.can_draw):
         log("no picture drawn: matplotlib is not installed (pip install '.[plots]')")
         return

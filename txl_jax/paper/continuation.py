@@ -1,67 +1,92 @@
-"""The continuation job: the model writes on from a part of a text, and the text itself stands beside (appendix E).
+"""The model's continuations of a text beside the text's own: appendix E of the paper.
 
-The paper's texts were seeded with a part of WikiText-103's test set and drawn among the 40 likeliest words.
+The paper's prompts are parts of WikiText-103's test set; it sampled with top-k, k = 40.
 """
 
+import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, Tokenizer
+from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
 from txl_jax.inference.generator import Generator
 from txl_jax.jobs.generate import check_can_generate
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
-from txl_jax.paper.detokenize import detokenise
+from txl_jax.paper.detokenize import detokenize
+from txl_jax.paper.study import Split
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.files import write_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The contexts that are continued."""
+
+    split: Split = setting(Split.TEST, "Text that has the contexts.")
+    starts: tuple[int, ...] = setting((0,), "Tokens of the text at which contexts begin.")
+    context: int = setting(512, "Tokens of a context.", at_least=1)
+    out: str | None = setting(None, "Markdown file; none: continuation.md in the workdir.", path=True)
+
+    def validate(self) -> None:
+        """Raises `UserError` for no start, or a setting out of range."""
+        check_fields(self, "")
+        require(self.starts, "no start was given; give numbers of tokens, as 1000,52000")
+
+    def check(self, config: ExperimentConfig) -> None:
+        """Raises `UserError` for a model that cannot generate."""
+        check_can_generate(config)
 
 
 def run(
     config: ExperimentConfig,
     corpus: Corpus,
     workdir: Workdir,
+    plan: Plan,
     *,
     trained_on: TextInfo,
-    path: Path,
-    split: str = "test",
-    starts: Sequence[int] = (0,),
-    context: int = 512,
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> None:
     """Writes a markdown file with a context, the model's continuation and the text's own, for each start.
 
     Args:
-      path: of the file.
-      starts: tokens of the text at which contexts begin.
-      context: tokens of a context. `generate.length` are written after it.
+      config: of the trained run; `generate.length` tokens are written after a context.
+      corpus: has the text.
+      workdir: of the run.
+      plan: text, starts and length of the contexts.
+      trained_on: the run's own text; another may be read if its vocabulary is the same.
+      log: takes lines for the user.
+      stop_requested: whether to stop.
 
     Raises:
-      ValueError: a start that leaves no room, or a model that cannot write.
-      FileNotFoundError: the workdir holds no checkpoint.
+      UserError: a start that leaves no room, a model that cannot generate, or no checkpoint.
       Interrupted: a stop was requested; nothing is written.
     """
-    check_can_generate(config)
-    tokens, length = np.asarray(getattr(corpus, split)), config.generate.length
-    for start in starts:
+    plan.validate()
+    plan.check(config)
+    tokens, length, context = np.asarray(getattr(corpus, plan.split)), config.generate.length, plan.context
+    for start in plan.starts:
         if not 0 <= start <= len(tokens) - context - length:
-            raise ValueError(
-                f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the {split} "
-                f"text has {len(tokens):,}; the last place with room is {len(tokens) - context - length:,}"
+            raise UserError(
+                f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the "
+                f"{plan.split} text has {len(tokens):,}; the last start with room is {len(tokens) - context - length:,}"
             )
+    path = Path(plan.out) if plan.out else workdir.path / "continuation.md"
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
     generator = Generator(
         parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh
     )
     weights = generator.prepare_params(params)
-    sections = [_opening(config, corpus, split, step)]
-    for start in starts:
+    sections = [_opening(config, corpus, plan.split, step)]
+    for start in plan.starts:
         known = tokens[start : start + context]
         blocks = list(generator.tokens(weights, known, stop_requested=stop_requested))
         if stop_requested():
@@ -76,10 +101,10 @@ def run(
 
 def _opening(config: ExperimentConfig, corpus: Corpus, split: str, step: int) -> str:
     how, facts = config.generate, environment.describe()
-    drawn = f"among the {how.top_k} likeliest tokens" if how.top_k else "among all tokens"
+    sampled = "from all tokens" if how.top_k is None else f"with top-k, k = {how.top_k}"
     return (
-        f"# Written from {corpus.description} ({split})\n\n"
-        f"Step {step:,}; drawn {drawn}, temperature {how.temperature:g}, seed {how.seed}, with a memory of "
+        f"# Continuations of {corpus.description} ({split})\n\n"
+        f"Step {step:,}; sampled {sampled}, temperature {how.temperature:g}, seed {how.seed}, with a memory of "
         f"{config.eval.mem_len:,}; {facts['device']}, {facts['date']}.\n"
     )
 
@@ -93,15 +118,15 @@ def _section(corpus: Corpus, start: int, known: np.ndarray, written: np.ndarray,
 
 
 def _quoted(corpus: Corpus, ids: np.ndarray) -> str:
-    """As a block of markdown that shows what stands there and nothing else."""
+    """Returns tokens as a quotation in markdown that shows the text literally."""
     text = corpus.vocabulary.decode(ids).decode(errors="replace")
     if corpus.vocabulary.kind == Tokenizer.WORD:
-        text = detokenise(text)
+        text = detokenize(text)
     return "\n".join(f"> {line}" if line.strip() else ">" for line in _escaped(text).splitlines())
 
 
 def _escaped(text: str) -> str:
-    """Lines that markdown shows as they are: signs that mean something to it, and what would begin a list or a heading."""
+    """Escapes the characters that markdown interprets, and those that would begin a list or a heading."""
     text = re.sub(r"([\\`*_<>\[\]#|&~])", r"\\\1", text)
     text = re.sub(
         r"^( *)([-+=]|\d+[.)])",

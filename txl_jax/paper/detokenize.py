@@ -1,4 +1,4 @@
-"""Words with spaces between them, as corpora have them, back to text as people write it."""
+"""Detokenization: from words with spaces between them to text as people write it."""
 
 import re
 
@@ -16,10 +16,10 @@ _QUOTED = re.compile(r'" ([^"\n]*?) "')
 _HEADING = re.compile(r"^ *((?:= )+)(.+?)((?: =)+) *$", re.MULTILINE)
 
 
-def detokenise(text: str) -> str:
-    """Takes the spaces out that a tokenizer put in; what has none comes back as it was.
+def detokenize(text: str) -> str:
+    """Removes the spaces that a tokenizer put in; other text comes back unchanged.
 
-    >>> detokenise('He said : " It is 3 @.@ 5 miles , isn \\'t it ? "')
+    >>> detokenize('He said : " It is 3 @.@ 5 miles , isn \\'t it ? "')
     'He said: "It is 3.5 miles, isn\\'t it?"'
     """
     text = _HEADING.sub(_as_heading, text)
@@ -29,6 +29,6 @@ def detokenise(text: str) -> str:
 
 
 def _as_heading(match: re.Match) -> str:
-    """` = = Reception = = ` is a heading, but only with as many signs on both sides."""
+    """Returns the title of ` = = Reception = = `: a heading has equally many signs on both sides."""
     before, title, after = match.group(1).count("="), match.group(2), match.group(3).count("=")
     return title if before == after else match.group(0)

@@ -1,8 +1,8 @@
-"""The RECL job: how far back each model of a group makes use of the text (appendix C, table 8, figures 3 and 4).
+"""Relative effective context length (RECL) of the models of a group: appendix C, table 8, figures 3 and 4 of the paper.
 
-Every model scores the same tokens at the same context lengths, each loss with its context encoded from nothing. The
-losses of each model and length are a file of their own, so that a job that is stopped goes on where it was, and that
-ratios and thresholds are tried without scoring again.
+Every model scores the same tokens at the same context lengths, each loss with its context encoded from an empty memory.
+The losses of each model and length are a file of their own, so that a stopped job resumes, and that other ratios and
+thresholds need no new scores.
 """
 
 import csv
@@ -12,21 +12,24 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from txl_jax.config import ExperimentConfig
+from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
 from txl_jax.evaluation.context_losses import context_losses, positions
-from txl_jax.jobs import report
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import check_finite, progress_bar
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
 from txl_jax.paper import plots, recl_gains
+from txl_jax.paper.study import Split
 from txl_jax.runtime import environment
 from txl_jax.runtime.files import write_json, write_text
+from txl_jax.training.scores import format_scores, with_duration
 
 # Table 8: r = 0.1, 0.5 and 1, of models trained on WikiText-103. The two groups are not comparable with each other.
 PAPER = {
@@ -40,8 +43,7 @@ PAPER = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
+class TrainedRun(NamedTuple):
     """A model of the group."""
 
     name: str
@@ -52,93 +54,127 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is scored, and how the group is judged."""
+    """The models of the group, the contexts they are scored from, and the measure of gains."""
 
-    lengths: tuple[int, ...]  # c, c + d, c + 2 d, ..
-    stride: int = 1  # Every stride-th token is scored.
-    batch_size: int = 16  # Contexts per call.
-    ratios: tuple[float, ...] = (0.1, 0.5, 1.0)  # r
-    threshold: float = recl_gains.THRESHOLD
-    split: str = "test"
+    workdirs: tuple[str, ...] = setting((), "Folders of the trained runs.", path=True)
+    names: tuple[str, ...] = setting((), "Names of the runs; empty: those of their folders.")
+    lengths: tuple[int, ...] = setting((100, 1000, 100), "Shortest context, longest, and step.")
+    stride: int = setting(1, "Every s-th token is scored.", at_least=1)
+    batch_size: int = setting(16, "Contexts per call.", at_least=1)
+    ratios: tuple[float, ...] = setting((0.1, 0.5, 1.0), "r: fractions of the tokens, those with the largest loss.")
+    threshold: float = setting(recl_gains.THRESHOLD, "Smallest relative gain that counts.", at_least=0)
+    split: Split = setting(Split.TEST, "Text that is scored.")
+    out: str | None = setting(None, "Folder of losses, table and plots. Created if missing.", path=True)
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """The context lengths c, c + d, c + 2 d, .."""
+        shortest, longest, step = self.lengths
+        return tuple(range(shortest, longest + 1, step))
 
     def validate(self) -> None:
-        """Raises `ValueError` for lengths that are no even steps, or numbers that mean nothing."""
-        steps = set(np.diff(self.lengths).tolist())
-        if len(self.lengths) < 2 or min(self.lengths) < 1 or len(steps) != 1 or min(steps) < 1:
-            raise ValueError(f"the context lengths are {list(self.lengths)}; give two or more, in even steps upwards")
-        for name in ("stride", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"the {name} is {getattr(self, name)}; it must be at least 1")
-        if not self.ratios or not all(0 < ratio <= 1 for ratio in self.ratios):
-            raise ValueError(f"the ratios are {list(self.ratios)}; each must be above 0 and at most 1")
+        """Raises `UserError` for lengths that are no range of two or more, settings out of range, or no folder."""
+        check_fields(self, "")
+        require(
+            len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
+            f"lengths is {','.join(map(str, self.lengths))}; give the shortest context, the longest and the step of two or "
+            "more, as 100,1000,100",
+        )
+        require(
+            self.ratios and all(0 < ratio <= 1 for ratio in self.ratios),
+            f"the ratios are {list(self.ratios)}; each must be above 0 and at most 1",
+        )
+        require(self.out, "no folder was given; set out to a folder for losses, table and plots")
+
+    def load_runs(self) -> list[TrainedRun]:
+        """Reads the settings of the runs.
+
+        Raises:
+          UserError: fewer than two runs, another number of names, or a folder that has no run.
+        """
+        require(
+            len(self.workdirs) >= 2,
+            f"workdirs has {len(self.workdirs)} folders; a relative context length compares models, so give two or more",
+        )
+        workdirs = [Workdir(Path(path)) for path in self.workdirs]
+        names = self.names or [workdir.path.name for workdir in workdirs]
+        require(
+            len(names) == len(workdirs),
+            f"names has {len(names)} names and workdirs {len(workdirs)} folders; name each run, or none",
+        )
+        return [TrainedRun(name, *workdir.load(), workdir) for name, workdir in zip(names, workdirs, strict=True)]
 
 
 def run(
-    members: Sequence[Member],
+    runs: Sequence[TrainedRun],
     corpus: Corpus,
     plan: Plan,
-    folder: Path,
     *,
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, list[int | None]]:
-    """Scores what is not scored yet and writes recl.json, .csv, .md and two pictures into `folder`.
+    """Scores what is not scored yet and writes recl.json, .csv, .md and two plots into `plan.out`.
+
+    Args:
+      runs: the group, as `plan.load_runs` has it.
+      corpus: has the text.
+      plan: contexts, ratios and folder.
+      log: takes lines for the user.
+      stop_requested: whether to stop.
 
     Returns:
       For each model, RECL at each ratio; None: longer than the longest context.
 
     Raises:
-      ValueError: a group of one, names that are alike, a plan or a text that does not go, or losses in the folder that
-        are of another plan.
-      FileNotFoundError: a model has no checkpoint.
+      UserError: a group of one, equal names, a plan or a text that does not fit, losses of another plan in the folder,
+        or a model without a checkpoint.
       Interrupted: a stop was requested; what was scored before stays.
     """
     plan.validate()
-    names = [member.name for member in members]
-    if len(names) < 2:
-        raise ValueError(f"the group has {len(names)} model; a relative length compares models, so give two or more")
-    if len(set(names)) < len(names):
-        raise ValueError(f"the models are called {', '.join(names)}; give each a name of its own")
+    names = [each.name for each in runs]
+    require(
+        len(names) >= 2, f"the group has {len(names)} model; a relative length compares models, so give two or more"
+    )
+    require(len(set(names)) == len(names), f"the models are called {', '.join(names)}; give them different names")
     tokens = getattr(corpus, plan.split)
-    scored = positions(len(tokens), longest=plan.lengths[-1], stride=plan.stride)
-    losses = {length: [] for length in plan.lengths}
-    for member in members:  # What is wrong with the last is said before the first takes its hours.
-        load_to_score(member.config, corpus, member.workdir, trained_on=member.trained_on, log=lambda line: None)
-    for member in members:
-        found = _losses_of(member, corpus, tokens, scored, plan, folder, log=log, stop_requested=stop_requested)
+    scored = positions(len(tokens), longest=plan.contexts[-1], stride=plan.stride)
+    for each in runs:  # An error in the last is found before the first takes its hours.
+        load_to_score(each.config, corpus, each.workdir, trained_on=each.trained_on, log=lambda line: None)
+    losses: dict[int, list[np.ndarray]] = {length: [] for length in plan.contexts}
+    for each in runs:
+        found = _losses_of(each, corpus, tokens, scored, plan, log=log, stop_requested=stop_requested)
         for length, values in found.items():
             losses[length].append(values)
-    return _judge(names, {c: np.stack(rows) for c, rows in losses.items()}, corpus, plan, folder, log=log)
+    return _write_results(names, {c: np.stack(rows) for c, rows in losses.items()}, corpus, plan, log=log)
 
 
 def _losses_of(
-    member: Member,
+    run: TrainedRun,
     corpus: Corpus,
     tokens: np.ndarray,
     scored: np.ndarray,
     plan: Plan,
-    folder: Path,
     *,
     log: Callable[[str], None],
     stop_requested: Callable[[], Any],
 ) -> dict[int, np.ndarray]:
-    """The losses [n] of one model at every length, from its files or computed."""
-    parts, step, params = load_to_score(member.config, corpus, member.workdir, trained_on=member.trained_on, log=log)
-    own = folder / "losses" / member.name
-    told = {
-        "workdir": str(member.workdir.path),
+    """Returns the losses [n] of one model at every context length, from its files or computed."""
+    parts, step, params = load_to_score(run.config, corpus, run.workdir, trained_on=run.trained_on, log=log)
+    own = Path(plan.out or "") / "losses" / run.name
+    identity = {
+        "workdir": str(run.workdir.path),
         "step": int(step),
         "text": corpus.digest,
         "split": plan.split,
-        "clamp_len": member.config.eval.clamp_len,
-        "temperature": member.config.eval.temperature,
+        "clamp_len": run.config.eval.clamp_len,
+        "temperature": run.config.eval.temperature,
         "first": int(scored[0]),
         "stride": plan.stride,
     }
-    _check_same(own / "scored.json", told)
+    _check_identity(own / "scored.json", identity)
     found = {}
-    for length in plan.lengths:
-        path, name = own / f"{length}.npy", f"{member.name} from {length:,} tokens"
+    for length in plan.contexts:
+        path, name = own / f"{length}.npy", f"{run.name} from {length:,} tokens"
         if path.exists():
             found[length] = np.load(path)
             continue
@@ -158,7 +194,7 @@ def _losses_of(
         totals = _mean(found[length])
         check_finite(totals, name)
         _save(path, found[length])
-        log(report.timed(f"{name} {report.scores(totals, measure)}", time.monotonic() - began))
+        log(with_duration(f"{name} {format_scores(totals, measure)}", time.monotonic() - began))
     return found
 
 
@@ -166,46 +202,38 @@ def _mean(losses: np.ndarray) -> Totals:
     return Totals(losses.sum(dtype=np.float64).item(), float(len(losses)))
 
 
-def _check_same(path: Path, told: dict[str, Any]) -> None:
-    """Notes what the losses beside `path` are of; raises `ValueError` if they are of something else."""
-    if path.exists():
-        before = json.loads(path.read_text())
-        differs = [
-            f"{name} was {before.get(name)} and is {value}" for name, value in told.items() if before.get(name) != value
-        ]
-        if differs:
-            raise ValueError(
-                f"{path.parent} holds losses of something else ({'; '.join(differs)}); give another folder"
-            )
+def _check_identity(path: Path, identity: dict[str, Any]) -> None:
+    """Writes a description of the losses beside `path`; raises `UserError` if it has one that differs."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, identity)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, told)
+    before = json.loads(path.read_text())
+    differing = [
+        f"{name} was {before.get(name)} and is {value}" for name, value in identity.items() if before.get(name) != value
+    ]
+    if differing:
+        raise UserError(f"{path.parent} holds other losses ({'; '.join(differing)}); give another folder")
 
 
 def _save(path: Path, values: np.ndarray) -> None:
-    """Whole or not at all."""
+    """Writes an array atomically."""
     part = path.with_suffix(".part")
     with open(part, "wb") as file:
         np.save(file, values)
     part.replace(path)
 
 
-def _judge(
-    names: Sequence[str],
-    losses: dict[int, np.ndarray],
-    corpus: Corpus,
-    plan: Plan,
-    folder: Path,
-    *,
-    log: Callable[[str], None],
+def _write_results(
+    names: Sequence[str], losses: dict[int, np.ndarray], corpus: Corpus, plan: Plan, *, log: Callable[[str], None]
 ) -> dict[str, list[int | None]]:
-    """Gains, lengths, files and pictures of the group's losses [models, n] per context length."""
+    """Writes gains, lengths and plots of the group's losses [models, n] per context length; returns the lengths."""
+    folder, measure = Path(plan.out or ""), corpus.vocabulary.measure
     gains = {ratio: recl_gains.gains(losses, ratio=ratio) for ratio in plan.ratios}
     lengths = {
         name: [recl_gains.effective_length(gains[ratio][i], threshold=plan.threshold) for ratio in plan.ratios]
         for i, name in enumerate(names)
     }
-    measure = corpus.vocabulary.measure
     means = {name: {c: _mean(rows[i]).value(measure) for c, rows in losses.items()} for i, name in enumerate(names)}
     n_scored = len(next(iter(losses.values()))[0])
     facts = {"text": corpus.description, "split": plan.split, "tokens": n_scored, **environment.describe()}
@@ -213,53 +241,63 @@ def _judge(
         {"model": name, "ratio": ratio, **gains[ratio][i][k]._asdict()}
         for ratio in plan.ratios
         for i, name in enumerate(names)
-        for k in range(len(plan.lengths) - 1)
+        for k in range(len(plan.contexts) - 1)
     ]
-    plan_told = dataclasses.asdict(plan)
-    write_json(
-        folder / "recl.json", {**facts, "plan": plan_told, "recl": lengths, measure.value: means, "gains": steps}
-    )
+    results = {"plan": dataclasses.asdict(plan), "recl": lengths, measure.value: means, "gains": steps}
+    write_json(folder / "recl.json", {**facts, **results})
     write_text(folder / "recl.csv", _csv(steps))
     table = _markdown(lengths, plan)
     write_text(folder / "recl.md", f"{_caption(facts, plan)}\n\n{table}")
     log(f"\n{table}")
-    if plots.can_draw():
-        ratio = min(plan.ratios)
-        curves = {name: {s.longer: s.perplexity for s in gains[ratio][i]} for i, name in enumerate(names)}
-        title = f"{corpus.name} ({plan.split})"
-        plots.curves(
-            curves,
-            folder / "gains.png",
-            title=f"{title}: what {plan.lengths[1] - plan.lengths[0]} more tokens of context give, r = {ratio:g}",
-            xlabel="context length c' (tokens)",
-            ylabel="gain in perplexity over c",
-        )
-        label = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}[measure]
-        plots.curves(means, folder / "context.png", title=title, xlabel="context length (tokens)", ylabel=label)
-    else:
-        log("no pictures: matplotlib is missing (pip install 'txl_jax[plots]')")
+    ratio = min(plan.ratios)
+    curves = {name: {s.longer: s.perplexity for s in gains[ratio][i]} for i, name in enumerate(names)}
+    _draw(curves, means, corpus, plan, log=log)
     log(f"results   {folder / 'recl.md'}")
     return lengths
+
+
+def _draw(
+    gains: dict[str, dict[int, float]],
+    means: dict[str, dict[int, float]],
+    corpus: Corpus,
+    plan: Plan,
+    *,
+    log: Callable[[str], None],
+) -> None:
+    """Draws figure 3 (gains by context length) and figure 4 (the measure by context length)."""
+    if not plots.can_draw():
+        log("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
+        return
+    folder, step, title = Path(plan.out or ""), plan.lengths[2], f"{corpus.name} ({plan.split})"
+    plots.curves(
+        gains,
+        folder / "gains.png",
+        title=f"{title}: gain of {step} more tokens of context, r = {min(plan.ratios):g}",
+        xlabel="context length c' (tokens)",
+        ylabel="gain in perplexity over c",
+    )
+    label = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}[corpus.vocabulary.measure]
+    plots.curves(means, folder / "context.png", title=title, xlabel="context length (tokens)", ylabel=label)
 
 
 def _caption(facts: dict[str, Any], plan: Plan) -> str:
     return (
         f"RECL on {facts['text']} ({facts['split']}), {facts['tokens']:,} tokens, one in {plan.stride}, contexts from "
-        f"{plan.lengths[0]} to {plan.lengths[-1]} in steps of {plan.lengths[1] - plan.lengths[0]}, threshold "
+        f"{plan.contexts[0]} to {plan.contexts[-1]} in steps of {plan.lengths[2]}, threshold "
         f"{plan.threshold:g}; {facts['device']}, {facts['date']}. The paper's lengths are of models on WikiText-103."
     )
 
 
 def _markdown(lengths: dict[str, list[int | None]], plan: Plan) -> str:
-    """Table 8, with the paper's below."""
+    """Returns table 8, with the paper's rows below."""
     lines = [
         f"| model | {' | '.join(f'r = {ratio:g}' for ratio in plan.ratios)} |",
         "|---" * (len(plan.ratios) + 1) + "|",
     ]
     for name, found in lengths.items():
-        cells = (f">= {plan.lengths[-1]:,}" if length is None else f"{length:,}" for length in found)
+        cells = (f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    if plan.ratios == Plan(()).ratios:
+    if plan.ratios == Plan().ratios:
         lines += [f"| *paper: {name}* | {' | '.join(map(str, found))} |" for name, found in PAPER.items()]
     return "\n".join(lines) + "\n"
 

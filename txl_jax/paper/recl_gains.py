@@ -19,11 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from txl_jax.errors import UserError
+
 THRESHOLD = 0.01  # Of the paper.
 
 
 class Gain(NamedTuple):
-    """What a longer context gives a model."""
+    """The gain of a model from a longer context."""
 
     context: int  # c
     longer: int  # c'
@@ -32,40 +34,40 @@ class Gain(NamedTuple):
 
 
 def hardest(baseline: np.ndarray, ratio: float) -> np.ndarray:
-    """The positions, in order, of the `ratio` of [T] with the largest baseline; at least one.
+    """Returns the positions, in order, of the `ratio` of [T] with the largest baseline; at least one.
 
     Raises:
-      ValueError: the ratio is not above 0 and at most 1.
+      UserError: the ratio is not above 0 and at most 1.
     """
     if not 0 < ratio <= 1:
-        raise ValueError(f"the ratio of positions is {ratio}; it must be above 0 and at most 1")
+        raise UserError(f"the ratio of positions is {ratio}; it must be above 0 and at most 1")
     count = max(round(ratio * len(baseline)), 1)
     # Stable, so that of equal positions the earlier ones are taken.
     return np.sort(np.argsort(-baseline, kind="stable")[:count])
 
 
 def relative_loss(baseline: np.ndarray, losses: np.ndarray, positions: np.ndarray) -> float:
-    """f_i: nats, of one model's losses [T]."""
+    """Computes f_i in nats from one model's losses [T]."""
     return float(np.minimum(baseline, losses)[positions].mean(dtype=np.float64))
 
 
 def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]:
-    """For each model, the gain of every step from a context length to the next.
+    """Computes, for each model, the gain of every step from a context length to the next.
 
     Args:
       losses: by context length, in increasing order, [models, T].
       ratio: r.
 
     Raises:
-      ValueError: fewer than two models or lengths, or a ratio that is none.
+      UserError: fewer than two models or lengths, or a ratio out of range.
     """
     lengths, n_model = list(losses), len(next(iter(losses.values()), ()))
     if n_model < 2:
-        raise ValueError(
+        raise UserError(
             f"the group has {n_model} model; a relative context length compares models, so give two or more"
         )
     if len(lengths) < 2 or lengths != sorted(lengths):
-        raise ValueError(f"the context lengths are {lengths}; give two or more, shortest first")
+        raise UserError(f"the context lengths are {lengths}; give two or more, shortest first")
     found: list[list[Gain]] = [[] for _ in range(n_model)]
     for i in range(len(lengths) - 1):
         context, longer = lengths[i], lengths[i + 1]
@@ -79,7 +81,7 @@ def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]
 
 
 def effective_length(steps: Sequence[Gain], *, threshold: float = THRESHOLD) -> int | None:
-    """RECL: the context from which the next step gains less than the threshold; None: every step gains more.
+    """Returns RECL: the context from which the next step gains less than the threshold; None: every step gains more.
 
     None means that the lengths ended before the gains did, so that RECL is at least the last of them.
     """

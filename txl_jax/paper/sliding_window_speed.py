@@ -1,8 +1,8 @@
-"""Seconds per token of a sliding window beside those of streaming with a memory: table 9 of the paper.
+"""Speed of a sliding window beside streaming with a memory, in seconds per token: table 9 of the paper.
 
-A model without recurrence that is to see A tokens encodes all A anew for each token that it predicts; ours reads each
-token once and finds the A before it in its memory. Both score one row, so this is the time that a reader waits. The
-sizes are the same; what differs are the positions, absolute there and relative here.
+A model without recurrence that sees A tokens encodes all A again for each token that it predicts; ours reads each token
+once and has the A before it in its memory. Both score one row, so this is latency. The sizes are the same; the positions
+are absolute there and relative here.
 
 On both sides the time is that of the layers, and of the softmax at the positions that are scored.
 """
@@ -10,7 +10,7 @@ On both sides the time is that of the layers, and of the softmax at the position
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -20,21 +20,52 @@ from txl_jax import sharding
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench.softmax_speed import draw_targets
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.batches.segment_reader import evaluation_segments
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
+from txl_jax.runtime import environment
+from txl_jax.runtime.files import write_json
 from txl_jax.training.state import init_params
 
 # Attention length, and how many times slower than ours the authors found the sliding window (on one GPU, 2019).
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
+# The clamp is that of the published evaluation of enwik8_12l. It saves our side the position keys beyond it.
+DEFAULTS = ExperimentConfig(eval=EvalConfig(segment_len=128, clamp_len=820))
+_VOCABULARY = 204  # enwik8's bytes without newline, as the published numbers are taken.
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One attention length. Seconds per token of each timed call."""
+class Plan:
+    """The attention lengths and the number of calls."""
 
-    attention_len: int  # A
-    sliding_window: tuple[float, ...]  # A call predicts one token.
-    ours: tuple[float, ...]  # A call reads S segments of L tokens.
+    lengths: tuple[int, ...] = setting(tuple(PAPER), "Attention lengths.")
+    calls: int = setting(5, "Timed calls of each side, in turns.", at_least=1)
+    warmup: int = setting(1, "Calls of each side before the timed ones.", at_least=1)
+    out: str | None = setting(None, "JSON file of sizes and all timings, written after each row.", path=True)
+
+    def validate(self) -> None:
+        """Raises `UserError` for no length, or a setting out of range."""
+        check_fields(self, "")
+        require(
+            self.lengths and min(self.lengths) >= 1,
+            f"lengths is {','.join(map(str, self.lengths))!r}; give attention lengths, as 800,1800",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Both sides at one attention length: seconds per token of each timed call.
+
+    Attributes:
+      attention_len: A.
+      sliding_window: of calls that predict one token each.
+      ours: of calls that read S segments of L tokens each.
+    """
+
+    attention_len: int
+    sliding_window: tuple[float, ...]
+    ours: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
@@ -42,7 +73,42 @@ class Row:
         return statistics.median(self.sliding_window) / statistics.median(self.ours)
 
 
-def measure(config: ExperimentConfig, *, vocab_size: int, attention_len: int, warmup: int, calls: int) -> Row:
+def run(config: ExperimentConfig, plan: Plan, *, log: Callable[[str], None] = print) -> list[Timing]:
+    """Times both sides at each length; logs a markdown table row by row and writes `plan.out`.
+
+    Raises:
+      UserError: sizes that do not fit together, before the first row is timed.
+    """
+    plan.validate()
+    for side in (sliding_window_config(config), *(our_config(config, length) for length in plan.lengths)):
+        side.validate()
+        side.model.validate_vocabulary(_VOCABULARY)
+    facts = environment.describe()
+    model, eval_config = config.model, config.eval
+    clamp = f"distances clamped at {eval_config.clamp_len}" if eval_config.clamp_len else "no clamp"
+    log(f"{facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}")
+    log(
+        f"{model.n_layer} layers of width {model.d_model}, {model.n_head} heads x {model.d_head}, inner width "
+        f"{model.d_inner}, {model.dtype}, vocabulary {_VOCABULARY}; ours reads {eval_config.segments_per_call} segments of "
+        f"{eval_config.segment_len} tokens a call, {clamp}\n"
+    )
+    log(
+        "| attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio | "
+        "paper's ratio |"
+    )
+    log("|---|---|---|---|---|---|---|---|---|")
+    timings = []
+    for length in plan.lengths:
+        timings.append(
+            measure(config, vocab_size=_VOCABULARY, attention_len=length, warmup=plan.warmup, calls=plan.calls)
+        )
+        log(_markdown_row(timings[-1]))
+        if plan.out:
+            write_json(plan.out, _record(config, plan, facts, timings))
+    return timings
+
+
+def measure(config: ExperimentConfig, *, vocab_size: int, attention_len: int, warmup: int, calls: int) -> Timing:
     """Times both at one attention length, on one device; calls take turns, so that a slow minute falls on both.
 
     Args:
@@ -55,35 +121,37 @@ def measure(config: ExperimentConfig, *, vocab_size: int, attention_len: int, wa
         "sliding_window": _sliding_window(sliding_window_config(config), vocab_size, attention_len),
         "ours": _streaming(our_config(config, attention_len), vocab_size),
     }
-    seconds = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(warmup + calls):
         for name, side in sides.items():
             began = time.perf_counter()
             side.call()
             seconds[name].append((time.perf_counter() - began) / side.tokens)
-    return Row(attention_len, **{name: tuple(found[warmup:]) for name, found in seconds.items()})
+    return Timing(attention_len, **{name: tuple(found[warmup:]) for name, found in seconds.items()})
 
 
 def sliding_window_config(config: ExperimentConfig) -> ExperimentConfig:
-    """The same sizes with absolute positions, which have no u and v."""
+    """Returns the same sizes with absolute positions, which have no u and v."""
     model = dataclasses.replace(config.model, encoding=Encoding.VASWANI, num_positions=None, untie_r=False)
     return dataclasses.replace(config, model=model, mesh=MeshConfig(data=1))
 
 
 def our_config(config: ExperimentConfig, attention_len: int) -> ExperimentConfig:
-    """The same sizes with relative positions, and a memory of the attention length."""
+    """Returns the same sizes with relative positions, and a memory of the attention length."""
     model = dataclasses.replace(config.model, encoding=Encoding.RELATIVE, num_positions=None)
-    span = dataclasses.replace(config.eval, batch_size=1, mem_len=attention_len, same_length=True)
-    return dataclasses.replace(config, model=model, eval=span, mesh=MeshConfig(data=1))
+    eval_config = dataclasses.replace(config.eval, batch_size=1, mem_len=attention_len, same_length=True)
+    return dataclasses.replace(config, model=model, eval=eval_config, mesh=MeshConfig(data=1))
 
 
 class _Side(NamedTuple):
-    call: Callable[[], None]  # Returns when the results are there.
-    tokens: int  # What a call predicts.
+    """One side of the comparison: a call that returns when its results are there, and the tokens that it predicts."""
+
+    call: Callable[[], Any]
+    tokens: int
 
 
 def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: int) -> _Side:
-    """A window of A random tokens, the last position of which is scored."""
+    """Returns the call that scores the last position of a window of A random tokens."""
     parts = assemble(config, vocab_size=vocab_size)
     params = _params(parts)
     step = sharding.bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
@@ -95,30 +163,57 @@ def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: in
 
 
 def _streaming(config: ExperimentConfig, vocab_size: int) -> _Side:
-    """S segments of random tokens, read with a full memory."""
-    parts, span = assemble(config, vocab_size=vocab_size), config.eval
+    """Returns the call that scores S segments of random tokens with a full memory."""
+    parts, eval_config = assemble(config, vocab_size=vocab_size), config.eval
     weights = parts.evaluation.prepare_params(_params(parts))
     memory = parts.evaluation.init_memory(weights)
-    memory = memory.replace(valid=memory.valid * 0 + span.mem_len)
-    segments = _segments(parts, span)
+    memory = memory.replace(valid=memory.valid * 0 + eval_config.mem_len)
+    segments = _segments(parts, eval_config)
 
     def call() -> None:
         nonlocal memory
         memory, *scores = parts.evaluation.eval_step(weights, memory, segments)
         jax.block_until_ready((memory, scores))
 
-    return _Side(call, tokens=span.segment_len * span.segments_per_call)
+    return _Side(call, tokens=eval_config.segment_len * eval_config.segments_per_call)
 
 
-def _segments(parts: RunComponents, span: EvalConfig) -> Any:
-    """S segments in the middle of a text: no row starts anew."""
-    tokens = draw_targets(parts.model.vocab_size, span.segment_len * span.segments_per_call + 1)
-    reader = evaluation_segments(tokens, batch_size=1, segment_len=span.segment_len)
-    segments = reader.segments(0, span.segments_per_call)
+def _segments(parts: RunComponents, eval_config: EvalConfig) -> Any:
+    """Returns S segments in the middle of a text: no row has its memory reset."""
+    tokens = draw_targets(parts.model.vocab_size, eval_config.segment_len * eval_config.segments_per_call + 1)
+    reader = evaluation_segments(tokens, batch_size=1, segment_len=eval_config.segment_len)
+    segments = reader.segments(0, eval_config.segments_per_call)
     return parts.placement.place(segments._replace(reset=segments.reset & False))
 
 
 def _params(parts: RunComponents) -> Any:
-    """Untrained parameters."""
+    """Returns untrained parameters."""
     init = jax.jit(lambda: nn.unbox(init_params(parts.model, jax.random.key(parts.config.seed))))
     return sharding.bind_mesh(parts.mesh, init)()
+
+
+def _markdown_row(timing: Timing) -> str:
+    cells = [f"{timing.attention_len:,}"]
+    for seconds in (timing.sliding_window, timing.ours):
+        cells += [f"{value:.3g}" for value in (statistics.median(seconds), max(seconds), min(seconds))]
+    paper = PAPER.get(timing.attention_len)
+    cells += [f"{timing.ratio:,.0f}", "" if paper is None else f"{paper:,}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _record(config: ExperimentConfig, plan: Plan, facts: dict[str, Any], timings: Sequence[Timing]) -> dict[str, Any]:
+    """Returns all timings with the sizes and the environment they were measured with."""
+    model, evaluation = config_tree.to_dict(config.model), config_tree.to_dict(config.eval)
+    del model["encoding"]  # Each side has its own.
+    return {
+        **facts,
+        "model": model,
+        "compat": config_tree.to_dict(config.compat),
+        "vocab_size": _VOCABULARY,
+        "eval": {name: evaluation[name] for name in ("segment_len", "segments_per_call", "clamp_len", "cache_dtype")},
+        "warmup": plan.warmup,
+        "rows": [
+            {**dataclasses.asdict(timing), "ratio": timing.ratio, "paper_ratio": PAPER.get(timing.attention_len)}
+            for timing in timings
+        ],
+    }

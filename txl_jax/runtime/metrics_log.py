@@ -23,16 +23,10 @@ METRICS = "metrics.jsonl"
 class MetricsLog(Protocol):
     """Takes the records and lines of a run; `RunLog` writes them, `NoLog` drops them."""
 
-    def __enter__(self) -> Self: ...
+    def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
+        """Takes one record; `member` names the member of an ensemble that it is about."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Takes one record."""
-
-    def print(self, line: str, *, shown: bool = True) -> None:
+    def print(self, line: str) -> None:
         """Takes one line for people."""
 
 
@@ -55,15 +49,11 @@ class RunLog:
       first_step: the step that the run starts after (that of the checkpoint it resumes from). Records of later
         steps are dropped.
       redone: kinds of records that this start makes again at `first_step` itself; those are dropped too.
-      label: stands before each line that is printed.
 
     Every method raises LogError when a file cannot be written.
     """
 
-    def __init__(
-        self, workdir: str | os.PathLike[str], *, first_step: int = 0, redone: Collection[str] = (), label: str = ""
-    ):
-        self._label = label
+    def __init__(self, workdir: str | os.PathLike[str], *, first_step: int = 0, redone: Collection[str] = ()):
         self._workdir = Path(workdir)
         with writing(self._workdir):
             self._workdir.mkdir(parents=True, exist_ok=True)
@@ -89,27 +79,30 @@ class RunLog:
             self._lines.close()
             self._scalars.close()
 
-    def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+    def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
         """Adds one record: a line `{"kind": kind, "step": step, **values}` and a scalar `kind/name` per value.
 
+        With `member`, of an ensemble, the line has it too, and the scalar is `member/kind/name`.
+
         Raises:
-          UserError: a value named "kind" or "step".
+          UserError: a value named "kind", "step" or "member".
         """
-        if taken := {"kind", "step"} & values.keys():
+        if taken := {"kind", "step", "member"} & values.keys():
             raise UserError(f"a record's values are named {sorted(taken)}, which the record itself uses; rename them")
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
         # allow_nan=False: json would write NaN, which is no JSON, and other readers would stop at the line.
-        record = {"kind": kind, "step": int(step)} | {name: _plain(number) for name, number in numbers.items()}
+        record: dict[str, Any] = {"kind": kind, "step": int(step)} | ({} if member is None else {"member": member})
+        record |= {name: _plain(number) for name, number in numbers.items()}
+        tag = kind if member is None else f"{member}/{kind}"
         line = json.dumps(record, allow_nan=False)
         with writing(self._workdir):
             self._metrics.write(line + "\n")
             self._metrics.flush()
-            self._scalars.write(int(step), {f"{kind}/{name}": number for name, number in numbers.items()})
+            self._scalars.write(int(step), {f"{tag}/{name}": number for name, number in numbers.items()})
 
-    def print(self, line: str, *, shown: bool = True) -> None:
-        """Prints a line, if `shown`, and adds it to log.txt; after `close` it only prints."""
-        if shown:
-            print(self._label + line, flush=True)
+    def print(self, line: str) -> None:
+        """Prints a line and adds it to log.txt; after `close` it only prints."""
+        print(line, flush=True)
         if self._lines.closed:
             return
         with writing(self._workdir):
@@ -128,10 +121,10 @@ class NoLog:
     ) -> None:
         pass
 
-    def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+    def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
         """Drops a record."""
 
-    def print(self, line: str, *, shown: bool = True) -> None:
+    def print(self, line: str) -> None:
         """Drops a line."""
 
 

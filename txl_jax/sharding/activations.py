@@ -23,8 +23,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
     Args:
       x: of any shape.
-      names: one logical name (`txl_jax.sharding.axes`) per axis; None: replicated. Rows of a batch (`axes.BATCH`) that do
-        not divide among the devices are replicated, such as the one row of a published evaluation.
+      names: one logical name (`txl_jax.sharding.axes`) per axis; None: replicated. Rows of a batch (`axes.BATCH`) are
+        replicated if they do not divide among the devices, such as the one row of a published evaluation.
 
     Raises:
       ValueError: an unknown name, or another number of names than `x` has axes; also without a mesh.
@@ -35,22 +35,23 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     mesh = ambient_mesh()
     if mesh is None:
         return x
-    names = tuple(
+    placed = tuple(
         batch_axes(mesh, size) if name == axes.BATCH else name for name, size in zip(names, x.shape, strict=True)
     )
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(*names)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(*placed)))
 
 
 def shard_map(function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Maps `function` over the shards of its arguments on the ambient mesh; gradients of replicated arguments are summed.
+    """Maps `function` over the shards of its arguments on the ambient mesh.
 
-    Without check_vma, under which arrays would have to be marked as different on different devices one by one.
+    Gradients of replicated arguments are summed over devices. check_vma is off: with it every array that differs
+    between devices would have to be marked.
     """
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def batch_spec(batch_size: int) -> tuple[str, ...]:
-    """Returns the axes of the ambient mesh that share the rows of a batch; none if the rows do not divide among them."""
+    """Returns the axes of the ambient mesh that share a batch's rows; none if the rows do not divide among them."""
     mesh = ambient_mesh()
     name = None if mesh is None else batch_axes(mesh, batch_size)
     return () if name is None else spec(name)[0]

@@ -39,8 +39,8 @@ def check_ambient_mesh(num_devices: int) -> None:
     size = 1 if mesh is None else mesh.size
     if size != num_devices:
         raise UserError(
-            f"the model is built for {num_devices} devices (num_devices) and the ambient mesh has {size}; call it within "
-            "`with jax.set_mesh(mesh):`, on every thread"
+            f"the model is built for {num_devices} devices (num_devices) and the ambient mesh has {size}; call it "
+            "within `with jax.set_mesh(mesh):`, on every thread"
         )
 
 

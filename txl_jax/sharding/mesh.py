@@ -1,8 +1,8 @@
 """The device mesh, and the one table from logical axis names to its axes.
 
-A mesh has three axes: `data` (copies of the model), `fsdp` (devices that share one copy's parameters)
-and `tensor` (devices that share heads, inner width and vocabulary). Batch rows are spread over `data` and
-`fsdp`. `jax.jit` with these shardings is what used to be called pjit.
+A mesh has three axes: `data` (data parallel: replicas of the model), `fsdp` (fully sharded data parallel: devices that
+share the parameters of one replica) and `tensor` (tensor parallel: devices that share heads, inner width and
+vocabulary). Batch rows are sharded over `data` and `fsdp`.
 """
 
 import math
@@ -16,6 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from txl_jax.config import MeshConfig
+from txl_jax.errors import UserError
 from txl_jax.sharding import axes
 from txl_jax.sharding.ambient import ambient_mesh
 
@@ -38,30 +39,31 @@ _MESH_AXES = {
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over this run's devices; with `data` given, those beyond the product stay idle.
+    """Makes the mesh over this run's devices; with `data` given, devices beyond the product stay idle.
 
-    Neighbours along an axis of the mesh are neighbours on the wire, where a device tells its place.
+    Neighbours along an axis of the mesh are neighbours in the interconnect, where devices have coordinates.
 
     Args:
-      devices: None: those of this run; else others, such as those of a topology that is not at hand.
+      config: the sizes of the axes.
+      devices: None: those of this run; else others, such as those of a topology that is not attached.
 
     Raises:
-      ValueError: the sizes ask for more devices than there are, or leave a remainder where `data` is None.
+      UserError: the sizes need more devices than there are, or leave a remainder where `data` is None.
     """
     devices = jax.devices() if devices is None else devices
     shape = _shape(config, len(devices))
-    try:  # As `jax.make_mesh`, which lays no axis of the mesh over a part of an axis of the wires.
+    try:  # As `jax.make_mesh`, which does not split physical axes.
         grid = mesh_utils.create_device_mesh(shape, devices[: math.prod(shape)], allow_split_physical_axes=True)
-    except AssertionError:  # So many chips are no box of the torus; they work all the same.
+    except AssertionError:  # Such a number of chips is no box of the torus; any order works.
         grid = np.asarray(devices[: math.prod(shape)]).reshape(shape)
     return Mesh(grid, _NAMES, axis_types=(AxisType.Auto,) * 3)
 
 
 def abstract_mesh(config: MeshConfig, n_device: int) -> AbstractMesh:
-    """The mesh over devices of which only the number is known: enough to say what would lie where.
+    """Makes a mesh without devices, for shapes and shardings only.
 
     Raises:
-      ValueError: as `make_mesh`.
+      UserError: as `make_mesh`.
     """
     return AbstractMesh(_shape(config, n_device), _NAMES, axis_types=(AxisType.Auto,) * 3)
 
@@ -70,15 +72,15 @@ def _shape(config: MeshConfig, n_device: int) -> tuple[int, int, int]:
     shared = config.fsdp * config.tensor
     data = config.data or n_device // shared
     if data * shared > n_device or (not config.data and data * shared != n_device):
-        raise ValueError(
-            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor} and there "
-            f"are {n_device} devices; the product must not exceed that, nor leave a remainder where data is none"
+        raise UserError(
+            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor} and "
+            f"there are {n_device} devices; the product must not exceed that, nor leave a remainder where data is none"
         )
     return data, config.fsdp, config.tensor
 
 
 def spec(*names: str | None) -> PartitionSpec:
-    """The mesh axes of an array whose axes are called `names`; None stays whole.
+    """Returns the mesh axes of an array with these logical axes; None: replicated.
 
     Raises:
       ValueError: a name without a row in the table (flax would silently replicate it).
@@ -90,22 +92,22 @@ def spec(*names: str | None) -> PartitionSpec:
 
 
 def named_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
-    """The sharding of one array whose axes are called `names`."""
+    """Returns the sharding of an array with these logical axes."""
     return NamedSharding(mesh, spec(*names))
 
 
 def param_shardings(mesh: Mesh, tree: Any) -> Any:
-    """Shardings for a tree whose arrays sit in boxes with logical axis names; bare arrays are replicated.
+    """Returns the shardings of a tree of parameters boxed with logical axis names; bare arrays are replicated.
 
-    Vocabularies and their clusters have the sizes that the text gives them (205 bytes in enwik8). A table whose tokens do
-    not divide over `tensor` is whole there, and over `fsdp` its tokens are spread if its width does not divide. (Over
-    `tensor` the width would have to be gathered for every use, which reads parts of the tokens.)
+    The sizes of vocabularies and clusters come from the text (205 bytes in enwik8). A table whose tokens do not divide
+    over `tensor` is replicated there, and over `fsdp` its tokens are sharded if its width does not divide. (Sharding
+    the width over `tensor` would need an all-gather for every use, which reads parts of the tokens.)
 
-    Shaped like `nn.unbox(tree)`.
+    The result is shaped like `nn.unbox(tree)`.
     """
 
     def place(names: PartitionSpec, array: Any) -> NamedSharding:
-        if tuple(names) == (axes.VOCAB,):  # A bias, of which each cluster takes a piece at its cutoffs: whole.
+        if tuple(names) == (axes.VOCAB,):  # A bias, which is sliced at the cutoffs: replicated.
             return named_sharding(mesh)
         if axes.VOCAB not in names:
             return named_sharding(mesh, *names)
@@ -117,7 +119,7 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def _of_table(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
-    """The mesh axes of a table of embeddings, of these sizes by names of axes."""
+    """Returns the mesh axes of an embedding table, from its sizes by logical axis."""
     found: dict[str, list[str]] = {name: [] for name in sizes}
 
     def divides(name: str, axis: str) -> bool:
@@ -133,9 +135,9 @@ def _of_table(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
 
 
 def batch_axes(mesh: Mesh | AbstractMesh, batch_size: int) -> str | None:
-    """The name of a batch axis: `axes.BATCH` if the rows divide among the devices, else None (replicated).
+    """Returns `axes.BATCH` if the rows of a batch divide among the devices, else None (replicated).
 
-    A published evaluation reads one row, whatever the number of devices.
+    Published evaluations read one row, whatever the number of devices.
     """
     return axes.BATCH if batch_size % num_batch_shards(mesh) == 0 else None
 

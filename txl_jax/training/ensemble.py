@@ -1,16 +1,17 @@
-"""Updates of several runs as one program: what they differ in are numbers that the program is given.
+"""The update of an ensemble: several runs vmapped into one program over a leading member axis.
 
-A small model leaves an accelerator idle, and its time goes into starting kernels. With `jax.vmap` over a leading axis
-of runs, each kernel does the work of all of them.
+A small model leaves an accelerator idle: its time goes into starting kernels. With `jax.vmap` over the members each
+kernel does the work of all of them. What they differ in changes no shape: it is passed beside the config, as arrays.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from txl_jax.config import ExperimentConfig
-from txl_jax.config import tree as config_tree
 from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.segments import Segments
@@ -18,33 +19,82 @@ from txl_jax.training.optimizer import learning_rate, make_optimizer
 from txl_jax.training.state import TrainState, init_state
 from txl_jax.training.step import UpdateMetrics, make_train_step
 
-# What runs of one program may differ in: it changes no shape, and nothing that evaluation reads.
-RATES = tuple(f"model.dropout.{name}" for name in DropoutRates._fields)
-NUMBERS = ("seed", "optimizer.learning_rate", *RATES)
-
-# (numbers [n] by name, states with a leading axis n, segments [n, S, B, L]) -> (states, metrics [n, S])
-TogetherStep = Callable[[Mapping[str, jax.Array], TrainState, Segments], tuple[TrainState, UpdateMetrics]]
+SEED, LEARNING_RATE = "seed", "optimizer.learning_rate"
+# Settings in which members may differ: they change no shape, and nothing that evaluation reads.
+VARYING = (SEED, LEARNING_RATE, *(f"model.dropout.{name}" for name in DropoutRates._fields))
 
 
-def make_step(model: LanguageModel, base: ExperimentConfig) -> TogetherStep:
-    """The updates of n runs that differ from `base` in their numbers; each is what `make_train_step` makes of it."""
+class Variation(NamedTuple):
+    """The values in which members differ from their base: an array [n] for each; None, or a name left out: as the base.
 
-    def step(numbers: Mapping[str, jax.Array], state: TrainState, segments: Segments) -> Any:
-        changed = {name.rpartition(".")[2]: number for name, number in numbers.items() if name in RATES}
-        own_model = model.clone(rates=DropoutRates.of(base.model.dropout, **changed))
-        config = config_tree.replace(base, {name: number for name, number in numbers.items() if name not in RATES})
-        own = make_train_step(own_model, make_optimizer(config), learning_rate(config), config)
-        return own(state, segments)
+    Attributes:
+      seed: uint32, of the initial parameters and of dropout.
+      learning_rate: the peak.
+      dropout: rates by the fields of `DropoutRates`.
+    """
+
+    seed: jax.Array | None
+    learning_rate: jax.Array | None
+    dropout: dict[str, jax.Array]
+
+    @classmethod
+    def of(cls, base: ExperimentConfig, configs: Sequence[ExperimentConfig]) -> "Variation":
+        """Returns the values of members with these configs."""
+        base_rates = DropoutRates.of(base.model.dropout)
+        rates = [DropoutRates.of(config.model.dropout) for config in configs]
+        dropout = {
+            name: _unless_all(getattr(base_rates, name), [getattr(each, name) for each in rates], float)
+            for name in DropoutRates._fields
+        }
+        return cls(
+            seed=_unless_all(base.seed, [config.seed for config in configs], jnp.uint32),
+            learning_rate=_unless_all(
+                base.optimizer.learning_rate, [config.optimizer.learning_rate for config in configs], float
+            ),
+            dropout={name: values for name, values in dropout.items() if values is not None},
+        )
+
+
+def _unless_all(value: Any, values: Sequence[Any], dtype: Any) -> jax.Array | None:
+    return None if set(values) == {value} else jnp.asarray(values, dtype)
+
+
+# (values of the members, states with a leading axis n, segments [n, S, B, L]) -> (states, metrics [n, S])
+EnsembleStep = Callable[[Variation, TrainState, Segments], tuple[TrainState, UpdateMetrics]]
+
+
+def make_ensemble_step(model: LanguageModel, base: ExperimentConfig) -> EnsembleStep:
+    """Returns S updates of n members; each is that of `make_train_step` with the member's values, up to rounding."""
+    rates = DropoutRates.of(base.model.dropout)
+
+    def step(own: Variation, state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
+        member_step = make_train_step(
+            model.clone(rates=rates._replace(**own.dropout)) if own.dropout else model,
+            make_optimizer(base, peak=own.learning_rate),
+            learning_rate(base, peak=own.learning_rate),
+            base,
+            seed=own.seed,
+        )
+        return member_step(state, segments)
 
     return jax.vmap(step)
 
 
-def make_init(model: LanguageModel, base: ExperimentConfig) -> Callable[[jax.Array], TrainState]:
-    """The state of one run before its first update, from its seed."""
-    optimizer, span = make_optimizer(base), base.train
+def make_ensemble_init(model: LanguageModel, base: ExperimentConfig, seeds: Sequence[int]) -> Callable[[], TrainState]:
+    """Returns a function that makes the states of all members before the first update, stacked."""
+    optimizer, train = make_optimizer(base), base.train
 
     def init(seed: jax.Array) -> TrainState:
-        sizes = {"batch_size": span.batch_size, "mem_len": span.mem_len}
-        return init_state(model, optimizer, seed=seed, **sizes, average=base.average)
+        state = init_state(
+            model, optimizer, seed=seed, batch_size=train.batch_size, mem_len=train.mem_len, average=base.average
+        )
+        return nn.unbox(state)
 
-    return init
+    # Each member is initialized by itself, so that its parameters are, bit for bit, those of a run of its own.
+    jitted = jax.jit(init)
+
+    def init_all() -> TrainState:
+        states = [jitted(jnp.asarray(seed, jnp.uint32)) for seed in seeds]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+    return init_all

@@ -1,4 +1,4 @@
-"""Everything that training carries from update to update."""
+"""The training state: everything that is carried from update to update."""
 
 from typing import Any
 
@@ -18,14 +18,15 @@ _NO_AVERAGE = AverageConfig()
 
 @flax.struct.dataclass
 class TrainState:
-    """Saved whole in a checkpoint, so that a resumed run goes on exactly.
+    """The training state, which a checkpoint holds as a whole.
 
-    The position in the text is a function of `step`, and so is the randomness: neither has state.
+    The position in the text and the random keys are functions of `step`: neither has state. In an ensemble every leaf
+    has a leading member axis.
 
     Attributes:
       step: int32 [], updates done.
       params: the parameters, float32.
-      opt_state: state of the optimiser.
+      opt_state: state of the optimizer.
       memory: M slots for each row of the batch.
       average: the mean of the parameters over updates; None: none is kept.
     """
@@ -38,12 +39,12 @@ class TrainState:
 
     @property
     def scored_params(self) -> Any:
-        """What is evaluated and kept as the best: the mean where there is one."""
+        """The parameters that are evaluated and kept as the best: the mean where there is one."""
         return self.params if self.average is None else self.average.params
 
 
 def init_params(model: LanguageModel, key: jax.Array) -> Any:
-    """Initial parameters, each in a box that holds its logical axis names."""
+    """Returns the initial parameters, each in a box that holds its logical axis names."""
     token = jnp.zeros((1, 1), jnp.int32)
     return model.init(key, token, model.init_memory(batch_size=1, mem_len=0))["params"]
 
@@ -52,12 +53,12 @@ def init_state(
     model: LanguageModel,
     optimizer: optax.GradientTransformation,
     *,
-    seed: int,
+    seed: int | jax.Array,
     batch_size: int,
     mem_len: int,
     average: AverageConfig = _NO_AVERAGE,
 ) -> TrainState:
-    """The state before the first update; parameters and their moments are boxed as in `init_params`."""
+    """Returns the state before the first update; parameters and their moments are boxed as in `init_params`."""
     params = init_params(model, jax.random.key(seed))
     return TrainState(
         step=jnp.zeros((), jnp.int32),

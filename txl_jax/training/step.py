@@ -1,4 +1,4 @@
-"""S updates as one pure function: one optimiser update per segment, as the paper trains."""
+"""The train step: S updates as one pure function, one optimizer update per segment, as the paper trains."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from txl_jax.training.state import TrainState
 
 
 class UpdateMetrics(NamedTuple):
-    """What one update reports; stacked to [S] by a call."""
+    """Metrics of one update; stacked to [S] by a call."""
 
     nats: jax.Array  # Summed over the scored tokens of the global batch.
     tokens: jax.Array  # Number of those.
@@ -38,39 +38,17 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     config: ExperimentConfig,
+    *,
+    seed: int | jax.Array | None = None,
 ) -> TrainStep:
-    """A function of (state, S segments) that is ready for `jax.jit` with the state donated."""
-    train, regularization = config.train, config.regularization
-    penalised = regularization.activation_l2 > 0 or regularization.temporal_l2 > 0
+    """Returns a function of (state, S segments) that is ready for `jax.jit` with the state donated.
 
-    def loss(
-        params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        """What is minimised, as a part of the batch's mean over `tokens`; and (summed nats, new memory)."""
-        variables = {"params": params}
-        (hidden, memory), kept = model.apply(
-            variables,
-            segment.inputs,
-            memory,
-            clamp_len=train.clamp_len,
-            same_length=train.same_length,
-            deterministic=False,
-            rngs={"dropout": dropout_key},
-            mutable=[intermediates.COLLECTION] if penalised else [],
-        )
-        nll = model.apply(variables, hidden, segment.targets, method=model.nll)
-        scored = nll  # What is reported.
-        if regularization.adversarial:
-            vectors = model.apply(variables, segment.targets, method=model.target_vectors)
-            nll = losses.adversarial_nll(nll, hidden, vectors, regularization.adversarial)
-        mean = losses.weighted_sum(nll, segment.weights)[0] / jnp.maximum(tokens, 1)
-        if penalised:
-            new = intermediates.last(kept)[:, -train.new_tokens :]
-            penalty = losses.activation_penalty(
-                new, activation=regularization.activation_l2, temporal=regularization.temporal_l2
-            )
-            mean += penalty / train.grad_accum_steps
-        return mean, (losses.weighted_sum(scored, segment.weights)[0], memory)
+    Args:
+      seed: of dropout, which may be traced; None: that of the config.
+    """
+    train = config.train
+    gradient = jax.grad(_make_loss(model, config), has_aux=True)
+    seed = config.seed if seed is None else seed
 
     def update(carry: Any, memory: Memory, segment: Segments) -> tuple[Any, Memory, UpdateMetrics]:
         step, params, opt_state, average = carry
@@ -79,11 +57,9 @@ def make_train_step(
         )
         tokens = jnp.sum(segment.weights)
         # The key depends on seed and step alone, so a checkpoint holds no random state.
-        dropout_key = jax.random.fold_in(jax.random.key(config.seed), step)
-        chunks = GradAccumulation(train.grad_accum_steps, num_batch_shards())
-        grads, nats, memory = chunks.gradient(
-            jax.grad(loss, has_aux=True), params, memory, segment, dropout_key, tokens
-        )
+        dropout_key = jax.random.fold_in(jax.random.key(seed), step)
+        accumulation = GradAccumulation(train.grad_accum_steps, num_batch_shards())
+        grads, nats, memory = accumulation.gradient(gradient, params, memory, segment, dropout_key, tokens)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         metrics = UpdateMetrics(nats, tokens, optax.tree.norm(grads), jnp.asarray(schedule(step), jnp.float32))
         params = optax.apply_updates(params, updates)
@@ -102,3 +78,40 @@ def make_train_step(
         return TrainState(step, params, opt_state, memory, average), metrics
 
     return train_step
+
+
+def _make_loss(model: LanguageModel, config: ExperimentConfig) -> Callable[..., tuple[jax.Array, Any]]:
+    """Returns the loss of one segment, or of one microbatch of it."""
+    train, regularization = config.train, config.regularization
+    penalized = regularization.activation_l2 > 0 or regularization.temporal_l2 > 0
+
+    def loss(
+        params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Returns the minimized loss, as a part of the batch's mean over `tokens`; and (summed nats, new memory)."""
+        variables = {"params": params}
+        (hidden, memory), kept = model.apply(
+            variables,
+            segment.inputs,
+            memory,
+            clamp_len=train.clamp_len,
+            same_length=train.same_length,
+            deterministic=False,
+            rngs={"dropout": dropout_key},
+            mutable=[intermediates.COLLECTION] if penalized else [],
+        )
+        nll = model.apply(variables, hidden, segment.targets, method=model.nll)
+        scored = nll  # What is reported.
+        if regularization.adversarial:
+            vectors = model.apply(variables, segment.targets, method=model.target_vectors)
+            nll = losses.adversarial_nll(nll, hidden, vectors, regularization.adversarial)
+        mean = losses.weighted_sum(nll, segment.weights)[0] / jnp.maximum(tokens, 1)
+        if penalized:
+            new = intermediates.last(kept)[:, -train.new_tokens :]
+            penalty = losses.activation_penalty(
+                new, activation=regularization.activation_l2, temporal=regularization.temporal_l2
+            )
+            mean += penalty / train.grad_accum_steps
+        return mean, (losses.weighted_sum(scored, segment.weights)[0], memory)
+
+    return loss

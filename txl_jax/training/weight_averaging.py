@@ -1,8 +1,8 @@
-"""The mean of the weights over updates: uniform, exponential, begun at a step or when validation stops improving.
+"""Weight averaging: the mean of the parameters over updates, uniform (SWA, NT-ASGD) or exponential (EMA).
 
-Uniform from a step on is the averaged phase of AWD-LSTM (Merity et al., 2018) and of the PTB recipe; `decay` below 1
-makes it an exponential mean, which counts all alike until there are 1 / (1 - decay) of them, so that it needs no
-correction at its start.
+Uniform averaging from a step on is the averaged phase of AWD-LSTM (Merity et al., 2018) and of the PTB recipe; NT-ASGD
+starts it when validation stops improving. With `ema_decay` the mean is exponential; until there are
+1 / (1 - ema_decay) updates it counts all alike, so that it needs no bias correction at its start.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from txl_jax.config import AverageConfig
 
@@ -23,7 +24,7 @@ class Average:
 
     Attributes:
       params: the mean; before it has begun, the parameters themselves.
-      begun: int32 [], updates before it began.
+      begun: int32 [], updates before it began; [n] in an ensemble.
     """
 
     params: Any
@@ -31,7 +32,7 @@ class Average:
 
 
 def init(params: Any, config: AverageConfig) -> Average | None:
-    """The mean before the first update; None: there is none."""
+    """Returns the mean before the first update; None: there is none."""
     if not config.on:
         return None
     begun = _NEVER if config.start_step is None else config.start_step
@@ -39,7 +40,7 @@ def init(params: Any, config: AverageConfig) -> Average | None:
 
 
 def update(average: Average | None, params: Any, step: jax.Array, config: AverageConfig) -> Average | None:
-    """The mean with the parameters after update number `step` (from 0)."""
+    """Adds the parameters after update number `step` (from 0) to the mean."""
     if average is None:
         return None
     count = jnp.maximum(step + 1 - average.begun, 1).astype(jnp.float32)
@@ -49,17 +50,20 @@ def update(average: Average | None, params: Any, step: jax.Array, config: Averag
     )
 
 
-def has_begun(average: Average) -> bool:
-    """Whether the mean has begun, or its beginning is set."""
-    return int(average.begun) != _NEVER
+def has_begun(average: Average, member: int = 0) -> bool:
+    """Returns whether the mean of a run, or of a member of an ensemble, has begun or its beginning is set."""
+    return int(np.atleast_1d(average.begun)[member]) != _NEVER
 
 
-def begin(average: Average, step: int) -> Average:
-    """The mean begins after `step` updates."""
-    return average.replace(begun=jnp.full_like(average.begun, step))
+def begin(average: Average, step: int, member: int = 0) -> Average:
+    """Starts the mean of a run, or of a member of an ensemble, after `step` updates."""
+    if not average.begun.ndim:
+        return average.replace(begun=jnp.full_like(average.begun, step))
+    begun = average.begun.at[member].set(step)
+    return average.replace(begun=jax.device_put(begun, average.begun.sharding))
 
 
 def is_due(losses: Sequence[float], trigger: int) -> bool:
-    """Whether the newest validation loss is worse than the best of all but the last `trigger` before it (NT-ASGD)."""
+    """Returns whether the newest validation loss is worse than the best but for the last `trigger` (NT-ASGD)."""
     before = losses[:-1]
     return len(before) > trigger and losses[-1] > min(before[: len(before) - trigger])

@@ -1,4 +1,4 @@
-"""Tests where the tokens of an epoch stand: rolls and shuffled sentences against plain lists, and the numbers drawn."""
+"""Tests the order of an epoch: rolls and shuffled sentences against plain lists, and the random numbers."""
 
 import collections
 import doctest
@@ -37,7 +37,7 @@ def turned(values, by):
     return values[by:] + values[:by]
 
 
-def test_as_it_stands():
+def test_sequential():
     inputs, targets = Sequential().pairs(3, np.array([[4, 0]]), 3)
     assert inputs.tolist() == [[[4, 5, 6], [0, 1, 2]]]
     assert targets.tolist() == [[[5, 6, 7], [1, 2, 3]]]

@@ -24,12 +24,12 @@ CONSTRUCTORS = [training_segments, evaluation_segments]
 
 
 def numbered(length):
-    """A text whose tokens say where they stand."""
+    """A text whose tokens are their positions."""
     return np.arange(length)
 
 
 def sentence_starts(length):
-    """Any sentences of a text of this length: some are empty, and up to 3 tokens stand in front of the first."""
+    """Any sentences of a text of this length: some are empty, and up to 3 tokens precede the first."""
     cuts = np.random.default_rng(length).integers(0, length + 1, length // 4)
     return np.sort(np.concatenate([[min(length % 4, *cuts, length)], cuts, [length]]))
 
@@ -173,7 +173,7 @@ def test_evaluation_scores_every_token_but_the_first_once_and_in_order(warmup, l
 
 
 @given(**SIZES, warmup=WARMUP, hosts=st.integers(1, 3), first=st.integers(0, 20), count=st.integers(1, 20))
-def test_a_place_of_evaluation_knows_which_token_it_scores(
+def test_the_token_that_each_position_of_evaluation_scores(
     warmup, hosts, first, count, length, batch_size, segment_len
 ):
     """Also in steps past the end, which are padding."""

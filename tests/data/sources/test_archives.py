@@ -173,7 +173,7 @@ def read_all(path):
 
 
 @pytest.mark.parametrize("file", ["x.zip", "x.tar", "x.tar.gz"])
-def test_an_archive_cut_anywhere_is_said_to_be_damaged_or_to_lack_a_file(file, tmp_path):
+def test_an_archive_cut_anywhere_is_reported_as_damaged_or_lacking_a_file(file, tmp_path):
     members = {"a": b"ay" * 1500, "b": b"bee" * 1000}
     whole = miniature.archive(file, members)
     # A tar's blocks are filled up, and it ends in empty ones, all of which nobody misses.

@@ -22,6 +22,7 @@ def test_a_row_is_complete(name):
     assert row.defaults.corpus is name and row.vocab_size > 1
     assert {part for part, _, _ in row.ranges().values()} == set(row.facts)
     assert all(set(layout) == set(row.facts) for layout in row.layouts + row.own_layouts)
+    assert name.is_one_file == bool(row.cuts)
     assert sum(row.cuts.values()) in (0, row.facts.get(corpora.WHOLE, corpora.Facts(size=0)).size)
     assert (BUILDERS[name].NAME, BUILDERS[name].name) == (name, f"txl_{name}")
 

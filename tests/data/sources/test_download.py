@@ -139,7 +139,7 @@ def failure(name, tmp_path):
     return str(caught.value)
 
 
-def test_a_wrong_checksum_is_said_with_both(server, source, tmp_path):
+def test_a_wrong_checksum_is_reported_with_both(server, source, tmp_path):
     whole = miniature.official(CorpusName.TEXT8)
     wrong = whole[:-1] + bytes([whole[-1] ^ 1])
     served = serve(server, "text8.zip", wrong)

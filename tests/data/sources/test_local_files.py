@@ -171,7 +171,7 @@ def test_lists_are_joined_in_the_order_given(five_files):
     assert [file.name for file in text.splits["train"]] == [c, a]
 
 
-def test_patterns_stand_for_files_in_the_order_of_their_names(five_files, tmp_path):
+def test_patterns_expand_in_the_order_of_names(five_files, tmp_path):
     for name in ("part10.txt", "part2.txt", "part1.txt", "part[1].txt"):
         (tmp_path / name).write_text(name)
     a, b = five_files[:2]
@@ -189,7 +189,7 @@ def test_a_pattern_that_matches_nothing_is_named(five_files, tmp_path):
     assert re.search(rf"--data\.valid\b.*{tmp_path}/\*\.text\b", str(caught.value))
 
 
-def test_the_digest_knows_order_and_split(five_files):
+def test_the_digest_depends_on_order_and_split(five_files):
     a, b, c, d, e = five_files
     arrangements = [
         {"train": (a, b), "valid": (c,), "test": (d,)},
@@ -202,7 +202,7 @@ def test_the_digest_knows_order_and_split(five_files):
     assert digests[0] == read_own_text(own_text(**arrangements[0])).digest
 
 
-def test_the_digest_knows_where_files_end(five_files, tmp_path):
+def test_the_digest_depends_on_the_ends_of_files(five_files, tmp_path):
     for name, content in {"one": b"on", "two": b"ce\n", "both": b"once\n"}.items():
         (tmp_path / name).write_bytes(content)
     rest = {"valid": (five_files[0],), "test": (five_files[1],)}

@@ -505,7 +505,7 @@ def test_an_archive_that_leads_out_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", miniature.NAMES)
-def test_without_files_and_network_it_is_said_at_once(name, tmp_path, monkeypatch):
+def test_without_files_and_network_the_error_is_immediate(name, tmp_path, monkeypatch):
     monkeypatch.setitem(CORPORA, name, TABLE[name])
     asked = []
     monkeypatch.setattr(requests, "head", lambda url, **options: (asked.append(url), refuse(url)))

@@ -227,7 +227,7 @@ def test_the_end_of_a_prompt_is_open(line_mark, ids):
     assert words_of(line_mark).encode(b"the\ncat").tolist() == ids
 
 
-def test_a_word_that_stands_for_the_unknown_ones_can_be_another():
+def test_the_unknown_word_can_be_another():
     vocabulary = WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>")
     assert vocabulary.encode(b"a b <UNK> <unk>").tolist() == [0, 1, 1, 1]
 
@@ -278,7 +278,7 @@ def test_a_word_and_a_mark_are_called_by_their_word(line_mark):
     assert words_of(line_mark).names() == [word.encode() for word in WORDS]
 
 
-def test_what_stands_for_the_unknown():
+def test_the_id_of_unknown_tokens():
     assert ByteVocabulary.of(b"abc").unknown_id is None
     for vocabulary in (CharacterVocabulary("a\N{REPLACEMENT CHARACTER}"), words_of(LineMark.EOS)):
         assert vocabulary.encode("ž".encode()).tolist() == [vocabulary.unknown_id]

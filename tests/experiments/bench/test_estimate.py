@@ -12,11 +12,20 @@ import pytest
 from experiments.bench import topologies
 from support import ROOT
 
-TINY = (
-    "--model.n_layer=3 --model.d_model=64 --model.n_head=4 --model.d_head=16 --model.d_inner=128 --model.dtype=bfloat16 "
-    "--train.batch_size=8 --train.segment_len=32 --train.mem_len=32 --eval.segment_len=16 --eval.mem_len=32 "
-    "--eval.clamp_len=0"
-).split()
+TINY = [
+    "--model.n_layer=3",
+    "--model.d_model=64",
+    "--model.n_head=4",
+    "--model.d_head=16",
+    "--model.d_inner=128",
+    "--model.dtype=bfloat16",
+    "--train.batch_size=8",
+    "--train.segment_len=32",
+    "--train.mem_len=32",
+    "--eval.segment_len=16",
+    "--eval.mem_len=32",
+    "--eval.clamp_len=none",
+]
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
 )
@@ -44,7 +53,7 @@ def test_without_libtpu_shapes_are_told(tmp_path):
     held = found["held_bytes"]
     assert held["segment memory"] == 3 * (8 // 4) * 32 * 64 * 2 + 4 * 8 // 4  # [N, B, M, D] in bfloat16, and valid [B].
     assert found["parameters"] * 4 / 8 < held["parameters"] < found["parameters"] * 4 / 8 * 1.2
-    assert 2 * held["parameters"] <= held["optimiser"] <= 2 * held["parameters"] + 64
+    assert 2 * held["parameters"] <= held["optimizer"] <= 2 * held["parameters"] + 64
     assert found["mesh"] == {"data": 1, "fsdp": 4, "model": 2}
 
 

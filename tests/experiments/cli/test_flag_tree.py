@@ -1,6 +1,7 @@
 """Tests the flags that are made from the config tree, and how a command line becomes a config."""
 
 import dataclasses
+import enum
 
 import pytest
 from absl import flags
@@ -11,13 +12,14 @@ from txl_jax.config import (
     DataConfig,
     ExperimentConfig,
     LineMark,
-    MemoryStart,
     NormPlace,
     Order,
     Tokenizer,
     TokenizerConfig,
 )
 from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import setting
+from txl_jax.errors import UserError
 
 
 def parsed(*words, base=None):
@@ -72,26 +74,63 @@ def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
         tokenizer=TokenizerConfig(kind=Tokenizer.CHAR, min_count=2)
     )
     assert parsed("--data.tokenizer.vocab_file=words", base=base).data == dataclasses.replace(
-        words, vocab_file="words", min_count=1
+        words, tokenizer=dataclasses.replace(words.tokenizer, vocab_file="words", min_count=1)
     )
 
 
 @pytest.mark.parametrize("preset", COMPAT_PRESETS)
-def test_a_preset_sets_its_group_and_single_flags_change_it_further(preset):
-    assert parsed(f"--compat={preset}").compat == COMPAT_PRESETS[preset]
-    config = parsed("--compat.layer_norm_eps=0.5", f"--compat={preset}")
-    assert config.compat.layer_norm_eps == 0.5
-    assert config.compat.memory_start == COMPAT_PRESETS[preset].memory_start
+def test_a_preset_changes_its_settings_and_no_others(preset):
+    config = parsed(f"--compat={preset}")
+    assert config == config_tree.replace(ExperimentConfig(), COMPAT_PRESETS[preset])
 
 
-def test_presets_differ_where_the_implementations_do():
-    assert COMPAT_PRESETS["tf"].memory_start is MemoryStart.ZEROS
-    assert COMPAT_PRESETS["pytorch"].memory_start is MemoryStart.MASKED
+def test_a_flag_wins_over_a_preset():
+    assert parsed("--compat=tf").optimizer.min_lr_ratio == 0.01
+    assert parsed("--optimizer.min_lr_ratio=0.5", "--compat=tf").optimizer.min_lr_ratio == 0.5
 
 
-def test_every_flag_has_the_fields_comment_as_help():
-    for leaf in config_tree.leaves():
-        assert len(flag_tree.field_comment(leaf)) > 5, leaf.name
+def test_none_is_a_value_of_settings_that_may_be_none():
+    config = parsed("--eval.clamp_len=none", "--generate.top_k=NONE", "--train.patience=3", "--data.file=none")
+    assert (config.eval.clamp_len, config.generate.top_k, config.train.patience) == (None, None, 3)
+    assert config.data.file is None
+    with pytest.raises(UserError, match="none"):
+        parsed("--model.n_layer=none")
+
+
+def test_there_are_at_most_a_hundred_settings_on_the_command_line():
+    names = [leaf.name for leaf in flag_tree.setting_leaves(ExperimentConfig)]
+    assert len(names) == len(set(names)) <= 100
+
+
+class Size(enum.StrEnum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    size: Size = setting(Size.SMALL, "Size.")
+    seeds: tuple[int, ...] = setting((1,), "Seeds.")
+    rates: tuple[float, ...] = setting((), "Rates.")
+    out: str | None = setting(None, "Folder.", path=True)
+    quick: bool = setting(False, "Fewer steps.")
+
+
+def plan_of(*words):
+    values = flags.FlagValues()
+    flag_tree.define_plan(Plan, values)
+    flag_tree.parse(["program", *words], values)
+    return flag_tree.build_plan(Plan, values)
+
+
+def test_a_plan_becomes_flags_without_prefix():
+    assert plan_of() == Plan()
+    words = ["--size=large", "--seeds=2,3", "--rates=0.5", "--out=a", "--quick"]
+    assert plan_of(*words) == Plan(Size.LARGE, (2, 3), (0.5,), "a", True)
+    assert plan_of("--seeds=", "--out=none") == Plan(seeds=())
+    for word, says in (("--size=huge", "small"), ("--seeds=2,x", r"--seeds\b.*'x'"), ("--seed=2", r"\bseeds\b")):
+        with pytest.raises(UserError, match=says):
+            plan_of(word)
 
 
 @pytest.mark.parametrize(

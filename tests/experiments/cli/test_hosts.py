@@ -11,6 +11,8 @@ import pytest
 
 from experiments.cli import hosts
 from support import processes
+from txl_jax.errors import UserError
+from txl_jax.runtime import distributed
 
 SALLOC_SHELL = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[1-2]"}
 SBATCH_SCRIPT = SALLOC_SHELL | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -127,6 +129,14 @@ def test_the_hosts_of_a_tpu_slice_may_stand_in_the_environment(monkeypatch):
     assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}) is None
 
 
+def test_flags_that_differ_between_hosts_are_refused(monkeypatch):
+    monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(distributed, "_of_each", lambda own: [own, "--lengths=64 --stride=1"])
+    with pytest.raises(UserError, match=r"process 1: .*--lengths=64 .*--lengths=16,32 .*process 0") as caught:
+        hosts.check_same({"lengths": (16, 32), "stride": 1})
+    assert distributed.is_known_to_all(caught.value)
+
+
 def test_a_program_of_one_host_does_not_run_twice():
     [(code, out, err)] = processes.finish(
         processes.start("-m", "experiments.ensemble", processes=1, JAX_NUM_PROCESSES="2")
@@ -135,24 +145,24 @@ def test_a_program_of_one_host_does_not_run_twice():
     assert re.fullmatch(r"error: .*\b2\b.*--num_processes\b.*\bJAX_NUM_PROCESSES\b.*\n", err)
 
 
-def test_every_program_works_on_several_hosts_or_refuses():
-    begins = {"join": set(), "alone": set(), "each": set()}
-    call = re.compile(r"guarded\((?:_run|lambda: _run_mode\(defaults\))(?:, begin=hosts\.(\w+))?\)")
-    for path in (processes.ROOT / "experiments").glob("*.py"):
-        for begin in call.findall(path.read_text()):
-            begins[begin or "alone"].add(path.stem)
-    assert begins == {
-        "join": {"runner", "ablation", "context_length", "continuation", "temperature"},
-        "alone": {"attention", "estimate", "members", "quickstart", "recl", "softmax_speed", "speed", "table9"},
-        "each": {"prepare"},
-    }
-
-
-TINY = (
-    "--model.n_layer=1 --model.d_model=8 --model.n_head=2 --model.d_head=4 --model.d_inner=8 --train.batch_size=8 "
-    "--train.segment_len=8 --train.mem_len=8 --train.steps=2 --train.log_every=2 --train.eval_every=2 "
-    "--train.checkpoint_every=2 --eval.batch_size=1 --eval.segment_len=8 --eval.mem_len=8 --eval.clamp_len=0"
-).split()
+TINY = [
+    "--model.n_layer=1",
+    "--model.d_model=8",
+    "--model.n_head=2",
+    "--model.d_head=4",
+    "--model.d_inner=8",
+    "--train.batch_size=8",
+    "--train.segment_len=8",
+    "--train.mem_len=8",
+    "--train.steps=2",
+    "--train.log_every=2",
+    "--train.eval_every=2",
+    "--train.checkpoint_every=2",
+    "--eval.batch_size=1",
+    "--eval.segment_len=8",
+    "--eval.mem_len=8",
+    "--eval.clamp_len=none",
+]
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +198,8 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_pat
     changed = [f"{flag}={places.get(value, value)}"]
     started = processes.start(
         "-c",
-        "import sys; from txl_jax import workdir; workdir._SECONDS_TO_APPEAR = 0.5; "
-        "sys.argv[0] = 'text'; from experiments import runner, text; runner.run(text.DEFAULTS)",
+        "import sys; from txl_jax.jobs import workdir; workdir._SECONDS_TO_APPEAR = 0.5; "
+        "sys.argv[0] = 'text'; from experiments import text; from experiments.cli import runner; runner.run(text.DEFAULTS)",
         *TINY,
         f"--data.file={text_file}",
         f"--cache_dir={text_file.parent}",
@@ -227,7 +237,7 @@ def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
 @pytest.mark.slow
 def test_one_process_that_is_left_alone_says_so():
     script = (
-        "from experiments import hosts, runner; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given = dict; "
+        "from experiments.cli import hosts, runner; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given = dict; "
         "runner.guarded(lambda: 0, begin=hosts.join)"
     )
     environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}

@@ -1,14 +1,11 @@
-"""Tests how a program ends beside others: what is told of a lost one, and that flags are compared."""
-
-import re
-from pathlib import Path
+"""Tests exit codes and messages, alone and beside other processes."""
 
 import jax
 import pytest
-from absl import flags
 
 from experiments.cli import hosts, runner
 from txl_jax.errors import CheckpointError, RemoteProcessError
+from txl_jax.errors import CheckpointError, RemoteProcessError, UserError
 from txl_jax.runtime import distributed
 
 GLOO = "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
@@ -39,7 +36,7 @@ def test_a_lost_process_is_told_from_mistakes(monkeypatch, capsys, error, lost):
     assert not hosts.lost_another(error), "alone there is none to lose"
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: False)
-    assert (runner._told(error) == hosts.LOST == 75) is lost
+    assert (runner.exit_code_for(error) == hosts.LOST == 75) is lost
     err = capsys.readouterr().err
     assert err.startswith("error: ") and (err == f"error: {error}\n") is not lost
 
@@ -74,32 +71,26 @@ def test_one_that_is_lost_at_the_end_is_told_of_unless_a_mistake_was(ended, monk
 def test_all_meet_as_soon_as_they_have_joined(ended, monkeypatch):
     monkeypatch.setattr(hosts, "announced", lambda *unused: hosts.Several(2, "a test", {}))
     monkeypatch.setattr(hosts, "_given", dict)
-    monkeypatch.setattr(hosts, "_own_output", lambda **unused: None)
+    monkeypatch.setattr(hosts, "_redirect_output", lambda **unused: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **unused: ended.append("joined"))
     hosts.join()
     assert ended == ["joined", "together"]
 
 
-def test_flags_that_differ_between_hosts_are_refused(monkeypatch):
-    values = flags.FlagValues()
-    flags.DEFINE_list("lengths", ["16", "32"], "", flag_values=values)
-    values.mark_as_parsed()
-    monkeypatch.setattr(runner, "FLAGS", values)
-    monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
-    monkeypatch.setattr(distributed, "_gather_texts", lambda own: [own, "['64']"])
-    with pytest.raises(ValueError, match=r"process 1: .*--lengths\b.*\['64'\].*\['16', '32'\].*process 0") as caught:
-        runner.check_same_flags("lengths")
-    assert distributed.is_known_to_all(caught.value)
+@pytest.mark.parametrize("error", [UserError("lengths is 0; give more"), FileNotFoundError(2, "No such file", "a.txt")])
+def test_an_error_of_a_user_is_one_sentence(capsys, error):
+    def job():
+        raise error
+
+    assert runner.guarded(job) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
-def test_programs_of_several_hosts_compare_their_own_flags():
-    found = 0
-    for path in Path(runner.__file__).parent.glob("*.py"):
-        text = path.read_text()
-        if "guarded(_run, begin=hosts.join)" not in text:
-            continue
-        own = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', text)) - {f"{path.stem}_out"}
-        compared = re.findall(r'"(\w+)"', " ".join(re.findall(r"runner\.check_same_flags\((.*?)\)\n", text, re.DOTALL)))
-        assert own and own == set(compared), path
-        found += 1
-    assert found == 4
+@pytest.mark.parametrize("error", [ValueError("shapes differ"), KeyError("a"), TypeError("b")])
+def test_a_bug_keeps_its_traceback(capsys, error):
+    def job():
+        raise error
+
+    with pytest.raises(type(error)):
+        runner.guarded(job)
+    assert capsys.readouterr().err == ""

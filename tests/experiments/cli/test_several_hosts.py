@@ -24,7 +24,7 @@ TINY = (
     "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 --model.dtype=float64 "
     "--train.batch_size=8 --train.segment_len=16 --train.mem_len=16 --train.segments_per_call=2 "
     f"--train.steps={STEPS} --train.log_every=2 --train.eval_every=8 --train.checkpoint_every=4 "
-    "--train.keep_checkpoints=4 --eval.batch_size=8 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=0"
+    "--train.keep_checkpoints=4 --eval.batch_size=8 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=none"
 ).split()
 TOLERANCE = 1e-10
 

@@ -19,7 +19,7 @@ from typing import IO, Protocol, cast
 from txl_jax.data.sources.corpora import Layout
 from txl_jax.errors import UserError
 
-_LONGEST_LINK = 4096  # Bytes.
+_LONGEST_LINK = 4096  # Bytes that are read of the target of a link.
 _DAMAGE = (  # All observed on damaged archives; OSError includes gzip's own.
     zipfile.BadZipFile,
     tarfile.TarError,
@@ -53,7 +53,7 @@ class Container(Protocol):
         """Returns the name of a file for errors."""
 
     def read(self, files: Collection[str]) -> Iterator[tuple[str, Stream]]:
-        """Yields each file once, in whatever order is cheap; a stream ends when the next one is asked for."""
+        """Yields each file once, in the cheapest order; a stream is valid until the next one is yielded."""
 
 
 class Files:

@@ -9,12 +9,12 @@ To add a corpus:
 1. Give it a name: one member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
 2. Add a row to `CORPORA` below: title, files, facts, sources, default settings and size of the vocabulary. Importing
    this module fails while a name has no row.
-
 3. Add its program, experiments/my_news.py: a docstring and a call, like experiments/ptb.py. A corpus whose settings
    are those of another one needs none: its row names that one's program (as WikiText-2 does WikiText-103's).
 
 Nothing else knows a corpus by its name: locating, downloading, checking, preparing, encoding, --help and the programs
-that take any corpus (prepare, ablation, estimate, speed) get all they need from the row.
+that take any corpus (prepare, ablation, estimate, speed) get all they need from the row. (If it is one file that is
+split by position, name it in `CorpusName.is_one_file` too: --data.file then reads a part of it.)
 """
 
 import dataclasses

@@ -18,8 +18,8 @@ def find(corpus: PublishedCorpus, data_dir: Path) -> Find:
     """Returns the first place that has the corpus's files, or all sources that answer.
 
     Raises:
-      UserError: no place has them (names the files, their folder, and what the sources answered), or a folder has some
-        of the files and lacks others.
+      UserError: no place has them (the message names the files, their folder, and the answers of the sources), or a
+        folder has some of the files and lacks others.
     """
     places = [data_dir, *(data_dir / name for name in corpus.folders), data_dir / "downloads" / "manual"]
     found = next((here for place in places for here in _in_place(corpus, place)), None)

@@ -26,7 +26,7 @@ def read(corpus: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout 
     Args:
       data_dir: folder in which its files are looked for, unless it is prepared already.
       cache_dir: folder for the prepared corpus, which is kept in its `tfds`.
-      heldout: One Billion Word: the held-out shard that validates.
+      heldout: the held-out shard that validates.
 
     Raises:
       UserError: the files are not there and cannot be downloaded, are not the published ones, or what was prepared from
@@ -36,7 +36,7 @@ def read(corpus: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout 
     if not _is_prepared(corpus, folder):
         find = locate.find(CORPORA[corpus], Path(data_dir))
         with files.writable(folder, what=CORPORA[corpus].title), files.locked(folder / f".txl_{corpus}.lock"):
-            if not _is_prepared(corpus, folder):  # Else another process has prepared it meanwhile.
+            if not _is_prepared(corpus, folder):  # Else another process has prepared it while this one waited.
                 _prepare(corpus, folder, find)
     try:
         return _open(corpus, folder, heldout)
@@ -82,7 +82,7 @@ def _open(corpus: CorpusName, folder: Path, heldout: Heldout) -> Text:
     builder, known = _builder(corpus)(data_dir=folder), CORPORA[corpus]
     metadata = builder.info.metadata
     stored = {split: split for split in SPLITS}
-    same = corpus is CorpusName.LM1B and heldout is Heldout.PUBLISHED
+    same = heldout is Heldout.PUBLISHED
     if same:
         stored["valid"] = "test"  # Both held-out shards are in the cache.
     splits = {}

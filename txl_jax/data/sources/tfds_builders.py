@@ -2,7 +2,7 @@
 
 A record is a block of bytes; a split's records in order are its files in the order in which their container
 could be read. Lines would be the simpler record, but a million of them take seconds to read one by one.
-The metadata hold what was counted on the way:
+The metadata hold the counts taken on the way:
 
 sha256   by part: of its file, or of its files' sha256 in order
 files    by split: name, bytes and records of each file, in the order of the records
@@ -152,7 +152,7 @@ BUILDERS = {name: _builder(name) for name in CORPORA}
 
 
 def _in_order(tallies: dict[str, Tally]) -> list[Tally]:
-    """Returns tallies in the order of the files' names, in whatever order they were read."""
+    """Returns tallies in the order of the files' names, not that of reading."""
     return [tallies[file] for file in sorted(tallies, key=lambda file: file.rpartition("/")[2])]
 
 

@@ -75,7 +75,7 @@ def open_store(
     path = _path(text, settings, folder)
     if not _is_whole(path):
         with files.writable(folder, what="the tokens of the text"), files.locked(folder / f".{path.name}.lock"):
-            if not _is_whole(path):  # Else another process has written it meanwhile.
+            if not _is_whole(path):  # Else another process has written it while this one waited.
                 if path.exists():
                     print(
                         f"the tokens in {path} are damaged, or of an older version: they are written again", flush=True

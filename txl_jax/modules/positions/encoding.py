@@ -71,6 +71,8 @@ class PositionEncoding:
 
     # Whether scores depend on distances alone, so that text can be read and written one token at a time.
     generates_by_token: ClassVar[bool] = False
+    # Whether scores have the terms (a) to (d) of the paper, which attention then stores for `mutable=["attention"]`.
+    has_four_terms: ClassVar[bool] = False
     # Matrix products per pair of query and key: content score, value, and position score where there is one.
     products_per_key: ClassVar[int] = 2
     # Whether training projects the codes of all K distances to position keys, in every layer and segment.

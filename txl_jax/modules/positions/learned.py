@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.modules import initializers
 from txl_jax.modules.positions.encoding import DecodeTerms, OriginalTensor, PositionEncoding
 from txl_jax.ops.attention import positions
-from txl_jax.sharding import axes
+from txl_jax.sharding import axes, initializers
 
 
 class PositionVectors(nn.Module):

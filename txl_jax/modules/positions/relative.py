@@ -13,18 +13,17 @@ import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
 from txl_jax.errors import UserError
-from txl_jax.modules import initializers
 from txl_jax.modules.positions.encoding import (
     DecodeTerms,
     OriginalTensor,
     PositionEncoding,
     PositionKeys,
-    Projections,
     PositionTerms,
+    Projections,
 )
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.cached import table_length
-from txl_jax.sharding import axes
+from txl_jax.sharding import axes, initializers
 
 
 class PositionBiases(nn.Module):
@@ -45,6 +44,7 @@ class RelativePositions(PositionEncoding):
     """The paper's encoding."""
 
     generates_by_token = True
+    has_four_terms = True
     products_per_key = 3
     projects_codes = True
     in_huggingface = True

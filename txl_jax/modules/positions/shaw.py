@@ -12,18 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import CompatConfig, ModelConfig, ShawTerms
-from txl_jax.modules import initializers
 from txl_jax.modules.positions.encoding import (
     DecodeTerms,
     OriginalTensor,
     PositionEncoding,
     PositionKeys,
-    Projections,
     PositionTerms,
+    Projections,
 )
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.cached import table_length
-from txl_jax.sharding import axes
+from txl_jax.sharding import axes, initializers
 
 
 class ShawParameters(NamedTuple):

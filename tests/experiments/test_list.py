@@ -1,0 +1,34 @@
+"""Tests the list of programs, `python -m txl_jax`: one line for each, none forgotten."""
+
+import importlib.util
+import re
+
+import pytest
+
+from support import ROOT
+from txl_jax.__main__ import PROGRAMS, main
+
+NAMES = [name for programs in PROGRAMS.values() for name in programs]
+
+
+def test_every_program_is_listed():
+    files = [path for folder in ("experiments", "launch") for path in (ROOT / folder).rglob("*.py")]
+    programs = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in files
+        if path.name != "__main__.py" and '__name__ == "__main__"' in path.read_text()
+    }
+    assert programs == set(NAMES) and len(NAMES) == len(programs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_listed_program_exists_and_says_how_it_is_started(name):
+    text = (ROOT / importlib.util.find_spec(name).origin).read_text()
+    assert re.search(rf"python -m {re.escape(name)}\b", text)
+
+
+def test_the_list_fits_a_terminal(capsys):
+    main()
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in NAMES)
+    assert max(map(len, out.splitlines())) <= 110

@@ -1,0 +1,109 @@
+"""The checkpoints of a run: the latest, with everything, and the parameters of the best validation of each member.
+
+<workdir>/checkpoints/latest/         the whole training state; of an ensemble with a leading member axis
+<workdir>/checkpoints/best/           parameters of the lowest validation loss
+<workdir>/checkpoints/best/MEMBER/    the same for each member of an ensemble
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from txl_jax.runtime import distributed
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.training.members import Members
+from txl_jax.training.state import TrainState
+
+
+def latest_folder(workdir: Path) -> Path:
+    """Returns the folder of the checkpoints that training resumes from."""
+    return workdir / "checkpoints" / "latest"
+
+
+def best_folder(workdir: Path, member: str | None = None) -> Path:
+    """Returns the folder of the best parameters of a run, or of one member of an ensemble."""
+    return workdir / "checkpoints" / "best" / (member or "")
+
+
+class RunCheckpoints:
+    """Opens, saves and restores them. Use it as a context manager, in every process of a run alike.
+
+    Args:
+      keep: number of newest steps of `latest` that stay.
+      log: takes one line for people.
+
+    Attributes:
+      saved_step: the newest step that was saved or restored; None: none yet.
+    """
+
+    def __init__(self, workdir: Path, members: Members, *, keep: int, log: Callable[[str], None]):
+        self.saved_step: int | None = None
+        self._latest = Checkpointer(latest_folder(workdir), keep=keep, log=log)
+        self._best = [Checkpointer(best_folder(workdir, name), keep=1, log=log) for name in members.labels]
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            for checkpointer in self._all():
+                stack.enter_context(checkpointer)
+                # A run that was killed after its last save will save no more, and so would never sweep.
+                checkpointer.sweep()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def restore(self, abstract_state: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
+        """Restores the newest sound step: (updates done, state, notes); None if there is none.
+
+        Raises:
+          CheckpointError: there are checkpoints, but none can be read.
+        """
+        restored = self._latest.restore(abstract_state)
+        self.saved_step = None if restored is None else restored[0]
+        return restored
+
+    def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
+        """Starts writing a step, once the best parameters of its evaluation are on disk."""
+        self._wait_for_best()  # Else a kill could leave a checkpoint whose evaluation's best is lost.
+        self._latest.save(step, state, notes)
+        self.saved_step = step
+
+    def save_best(self, index: int, step: int, params: Any, notes: dict[str, Any]) -> None:
+        """Starts writing the best parameters of a member."""
+        self._best[index].save(step, {"params": params}, notes)
+
+    def best_notes(self, index: int) -> dict[str, Any] | None:
+        """Reads the notes of a member's best parameters; None if there are none.
+
+        One process may ask this alone.
+
+        Raises:
+          CheckpointError: they cannot be read.
+        """
+        step = self._best[index].latest_step()
+        return None if step is None else self._best[index].notes(step)
+
+    def restore_best(self, index: int, abstract_params: Any) -> tuple[Any, dict[str, Any]] | None:
+        """Restores the best parameters of a member and their notes; None if there are none.
+
+        Raises:
+          CheckpointError: they cannot be read.
+        """
+        restored = self._best[index].restore({"params": abstract_params})
+        return None if restored is None else (restored[1]["params"], restored[2])
+
+    def wait(self) -> None:
+        """Returns once everything is on disk."""
+        distributed.run_on_all(self._latest.wait)
+        self._wait_for_best()
+
+    def _wait_for_best(self) -> None:
+        for best in self._best:
+            distributed.run_on_all(best.wait)
+
+    def _all(self) -> Iterator[Checkpointer]:
+        yield self._latest
+        yield from self._best

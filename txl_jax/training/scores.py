@@ -1,0 +1,25 @@
+"""Scores of a text as records and as lines for people."""
+
+from txl_jax.metrics import Measure, Totals
+from txl_jax.runtime.environment import duration
+
+
+def as_record(totals: Totals) -> dict[str, float]:
+    """Returns the fields of a result in metrics.jsonl and results.json."""
+    return {
+        "loss": totals.nll,
+        "bpc": totals.bpc,
+        "perplexity": totals.perplexity,
+        "tokens": totals.tokens,
+    }
+
+
+def format_scores(totals: Totals, measure: Measure) -> str:
+    """Formats one line of a result, the usual measure first."""
+    perplexity = f"  {totals.told(Measure.PPL)}" if measure is Measure.BPC else ""
+    return f"{totals.told(measure)}  loss {totals.nll:.4f}{perplexity}  ({totals.tokens:,.0f} tokens)"
+
+
+def with_duration(line: str, seconds: float) -> str:
+    """Appends the time that something took."""
+    return f"{line}  in {duration(seconds)}"
