@@ -50,7 +50,6 @@ SELF_CONTAINED = {
 TWICE: dict[str, str] = {
     "relative": "the mathematics in ops/attention, the parameters in modules/positions",
     "ensemble": "training/ensemble.py is to get a name of its own",
-    "huggingface": "bench/huggingface.py is to get a name of its own",
 }
 
 

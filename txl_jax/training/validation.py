@@ -147,4 +147,4 @@ def with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:
 
 
 def _format_loss(notes: dict[str, Any], measure: Measure) -> str:
-    return Totals(notes["loss"], 1).told(measure)
+    return Totals(notes["loss"], 1).format(measure)
