@@ -16,6 +16,7 @@ from txl_jax.inference.generator import Generator
 from txl_jax.jobs import agreement
 from txl_jax.jobs.restore import load_parameters, make
 from txl_jax.jobs.workdir import Workdir
+from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runtime import distributed
 
@@ -91,7 +92,7 @@ def check_can_generate(config: ExperimentConfig) -> None:
         raise UserError(
             f"model.network is {config.model.network}, a baseline that can be scored and does not generate text"
         )
-    if not config.model.encoding.is_relative:
+    if not encoding_of(config.model).generates_by_token:
         raise UserError(
             f"model.encoding is {config.model.encoding}, which counts positions within a segment, and a token that is "
             "generated alone has no position in one; only models with relative positions generate text"
