@@ -189,18 +189,25 @@ def test_rows_of_a_table_are_run(text_file, tmp_path):
 def test_members_are_trained_together(text_file, tmp_path):
     short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
     flags = [*TINY, *short, "--data.corpus=text", f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
-    chosen = ["--member=seed=1", "--member=seed=2 optimizer.learning_rate=0.002", f"--members_out={tmp_path}"]
-    code, out, err = finish(start("ensemble", *flags, *chosen))
+    members = ["--ensemble_member=seed=1", "--ensemble_member=seed=2 optimizer.learning_rate=0.002"]
+    code, _, err = finish(start("ensemble", *flags, *members, f"--workdir={tmp_path}"))
     assert code == 0, err
-    assert "| seed=2+learning_rate=0.002 | " in out and (tmp_path / "seed=1" / "results.json").exists()
+    assert "| seed=2+learning_rate=0.002 | " in (tmp_path / "members.md").read_text()
+    assert (tmp_path / "results.json").exists()
+    scored = ["--mode=eval", f"--workdir={tmp_path}", "--ensemble_member=seed=1"]
+    code, _, err = finish(start("text", *scored))
+    assert code == 0, err
+    code, _, err = finish(start("text", *TINY, *scored[1:], f"--data.file={text_file}"))
+    assert code == 1 and "--mode=split" in err
 
 
 @pytest.mark.parametrize(
     ("program", "flags", "code", "says"),
     [
-        ("ensemble", ["--members_out=WORK", "--member=seed=1"], 1, ["1"]),
-        ("ensemble", ["--members_out=WORK", "--member=seed"], 1, ["--member", "'seed'", "seed=2"]),
-        ("ensemble", ["--member=seed=1"], 1, ["--members_out"]),
+        ("ensemble", ["--workdir=WORK", "--ensemble_member=seed=1"], 1, ["1"]),
+        ("ensemble", ["--workdir=WORK", "--ensemble_member=seed"], 1, ["--ensemble_member", "'seed'", "seed=2"]),
+        ("ensemble", ["--ensemble_member=seed=1"], 1, ["--workdir"]),
+        ("ensemble", ["--workdir=WORK", "--mode=split"], 1, ["0", "--ensemble_member"]),
         ("paper.recl", ["--workdirs=WORK", "--out=WORK"], 1, ["workdirs", "1"]),
         ("paper.recl", ["--workdirs=WORK"], 1, ["out"]),
         ("paper.recl", ["--workdirs=WORK,WORK/b", "--out=WORK"], 1, ["WORK", "config.json"]),
