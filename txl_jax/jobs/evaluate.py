@@ -42,6 +42,6 @@ def run(
     }
     for split in SPLITS:
         results[split] = as_record(score_split(parts, params, corpus, split, log=log, stop_requested=stop_requested))
-    distributed.broadcast_from_primary(lambda: write_json(workdir.path / "evaluation.json", results))
-    log(f"results   {workdir.path / 'evaluation.json'}")
+    distributed.broadcast_from_primary(lambda: write_json(workdir.outputs / "evaluation.json", results))
+    log(f"results   {workdir.outputs / 'evaluation.json'}")
     return results

@@ -79,7 +79,7 @@ def run(
                 f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the "
                 f"{plan.split} text has {len(tokens):,}; the last start with room is {len(tokens) - context - length:,}"
             )
-    path = Path(plan.out) if plan.out else workdir.path / "continuation.md"
+    path = Path(plan.out) if plan.out else workdir.outputs / "continuation.md"
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
     generator = Generator(
         parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh

@@ -1,4 +1,4 @@
-"""Progress of training: lines, records and throughput (tokens/s) from the metrics of updates, and the non-finite check."""
+"""Progress of training: lines, records and throughput (tokens/s), and the check for non-finite numbers."""
 
 import dataclasses
 import time
