@@ -13,7 +13,7 @@ import jax
 from absl import flags
 
 from experiments.cli import flag_tree, help_text, hosts
-from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.sources.corpora import program_of

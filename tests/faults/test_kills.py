@@ -1,4 +1,4 @@
-"""Tests `kill -9` and signals at chosen and at random moments: the run goes on and every number is as if undisturbed."""
+"""Tests `kill -9` and signals at chosen and random moments: the run resumes, every number is as if undisturbed."""
 
 import collections
 import random

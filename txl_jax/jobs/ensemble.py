@@ -67,8 +67,8 @@ def run(
     components = assemble(base, vocab_size=corpus.vocabulary.size)
     if components.mesh.size != 1:
         raise UserError(
-            f"the mesh has {components.mesh.size} devices and the members of an ensemble share one; give --mesh.data=1, "
-            "or train each as a run of its own"
+            f"the mesh has {components.mesh.size} devices and the members of an ensemble share one; give "
+            "--mesh.data=1, or train each as a run of its own"
         )
     readers = [training_reader(components, corpus, seed=config.seed) for config in configs.values()]
     with contextlib.ExitStack() as stack:
@@ -169,8 +169,8 @@ def _write_table(folder: Path, results: Mapping[str, Any], measure: Measure) -> 
     """Writes members.md: the scores of all members, and the facts that a number needs beside it."""
     lines = [
         (
-            f"{results['text']}; {results['device']}, {results['date']}; the test text was scored with the parameters of "
-            "the best validation."
+            f"{results['text']}; {results['device']}, {results['date']}; the test text was scored with the parameters "
+            "of the best validation."
         ),
         "",
         f"| member | best valid {measure} | after updates | test {measure} |",

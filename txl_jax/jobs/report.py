@@ -25,8 +25,8 @@ def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) ->
     axes = ", ".join(f"{name} {size}" for name, size in components.mesh.shape.items())
     return [
         (
-            f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} tokens "
-            f"to train / validate / test on, vocabulary {corpus.vocabulary.size:,}"
+            f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} "
+            f"tokens to train / validate / test on, vocabulary {corpus.vocabulary.size:,}"
         ),
         f"model     {_sizes(c)}, {c.dtype}: {components.num_parameters:,} parameters",
         f"training  {train.batch_size} rows x {train.new_tokens} = {tokens_per_step:,} tokens per step, "

@@ -131,8 +131,8 @@ class Workdir:
         while not (self.path / name).exists():
             if time.monotonic() > until:
                 raise UserError(
-                    f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir on "
-                    "a file system that they share"
+                    f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir "
+                    "on a file system that they share"
                 )
             time.sleep(0.1)
 
