@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    name = CorpusName(FLAGS["data.corpus"].value)
+    name = CorpusName(str(FLAGS["data.corpus"].value))
     if not FLAGS["data.corpus"].present or name not in DEFAULTS:
         raise UserError(f"no corpus was given; set --corpus=NAME, one of {', '.join(DEFAULTS)}")
     config = runner.with_absolute_paths(flag_tree.build(DEFAULTS[name]))
@@ -63,7 +63,7 @@ def _summary(name: CorpusName, corpus: Corpus) -> Iterator[tuple[str, str]]:
 
 def _folder(array: np.ndarray) -> Path:
     """Returns the folder of a memory-mapped array."""
-    assert isinstance(array, np.memmap)
+    assert isinstance(array, np.memmap) and array.filename
     return Path(array.filename).parent
 
 

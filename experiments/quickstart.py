@@ -35,8 +35,8 @@ FLAGS = flags.FLAGS
 
 DEFAULTS = ExperimentConfig(
     data=DataConfig(corpus=CorpusName.PYTHON_STDLIB),
-    # Wider initial weights than the paper's .02 suit so narrow a model: after 0.8M tokens 2.26 bpc on the validation text
-    # instead of 2.46 (both with the clip at 1). Pre layer norm, a longer segment and half the batch were worse.
+    # Wider initial weights than the paper's .02 suit so narrow a model: after 0.8M tokens 2.26 bpc on the validation
+    # text instead of 2.46 (both with the clip at 1). Pre layer norm, a longer segment and half the batch were worse.
     model=ModelConfig(
         n_layer=3, d_model=128, n_head=4, d_head=32, d_inner=512, dropout=DropoutConfig(rate=0.0), init_std=0.07
     ),
@@ -81,7 +81,7 @@ def _run() -> int:
     print(f"{corpus.description}\nsha256 {corpus.digest}")
     with StopRequest() as stop:
         outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
-        if not outcome.finished:
+        if not outcome.finished or outcome.results is None:
             return runner.exit_code_of(stop)
     rows = compare_compressors.run(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
     print("\nbits per byte of the test text")

@@ -149,7 +149,9 @@ if outcome.results is None:
 # The baselines are two compressors, which see the test text only.
 
 # %%
-rows = quickstart.compare(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
+from txl_jax.jobs import compare_compressors
+
+rows = compare_compressors.run(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
 for name, bpc in rows.items():
     print(f"{name:<36}{bpc:.3f} bits per byte")
 
@@ -159,7 +161,7 @@ from IPython.display import Image, display
 from txl_jax.paper import plots
 from txl_jax.runtime.metrics_log import read_metrics
 
-compressors = {name: bpc for name, bpc in rows.items() if name.startswith(("zlib", "lzma"))}
+compressors = {name: rows[name] for name in compare_compressors.COMPRESSORS}
 curve = workdir.path / "learning_curve.png"
 plots.learning_curve(read_metrics(workdir.path), curve, title=corpus.name, levels=compressors)
 display(Image(curve))
@@ -175,11 +177,12 @@ display(Image(curve))
 from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import attention_maps
 
-pictures = workdir.path / "attention"
+figures = workdir.path / "attention"
 some_tokens = min(len(corpus.valid), 8 * (config.eval.mem_len + config.eval.segment_len))
-attention_maps.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), folder=pictures, n_token=some_tokens)
-display(Image(pictures / "average.png"))
-display(Image(max(pictures.glob("heads-*.png"))))
+plan = attention_maps.Plan(tokens=some_tokens, out=str(figures))
+attention_maps.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus))
+display(Image(figures / "average.png"))
+display(Image(max(figures.glob("heads-*.png"))))
 
 # %% [markdown]
 # ## Generated text

@@ -31,6 +31,7 @@ INTEGRATION = (
     "experiments",
     "inference",
     "jobs",
+    "modules/test_dropout.py",
     "modules/test_recurrence_properties.py",
     "modules/test_transformer_xl.py",
     "paper",
@@ -44,6 +45,9 @@ QUICK = (
     "experiments/cli/test_flag_tree.py",
     "experiments/cli/test_runner.py",
     "experiments/test_flagfiles.py",
+    "paper/test_detokenize.py",
+    "paper/test_plots.py",
+    "paper/test_recl_gains.py",
     "training/test_weight_averaging.py",
 )
 

@@ -50,7 +50,6 @@ SELF_CONTAINED = {
 # Names of modules that occur twice, while they do.
 TWICE: dict[str, str] = {
     "ensemble": "training/ensemble.py is to get a name of its own",
-    "huggingface": "bench/huggingface.py is to get a name of its own",
 }
 
 

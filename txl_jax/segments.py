@@ -6,9 +6,9 @@ import numpy as np
 
 
 class Segments(NamedTuple):
-    """S consecutive segments of B rows (of one process) and L places."""
+    """S consecutive segments of L tokens for B rows of a batch (those of one process)."""
 
     inputs: np.ndarray  # int32 [S, B, L]; 0 in padding.
-    targets: np.ndarray  # int32 [S, B, L]; 0 in padding.
-    weights: np.ndarray  # float32 [S, B, L]: 1 for a place that counts, 0 for padding, warm-up, what is read again.
-    reset: np.ndarray  # bool [S, B]: the row starts anew here, so its memory is emptied first.
+    targets: np.ndarray  # int32 [S, B, L], the token after each input; 0 in padding.
+    weights: np.ndarray  # float32 [S, B, L]: 1 for a scored target; 0 for padding, warm-up and tokens read twice.
+    reset: np.ndarray  # bool [S, B]: the row starts anew with this segment, so its memory is emptied first.

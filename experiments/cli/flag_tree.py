@@ -82,7 +82,7 @@ def build_plan(plan: type[Plan], flag_values: flags.FlagValues = flags.FLAGS) ->
 
 
 def _for_other_tokens(base: ExperimentConfig, chosen: dict[str, Any]) -> ExperimentConfig:
-    """Returns `base` without a program's own token settings, if another kind of token, or a list of words, is chosen."""
+    """Returns `base` without the program's tokenizer if another kind of token, or a vocabulary file, is chosen."""
     reset: list[str] = []
     kind = base.data.tokenizer.kind
     if chosen.get("data.tokenizer.kind", kind) != kind:

@@ -41,8 +41,8 @@ def help_text(
         takes_flagfile = group == _PROGRAM and "seed" in flag_values
         lines += ["", f"{group}:", *_table([_FLAGFILE, *rows] if takes_flagfile else rows, width)]
     if "seed" in flag_values:
-        names = f"Published configurations: {', '.join(flag_tree.flagfile_names())}"
-        lines += ["", *textwrap.wrap(names, width, subsequent_indent="  ")]
+        published = f"Published configurations: {', '.join(flag_tree.flagfile_names())}"
+        lines += ["", *textwrap.wrap(published, width, subsequent_indent="  ")]
     return "\n".join(lines)
 
 

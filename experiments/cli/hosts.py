@@ -1,8 +1,8 @@
 """One command on every host: detects whether this process is one of several, and joins them.
 
 Several processes are announced by --coordinator, --num_processes and --process_id, or by the environment variables
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; by a Slurm step of several tasks; or by a TPU slice of several
-hosts. Otherwise there is one process, and nothing is started and nothing waited for.
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; by a Slurm step of several tasks; or by a TPU slice of
+several hosts. Otherwise there is one process, and nothing is started and nothing waited for.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ _VARIABLES = {
 }
 FLAG_NAMES = tuple(_VARIABLES)
 
-# A host that dies silently holds up the others for this long: they wait in a collective, which may have no timeout of its
-# own. Much less, and a host whose network is slow for a moment is taken for dead.
+# A host that dies silently holds up the others for this long: they wait in a collective, which may have no timeout of
+# its own. Much less, and a host whose network is slow for a moment is taken for dead.
 HEARTBEAT_SECONDS = 60
 # Timeout of the start: hosts of one job may be ready minutes apart.
 START_SECONDS = 300
@@ -56,12 +56,12 @@ class Several(NamedTuple):
     """Several processes of one run.
 
     Attributes:
-      count: their number.
+      num_processes: their number.
       source: flags, variables or system that announced them.
       arguments: those of `jax.distributed.initialize`.
     """
 
-    count: int
+    num_processes: int
     source: str
     arguments: dict[str, Any]
 
@@ -76,7 +76,8 @@ def define_flags() -> None:
 def join() -> None:
     """Joins the other processes, if there are any. To be called before JAX touches a device.
 
-    The standard output of all but the first is dropped, and so is the output of libraries (Gloo prints each connection).
+    The standard output of all but the first is dropped, and so is the output of libraries (Gloo prints each
+    connection).
 
     Raises:
       UserError: the announcement of the processes is incomplete or contradicts itself.
@@ -96,8 +97,8 @@ def join() -> None:
             )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
         raise ConnectionError(
-            f"{found.count} processes were announced by {found.source} and they did not come together ({_brief(error)}); "
-            "start the same command on every host, and see that they reach process 0"
+            f"{found.num_processes} processes were announced by {found.source} and they did not come together "
+            f"({_brief(error)}); start the same command on every host, and see that they reach process 0"
         ) from error
     if not distributed.is_primary():
         _redirect_output(is_primary=False)
@@ -111,8 +112,8 @@ def alone() -> None:
     """Raises `UserError` if there are several processes: the program would do the same in each of them."""
     if found := announced(os.environ, {}):
         raise UserError(
-            f"this program works on one host by itself, and {found.count} processes were announced by {found.source}; "
-            "start it once, outside of them"
+            f"this program works on one host by itself, and {found.num_processes} processes were announced by "
+            f"{found.source}; start it once, outside of them"
         )
 
 
@@ -167,9 +168,10 @@ def prefix() -> str:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Returns whether an error means that another process is out of reach, whatever its type: Gloo raises ValueErrors too.
+    """Returns whether an error, of any type (Gloo raises ValueErrors), means that another process is out of reach.
 
-    An error that all processes know went through collectives, so that none was lost; files have connections of their own.
+    An error that all processes know went through collectives, so that none was lost; files have connections of their
+    own.
     """
     origin = error
     while origin.__cause__ is not None:
@@ -201,7 +203,8 @@ def _from_flags(environment: Mapping[str, str], given: Mapping[str, Any]) -> Sev
         return None
     if missing:
         raise UserError(
-            f"{' and '.join(missing)} missing, of the three flags or variables that announce processes; give all or none"
+            f"{' and '.join(missing)} missing, of the three flags or variables that announce processes; give all or "
+            "none"
         )
     coordinator = found["coordinator"]
     try:
@@ -279,10 +282,10 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _message_while_waiting(found: Several) -> Iterator[None]:
-    """Prints a line if waiting for the others takes long: JAX aborts a process that waits in vain, without an exception."""
+    """Prints a line if waiting takes long: JAX aborts a process that waits in vain, without an exception."""
     line = (
-        f"waiting for {found.count} processes, announced by {found.source}; start the same command on every host (this "
-        f"ends after {START_SECONDS} s)"
+        f"waiting for {found.num_processes} processes, announced by {found.source}; start the same command on every "
+        f"host (this ends after {START_SECONDS} s)"
     )
     timer = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
     timer.daemon = True
@@ -298,13 +301,13 @@ def _given() -> dict[str, Any]:
 
 
 def _redirect_output(*, is_primary: bool) -> None:
-    """Drops what libraries write to the standard output; in other processes than the first, all that is written to it."""
+    """Drops the standard output of libraries; in other processes than the first, all of it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()
     if is_primary:
         sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     else:
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     os.dup2(nowhere, 1)
     os.close(nowhere)
 

@@ -11,13 +11,11 @@ FLAGS = flags.FLAGS
 # Defaults of the program of each corpus.
 DEFAULTS = {name: ExperimentConfig(data=default_data(name)) for name in (*CORPORA, CorpusName.TEXT)}
 
-# Sizes of the published vocabularies, for programs that read no text.
-VOCABULARIES = {name: corpus.vocab_size for name, corpus in CORPORA.items()}
-
 
 def config_of_flags(flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
     """Returns the defaults of the corpus's program with the flags applied; raises `UserError` for a conflict."""
-    defaults = DEFAULTS.get(CorpusName(flag_values["data.corpus"].value), ExperimentConfig())
+    corpus = CorpusName(str(flag_values["data.corpus"].value))
+    defaults = ExperimentConfig(data=default_data(corpus))
     config = runner.with_absolute_paths(flag_tree.build(defaults, flag_values))
     config.validate()
     return config

@@ -95,7 +95,7 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) 
 
     Args:
       job: returns the exit code.
-      begin: how other hosts are treated, before the job: `hosts.join`, `hosts.each`, or `hosts.alone`, which refuses them.
+      begin: called first, for other hosts: `hosts.join`, `hosts.each`, or `hosts.alone`, which refuses them.
     """
     quiet_orbax()
     try:
@@ -184,7 +184,7 @@ def exit_code_of(stop: StopRequest) -> int:
 
 
 def trained_corpus(config: ExperimentConfig, text: TextInfo) -> Corpus:
-    """Returns the text that `config` names, in the vocabulary of a trained run, by default from the run's own folders."""
+    """Returns the text of `config` in the vocabulary of a trained run, by default from the run's own folders."""
     folders = (FLAGS.data_dir, FLAGS.cache_dir)
     if not FLAGS["data_dir"].present:  # As the run was started, unless this is another machine.
         folders = (text.data_dir, FLAGS.cache_dir or text.cache_dir)
@@ -207,8 +207,8 @@ def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
     own, asked = defaults.data.corpus, config.data.corpus
     if program_of(asked) != program_of(own):
         raise UserError(
-            f"data.corpus is {asked} and this is the program of {own}; run python -m experiments.{program_of(asked)}, or "
-            f"take a flagfile of {own}"
+            f"data.corpus is {asked} and this is the program of {own}; run python -m experiments.{program_of(asked)}, "
+            f"or take a flagfile of {own}"
         )
 
 
@@ -281,8 +281,8 @@ def _trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
     ]
     if refused:
         raise UserError(
-            f"the run in {workdir.path} was trained with another model or other tokens: {'; '.join(refused)}; leave these "
-            "flags out"
+            f"the run in {workdir.path} was trained with another model or other tokens: {'; '.join(refused)}; leave "
+            "these flags out"
         )
     config.validate()
     return config, text

@@ -4,11 +4,12 @@ A plan is a frozen dataclass of `setting(...)` fields with `validate()`. Its fla
 list of them: help, absolute paths and the comparison between processes follow from the fields. There is a function for
 each kind of study:
 
-- `run_study`: of one trained run, named by --workdir. Its plan also has `check(config)`, for settings of the run that do
-  not fit, called before a text is read.
+- `run_study`: of one trained run, named by --workdir. Its plan also has `check(config)`, for settings of the run that
+  do not fit, called before a text is read.
 - `run_training_study`: trains runs of its own in --out, from the settings of the flags. Its plan has `check(config)`.
 - `run_group_study`: of several trained runs. Its plan has `load_runs()`, whose first run's text is read.
 - `run_model_study`: of an untrained model; it reads no text.
+- `run_plan`: the same, for a program that builds its configs itself.
 """
 
 import functools
@@ -111,9 +112,28 @@ def run_model_study(
       defaults: the config that the flags change.
       groups: settings that it reads, for --help.
     """
+    run_plan(
+        plan_class,
+        lambda plan: run(runner.with_absolute_paths(flag_tree.build(defaults)), plan),
+        defaults=defaults,
+        groups=groups,
+    )
+
+
+def run_plan(
+    plan_class: type, run: Callable[[Any], Any], *, defaults: ExperimentConfig, groups: Collection[str]
+) -> None:
+    """Runs what reads no text in one process and exits.
+
+    Args:
+      plan_class: the plan.
+      run: called as `run(plan)`; it makes a config of the flags itself.
+      defaults: the config that the flags change, for their default values.
+      groups: settings that it reads, for --help.
+    """
 
     def job() -> int:
-        run(runner.with_absolute_paths(flag_tree.build(defaults)), _plan(plan_class))
+        run(_plan(plan_class))
         return 0
 
     _main(plan_class, job, begin=hosts.alone, groups=groups, defaults=defaults, text=False)

@@ -1,5 +1,6 @@
 """Tests what is read of a compiled program's text, in the ways of writing of XLA's backends."""
 
+# ruff: noqa: E501
 import pytest
 
 from txl_jax.bench.collectives import collectives
@@ -86,7 +87,7 @@ def test_bytes_that_a_device_sends(kind, expected):
         for one in collectives(TEXT)
         if one.kind == kind and (one.loops == 2 or kind in ("collective-permute", "reduce-scatter"))
     )
-    assert first.sent == expected
+    assert first.bytes_sent == expected
 
 
 def test_a_program_for_one_device_sends_nothing():

@@ -1,4 +1,4 @@
-"""Tests that the benchmark times what it says, and what it makes of the times."""
+"""Tests of throughput: what is timed, the comparison with Hugging Face, and what becomes of the times."""
 
 import dataclasses
 
@@ -8,9 +8,10 @@ import pytest
 from support import tiny, tiny_run
 from txl_jax.assemble import assemble
 from txl_jax.bench import compare_huggingface, throughput
-from txl_jax.bench.throughput import Speed, Task
+from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
 from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
 from txl_jax.inference.generator import Generator
 
 CONFIG = ExperimentConfig(
@@ -22,115 +23,123 @@ CONFIG = ExperimentConfig(
 
 
 @pytest.fixture(scope="module")
-def parts():
+def components():
     intervals = {"eval_every": 2, "checkpoint_every": 2}
     config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, **intervals))
     return assemble(config, vocab_size=tiny.V)
 
 
-def test_tasks_take_turns_and_warm_up_first():
+def test_calls_are_interleaved_after_warm_up():
     order = []
     tasks = [Task(name, "", 0, 8, lambda name=name: order.append(name)) for name in "ab"]
-    found = throughput.take_turns(tasks, warmup=1, calls=3)
+    found = throughput.measure_interleaved(tasks, warmup=1, calls=3)
     assert order == list("abababab")
     assert [len(one.seconds) for one in found] == [3, 3]
 
 
-def test_speed_is_tokens_over_seconds():
-    found = Speed(Task("x", "1 x 8", 0, 8, lambda: None), (1.0, 4.0, 2.0))
-    assert (found.median, min(found.rates), max(found.rates)) == (4.0, 2.0, 8.0)
+def test_throughput_is_tokens_over_seconds():
+    found = Throughput(Task("x", "1 x 8", 0, 8, lambda: None), (1.0, 4.0, 2.0))
+    assert (found.median, min(found.tokens_per_second), max(found.tokens_per_second)) == (4.0, 2.0, 8.0)
     record = found.as_record()
     assert record["tokens_per_second"] == 4.0 and record["seconds"] == [1.0, 4.0, 2.0] and "call" not in record
 
 
-def test_the_ratio_is_that_of_each_turn_and_of_tokens():
+def test_the_speedup_is_the_ratio_of_throughputs_call_by_call():
     """Ours handles twice the peer's tokens in a call."""
-    ours = Speed(Task("x", "", 0, 16, lambda: None), (1.0, 2.0, 4.0))
-    peer = Speed(Task("x", "", 0, 8, lambda: None), (4.0, 5.0, 8.0))
-    beside = compare_huggingface.Beside(ours, peer)
-    assert beside.ratios == [8.0, 5.0, 4.0] and beside.ratio == 5.0
+    ours = Throughput(Task("x", "", 0, 16, lambda: None), (1.0, 2.0, 4.0))
+    peer = Throughput(Task("x", "", 0, 8, lambda: None), (4.0, 5.0, 8.0))
+    comparison = compare_huggingface.Comparison(ours, peer)
+    assert comparison.speedups == [8.0, 5.0, 4.0] and comparison.speedup == 5.0
+    record = comparison.as_record()
+    assert record["speedup"] == 5.0 and record["peer"]["tokens_per_second"] == 8 / 5
 
 
 @pytest.mark.parametrize(
     ("name", "tokens", "shape", "mem_len"),
     [
-        ("reading", 16, "2 x 4", 6),
+        ("data_loading", 16, "2 x 4", 6),
         ("training", 16, "2 x 4", 6),
         ("evaluation", 6, "1 x 3", 7),
         ("generation", 48, "3 x 1", 7),
     ],
 )
-def test_each_task_runs_and_knows_its_size(parts, name, tokens, shape, mem_len):
+def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_len):
     make = getattr(throughput, name)
-    task = make(parts) if name in ("reading", "training") else make(parts, tiny_run.params(parts.model))
+    task = (
+        make(components)
+        if name in ("data_loading", "training")
+        else make(components, tiny_run.params(components.model))
+    )
     task.call()
     task.call()
     assert (task.tokens, task.shape, task.mem_len) == (tokens, shape, mem_len)
     assert task.compile_seconds > 0
-    if name != "reading":
+    if name != "data_loading":
         assert task.memory_bytes > 1000 and task.flops_per_token > 1000
     if name == "generation":
         assert task.first_token_seconds > 0 and task.bytes_per_step > 1000
 
 
-def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(parts):
+def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(components):
     changes = {"train.stride": 3, "train.mem_len": 0, "eval.stride": 2, "eval.mem_len": 0, "eval.same_length": False}
-    strided = assemble(config_tree.replace(parts.config, changes), vocab_size=tiny.V)
-    tasks = [throughput.reading(strided), throughput.training(strided)]
+    strided = assemble(config_tree.replace(components.config, changes), vocab_size=tiny.V)
+    tasks = [throughput.data_loading(strided), throughput.training(strided)]
     assert [task.tokens for task in tasks] == [12, 12] and tasks[1].shape == "2 x 4"
-    whole = assemble(config_tree.replace(parts.config, changes | {"train.stride": 0}), vocab_size=tiny.V)
+    whole = assemble(config_tree.replace(components.config, changes | {"train.stride": None}), vocab_size=tiny.V)
     assert tasks[1].flops_per_token == pytest.approx(4 / 3 * throughput.training(whole).flops_per_token)
-    with pytest.raises(ValueError, match=r"eval\.stride\D*\b2\b"):
+    with pytest.raises(UserError, match=r"eval\.stride\D*\b2\b"):
         throughput.evaluation(strided, tiny_run.params(strided.model))
 
 
-def test_beside_the_peer(parts):
+def test_the_peer_has_our_losses_and_tasks(components):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    params = tiny_run.params(parts.model)
-    peer = compare_huggingface.make_peer(parts, params, parts.config.eval)
-    assert compare_huggingface.check_same_numbers(parts, params, peer) < 1e-4
-    assert compare_huggingface.moved_by_storage(parts, params) == 0
+    params = tiny_run.params(components.model)
+    peer = compare_huggingface.make_peer(components, params, components.config.eval)
+    assert compare_huggingface.check_same_losses(components, params, peer) < 1e-4
+    assert compare_huggingface.effect_of_cache_dtype(components, params) == 0
     for make in (compare_huggingface.evaluation, compare_huggingface.generation):
-        ours, theirs = make(parts, params, peer)
+        ours, theirs = make(components, params, peer)
         ours.call(), theirs.call()
         assert ours.mem_len == theirs.mem_len
-    ours, theirs = compare_huggingface.training(parts, params)
+    ours, theirs = compare_huggingface.training(components, params)
     theirs.call()
     assert theirs.tokens == 8
 
 
-def test_nothing_is_timed_where_the_numbers_differ(parts):
+def test_nothing_is_timed_where_the_losses_differ(components):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    params = tiny_run.params(parts.model)
-    other = compare_huggingface.make_peer(parts, params, dataclasses.replace(parts.config.eval, clamp_len=0))
-    with pytest.raises(ValueError, match=rf"nats.*\b{compare_huggingface.TOLERANCE:g}\b"):
-        compare_huggingface.check_same_numbers(parts, params, other)
+    params = tiny_run.params(components.model)
+    other = compare_huggingface.make_peer(
+        components, params, dataclasses.replace(components.config.eval, clamp_len=None)
+    )
+    with pytest.raises(UserError, match=rf"nats.*\b{compare_huggingface.TOLERANCE:g}\b"):
+        compare_huggingface.check_same_losses(components, params, other)
 
 
 @pytest.mark.parametrize(("name", "value"), [("samples", 3), ("temperature", 0.7), ("top_p", 0.9)])
 def test_settings_that_the_peer_does_not_have_are_refused(name, value):
     generation = dataclasses.replace(GenerateConfig(), **{name: value})
-    with pytest.raises(ValueError, match=rf"generate\.{name}\D*\b{value}\b.*\b1\b"):
-        compare_huggingface.check_alike(dataclasses.replace(CONFIG, generate=generation))
+    with pytest.raises(UserError, match=rf"generate\.{name}\D*\b{value}\b.*\b1\b"):
+        compare_huggingface.check_generation_settings(dataclasses.replace(CONFIG, generate=generation))
 
 
 def test_every_tail_may_be_read():
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(tiny.CONFIG, cutoffs=(4, 9)))
-    made = assemble(config, vocab_size=tiny.V)
-    params = tiny_run.params(made.model)
+    components = assemble(config, vocab_size=tiny.V)
+    params = tiny_run.params(components.model)
     before = params["softmax"]["tail_bias"].copy()
-    tasks = [throughput.generation(made, params, every_tail=every_tail) for every_tail in (False, True)]
+    tasks = [throughput.generation(components, params, every_tail=every_tail) for every_tail in (False, True)]
     # Two tails of 5 and 4 words, each with a bias and D numbers a word.
     assert tasks[1].bytes_per_step - tasks[0].bytes_per_step == 4 * 9 * (1 + tiny.D)
     assert (params["softmax"]["tail_bias"] == before).all()
 
 
-def test_weights_for_single_tokens_are_those_of_segments(parts):
-    """What both layouts have alike lies in memory once."""
-    generator = Generator(parts.model, parts.config.eval, parts.config.generate)
-    segment, token = generator.prepare_params(jax.device_put(tiny_run.params(parts.model)))
+def test_weights_for_single_tokens_are_those_of_segments(components):
+    """Arrays that both layouts share are held once."""
+    generator = Generator(components.model, components.config.eval, components.config.generate)
+    segment, token = generator.prepare_params(jax.device_put(tiny_run.params(components.model)))
     pointers = [
         {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((weights.outer, weights.clusters))}
         for weights in (segment, token)

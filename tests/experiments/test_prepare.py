@@ -11,7 +11,10 @@ from experiments import prepare
 from support import ROOT, miniature
 from txl_jax.config import CorpusName
 
-MAIN = "import runpy; from support import miniature; miniature.install(); runpy.run_module('experiments.prepare', run_name='__main__')"
+MAIN = (
+    "import runpy; from support import miniature; miniature.install(); "
+    "runpy.run_module('experiments.prepare', run_name='__main__')"
+)
 
 
 def run(*arguments):

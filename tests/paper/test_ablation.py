@@ -128,7 +128,7 @@ def test_a_stopped_job_goes_on(base, tmp_path):
     said.clear()
     assert run(base, plan, tmp_path, log=said.append) == found
     assert not any(map(SCORED.search, said)), "nothing is scored again"
-    # Scores of another stride are not taken for these; those of the recurrent row depend on none, and are made anew too.
+    # Scores of another stride do not count as these; those of the recurrent row depend on none, and are made again too.
     run(base, dataclasses.replace(plan, stride=4), tmp_path, log=said.append)
     assert len(list(filter(SCORED.search, said))) == 2
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from support import oracles, tiny
-from txl_jax.config import COMPAT_PRESETS, DType
+from txl_jax.config import COMPAT_PRESETS, DType, ExperimentConfig
+from txl_jax.config import tree as config_tree
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.ops.attention import masks, positions
 from txl_jax.ops.attention.relative import relative_attention, score_terms
@@ -45,7 +46,8 @@ def read(model, *, segments=4, same_length=True):
 
 @pytest.mark.parametrize(("preset", "window"), [("ours", M), ("tf", M + 1)])
 def test_probabilities_sum_to_one_and_have_a_column_per_distance(preset, window):
-    for k, (weights, _) in enumerate(read(tiny.make(compat=COMPAT_PRESETS[preset]))):
+    compat = config_tree.replace(ExperimentConfig(), COMPAT_PRESETS[preset]).compat
+    for k, (weights, _) in enumerate(read(tiny.make(compat=compat))):
         assert weights.probabilities.shape == (tiny.N, tiny.B, tiny.H, L, window)
         np.testing.assert_allclose(weights.probabilities.sum(-1), 1, rtol=1e-5)
         if preset == "ours":  # No memory is filled: row i has seen k * L + i + 1 tokens.

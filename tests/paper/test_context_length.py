@@ -1,4 +1,4 @@
-"""Tests the context-length job: each row against an evaluation at its settings, windows, the file, and what is refused."""
+"""Tests scores by attention length: each row against an evaluation at its settings, windows, files, refusals."""
 
 import csv
 import re
@@ -10,6 +10,7 @@ from support import drawn_run, tiny_run
 from txl_jax.config import CorpusName, DataConfig, Encoding
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 from txl_jax.jobs import evaluate
 from txl_jax.jobs.score import Interrupted
@@ -133,9 +134,8 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, absolute, stride):
     ],
 )
 def test_errors_are_found_before_a_text_is_read(changes, lengths, stride, says):
-    with pytest.raises(ValueError, match=says):
-        plan = Plan(lengths=tuple(lengths), stride=stride)
-        plan.validate()
+    plan = Plan(lengths=tuple(lengths), stride=stride)
+    with pytest.raises(UserError, match=says):
         plan.check(config_tree.replace(tiny_run.CONFIG, changes))
 
 

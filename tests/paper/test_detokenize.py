@@ -13,7 +13,7 @@ from txl_jax.paper.detokenize import detokenize
         ('" One " and " two "', '"One" and "two"'),
         ("the album 's cover does n't ( in 1999 ) show $ 5", "the album's cover doesn't (in 1999) show $5"),
         ("the fans ' view", "the fans' view"),
-        ("1990 – 1995", "1990–1995"),
+        ("1990 \u2013 1995", "1990\u20131995"),
         (" = Robert Boulter = ", "Robert Boulter"),
         (" = = Early life = = ", "Early life"),
         ("x = y + z", "x = y + z"),

@@ -58,11 +58,11 @@ def test_an_unknown_axis_name_is_refused():
 def test_shardings_of_parameters():
     found = sharding.param_shardings(sharding.make_mesh(MeshConfig()), boxed_params(**EVERYTHING))
     layer = found["stack"]["layers"]
-    assert layer["attention"]["query"].spec == PartitionSpec(None, "fsdp", "model", None)
-    assert layer["attention"]["output"].spec == PartitionSpec(None, "model", None, "fsdp")
-    assert layer["feed_forward"]["inner_kernel"].spec == PartitionSpec(None, "fsdp", "model")
-    assert layer["feed_forward"]["outer_kernel"].spec == PartitionSpec(None, "model", "fsdp")
-    assert found["embedding"]["table_0"].spec == PartitionSpec(("model",), ("fsdp",))
+    assert layer["attention"]["query"].spec == PartitionSpec(None, "fsdp", "tensor", None)
+    assert layer["attention"]["output"].spec == PartitionSpec(None, "tensor", None, "fsdp")
+    assert layer["feed_forward"]["inner_kernel"].spec == PartitionSpec(None, "fsdp", "tensor")
+    assert layer["feed_forward"]["outer_kernel"].spec == PartitionSpec(None, "tensor", "fsdp")
+    assert found["embedding"]["table_0"].spec == PartitionSpec(("tensor",), ("fsdp",))
     assert found["embedding"]["projection_1"].spec == PartitionSpec(None, "fsdp")
 
 
@@ -106,7 +106,7 @@ def found():
     return eight_devices("exact", JAX_ENABLE_X64="1")
 
 
-SIZES = {"data": [8, 1, 1], "mixed": [2, 2, 2], "fsdp": [1, 8, 1], "model": [1, 1, 8]}
+SIZES = {"data": [8, 1, 1], "mixed": [2, 2, 2], "fsdp": [1, 8, 1], "tensor": [1, 1, 8]}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -135,7 +135,7 @@ def test_in_float32_too():
 
 
 def test_parts_of_the_rows_on_a_mesh_are_the_whole_batch(found):
-    one, chunks = found["chunks, one"], found["chunks, mixed"]
+    one, chunks = found["microbatches, one"], found["microbatches, mixed"]
     np.testing.assert_allclose(chunks["losses"], one["losses"], rtol=1e-10)
     np.testing.assert_allclose(chunks["params"], one["params"], rtol=0, atol=1e-10)
 
@@ -153,7 +153,7 @@ def test_losses_vectors_and_gradients_of_the_adaptive_softmax(found):
 
 
 @pytest.mark.parametrize(
-    ("softmax", "name"), [("plain", "mixed"), ("plain", "fsdp"), ("adaptive", "mixed"), ("adaptive", "model")]
+    ("softmax", "name"), [("plain", "mixed"), ("plain", "fsdp"), ("adaptive", "mixed"), ("adaptive", "tensor")]
 )
 def test_rows_are_scored_on_eight_devices(found, softmax, name):
     one, many = found[f"{softmax}, one"], found[f"{softmax}, {name}"]
@@ -167,7 +167,7 @@ def test_parameters_and_moments_are_spread(found):
     one = found["adaptive, one"]
     assert one["bytes_per_device"] == found["adaptive, data"]["bytes_per_device"] == one["bytes"]
     # Biases, norms and the smaller tables that do not divide are whole.
-    for name, parts in (("mixed", 4), ("fsdp", 8), ("model", 8)):
+    for name, parts in (("mixed", 4), ("fsdp", 8), ("tensor", 8)):
         many = found[f"adaptive, {name}"]
         assert one["bytes"] / parts < many["bytes_per_device"] < 1.75 * one["bytes"] / parts, name
         assert many["moment_bytes_per_device"] == 2 * many["bytes_per_device"]
@@ -175,18 +175,18 @@ def test_parameters_and_moments_are_spread(found):
         "data": [3, 16, 8, 5],
         "mixed": [3, 8, 4, 5],
         "fsdp": [3, 2, 8, 5],
-        "model": [3, 16, 1, 5],
+        "tensor": [3, 16, 1, 5],
     }
     assert {name: found[f"adaptive, {name}"]["tables_per_device"] for name in SIZES} == {
         "data": [[16, 16], [11, 8], [14, 4]],
         "mixed": [[8, 8], [11, 4], [7, 2]],
         "fsdp": [[16, 2], [11, 1], [14, 4]],  # 4 columns do not divide among 8, and 14 rows do not either.
-        "model": [[2, 16], [11, 8], [14, 4]],
+        "tensor": [[2, 16], [11, 8], [14, 4]],
     }
 
 
 def test_rows_of_the_memory_are_spread(found):
-    for name, rows in (("one", 16), ("data", 2), ("mixed", 4), ("fsdp", 2), ("model", 16)):
+    for name, rows in (("one", 16), ("data", 2), ("mixed", 4), ("fsdp", 2), ("tensor", 16)):
         many = found[f"plain, {name}"]
         assert many["memory_per_device"] == [3, rows, 9, 16]
         assert many["memory_bytes_per_device"] * 16 == many["memory_bytes"] * rows
@@ -218,8 +218,8 @@ def test_sums_over_devices_are_those_that_must_be(found):
     # Gradients, over the devices that share rows; within the loop over layers as soon as a layer has them.
     for name, devices in (("data", 8), ("fsdp", 8), ("mixed", 2)):
         assert any(one["loops"] == 2 and one["n_bytes"] > 9_000 for one in reduced(name, devices=devices)), name
-    # Outputs of attention and feed-forward part, and gradients of their inputs: [B, L, D] each, over `model`.
-    assert {one["shape"] for one in reduced("model", devices=8) if one["loops"] == 2} == {"f64[16,7,16]"}
+    # Outputs of attention and feed-forward part, and gradients of their inputs: [B, L, D] each, over `tensor`.
+    assert {one["shape"] for one in reduced("tensor", devices=8) if one["loops"] == 2} == {"f64[16,7,16]"}
 
 
 def test_rows_and_heads_of_stored_keys_are_spread(found):
@@ -249,7 +249,7 @@ def test_what_does_not_fit_eight_devices_is_refused_with_both_numbers(found):
     refusals = found["refusals"]
     for kind, numbers in {
         "batch": r"train\.batch_size\D*\b6\b.*\b4\b",
-        "chunks": r"\b8\b.*train\.grad_accum_steps\b.*\b32\b",
+        "microbatches": r"\b8\b.*train\.grad_accum_steps\b.*\b32\b",
         "remainder": r"\b3 x 1\b.*\b8\b",
         "too many": r"\b3 x 2 x 2\b.*\b8\b",
         "heads": r"model\.n_head\D*\b2\b.*mesh\.tensor\D*\b4\b",

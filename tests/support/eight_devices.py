@@ -42,13 +42,13 @@ MESHES = {
     "data": MeshConfig(),
     "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
     "fsdp": MeshConfig(fsdp=8),
-    "model": MeshConfig(tensor=8),
+    "tensor": MeshConfig(tensor=8),
 }
 SOFTMAX = {"plain": {}, "adaptive": {"model__cutoffs": (16, 27), "model__div_val": 2}}
 VOCABULARY = {"plain": 42, "adaptive": 41}
 SCORED = [
     *(("plain", name) for name in ("one", "mixed", "fsdp")),
-    *(("adaptive", name) for name in ("one", "mixed", "model")),
+    *(("adaptive", name) for name in ("one", "mixed", "tensor")),
 ]
 B, L, STEPS, PER_CALL = 16, 7, 20, 2
 TOKENS = np.random.default_rng(0).integers(41, size=B * L * 4 + 1)  # An epoch of four segments.
@@ -83,7 +83,9 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
     return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
 
 
-def walk(parts: RunComponents, train_step: TrainStep, state: TrainState, steps: range) -> tuple[TrainState, list, list]:
+def train_steps(
+    parts: RunComponents, train_step: TrainStep, state: TrainState, steps: range
+) -> tuple[TrainState, list, list]:
     """The state after these updates, and the loss and gradient norm of each."""
     losses, norms, reader = [], [], training_segments(TOKENS, batch_size=B, segment_len=L)
     for step in steps[::PER_CALL]:
@@ -96,7 +98,7 @@ def walk(parts: RunComponents, train_step: TrainStep, state: TrainState, steps: 
 def run(parts: RunComponents, *, scores: bool) -> dict:
     """Losses of each update, parameters after the last, where arrays lie, and what is sent."""
     train_step, compilation = parts.training.compile_step()
-    state, losses, norms = walk(parts, train_step, parts.training.init_state(), range(STEPS))
+    state, losses, norms = train_steps(parts, train_step, parts.training.init_state(), range(STEPS))
     found = {
         "losses": losses,
         "grad_norms": norms,
@@ -178,7 +180,7 @@ def moved() -> list[float]:
             parts = assemble(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
             restored = checkpoints.restore(parts.training.abstract_state)
             state = parts.training.init_state() if restored is None else restored[1]
-            state, more, _ = walk(parts, parts.training.compile_step()[0], state, these)
+            state, more, _ = train_steps(parts, parts.training.compile_step()[0], state, these)
             losses += more
             checkpoints.save(these.stop, state, {})
     return losses
@@ -280,15 +282,15 @@ def exact() -> dict[str, Any]:
     }
     in_chunks = config(MESHES["mixed"], train__grad_accum_steps=4, model__dropout__rate=0.0)
     whole = config(MESHES["one"], model__dropout__rate=0.0)
-    found["chunks, mixed"] = run(assemble(in_chunks, vocab_size=42), scores=False)
-    found["chunks, one"] = run(assemble(whole, vocab_size=42), scores=False)
+    found["microbatches, mixed"] = run(assemble(in_chunks, vocab_size=42), scores=False)
+    found["microbatches, one"] = run(assemble(whole, vocab_size=42), scores=False)
     found["moved"] = moved()
     found["differences"] = differences()
     found["uneven"] = uneven_vocabulary()
     found["tail"] = tail_work()
     found["refusals"] = {
         "batch": refusal(MESHES["mixed"], train__batch_size=6),
-        "chunks": refusal(MESHES["mixed"], train__grad_accum_steps=8),
+        "microbatches": refusal(MESHES["mixed"], train__grad_accum_steps=8),
         "remainder": refusal(MeshConfig(fsdp=3)),
         "too many": refusal(MeshConfig(data=3, fsdp=2, tensor=2)),
         "heads": refusal(MeshConfig(tensor=4), model__n_head=2),

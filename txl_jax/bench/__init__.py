@@ -1,0 +1,1 @@
+"""Benchmarks and estimates: throughput, roofline, memory on TPU slices."""

@@ -1,7 +1,8 @@
-"""What a compiled program sends between devices, read from its text (`compiled.as_text()`).
+"""Collectives (all-gather, all-reduce, ...) of a compiled program, parsed from its HLO text (`compiled.as_text()`).
 
-XLA lists a program as computations; loops, fusions and calls name the ones they run. A collective in a loop's body is
-performed in every round. XLA cuts some into pieces that overlap with arithmetic; they share a channel and count once.
+XLA lists a program as computations; loops, fusions and calls name the ones they run. A collective in a loop's body runs
+once per iteration. XLA splits some collectives into pieces that overlap with arithmetic; the pieces share a channel and
+count once.
 """
 
 import math
@@ -17,26 +18,37 @@ _SCATTERED = "all-reduce-scatter"
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _CALLED = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
-_ARRAY = re.compile(r"\b([a-z]+)(\d+)?(?:\w*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b[a-z]+(\d+)?\w*\[([\d,]*)\]")
 _CONSTANT = re.compile(r"%?([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)")
 _COMPARE = re.compile(r" compare\(.*?%?([\w.\-]+)\), direction=LT")
 
 
 class Collective(NamedTuple):
-    """One instruction that sends arrays between devices."""
+    """One instruction that sends arrays between devices.
 
-    kind: str  # One of `KINDS`.
-    n_bytes: int  # Of its results on one device.
-    largest: int  # Bytes of the largest array among them.
-    shape: str  # Of that array, as XLA writes it.
-    devices: int  # That take part in one exchange.
-    loops: int  # Within one another around it.
-    times: int  # In one call of the program, where each loop's number of rounds is known; others count once.
-    source: str  # Where the model asks for it, as jax names it; empty for what XLA adds.
+    Attributes:
+      kind: one of `KINDS`.
+      n_bytes: size of its results on one device.
+      largest: bytes of the largest array among the results.
+      shape: shape of that array, as XLA writes it.
+      devices: size of a group of devices that exchange with one another.
+      loops: number of nested loops around it.
+      times: executions per call of the program; a loop with an unknown trip count counts as one iteration.
+      source: place in the model that it comes from, as jax names it; empty for what XLA adds.
+    """
+
+    kind: str
+    n_bytes: int
+    largest: int
+    shape: str
+    devices: int
+    loops: int
+    times: int
+    source: str
 
     @property
-    def sent(self) -> float:
-        """Bytes that a device sends each time, by the usual rings: an all-reduce sends its array almost twice."""
+    def bytes_sent(self) -> float:
+        """Bytes that a device sends per execution with ring algorithms; an all-reduce sends its array almost twice."""
         others = self.devices - 1
         per_device = {
             "all-gather": others / self.devices,
@@ -49,16 +61,16 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> list[Collective]:
-    """The collectives of a compiled program that more than one device takes part in."""
+    """Returns the collectives of a compiled program in which more than one device takes part."""
     partitions = _PARTITIONS.search(text)
     if not partitions:
         return []
-    computations, n_device = _computations(text), int(partitions[1])
+    computations, num_devices = _computations(text), int(partitions[1])
     found: dict[Any, Collective] = {}
-    for name, loops, times in _walk(computations, _entry(text)):
+    for name, loops, times in _executed(computations, _entry(text)):
         for number, line in enumerate(computations[name]):
             match = _COLLECTIVE.search(line)
-            if not match or (devices := _group(line, n_device)) < 2:
+            if not match or (devices := _group_size(line, num_devices)) < 2:
                 continue
             one = _collective(match, line, devices, loops, times)
             if name.startswith(_SCATTERED):
@@ -67,15 +79,15 @@ def collectives(text: str) -> list[Collective]:
     return list(found.values())
 
 
-def _piece(line: str, name: str, number: int) -> tuple:
-    """What the pieces of one collective have in common."""
+def _piece(line: str, name: str, number: int) -> tuple[str, str | int]:
+    """Returns a key that the pieces of one collective share."""
     chain = re.search(r'chain_id="(\d+)"', line)
     channel = re.search(r"channel_id=(\d+)", line)
     return (channel[1], chain[1]) if chain and channel else (name, number)
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    """The lines of each computation by its name."""
+    """Splits the text into the lines of each computation, by name."""
     computations: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -87,27 +99,30 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def _entry(text: str) -> str:
+    """Returns the name of the computation that a call of the program starts with."""
     return next(header[2] for line in text.splitlines() if (header := _HEADER.match(line)) and header[1])
 
 
-def _walk(
+def _executed(
     computations: dict[str, list[str]], name: str, loops: int = 0, times: int = 1
 ) -> Iterator[tuple[str, int, int]]:
-    """Each computation that runs, with the loops around it and how often it runs."""
+    """Yields each computation that is executed, with the number of loops around it and of its executions."""
     yield name, loops, times
     for line in computations[name]:
         called = {role: other for role, other in _CALLED.findall(line) if role != "to_apply" or " call(" in line}
         if branches := re.search(r"branch_computations=\{([^}]*)\}", line):
             called |= {other: other for other in re.findall(r"[\w.\-]+", branches[1])}
-        rounds = _rounds(line, computations[called["condition"]]) if "condition" in called else None
+        trip_count = _trip_count(line, computations[called["condition"]]) if "condition" in called else None
         for role, other in called.items():
             if other in computations and role != "condition":
                 inside = role == "body"
-                yield from _walk(computations, other, loops + inside, times * (rounds or 1) if inside else times)
+                yield from _executed(
+                    computations, other, loops + inside, times * (trip_count or 1) if inside else times
+                )
 
 
-def _rounds(loop: str, condition: list[str]) -> int | None:
-    """How often a loop runs, as XLA says beside it or as its condition's limit says; None: it depends on the numbers."""
+def _trip_count(loop: str, condition: list[str]) -> int | None:
+    """Returns the iterations of a loop: XLA's annotation, or the limit in its condition; None: they depend on data."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop):
         return int(known[1])
     constants = {found[1]: int(found[2]) for line in condition if (found := _CONSTANT.search(line))}
@@ -115,7 +130,8 @@ def _rounds(loop: str, condition: list[str]) -> int | None:
     return limits[0] if len(limits) == 1 else None
 
 
-def _collective(match: re.Match, line: str, devices: int, loops: int, times: int) -> Collective:
+def _collective(match: re.Match[str], line: str, devices: int, loops: int, times: int) -> Collective:
+    """Parses one instruction."""
     kind, results = match[2], re.sub(r"\{[^}]*\}", "", match[1])
     if match[3] and kind != "all-reduce":  # A tuple of operands, results, and maybe counters.
         results = _second(results)
@@ -127,7 +143,7 @@ def _collective(match: re.Match, line: str, devices: int, loops: int, times: int
 
 
 def _second(tuple_: str) -> str:
-    """The second member of a tuple such as (f32[2], (f32[4], f32[8]), u32[]), which may be a tuple itself."""
+    """Returns the second member of a tuple such as (f32[2], (f32[4], f32[8]), u32[]), which may be a tuple itself."""
     depth, members = 0, [""]
     for letter in tuple_.strip()[1:-1]:
         depth += (letter in "([") - (letter in ")]")
@@ -138,14 +154,14 @@ def _second(tuple_: str) -> str:
     return members[1]
 
 
-def _size(letters: str, bits: str | None, dimensions: str) -> int:
-    """Bytes of an array such as bf16[2,3]."""
-    n_bit = 8 if letters == "pred" else int(bits)
+def _size(bits: str | None, dimensions: str) -> int:
+    """Returns the bytes of an array such as bf16[2,3]."""
+    n_bit = 8 if bits is None else int(bits)  # A truth value (pred) has a byte.
     return math.prod(map(int, filter(None, dimensions.split(",")))) * n_bit // 8
 
 
-def _group(line: str, n_device: int) -> int:
-    """How many devices exchange with one another, in any of the ways that XLA writes groups."""
+def _group_size(line: str, num_devices: int) -> int:
+    """Returns how many devices exchange with one another, in any of the notations in which XLA writes groups."""
     if "source_target_pairs" in line:
         return 2
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
@@ -156,5 +172,5 @@ def _group(line: str, n_device: int) -> int:
         sizes = dict(axis.split("=") for axis in found[1].split(","))
         return math.prod(int(sizes[axis]) for axis in found[2].split(","))
     if re.search(r"replica_groups=[^{]|replica_groups=\{[^}]", line):
-        raise ValueError(f"XLA wrote groups of devices in an unknown way: {line.strip()[:300]}")
-    return n_device
+        raise ValueError(f"unknown notation of replica_groups in XLA's text: {line.strip()[:300]}")
+    return num_devices

@@ -1,4 +1,4 @@
-"""The same weights on the same tokens, here and in the peer, in turns."""
+"""Benchmarks this model against Hugging Face's TransfoXL with the same weights on the same tokens, interleaved."""
 
 import dataclasses
 import itertools
@@ -12,11 +12,14 @@ import numpy as np
 from txl_jax import sharding
 from txl_jax.assemble import RunComponents
 from txl_jax.bench import throughput
-from txl_jax.bench.huggingface import HuggingFacePeer
-from txl_jax.bench.softmax_speed import draw_targets
-from txl_jax.bench.throughput import Speed, Task
-from txl_jax.config import COMPAT_PRESETS, DType, EvalConfig, ExperimentConfig, MemoryStart, TrainConfig
+from txl_jax.bench.huggingface_model import HuggingFaceModel
+from txl_jax.bench.synthetic_tokens import draw_tokens
+from txl_jax.bench.throughput import Task, Throughput
+from txl_jax.config import DType, EvalConfig, ExperimentConfig, MemoryStart, TrainConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import require
 from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
+from txl_jax.errors import UserError
 from txl_jax.evaluation.streaming import make_eval_step
 from txl_jax.inference.scorer import make_scorer
 
@@ -26,109 +29,127 @@ _COMPARED_SEGMENTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
-    """A task here and in the peer."""
+class Comparison:
+    """Throughput of a task here and in Hugging Face's model (the peer)."""
 
-    ours: Speed
-    peer: Speed
-
-    @property
-    def ratios(self) -> list[float]:
-        """How many times faster ours is, turn by turn."""
-        pairs = zip(self.ours.seconds, self.peer.seconds, strict=True)
-        per_call = self.ours.task.tokens / self.peer.task.tokens
-        return [theirs / ours * per_call for ours, theirs in pairs]
+    ours: Throughput
+    peer: Throughput
 
     @property
-    def ratio(self) -> float:
-        return statistics.median(self.ratios)
+    def speedups(self) -> list[float]:
+        """Our throughput divided by the peer's, for each pair of calls."""
+        pairs = zip(self.ours.tokens_per_second, self.peer.tokens_per_second, strict=True)
+        return [ours / peer for ours, peer in pairs]
+
+    @property
+    def speedup(self) -> float:
+        """Median of the speedups."""
+        return statistics.median(self.speedups)
+
+    def as_record(self) -> dict[str, Any]:
+        """Returns the values for a JSON file."""
+        return {
+            "ours": self.ours.as_record(),
+            "peer": self.peer.as_record(),
+            "speedup": self.speedup,
+            "speedups": self.speedups,
+        }
 
 
-def check_alike(config: ExperimentConfig) -> None:
-    """Raises `ValueError` for settings of generation that the peer's step does not have."""
-    for name, usual in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
+def check_generation_settings(config: ExperimentConfig) -> None:
+    """Raises `UserError` for settings of generation that the peer's step does not have."""
+    for name, default in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
         value = getattr(config.generate, name)
-        if value != usual:
-            raise ValueError(f"generate.{name} is {value} and the peer's is {usual}; leave it out, or compare without")
+        require(
+            value == default,
+            f"generate.{name} is {value} and the peer's is {default}; leave it out, or benchmark without --peer",
+        )
 
 
-def with_compat(config: ExperimentConfig) -> ExperimentConfig:
-    """The config with the peer's window and norms. What its memory starts with matters to the check alone."""
-    compat = dataclasses.replace(COMPAT_PRESETS["hf"], memory_start=MemoryStart.MASKED)
-    return dataclasses.replace(config, compat=compat)
+def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
+    """Returns the config with the peer's attention window and layer norms.
+
+    The memory is masked at the start instead of zeros: that matters to the check of the losses alone.
+    """
+    return config_tree.replace(config_tree.apply_preset(config, "hf"), {"compat.memory_start": MemoryStart.MASKED})
 
 
-def make_peer(parts: RunComponents, params: Any, span: EvalConfig) -> HuggingFacePeer:
-    """The peer at the lengths of `span`, its memory full."""
-    config = parts.config
+def make_peer(components: RunComponents, params: Any, eval_config: EvalConfig) -> HuggingFaceModel:
+    """Makes the peer with our parameters at the lengths of `eval_config`, its memory full."""
+    config = components.config
     params = jax.tree.map(np.asarray, params)
-    peer = HuggingFacePeer(config.model, span, params, vocab_size=parts.model.vocab_size, optimizer=config.optimizer)
+    peer = HuggingFaceModel(
+        config.model, eval_config, params, vocab_size=components.model.vocab_size, optimizer=config.optimizer
+    )
     peer.fill_memory(seed=0)
     return peer
 
 
-def check_same_numbers(parts: RunComponents, params: Any, peer: HuggingFacePeer) -> float:
-    """Scores the same tokens with both, each from zeros in its memory; returns the largest difference in nats.
+def check_same_losses(components: RunComponents, params: Any, peer: HuggingFaceModel) -> float:
+    """Scores the same tokens with both models, from zeros in the memory; returns the largest difference in nats.
 
     Raises:
-      ValueError: it is more than rounding explains.
+      UserError: the difference is more than rounding explains.
     """
-    tokens, found = _scored(parts, params.COMPUTED)
-    worst = float(np.abs(found - np.ravel(peer.nll(np.asarray(tokens)[None, :]))).max())
+    tokens, losses = _score(components, params, None)
+    worst = float(np.abs(losses - np.ravel(peer.nll(np.asarray(tokens)[None, :]))).max())
     if not worst <= TOLERANCE:
-        raise ValueError(
-            f"the peer's losses differ by up to {worst:.2g} nats, more than {TOLERANCE:g}, so the two do not compute the "
-            "same; nothing was timed"
+        raise UserError(
+            f"the peer's losses differ by up to {worst:.2g} nats, more than {TOLERANCE:g}, so the two do not compute "
+            "the same function; nothing was timed"
         )
     return worst
 
 
-def moved_by_storage(parts: RunComponents, params: Any) -> float:
-    """The largest change of a token's nats where keys and values are stored as `eval.cache_dtype` says."""
-    _, computed = _scored(parts, params.COMPUTED)
-    _, stored = _scored(parts, params, parts.config.eval.cache_dtype)
-    return float(np.abs(computed - stored).max())
+def effect_of_cache_dtype(components: RunComponents, params: Any) -> float:
+    """Returns the largest change of a token's nats due to storing keys and values as `eval.cache_dtype`."""
+    _, as_computed = _score(components, params, None)
+    _, as_stored = _score(components, params, components.config.eval.cache_dtype)
+    return float(np.abs(as_computed - as_stored).max())
 
 
-def _scored(parts: RunComponents, params: Any, stored: DType | None) -> tuple[Any, np.ndarray]:
-    """Tokens and the nats of all but the first, from zeros in the memory."""
-    span = dataclasses.replace(parts.config.eval, cache_dtype=stored, batch_size=1)
-    model = parts.model.clone(compat=COMPAT_PRESETS["hf"])
-    tokens = draw_targets(model.vocab_size, span.segment_len * _COMPARED_SEGMENTS + 1)
-    segments = evaluation_segments(tokens, batch_size=1, segment_len=span.segment_len).segments(0, _COMPARED_SEGMENTS)
-    reader = make_scorer(model, span)
-    weights = sharding.bind_mesh(parts.mesh, jax.jit(reader.prepare_params))(params)
-    eval_step = sharding.bind_mesh(parts.mesh, jax.jit(make_eval_step(model, span)))
-    _, scores = eval_step(weights, reader.init_memory(weights), segments)
+def _score(components: RunComponents, params: Any, cache_dtype: DType | None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens and the nats of all but the first, from zeros in the memory."""
+    eval_config = dataclasses.replace(components.config.eval, cache_dtype=cache_dtype, batch_size=1)
+    model = components.model.clone(compat=config_tree.apply_preset(components.config, "hf").compat)
+    tokens = draw_tokens(model.vocab_size, eval_config.segment_len * _COMPARED_SEGMENTS + 1)
+    reader = evaluation_segments(tokens, batch_size=1, segment_len=eval_config.segment_len)
+    segments = reader.segments(0, _COMPARED_SEGMENTS)
+    scorer = make_scorer(model, eval_config)
+    weights = sharding.bind_mesh(components.mesh, jax.jit(scorer.prepare_params))(params)
+    eval_step = sharding.bind_mesh(components.mesh, jax.jit(make_eval_step(model, eval_config)))
+    _, scores = eval_step(weights, scorer.init_memory(weights), segments)
     return tokens, np.ravel(scores.nll)
 
 
-def training(parts: RunComponents, params: Any) -> tuple[Task, Task]:
-    """An update here and in the peer, with dropout as the config says."""
-    train = parts.config.train
-    shared = {
-        name: getattr(train, name) for name in ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length")
-    }
-    peer = make_peer(parts, params, EvalConfig(**shared))
-    ours = throughput.training(parts)
-    return ours, _of_peer(ours, parts, train, peer.train_step)
+def training(components: RunComponents, params: Any) -> tuple[Task, Task]:
+    """Returns the task of an update, ours and the peer's, with dropout as in the config."""
+    train = components.config.train
+    shared = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length")
+    peer = make_peer(components, params, EvalConfig(**{name: getattr(train, name) for name in shared}))
+    ours = throughput.training(components)
+    return ours, _peer_task(ours, components, train, peer.train_step)
 
 
-def evaluation(parts: RunComponents, params: Any, peer: HuggingFacePeer) -> tuple[Task, Task]:
-    """A segment with full memory here and in the peer."""
-    ours = throughput.evaluation(parts, params)
-    return ours, _of_peer(ours, parts, parts.config.eval, peer.evaluate_segment)
+def evaluation(components: RunComponents, params: Any, peer: HuggingFaceModel) -> tuple[Task, Task]:
+    """Returns the task of a segment with full memory, ours and the peer's."""
+    ours = throughput.evaluation(components, params)
+    return ours, _peer_task(ours, components, components.config.eval, peer.evaluate_segment)
 
 
 def generation(
-    parts: RunComponents, params: Any, peer: HuggingFacePeer, *, every_tail: bool = False
+    components: RunComponents, params: Any, peer: HuggingFaceModel, *, every_tail: bool = False
 ) -> tuple[Task, Task]:
-    """A token after a full memory here and in the peer, drawn among the `top_k` likeliest.
+    """Returns the task of a token after a full memory, ours and the peer's, drawn among the `top_k` likeliest.
 
     Args:
-      every_tail: see `speed.generation`; the peer always reads every tail.
+      components: the model and its settings.
+      params: parameters.
+      peer: Hugging Face's model.
+      every_tail: of `throughput.generation`; the peer always reads every tail.
     """
-    ours, top_k = throughput.generation(parts, params, every_tail=every_tail), parts.config.generate.top_k
+    ours = throughput.generation(components, params, every_tail=every_tail)
+    top_k = components.config.generate.top_k
 
     def call() -> None:
         peer.generate_token(top_k)
@@ -136,15 +157,17 @@ def generation(
     return ours, Task(f"{ours.name}, peer", "1 x 1", ours.mem_len, 1, call)
 
 
-def _of_peer(ours: Task, parts: RunComponents, span: TrainConfig | EvalConfig, score: Callable[..., Any]) -> Task:
-    """The peer's task: the segments of ours, one a call, round and round."""
-    make = training_segments if isinstance(span, TrainConfig) else evaluation_segments
-    segments = throughput.random_segments(make, parts, span)
-    inputs, targets = (np.asarray(part) for part in (segments.inputs, segments.targets))
-    turns = itertools.cycle(range(len(inputs)))
+def _peer_task(
+    ours: Task, components: RunComponents, lengths: TrainConfig | EvalConfig, step: Callable[..., Any]
+) -> Task:
+    """Returns the peer's task: the segments of ours, one per call, in a cycle."""
+    make_reader = training_segments if isinstance(lengths, TrainConfig) else evaluation_segments
+    segments = throughput.random_segments(make_reader, components, lengths)
+    inputs, targets = np.asarray(segments.inputs), np.asarray(segments.targets)
+    indices = itertools.cycle(range(len(inputs)))
 
     def call() -> None:
-        turn = next(turns)
-        score(inputs[turn], targets[turn])
+        i = next(indices)
+        step(inputs[i], targets[i])
 
     return Task(f"{ours.name}, peer", ours.shape, ours.mem_len, inputs[0].size, call)

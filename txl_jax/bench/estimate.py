@@ -1,144 +1,242 @@
-"""What a configuration needs on devices that are not at hand: from the shapes of its arrays, and from the compiler.
+"""Estimates of what a configuration needs on a slice of Cloud TPUs: memory, collectives, FLOPs, roofline.
 
-The compiler's part takes a topology's devices (`jax.experimental.topologies`): the programs of a run are compiled for
-them as they would be there, so that what does not shard, or does not fit, fails here. It shows neither numbers nor speed.
+Training, evaluation and generation are compiled for the slice by the TPU's own compiler (libtpu), on a machine that has
+no TPU. Without libtpu only the part that follows from the shapes of arrays is known.
 """
 
+import collections
 import dataclasses
-import re
-import time
-from collections.abc import Callable
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from txl_jax import flops, sharding
-from txl_jax.assemble import RunComponents
-from txl_jax.bench.collectives import Collective, collectives
-from txl_jax.bench.roofline import Work
-from txl_jax.config import Remat
-from txl_jax.inference import cache as cache_lib
-from txl_jax.inference.generator import Context, Generator
+from txl_jax import sharding
+from txl_jax.assemble import RunComponents, assemble
+from txl_jax.bench import aot_compile, tpu_topologies
+from txl_jax.bench.aot_compile import Compiled, DoesNotFitError
+from txl_jax.bench.output import Log, print_line
+from txl_jax.bench.roofline import CHIPS, Bounds, Chip, lower_bounds
+from txl_jax.bench.synthetic_tokens import default_vocab_size
+from txl_jax.config import ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.errors import UserError
 from txl_jax.jobs import report
+from txl_jax.jobs.generate import check_can_generate
+from txl_jax.runtime import environment
+from txl_jax.runtime.files import write_json
 
-BLOCK = 16  # Tokens that generation writes per call.
+TASKS = {
+    "training": aot_compile.compile_training,
+    "evaluation": aot_compile.compile_evaluation,
+    "generation": aot_compile.compile_generation,
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What the compiler says of one program, for one device."""
+class Plan:
+    """Settings of the estimate."""
 
-    needed: int  # Bytes at the fullest moment.
-    scratch: int  # Bytes of those that are no arguments: activations, gradients, gathered weights.
-    seconds: float  # That compiling took.
-    collectives: list[Collective]  # Of a whole call.
+    topology: tuple[str, ...] = setting(
+        (),
+        "TPU slice, such as v5e:4x8 or v4:2x2x4. With --configs several, with commas; a generation alone (v5e) is its "
+        "smallest slice that training fits on.",
+    )
+    tasks: tuple[str, ...] = setting(tuple(TASKS), "Tasks to compile, with commas.")
+    configs: tuple[str, ...] = setting(
+        (), "Published configurations or flagfiles for a table, with commas; default: the settings of the flags alone."
+    )
+    vocab_size: int | None = setting(
+        None, "V; none: the size published with the corpus, or 256 where there is none.", at_least=2
+    )
+    json: str | None = setting(None, "File for all figures; none: only what is printed.", path=True)
+
+    def validate(self) -> None:
+        """Raises `UserError` for an unknown task or slice, or settings that do not go together."""
+        check_fields(self, "")
+        require(self.topology, "topology is empty; it must name a slice, such as --topology=v5e:4x8")
+        require(self.tasks, f"tasks is empty; it must be of {', '.join(TASKS)}")
+        for name in self.tasks:
+            near = config_tree.did_you_mean(name, TASKS)
+            require(name in TASKS, f"tasks has {name!r}; it must be of {', '.join(TASKS)}{near}")
+        if self.configs:
+            require(
+                self.tasks == tuple(TASKS),
+                f"tasks is {','.join(self.tasks)} and the table of --configs is of training; leave it out",
+            )
+            for topology in self.topology:
+                tpu_topologies.slices(topology)
+        else:
+            require(
+                len(self.topology) == 1, f"topology has {len(self.topology)} slices; it must be one, or use --configs"
+            )
+            tpu_topologies.split(self.topology[0])
 
 
-class DoesNotFitError(ValueError):
-    """The compiler found that a program needs more memory than a device has; the message gives both numbers."""
+def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> list[dict[str, Any]]:
+    """Prints what is known of one configuration on one slice, and writes the JSON file.
 
+    Args:
+      config: the model, the lengths and the mesh.
+      plan: the slice, the tasks to compile.
+      log: called with each line.
 
-def update_work(parts: RunComponents, *, compiled: Compiled | None) -> Work:
-    """What one device does in an update.
+    Returns:
+      a record per task, as in the JSON file.
 
-    Operations: those of `txl_jax.flops`. Memory: weights in the compute type once each way, parameters and moments read
-    and written, gradients written and read, the segment memory read twice and written once, scratch written and read.
-    Sent: as compiled; without it 0.
+    Raises:
+      UserError: settings that do not fit the slice, or each other.
     """
-    config, train = parts.config, parts.config.train
-    lengths = {"segment_len": train.segment_len, "mem_len": train.mem_len, "same_length": train.same_length}
-    per_token = flops.of_training(config.model, vocab_size=parts.model.vocab_size, **lengths)
-    if config.model.remat is Remat.FULL:
-        per_token += flops.of_recomputing(config.model, vocab_size=parts.model.vocab_size, **lengths)
-    sizes = report.device_bytes(parts)
-    weights = parts.num_parameters * jnp.dtype(config.model.dtype).itemsize / parts.mesh.shape[sharding.TENSOR]
-    moved = (
-        2 * weights * train.grad_accum_steps
-        + 2 * (sizes["parameters"] + sizes["optimizer"])
-        + 2 * sizes["parameters"]
-        + 3 * sizes["segment memory"]
-        + (2 * compiled.scratch if compiled else 0)
+    [topology] = plan.topology
+    chip = CHIPS[tpu_topologies.split(topology)[0]]
+    components, compiles = assemble_on(config, topology, plan.vocab_size)
+    mesh, train = components.mesh, config.train
+    log(
+        f"{format_versions()}\n\n"
+        f"{components.num_parameters:,} parameters, computed in {config.model.dtype} on {topology}: "
+        f"{mesh.size} x {chip.kind} ({', '.join(f'{name} {size}' for name, size in mesh.shape.items())})\n"
+        f"{train.batch_size} rows x {train.segment_len}, memory {train.mem_len}\n"
     )
-    sent = sum(one.sent * one.times for one in compiled.collectives) / train.segments_per_call if compiled else 0
-    return Work(per_token * train.batch_size * train.segment_len / parts.mesh.size, moved, sent)
+    for name, size in report.device_bytes(components).items():
+        log(f"{name:<24}{format_bytes(size)} per device")
+    if compiles:
+        records = [_estimate_task(components, topology, chip, name, log) for name in plan.tasks]
+    else:
+        log("\nlibtpu is not installed (pip install 'jax[tpu]'): nothing is compiled, activations are not known")
+        bounds = lower_bounds(aot_compile.work_per_update(components, compiled=None), chip)
+        log(format_roofline(components, bounds, complete=False))
+        records = [make_record(components, topology, None, None)]
+    write_records(records, plan, log)
+    return records
 
 
-def training(parts: RunComponents) -> Compiled:
-    """The step of S updates; raises `DoesNotFitError`."""
-    return _measured(lambda: parts.training.compile_step()[0])
+def assemble_on(config: ExperimentConfig, topology: str, vocab_size: int | None) -> tuple[RunComponents, bool]:
+    """Assembles the components of a run on a slice; returns them and whether they can be compiled there.
+
+    Raises:
+      UserError: settings that do not fit the slice, or each other.
+    """
+    devices = tpu_topologies.devices(topology)
+    mesh: Any
+    if devices is None:
+        mesh = sharding.abstract_mesh(config.mesh, tpu_topologies.num_devices(topology))
+    else:
+        mesh = sharding.make_mesh(config.mesh, devices)
+    components = assemble(config, vocab_size=vocab_size or default_vocab_size(config.data.corpus), mesh=mesh)
+    components.training.check_batch_size()
+    return components, devices is not None
 
 
-def evaluation(parts: RunComponents) -> Compiled:
-    """The step of evaluation, streaming or in windows; raises `DoesNotFitError`."""
-    span = parts.config.eval
-    if span.stride:
-        shape = (span.batch_size, span.segment_len)
-        whole = sharding.named_sharding(parts.mesh)
-        tokens = jax.ShapeDtypeStruct(shape, "int32", sharding=whole)
-        targets = jax.ShapeDtypeStruct((span.batch_size, span.stride), "int32", sharding=whole)
-        return _measured(
-            lambda: parts.evaluation.window_step.lower(parts.training.abstract_state.params, tokens, targets).compile()
-        )
-    weights = _placed(parts.evaluation.prepare_params, parts.training.abstract_state.params)
-    init = jax.jit(parts.evaluation.scorer.init_memory, out_shardings=parts.evaluation.memory_shardings)
-    memory = _placed(init, weights)
-    segments = parts.placement.abstract_segments(span)
-    return _measured(lambda: parts.evaluation.eval_step.lower(weights, memory, segments).compile())
+def make_record(
+    components: RunComponents, topology: str, task: str | None, compiled: Compiled | None
+) -> dict[str, Any]:
+    """Returns the values of a task for the JSON file; None: nothing was compiled."""
+    facts = {
+        "topology": topology,
+        "mesh": dict(components.mesh.shape),
+        "parameters": components.num_parameters,
+        "device_bytes": report.device_bytes(components),
+        "config": config_tree.to_dict(components.config),
+        "task": task,
+    }
+    if compiled is None:
+        return facts
+    return facts | {
+        "peak_bytes": compiled.peak_bytes,
+        "scratch_bytes": compiled.scratch_bytes,
+        "compile_seconds": compiled.seconds,
+        "collectives": [one._asdict() for one in compiled.collectives],
+    }
 
 
-def generation(parts: RunComponents) -> Compiled:
-    """The step that writes 16 tokens, of a model that can (`jobs.generate.check_can_generate`); raises `DoesNotFitError`."""
-    span, samples = parts.config.eval, parts.config.generate.samples
-    generator = Generator(
-        parts.model, span, parts.config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh
+def write_records(records: list[dict[str, Any]], plan: Plan, log: Log) -> None:
+    """Writes the JSON file of a plan, if it names one."""
+    if plan.json:
+        write_json(Path(plan.json), {**_versions(), "plan": config_tree.to_dict(plan), "estimates": records})
+        log(f"\nresults   {plan.json}")
+
+
+def format_versions() -> str:
+    """Formats the versions and the date that an estimate depends on."""
+    return ", ".join(f"{name} {value}" for name, value in _versions().items())
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Formats a size; those below a megabyte in kB."""
+    return environment.megabytes(n_bytes) if n_bytes >= 1e6 else f"{n_bytes / 1e3:.1f} kB"
+
+
+def format_collectives(compiled: Compiled) -> Iterator[str]:
+    """Formats a table of the collectives by kind and number of devices that exchange."""
+    groups = collections.defaultdict(list)
+    for one in compiled.collectives:
+        groups[one.kind, one.devices].append(one)
+    if not groups:
+        return
+    yield "\n| collective | devices | per call | sent per device and call | largest array |"
+    yield "|---|---|---|---|---|"
+    for (kind, devices), found in sorted(groups.items()):
+        largest = max(found, key=lambda one: one.largest)
+        sent = sum(one.bytes_sent * one.times for one in found)
+        times = sum(one.times for one in found)
+        yield f"| {kind} | {devices} | {times:,} | {format_bytes(sent)} | {largest.shape} |"
+
+
+def format_roofline(components: RunComponents, bounds: Bounds, *, complete: bool) -> str:
+    """Formats the lower bounds of an update's time; `complete`: communication is known."""
+    train = components.config.train
+    tokens = train.batch_size * train.new_tokens
+    links = f", collectives {1e3 * bounds.communication:.1f} ms" if complete else ""
+    return (
+        f"\nroofline: an update takes at least {1e3 * bounds.overlapped:.1f} ms "
+        f"({tokens / bounds.overlapped:,.0f} tokens/s) with perfect overlap, {1e3 * bounds.serial:.1f} ms with none:\n"
+        f"matrix products {1e3 * bounds.compute:.1f} ms, HBM {1e3 * bounds.hbm:.1f} ms{links}, at data sheet "
+        "rates. Of the adaptive\nsoftmax only the head is counted, arrays as often as they must be moved, scratch once "
+        "each way."
     )
-    weights = _placed(generator.prepare_segment, parts.training.abstract_state.params)
-    tokens = _placed(jax.jit(generator.for_tokens), weights)
-
-    def start(weights: Any) -> Context:
-        memory = cache_lib.unrotate(generator.empty(weights))
-        memory = jax.tree.map(lambda array: array.repeat(samples, axis=0) if array.ndim else array, memory)
-        return Context(memory, jnp.zeros(samples, jnp.int32), jnp.zeros(samples, bool))
-
-    context = _placed(jax.jit(start), weights)
-    return _measured(lambda: generator.write.lower(tokens, context, 0, BLOCK, count=BLOCK).compile())
 
 
-def _placed(function: Any, *arguments: Any) -> Any:
-    """What a jitted function of abstract arguments returns: shapes, types, and where the compiler puts it."""
-    compiled = function.lower(*arguments).compile()
-    return jax.tree.map(
-        lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
-        function.eval_shape(*arguments),
-        compiled.output_shardings,
-    )
-
-
-def _measured(compile_: Callable[[], Any]) -> Compiled:
-    began = time.monotonic()
+def _estimate_task(components: RunComponents, topology: str, chip: Chip, name: str, log: Log) -> dict[str, Any]:
+    """Compiles one task and prints what it needs; returns its record."""
+    if name == "generation":
+        try:
+            check_can_generate(components.config)
+        except UserError as error:
+            log(f"\n{name}: not possible, {error}")
+            return make_record(components, topology, name, None) | {"not_possible": str(error)}
     try:
-        compiled = compile_()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise DoesNotFitError(_told(str(error))) from None
-    sizes = compiled.memory_analysis()
-    return Compiled(
-        # Not the sum of arguments, results and scratch, which share places: it can be more than a device has.
-        needed=sizes.peak_memory_in_bytes,
-        scratch=sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes,
-        seconds=time.monotonic() - began,
-        collectives=collectives(compiled.as_text()),
+        compiled = TASKS[name](components)
+    except DoesNotFitError as error:
+        log(f"\n{name}: does not fit, it {error}")
+        return make_record(components, topology, name, None) | {"does_not_fit": str(error)}
+    log(
+        f"\n{name}: needs {format_bytes(compiled.peak_bytes)} of {format_bytes(chip.hbm_bytes)} per device, "
+        f"{format_bytes(compiled.scratch_bytes)} of it activations, gradients and other scratch (compiled in "
+        f"{compiled.seconds:.0f} s); a call is {_describe_call(components.config, name)}"
     )
+    for line in format_collectives(compiled):
+        log(line)
+    if name == "training":
+        bounds = lower_bounds(aot_compile.work_per_update(components, compiled=compiled), chip)
+        log(format_roofline(components, bounds, complete=True))
+    return make_record(components, topology, name, compiled)
 
 
-def _told(error: str) -> str:
-    """The compiler's two numbers, of a message that goes on for pages."""
-    found = re.search(
-        r"Used ([\d.]+\w) of ([\d.]+\w) hbm|temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", error
-    )
-    if not found:
-        return error.partition("\n")[0][:200]
-    needed, there = filter(None, found.groups())
-    return f"needs {needed}iB of {there}iB"
+def _describe_call(config: ExperimentConfig, task: str) -> str:
+    """Describes one call of a compiled task."""
+    if task == "generation":
+        return f"{aot_compile.BLOCK} tokens"
+    if task == "training":
+        return f"{config.train.segments_per_call} updates"
+    return "a batch of windows" if config.eval.stride else f"{config.eval.segments_per_call} segments"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "jax": jax.__version__,
+        "libtpu": tpu_topologies.libtpu_version() or "not installed",
+        "date": datetime.date.today().isoformat(),
+    }

@@ -1,4 +1,4 @@
-"""What a chip can do at best, and the least time that a piece of work takes on it."""
+"""Roofline model: the least time that a piece of work takes on a chip, by the rates of its data sheet."""
 
 from typing import NamedTuple
 
@@ -6,21 +6,30 @@ from txl_jax import flops
 
 
 class Chip(NamedTuple):
-    """One device as jax counts them, from Google Cloud's pages on each generation (read 2026-11-22)."""
+    """Rates of one device as jax counts devices, from Google Cloud's page on each generation (read 2026-11-22).
 
-    kind: str  # As jax calls it; its peak is `flops.device_peak`.
-    memory: float  # Bytes of high-bandwidth memory.
-    bandwidth: float  # Bytes per second to and from it.
-    links: float  # Bytes per second sent over all its links to other chips, in one direction.
+    Attributes:
+      kind: its name in jax; `flops.device_peak` knows its peak.
+      hbm_bytes: size of its high-bandwidth memory.
+      hbm_bandwidth: bytes per second to and from that memory.
+      link_bandwidth: bytes per second sent over all its links to other chips, in one direction.
+    """
+
+    kind: str
+    hbm_bytes: float
+    hbm_bandwidth: float
+    link_bandwidth: float
 
     @property
-    def peak(self) -> float:
-        """Operations per second of dense products in bfloat16."""
-        return flops.device_peak(self.kind)
+    def peak_flops(self) -> float:
+        """Peak FLOP/s of dense matrix products in bfloat16."""
+        peak = flops.device_peak(self.kind)
+        assert peak is not None, f"{self.kind} has no peak in flops.py"
+        return peak
 
 
-# By the generation in a topology's name. v3 has two devices on a chip, each with half of it. Links: the all-reduce
-# bandwidth of a pod over its chips where the page gives it (v3, v5e, v6e), else the chip's, in one direction.
+# By the generation in a topology's name. v3 has two devices per chip, each with half of it. Links: the all-reduce
+# bandwidth of a pod divided by its chips where the page gives it (v3, v5e, v6e), else the chip's, in one direction.
 CHIPS = {
     "v3": Chip("TPU v3", 16 * 2**30, 900e9 / 2, 340e12 / 1024 / 2),
     "v4": Chip("TPU v4", 32 * 2**30, 1228e9, 2400e9 / 8),
@@ -31,31 +40,35 @@ CHIPS = {
 
 
 class Work(NamedTuple):
-    """What one device does."""
+    """Work of one device: operations, bytes read from and written to its memory, bytes sent to other devices."""
 
     flops: float
-    memory_bytes: float  # Read from and written to its memory.
+    hbm_bytes: float
     sent_bytes: float
 
 
 class Bounds(NamedTuple):
-    """Seconds at the rates of the data sheets, which programs do not reach."""
+    """Lower bounds of the time in seconds, by resource; programs do not reach the rates of data sheets."""
 
     compute: float
-    memory: float
-    links: float
+    hbm: float
+    communication: float
 
     @property
     def overlapped(self) -> float:
-        """If all goes on at once."""
+        """The bound if all three overlap perfectly."""
         return max(self)
 
     @property
-    def in_turn(self) -> float:
-        """If one waits for the other."""
+    def serial(self) -> float:
+        """The bound if nothing overlaps."""
         return sum(self)
 
 
-def bounds(work: Work, chip: Chip) -> Bounds:
-    """The time of some work on a chip."""
-    return Bounds(work.flops / chip.peak, work.memory_bytes / chip.bandwidth, work.sent_bytes / chip.links)
+def lower_bounds(work: Work, chip: Chip) -> Bounds:
+    """Computes the lower bounds of the time of some work on a chip."""
+    return Bounds(
+        compute=work.flops / chip.peak_flops,
+        hbm=work.hbm_bytes / chip.hbm_bandwidth,
+        communication=work.sent_bytes / chip.link_bandwidth,
+    )

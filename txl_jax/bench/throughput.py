@@ -1,6 +1,7 @@
-"""How many tokens a second a configuration reads, trains on, scores and writes, on this machine.
+"""Throughput in tokens per second of data loading, training, evaluation and generation.
 
-Each thing that is timed is a `Task`; `take_turns` times several in turns, so that a slow minute falls on all alike.
+A `Task` is something to time; `measure_interleaved` times several in turn, so that a slow minute of the machine affects
+all alike.
 """
 
 import dataclasses
@@ -10,123 +11,150 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from txl_jax import flops
 from txl_jax.assemble import RunComponents
-from txl_jax.bench.softmax_speed import draw_targets
-from txl_jax.config import Order
+from txl_jax.bench.synthetic_tokens import draw_tokens
+from txl_jax.config import EvalConfig, Order, TrainConfig
+from txl_jax.config.settings import require
 from txl_jax.data.batches.segment_reader import SegmentReader, evaluation_segments, training_segments
 from txl_jax.inference.generator import Generator
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.runtime.environment import bytes_on_device
+from txl_jax.segments import Segments
 
-_READ_TOKENS = 20_000_000
+_TEXT_TOKENS = 20_000_000
+_SENTENCE_TOKENS = 25
 _BLOCK = 16  # Tokens that generation writes per call.
-_LIKELY = 12.0  # Added to a tail's logit: more than all of a head of 20,000 words have together.
+_TAIL_BIAS = 12.0  # Added to the logits of tails: more than a head of 20,000 words has together.
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Something to time."""
+    """Something to time.
+
+    Attributes:
+      name: for people.
+      shape: rows x tokens per row and segment.
+      mem_len: M.
+      tokens: tokens per call.
+      call: runs once and returns when the results are there.
+      compile_seconds: time of compilation, or of what the first call prepares; None: unknown.
+      memory_bytes: arguments, results and scratch of the compiled program, per device; None: unknown.
+      flops_per_token: of the model, by `txl_jax.flops`.
+      bytes_per_step: bytes read for one token of every sample: weights, position keys, KV cache.
+      first_token_seconds: latency from a prompt that fills the memory to the first token.
+    """
 
     name: str
-    shape: str  # Rows x tokens per row and segment.
+    shape: str
     mem_len: int
-    tokens: int  # That a call handles.
-    call: Callable[[], None]  # Returns when the results are there.
+    tokens: int
+    call: Callable[[], None]
     compile_seconds: float | None = None
-    memory_bytes: int | None = None  # Arguments, results and scratch of the compiled program, per device.
+    memory_bytes: int | None = None
     flops_per_token: float | None = None
-    bytes_per_step: int | None = None  # Read for one token of every sample: weights, position keys, memory.
-    first_token_seconds: float | None = None  # From a prompt that fills the memory to the first token.
+    bytes_per_step: int | None = None
+    first_token_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Speed:
-    """A task and what its timed calls took."""
+class Throughput:
+    """A task and the seconds of its timed calls."""
 
     task: Task
     seconds: tuple[float, ...]
 
     @property
-    def rates(self) -> list[float]:
-        """Tokens per second of each call, over all devices."""
+    def tokens_per_second(self) -> list[float]:
+        """Throughput of each call, over all devices."""
         return [self.task.tokens / seconds for seconds in self.seconds]
 
     @property
     def median(self) -> float:
-        return statistics.median(self.rates)
+        """Median of the calls, in tokens per second."""
+        return statistics.median(self.tokens_per_second)
 
     def as_record(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Returns the values for a JSON file."""
         facts = {field.name: getattr(self.task, field.name) for field in dataclasses.fields(Task)}
         facts.pop("call")
         return facts | {
             "tokens_per_second": self.median,
-            "slowest": min(self.rates),
-            "fastest": max(self.rates),
+            "slowest": min(self.tokens_per_second),
+            "fastest": max(self.tokens_per_second),
             "seconds": list(self.seconds),
         }
 
 
-def take_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> list[Speed]:
-    """Times `calls` calls of each task in turns, after `warmup` untimed ones of each."""
+def measure_interleaved(tasks: Sequence[Task], *, warmup: int, calls: int) -> list[Throughput]:
+    """Times `calls` calls of each task, one of each in turn, after `warmup` untimed warm-up calls of each."""
     seconds: list[list[float]] = [[] for _ in tasks]
     for _ in range(warmup + calls):
         for task, found in zip(tasks, seconds, strict=True):
-            began = time.perf_counter()
+            start = time.perf_counter()
             task.call()
-            found.append(time.perf_counter() - began)
-    return [Speed(task, tuple(found[warmup:])) for task, found in zip(tasks, seconds, strict=True)]
+            found.append(time.perf_counter() - start)
+    return [Throughput(task, tuple(found[warmup:])) for task, found in zip(tasks, seconds, strict=True)]
 
 
-def reading(parts: RunComponents) -> Task:
-    """The training segments, from a memory-mapped text, with the config's order and roll.
+def data_loading(components: RunComponents) -> Task:
+    """Reads training segments from a memory-mapped text, in the config's order, and transfers them to the devices.
 
-    The text is of random tokens, long enough that the parts read lie far apart, in sentences of 25 tokens.
+    The text has random tokens, in sentences of 25, and is long enough that successive segments lie far apart.
     """
-    span, data = parts.config.train, parts.config.data
-    tokens_per_call = span.batch_size * span.new_tokens * span.segments_per_call
-    length = max(_READ_TOKENS, tokens_per_call + 1)
+    train, data = components.config.train, components.config.data
+    tokens_per_call = train.batch_size * train.new_tokens * train.segments_per_call
+    length = max(_TEXT_TOKENS, tokens_per_call + 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.npy")
-        np.save(path, np.random.default_rng(0).integers(parts.model.vocab_size, size=length, dtype=np.int32))
-        text = np.load(path, mmap_mode="r")  # Stays readable: the file goes when nothing maps it any more.
+        np.save(path, np.random.default_rng(0).integers(components.model.vocab_size, size=length, dtype=np.int32))
+        text = np.load(path, mmap_mode="r")  # Readable after the folder is removed, as it is mapped.
     reader = training_segments(
         text,
-        batch_size=span.batch_size,
-        segment_len=span.segment_len,
-        stride=span.stride,
-        seed=parts.config.seed,
+        batch_size=train.batch_size,
+        segment_len=train.segment_len,
+        stride=train.stride,
+        seed=components.config.seed,
         roll=data.roll,
-        sentence_starts=np.append(np.arange(0, length, 25), length) if data.order is Order.SENTENCES else None,
+        sentence_starts=np.append(np.arange(0, length, _SENTENCE_TOKENS), length)
+        if data.order is Order.SENTENCES
+        else None,
     )
-    steps = itertools.count(step=span.segments_per_call)
+    steps = itertools.count(step=train.segments_per_call)
 
     def call() -> None:
-        jax.block_until_ready(parts.placement.place(reader.segments(next(steps), span.segments_per_call)))
+        jax.block_until_ready(components.placement.place(reader.segments(next(steps), train.segments_per_call)))
 
-    began = time.monotonic()
-    call()  # The first prepares an epoch's order.
-    shape = f"{span.batch_size} x {span.segment_len}"
-    return Task("reading", shape, span.mem_len, tokens_per_call, call, compile_seconds=time.monotonic() - began)
+    start = time.monotonic()
+    call()  # The first call prepares an epoch's order.
+    return Task(
+        name="data loading",
+        shape=f"{train.batch_size} x {train.segment_len}",
+        mem_len=train.mem_len,
+        tokens=tokens_per_call,
+        call=call,
+        compile_seconds=time.monotonic() - start,
+    )
 
 
-def training(parts: RunComponents) -> Task:
-    """The whole update: forward, backward, optimiser and memory. Tokens are those that are read for the first time."""
-    span = parts.config.train
-    train_step, compilation = parts.training.compile_step()
-    state = parts.training.init_state()
-    segments = random_segments(training_segments, parts, span)
+def training(components: RunComponents) -> Task:
+    """Runs whole updates: forward, backward, optimizer and memory. Tokens that are read again (stride) do not count."""
+    train = components.config.train
+    train_step, compilation = components.training.compile_step()
+    state = components.training.init_state()
+    segments = random_segments(training_segments, components, train)
     scratch = compilation.temporary_bytes
-    per_place = flops.of_training(
-        parts.config.model,
-        vocab_size=parts.model.vocab_size,
-        segment_len=span.segment_len,
-        mem_len=span.mem_len,
-        same_length=span.same_length,
+    per_position = flops.of_training(
+        components.config.model,
+        vocab_size=components.model.vocab_size,
+        segment_len=train.segment_len,
+        mem_len=train.mem_len,
+        same_length=train.same_length,
     )
 
     def call() -> None:
@@ -136,33 +164,36 @@ def training(parts: RunComponents) -> Task:
 
     return Task(
         name="training",
-        shape=f"{span.batch_size} x {span.segment_len}",
-        mem_len=span.mem_len,
-        tokens=span.batch_size * span.new_tokens * span.segments_per_call,
+        shape=f"{train.batch_size} x {train.segment_len}",
+        mem_len=train.mem_len,
+        tokens=train.batch_size * train.new_tokens * train.segments_per_call,
         call=call,
         compile_seconds=compilation.seconds,
-        memory_bytes=None if scratch is None else scratch + _bytes(state),
-        flops_per_token=per_place * span.segment_len / span.new_tokens,
+        memory_bytes=None if scratch is None else scratch + bytes_on_device(state),
+        flops_per_token=per_position * train.segment_len / train.new_tokens,
     )
 
 
-def evaluation(parts: RunComponents, params: Any) -> Task:
-    """Streaming evaluation at the evaluation lengths, with a full memory.
+def evaluation(components: RunComponents, params: Any) -> Task:
+    """Runs streaming evaluation at the evaluation lengths, with a full memory.
 
     Raises:
-      ValueError: evaluation is to be in windows.
+      UserError: the config asks for evaluation in sliding windows.
     """
-    span = parts.config.eval
-    if span.stride:
-        raise ValueError(f"eval.stride is {span.stride}, and what is timed is evaluation with a memory; leave it out")
-    weights = parts.evaluation.prepare_params(params)
-    memory = parts.evaluation.init_memory(weights)
-    memory = memory.replace(valid=memory.valid * 0 + span.mem_len)
-    segments = random_segments(evaluation_segments, parts, span)
+    eval_config = components.config.eval
+    require(
+        not eval_config.stride,
+        f"eval.stride is {eval_config.stride} and this benchmark measures evaluation with a memory; leave it out",
+    )
+    weights = components.evaluation.prepare_params(params)
+    memory = components.evaluation.init_memory(weights)
+    memory = memory.replace(valid=memory.valid * 0 + eval_config.mem_len)
+    segments = random_segments(evaluation_segments, components, eval_config)
     segments = segments._replace(reset=segments.reset & False)
-    began = time.monotonic()
-    step = parts.evaluation.eval_step.lower(weights, memory, segments).compile()
-    compile_seconds = time.monotonic() - began
+    eval_step: Any = components.evaluation.eval_step
+    start = time.monotonic()
+    step = eval_step.lower(weights, memory, segments).compile()
+    compile_seconds = time.monotonic() - start
 
     def call() -> None:
         nonlocal memory
@@ -171,35 +202,43 @@ def evaluation(parts: RunComponents, params: Any) -> Task:
 
     return Task(
         name="evaluation",
-        shape=f"{span.batch_size} x {span.segment_len}",
-        mem_len=span.mem_len,
-        tokens=span.batch_size * span.segment_len * span.segments_per_call,
+        shape=f"{eval_config.batch_size} x {eval_config.segment_len}",
+        mem_len=eval_config.mem_len,
+        tokens=eval_config.batch_size * eval_config.segment_len * eval_config.segments_per_call,
         call=call,
         compile_seconds=compile_seconds,
-        memory_bytes=_needed(step),
-        flops_per_token=_inference_flops(parts, segment_len=span.segment_len),
+        memory_bytes=_program_bytes(step),
+        flops_per_token=_inference_flops(components, segment_len=eval_config.segment_len),
     )
 
 
-def generation(parts: RunComponents, params: Any, *, every_tail: bool = False) -> Task:
-    """Writing token after token from a full memory, all samples side by side, drawn as `generate` says.
+def generation(components: RunComponents, params: Any, *, every_tail: bool = False) -> Task:
+    """Generates token after token from a full memory, all samples side by side, drawn as `config.generate` says.
 
     Args:
-      every_tail: the tails' entries get so much probability that with top-k each of them is read for every token.
-        Untrained, they have next to none, and no tail is.
+      components: the model and its settings.
+      params: parameters.
+      every_tail: raises the probability of the tails of an adaptive softmax so far that with top-k every tail is read
+        for every token. With untrained weights hardly any is.
     """
     if every_tail:
         params = jax.tree.map(lambda leaf: leaf, params)  # A tree of its own; the arrays are the same.
-        params["softmax"]["tail_bias"] = params["softmax"]["tail_bias"] + _LIKELY
-    span, config = parts.config.eval, parts.config.generate
-    generator = Generator(parts.model, span, config, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh)
+        params["softmax"]["tail_bias"] = params["softmax"]["tail_bias"] + _TAIL_BIAS
+    eval_config, config = components.config.eval, components.config.generate
+    generator = Generator(
+        cast(TransformerXL, components.model),
+        eval_config,
+        config,
+        memory_dtype=components.evaluation.memory_dtype,
+        mesh=components.mesh,
+    )
     weights = generator.prepare_params(params)
-    prompt = np.asarray(draw_targets(parts.model.vocab_size, span.mem_len + 1))
+    prompt = np.asarray(draw_tokens(components.model.vocab_size, eval_config.mem_len + 1))
     context = generator.read(weights, prompt)
-    began = time.monotonic()
+    start = time.monotonic()
     arguments = 0, _BLOCK
     write = generator.write.lower(weights.token, context, *arguments, count=_BLOCK).compile()
-    compile_seconds = time.monotonic() - began
+    compile_seconds = time.monotonic() - start
 
     def call() -> None:
         nonlocal context
@@ -209,55 +248,54 @@ def generation(parts: RunComponents, params: Any, *, every_tail: bool = False) -
     return Task(
         name="generation, every tail read" if every_tail else "generation",
         shape=f"{config.samples} x 1",
-        mem_len=span.mem_len,
+        mem_len=eval_config.mem_len,
         tokens=config.samples * _BLOCK,
         call=call,
         compile_seconds=compile_seconds,
-        memory_bytes=_needed(write),
-        flops_per_token=_inference_flops(parts, segment_len=1),
-        bytes_per_step=_bytes(
+        memory_bytes=_program_bytes(write),
+        flops_per_token=_inference_flops(components, segment_len=1),
+        bytes_per_step=bytes_on_device(
             (weights.token.layers, weights.token.clusters[: None if every_tail else 1], context.memory)
         ),
         first_token_seconds=_first_token_seconds(generator, weights, prompt),
     )
 
 
-def random_segments(reader: Callable[..., SegmentReader], parts: RunComponents, span: Any) -> Any:
-    """S segments of random tokens on the devices, as often as words are: a tail takes as long as it has tokens."""
-    tokens = draw_targets(parts.model.vocab_size, span.batch_size * span.segment_len * span.segments_per_call + 1)
-    made = reader(tokens, batch_size=span.batch_size, segment_len=span.segment_len)
-    return parts.placement.place(made.segments(0, span.segments_per_call))
+def random_segments(
+    make_reader: Callable[..., SegmentReader], components: RunComponents, lengths: TrainConfig | EvalConfig
+) -> Segments:
+    """Returns S segments of random tokens on the devices."""
+    n_tokens = lengths.batch_size * lengths.segment_len * lengths.segments_per_call
+    tokens = draw_tokens(components.model.vocab_size, n_tokens + 1)
+    reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
+    return components.placement.place(reader.segments(0, lengths.segments_per_call))
 
 
 def _first_token_seconds(generator: Generator, weights: Any, prompt: np.ndarray) -> float:
-    """From a prompt to its first token, when everything is compiled."""
+    """Measures the latency from a prompt to its first token, after one call that compiles."""
     for _ in range(2):
-        began = time.perf_counter()
+        start = time.perf_counter()
         next(generator.tokens(weights, prompt, block=1))
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
     return seconds
 
 
-def _inference_flops(parts: RunComponents, *, segment_len: int) -> float:
-    span = parts.config.eval
+def _inference_flops(components: RunComponents, *, segment_len: int) -> float:
+    """Computes operations per token at the evaluation lengths."""
+    eval_config = components.config.eval
     return flops.of_inference(
-        parts.config.model,
-        vocab_size=parts.model.vocab_size,
+        components.config.model,
+        vocab_size=components.model.vocab_size,
         segment_len=segment_len,
-        mem_len=span.mem_len,
-        same_length=span.same_length,
+        mem_len=eval_config.mem_len,
+        same_length=eval_config.same_length,
     )
 
 
-def _needed(compiled: Any) -> int | None:
-    """Bytes that a compiled program needs on a device, donated arguments counted once."""
+def _program_bytes(compiled: Any) -> int | None:
+    """Returns the bytes that a compiled program needs on a device, donated arguments counted once."""
     found = compiled.memory_analysis()
     if found is None:
         return None
     sizes = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
     return sizes - found.alias_size_in_bytes
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes on one device."""
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))

@@ -185,4 +185,4 @@ def _write_table(folder: Path, results: Mapping[str, Any], measure: Measure) -> 
 
 
 def _value(scores: Mapping[str, float], measure: Measure) -> str:
-    return Totals(scores["loss"], 1).told(measure).split()[-1]
+    return Totals(scores["loss"], 1).format(measure).split()[-1]

@@ -32,7 +32,7 @@ def run(
       UserError: the text has another vocabulary, or the workdir holds no checkpoint.
       Interrupted: a stop was requested.
     """
-    parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
+    components, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
     results: dict[str, Any] = {
         "text": corpus.description,
         "text_sha256": corpus.digest,
@@ -41,7 +41,9 @@ def run(
         **environment.describe(),
     }
     for split in SPLITS:
-        results[split] = as_record(score_split(parts, params, corpus, split, log=log, stop_requested=stop_requested))
+        results[split] = as_record(
+            score_split(components, params, corpus, split, log=log, stop_requested=stop_requested)
+        )
     distributed.broadcast_from_primary(lambda: write_json(workdir.outputs / "evaluation.json", results))
     log(f"results   {workdir.outputs / 'evaluation.json'}")
     return results

@@ -51,15 +51,15 @@ def run(
     if not len(ids):
         ids = vocabulary.start
     make(workdir)
-    parts = distributed.run_on_all(lambda: assemble(config, vocab_size=vocabulary.size))
-    step, params = load_parameters(parts, workdir, log=log)
-    assert isinstance(parts.model, TransformerXL)  # As `check_can_generate` has seen.
+    components = distributed.run_on_all(lambda: assemble(config, vocab_size=vocabulary.size))
+    step, params = load_parameters(components, workdir, log=log)
+    assert isinstance(components.model, TransformerXL)  # As `check_can_generate` has seen.
     generator = Generator(
-        parts.model,
+        components.model,
         config.eval,
         config.generate,
-        memory_dtype=parts.evaluation.memory_dtype,
-        mesh=parts.mesh,
+        memory_dtype=components.evaluation.memory_dtype,
+        mesh=components.mesh,
         stop_token=stop,
     )
     at_most = "" if stop is None else "at most "

@@ -30,7 +30,7 @@ class Interrupted(Exception):  # noqa: N818 (a request, not an error)
 
 
 def score(
-    parts: RunComponents,
+    components: RunComponents,
     params: Any,
     tokens: Any,
     *,
@@ -51,8 +51,8 @@ def score(
       NonFiniteError: the loss is nan or infinite.
     """
     progress = functools.partial(progress_bar, name, measure=measure, log=log, stop_requested=stop_requested)
-    score_text = _score_stream if parts.config.eval.stride is None else _score_windows
-    totals = score_text(parts, params, tokens, token_nats=token_nats, progress=progress)
+    score_text = _score_stream if components.config.eval.stride is None else _score_windows
+    totals = score_text(components, params, tokens, token_nats=token_nats, progress=progress)
     check_finite(totals, name)
     return totals
 
@@ -61,13 +61,13 @@ _Progress = Callable[..., contextlib.AbstractContextManager[Callable[[float, Tot
 
 
 def _score_windows(
-    parts: RunComponents, params: Any, tokens: Any, *, token_nats: np.ndarray | None, progress: _Progress
+    components: RunComponents, params: Any, tokens: Any, *, token_nats: np.ndarray | None, progress: _Progress
 ) -> Totals:
-    eval_config = parts.config.eval
+    eval_config = components.config.eval
     assert eval_config.stride is not None
     with progress(len(tokens) - 1, unit="token") as show:
         return evaluate_windows(
-            parts.evaluation.window_step,
+            components.evaluation.window_step,
             params,
             tokens,
             attention_len=eval_config.segment_len,
@@ -79,9 +79,9 @@ def _score_windows(
 
 
 def _score_stream(
-    parts: RunComponents, params: Any, tokens: Any, *, token_nats: np.ndarray | None, progress: _Progress
+    components: RunComponents, params: Any, tokens: Any, *, token_nats: np.ndarray | None, progress: _Progress
 ) -> Totals:
-    eval_config = parts.config.eval
+    eval_config = components.config.eval
     whole = evaluation_segments(
         tokens,
         batch_size=eval_config.batch_size,
@@ -89,23 +89,23 @@ def _score_stream(
         warmup_tokens=eval_config.warmup_tokens,
     )
     # Each process reads the rows of its own devices.
-    reader = dataclasses.replace(whole, own=parts.placement.own_rows(eval_config.batch_size))
-    weights = parts.evaluation.prepare_params(params)
+    reader = dataclasses.replace(whole, own=components.placement.own_rows(eval_config.batch_size))
+    weights = components.evaluation.prepare_params(params)
     with progress(reader.n_segments, unit="segment") as show:
         return evaluate(
-            parts.evaluation.eval_step,
+            components.evaluation.eval_step,
             weights,
-            parts.evaluation.init_memory(weights),
+            components.evaluation.init_memory(weights),
             reader,
             segments_per_call=eval_config.segments_per_call,
-            place=functools.partial(parts.placement.place, batch_size=eval_config.batch_size),
+            place=functools.partial(components.placement.place, batch_size=eval_config.batch_size),
             after_call=show,
             keep=None if token_nats is None else functools.partial(put_in_text_order, token_nats, whole),
         )
 
 
 def score_split(
-    parts: RunComponents,
+    components: RunComponents,
     params: Any,
     corpus: Corpus,
     split: str,
@@ -117,7 +117,7 @@ def score_split(
     """Scores the validation or the test text of a corpus as `score` does, and logs the result."""
     began, measure = time.monotonic(), corpus.vocabulary.measure
     totals = score(
-        parts,
+        components,
         params,
         getattr(corpus, split),
         name=split,
@@ -156,7 +156,7 @@ def progress_bar(
                 raise Interrupted(name)
             now = time.monotonic()
             # While only warm-up tokens have been read, and for what is no scoring, there is no score to show.
-            score_so_far = totals.told(measure) if totals.tokens else ""
+            score_so_far = totals.format(measure) if totals.tokens else ""
             if not bar.disable:
                 bar.set_postfix_str(score_so_far, refresh=False)
                 bar.update(done - bar.n)

@@ -11,6 +11,7 @@ reads back as exactly the number that was computed. Like all scores it depends o
 `eval.batch_size`: every row of the batch begins with an empty memory.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -53,16 +54,17 @@ def run(
       UserError: the text has another vocabulary, or the workdir holds no checkpoint.
       Interrupted: a stop was requested.
     """
-    parts, _, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
+    components, _, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
     totals = {}
     for split in SPLITS:
         tokens = getattr(corpus, split)
         nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, config.model.dtype))
         totals[split] = score_split(
-            parts, params, corpus, split, log=log, stop_requested=stop_requested, token_nats=nats
+            components, params, corpus, split, log=log, stop_requested=stop_requested, token_nats=nats
         )
         path = scores_file(workdir, split)
-        distributed.broadcast_from_primary(lambda: write_lines(path, lines(tokens, nats, corpus.vocabulary)))  # noqa: B023
+        text = lines(tokens, nats, corpus.vocabulary)
+        distributed.broadcast_from_primary(functools.partial(write_lines, path, text))
         log(f"scores    {path}")
     return totals
 

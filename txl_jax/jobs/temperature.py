@@ -62,8 +62,8 @@ def run(
 
     def scored(temperature: float, split: str) -> dict[str, float]:
         log(f"temperature {temperature:g}")
-        parts = assemble(configs[temperature], vocab_size=corpus.vocabulary.size)
-        return as_record(score_split(parts, params, corpus, split, log=log, stop_requested=stop_requested))
+        components = assemble(configs[temperature], vocab_size=corpus.vocabulary.size)
+        return as_record(score_split(components, params, corpus, split, log=log, stop_requested=stop_requested))
 
     valid = {temperature: scored(temperature, "valid") for temperature in configs}
     best = min(valid, key=lambda temperature: valid[temperature]["loss"])

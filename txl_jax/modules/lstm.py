@@ -1,9 +1,9 @@
-"""A plain LSTM language model, the baseline of the paper's first RECL group: N layers of D cells between the same
-embedding and the same softmax, with dropout between layers and not in time (Zaremba et al., 2014).
+"""LSTM language model, the baseline of the paper's first RECL group.
 
-It is called as `TransformerXL` is, so that one training loop serves both. What it carries from segment to segment are
-the cells and outputs at the segment's end, as a memory of two slots. It reads no lengths: `clamp_len`, `same_length`
-and M are for attention.
+N layers of D cells between the same embedding and the same softmax, with dropout between layers and not in time
+(Zaremba et al., 2014). It has the interface of `TransformerXL`, so that one training loop serves both. Its memory
+holds the cells and outputs at the segment's end, in two slots. The arguments `clamp_len`, `same_length` and M are for
+attention and have no effect here.
 """
 
 import flax.linen as nn
@@ -21,7 +21,7 @@ from txl_jax.sharding import check_ambient_mesh
 
 
 class LSTM(nn.Module):
-    """The language model."""
+    """LSTM language model with the interface of `TransformerXL`."""
 
     config: ModelConfig
     compat: CompatConfig
@@ -30,11 +30,15 @@ class LSTM(nn.Module):
     rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
+        """Creates the submodules."""
         check_ambient_mesh(self.num_devices)
         c = self.config
         self.embedding = Embedding(c, self.vocab_size, self.rates)
-        cell = {"dtype": jnp.dtype(c.dtype), "param_dtype": jnp.result_type(float)}
-        self.layers = [nn.RNN(nn.OptimizedLSTMCell(c.d_model, **cell), return_carry=True) for _ in range(c.n_layer)]
+        dtype, param_dtype = jnp.dtype(c.dtype), jnp.result_type(float)
+        self.layers = [
+            nn.RNN(nn.OptimizedLSTMCell(c.d_model, dtype=dtype, param_dtype=param_dtype), return_carry=True)
+            for _ in range(c.n_layer)
+        ]
         self.softmax = Softmax(c, self.vocab_size)
         rates = self.rates or DropoutRates.of(c.dropout)
         self.drop = dropout(c, rates.rate)
@@ -50,7 +54,15 @@ class LSTM(nn.Module):
         same_length: bool = False,
         deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Int [B, L] -> outputs [B, L, D] of the last layer, and the states at the segment's end."""
+        """Computes the outputs [B, L, D] of the last layer, and the states at the segment's end.
+
+        Args:
+          tokens: int [B, L].
+          memory: the states before it.
+          clamp_len: no effect.
+          same_length: no effect.
+          deterministic: no dropout; otherwise an rng named "dropout" is needed.
+        """
         del clamp_len, same_length
         states = jnp.where(memory.valid[None, :, None, None] > 0, memory.hidden, 0)
         embedded = self.embedding(tokens, deterministic=deterministic)
@@ -67,15 +79,19 @@ class LSTM(nn.Module):
         return hidden, memory_lib.update(memory, jnp.stack(ends))
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
+        """Computes the nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
         return self.softmax.nll(hidden, targets, self.embedding.tables, self.embedding.projections)
 
+    def log_probabilities(self, hidden: jax.Array) -> jax.Array:
+        """Computes the log probabilities (logprobs) of all tokens: [B, L, D] -> [B, L, V]."""
+        return self.softmax.log_probabilities(hidden, self.embedding.tables, self.embedding.projections)
+
     def target_vectors(self, targets: jax.Array) -> jax.Array:
-        """The softmax's vector of each target, where it is full: int [B, L] -> [B, L, D]."""
+        """Returns the vectors of the targets in a full softmax: int [B, L] -> [B, L, D]."""
         return self.softmax.target_vectors(targets, self.embedding.tables)
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
-        """No state; `mem_len` does not matter."""
+        """Returns an empty memory; `mem_len` has no effect."""
         del mem_len
         c = self.config
         shape = {"n_layer": c.n_layer, "batch_size": batch_size, "mem_len": 2, "d_model": c.d_model}

@@ -1,9 +1,9 @@
 """The ablation: the rows of tables 6, 7 and 10 of the paper, trained and scored at several attention lengths.
 
-A row is a run of its own, in a folder of its own, with the base's settings except those of the row. It is trained like any
-run, and so resumes where it was stopped; then the validation text is scored at each attention length (the protocol of
-`txl_jax.paper.context_length`). As in the paper "init" is the score at the attention length of training, "best" the best
-of all, and the length beside it the shortest that reaches it.
+A row is a run of its own, in a folder of its own, with the base's settings except those of the row. It is trained like
+any run, and so resumes where it was stopped; then the validation text is scored at each attention length (the protocol
+of `txl_jax.paper.context_length`). As in the paper "init" is the score at the attention length of training, "best" the
+best of all, and the length beside it the shortest that reaches it.
 """
 
 import dataclasses

@@ -66,9 +66,9 @@ def write_tables(
 def _caption(facts: Mapping[str, Any]) -> str:
     test_text = ", and of the test text" if facts["table"] == Table.LM1B else ""
     return (
-        f"Table {facts['table']} in miniature or in full: {facts['text']}, validation {facts['measure']}; mean of the seeds "
-        f'(standard deviation, number of seeds); "beside" is the difference of the best to that of the first row, seed by '
-        f"seed; windows of models without recurrence score {facts['stride']} tokens each, or their length; "
+        f"Table {facts['table']} in miniature or in full: {facts['text']}, validation {facts['measure']}; mean of the "
+        'seeds (standard deviation, number of seeds); "beside" is the difference of the best to that of the first row, '
+        f"seed by seed; windows of models without recurrence score {facts['stride']} tokens each, or their length; "
         f"{facts['device']}, {facts['date']}. The paper's numbers are of the full size{test_text}."
     )
 

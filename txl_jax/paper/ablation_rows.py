@@ -105,9 +105,9 @@ def row_named(table: Table, name: str) -> Row:
             raise ValueError
     except (KeyError, ValueError, IndexError):
         raise UserError(
-            f"no row is called {name}; table {table} has {', '.join(row.name for row in TABLES[table])}, and the names of "
-            f"others have these parts too: recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and a "
-            "segment length where it is not the flagfile's"
+            f"no row is called {name}; table {table} has {', '.join(row.name for row in TABLES[table])}, and the "
+            f"names of others have these parts too: recurrence or none, {' or '.join(Encoding)}, "
+            f"{' or '.join(LossPart)}, and a segment length where it is not the flagfile's"
         ) from None
     return Row(recurrence, encoding, loss, segment_len=segment_len)
 

@@ -73,7 +73,8 @@ class Plan:
         for layer, head in self.layer_heads:
             require(
                 0 <= layer < model.n_layer and 0 <= head < model.n_head,
-                f"head {layer}.{head} was asked for; layers are 0 to {model.n_layer - 1} and heads 0 to {model.n_head - 1}",
+                f"head {layer}.{head} was asked for; layers are 0 to {model.n_layer - 1} and heads 0 to "
+                f"{model.n_head - 1}",
             )
 
 
@@ -117,7 +118,8 @@ def run(
       Mean probabilities [N, H, A].
 
     Raises:
-      UserError: the model has no such attention or no memory, or not these heads, positions or tokens, or no checkpoint.
+      UserError: the model has no such attention or no memory, or not these heads, positions or tokens, or no
+        checkpoint.
       Interrupted: a stop was requested; nothing is written.
     """
     plan.validate()
@@ -128,8 +130,8 @@ def run(
     first_full = -(-eval_config.mem_len // eval_config.segment_len)
     require(
         n_segment > first_full,
-        f"{len(tokens):,} tokens are read and the memory has {eval_config.mem_len:,} slots, which would not be full; read "
-        "more, or give a shorter --eval.mem_len",
+        f"{len(tokens):,} tokens are read and the memory has {eval_config.mem_len:,} slots, which would not be full; "
+        "read more, or give a shorter --eval.mem_len",
     )
     first, last = first_full * eval_config.segment_len, n_segment * eval_config.segment_len - 1
     positions = plan.positions or (last,)
@@ -168,7 +170,9 @@ def _read(
     summed_weights = sharding.bind_mesh(parts.mesh, jax.jit(sum_weights))
     # All weights of a segment can be a gigabyte: only where a query is asked for.
     all_weights = sharding.bind_mesh(parts.mesh, jax.jit(weights_of))
-    memory, total, found = model.init_memory(batch_size=1, mem_len=eval_config.mem_len), 0.0, {}
+    memory = model.init_memory(batch_size=1, mem_len=eval_config.mem_len)
+    total: Any = 0.0
+    found: dict[int, Query] = {}
     n_segment = len(tokens) // length
     with progress_bar("attention", total=n_segment, unit="segment", **watch) as show:
         for k in range(n_segment):
@@ -206,7 +210,7 @@ def _write(
 ) -> None:
     """Writes the arrays, then lists and plots of them."""
     distances = attention_terms.mean_distances(average)
-    arrays = {"average": average.astype(np.float32), "spans": distances}
+    arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
     for query in queries:
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}

@@ -82,8 +82,8 @@ def mean_distances(average: np.ndarray) -> np.ndarray:
 def widest(average: np.ndarray, count: int) -> list[tuple[int, int]]:
     """Returns the `count` heads (layer, head), from 0, with the largest mean distances, first one of each layer."""
     order = np.argsort(-mean_distances(average), axis=None, kind="stable")
-    heads = [tuple(map(int, np.unravel_index(i, average.shape[:2]))) for i in order]
-    first = {}
+    heads = [divmod(int(i), average.shape[1]) for i in order]
+    first: dict[int, tuple[int, int]] = {}
     for layer, head in heads:
         first.setdefault(layer, (layer, head))
     chosen = list(first.values())

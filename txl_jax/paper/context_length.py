@@ -83,7 +83,7 @@ def run(
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> list[LengthScore]:
-    """Scores a text at each length; writes context_length.csv after each of them, and at the end context_length.png.
+    """Scores a text at each length; writes context_length.csv after each, and context_length.png at the end.
 
     Args:
       config: of the trained run.
@@ -104,12 +104,11 @@ def run(
     _, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
     measure = corpus.vocabulary.measure
     rows: list[LengthScore] = []
-    watch = {"measure": measure, "log": log, "stop_requested": stop_requested}
     for length, changed in configs.items():
         name, began = f"{split} at attention length {length:,}", time.monotonic()
         parts = assemble(changed, vocab_size=corpus.vocabulary.size)
         tokens = getattr(corpus, split)
-        totals = score(parts, params, tokens, name=name, **watch)
+        totals = score(parts, params, tokens, name=name, measure=measure, log=log, stop_requested=stop_requested)
         rows.append(LengthScore(length, totals, time.monotonic() - began))
         log(with_duration(f"{name} {format_scores(totals, measure)}", rows[-1].seconds))
         distributed.broadcast_from_primary(lambda: write_text(workdir.outputs / "context_length.csv", _csv(rows)))
@@ -124,7 +123,8 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
     """Returns the config that scores each length, shortest first; each length once.
 
     Raises:
-      UserError: no length or one below 1; a stride that is missing, not needed or longer than a window; settings that do not fit a length.
+      UserError: no length or one below 1; a stride that is missing, not needed or longer than a window; settings that
+        do not fit a length.
     """
     require(
         lengths and min(lengths) >= 1,
@@ -133,13 +133,13 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
     shortest = min(lengths)
     if is_recurrent(config) and stride is not None:
         raise UserError(
-            f"a stride of {stride} is given and the model has a memory, so that it reads each token once; the stride is "
-            "of windows, for models without recurrence"
+            f"a stride of {stride} is given and the model has a memory, so that it reads each token once; the stride "
+            "is of windows, for models without recurrence"
         )
     if not is_recurrent(config) and stride is None:
         raise UserError(
-            "the model has no memory to attend to, so that windows are scored; give the stride, the number of tokens that each "
-            "of them scores (1: the published protocol, every token from a whole window)"
+            "the model has no memory to attend to, so that windows are scored; give the stride, the number of tokens "
+            "that each of them scores (1: the published protocol, every token from a whole window)"
         )
     if stride is not None and not 1 <= stride <= shortest:
         raise UserError(

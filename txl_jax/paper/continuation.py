@@ -20,6 +20,7 @@ from txl_jax.jobs.generate import check_can_generate
 from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.paper.detokenize import detokenize
 from txl_jax.paper.study import Split
 from txl_jax.runtime import distributed, environment
@@ -81,6 +82,7 @@ def run(
             )
     path = Path(plan.out) if plan.out else workdir.outputs / "continuation.md"
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
+    assert isinstance(parts.model, TransformerXL)  # As `check` found.
     generator = Generator(
         parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh
     )

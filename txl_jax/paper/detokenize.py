@@ -10,17 +10,17 @@ _RULES = [
     (re.compile(r" ('(?:s|re|ve|ll|d|m|t)\b)", re.IGNORECASE), r"\1"),
     (re.compile(r" (n't\b)", re.IGNORECASE), r"\1"),
     (re.compile(r"(s) (')(?= )"), r"\1\2"),
-    (re.compile(r" ?([–—/]) ?"), r"\1"),
+    (re.compile(r" ?([\u2013\u2014/]) ?"), r"\1"),  # En dash, em dash, slash.
 ]
 _QUOTED = re.compile(r'" ([^"\n]*?) "')
 _HEADING = re.compile(r"^ *((?:= )+)(.+?)((?: =)+) *$", re.MULTILINE)
 
 
 def detokenize(text: str) -> str:
-    """Removes the spaces that a tokenizer put in; other text comes back unchanged.
+    r"""Removes the spaces that a tokenizer put in; other text comes back unchanged.
 
-    >>> detokenize('He said : " It is 3 @.@ 5 miles , isn \\'t it ? "')
-    'He said: "It is 3.5 miles, isn\\'t it?"'
+    >>> detokenize('He said : " It is 3 @.@ 5 miles , isn \'t it ? "')
+    'He said: "It is 3.5 miles, isn\'t it?"'
     """
     text = _HEADING.sub(_as_heading, text)
     for pattern, replacement in _RULES:
@@ -28,7 +28,7 @@ def detokenize(text: str) -> str:
     return _QUOTED.sub(r'"\1"', text)
 
 
-def _as_heading(match: re.Match) -> str:
+def _as_heading(match: re.Match[str]) -> str:
     """Returns the title of ` = = Reception = = `: a heading has equally many signs on both sides."""
     before, title, after = match.group(1).count("="), match.group(2), match.group(3).count("=")
     return title if before == after else match.group(0)

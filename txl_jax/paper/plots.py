@@ -1,4 +1,4 @@
-"""Pictures, as PNG files. matplotlib is an extra (`plots`) and is imported only when a picture is drawn."""
+"""Plots, as PNG files. matplotlib is an extra (`plots`) and is imported only when a plot is drawn."""
 
 import importlib.util
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +11,7 @@ from txl_jax.metrics import Measure
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Returns whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -109,7 +109,7 @@ def curves(values: Mapping[str, Mapping[int, float]], path: Path, *, title: str,
 def attention_average(average: np.ndarray, path: Path, *, title: str) -> None:
     """Draws the mean attention [N, H, A] of every head, a row each, to the distances 0 .. A - 1.
 
-    Colours go with the square root, or all but the nearest distances would be white.
+    The color scale is the square root, or all but the nearest distances would be white.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
@@ -138,7 +138,7 @@ def attention_rows(
     title: str,
     without_labels: Collection[str] = (),
 ) -> None:
-    """Draws what one query looks at, a panel per row, with the tokens that get most.
+    """Draws the attention weights of one query, a panel per row, with the tokens of the largest weights.
 
     Args:
       rows: probabilities [A] of the distances 0 .. A - 1, by name.
@@ -152,7 +152,7 @@ def attention_rows(
     panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
     for panel, (name, row) in zip(panels, rows.items(), strict=True):
         panel.vlines(np.arange(len(row)), 0, row, color="#2980b9", linewidth=max(0.6, 100 / len(row)))
-        for distance in [] if name in without_labels else _apart(np.argsort(-row), len(row) / 14)[:7]:
+        for distance in [] if name in without_labels else _spaced(np.argsort(-row), len(row) / 14)[:7]:
             panel.annotate(
                 labels[distance].replace("$", r"\$"),
                 (distance, row[distance]),
@@ -169,8 +169,8 @@ def attention_rows(
     figure.savefig(path)
 
 
-def _apart(places: Sequence[int], least: float) -> list[int]:
-    """The places in their order, without those nearer than `least` to one before."""
+def _spaced(places: Sequence[int] | np.ndarray, least: float) -> list[int]:
+    """Returns the places in order, without those nearer than `least` to an earlier one."""
     kept: list[int] = []
     for place in places:
         if all(abs(place - other) >= least for other in kept):
@@ -179,7 +179,7 @@ def _apart(places: Sequence[int], least: float) -> list[int]:
 
 
 def _figure(height: float = 4.5) -> Any:
-    """An empty picture that needs no display."""
+    """Returns an empty figure that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

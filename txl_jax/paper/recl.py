@@ -7,6 +7,7 @@ thresholds need no new scores.
 
 import csv
 import dataclasses
+import functools
 import io
 import json
 import time
@@ -77,8 +78,8 @@ class Plan:
         check_fields(self, "")
         require(
             len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
-            f"lengths is {','.join(map(str, self.lengths))}; give the shortest context, the longest and the step of two or "
-            "more, as 100,1000,100",
+            f"lengths is {','.join(map(str, self.lengths))}; give the shortest context, the longest and the step of "
+            "two or more, as 100,1000,100",
         )
         require(
             self.ratios and all(0 < ratio <= 1 for ratio in self.ratios),
@@ -94,7 +95,8 @@ class Plan:
         """
         require(
             len(self.workdirs) >= 2,
-            f"workdirs has {len(self.workdirs)} folders; a relative context length compares models, so give two or more",
+            f"workdirs has {len(self.workdirs)} folders; a relative context length compares models, so give two or "
+            "more",
         )
         workdirs = [Workdir(Path(path)) for path in self.workdirs]
         names = self.names or [workdir.path.name for workdir in workdirs]
@@ -180,8 +182,8 @@ def _losses_of(
             continue
         began = time.monotonic()
         measure = corpus.vocabulary.measure
-        watch = {"measure": measure, "log": log, "stop_requested": stop_requested}
-        with progress_bar(name, total=len(scored), unit="token", **watch) as show:
+        watched = functools.partial(progress_bar, measure=measure, log=log, stop_requested=stop_requested)
+        with watched(name, total=len(scored), unit="token") as show:
             found[length] = context_losses(
                 parts.evaluation.window_step,
                 params,

@@ -1,8 +1,8 @@
 """Speed of a sliding window beside streaming with a memory, in seconds per token: table 9 of the paper.
 
 A model without recurrence that sees A tokens encodes all A again for each token that it predicts; ours reads each token
-once and has the A before it in its memory. Both score one row, so this is latency. The sizes are the same; the positions
-are absolute there and relative here.
+once and has the A before it in its memory. Both score one row, so this is latency. The sizes are the same; the
+positions are absolute there and relative here.
 
 On both sides the time is that of the layers, and of the softmax at the positions that are scored.
 """
@@ -18,7 +18,7 @@ import jax
 
 from txl_jax import sharding
 from txl_jax.assemble import RunComponents, assemble
-from txl_jax.bench.softmax_speed import draw_targets
+from txl_jax.bench.synthetic_tokens import draw_tokens
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
@@ -89,12 +89,12 @@ def run(config: ExperimentConfig, plan: Plan, *, log: Callable[[str], None] = pr
     log(f"{facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}")
     log(
         f"{model.n_layer} layers of width {model.d_model}, {model.n_head} heads x {model.d_head}, inner width "
-        f"{model.d_inner}, {model.dtype}, vocabulary {_VOCABULARY}; ours reads {eval_config.segments_per_call} segments of "
-        f"{eval_config.segment_len} tokens a call, {clamp}\n"
+        f"{model.d_inner}, {model.dtype}, vocabulary {_VOCABULARY}; ours reads {eval_config.segments_per_call} "
+        f"segments of {eval_config.segment_len} tokens a call, {clamp}\n"
     )
     log(
-        "| attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio | "
-        "paper's ratio |"
+        "| attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio "
+        "| paper's ratio |"
     )
     log("|---|---|---|---|---|---|---|---|---|")
     timings = []
@@ -156,7 +156,7 @@ def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: in
     params = _params(parts)
     step = sharding.bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
     # The text's second window is the first that scores one token.
-    tokens = draw_targets(vocab_size, attention_len + 2)
+    tokens = draw_tokens(vocab_size, attention_len + 2)
     _, window = window_batches(tokens, attention_len=attention_len, stride=1, batch_size=1)
     inputs, targets = jax.device_put((window.inputs, window.targets))
     return _Side(lambda: jax.block_until_ready(step(params, inputs, targets)), tokens=1)
@@ -180,7 +180,7 @@ def _streaming(config: ExperimentConfig, vocab_size: int) -> _Side:
 
 def _segments(parts: RunComponents, eval_config: EvalConfig) -> Any:
     """Returns S segments in the middle of a text: no row has its memory reset."""
-    tokens = draw_targets(parts.model.vocab_size, eval_config.segment_len * eval_config.segments_per_call + 1)
+    tokens = draw_tokens(parts.model.vocab_size, eval_config.segment_len * eval_config.segments_per_call + 1)
     reader = evaluation_segments(tokens, batch_size=1, segment_len=eval_config.segment_len)
     segments = reader.segments(0, eval_config.segments_per_call)
     return parts.placement.place(segments._replace(reset=segments.reset & False))

@@ -113,7 +113,7 @@ class Progress:
             return f"losses {'  '.join(f'{totals.nll:.4f}' for totals in of_members)}"
         (totals,), (running,) = of_members, self._totals
         return (
-            f"loss {totals.nll:.4f}  {totals.told(self._measure)}  "
+            f"loss {totals.nll:.4f}  {totals.format(self._measure)}  "
             f"grad norm {running.grad_norm / running.updates:.3f}  lr {learning_rate:.2e}"
         )
 

@@ -150,4 +150,4 @@ def with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:
 def _format_outcome(best: dict[str, Any] | None, better: bool, measure: Measure) -> str:
     if better or best is None:
         return "best so far"
-    return f"best {Totals(best['loss'], 1).told(measure)} at step {best['step']}"
+    return f"best {Totals(best['loss'], 1).format(measure)} at step {best['step']}"

@@ -1,4 +1,4 @@
-"""Tests the estimates: what follows from shapes, and, where libtpu is installed, what its compiler says."""
+"""Tests of the estimates: from shapes alone, and with libtpu, where it is installed, from its compiler."""
 
 import importlib.util
 import json
@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
-from experiments.bench import topologies
 from support import ROOT
+from txl_jax.bench import estimate_table, tpu_topologies
+from txl_jax.bench.estimate import Plan
+from txl_jax.config import ExperimentConfig, ModelConfig, Remat, TrainConfig
+from txl_jax.errors import UserError
 
 TINY = [
     "--model.n_layer=3",
@@ -35,7 +38,8 @@ def estimate(*flags, without_libtpu=False):
     """(exit code, output, errors) of the program."""
     program = "import runpy, sys; sys.argv[0] = 'estimate'\n"
     if without_libtpu:
-        program += "import importlib.util as u; old = u.find_spec; u.find_spec = lambda n, *a: None if n == 'libtpu' else old(n, *a)\n"
+        program += "import importlib.util as u; find = u.find_spec\n"
+        program += "u.find_spec = lambda name, *rest: None if name == 'libtpu' else find(name, *rest)\n"
     program += "runpy.run_module('experiments.bench.estimate', run_name='__main__', alter_sys=True)"
     result = subprocess.run(
         [sys.executable, "-c", program, *flags], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
@@ -43,29 +47,29 @@ def estimate(*flags, without_libtpu=False):
     return result.returncode, result.stdout, result.stderr
 
 
-def test_without_libtpu_shapes_are_told(tmp_path):
+def test_without_libtpu_the_sizes_that_follow_from_shapes_are_printed(tmp_path):
     """One of four devices that share parameters, and of two that share heads."""
-    flags = [*TINY, "--topology=v4:2x2x2", "--mesh.fsdp=4", "--mesh.tensor=2", f"--estimate_json={tmp_path / 'e.json'}"]
+    flags = [*TINY, "--topology=v4:2x2x2", "--mesh.fsdp=4", "--mesh.tensor=2", f"--json={tmp_path / 'e.json'}"]
     code, out, err = estimate(*flags, without_libtpu=True)
     assert code == 0, err
-    assert re.search(r"\b8\b.*\bv4\b.*\bdata 1\b.*\bfsdp 4\b.*\bmodel 2\b", out) and "libtpu" in out
+    assert re.search(r"\b8\b.*\bv4\b.*\bdata 1\b.*\bfsdp 4\b.*\btensor 2\b", out) and "libtpu" in out
     [found] = json.loads((tmp_path / "e.json").read_text())["estimates"]
-    held = found["held_bytes"]
+    held = found["device_bytes"]
     assert held["segment memory"] == 3 * (8 // 4) * 32 * 64 * 2 + 4 * 8 // 4  # [N, B, M, D] in bfloat16, and valid [B].
     assert found["parameters"] * 4 / 8 < held["parameters"] < found["parameters"] * 4 / 8 * 1.2
     assert 2 * held["parameters"] <= held["optimizer"] <= 2 * held["parameters"] + 64
-    assert found["mesh"] == {"data": 1, "fsdp": 4, "model": 2}
+    assert found["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
 
 
 @needs_libtpu
 def test_programs_are_compiled_for_a_slice(tmp_path):
-    flags = [*TINY, "--topology=v5e:2x4", "--mesh.fsdp=4", "--mesh.tensor=2", f"--estimate_json={tmp_path / 'e.json'}"]
+    flags = [*TINY, "--topology=v5e:2x4", "--mesh.fsdp=4", "--mesh.tensor=2", f"--json={tmp_path / 'e.json'}"]
     code, out, err = estimate(*flags)
     assert code == 0, err
-    found = {each["program"]: each for each in json.loads((tmp_path / "e.json").read_text())["estimates"]}
+    found = {each["task"]: each for each in json.loads((tmp_path / "e.json").read_text())["estimates"]}
     assert set(found) == {"training", "evaluation", "generation"}
     for name, each in found.items():
-        assert re.search(rf"(?m)^{name}:.*\d", out) and each["needed_bytes"] >= each["scratch_bytes"] > 0
+        assert re.search(rf"(?m)^{name}:.*\d", out) and each["peak_bytes"] >= each["scratch_bytes"] > 0
     sent = found["training"]["collectives"]
     assert {one["kind"] for one in sent} >= {"all-reduce"}
     assert any("/stack/" in one["source"] for one in sent), "nothing is sent in the layers"
@@ -75,7 +79,7 @@ def test_programs_are_compiled_for_a_slice(tmp_path):
 
 @needs_libtpu
 def test_a_table_has_the_smallest_slice_that_fits():
-    code, out, err = estimate(*TINY, "--estimate_configs=small", "--topology=v5e,v4:2x2x1")
+    code, out, err = estimate(*TINY, "--configs=small", "--topology=v5e,v4:2x2x1")
     assert code == 0, err
     rows = [line for line in out.splitlines() if line.startswith("| small")]
     assert [row.split(" | ")[2] for row in rows] == ["v5e:1x1", "v4:2x2x1"]
@@ -83,9 +87,9 @@ def test_a_table_has_the_smallest_slice_that_fits():
 
 
 @needs_libtpu
-def test_what_does_not_fit_is_told_with_both_numbers():
+def test_a_program_that_does_not_fit_is_reported_with_both_sizes():
     huge = ["--train.batch_size=4096", "--train.segment_len=1024", "--train.mem_len=1024"]
-    code, out, err = estimate(*TINY, *huge, "--topology=v5e:1x1", "--estimate_tasks=training")
+    code, out, err = estimate(*TINY, *huge, "--topology=v5e:1x1", "--tasks=training")
     assert code == 0, err
     assert re.search(r"(?m)^training:.*\d.*\b15\.75GiB", out)
 
@@ -93,12 +97,13 @@ def test_what_does_not_fit_is_told_with_both_numbers():
 @needs_libtpu
 def test_every_slice_is_known_to_libtpu():
     program = """
-from experiments import topologies
-topologies.set_environment()
-for generation, shapes in topologies.SLICES.items():
+from experiments.bench import tpu_environment
+tpu_environment.set_environment()
+from txl_jax.bench import tpu_topologies
+for generation, shapes in tpu_topologies.SLICES.items():
     for shape in shapes:
         topology = f"{generation}:{shape}"
-        assert len(topologies.devices(topology)) == topologies.n_device(topology), topology
+        assert len(tpu_topologies.devices(topology)) == tpu_topologies.num_devices(topology), topology
 """
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -106,26 +111,28 @@ for generation, shapes in topologies.SLICES.items():
 
 @pytest.mark.parametrize("topology", ["v5e:3x5", "v5e:4x4x4", "v4:4x4", "v5p:2x1x1"])
 def test_a_slice_is_whole_hosts_of_its_generation(topology):
-    with pytest.raises(ValueError, match=rf"\b{topology}\b.*\b\d+x\d+\b"):
-        topologies.split(topology)
+    with pytest.raises(UserError, match=rf"\b{topology}\b.*\b\d+x\d+"):
+        tpu_topologies.split(topology)
 
 
 @pytest.mark.parametrize("topology", ["v9:2x2", "v5e", "v5e:2x", "v5e:2x2x2x2", "4x4"])
 def test_a_slice_is_written_as_generation_and_shape(topology):
-    with pytest.raises(ValueError, match=rf"'{topology}'.*\bv5e\b.*\bv4:2x2x4\b"):
-        topologies.split(topology)
+    with pytest.raises(UserError, match=rf"'{topology}'.*\bv5e\b.*\bv4:2x2x4\b"):
+        tpu_topologies.split(topology)
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--topology=v5e:2x2,v5e:4x4"], ["2", "--estimate_configs"]),
+        (["--topology=v5e:2x2,v5e:4x4"], ["2", "--configs"]),
         (["--topology=v5e:2x2", "--mesh.fsdp=3"], ["3 x 1", "4"]),
-        (["--topology=v5e:2x2", "--estimate_configs=smal"], ["smal", "small", "enwik8_12l"]),
-        (["--topology=v5e:2x2", "--estimate_configs=small"], ["jax[tpu]"]),
+        (["--topology=v5e:2x2", "--tasks=trainig"], ["trainig", "training"]),
+        ([], ["--topology"]),
+        (["--topology=v5e:2x2", "--configs=smal"], ["smal", "small", "enwik8_12l"]),
+        (["--topology=v5e:2x2", "--configs=small"], ["jax[tpu]"]),
         (
-            ["--topology=v5e", "--estimate_configs=small", "--mesh.fsdp=2"],
-            ["--mesh.fsdp", "--estimate_configs"],
+            ["--topology=v5e", "--configs=small", "--mesh.fsdp=2"],
+            ["--mesh.fsdp", "--configs"],
         ),
     ],
 )
@@ -135,3 +142,26 @@ def test_mistakes_are_answered_in_one_sentence(flags, says):
     assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
     for words in says:
         assert re.search(rf"(?<!\w){re.escape(words)}(?!\w)", err), (words, err)
+
+
+def test_a_table_takes_no_tasks():
+    with pytest.raises(UserError, match=r"evaluation.*--configs"):
+        Plan(topology=("v5e",), configs=("small",), tasks=("evaluation",)).validate()
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_devices", "expected"),
+    [
+        (8, 4, (1, 4, 1)),  # All on fsdp.
+        (32, 32, (2, 16, 1)),  # d_model has 16 columns.
+        (2, 4, (1, 2, 2)),  # Fewer rows than devices: the rest shares heads.
+    ],
+)
+def test_meshes_use_all_devices_with_as_many_as_possible_on_fsdp(rows, num_devices, expected):
+    config = ExperimentConfig(
+        model=ModelConfig(d_model=16, n_head=4, d_head=4, d_inner=32), train=TrainConfig(batch_size=rows)
+    )
+    found = list(estimate_table.candidate_meshes(config, num_devices))
+    assert [(mesh.data, mesh.fsdp, mesh.tensor) for mesh, _ in found] == [expected] * 2
+    assert [remat for _, remat in found] == [config.model.remat, Remat.FULL]
+    assert not list(estimate_table.candidate_meshes(config, 3))

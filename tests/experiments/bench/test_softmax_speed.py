@@ -1,4 +1,4 @@
-"""Tests the measurement of softmax layers, and the program that prints it."""
+"""Tests of the softmax benchmark and its program."""
 
 import os
 import re
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from support import ROOT
-from txl_jax.bench import softmax_speed
+from txl_jax.bench import softmax_speed, synthetic_tokens
 from txl_jax.config import ModelConfig
+from txl_jax.errors import UserError
 
 V, T = 500, 64
 ADAPTIVE = ModelConfig(d_model=32, cutoffs=(50, 200), div_val=2, tie_weight=False)
@@ -32,10 +33,10 @@ def cells(table: str) -> dict[str, list[str]]:
 
 
 def test_probabilities_fall_as_the_law_says():
-    p = softmax_speed.probabilities(V)
+    p = synthetic_tokens.probabilities(V)
     assert p.sum() == pytest.approx(1)
     assert p[0] / p[9] == pytest.approx((12.7 / 3.7) ** 1.1)
-    drawn = softmax_speed.draw_targets(V, 20_000)
+    drawn = synthetic_tokens.draw_tokens(V, 20_000)
     np.testing.assert_allclose((drawn < 50).mean(), p[:50].sum(), atol=0.02)
 
 
@@ -43,17 +44,18 @@ def test_a_softmax_that_needs_too_much_memory_gets_fewer_tokens(monkeypatch):
     monkeypatch.setattr(softmax_speed, "_peak_of_own_process", lambda *_: None)
     sizes = {"vocab_size": V, "tokens": T, "calls": 2}
     free = softmax_speed.measure({"full": FULL}, memory_limit=10**9, **sizes)["full"]
-    assert free.tokens == T and free.needed == free.needed_for_all and len(free.seconds) == 2
-    found = softmax_speed.measure({"adaptive": ADAPTIVE, "full": FULL}, memory_limit=free.needed - 1, **sizes)
-    assert found["full"].tokens == T // 2 and found["full"].needed < found["full"].needed_for_all == free.needed
-    with pytest.raises(ValueError, match=r"\b1,000\b.*\d"):
+    assert free.tokens == T and free.memory_bytes == free.memory_bytes_of_all and len(free.seconds) == 2
+    found = softmax_speed.measure({"adaptive": ADAPTIVE, "full": FULL}, memory_limit=free.memory_bytes - 1, **sizes)
+    assert found["full"].tokens == T // 2
+    assert found["full"].memory_bytes < found["full"].memory_bytes_of_all == free.memory_bytes
+    with pytest.raises(UserError, match=r"\b1,000\b.*\d"):
         softmax_speed.measure({"full": FULL}, memory_limit=1000, **sizes)
 
 
 def test_the_program_prints_a_table_that_says_how_many_tokens_each_had():
     result = run(
-        "--softmax_vocab=4000", "--softmax_calls=2", "--model.d_model=64", "--model.cutoffs=200,1000",
-        "--train.batch_size=4", "--train.segment_len=50", "--softmax_memory_gb=0.007",  # They need 4 and 9 MB.
+        "--vocab_size=4000", "--calls=2", "--model.d_model=64", "--model.cutoffs=200,1000",
+        "--train.batch_size=4", "--train.segment_len=50", "--memory_gb=0.007",  # They need 4 and 9 MB.
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     rows = cells(result.stdout)
@@ -68,8 +70,9 @@ def test_the_program_prints_a_table_that_says_how_many_tokens_each_had():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--model.cutoffs="], r"model\.cutoffs"),
-        (["--softmax_vocab=30000"], r"model\.cutoffs\D*\b200000\b\D*\b30000\b"),
+        (["--model.cutoffs=", "--model.div_val=1"], r"model\.cutoffs"),
+        (["--calls=0"], r"calls\D*\b0\b\D*\b1\b"),
+        (["--vocab_size=30000"], r"model\.cutoffs\D*\b200000\b\D*\b30000\b"),
     ],
 )
 def test_mistakes_are_answered_in_one_sentence(flags, says):

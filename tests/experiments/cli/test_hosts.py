@@ -39,7 +39,7 @@ def test_a_process_by_itself_waits_for_nobody(environment):
 @pytest.mark.usefixtures("no_tpu")
 def test_flags_come_before_the_environment_and_both_before_slurm():
     found = hosts.announced(SRUN | BY_HAND, {"process_id": 0})
-    assert found.count == 2
+    assert found.num_processes == 2
     assert found.arguments == {
         "coordinator_address": "a:1",
         "num_processes": 2,
@@ -60,7 +60,7 @@ def test_flags_come_before_the_environment_and_both_before_slurm():
 )
 def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environment, count, all_devices):
     found = hosts.announced(environment, {})
-    assert found.count == found.arguments["num_processes"] == count
+    assert found.num_processes == found.arguments["num_processes"] == count
     assert ("local_device_ids" in found.arguments) == all_devices
 
 
@@ -75,10 +75,8 @@ def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environmen
     ],
 )
 def test_half_an_announcement_is_refused(given, says):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError, match=".*".join(map(re.escape, says))):
         hosts.announced({}, given)
-    for words in says:
-        assert words in str(error.value)
 
 
 @contextlib.contextmanager
@@ -199,7 +197,8 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_pat
     started = processes.start(
         "-c",
         "import sys; from txl_jax.jobs import workdir; workdir._SECONDS_TO_APPEAR = 0.5; "
-        "sys.argv[0] = 'text'; from experiments import text; from experiments.cli import runner; runner.run(text.DEFAULTS)",
+        "sys.argv[0] = 'text'; from experiments import text; from experiments.cli import runner; "
+        "runner.run(text.DEFAULTS)",
         *TINY,
         f"--data.file={text_file}",
         f"--cache_dir={text_file.parent}",
@@ -237,10 +236,10 @@ def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
 @pytest.mark.slow
 def test_one_process_that_is_left_alone_says_so():
     script = (
-        "from experiments.cli import hosts, runner; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given = dict; "
-        "runner.guarded(lambda: 0, begin=hosts.join)"
+        "from experiments.cli import hosts, runner; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given "
+        "= dict; runner.guarded(lambda: 0, begin=hosts.join)"
     )
     environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-    [(code, out, err)] = processes.finish(processes.start("-c", script, processes=1, **environment))
+    [(code, _, err)] = processes.finish(processes.start("-c", script, processes=1, **environment))
     assert code != 0
     assert re.match(r".*\b2\b.*--num_processes\b.*\bJAX_NUM_PROCESSES\b", err), err

@@ -120,7 +120,7 @@ def test_the_run_opens_with_its_sizes_and_reports_progress(undisturbed):
 
 def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
     workdir, _ = undisturbed
-    code, out, err = finish(
+    code, _, err = finish(
         start("text", "--mode=eval", f"--workdir={workdir}", "--eval.mem_len=8", f"--data_dir={tmp_path}")
     )
     assert code == 0, err
@@ -134,13 +134,13 @@ def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
 
 def test_tokens_are_scored_and_context_lengths_compared_without_a_flagfile(undisturbed):
     workdir, _ = undisturbed
-    code, out, err = finish(start("text", "--mode=score", f"--workdir={workdir}", "--eval.batch_size=3"))
+    code, _, err = finish(start("text", "--mode=score", f"--workdir={workdir}", "--eval.batch_size=3"))
     assert code == 0, err
     results = json.loads((workdir / "results.json").read_text())
     lines = (workdir / "scores-test.tsv").read_text().splitlines()
     assert len(lines) == 1 + results["test"]["tokens"] and lines[0] == "index\ttoken\tnats"
     flags = [f"--workdir={workdir}", "--lengths=32,8", "--split=test"]
-    code, out, err = finish(start("paper.context_length", *flags))
+    code, _, err = finish(start("paper.context_length", *flags))
     assert code == 0, err
     with open(workdir / "context_length.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -247,7 +247,7 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(text_file, tmp_pat
     ],
 )
 def test_first_mistakes_are_answered_in_one_sentence(tmp_path, program, flags, code, says):
-    got, out, err = finish(start(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags)))
+    got, _, err = finish(start(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags)))
     assert got == code
     assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
     for words in says:
@@ -281,13 +281,13 @@ def test_help_of_a_study_has_its_settings_first_and_only_groups_that_it_reads():
 @pytest.mark.slow
 def test_speeds_are_printed_and_written(tmp_path):
     tiny = [*TINY, "--generate.length=4", "--model.cutoffs=50,100", "--model.div_val=2"]
-    tasks = ["--speed_tasks=training,evaluation,generation", "--speed_calls=1", "--speed_warmup=0"]
-    code, out, err = finish(start("bench.speed", *tiny, *tasks, f"--speed_json={tmp_path / 'speed.json'}"))
+    tasks = ["--tasks=training,evaluation,generation", "--calls=1", "--warmup=0"]
+    code, out, err = finish(start("bench.speed", *tiny, *tasks, f"--json={tmp_path / 'speed.json'}"))
     assert code == 0, err
     rows = [line.split(" | ")[0] for line in out.splitlines() if line.startswith("| ")]
     assert rows[1:-1] == ["| training", "| evaluation", "| generation"] and rows[-1].startswith("| generation")
     found = json.loads((tmp_path / "speed.json").read_text())
-    assert {"device", "threads", "jax", "date", "argv"} <= found.keys()
+    assert {"device", "threads", "jax", "date", "plan"} <= found.keys()
     assert found["config"]["model.dtype"] == "float32" and found["vocab_size"] == 256
     assert len(found["tasks"]) == 4 and all(task["tokens_per_second"] > 0 for task in found["tasks"])
     # Tails that are read are counted.
@@ -297,8 +297,8 @@ def test_speeds_are_printed_and_written(tmp_path):
 def test_speeds_beside_a_peer_are_refused_where_they_would_not_compare():
     for flags, told in (
         (["--generate.samples=3"], r"generate\.samples\D*\b3\b.*\b1\b"),
-        (["--speed_warmup=0"], r"--speed_warmup\D*\b0\b"),
-        (["--speed_tasks=reading"], r"--speed_tasks\b.*\breading\b"),
+        (["--warmup=0"], r"warmup\D*\b0\b.*\b1\b"),
+        (["--tasks=data_loading"], r"tasks\b.*\bdata_loading\b.*--peer"),
     ):
         code, _, err = finish(start("bench.speed", *TINY, "--peer=hf", *flags))
         assert code == 1 and re.search(told, err) and len(err.strip().splitlines()) == 1

@@ -4,7 +4,6 @@ import jax
 import pytest
 
 from experiments.cli import hosts, runner
-from txl_jax.errors import CheckpointError, RemoteProcessError
 from txl_jax.errors import CheckpointError, RemoteProcessError, UserError
 from txl_jax.runtime import distributed
 

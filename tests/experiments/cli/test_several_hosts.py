@@ -130,7 +130,7 @@ def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_ru
 
 @pytest.fixture(scope="module")
 def killed(undisturbed, start, tmp_path_factory):
-    """The first half of the run of one process, gone on with by two, of which the second was killed, and then by two."""
+    """The first half of the run of one process, resumed by two, the second of which was killed, and then by two."""
     workdir = tmp_path_factory.mktemp("killed") / "run"
     shutil.copytree(undisturbed, workdir)
     (workdir / "results.json").unlink()
@@ -145,7 +145,7 @@ def killed(undisturbed, start, tmp_path_factory):
     began = time.monotonic()
     ended = processes.finish(started)
     seconds = time.monotonic() - began
-    first_half = [line for line in (undisturbed / "metrics.jsonl").read_text().splitlines(keepends=True)]
+    first_half = (undisturbed / "metrics.jsonl").read_text().splitlines(keepends=True)
     first_half = [line for line in first_half if json.loads(line)["step"] <= STEPS // 2]
     (workdir / "metrics.jsonl").write_text("".join(first_half) + (workdir / "metrics.jsonl").read_text())
     return workdir, ended, seconds, processes.finish(start(2, workdir))
@@ -168,7 +168,7 @@ def test_two_processes_go_on_with_the_numbers_of_one(killed, undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ([], ["--eval.batch_size=1"], ["--mesh.fsdp=2", "--mesh.tensor=2"]), ids=" ".join)
+@pytest.mark.parametrize("flags", [[], ["--eval.batch_size=1"], ["--mesh.fsdp=2", "--mesh.tensor=2"]], ids=" ".join)
 def test_two_processes_score_as_one_does(undisturbed, start, tmp_path, flags):
     scores = []
     for n_process in (1, 2):

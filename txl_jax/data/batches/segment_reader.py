@@ -70,7 +70,7 @@ class SegmentReader:
     order: EpochOrder  # From an epoch's pairs to positions in the text.
     repeats: bool  # Whether another epoch follows a pass; otherwise only padding does.
     epoch_memory: EpochMemory  # Whether the rows are reset where it begins.
-    own: Sequence[int] | None  # Indices of the rows that are returned; None: all.
+    own: Sequence[int] | np.ndarray | None  # Indices of the rows that are returned; None: all.
 
     @property
     def n_segments(self) -> int:
@@ -161,7 +161,7 @@ def training_segments(
     roll: Roll = Roll.NONE,
     sentence_starts: np.ndarray | None = None,
     epoch_memory: EpochMemory = EpochMemory.EMPTIED,
-    own: Sequence[int] | None = None,
+    own: Sequence[int] | np.ndarray | None = None,
 ) -> SegmentReader:
     """Builds the training segments: whole ones only, so targets that fill none are skipped.
 
@@ -229,7 +229,7 @@ def evaluation_segments(
     batch_size: int,
     segment_len: int,
     warmup_tokens: int = 0,
-    own: Sequence[int] | None = None,
+    own: Sequence[int] | np.ndarray | None = None,
 ) -> SegmentReader:
     """Builds the evaluation segments: every token but the first is a target of weight 1 exactly once; rows are padded.
 
@@ -263,7 +263,7 @@ def evaluation_segments(
     return SegmentReader(tokens, batch_size, segment_len, segment_len, rows, order, False, EpochMemory.EMPTIED, own)
 
 
-def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Sequence[int] | None) -> None:
+def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Sequence[int] | np.ndarray | None) -> None:
     if tokens.ndim != 1 or len(tokens) < 2:
         raise UserError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
     if batch_size < 1 or segment_len < 1:

@@ -1,4 +1,4 @@
-"""Tests the peer of the benchmark: the numbers of its three walks, and what it says where a package is missing."""
+"""Tests of Hugging Face's model for benchmarks: its losses, draws and updates, and a missing package."""
 
 import dataclasses
 import sys
@@ -9,25 +9,28 @@ import numpy as np
 import pytest
 
 from support import tiny
-from txl_jax.bench.huggingface import HuggingFacePeer
-from txl_jax.config import COMPAT_PRESETS, DType, EvalConfig, OptimizerConfig
+from txl_jax.bench.huggingface_model import HuggingFaceModel
+from txl_jax.config import DType, EvalConfig, ExperimentConfig, OptimizerConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
 
 L, M, T = 4, 7, 14  # Of 14 scored tokens, the last segment holds two.
-SPAN = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=6, same_length=True)
+HF_COMPAT = config_tree.apply_preset(ExperimentConfig(), "hf").compat
+EVAL_CONFIG = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=6, same_length=True)
 CLUSTERS = {"cutoffs": (4, 9), "div_val": 2, "tie_projs": (False, True, True)}
 # transformers' own use of names that have changed since.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def make(changes=CLUSTERS, span=SPAN, optimizer=None):
+def make(changes=CLUSTERS, eval_config=EVAL_CONFIG, optimizer=None):
     """(our model, its parameters, the peer), or the test is skipped."""
     # For matrices this small, more threads only wait: eight times as long on a busy machine.
     pytest.importorskip("torch").set_num_threads(1)
     pytest.importorskip("transformers.models.transfo_xl", reason="needs transformers 4.35: txl_jax[peer]")
-    model = tiny.make(compat=COMPAT_PRESETS["hf"], **changes)
+    model = tiny.make(compat=HF_COMPAT, **changes)
     params = jax.tree.map(np.asarray, tiny.variables(model)["params"])
-    peer = HuggingFacePeer(
-        model.config, span, params, vocab_size=tiny.V, optimizer=optimizer or OptimizerConfig(learning_rate=0.01)
+    peer = HuggingFaceModel(
+        model.config, eval_config, params, vocab_size=tiny.V, optimizer=optimizer or OptimizerConfig(learning_rate=0.01)
     )
     return model, params, peer
 
@@ -43,7 +46,7 @@ def segments(tokens: np.ndarray):
 def test_losses_are_ours(changes):
     model, params, peer = make(changes)
     tokens = tiny.text(3 * L + 1)
-    encode = tiny.encoder(model, clamp_len=SPAN.clamp_len, same_length=SPAN.same_length)
+    encode = tiny.encoder(model, clamp_len=EVAL_CONFIG.clamp_len, same_length=EVAL_CONFIG.same_length)
     memory = model.init_memory(batch_size=tiny.B, mem_len=M)
     expected = []
     for inputs, targets in segments(tokens):
@@ -63,7 +66,7 @@ def test_segment_by_segment_is_the_whole_text(changes):
     np.testing.assert_allclose(parts, [whole[:, s : s + L].sum() for s in range(0, T, L)], rtol=1e-5)
 
 
-@pytest.mark.parametrize("top_k", [3, 0])
+@pytest.mark.parametrize("top_k", [3, None])
 def test_generation_draws_what_the_library_draws(top_k):
     _, _, peer = make()
     import torch
@@ -71,7 +74,7 @@ def test_generation_draws_what_the_library_draws(top_k):
     found = [peer.generate_token(top_k) for _ in range(3 * M)]
     torch.manual_seed(0)
     expected = peer._model.generate(
-        torch.zeros((1, 1), dtype=torch.int64), do_sample=True, top_k=top_k, max_new_tokens=3 * M
+        torch.zeros((1, 1), dtype=torch.int64), do_sample=True, top_k=top_k or 0, max_new_tokens=3 * M
     )
     assert found == expected[0, 1:].tolist()
     assert len(set(found)) > 2
@@ -100,7 +103,7 @@ def test_updates_have_the_given_rate_and_are_clipped(clip, seeds):
     """With an epsilon that drowns the second moment, and no first one, an update is rate / epsilon * gradient."""
     rate, eps = 1e4, 1e8
     optimizer = OptimizerConfig(learning_rate=rate, adam_eps=eps, adam_b1=0.0, clip_norm=clip)
-    _, _, peer = make(span=dataclasses.replace(SPAN, mem_len=0, same_length=False), optimizer=optimizer)
+    _, _, peer = make(eval_config=dataclasses.replace(EVAL_CONFIG, mem_len=0, same_length=False), optimizer=optimizer)
     places, norms = [flat(peer._model)], []
     for seed in seeds:
         tokens = tiny.text(L + 1, seed=seed)
@@ -119,9 +122,9 @@ def flat(model) -> np.ndarray:
     return np.concatenate([value.detach().numpy().ravel() for value in model.parameters()]).astype(np.float64)
 
 
-@pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
+@pytest.mark.parametrize("name", ["rate", "attention"])
 def test_only_training_has_dropout(name):
-    _, _, peer = make({name: 0.5})
+    _, _, peer = make({f"dropout__{name}": 0.5})
     _, _, without = make({})
     tokens = tiny.text(T + 1)
     inputs, targets = next(segments(tokens))
@@ -129,28 +132,28 @@ def test_only_training_has_dropout(name):
     assert peer.train_step(inputs, targets) != pytest.approx(without.train_step(inputs, targets), rel=1e-4)
 
 
-def test_filled_memories_are_read_by_every_walk():
-    _, _, peer = make(span=dataclasses.replace(SPAN, same_length=False))
-    _, _, empty = make(span=dataclasses.replace(SPAN, same_length=False))
-    _, _, again = make(span=dataclasses.replace(SPAN, same_length=False))
+def test_filled_memories_are_read_by_evaluation_training_and_generation():
+    _, _, peer = make(eval_config=dataclasses.replace(EVAL_CONFIG, same_length=False))
+    _, _, empty = make(eval_config=dataclasses.replace(EVAL_CONFIG, same_length=False))
+    _, _, again = make(eval_config=dataclasses.replace(EVAL_CONFIG, same_length=False))
     peer.fill_memory(seed=0)
     again.fill_memory(seed=0)
     inputs, targets = next(segments(tiny.text(T + 1)))
-    walks = {
+    steps = {
         "evaluation": lambda model: model.evaluate_segment(inputs, targets),
         "training": lambda model: model.train_step(inputs, targets),
-        "generation": lambda model: [model.generate_token(0) for _ in range(20)],
+        "generation": lambda model: [model.generate_token(None) for _ in range(20)],
     }
-    for name, walk in walks.items():
-        found = walk(peer)
-        assert found != walk(empty), name
-        assert found == walk(again), name
+    for name, step in steps.items():
+        found = step(peer)
+        assert found != step(empty), name
+        assert found == step(again), name
     for memory, rows in ((peer._evaluation_memory, tiny.B), (peer._generation_memory, 1)):
         assert [tuple(states.shape) for states in memory] == tiny.N * [(M, rows, tiny.D)]
 
 
 def test_without_memory_each_segment_stands_alone():
-    _, _, peer = make(span=dataclasses.replace(SPAN, mem_len=0, same_length=False))
+    _, _, peer = make(eval_config=dataclasses.replace(EVAL_CONFIG, mem_len=0, same_length=False))
     peer.fill_memory(seed=0)
     inputs, targets = next(segments(tiny.text(T + 1)))
     assert peer.evaluate_segment(inputs, targets) == peer.evaluate_segment(inputs, targets)
@@ -175,11 +178,11 @@ def test_versions_are_named():
 def test_a_missing_package_is_named_with_its_remedy(packages, missing, monkeypatch):
     for name, package in packages.items():
         monkeypatch.setitem(sys.modules, name, package)
-    with pytest.raises(ValueError, match=rf"\b{missing}\b.*txl_jax\[peer\]"):
-        HuggingFacePeer(tiny.CONFIG, SPAN, {}, vocab_size=tiny.V)
+    with pytest.raises(UserError, match=rf"\b{missing}\b.*txl_jax\[peer\]"):
+        HuggingFaceModel(tiny.CONFIG, EVAL_CONFIG, {}, vocab_size=tiny.V)
 
 
 def test_other_types_are_refused():
     config = dataclasses.replace(tiny.CONFIG, dtype=DType.BFLOAT16)
-    with pytest.raises(ValueError, match=r"model\.dtype.*\bbfloat16\b.*\bfloat32\b"):
-        HuggingFacePeer(config, SPAN, {}, vocab_size=tiny.V)
+    with pytest.raises(UserError, match=r"model\.dtype.*\bbfloat16\b.*\bfloat32\b"):
+        HuggingFaceModel(config, EVAL_CONFIG, {}, vocab_size=tiny.V)

@@ -1,0 +1,75 @@
+"""Tests of the speed benchmark: its settings, its table and its record."""
+
+import dataclasses
+import json
+
+import pytest
+
+from support import tiny
+from txl_jax.bench import speed
+from txl_jax.bench.compare_huggingface import Comparison
+from txl_jax.bench.speed import Peer, Plan
+from txl_jax.bench.throughput import Task, Throughput
+from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
+
+CONFIG = ExperimentConfig(
+    model=dataclasses.replace(tiny.CONFIG, cutoffs=(4, 9)),
+    train=TrainConfig(batch_size=2, segment_len=4, mem_len=6),
+    eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7),
+    generate=GenerateConfig(top_k=5),
+)
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_row_per_task_and_generation_twice_with_tails(tmp_path):
+    lines = []
+    path = tmp_path / "speed.json"
+    plan = Plan(tasks=("data_loading", "generation"), calls=2, warmup=0, vocab_size=tiny.V, json=str(path))
+    record = speed.run(CONFIG, plan, log=lines.append)
+    rows = [cells(line) for line in "\n".join(lines).splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows] == ["task", "data loading", "generation", "generation, every tail read"]
+    assert rows[1][1:3] == ["2 x 4", "6"] and rows[2][1:3] == ["1 x 1", "7"]
+    assert json.loads(path.read_text()) == json.loads(json.dumps(record))
+    assert [len(task["seconds"]) for task in record["tasks"]] == [2, 2, 2]
+    assert record["vocab_size"] == tiny.V and record["plan"]["calls"] == 2 and record["config"]["train.mem_len"] == 6
+
+
+def test_the_table_of_a_comparison_has_the_speedup():
+    task = Task("training", "2 x 4", 6, 8, lambda: None)
+    row = speed.format_comparison(Comparison(Throughput(task, (1.0, 2.0)), Throughput(task, (4.0, 4.0))))
+    assert cells(row) == ["training", "2 x 4", "6", "6", "2", "3.00", "2.00", "4.00"]
+
+
+def test_the_peer_has_all_tasks_but_data_loading():
+    assert Plan().chosen_tasks == speed.TASKS
+    assert Plan(peer=Peer.HUGGINGFACE).chosen_tasks == ("training", "evaluation", "generation")
+    assert Plan(peer=Peer.HUGGINGFACE, tasks=("training",)).chosen_tasks == ("training",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tasks": ("trainig",)}, r"'trainig'.*\btraining\b"),
+        ({"calls": 0}, r"calls is 0\b.*\b1\b"),
+        ({"peer": Peer.HUGGINGFACE, "tasks": ("data_loading",)}, r"data_loading.*--peer"),
+        ({"peer": Peer.HUGGINGFACE, "warmup": 0}, r"warmup is 0\b.*\b1\b"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings, words):
+    with pytest.raises(UserError, match=words):
+        Plan(**settings).validate()
+
+
+def test_the_peer_compat_preset_is_hugging_faces_with_a_masked_memory():
+    from txl_jax.bench.compare_huggingface import with_peer_compat
+
+    preset = config_tree.apply_preset(CONFIG, "hf").compat
+    found = with_peer_compat(config_tree.replace(CONFIG, {"compat.layer_norm_eps": 1e-3}))
+    assert dataclasses.replace(found.compat, memory_start=preset.memory_start) == preset
+    assert found.compat.memory_start != preset.memory_start
+    assert found.model == CONFIG.model

@@ -1,0 +1,222 @@
+"""Throughput of a configuration, task by task, alone or beside Hugging Face's model: measurement and markdown table."""
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from txl_jax import flops
+from txl_jax.assemble import RunComponents, assemble
+from txl_jax.bench import compare_huggingface, throughput
+from txl_jax.bench.compare_huggingface import Comparison
+from txl_jax.bench.huggingface_model import HuggingFaceModel
+from txl_jax.bench.output import Log, print_line
+from txl_jax.bench.synthetic_tokens import default_vocab_size
+from txl_jax.bench.throughput import Task, Throughput
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.jobs.generate import check_can_generate
+from txl_jax.runtime import environment
+from txl_jax.runtime.files import write_json
+
+DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
+TASKS = ("data_loading", "training", "evaluation", "generation")
+_HEAD = "| task | rows x segment | memory | tokens/s | slowest | fastest | compiled in | needs |"
+_HEAD_OF_COMPARISON = "| task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest |"
+_RULE = "|---|---|---|---|---|---|---|---|"
+
+
+class Peer(enum.StrEnum):
+    """Implementations to compare with."""
+
+    HUGGINGFACE = "hf"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Settings of the benchmark."""
+
+    tasks: tuple[str, ...] = setting((), f"Tasks to time, with commas ({', '.join(TASKS)}); default: all.")
+    calls: int = setting(5, "Timed calls of each task; a call is segments_per_call segments, or 16 tokens.", at_least=1)
+    warmup: int = setting(2, "Warm-up calls before the timed ones.", at_least=0)
+    vocab_size: int | None = setting(
+        None, "V; none: the size published with the corpus, or 256 where there is none.", at_least=2
+    )
+    peer: Peer | None = setting(None, "Compare with Hugging Face's TransfoXLLMHeadModel; without data_loading.")
+    json: str | None = setting(None, "File for all figures; none: only the table.", path=True)
+
+    def validate(self) -> None:
+        """Raises `UserError` for an unknown task, or settings that do not go together."""
+        check_fields(self, "")
+        for name in self.tasks:
+            near = config_tree.did_you_mean(name, TASKS)
+            require(name in TASKS, f"tasks has {name!r}; it must be of {', '.join(TASKS)}{near}")
+        if self.peer:
+            require(
+                "data_loading" not in self.tasks,
+                "tasks has data_loading and the peer has none; leave it out, or benchmark without --peer",
+            )
+            require(self.warmup, "warmup is 0 and the peer's first call sets up its state; it must be at least 1")
+
+    @property
+    def chosen_tasks(self) -> tuple[str, ...]:
+        """The tasks to time."""
+        return self.tasks or (TASKS[1:] if self.peer else TASKS)
+
+
+def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> dict[str, Any]:
+    """Measures the tasks of a plan with untrained weights, prints a markdown table and writes the JSON file.
+
+    Args:
+      config: the model and the lengths.
+      plan: what is timed, and how often.
+      log: called with each line.
+
+    Returns:
+      the figures, as in the JSON file.
+
+    Raises:
+      UserError: settings that a task cannot run with, or a peer that computes other losses.
+    """
+    if plan.peer:
+        config = compare_huggingface.with_peer_compat(config)
+        compare_huggingface.check_generation_settings(config)
+    if "generation" in plan.chosen_tasks:
+        check_can_generate(config)
+    vocab_size = plan.vocab_size or default_vocab_size(config.data.corpus)
+    components = assemble(config, vocab_size=vocab_size)
+    facts = environment.describe()
+    log(f"{components.num_parameters:,} parameters, vocabulary {vocab_size:,}, {config.model.dtype}")
+    log(f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}\n")
+    measure = measure_beside_peer if plan.peer else measure_alone
+    settings = {"vocab_size": vocab_size, "config": config_tree.to_dict(config), "plan": config_tree.to_dict(plan)}
+    record = facts | measure(components, plan, facts["device"], log) | settings
+    if plan.json:
+        write_json(Path(plan.json), record)
+        log(f"\nresults   {plan.json}")
+    return record
+
+
+def measure_alone(components: RunComponents, plan: Plan, device: str, log: Log) -> dict[str, Any]:
+    """Measures task after task; prints one table row per task."""
+    log(f"{_HEAD}\n{_RULE}")
+    found = []
+    for name in plan.chosen_tasks:
+        for task in _tasks(name, components):
+            [measured] = throughput.measure_interleaved([task], warmup=plan.warmup, calls=plan.calls)
+            found.append(measured)
+            log(format_row(measured))
+    log("")
+    for measured in found:
+        for line in format_remarks(measured, components, device):
+            log(line)
+    return {"tasks": [measured.as_record() for measured in found]}
+
+
+def measure_beside_peer(components: RunComponents, plan: Plan, device: str, log: Log) -> dict[str, Any]:
+    """Checks that the peer has the same losses and measures our tasks and its own, interleaved; one row per task."""
+    params = components.training.init_params()
+    peer = compare_huggingface.make_peer(components, params, components.config.eval)
+    worst = compare_huggingface.check_same_losses(components, params, peer)
+    versions = ", ".join(f"{name} {value}" for name, value in peer.versions().items())
+    log(f"peer: {versions}; --compat=hf on both sides\nlargest difference of a token's loss: {worst:.1e} nats")
+    cache_dtype = components.evaluation.memory_dtype
+    if cache_dtype != components.config.model.dtype:
+        effect = compare_huggingface.effect_of_cache_dtype(components, params)
+        log(f"storing keys and values as {cache_dtype} changes a token's loss by up to {effect:.1e} nats")
+    log(f"\n{_HEAD_OF_COMPARISON}\n{_RULE}")
+    comparisons = []
+    for name in plan.chosen_tasks:
+        for pair in _task_pairs(name, components, params, peer):
+            ours, theirs = throughput.measure_interleaved(pair, warmup=plan.warmup, calls=plan.calls)
+            comparisons.append(Comparison(ours, theirs))
+            log(format_comparison(comparisons[-1]))
+    log("")
+    for comparison in comparisons:
+        lines = format_remarks(comparison.ours, components, device)
+        for line in [format_compilation(comparison.ours.task), *lines]:
+            log(line)
+    records = [comparison.as_record() for comparison in comparisons]
+    return {"peer": peer.versions(), "largest_difference_nats": worst, "tasks": records}
+
+
+def format_row(measured: Throughput) -> str:
+    """Formats the table row of a task."""
+    task, rates = measured.task, measured.tokens_per_second
+    compiled = "" if task.compile_seconds is None else f"{task.compile_seconds:.1f} s"
+    needs = "" if task.memory_bytes is None else environment.megabytes(task.memory_bytes)
+    return (
+        f"| {task.name} | {task.shape} | {task.mem_len} | {measured.median:,.4g} | {min(rates):,.4g} | "
+        f"{max(rates):,.4g} | {compiled} | {needs} |"
+    )
+
+
+def format_comparison(comparison: Comparison) -> str:
+    """Formats the table row of a task beside the peer's."""
+    task, speedups = comparison.ours.task, comparison.speedups
+    return (
+        f"| {task.name} | {task.shape} | {task.mem_len} | {comparison.ours.median:,.4g} | "
+        f"{comparison.peer.median:,.4g} | {comparison.speedup:.2f} | {min(speedups):.2f} | {max(speedups):.2f} |"
+    )
+
+
+def format_compilation(task: Task) -> str:
+    """Formats compile time and memory of a task, for which the table of a comparison has no columns."""
+    needs = "" if task.memory_bytes is None else f", needs {environment.megabytes(task.memory_bytes)}"
+    return f"{task.name}: compiled in {task.compile_seconds:.1f} s{needs}"
+
+
+def format_remarks(measured: Throughput, components: RunComponents, device: str) -> list[str]:
+    """Formats latency, memory bandwidth and FLOP/s of a task, where they are known."""
+    task, lines = measured.task, []
+    if task.first_token_seconds is not None:
+        prompt_len = task.mem_len + 1
+        lines.append(f"{task.name}: first token {task.first_token_seconds:.3f} s after a prompt of {prompt_len} tokens")
+    if task.bytes_per_step is not None:
+        bandwidth = task.bytes_per_step * measured.median / components.config.generate.samples
+        lines.append(f"{task.name}: {task.bytes_per_step:,} bytes read per step, {bandwidth / 1e9:.1f} GB/s")
+    if task.flops_per_token is not None and not device.startswith("CPU"):
+        achieved = task.flops_per_token * measured.median / components.mesh.size
+        peak = flops.device_peak(device)
+        share = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
+        lines.append(
+            f"{task.name}: {task.flops_per_token / 1e6:,.1f} million operations per token, "
+            f"{achieved / 1e12:.1f} TFLOP/s per device{share}"
+        )
+    return lines
+
+
+def _tasks(name: str, components: RunComponents) -> Iterator[Task]:
+    """Yields the tasks of a name; generation may be two."""
+    match name:
+        case "data_loading":
+            yield throughput.data_loading(components)
+        case "training":
+            yield throughput.training(components)
+        case "evaluation":
+            yield throughput.evaluation(components, components.training.init_params())
+        case _:
+            for every_tail in _tail_choices(components):
+                params = components.training.init_params()
+                yield throughput.generation(components, params, every_tail=every_tail)
+
+
+def _task_pairs(
+    name: str, components: RunComponents, params: Any, peer: HuggingFaceModel
+) -> Iterator[tuple[Task, Task]]:
+    """Yields our task and the peer's."""
+    match name:
+        case "training":
+            yield compare_huggingface.training(components, params)
+        case "evaluation":
+            yield compare_huggingface.evaluation(components, params, peer)
+        case _:
+            for every_tail in _tail_choices(components):
+                yield compare_huggingface.generation(components, params, peer, every_tail=every_tail)
+
+
+def _tail_choices(components: RunComponents) -> tuple[bool, ...]:
+    """Returns the values of `every_tail` to time: generation skips tails that cannot matter, so both extremes."""
+    return (False, True) if components.config.model.cutoffs else (False,)
