@@ -242,7 +242,9 @@ def test_a_record_of_a_member_names_it(tmp_path):
         log.record("valid", 7, {"loss": 0.5}, member="seed=2")
         events = read_events(tmp_path / "tensorboard")
     assert read_metrics(tmp_path) == [{"kind": "valid", "step": 7, "member": "seed=2", "loss": 0.5}]
-    assert [value.tag for event in events for value in event.summary.value] == ["seed_2/valid/loss"]  # TensorBoard takes no "=".
+    assert [value.tag for event in events for value in event.summary.value] == [
+        "seed_2/valid/loss"
+    ]  # TensorBoard takes no "=".
 
 
 def test_files_are_read_in_the_order_written_though_the_clock_goes_back(tmp_path, monkeypatch):
