@@ -19,14 +19,13 @@ LAYERS = (
     ("config",),
     ("segments", "metrics"),
     ("runtime",),
-    ("interop",),
     ("data",),
-    ("losses", "flops"),
+    ("losses",),
     ("memory", "recurrence"),
     ("sharding",),
     ("ops",),
     ("modules",),
-    ("inference",),
+    ("inference", "interop", "flops"),
     ("training",),
     ("evaluation",),
     ("assemble",),
@@ -49,6 +48,7 @@ SELF_CONTAINED = {
 
 # Names of modules that occur twice, while they do.
 TWICE: dict[str, str] = {
+    "relative": "the mathematics in ops/attention, the parameters in modules/positions",
     "ensemble": "training/ensemble.py is to get a name of its own",
 }
 

@@ -1,6 +1,6 @@
-"""The walk: a `lax.scan` over segments that carries the memory.
+"""The recurrence: a `lax.scan` over segments that carries the memory.
 
-Training and streaming evaluation are bodies of this one walk.
+Training and streaming evaluation are bodies of this one scan.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def scan_segments(
     Args:
       body: sees one segment (arrays [B, L], reset [B]) and must return the memory moved on by it.
       state: any pytree carried along, e.g. the parameters that are being trained.
-      memory: what the first segment finds, a `Memory` or a `KVCache`.
+      memory: the memory before the first segment, a `Memory` or a `KVCache`.
       segments: arrays [S, B, L], reset [S, B].
       reset: empties the rows of a memory that a bool [B] marks.
 

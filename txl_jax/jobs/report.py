@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from txl_jax.assemble import Compilation, RunComponents
-from txl_jax.config import Encoding, EvalConfig, ModelConfig, Network
+from txl_jax.config import EvalConfig, ModelConfig, Network
 from txl_jax.data.batches.segment_reader import SegmentReader
 from txl_jax.data.corpus import Corpus
 from txl_jax.runtime import distributed
@@ -58,7 +58,7 @@ def _how_scored(eval_config: EvalConfig) -> str:
 def _sizes(c: ModelConfig) -> str:
     if c.network is Network.LSTM:
         return f"{c.n_layer} LSTM layers of {c.d_model} cells"
-    how = "" if c.encoding is Encoding.RELATIVE else f", positions as {c.encoding}"
+    how = "" if c.encoding is type(c).encoding else f", positions as {c.encoding}"
     return f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}{how}"
 
 

@@ -24,6 +24,7 @@ from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import score
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
+from txl_jax.modules.positions import encoding_of
 from txl_jax.paper import plots
 from txl_jax.paper.study import Split
 from txl_jax.runtime import distributed
@@ -155,7 +156,7 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
 def is_recurrent(config: ExperimentConfig) -> bool:
     """Returns whether the model was trained with a memory, and encodes positions relative to the query."""
     attends = config.model.network is Network.TRANSFORMER_XL  # An LSTM's state reaches back however far it does.
-    return attends and config.model.encoding.is_relative and config.train.mem_len > 0
+    return attends and encoding_of(config.model).generates_by_token and config.train.mem_len > 0
 
 
 def _at_length(config: ExperimentConfig, length: int, stride: int | None) -> ExperimentConfig:
