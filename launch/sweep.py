@@ -45,7 +45,7 @@ from absl import flags
 from launch import sweep_file, sweep_table
 from launch.sweep_file import Run, Sweep
 from txl_jax.errors import UserError
-from txl_jax.training import ensemble as ensemble_step
+from txl_jax.training.ensemble import VARYING
 
 
 def main(argv: Sequence[str]) -> int:
@@ -140,7 +140,7 @@ def _tpu_name(name: str) -> str:
 def _ensemble_hint(sweep: Sweep) -> str:
     """A line for a sweep whose runs can be trained as an ensemble; else empty."""
     names = {name for run in sweep.runs for name in run.differs}
-    if len(sweep.runs) < 2 or not names <= set(ensemble_step.NUMBERS):
+    if len(sweep.runs) < 2 or not names <= set(VARYING):
         return ""
     return (
         f"note: these runs differ only in {', '.join(sorted(names))}, which change no shapes: python -m "

@@ -17,8 +17,8 @@ from experiments.cli import flag_tree, runner
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
-from txl_jax.jobs import train
 from txl_jax.jobs.workdir import Workdir
+from txl_jax.training.validation import with_defaults
 
 _DEFAULTS = {
     module.__name__.rpartition(".")[2]: module.DEFAULTS
@@ -51,7 +51,7 @@ class Run:
             return None
         try:
             results = json.loads(path.read_text())
-            same = train.with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
+            same = with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
             # A run that was given more steps keeps the old results until it ends. With patience it may end early.
             ended = results["steps"] == self.config.train.steps or self.config.train.patience is not None
         except (ValueError, KeyError, TypeError):

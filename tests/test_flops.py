@@ -21,10 +21,10 @@ def test_a_token_costs_what_xla_counts(encoding, same_length):
     model = tiny.make(encoding=encoding, **table, **sizes)
     freeze = functools.partial(forward.prepare_params, model=model, segment_len=1, mem_len=256, clamp_len=None)
     weights = jax.jit(freeze)(tiny.variables(model)["params"])
-    memory = forward.init_memory(weights, model, batch_size=2, mem_len=256, segment_len=1)
+    memory = forward.init_cache(weights, model, batch_size=2, mem_len=256, segment_len=1)
 
     def step(weights, memory):
-        hidden, memory = forward.read(weights, model, jnp.zeros((2, 1), jnp.int32), memory, window=None)
+        hidden, memory = forward.forward(weights, model, jnp.zeros((2, 1), jnp.int32), memory, window=None)
         return forward.nll(weights, model, hidden, jnp.zeros((2, 1), jnp.int32)), memory
 
     counted = jax.jit(step).lower(weights, memory).compile().cost_analysis()["flops"] / 2

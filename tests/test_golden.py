@@ -82,14 +82,14 @@ def test_golden_with_kept_keys_and_values(file, start, x64):
     model = TransformerXL(config, compat, golden["n_token"])
     sizes = {"segment_len": lengths.pop(), "mem_len": golden["mem_len"]}
     weights = forward.prepare_params(params, model, clamp_len=clamp_len(golden), **sizes)
-    memory = forward.init_memory(weights, model, batch_size=golden["bsz"], **sizes)
+    memory = forward.init_cache(weights, model, batch_size=golden["bsz"], **sizes)
     window = compat.window(golden["mem_len"], same_length=golden["same_length"])
     prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
     # Absolute positions: from the second segment on, the original adds more to what it has stored.
     n_segment = len(golden["seg_lens"]) if config.encoding.is_relative else 1
     for k in range(n_segment):
         tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))
-        hidden, memory = forward.read(weights, model, tokens, memory, window=window)
+        hidden, memory = forward.forward(weights, model, tokens, memory, window=window)
         nll = forward.nll(weights, model, hidden, targets)
         assert_close(nll.T, arrays[f"{prefix}seg{k}/nll"], f"nll of segment {k}")
         assert_close(hidden.swapaxes(0, 1), arrays[f"{prefix}seg{k}/hidden"], f"hidden states of segment {k}")

@@ -1,5 +1,107 @@
-"""Transformer-XL (Dai et al., 2019) in JAX and Flax."""
+"""Transformer-XL (Dai et al., 2019) in JAX and Flax.
+
+The public names; everything else may change. They are imported when first used, so that `import txl_jax` and the
+settings alone import no jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from txl_jax.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from txl_jax.config import (
+        CompatConfig,
+        DataConfig,
+        DropoutConfig,
+        EvalConfig,
+        ExperimentConfig,
+        GenerateConfig,
+        ModelConfig,
+        OptimizerConfig,
+        TrainConfig,
+    )
+    from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
+    from txl_jax.data.corpus import read_corpus
+    from txl_jax.errors import UserError
+    from txl_jax.jobs.train import train
+    from txl_jax.losses import weighted_sum
+    from txl_jax.memory import Memory
+    from txl_jax.memory import reset as reset_memory
+    from txl_jax.metrics import Totals
+    from txl_jax.modules.transformer_xl import TransformerXL
+    from txl_jax.recurrence import scan_segments
+    from txl_jax.segments import Segments
+    from txl_jax.trained_model import LanguageModel, load
+    from txl_jax.training.loop import Hook, HookContext
+
+_CONFIGS = (
+    "CompatConfig",
+    "DataConfig",
+    "DropoutConfig",
+    "EvalConfig",
+    "ExperimentConfig",
+    "GenerateConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "TrainConfig",
+)
+# Module and name there of each public name.
+_PLACES = {name: ("txl_jax.config", name) for name in _CONFIGS} | {
+    "HookContext": ("txl_jax.training.loop", "HookContext"),
+    "Hook": ("txl_jax.training.loop", "Hook"),
+    "LanguageModel": ("txl_jax.trained_model", "LanguageModel"),
+    "Memory": ("txl_jax.memory", "Memory"),
+    "Segments": ("txl_jax.segments", "Segments"),
+    "Totals": ("txl_jax.metrics", "Totals"),
+    "TransformerXL": ("txl_jax.modules.transformer_xl", "TransformerXL"),
+    "UserError": ("txl_jax.errors", "UserError"),
+    "evaluation_segments": ("txl_jax.data.batches.segment_reader", "evaluation_segments"),
+    "load": ("txl_jax.trained_model", "load"),
+    "read_corpus": ("txl_jax.data.corpus", "read_corpus"),
+    "reset_memory": ("txl_jax.memory", "reset"),
+    "scan_segments": ("txl_jax.recurrence", "scan_segments"),
+    "train": ("txl_jax.jobs.train", "train"),
+    "training_segments": ("txl_jax.data.batches.segment_reader", "training_segments"),
+    "weighted_sum": ("txl_jax.losses", "weighted_sum"),
+}
+
+__all__ = [
+    "CompatConfig",
+    "DataConfig",
+    "DropoutConfig",
+    "EvalConfig",
+    "ExperimentConfig",
+    "GenerateConfig",
+    "Hook",
+    "HookContext",
+    "LanguageModel",
+    "Memory",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Segments",
+    "Totals",
+    "TrainConfig",
+    "TransformerXL",
+    "UserError",
+    "__version__",
+    "evaluation_segments",
+    "load",
+    "read_corpus",
+    "reset_memory",
+    "scan_segments",
+    "train",
+    "training_segments",
+    "weighted_sum",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'txl_jax' has no attribute {name!r}")
+    module, attribute = _PLACES[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,16 +1,18 @@
-"""Floating-point operations of a token, and what devices can do.
+"""Floating-point operations (FLOPs) per token, and peak FLOP/s of devices.
 
-Counted are the matrix products that the mathematics needs, a multiplication and an addition as two operations; not
-the softmax, the norms, nor anything that is computed again (`remat`). Query i of a segment meets M + i + 1 keys, on
-average M + (L + 1) / 2; with `same_length` M. That a clamp or a short table spares position scores is not counted. Of an adaptive softmax only the head counts: how often a token needs a
-tail depends on the text.
+Counted are the matrix products of the mathematics, a multiplication and an addition as two operations; not the softmax,
+the norms, nor anything that is computed again (`remat`). Query i of a segment meets M + i + 1 keys, on average
+M + (L + 1) / 2; with `same_length` M. That a clamp or a short table spares position scores is not counted.
+Of an adaptive softmax only the head counts: how often a token needs a tail depends on the text.
 """
 
 import re
+from typing import Any
 
-from txl_jax.config import Encoding, ModelConfig, Network
+from txl_jax.config import ModelConfig, Network
+from txl_jax.modules.positions import encoding_of
 
-# Peak of dense products in bfloat16 (V100, T4: float16), operations per second and device, from the makers' data sheets.
+# Peak of dense products in bfloat16 (V100, T4: float16), FLOP/s per device, from the makers' data sheets.
 _PEAKS = {
     "TPU v2": 45e12 / 2,
     "TPU v3": 123e12 / 2,
@@ -32,7 +34,7 @@ _PEAKS = {
 
 
 def of_inference(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
-    """Operations per token where keys and values of the memory are kept."""
+    """Returns the operations per token of inference, with a KV cache."""
     if config.network is Network.LSTM:  # Four gates, from inputs and from outputs.
         return config.n_layer * 16 * config.d_model**2 + _softmax(config, vocab_size)
     keys = mem_len if same_length else mem_len + (segment_len + 1) / 2
@@ -40,12 +42,12 @@ def of_inference(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_
 
 
 def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
-    """Operations per token of an update: forward, and twice that backward.
+    """Returns the operations per token of an update: forward, and twice that backward.
 
     The memory is projected anew in every segment, as weights have changed, and nothing goes back into it; so are the
     position codes, of M + L distances.
     """
-    lengths = {"segment_len": segment_len, "mem_len": mem_len, "same_length": same_length}
+    lengths: dict[str, Any] = {"segment_len": segment_len, "mem_len": mem_len, "same_length": same_length}
     forward = of_inference(config, vocab_size=vocab_size, **lengths)
     if config.network is Network.LSTM:
         return 3 * forward
@@ -54,36 +56,35 @@ def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_l
 
 
 def of_recomputing(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
-    """Operations per token of an update that `remat=full` adds: all layers forward once more, not the softmax."""
-    lengths = {"segment_len": segment_len, "mem_len": mem_len}
+    """Returns the operations per token that `remat=full` adds: all layers forward once more, not the softmax."""
+    lengths: dict[str, Any] = {"segment_len": segment_len, "mem_len": mem_len}
     forward = of_inference(config, vocab_size=vocab_size, same_length=same_length, **lengths)
     again = 0 if config.network is Network.LSTM else _of_memory(config, **lengths)
     return forward - _softmax(config, vocab_size) + again
 
 
 def device_peak(kind: str) -> float | None:
-    """Operations per second of a device by the name that jax gives it; None: not known here."""
+    """Returns the peak operations per second of a device by its name in JAX; None: unknown."""
     found = [name for name in _PEAKS if re.search(rf"\b{name}\b", kind)]
     return _PEAKS[max(found, key=len)] if found else None
 
 
 def _of_memory(config: ModelConfig, *, segment_len: int, mem_len: int) -> float:
-    """Keys and values of the memory, and the position keys, per token of the segment."""
+    """Returns the operations of keys and values of the memory, and of the position keys, per token of the segment."""
     project = 2 * config.d_model * config.n_head * config.d_head
-    codes = project * (mem_len + segment_len) / segment_len if config.encoding is Encoding.RELATIVE else 0
+    codes = project * (mem_len + segment_len) / segment_len if encoding_of(config).projects_codes else 0
     return config.n_layer * (2 * project * mem_len / segment_len + codes)
 
 
 def _per_position(config: ModelConfig) -> float:
-    """Queries, keys, values, output and feed-forward part of one position in one layer."""
+    """Returns the operations of queries, keys, values, output and feed-forward part of one position in one layer."""
     width = config.n_head * config.d_head
     return 2 * config.d_model * (4 * width + 2 * config.d_inner)
 
 
 def _per_key(config: ModelConfig) -> float:
-    """Content score, position score and weighted value of one query and one key."""
-    products = 3 if config.encoding.is_relative else 2
-    return 2 * products * config.n_head * config.d_head
+    """Returns the operations of content score, position score and weighted value of one query and one key."""
+    return 2 * encoding_of(config).products_per_key * config.n_head * config.d_head
 
 
 def _softmax(config: ModelConfig, vocab_size: int) -> float:

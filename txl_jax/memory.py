@@ -4,8 +4,7 @@ Layer l reads the inputs that it had at the M positions before the segment (Dai 
 3.2). Shapes are fixed; `valid` says how many slots of a row are filled. The only `stop_gradient` of the
 recurrence is in `update`.
 
-Training keeps those inputs (`Memory`), since the projections change with every update. Where the weights stand still,
-their keys and values are kept instead (`KVCache`): the same numbers, projected once and not in every segment.
+Inference keeps the keys and values of those inputs instead: `inference.cache.KVCache`.
 """
 
 import flax.struct
@@ -34,7 +33,7 @@ class Memory:
 
 
 def init(*, n_layer: int, batch_size: int, mem_len: int, d_model: int, dtype: jnp.dtype, start: MemoryStart) -> Memory:
-    """The memory before the first segment: zeros, that are masked or attended to as `start` says."""
+    """Returns the memory before the first segment: zeros, masked or attended to according to `start`."""
     return Memory(
         hidden=jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype),
         valid=jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32),
@@ -52,7 +51,7 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
     )
 
 
-def reset(memory: Memory, rows: jax.Array, start: MemoryStart) -> Memory:
+def reset(memory: Memory, rows: jax.Array, start: MemoryStart = MemoryStart.MASKED) -> Memory:
     """Sets the rows marked in `rows` (bool [B]) back to the state of `init`."""
     hidden = memory.hidden
     if start is MemoryStart.ZEROS:  # Masked slots need no clearing, and a memory can be gigabytes.
@@ -61,4 +60,5 @@ def reset(memory: Memory, rows: jax.Array, start: MemoryStart) -> Memory:
 
 
 def start_valid(mem_len: int, start: MemoryStart) -> int:
+    """Returns how many slots count before the first segment."""
     return mem_len if start is MemoryStart.ZEROS else 0

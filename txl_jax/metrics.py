@@ -55,5 +55,3 @@ class Totals:
         'ppl 100.00'
         """
         return f"bpc {self.bpc:.4f}" if measure is Measure.BPC else f"ppl {self.perplexity:.2f}"
-
-    told = format  # Until the callers are renamed.

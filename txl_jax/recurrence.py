@@ -1,6 +1,6 @@
-"""The walk: a `lax.scan` over segments that carries the memory.
+"""The recurrence: a `lax.scan` over segments that carries the memory.
 
-Training and streaming evaluation are bodies of this one walk.
+Training and streaming evaluation are bodies of this one scan.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ SegmentBody = Callable[[Any, Any, Segments], tuple[Any, Any, Any]]
 
 
 def scan_segments(
-    body: SegmentBody, state: Any, memory: Any, segments: Segments, *, reset: Callable[[Any, jax.Array], Any]
+    body: SegmentBody, state: Any, memory: Any, segments: Segments, *, reset: Callable[[Any, Any], Any]
 ) -> tuple[Any, Any, Any]:
     """Applies `body` to S segments in order; rows whose reset bit is set start from an empty memory.
 
     Args:
       body: sees one segment (arrays [B, L], reset [B]) and must return the memory moved on by it.
       state: any pytree carried along, e.g. the parameters that are being trained.
-      memory: what the first segment finds, a `Memory` or a `KVCache`.
+      memory: the memory before the first segment, a `Memory` or a `KVCache`.
       segments: arrays [S, B, L], reset [S, B].
       reset: empties the rows of a memory that a bool [B] marks.
 

@@ -141,7 +141,7 @@ def test_weights_for_single_tokens_are_those_of_segments(components):
     generator = Generator(components.model, components.config.eval, components.config.generate)
     segment, token = generator.prepare_params(jax.device_put(tiny_run.params(components.model)))
     pointers = [
-        {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((weights.outer, weights.clusters))}
+        {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((weights.embed_and_norm, weights.clusters))}
         for weights in (segment, token)
     ]
     assert pointers[0] == pointers[1]

@@ -15,7 +15,7 @@ from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 
 T, CLAMP = 14, 2
 TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
-# (A, stride, batch): the published protocol; windows that end past the text; windows side by side; a text of one window.
+# (A, stride, batch): the published protocol; windows that end past the text; windows in batches; a text of one window.
 CASES = [(4, 1, 1), (5, 3, 2), (4, 4, 5), (20, 2, 3)]
 
 

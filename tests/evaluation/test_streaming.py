@@ -1,4 +1,4 @@
-"""Tests streaming evaluation against one long pass and a plain loop: what is scored, blocks, padding, rows, stopping."""
+"""Tests streaming evaluation against one long pass and a plain loop: scores, blocks, padding, rows, stopping."""
 
 import functools
 
@@ -39,7 +39,7 @@ def totals(
 ):
     """Totals of a text; the memory first holds noise in `valid` slots."""
     weights = forward.prepare_params(params(), model(), segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len)
-    memory = forward.init_memory(weights, model(), batch_size=rows, mem_len=mem_len, segment_len=segment_len)
+    memory = forward.init_cache(weights, model(), batch_size=rows, mem_len=mem_len, segment_len=segment_len)
     noise = jax.tree.map(lambda ring: jax.random.normal(jax.random.key(9), ring.shape), (memory.keys, memory.values))
     return evaluate(
         eval_step(clamp_len, same_length),

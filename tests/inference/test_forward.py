@@ -63,12 +63,12 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
 
     @jax.jit
     def read(weights, tokens, targets, memory):
-        hidden, memory = forward.read(weights, model, tokens, memory, window=window)
+        hidden, memory = forward.forward(weights, model, tokens, memory, window=window)
         return hidden, forward.nll(weights, model, hidden, targets), memory
 
     nll = jax.jit(functools.partial(model.apply, method=model.nll))
     states = model.init_memory(batch_size=tiny.B, mem_len=mem_len)
-    kept = forward.init_memory(
+    kept = forward.init_cache(
         weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len, dtype=memory_dtype
     )
     for s in range(SEGMENTS):
@@ -76,7 +76,7 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
         if s in resets:
             rows = jnp.arange(tiny.B) == 1
             states = memory_lib.reset(states, rows, start)
-            kept = cache_lib.reset_cache(kept, rows, weights.start, start)
+            kept = cache_lib.reset_cache(kept, rows, weights.initial, start)
         hidden, states = encode(variables, tokens, states)
         expected = hidden, nll(variables, hidden, targets), states
         *found, kept = read(weights, tokens, targets, kept)
@@ -140,11 +140,11 @@ def test_a_step_keeps_no_copy_of_the_memory():
     """Temporary memory of a step, beside the memory that it is given: the point of writing in place."""
     model = tiny.make(n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=64)
     weights = frozen(model, (1, 4096, 64))
-    memory = forward.init_memory(weights, model, batch_size=1, mem_len=4096, segment_len=1)
+    memory = forward.init_cache(weights, model, batch_size=1, mem_len=4096, segment_len=1)
 
     def steps(weights, memory):
         def step(i, memory):
-            return forward.read(weights, model, jnp.zeros((1, 1), jnp.int32), memory, window=None)[1]
+            return forward.forward(weights, model, jnp.zeros((1, 1), jnp.int32), memory, window=None)[1]
 
         return jax.lax.fori_loop(0, 8, step, memory)
 
@@ -157,12 +157,12 @@ def test_in_order_is_the_same_memory_for_single_tokens(x64):
     """A text read in segments, the memory turned, and read on token by token, as one segment would be."""
     model, (segment_len, mem_len, clamp_len) = tiny.make(dtype=DType.FLOAT64), (4, 10, 6)
     weights, text = frozen(model, (segment_len, mem_len, clamp_len)), tiny.text(28)
-    memory = forward.init_memory(weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len)
+    memory = forward.init_cache(weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len)
     for start in range(0, 20, segment_len):  # The ring of 12 slots goes round once, and stands at slot 8.
-        _, memory = forward.read(weights, model, text[:, start : start + 4], memory, window=mem_len)
+        _, memory = forward.forward(weights, model, text[:, start : start + 4], memory, window=mem_len)
     expected = []
     for start in (20, 24):
-        hidden, memory_after = forward.read(weights, model, text[:, start : start + 4], memory, window=mem_len)
+        hidden, memory_after = forward.forward(weights, model, text[:, start : start + 4], memory, window=mem_len)
         expected.append(hidden)
         if start == 20:
             turned, memory = cache_lib.unrotate(memory), memory_after
@@ -170,7 +170,7 @@ def test_in_order_is_the_same_memory_for_single_tokens(x64):
     assert turned.capacity == mem_len
     found = []
     for i in range(20, 28):
-        hidden, turned = forward.read(single, model, text[:, i : i + 1], turned, window=mem_len)
+        hidden, turned = forward.forward(single, model, text[:, i : i + 1], turned, window=mem_len)
         found.append(hidden)
     np.testing.assert_allclose(np.concatenate(found, 1), np.concatenate(expected, 1), rtol=0, atol=1e-12)
 
@@ -179,14 +179,14 @@ def test_in_order_is_the_same_memory_for_single_tokens(x64):
 def test_lengths_that_the_weights_were_not_frozen_for_are_refused(mem_len, segment_len):
     model = tiny.make()
     weights = frozen(model, (4, 8, 0))
-    memory = forward.init_memory(weights, model, batch_size=1, mem_len=mem_len, segment_len=segment_len)
+    memory = forward.init_cache(weights, model, batch_size=1, mem_len=mem_len, segment_len=segment_len)
     with pytest.raises(ValueError, match=rf"\b{mem_len}\b.*\b{segment_len}\b.*\b12\b"):
-        forward.read(weights, model, jnp.zeros((1, segment_len), jnp.int32), memory, window=None)
+        forward.forward(weights, model, jnp.zeros((1, segment_len), jnp.int32), memory, window=None)
 
 
 def test_a_segment_that_does_not_fill_the_ring_evenly_is_refused():
     model = tiny.make()
     weights = frozen(model, (4, 8, 0))
-    memory = forward.init_memory(weights, model, batch_size=1, mem_len=8, segment_len=4)
+    memory = forward.init_cache(weights, model, batch_size=1, mem_len=8, segment_len=4)
     with pytest.raises(ValueError, match=r"\b3\b.*\b8\b"):
-        forward.read(weights, model, jnp.zeros((1, 3), jnp.int32), memory, window=None)
+        forward.forward(weights, model, jnp.zeros((1, 3), jnp.int32), memory, window=None)

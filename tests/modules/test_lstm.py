@@ -1,7 +1,5 @@
 """Tests of the LSTM baseline: against a loop, across segments, and after a reset."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,7 @@ L = 4
 
 
 def make(**changes) -> LSTM:
-    return LSTM(dataclasses.replace(tiny.CONFIG, network=Network.LSTM, **changes), tiny.COMPAT, tiny.V)
+    return LSTM(tiny.model_config(network=Network.LSTM, **changes), tiny.COMPAT, tiny.V)
 
 
 def sigmoid(x):
@@ -98,3 +96,14 @@ def test_dropout_is_between_layers():
     a, b = (encode(variables, tiny.text(L), memory, {"dropout": jax.random.key(seed)})[0] for seed in (0, 1))
     assert (a == 0).any() and (a != b).any()
     assert init_params(model, jax.random.key(0)).keys() == {"embedding", "softmax", "layers_0", "layers_1"}
+
+
+def test_log_probabilities_are_the_losses_and_sum_to_one(x64):
+    model = make(dtype=DType.FLOAT64, cutoffs=(4, 9))
+    variables = {"params": tiny_run.params(model)}
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(tiny.B, L, tiny.D)))
+    log_p = model.apply(variables, hidden, method=model.log_probabilities)
+    np.testing.assert_allclose(jax.nn.logsumexp(log_p, axis=-1), 0, atol=1e-12)
+    targets = tiny.text(L)
+    nll = model.apply(variables, hidden, targets, method=model.nll)
+    np.testing.assert_allclose(nll, -np.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0], rtol=1e-12)

@@ -14,7 +14,7 @@ from support import tiny
 from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Remat, ShawTerms
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.ops.attention import masks, positions
+from txl_jax.ops.attention import Visibility, positions
 from txl_jax.sharding import axes
 
 L, M = 3, 8
@@ -54,14 +54,16 @@ def test_the_scan_over_layers_is_a_loop_over_layers(norm, untie_r, x64):
 
     params = variables["params"]
     codes = positions.sinusoids(positions.key_distances(M + L), tiny.D, jnp.float64)
-    mask = masks.attention_mask(memory.valid, segment_len=L, mem_len=M)
+    visibility = Visibility(memory.valid, L, M)
     shared = None if untie_r else (params["stack"]["biases"]["content"], params["stack"]["biases"]["position"])
     states = params["embedding"]["table_0"][tiny.text(L)] * tiny.D**0.5
     for layer in range(tiny.N):
         np.testing.assert_allclose(after.hidden[layer, :, -L:], states, rtol=0, atol=1e-12)
         of_layer = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["stack"]["layers"])
         block = Block(model.config, model.compat, deterministic=True)
-        states, _ = block.apply({"params": of_layer}, states, memory.hidden[layer], LayerContext(codes, mask, shared))
+        states, _ = block.apply(
+            {"params": of_layer}, states, memory.hidden[layer], LayerContext(codes, visibility, shared)
+        )
     np.testing.assert_allclose(hidden, states, rtol=0, atol=1e-12)
 
 

@@ -10,7 +10,7 @@ from support import oracles, tiny
 from txl_jax.config import COMPAT_PRESETS, DType, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.modules.block import Block, LayerContext
-from txl_jax.ops.attention import masks, positions
+from txl_jax.ops.attention import Visibility, positions
 from txl_jax.ops.attention.relative import relative_attention, score_terms
 from txl_jax.paper import attention_terms
 
@@ -23,12 +23,12 @@ def test_the_terms_add_up_to_the_scores_that_attention_uses(x64):
     arrays = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
     biases = {name: jnp.asarray(rng.normal(size=(4, 5))) for name in ("content_bias", "position_bias")}
     value = jnp.asarray(rng.normal(size=(2, 4, L + M, 5)))
-    mask = masks.attention_mask(jnp.asarray([M, 2]), segment_len=L, mem_len=M, window=M)
+    visibility = Visibility(jnp.asarray([M, 2]), L, M, M)
     terms = score_terms(*arrays.values(), **biases)
-    probabilities = jax.nn.softmax(jnp.where(mask[:, None], sum(terms), -jnp.inf), axis=-1)
+    probabilities = jax.nn.softmax(jnp.where(visibility.mask()[:, None], sum(terms), -jnp.inf), axis=-1)
     found = jnp.einsum("bhlk,bhke->bhle", probabilities, value)
     query, key, position_key = arrays.values()
-    expected = relative_attention(query, key, value, position_key, **biases, mask=mask)
+    expected = relative_attention(query, key, value, position_key, **biases, visibility=visibility)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
     assert all(float(np.abs(term).max()) > 0.1 for term in terms)
 
@@ -78,7 +78,7 @@ def test_probabilities_are_those_of_the_model(untie_r, x64):
         before, memory = memory, after
     stack, layers = params["stack"], params["stack"]["layers"]
     codes = positions.sinusoids(positions.key_distances(M + L, clamp_len=2), tiny.D, jnp.float64)
-    mask = masks.attention_mask(before.valid, segment_len=L, mem_len=M, window=M)
+    visibility = Visibility(before.valid, L, M, M)
     hidden = model.apply({"params": params}, text[:, L:], clamp_len=2, method=model.embed)
 
     def interceptor(call, args, kwargs, context):
@@ -91,7 +91,8 @@ def test_probabilities_are_those_of_the_model(untie_r, x64):
         biases = None if untie_r else (stack["biases"]["content"], stack["biases"]["position"])
         block = Block(model.config, model.compat, deterministic=True)
         with nn.intercept_methods(interceptor):
-            hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], LayerContext(codes, mask, biases))
+            context = LayerContext(codes, visibility, biases)
+            hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], context)
     for found, expected in zip(weights.probabilities, seen, strict=True):
         for row in range(L):
             of_keys = expected[:, :, row, row + 1 : M + row + 1]  # Distances M - 1 .. 0.

@@ -55,8 +55,8 @@ def test_layers_of_training_and_of_inference(batch_size, rows):
     found = constrained(lambda *both: model.apply({"params": params}, *both, **flags), tokens, memory)
     assert found == expected(rows)  # In the loop over layers.
     weights = forward.prepare_params(params, model, segment_len=2, mem_len=4, clamp_len=0)
-    ring = forward.init_memory(weights, model, batch_size=batch_size, mem_len=4, segment_len=2)
-    found = constrained(lambda *both: forward.read(weights, model, *both, window=None), tokens, ring)
+    ring = forward.init_cache(weights, model, batch_size=batch_size, mem_len=4, segment_len=2)
+    found = constrained(lambda *both: forward.forward(weights, model, *both, window=None), tokens, ring)
     assert found == expected(rows, outputs=tiny.N, heads=3 * tiny.N, inner=tiny.N)
 
 

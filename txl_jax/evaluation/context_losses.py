@@ -1,7 +1,7 @@
 """Losses at exact context lengths: l(c, t) of appendix C, token t predicted from the c tokens before it and no others.
 
-Each loss has the c tokens encoded from an empty memory, all anew, so c = 500 costs 500 times what streaming does; a
-stride takes every s-th token instead of all.
+For each loss the c tokens are encoded anew from an empty memory, so c = 500 costs 500 times as much as streaming; a
+stride scores every s-th token instead of all.
 """
 
 from collections.abc import Callable
@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import WindowStep
 
 
 def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
-    """The tokens that are scored at every context length: each `stride`-th from the first that has `longest` before it.
+    """Returns the tokens that are scored at every context length.
+
+    They are every `stride`-th one from the first that has `longest` before it.
 
     Raises:
-      ValueError: the text has none.
+      UserError: the text has none.
     """
     if longest >= n_token:
-        raise ValueError(
+        raise UserError(
             f"the longest context is {longest:,} tokens and the text has {n_token:,}; give a longer text, or shorter "
             "contexts"
         )
@@ -36,7 +39,7 @@ def context_losses(
     batch_size: int,
     after_call: Callable[[int], None] = lambda done: None,
 ) -> np.ndarray:
-    """Nats of the tokens `scored` (positions [n], each with `context` tokens before it): float32 [n].
+    """Computes the nats of the tokens `scored` (positions [n], each with `context` tokens before it): float32 [n].
 
     Args:
       step: of `make_window_step`.

@@ -1,6 +1,6 @@
 """Sliding-window evaluation, for models without recurrence (Al-Rfou et al., 2018; section 4.5 of the paper).
 
-A window of A tokens is encoded from nothing, and its last `stride` positions are scored; then it moves on by `stride`.
+A window of A tokens is encoded without memory and its last `stride` positions are scored; then it moves on by `stride`.
 The first window scores all its positions, since there is nothing before them. With T = 9, A = 4 and stride 2 the
 windows read, from the first to the last, the tokens
 
@@ -12,7 +12,7 @@ so that every token but the first is scored exactly once, each from the token be
 is predicted from A - stride + 1 to A tokens; with stride 1, the published protocol, always from A, and everything is
 computed anew for each of them.
 
-The model's memory has no slots here, so this also tells what a model with relative positions does without recurrence.
+The model's memory has no slots here, so this also measures a model with relative positions without recurrence.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from txl_jax.errors import UserError
 from txl_jax.inference.scorer import at_temperature
 from txl_jax.metrics import Totals
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.runtime import distributed
 
 # (params, windows int [B, A], targets int [B, n]) -> nats of the targets [B, n]
-WindowStep = Callable[[Any, jax.Array, jax.Array], jax.Array]
+WindowStep = Callable[[Any, Any, Any], jax.Array]
 
 
 class Windows(NamedTuple):
@@ -39,7 +40,7 @@ class Windows(NamedTuple):
 
 
 def make_window_step(model: LanguageModel, *, clamp_len: int | None, temperature: float = 1.0) -> WindowStep:
-    """The jitted scoring of windows. A and the number n of scored positions are those of the arrays it is given.
+    """Returns the jitted scoring of windows. A and the number n of scored positions are those of its arguments.
 
     Only the last n hidden states go through the softmax, its logits divided by `temperature`.
     """
@@ -55,7 +56,8 @@ def make_window_step(model: LanguageModel, *, clamp_len: int | None, temperature
             deterministic=True,
         )
         at, hidden = at_temperature(params, hidden[:, -targets.shape[1] :], temperature)
-        return model.apply({"params": at}, hidden, targets, method=model.nll)
+        nll: Any = model.apply({"params": at}, hidden, targets, method=model.nll)
+        return nll
 
     return jax.jit(step)
 
@@ -81,12 +83,13 @@ def evaluate_windows(
       batch_size: B, windows per call; changes no number.
       after_call: called after each call but the last with the totals up to there, of T - 1 tokens in all; may raise
         to stop.
-      token_nats: floats [T] that take the nats of each token; the first one is not scored and stays as it is.
+      token_nats: floats [T] to write the nats of each token to; the first one is not scored and not written.
 
     Raises:
-      ValueError: as `window_batches`.
+      UserError: as `window_batches`.
     """
-    totals, pending = Totals(), None
+    totals = Totals()
+    pending: tuple[jax.Array, np.ndarray] | None = None
 
     def fetch(nll: jax.Array, scored: np.ndarray) -> Totals:
         """Sums on the host, in double precision."""
@@ -101,26 +104,27 @@ def evaluate_windows(
             totals += fetch(*pending)
             after_call(totals)
         pending = nll, batch.scored
+    assert pending is not None, "there is at least the first window"
     return totals + fetch(*pending)
 
 
 def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch_size: int) -> Iterator[Windows]:
-    """The first window alone, with n = A, then the others in batches of B, with n = `stride`.
+    """Yields the first window alone, with n = A, then the others in batches of B, with n = `stride`.
 
-    Where the text ends, windows go on with padding: what they score is predicted from as many tokens as elsewhere.
+    Past the end of the text windows are padded, so that their targets are predicted from as many tokens as elsewhere.
 
     >>> batches = window_batches(np.arange(9), attention_len=4, stride=2, batch_size=1)
     >>> [(batch.inputs.tolist(), batch.targets.tolist()) for batch in batches]
     [([[0, 1, 2, 3]], [[1, 2, 3, 4]]), ([[2, 3, 4, 5]], [[5, 6]]), ([[4, 5, 6, 7]], [[7, 8]])]
 
     Raises:
-      ValueError: a text of fewer than 2 tokens; a stride or a batch below 1; a stride above A, which would leave
+      UserError: a text of fewer than 2 tokens; a stride or a batch below 1; a stride above A, which would leave
         tokens out.
     """
     if tokens.ndim != 1 or len(tokens) < 2:
-        raise ValueError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
+        raise UserError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
     if batch_size < 1 or not 1 <= stride <= attention_len:
-        raise ValueError(
+        raise UserError(
             f"stride is {stride}, attention_len {attention_len} and batch_size {batch_size}; the stride must lie "
             "between 1 and attention_len, and the batch must be at least 1"
         )
@@ -136,7 +140,7 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_scored: int) -> Windows:
-    """The windows that begin at tokens `starts` [B]."""
+    """Returns the windows that begin at tokens `starts` [B]."""
     # Pair q is the input q and its target q + 1.
     pair_BxA = starts[:, None] + np.arange(attention_len)
     real_BxA = pair_BxA < len(tokens) - 1
@@ -148,6 +152,6 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_score
     )
 
 
-def _take(tokens: np.ndarray, place: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """The tokens at `place` as int32, and 0 where `real` is false."""
-    return np.where(real, np.take(tokens, place, mode="clip"), 0).astype(np.int32)
+def _take(tokens: np.ndarray, index: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Returns the tokens at `index` as int32, and 0 where `real` is false."""
+    return np.where(real, np.take(tokens, index, mode="clip"), 0).astype(np.int32)

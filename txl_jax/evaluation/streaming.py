@@ -1,6 +1,6 @@
 """Streaming evaluation: the model reads a text once, segment after segment, with its memory.
 
-Every token but the first is scored exactly once (DESIGN of the walk: `txl_jax.data.batches.segment_reader`).
+Every token but the first is scored exactly once (their order: `txl_jax.data.batches.segment_reader`).
 """
 
 import functools
@@ -21,28 +21,28 @@ from txl_jax.segments import Segments
 
 
 class Scores(NamedTuple):
-    """What S segments scored."""
+    """Losses of S segments."""
 
     nats: jax.Array  # [S], summed over scored tokens.
     tokens: jax.Array  # [S], number of those.
     nll: jax.Array  # [S, B, L], nats of every position, scored or not.
 
 
-# (weights, memory, segments) -> (memory, scores); weights and memory are the reader's (`txl_jax.inference.scorer`).
+# (weights, memory, segments) -> (memory, scores); weights and memory are the scorer's (`txl_jax.inference.scorer`).
 EvalStep = Callable[[Any, Any, Segments], tuple[Any, Scores]]
 
 
 def make_eval_step(model: LanguageModel, config: EvalConfig) -> EvalStep:
-    """A function that scores S segments, ready for `jax.jit` with the memory donated."""
-    reader = make_scorer(model, config)
+    """Returns a function that scores S segments, ready for `jax.jit` with the memory donated."""
+    scorer = make_scorer(model, config)
 
     def eval_step(weights: Any, memory: Any, segments: Segments) -> tuple[Any, Scores]:
-        def score(state: None, memory: Any, segment: Segments) -> tuple[None, Any, Scores]:
-            hidden, memory = reader.read(weights, memory, segment.inputs)
-            nll = reader.nll(weights, hidden, segment.targets)
+        def score(state: None, memory: Any, segment: Any) -> tuple[None, Any, Scores]:
+            hidden, memory = scorer.forward(weights, memory, segment.inputs)
+            nll = scorer.nll(weights, hidden, segment.targets)
             return state, memory, Scores(*losses.weighted_sum(nll, segment.weights), nll)
 
-        reset = functools.partial(reader.reset, weights)
+        reset = functools.partial(scorer.reset, weights)
         _, memory, scores = recurrence.scan_segments(score, None, memory, segments, reset=reset)
         return memory, scores
 
@@ -68,7 +68,8 @@ def evaluate(
       after_call: called with the number of segments done and the totals up to there; may raise to stop.
       keep: called with the number of a call's first segment and its nats [S, B, L], scored or not.
     """
-    totals, pending = Totals(), []
+    totals = Totals()
+    pending: tuple[int, Scores] | None = None
 
     def fetch(first: int, scores: Scores) -> Totals:
         if keep is not None:
@@ -80,8 +81,9 @@ def evaluate(
     for first in range(0, reader.n_segments, segments_per_call):
         segments = place(reader.segments(first, segments_per_call))
         memory, scores = eval_step(weights, memory, segments)
-        if pending:  # Fetched one call late, so that the device never waits for the host.
+        if pending is not None:  # Fetched one call late, so that the device never waits for the host.
             totals += fetch(*pending)
             after_call(first, totals)
         pending = first, scores
+    assert pending is not None, "a text has at least one segment"
     return totals + fetch(*pending)

@@ -1,10 +1,7 @@
-"""The KV cache: the memory, projected once to keys and values, in a ring of slots.
-
-Training keeps the layers' inputs (`txl_jax.memory.Memory`), since the projections change with every update. Inference
-keeps their keys and values: the same numbers, projected once and not in every segment.
-"""
+"""The KV cache of inference, in a ring of slots."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -14,9 +11,10 @@ from txl_jax.config import MemoryStart
 from txl_jax.memory import start_valid
 
 
-@flax.struct.dataclass
-class KVCache:
-    """Projected keys and values of the last positions, in a ring of R slots per row.
+class KVCache(flax.struct.PyTreeNode):
+    """A KV cache: the memory, projected once to keys and values, in a ring of R slots per row.
+
+    Training keeps the layers' inputs instead (`txl_jax.memory.Memory`), since the projections change with every update.
 
     A segment of L tokens overwrites the oldest L slots, so nothing is moved; R is M rounded up to a multiple of L,
     so that no segment is written across the ring's end. Each layer has arrays of its own: one array of all layers
@@ -46,21 +44,21 @@ class KVCache:
 
 @flax.struct.dataclass
 class InitialKeyValue:
-    """What an empty `KVCache` holds in each slot, per layer [H, E]; the projections of a zero state."""
+    """Contents of each slot of an empty `KVCache`, per layer [H, E]: the projections of a zero state."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
 
 
 def cache_capacity(*, mem_len: int, segment_len: int) -> int:
-    """R: M rounded up to a multiple of L."""
+    """Returns R: M rounded up to a multiple of L."""
     return -(-mem_len // segment_len) * segment_len
 
 
 def init_cache(
     rows: InitialKeyValue, *, batch_size: int, mem_len: int, segment_len: int, dtype: jnp.dtype, start: MemoryStart
 ) -> KVCache:
-    """The memory before the first segment of `segment_len` tokens, stored as `dtype`."""
+    """Returns the cache before the first segment of `segment_len` tokens, stored as `dtype`."""
     capacity = cache_capacity(mem_len=mem_len, segment_len=segment_len)
     lead = (batch_size, *rows.keys[0].shape)
 
@@ -76,70 +74,70 @@ def init_cache(
     )
 
 
-def write(memory: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array) -> KVCache:
+def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array) -> KVCache:
     """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots.
 
     Args:
-      after: anything that is computed from all that has read the memory. The slot is made to depend on it, since
-        otherwise XLA may write before the last read and then keeps a copy of the whole memory, in every step (on
-        a CPU 21 ms a token more for 12 layers with M = 2100; `lax.optimization_barrier` is gone before it decides).
+      after: any value that is computed from all reads of the cache. The index is made to depend on it, since otherwise
+        XLA may write before the last read and then keeps a copy of the whole cache, in every step (on a CPU 21 ms a
+        token more for 12 layers with M = 2100; `lax.optimization_barrier` is removed before it decides).
     """
-    segment_len, capacity = keys[0].shape[2], memory.capacity
+    segment_len, capacity = keys[0].shape[2], cache.capacity
     if not capacity:
-        return memory
-    never = jnp.minimum(jnp.abs(after.reshape(-1)[0]).astype(jnp.int32), 0)  # Always 0, which XLA does not see.
-    slot = memory.write_index + never
+        return cache
+    zero = jnp.minimum(jnp.abs(after.reshape(-1)[0]).astype(jnp.int32), 0)  # Always 0, which XLA cannot prove.
+    index = cache.write_index + zero
 
     def write_ring(ring: jax.Array, new: jax.Array, axis: int) -> jax.Array:
         new = new.astype(ring.dtype)
         if ring.dtype != jnp.bfloat16:
-            return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, axis)
+            return jax.lax.dynamic_update_slice_in_dim(ring, new, index, axis)
         # As bits: XLA's CPU backend would turn the ring to float32 for it and back (12 layers with M = 2100, a token:
         # 11 ms instead of 16 ms, a copy still; in float32 nothing is copied).
-        bits = (jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (ring, new))
-        written = jax.lax.dynamic_update_slice_in_dim(*bits, slot, axis)
+        ring_bits, new_bits = (jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (ring, new))
+        written = jax.lax.dynamic_update_slice_in_dim(ring_bits, new_bits, index, axis)
         return jax.lax.bitcast_convert_type(written, ring.dtype)
 
-    return memory.replace(
-        keys=tuple(write_ring(ring, new.swapaxes(2, 3), 3) for ring, new in zip(memory.keys, keys, strict=True)),
-        values=tuple(write_ring(ring, new, 2) for ring, new in zip(memory.values, values, strict=True)),
-        valid=jnp.minimum(memory.valid + segment_len, memory.mem_len),
-        write_index=(memory.write_index + segment_len) % capacity,
+    return cache.replace(
+        keys=tuple(write_ring(ring, new.swapaxes(2, 3), 3) for ring, new in zip(cache.keys, keys, strict=True)),
+        values=tuple(write_ring(ring, new, 2) for ring, new in zip(cache.values, values, strict=True)),
+        valid=jnp.minimum(cache.valid + segment_len, cache.mem_len),
+        write_index=(cache.write_index + segment_len) % capacity,
     )
 
 
-def reset_cache(memory: KVCache, marked: jax.Array, rows: InitialKeyValue, start: MemoryStart) -> KVCache:
+def reset_cache(cache: KVCache, marked: jax.Array, rows: InitialKeyValue, start: MemoryStart) -> KVCache:
     """Sets the batch rows in `marked` (bool [B]) back to the state of `init_cache`."""
-    valid = jnp.where(marked, start_valid(memory.mem_len, start), memory.valid)
+    valid = jnp.where(marked, start_valid(cache.mem_len, start), cache.valid)
     if start is MemoryStart.MASKED:  # Masked slots need no clearing.
-        return memory.replace(valid=valid)
+        return cache.replace(valid=valid)
 
     def clear(rings: tuple[jax.Array, ...], fills: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         here = marked[:, None, None, None]
         return tuple(jnp.where(here, fill.astype(ring.dtype), ring) for ring, fill in zip(rings, fills, strict=True))
 
-    def clear_both(_: int, rings: tuple) -> tuple:
+    def clear_both(_: int, rings: tuple[Any, Any]) -> tuple[Any, Any]:
         keys, values = rings
         return (
             clear(keys, tuple(row[None, :, :, None] for row in rows.keys)),
             clear(values, tuple(row[None, :, None, :] for row in rows.values)),
         )
 
-    # Almost always no row is marked, and the rings are gigabytes: a loop of no rounds leaves them where they are.
-    keys, values = jax.lax.fori_loop(0, jnp.any(marked).astype(jnp.int32), clear_both, (memory.keys, memory.values))
-    return memory.replace(keys=keys, values=values, valid=valid)
+    # Almost always no row is marked, and the rings are gigabytes: a loop of no iterations does not copy them.
+    keys, values = jax.lax.fori_loop(0, jnp.any(marked).astype(jnp.int32), clear_both, (cache.keys, cache.values))
+    return cache.replace(keys=keys, values=values, valid=valid)
 
 
-def unrotate(memory: KVCache) -> KVCache:
-    """The same memory for segments of one token: M slots, the oldest first."""
-    mem_len, capacity = memory.mem_len, memory.capacity
+def unrotate(cache: KVCache) -> KVCache:
+    """Returns the cache for segments of one token: M slots, the oldest first."""
+    mem_len, capacity = cache.mem_len, cache.capacity
 
     def turn(ring: jax.Array, axis: int) -> jax.Array:
-        turned = jnp.roll(ring, -memory.write_index, axis)
+        turned = jnp.roll(ring, -cache.write_index, axis)
         return jax.lax.slice_in_dim(turned, capacity - mem_len, capacity, axis=axis)
 
-    return memory.replace(
-        keys=tuple(turn(ring, 3) for ring in memory.keys),
-        values=tuple(turn(ring, 2) for ring in memory.values),
+    return cache.replace(
+        keys=tuple(turn(ring, 3) for ring in cache.keys),
+        values=tuple(turn(ring, 2) for ring in cache.values),
         write_index=jnp.zeros((), jnp.int32),
     )

@@ -1,4 +1,4 @@
-"""What streaming evaluation asks of a model: to lay out its weights, to remember, to read on, to score, to forget."""
+"""The functions with which streaming evaluation scores a model: a Transformer-XL with a KV cache, or an LSTM."""
 
 import functools
 from collections.abc import Callable
@@ -17,79 +17,84 @@ from txl_jax.modules.transformer_xl import TransformerXL
 
 
 class Scorer(NamedTuple):
-    """Functions to be jitted; weights and memories are trees that only the reader's own functions look into."""
+    """Functions to be jitted; weights and memories are trees whose contents only the scorer's own functions know."""
 
     prepare_params: Callable[[Any], Any]  # Parameters to weights.
     init_memory: Callable[[Any], Any]  # Weights to the memory before the first segment.
-    read: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]  # Weights, memory, tokens [B, L] to hidden, memory.
+    forward: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]  # Weights, memory, tokens [B, L] to hidden, memory.
     nll: Callable[[Any, jax.Array, jax.Array], jax.Array]  # Weights, hidden, targets to nats [B, L].
     reset: Callable[[Any, Any, jax.Array], Any]  # Weights, memory, rows bool [B] to the memory with those rows emptied.
 
 
-def make_scorer(model: LanguageModel, span: EvalConfig) -> Scorer:
-    """The reader of a model at the lengths of evaluation."""
-    return _of_lstm(model, span) if isinstance(model, LSTM) else _of_transformer(model, span)
+def make_scorer(model: LanguageModel, eval_config: EvalConfig) -> Scorer:
+    """Returns the scorer of a model at the lengths of evaluation."""
+    return _of_lstm(model, eval_config) if isinstance(model, LSTM) else _of_transformer(model, eval_config)
 
 
-def memory_dtype(model: LanguageModel, span: EvalConfig) -> jnp.dtype:
-    """Type of stored keys and values."""
-    return jnp.dtype(span.cache_dtype or model.config.dtype)
+def memory_dtype(model: LanguageModel, eval_config: EvalConfig) -> jnp.dtype:
+    """Returns the type of stored keys and values."""
+    return jnp.dtype(eval_config.cache_dtype or model.config.dtype)
 
 
 def at_temperature(params: Any, hidden: jax.Array, temperature: float) -> tuple[Any, jax.Array]:
-    """Parameters and hidden states whose logits are divided by `temperature`, where the softmax is full: (h w + b) / T."""
+    """Returns parameters and hidden states with logits (h w + b) / T, for a full softmax and T = `temperature`."""
     if temperature == 1:
         return params, hidden
     softmax = params["softmax"] | {"bias": params["softmax"]["bias"] / temperature}
     return params | {"softmax": softmax}, hidden / temperature
 
 
-def _of_transformer(model: TransformerXL, span: EvalConfig) -> Scorer:
-    lengths = {"segment_len": span.segment_len, "mem_len": span.mem_len}
+def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
+    """Returns the scorer of a Transformer-XL."""
+    lengths: dict[str, Any] = {"segment_len": eval_config.segment_len, "mem_len": eval_config.mem_len}
 
-    def read(weights: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        window = model.compat.window(memory.mem_len, same_length=span.same_length)
-        return forward.read(weights, model, tokens, memory, window=window)
+    def step(weights: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        window = model.compat.window(memory.mem_len, same_length=eval_config.same_length)
+        return forward.forward(weights, model, tokens, memory, window=window)
 
     def nll(weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        if span.temperature != 1:  # (h w + b) / T; there is one cluster.
+        if eval_config.temperature != 1:  # (h w + b) / T; there is one cluster.
             [cluster] = weights.clusters
-            weights = weights.replace(clusters=(cluster._replace(bias=cluster.bias / span.temperature),))
-            hidden = hidden / span.temperature
+            weights = weights.replace(clusters=(cluster._replace(bias=cluster.bias / eval_config.temperature),))
+            hidden = hidden / eval_config.temperature
         return forward.nll(weights, model, hidden, targets)
 
     def reset(weights: Any, memory: Any, rows: jax.Array) -> Any:
-        return cache_lib.reset_cache(memory, rows, weights.start, model.compat.memory_start)
+        return cache_lib.reset_cache(memory, rows, weights.initial, model.compat.memory_start)
 
     return Scorer(
-        prepare_params=functools.partial(forward.prepare_params, model=model, clamp_len=span.clamp_len, **lengths),
+        prepare_params=functools.partial(
+            forward.prepare_params, model=model, clamp_len=eval_config.clamp_len, **lengths
+        ),
         init_memory=functools.partial(
-            forward.init_memory,
+            forward.init_cache,
             model=model,
-            batch_size=span.batch_size,
-            dtype=memory_dtype(model, span),
+            batch_size=eval_config.batch_size,
+            dtype=memory_dtype(model, eval_config),
             **lengths,
         ),
-        read=read,
+        forward=step,
         nll=nll,
         reset=reset,
     )
 
 
-def _of_lstm(model: LSTM, span: EvalConfig) -> Scorer:
-    """Nothing can be kept but the state: the weights are the parameters."""
+def _of_lstm(model: LSTM, eval_config: EvalConfig) -> Scorer:
+    """Returns the scorer of an LSTM; nothing is prepared, the weights are the parameters."""
 
-    def read(params: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        return model.apply({"params": params}, tokens, memory)
+    def step(params: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        found: Any = model.apply({"params": params}, tokens, memory)
+        return found
 
     def nll(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        params, hidden = at_temperature(params, hidden, span.temperature)
-        return model.apply({"params": params}, hidden, targets, method=model.nll)
+        params, hidden = at_temperature(params, hidden, eval_config.temperature)
+        nll: Any = model.apply({"params": params}, hidden, targets, method=model.nll)
+        return nll
 
     return Scorer(
         prepare_params=lambda params: params,
-        init_memory=lambda params: model.init_memory(batch_size=span.batch_size, mem_len=span.mem_len),
-        read=read,
+        init_memory=lambda params: model.init_memory(batch_size=eval_config.batch_size, mem_len=eval_config.mem_len),
+        forward=step,
         nll=nll,
         reset=lambda params, memory, rows: memory_lib.reset(memory, rows, MemoryStart.MASKED),
     )

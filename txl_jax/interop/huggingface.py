@@ -2,7 +2,7 @@
 
     params = to_flax(tensors, config, vocab_size=204)    # {"params": params} is what `model.apply` takes
     tensors = from_flax(params, config)                  # every name of the model's state_dict
-    TransfoXLConfig(**config_of(config, span, vocab_size=204))
+    TransfoXLConfig(**config_of(config, eval_config, vocab_size=204))
 
 These are the original's tensors by other names: all but the softmax's lie under "transformer.", u and v lie in
 every layer, and the first row of cluster_weight is that of the first tail. The preset "hf" of `CompatConfig`
@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax.config import Encoding, EvalConfig, ModelConfig, NormPlace
+from txl_jax.config import EvalConfig, ModelConfig, NormPlace
+from txl_jax.errors import UserError
 from txl_jax.interop import original
+from txl_jax.modules.positions import ENCODINGS, encoding_of
 
 _ENCODER, _SOFTMAX = "transformer.", "crit."
 _BIASES = ("r_w_bias", "r_r_bias")
 
 
 def to_flax(tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
-    """The nested parameters of `TransformerXL` (with `final_norm` off), of the tensors' own dtypes.
+    """Returns the nested parameters of `TransformerXL` (with `final_norm` off), of the tensors' own dtypes.
 
     Args:
       tensors: every tensor of the model's state_dict, shared ones under all their names.
@@ -30,7 +32,7 @@ def to_flax(tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_siz
       vocab_size: V.
 
     Raises:
-      ValueError: a tensor is missing, unknown or of the wrong shape, shared tensors differ, or positions
+      UserError: a tensor is missing, unknown or of the wrong shape, shared tensors differ, or positions
         are absolute. What `original` finds, it reports by the original's names, without "transformer.".
     """
     _check_encoding(config)
@@ -41,12 +43,12 @@ def to_flax(tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_siz
 
 
 def from_flax(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
-    """The inverse of `to_flax`: every name of the model's state_dict; shared names hold one array.
+    """Inverts `to_flax`: every name of the model's state_dict; shared names hold one array.
 
     Also takes a tree of gradients: a shared tensor's is then the sum over its uses.
 
     Raises:
-      ValueError: a parameter is missing, unknown or of the wrong shape, or has no name there.
+      UserError: a parameter is missing, unknown or of the wrong shape, or has no name there.
     """
     _check_encoding(config)
     tensors = original.from_flax(params, config, cluster_order=original.ClusterOrder.FORWARD)
@@ -58,25 +60,25 @@ def from_flax(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.nd
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
-    """Second names of shared tensors, and the name that each is a second name of."""
+    """Returns the second names of shared tensors, and the name that each is a second name of."""
     shared = {_name(name): _name(first) for name, first in original.aliases(config).items()}
     if not config.untie_r:
         shared |= {name: _name(bias) for bias in _BIASES for name in _bias_names(bias, config)}
     return shared
 
 
-def config_of(config: ModelConfig, span: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
-    """Keyword arguments of `TransfoXLConfig` for a model that reads as `span` says, without dropout.
+def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
+    """Returns the keyword arguments of `TransfoXLConfig` for a model at the lengths of `eval_config`, without dropout.
 
-    What types activations and memory have, what is recomputed, and L are nothing that a TransfoXLConfig holds.
+    A TransfoXLConfig has no types of activations and memory, no rematerialisation and no segment length.
 
     Raises:
-      ValueError: absolute positions, or values that do not go together, which Hugging Face's class would take.
+      UserError: absolute positions, or values that do not go together, which Hugging Face's class would accept.
     """
     _check_encoding(config)
     config.validate()
     config.validate_vocabulary(vocab_size)
-    span.validate()
+    eval_config.validate()
     same = ("d_model", "n_head", "d_head", "d_inner", "div_val", "n_layer", "untie_r", "init_std")
     return {name: getattr(config, name) for name in same} | {
         "vocab_size": vocab_size,
@@ -88,18 +90,19 @@ def config_of(config: ModelConfig, span: EvalConfig, *, vocab_size: int) -> dict
         "proj_init_std": config.projection_init_std,
         "dropout": 0.0,
         "dropatt": 0.0,
-        "mem_len": span.mem_len,
-        "clamp_len": span.clamp_len or -1,
-        "same_length": span.same_length,
+        "mem_len": eval_config.mem_len,
+        "clamp_len": eval_config.clamp_len or -1,
+        "same_length": eval_config.same_length,
         "eos_token_id": None,  # By default `generate` stops at token 0, here a token like any other.
     }
 
 
 def _check_encoding(config: ModelConfig) -> None:
-    if config.encoding is not Encoding.RELATIVE:
-        raise ValueError(f"model.encoding is {config.encoding}, and Hugging Face's model has {Encoding.RELATIVE} only")
+    if not encoding_of(config).in_huggingface:
+        known = ", ".join(name for name, encoding in ENCODINGS.items() if encoding.in_huggingface)
+        raise UserError(f"model.encoding is {config.encoding}, and Hugging Face's model has {known} only")
     if config.tie_positions:
-        raise ValueError(
+        raise UserError(
             "model.tie_positions is on, and Hugging Face's model has a matrix of positions, u and v; turn it off"
         )
 
@@ -111,19 +114,19 @@ def _pop_bias(tensors: dict[str, np.ndarray], bias: str, config: ModelConfig) ->
     def pop(name: str) -> np.ndarray:
         if name not in tensors or tensors[name].shape != shape:
             found = f"has shape {list(tensors[name].shape)}" if name in tensors else "is missing"
-            raise ValueError(f"tensor {name} {found}, expected with shape {list(shape)}; does the config fit?")
+            raise UserError(f"tensor {name} {found}, expected with shape {list(shape)}; does the config fit?")
         return tensors.pop(name)
 
     if config.untie_r:
         if _name(bias) in tensors:
-            raise ValueError(
+            raise UserError(
                 f"tensor {_name(bias)} was given, but with model.untie_r each layer has its own; turn it off"
             )
         return np.stack([pop(name) for name in _bias_names(bias, config)])
     shared = pop(_name(bias))
     for name in _bias_names(bias, config):
         if not np.array_equal(pop(name), shared):
-            raise ValueError(f"tensors {name} and {_name(bias)} differ, but model.untie_r is off; turn it on")
+            raise UserError(f"tensors {name} and {_name(bias)} differ, but model.untie_r is off; turn it on")
     return shared
 
 
@@ -132,13 +135,13 @@ def _bias_names(bias: str, config: ModelConfig) -> list[str]:
 
 
 def _name(name: str) -> str:
-    """Hugging Face's name of an original tensor."""
+    """Returns Hugging Face's name of an original tensor."""
     return name if name.startswith(_SOFTMAX) else _ENCODER + name
 
 
 def _original_name(name: str) -> str:
-    """The inverse of `_name`; the original's own names are refused, because its cluster order is another."""
+    """Inverts `_name`; the original's own names are refused, because its cluster order is another."""
     found = name.removeprefix(_ENCODER)
     if _name(found) != name:
-        raise ValueError(f"tensor {name} was given, expected names under {_SOFTMAX} for the softmax, else {_ENCODER}")
+        raise UserError(f"tensor {name} was given, expected names under {_SOFTMAX} for the softmax, else {_ENCODER}")
     return found

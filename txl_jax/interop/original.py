@@ -3,7 +3,7 @@
     params = to_flax(tensors, config, vocab_size=204)    # {"params": params} is what `model.apply` takes
     tensors = from_flax(params, config)                  # every name of the release's state_dict
 
-The whole correspondence is the table that `_pieces` builds; each direction walks it once. The release
+The whole correspondence is the table that `_pieces` builds; each direction goes through it once. The release
 stores a matrix as [out, in], stacks q, k and v in one matrix, has one tensor per layer and, in the
 softmax, one bias per cluster. Here matrices are [in, out] with heads as their own axis, layers are
 stacked, and there is one bias. The release's attn_type 0 is our relative encoding, 1 Shaw's (with
@@ -19,17 +19,11 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 import numpy as np
 
-from txl_jax.config import Encoding, ModelConfig
+from txl_jax.config import ModelConfig
+from txl_jax.errors import UserError
+from txl_jax.modules.positions import encoding_of
 
 FREQUENCIES = "pos_emb.inv_freq"  # A constant of the release's state_dict: no parameter, checked when read.
-
-# Attention's inward projections: the release's matrices, and what of ours their rows hold.
-_ATTENTION_NETS = {
-    Encoding.RELATIVE: {"qkv_net": ("query", "key", "value"), "r_net": ("position_key",)},
-    Encoding.SHAW: {"qkv_net": ("query", "key", "value")},
-    Encoding.VASWANI: {"q_net": ("query",), "kv_net": ("key", "value")},
-    Encoding.AL_RFOU: {"q_net": ("query",), "kv_net": ("key", "value")},
-}
 
 
 class ClusterOrder(enum.StrEnum):
@@ -58,7 +52,7 @@ def to_flax(
     vocab_size: int,
     cluster_order: ClusterOrder = ClusterOrder.REVERSED,
 ) -> dict[str, Any]:
-    """The nested parameters of `TransformerXL` (with `final_norm` off), of the tensors' own dtypes.
+    """Returns the nested parameters of `TransformerXL` (with `final_norm` off), of the tensors' own dtypes.
 
     Args:
       tensors: every tensor by its original name, shared ones under all their names.
@@ -67,19 +61,19 @@ def to_flax(
       cluster_order: order of the tails in `crit.cluster_weight` and `crit.cluster_bias`.
 
     Raises:
-      ValueError: a tensor is missing, unknown or of the wrong shape, or shared tensors differ.
+      UserError: a tensor is missing, unknown or of the wrong shape, or shared tensors differ.
     """
     pieces = list(_pieces(config, vocab_size, cluster_order))
     shared = aliases(config)
     expected = {piece.name: piece.shape for piece in pieces}
     expected |= {name: expected[first] for name, first in shared.items()}
-    constants = set() if config.encoding.is_learned else {FREQUENCIES}
+    constants = {FREQUENCIES} if encoding_of(config).has_original_frequencies else set()
     _check({name: value for name, value in tensors.items() if name not in constants}, expected, "tensor")
     for name in constants & tensors.keys():
         _check_frequencies(tensors[name], config.d_model)
     for name, first in shared.items():
         if not np.array_equal(tensors[name], tensors[first]):
-            raise ValueError(
+            raise UserError(
                 f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight} and model.tie_projs "
                 f"{list(config.tie_projs)} share them; turn the tie off or give equal values"
             )
@@ -94,18 +88,18 @@ def to_flax(
 def from_flax(
     params: Mapping[str, Any], config: ModelConfig, *, cluster_order: ClusterOrder = ClusterOrder.REVERSED
 ) -> dict[str, np.ndarray]:
-    """The inverse of `to_flax`: every name of the original's state_dict; shared names hold one array.
+    """Inverts `to_flax`: every name of the original's state_dict; shared names hold one array.
 
     Also takes a tree of gradients: a shared tensor's is then the sum over its uses.
 
     Raises:
-      ValueError: a parameter is missing, unknown or of the wrong shape, or has no name in the original.
+      UserError: a parameter is missing, unknown or of the wrong shape, or has no name in the original.
     """
     flat = {path: np.asarray(value) for path, value in flax.traverse_util.flatten_dict(params, sep="/").items()}
     if any(path.startswith("final_norm/") for path in flat):
-        raise ValueError("final_norm has no name in the original; train with compat.final_norm off to export pre-norm")
+        raise UserError("final_norm has no name in the original; train with compat.final_norm off to export pre-norm")
     if "softmax/bias" not in flat:
-        raise ValueError("parameter softmax/bias is missing, expected with shape [V]; give the tree below 'params'")
+        raise UserError("parameter softmax/bias is missing, expected with shape [V]; give the tree below 'params'")
     pieces = list(_pieces(config, len(flat["softmax/bias"]), cluster_order))
     _check(flat, {piece.path: piece.path_shape for piece in pieces}, "parameter")
     tensors: dict[str, np.ndarray] = {}
@@ -114,15 +108,15 @@ def from_flax(
         target = tensors.setdefault(piece.name, np.empty(piece.shape, source.dtype))[piece.rows]
         target[...] = source.reshape(target.shape[::-1]).T if piece.transposed else source.reshape(target.shape)
     tensors |= {name: tensors[first] for name, first in aliases(config).items()}
-    if not config.encoding.is_learned:
+    if encoding_of(config).has_original_frequencies:
         tensors[FREQUENCIES] = _frequencies(config.d_model).astype(flat["softmax/bias"].dtype)
     return tensors
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
-    """Second names of shared tensors, and the name that each is a second name of."""
+    """Returns the second names of shared tensors, and the name that each is a second name of."""
     n_table = config.n_cluster if config.div_val > 1 else 1
-    shared = {}
+    shared: dict[str, str] = {}
     if config.tie_weight:
         shared |= {f"crit.out_layers.{c}.weight": f"word_emb.emb_layers.{c}.weight" for c in range(n_table)}
     if _is_projected(config):
@@ -133,13 +127,10 @@ def aliases(config: ModelConfig) -> dict[str, str]:
 
 
 def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -> Iterator[Piece]:
-    """The correspondence, tensor by tensor; second names of shared tensors are left out."""
-    if config.tie_positions:
-        raise ValueError("model.tie_positions is on, and the original has a matrix of positions, u and v; turn it off")
-    if config.encoding is Encoding.RELATIVE:
-        yield from _position_biases(config)
-    if config.encoding.is_learned:
-        yield from _position_tables(config)
+    """Yields the correspondence, tensor by tensor; second names of shared tensors are left out."""
+    for tensor in encoding_of(config).original_tensors():
+        rows = (slice(None), slice(None, None, -1)) if tensor.reversed else slice(None)
+        yield Piece(tensor.name, tensor.shape, rows, tensor.path, tensor.path_shape, slice(None), False)
     for layer in range(config.n_layer):
         yield from _layer(config, layer)
     yield from _embedding_and_softmax(config, vocab_size)
@@ -150,36 +141,8 @@ def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -
             yield Piece(f"crit.cluster_{name}", shape, rows, f"softmax/tail_{kind}", shape, slice(None), False)
 
 
-def _position_biases(config: ModelConfig) -> Iterator[Piece]:
-    """u and v: [H, E], or [N, H, E] if each layer has its own."""
-    lead = (config.n_layer,) if config.untie_r else ()
-    shape = (*lead, config.n_head, config.d_head)
-    parent = "stack/layers/biases" if config.untie_r else "stack/biases"
-    for name, ours in (("r_w_bias", "content"), ("r_r_bias", "position")):
-        yield Piece(name, shape, slice(None), f"{parent}/{ours}", shape, slice(None), False)
-
-
-def _position_tables(config: ModelConfig) -> Iterator[Piece]:
-    """Learned keys, scores and biases of Shaw's encoding; vectors of Al-Rfou's, there cut into heads."""
-    lead, heads = (config.n_layer, config.num_positions), (config.n_head, config.d_head)
-    turned = slice(None), slice(None, None, -1)
-
-    def piece(name: str, shape: tuple[int, ...], rows: Any, path: str, ours: tuple[int, ...]) -> Piece:
-        return Piece(name, shape, rows, f"stack/layers/{path}", ours, slice(None), False)
-
-    if config.encoding is Encoding.AL_RFOU:
-        yield piece("r_emb", (*lead, *heads), turned, "positions/vector", (*lead, config.d_model))
-        return
-    for name, shape, rows, ours in (
-        ("r_emb", (*lead, *heads), turned, "key"),
-        ("r_bias", (*lead, config.n_head), turned, "score"),
-        ("r_w_bias", (config.n_layer, *heads), slice(None), "content"),
-    ):
-        yield piece(name, shape, rows, f"attention/positions/{ours}", shape)
-
-
 def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
-    """One layer's tensors; each is entry `layer` of a stacked parameter."""
+    """Yields one layer's tensors; each is entry `layer` of a stacked parameter."""
     d_model, n_head, d_head, d_inner = config.d_model, config.n_head, config.d_head, config.d_inner
     heads = n_head * d_head
 
@@ -188,7 +151,7 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
         return Piece(f"layers.{layer}.{name}", shape, rows, f"stack/layers/{path}", stacked, layer, len(shape) == 2)
 
     inward = (d_model, n_head, d_head)
-    for net, parts in _ATTENTION_NETS[config.encoding].items():
+    for net, parts in encoding_of(config).original_projections.items():
         for i, part in enumerate(parts):
             rows = slice(i * heads, (i + 1) * heads)
             shape = (len(parts) * heads, d_model)
@@ -204,7 +167,7 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
 
 
 def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Piece]:
-    """Tables, projections and biases of the clusters; with div_val 1 one table and one bias serve all."""
+    """Yields tables, projections and biases of the clusters; with div_val 1 one table and one bias serve all."""
     bounds = [0, *config.cutoffs, vocab_size] if config.div_val > 1 else [0, vocab_size]
     shared = aliases(config)
 
@@ -235,26 +198,26 @@ def _frequencies(d_model: int) -> np.ndarray:
 
 
 def _check_frequencies(found: np.ndarray, d_model: int) -> None:
-    """Other frequencies would make another model, so they are refused."""
+    """Raises `UserError` for other frequencies, as they would be another model."""
     expected = _frequencies(d_model)
     if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-5, atol=0):
-        raise ValueError(
+        raise UserError(
             f"tensor {FREQUENCIES} of shape {list(found.shape)} is not 10000^(-2i/{d_model}), expected with shape "
             f"{list(expected.shape)}; only those frequencies are supported"
         )
 
 
 def _check(found: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]], kind: str) -> None:
-    """Raises `ValueError` for the first name that is missing, of another shape, or unknown."""
+    """Raises `UserError` for the first name that is missing, of another shape, or unknown."""
     for name, shape in expected.items():
         if name not in found:
-            raise ValueError(f"{kind} {name} is missing, expected with shape {list(shape)}; does the config fit?")
+            raise UserError(f"{kind} {name} is missing, expected with shape {list(shape)}; does the config fit?")
         if found[name].shape != shape:
-            raise ValueError(
+            raise UserError(
                 f"{kind} {name} has shape {list(found[name].shape)}, expected {list(shape)}; does the config fit?"
             )
     for name, value in found.items():
         if name not in expected:
-            raise ValueError(
+            raise UserError(
                 f"{kind} {name} of shape {list(value.shape)} was given, expected no such {kind}; does the config fit?"
             )

@@ -16,6 +16,7 @@ from txl_jax.inference.generator import Generator
 from txl_jax.jobs import agreement
 from txl_jax.jobs.restore import load_parameters, make
 from txl_jax.jobs.workdir import Workdir
+from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runtime import distributed
 
@@ -71,16 +72,16 @@ def run(
     for block in generator.tokens(generator.prepare_params(params), ids, stop_requested=stop_requested):
         blocks.append(block)
         if not ended:
-            write(decoder.decode(vocabulary.decode(_until(stop, block[0]))))
+            write(decoder.decode(vocabulary.decode(until_stop(stop, block[0]))))
             ended = stop in block[0].tolist()
     write(decoder.decode(b"", final=True) + "\n")
     if not blocks:
         return []  # Stopped while the prompt was read.
-    texts = [vocabulary.decode(_until(stop, row)) for row in np.concatenate(blocks, axis=1)]
+    texts = [vocabulary.decode(until_stop(stop, row)) for row in np.concatenate(blocks, axis=1)]
     for number, text in enumerate(texts[1:], start=2):
         log(f"--- sample {number} ---")
         write((prompt + text).decode(errors="replace") + "\n")
-    path = workdir.path / f"sample-seed{config.generate.seed}.txt"
+    path = workdir.outputs / f"sample-seed{config.generate.seed}.txt"
     distributed.broadcast_from_primary(lambda: _save(path, prompt, texts))
     return texts
 
@@ -91,7 +92,7 @@ def check_can_generate(config: ExperimentConfig) -> None:
         raise UserError(
             f"model.network is {config.model.network}, a baseline that can be scored and does not generate text"
         )
-    if not config.model.encoding.is_relative:
+    if not encoding_of(config.model).generates_by_token:
         raise UserError(
             f"model.encoding is {config.model.encoding}, which counts positions within a segment, and a token that is "
             "generated alone has no position in one; only models with relative positions generate text"
@@ -151,7 +152,7 @@ def _encode(vocabulary: Vocabulary, text: bytes, *, what: str) -> np.ndarray:
         raise UserError(f"{what} cannot be read by this model: {error}") from None
 
 
-def _until(stop: int | None, tokens: np.ndarray) -> np.ndarray:
+def until_stop(stop: int | None, tokens: np.ndarray) -> np.ndarray:
     """The tokens [T] up to and including the first stop token."""
     found = [] if stop is None else np.flatnonzero(tokens == stop).tolist()
     return tokens[: found[0] + 1] if found else tokens

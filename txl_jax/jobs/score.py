@@ -156,7 +156,7 @@ def progress_bar(
                 raise Interrupted(name)
             now = time.monotonic()
             # While only warm-up tokens have been read, and for what is no scoring, there is no score to show.
-            score_so_far = totals.told(measure) if totals.tokens else ""
+            score_so_far = totals.format(measure) if totals.tokens else ""
             if not bar.disable:
                 bar.set_postfix_str(score_so_far, refresh=False)
                 bar.update(done - bar.n)

@@ -11,6 +11,7 @@ reads back as exactly the number that was computed. Like all scores it depends o
 `eval.batch_size`: every row of the batch begins with an empty memory.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -62,14 +63,15 @@ def run(
             components, params, corpus, split, log=log, stop_requested=stop_requested, token_nats=nats
         )
         path = scores_file(workdir, split)
-        distributed.broadcast_from_primary(lambda: write_lines(path, lines(tokens, nats, corpus.vocabulary)))  # noqa: B023
+        text = lines(tokens, nats, corpus.vocabulary)
+        distributed.broadcast_from_primary(functools.partial(write_lines, path, text))
         log(f"scores    {path}")
     return totals
 
 
 def scores_file(workdir: Workdir, split: str) -> Path:
     """Returns the path of a text's scores."""
-    return workdir.path / f"scores-{split}.tsv"
+    return workdir.outputs / f"scores-{split}.tsv"
 
 
 def lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Iterator[str]:

@@ -13,13 +13,15 @@ Steps 3 to 6 are those of `txl_jax.training.trainer`.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import ExperimentConfig, Order
 from txl_jax.data.batches.segment_reader import SegmentReader, training_segments
-from txl_jax.data.corpus import Corpus
+from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.jobs import agreement, report
 from txl_jax.jobs.score import Interrupted, score
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -67,12 +69,36 @@ def run(
         return Trainer(task, workdir.path, hooks=hooks, stop_requested=stop_requested).run(changes)
 
 
+def train(
+    config: ExperimentConfig,
+    path: str | os.PathLike[str],
+    *,
+    data_dir: str = "data",
+    cache_dir: str | None = None,
+    hooks: Sequence[Hook] = (),
+) -> Outcome:
+    """Trains a config as the programs do: reads its corpus, and starts or resumes the run in the folder `path`.
+
+    Args:
+      data_dir: folder of the corpora's own files.
+      cache_dir: folder for prepared tokens; None: `prepared` in `data_dir`.
+      hooks: as in `run`.
+
+    Raises:
+      UserError: as `run`; or the corpus cannot be read.
+    """
+    config = config.resolved()
+    config.validate()
+    corpus = distributed.run_on_all(lambda: read_corpus(config.data, data_dir, cache_dir))
+    return run(config, corpus, Workdir(Path(path).expanduser().resolve()), hooks=hooks)
+
+
 def claim(
     workdir: Workdir,
     config: ExperimentConfig,
     text: TextInfo,
     stack: contextlib.ExitStack,
-    members: Sequence[dict[str, float]] = (),
+    members: Sequence[Mapping[str, float]] = (),
 ) -> list[str]:
     """Locks the workdir until `stack` is closed, and records the run in it; returns its changed settings."""
     workdir.check_same_run(config, text, members)
@@ -101,7 +127,7 @@ def training_reader(components: RunComponents, corpus: Corpus, *, seed: int | No
         roll=data.roll,
         sentence_starts=corpus.sentences if data.order is Order.SENTENCES else None,
         epoch_memory=data.epoch_memory,
-        own=components.placement.own_rows(train_config.batch_size),
+        own=components.placement.own_rows(train_config.batch_size).tolist(),
     )
 
 

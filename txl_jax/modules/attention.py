@@ -1,29 +1,30 @@
-"""Multi-head attention over [memory; segment], with relative positions or without positions of its own."""
+"""Multi-head attention over [memory; segment]: projections and dropout.
+
+The scores are those of `ops.attention.attention`; terms that depend on positions are the encoding's
+(`modules.positions`). Inference does the same with a KV cache in `inference.forward`.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import CompatConfig, Encoding, ModelConfig
-from txl_jax.modules import initializers
+from txl_jax.config import CompatConfig, ModelConfig
 from txl_jax.modules.dropout import Dropout, DropoutRates, dropout, is_on, weight_dropout
-from txl_jax.modules.position_encodings import ShawTable
-from txl_jax.ops.attention.dot_product import dot_product_attention
-from txl_jax.ops.attention.relative import relative_attention
-from txl_jax.sharding import axes
+from txl_jax.modules.positions import encoding_of
+from txl_jax.modules.positions.encoding import Projections
+from txl_jax.ops.attention import Visibility, attention
+from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
 
-# What `score_terms` takes, by the names that the collection "attention" has it under.
+# Arguments of `ops.attention.score_terms`, by their names in the collection "attention".
 SCORE_PARTS = ("query", "key", "position_key", "content_bias", "position_bias")
 
 
 class Attention(nn.Module):
-    """The attention branch of a layer, without residual and layer norm. No projection has a bias.
-
-    With absolute positions, which are in its inputs already, it knows nothing of them.
-    """
+    """The attention branch of a layer, without residual and layer norm. No projection has a bias."""
 
     config: ModelConfig
     compat: CompatConfig
@@ -35,19 +36,18 @@ class Attention(nn.Module):
         self,
         segment: jax.Array,
         context: Sequence[jax.Array],
-        positions: jax.Array | None,
-        mask: jax.Array,
-        biases: tuple[jax.Array, jax.Array] | None,
+        codes: jax.Array | None,
+        visibility: Visibility,
+        parameters: Any,
     ) -> jax.Array:
-        """[B, L, D] -> [B, L, D].
+        """Computes the branch's outputs, [B, L, D] -> [B, L, D].
 
         Args:
           segment: [B, L, D], where queries come from.
           context: [B, M, D] and [B, L, D], memory and segment, where keys and values come from.
-          positions: [K, D], codes of the distances K - 1, .., 0, or int [K], those distances, clamped, where keys of
-            them are learned; None with absolute positions.
-          mask: bool [B, L, K].
-          biases: u and v, [H, E] each; None: the encoding has none, or none of their own.
+          codes: the encoding's `shared_codes`.
+          visibility: which keys a query sees.
+          parameters: the encoding's `layer_parameters`.
         """
         c, rates = self.config, self.rates or DropoutRates.of(self.config.dropout)
         dtype = segment.dtype
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         inward = initializers.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
         def matrix(name: str) -> jax.Array:
-            """[D, H, E]."""
+            """Creates a matrix [D, H, E]."""
             return drop_weights(self.param(name, inward, (c.d_model, c.n_head, c.d_head))).astype(dtype)
 
         # Heads before positions: the products over E and K then run on contiguous matrices, which on CPU
@@ -63,47 +63,32 @@ class Attention(nn.Module):
         w_query, w_key, w_value = (matrix(name) for name in ("query", "key", "value"))
         query = self._drop(self._heads(_project(segment, w_query)), "query")
         key, value = (
-            # One by one, since nothing goes back into the memory: of one product the gradient of all K rows is computed.
+            # Memory and segment apart: no gradient goes into the memory, and one product would compute that of K rows.
             self._drop(self._heads(jnp.concatenate([_project(states, kernel) for states in context], axis=-2)), name)
             for name, kernel in (("key", w_key), ("value", w_value))
         )
         drop = Dropout(rates.attention, deterministic=self.deterministic)
-        if not c.encoding.is_relative:
-            attended_BxHxLxE = dot_product_attention(query, key, value, mask=mask, drop=drop)
-        else:
-            if c.encoding is Encoding.RELATIVE:
-                score = None
-                if c.tie_positions:
-                    position_key = self._drop(_project(positions, w_key), "position_key")
-                    own = self._drop(_project(positions[-1:], w_query), "position_query")
-                    content_bias = position_bias = own[:, 0]
-                else:
-                    position_key = _project(positions, matrix("position_key"))
-                    content_bias, position_bias = (bias.astype(dtype) for bias in biases)
-                self._keep(query, key, position_key, content_bias, position_bias)
-            else:
-                table = ShawTable(c, self.compat, name="positions")()
-                position_key, position_bias = table.key.astype(dtype)[positions].swapaxes(0, 1), None
-                score = None if table.score is None else table.score[positions].T
-                content_bias = None if table.content_bias is None else table.content_bias.astype(dtype)
-            attended_BxHxLxE = relative_attention(
-                query,
-                key,
-                value,
-                position_key,
-                content_bias=content_bias,
-                position_bias=position_bias,
-                position_score=score,
-                mask=mask,
-                drop=drop,
-            )
+        encoding = encoding_of(c, self.compat)
+        terms = encoding.position_terms(
+            codes,
+            parameters,
+            Projections(
+                query=lambda codes, name: self._drop(_project(codes, w_query), name),
+                key=lambda codes, name: self._drop(_project(codes, w_key), name),
+                own=lambda codes, name: _project(codes, matrix(name)),
+            ),
+            dtype,
+        )
+        if encoding.has_four_terms:
+            self._sow(query, key, terms.position_key, terms.content_bias, terms.position_bias)
+        attended_BxHxLxE = attention(query, key, value, **terms._asdict(), visibility=visibility, drop=drop)
         outward = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
         kernel = drop_weights(self.param("output", outward, (c.n_head, c.d_head, c.d_model)))
         output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))
         return dropout(c, rates.rate, deterministic=self.deterministic)(output)
 
     def _drop(self, states: jax.Array, name: str) -> jax.Array:
-        """Dropout on [..., H, positions, E].
+        """Applies dropout to [..., H, positions, E].
 
         By names, so that with or without it the other dropouts, which are numbered, draw what they draw.
         """
@@ -113,16 +98,16 @@ class Attention(nn.Module):
         return dropout(c, rate, deterministic=self.deterministic, name=f"drop_{name}")(states)
 
     def _heads(self, states: jax.Array) -> jax.Array:
-        """[B, H, positions, E], pinned to where its rows and heads lie."""
+        """Constrains the sharding of [B, H, positions, E]."""
         return constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM)
 
-    def _keep(self, *arrays: jax.Array) -> None:
-        """Leaves what scores are made of for who asks with mutable=["attention"]; else nothing is kept."""
+    def _sow(self, *arrays: jax.Array | None) -> None:
+        """Stores the terms of the scores if the caller asks with mutable=["attention"]."""
         if not self.is_initializing():
             for name, array in zip(SCORE_PARTS, arrays, strict=True):
                 self.sow("attention", name, array, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
 def _project(states: jax.Array, kernel: jax.Array) -> jax.Array:
-    """[..., positions, D] and [D, H, E] -> [..., H, positions, E]."""
+    """Multiplies [..., positions, D] and [D, H, E] -> [..., H, positions, E]."""
     return jnp.einsum("...d,dhe->...he", states, kernel).swapaxes(-3, -2)

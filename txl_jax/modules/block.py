@@ -1,33 +1,31 @@
 """One layer, and the stack of N layers as one `nn.scan`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace, Remat
-from txl_jax.modules import initializers
+from txl_jax.config import CompatConfig, ModelConfig, NormPlace, Remat
 from txl_jax.modules.attention import Attention
 from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.feed_forward import FeedForward
-from txl_jax.modules.position_encodings import AddedTable, PositionBiases
-from txl_jax.sharding import axes
+from txl_jax.modules.positions import encoding_of
+from txl_jax.ops.attention import Visibility
+from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
 
 
 class LayerContext(NamedTuple):
-    """What every layer reads alike."""
+    """Inputs shared by all layers."""
 
-    # Of the distances K - 1, .., 0: codes [K, D], or where tables are learned the distances themselves, int [K], clamped;
-    # None with sinusoids at the input.
-    positions: jax.Array | None
-    mask: jax.Array  # bool [B, L, K]
-    biases: tuple[jax.Array, jax.Array] | None  # u and v, [H, E] each; None: each layer has its own, or none
+    codes: jax.Array | None  # Of the distances K - 1, .., 0; the encoding's `shared_codes`.
+    visibility: Visibility
+    parameters: Any = None  # The encoding's `shared_parameters`.
 
 
 def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.LayerNorm:
-    """A layer norm over D, computed in at least float32, with an output of type `dtype`.
+    """Returns a layer norm over D, computed in at least float32, with an output of type `dtype`.
 
     The variance is taken of the centred values; flax's default, E[x^2] - E[x]^2, cancels in float32.
     """
@@ -52,10 +50,10 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
-        """One layer: inputs [B, L, D] and memory [B, M, D] -> outputs [B, L, D], and the inputs again.
+        """Applies one layer: inputs [B, L, D] and memory [B, M, D] -> outputs [B, L, D], and the inputs again.
 
-        The second result is what the memory will keep, with Al-Rfou's positions added. Only this segment's rows leave
-        the layer: handing the whole memory through the scan would copy it once per layer.
+        The second result, with positions that the encoding adds in each layer, goes into the memory. Only this
+        segment's rows leave the layer: passing the whole memory through the scan would copy it once per layer.
         """
         c = self.config
         dtype = inputs.dtype
@@ -63,14 +61,13 @@ class Block(nn.Module):
         feed_forward = FeedForward(c, self.deterministic, self.rates, name="feed_forward")
         attention_norm = layer_norm("attention_norm", compat=self.compat, dtype=dtype)
         feed_forward_norm = layer_norm("feed_forward_norm", compat=self.compat, dtype=dtype)
-        biases = PositionBiases(c, name="biases")() if c.untie_r else context.biases
+        encoding = encoding_of(c, self.compat)
+        parameters = encoding.layer_parameters(context.parameters)
 
         def attend(segment: jax.Array, memory: jax.Array) -> jax.Array:
-            return attention(segment, (memory, segment), context.positions, context.mask, biases)
+            return attention(segment, (memory, segment), context.codes, context.visibility, parameters)
 
-        if c.encoding is Encoding.AL_RFOU:
-            places = context.positions[memory.shape[1] :]
-            inputs += AddedTable(c, name="positions")().astype(dtype)[places][None]
+        inputs = encoding.add_to_layer_inputs(inputs, context.codes)
         if c.layer_norm is NormPlace.POST:
             middle = attention_norm(inputs + attend(inputs, memory))
             outputs = feed_forward_norm(middle + feed_forward(middle))
@@ -92,10 +89,8 @@ class Stack(nn.Module):
     def __call__(
         self, inputs: jax.Array, memory: jax.Array, context: LayerContext, *, deterministic: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """[B, L, D] and memory [N, B, M, D] -> outputs [B, L, D] and layer inputs [N, B, L, D]."""
-        c = self.config
-        if c.encoding is Encoding.RELATIVE and not (c.untie_r or c.tie_positions):
-            context = context._replace(biases=PositionBiases(self.config, name="biases")())
+        """Applies all layers: [B, L, D] and memory [N, B, M, D] -> outputs [B, L, D] and layer inputs [N, B, L, D]."""
+        context = context._replace(parameters=encoding_of(self.config, self.compat).shared_parameters())
         layers = nn.scan(
             _with_remat(Block, self.config.remat),
             variable_axes={"params": 0, "attention": 0},

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.modules import initializers
 from txl_jax.modules.dropout import DropoutRates, is_on
 from txl_jax.ops import adaptive_softmax
-from txl_jax.sharding import axes
+from txl_jax.sharding import axes, initializers
 
 
 def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:

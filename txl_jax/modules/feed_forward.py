@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.modules import initializers
 from txl_jax.modules.dropout import DropoutRates, dropout, weight_dropout
 from txl_jax.ops.matmul import project
-from txl_jax.sharding import axes
+from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
 
 

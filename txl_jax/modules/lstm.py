@@ -21,7 +21,7 @@ from txl_jax.sharding import check_ambient_mesh
 
 
 class LSTM(nn.Module):
-    """The language model."""
+    """LSTM language model with the interface of `TransformerXL`."""
 
     config: ModelConfig
     compat: CompatConfig
@@ -30,11 +30,15 @@ class LSTM(nn.Module):
     rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
+        """Creates the submodules."""
         check_ambient_mesh(self.num_devices)
         c = self.config
         self.embedding = Embedding(c, self.vocab_size, self.rates)
-        cell = {"dtype": jnp.dtype(c.dtype), "param_dtype": jnp.result_type(float)}
-        self.layers = [nn.RNN(nn.OptimizedLSTMCell(c.d_model, **cell), return_carry=True) for _ in range(c.n_layer)]
+        dtype, param_dtype = jnp.dtype(c.dtype), jnp.result_type(float)
+        self.layers = [
+            nn.RNN(nn.OptimizedLSTMCell(c.d_model, dtype=dtype, param_dtype=param_dtype), return_carry=True)
+            for _ in range(c.n_layer)
+        ]
         self.softmax = Softmax(c, self.vocab_size)
         rates = self.rates or DropoutRates.of(c.dropout)
         self.drop = dropout(c, rates.rate)
@@ -50,7 +54,15 @@ class LSTM(nn.Module):
         same_length: bool = False,
         deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Int [B, L] -> outputs [B, L, D] of the last layer, and the states at the segment's end."""
+        """Computes the outputs [B, L, D] of the last layer, and the states at the segment's end.
+
+        Args:
+          tokens: int [B, L].
+          memory: the states before it.
+          clamp_len: no effect.
+          same_length: no effect.
+          deterministic: no dropout; otherwise an rng named "dropout" is needed.
+        """
         del clamp_len, same_length
         states = jnp.where(memory.valid[None, :, None, None] > 0, memory.hidden, 0)
         embedded = self.embedding(tokens, deterministic=deterministic)
@@ -69,6 +81,10 @@ class LSTM(nn.Module):
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Computes the nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
         return self.softmax.nll(hidden, targets, self.embedding.tables, self.embedding.projections)
+
+    def log_probabilities(self, hidden: jax.Array) -> jax.Array:
+        """Computes the log probabilities (logprobs) of all tokens: [B, L, D] -> [B, L, V]."""
+        return self.softmax.log_probabilities(hidden, self.embedding.tables, self.embedding.projections)
 
     def target_vectors(self, targets: jax.Array) -> jax.Array:
         """Returns the vectors of the targets in a full softmax: int [B, L] -> [B, L, D]."""

@@ -5,28 +5,34 @@
     nll = model.apply(variables, hidden, targets, method=model.nll)
 
 Parameters do not depend on lengths: L is `tokens.shape[1]`, M the memory's, and both may differ from
-call to call.
+call to call. Inference computes the same with prepared parameters and a KV cache: `txl_jax.inference.forward`.
 """
+
+import functools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace
+from txl_jax.config import CompatConfig, ModelConfig, NormPlace
 from txl_jax.memory import Memory
 from txl_jax.modules.block import LayerContext, Stack, layer_norm
 from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.intermediates import keep_last
+from txl_jax.modules.positions import PositionEncoding, encoding_of
 from txl_jax.modules.softmax import Softmax
 from txl_jax.ops import adaptive_softmax
-from txl_jax.ops.attention import masks, positions
+from txl_jax.ops.attention import Visibility
 from txl_jax.sharding import check_ambient_mesh
 
 
 class TransformerXL(nn.Module):
-    """The language model. The vanilla model is M = 0 with absolute positions (Al-Rfou et al.: learned in each layer)."""
+    """The language model.
+
+    The vanilla model is M = 0 with absolute positions (Al-Rfou et al.: learned in each layer).
+    """
 
     config: ModelConfig
     compat: CompatConfig
@@ -35,6 +41,7 @@ class TransformerXL(nn.Module):
     rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
+        """Creates the parts."""
         check_ambient_mesh(self.num_devices)
         c = self.config
         self.embedding = Embedding(c, self.vocab_size, self.rates)
@@ -45,6 +52,11 @@ class TransformerXL(nn.Module):
         rates = self.rates or DropoutRates.of(c.dropout)
         self.drop_input = dropout(c, rates.input)
         self.drop_output = dropout(c, rates.output)
+
+    @property
+    def encoding(self) -> PositionEncoding:
+        """The position encoding."""
+        return encoding_of(self.config, self.compat)
 
     def __call__(
         self,
@@ -67,21 +79,13 @@ class TransformerXL(nn.Module):
         Returns:
           Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.
         """
-        c, segment_len, mem_len = self.config, tokens.shape[1], memory.mem_len
-        codes = None
-        if c.encoding is Encoding.RELATIVE:
-            codes = self.drop_input(self._codes(mem_len + segment_len, clamp_len), deterministic=deterministic)
-        elif c.encoding.is_learned:
-            codes = positions.key_distances(mem_len + segment_len, clamp_len=c.clamp(clamp_len))
+        segment_len, mem_len = tokens.shape[1], memory.mem_len
+        drop = functools.partial(self.drop_input, deterministic=deterministic)
+        codes = self.encoding.shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)
         window = self.compat.window(mem_len, same_length=same_length)
-        context = LayerContext(
-            positions=codes,
-            mask=masks.attention_mask(memory.valid, segment_len=segment_len, mem_len=mem_len, window=window),
-            biases=None,
-        )
+        context = LayerContext(codes, Visibility(memory.valid, segment_len, mem_len, window))
         embedded = self.embed(tokens, clamp_len=clamp_len, deterministic=deterministic)
-        inputs = self.drop_input(embedded, deterministic=deterministic)
-        hidden, layer_inputs = self.stack(inputs, memory.hidden, context, deterministic=deterministic)
+        hidden, layer_inputs = self.stack(drop(embedded), memory.hidden, context, deterministic=deterministic)
         hidden = self.finish(hidden)
         keep_last(self, hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
@@ -90,41 +94,34 @@ class TransformerXL(nn.Module):
         return hidden, memory_lib.update(memory, layer_inputs)
 
     def embed(self, tokens: jax.Array, *, clamp_len: int | None, deterministic: bool = True) -> jax.Array:
-        """What the first layer reads, before `input_dropout`: int [B, L] -> [B, L, D].
-
-        Sinusoids at the input are counted back from the segment's end: row i gets R(L - 1 - i), with distances above
-        `clamp_len` set to it (the original's attn_type 2). Only a segment's own rows get a code. The memory is
-        reused as it was stored (section 3.3), where the original adds another one to it in every segment.
-        """
+        """Computes the input of the first layer, before its dropout: int [B, L] -> [B, L, D]."""
         embedded = self.embedding(tokens, deterministic=deterministic)
-        if self.config.encoding is Encoding.VASWANI:
-            embedded += self._codes(tokens.shape[1], clamp_len)[None]
-        return embedded
+        return self.encoding.add_to_embedding(embedded, clamp_len=clamp_len)
 
     def finish(self, hidden: jax.Array) -> jax.Array:
-        """What the softmax reads of the last layer's outputs [B, L, D], without dropout."""
+        """Computes the input of the softmax from the last layer's outputs [B, L, D], without dropout."""
         if self.config.layer_norm is NormPlace.PRE and self.compat.final_norm:
             return self.final_norm(hidden)
         return hidden
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
+        """Computes the nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
         return self.softmax.nll(hidden, targets, self.embedding.tables, self.embedding.projections)
 
     def log_probabilities(self, hidden: jax.Array) -> jax.Array:
-        """Log probabilities of all tokens: [B, L, D] -> [B, L, V]."""
+        """Computes log probabilities of all tokens: [B, L, D] -> [B, L, V]."""
         return self.softmax.log_probabilities(hidden, self.embedding.tables, self.embedding.projections)
 
     def clusters(self) -> list[adaptive_softmax.Cluster]:
-        """The softmax's weights, joined and cut as `ops.adaptive` reads them."""
+        """Returns the softmax's weights, in the layout of `ops.adaptive_softmax`."""
         return self.softmax.clusters(self.embedding.tables, self.embedding.projections)
 
     def target_vectors(self, targets: jax.Array) -> jax.Array:
-        """The softmax's vector of each target, where it is full: int [B, L] -> [B, L, D]."""
+        """Returns the softmax's vector of each target, where it is full: int [B, L] -> [B, L, D]."""
         return self.softmax.target_vectors(targets, self.embedding.tables)
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
-        """The memory before the first segment, in the compute type."""
+        """Returns the memory before the first segment, in the compute type."""
         return memory_lib.init(
             n_layer=self.config.n_layer,
             batch_size=batch_size,
@@ -133,8 +130,3 @@ class TransformerXL(nn.Module):
             dtype=jnp.dtype(self.config.dtype),
             start=self.compat.memory_start,
         )
-
-    def _codes(self, n_position: int, clamp_len: int | None) -> jax.Array:
-        """R of the distances n - 1, .., 0: [n, D]."""
-        distances = positions.key_distances(n_position, clamp_len=clamp_len)
-        return positions.sinusoids(distances, self.config.d_model, jnp.dtype(self.config.dtype))

@@ -88,7 +88,7 @@ def _embed(
     vocab_axis: str | None,
 ) -> jax.Array:
     """`embed` on one device; `vocab_axis`: the mesh axis over which the tables' rows are sharded, or None."""
-    by_cluster = []
+    total: jax.Array | None = None
     for start, cluster in zip([0, *cutoffs], clusters, strict=True):
         rows = cluster.table.shape[0]
         place = tokens - start - _first_row(rows, vocab_axis)
@@ -100,8 +100,9 @@ def _embed(
             vectors = vectors @ cluster.projection.astype(dtype)
         if vocab_axis is None and len(clusters) > 1:
             vectors = jnp.where(inside, vectors, 0)
-        by_cluster.append(vectors)
-    return functools.reduce(jnp.add, by_cluster)
+        total = vectors if total is None else total + vectors
+    assert total is not None, "there is a head at least"
+    return total
 
 
 def _nll(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from txl_jax import sharding
-from txl_jax.config import Encoding, ExperimentConfig, Network
+from txl_jax.config import ExperimentConfig, Network
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
@@ -22,6 +22,7 @@ from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import progress_bar
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
+from txl_jax.modules.positions import encoding_of
 from txl_jax.paper import attention_terms, plots
 from txl_jax.paper.study import Split
 from txl_jax.runtime import environment
@@ -62,7 +63,7 @@ class Plan:
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` for a model without relative attention to a memory, or without one of the heads."""
         model = config.model
-        if model.network is not Network.TRANSFORMER_XL or model.encoding is not Encoding.RELATIVE:
+        if model.network is not Network.TRANSFORMER_XL or not encoding_of(model).has_four_terms:
             kind = model.network if model.network is not Network.TRANSFORMER_XL else f"encoding {model.encoding}"
             raise UserError(f"the run is of {kind}; these plots are of relative attention with the terms (a) to (d)")
         require(
@@ -143,7 +144,7 @@ def run(
     watch = {"measure": corpus.vocabulary.measure, "log": log, "stop_requested": stop_requested}
     began = time.monotonic()
     average, queries = _read(parts, params, tokens, first_full, positions, watch)
-    folder = Path(plan.out) if plan.out else workdir.path / "attention"
+    folder = Path(plan.out) if plan.out else workdir.outputs / "attention"
     folder.mkdir(parents=True, exist_ok=True)
     heads = plan.layer_heads or attention_terms.widest(average, _DEFAULT_HEADS)
     _write(folder, average, heads, queries, tokens, corpus, facts={"step": int(step), "split": plan.split}, log=log)

@@ -24,6 +24,7 @@ from txl_jax.jobs.restore import load_to_score
 from txl_jax.jobs.score import score
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
+from txl_jax.modules.positions import encoding_of
 from txl_jax.paper import plots
 from txl_jax.paper.study import Split
 from txl_jax.runtime import distributed
@@ -111,11 +112,11 @@ def run(
         totals = score(parts, params, tokens, name=name, measure=measure, log=log, stop_requested=stop_requested)
         rows.append(LengthScore(length, totals, time.monotonic() - began))
         log(with_duration(f"{name} {format_scores(totals, measure)}", rows[-1].seconds))
-        distributed.broadcast_from_primary(lambda: write_text(workdir.path / "context_length.csv", _csv(rows)))
-    log(f"results   {workdir.path / 'context_length.csv'}")
+        distributed.broadcast_from_primary(lambda: write_text(workdir.outputs / "context_length.csv", _csv(rows)))
+    log(f"results   {workdir.outputs / 'context_length.csv'}")
     how = "streaming with a memory" if stride is None else f"sliding windows, stride {stride:,}"
     title = f"{corpus.name} ({split}), step {step:,}, {how}"
-    _draw(workdir.path / "context_length.png", rows, measure, title=title, log=log)
+    _draw(workdir.outputs / "context_length.png", rows, measure, title=title, log=log)
     return rows
 
 
@@ -155,7 +156,7 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
 def is_recurrent(config: ExperimentConfig) -> bool:
     """Returns whether the model was trained with a memory, and encodes positions relative to the query."""
     attends = config.model.network is Network.TRANSFORMER_XL  # An LSTM's state reaches back however far it does.
-    return attends and config.model.encoding.is_relative and config.train.mem_len > 0
+    return attends and encoding_of(config.model).generates_by_token and config.train.mem_len > 0
 
 
 def _at_length(config: ExperimentConfig, length: int, stride: int | None) -> ExperimentConfig:

@@ -16,8 +16,8 @@ def as_record(totals: Totals) -> dict[str, float]:
 
 def format_scores(totals: Totals, measure: Measure) -> str:
     """Formats one line of a result, the usual measure first."""
-    perplexity = f"  {totals.told(Measure.PPL)}" if measure is Measure.BPC else ""
-    return f"{totals.told(measure)}  loss {totals.nll:.4f}{perplexity}  ({totals.tokens:,.0f} tokens)"
+    perplexity = f"  {totals.format(Measure.PPL)}" if measure is Measure.BPC else ""
+    return f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity}  ({totals.tokens:,.0f} tokens)"
 
 
 def with_duration(line: str, seconds: float) -> str:

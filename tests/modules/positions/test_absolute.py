@@ -49,7 +49,7 @@ def test_the_distance_to_the_segments_end_is_added_to_the_embedding(clamp_len, x
 
 
 def test_stored_states_have_no_places():
-    """The slots of the memory may change places: nothing is added to them, and attention tells them apart by nothing."""
+    """The slots of the memory may change places: nothing is added to them, and attention cannot tell them apart."""
     variables, tokens, rng = tiny.variables(make()), tiny.text(L), np.random.default_rng(2)
     states = rng.normal(size=(tiny.N, tiny.B, M, tiny.D)).astype(np.float32)
     full, order = jnp.full((tiny.B,), M, jnp.int32), [2, 0, 3, 1]

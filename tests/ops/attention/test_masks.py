@@ -43,3 +43,9 @@ def test_every_row_has_its_own_filled_slots(segment_len, mem_len, window):
     expected = oracles.attention_mask(valid, segment_len=segment_len, mem_len=mem_len, window=window)
     assert mask.dtype == bool
     np.testing.assert_array_equal(mask, expected)
+
+
+def test_a_description_is_its_mask():
+    described = masks.Visibility(jnp.asarray([0, 2]), 3, 4, 5).mask()
+    expected = oracles.attention_mask([0, 2], segment_len=3, mem_len=4, window=5)
+    np.testing.assert_array_equal(described, expected)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from support import oracles
-from txl_jax.ops.attention import masks
-from txl_jax.ops.attention.relative import relative_attention
+from txl_jax.ops.attention import Visibility, relative_attention
 
 B, H, L, M, E = 2, 3, 4, 6, 5
 CASES = {
@@ -30,14 +29,14 @@ def make_inputs(mem_len: int = M) -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape) for name, shape in shapes.items()}
 
 
-def make_mask(*, valid, window=None, mem_len=M):
-    return masks.attention_mask(jnp.asarray(valid), segment_len=L, mem_len=mem_len, window=window)
+def make_visibility(*, valid, window=None, mem_len=M):
+    return Visibility(jnp.asarray(valid), L, mem_len, window)
 
 
-def call(inputs, mask, **options):
+def call(inputs, visibility, **options):
     inputs = dict(inputs)
     positional = [inputs.pop(name) for name in ("query", "key", "value", "position_key")]
-    return relative_attention(*positional, **inputs, mask=mask, **options)
+    return relative_attention(*positional, **inputs, visibility=visibility, **options)
 
 
 def four_terms(inputs: dict[str, jax.Array], mask: jax.Array) -> jax.Array:
@@ -58,33 +57,37 @@ def four_terms(inputs: dict[str, jax.Array], mask: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_values_match_a_loop_over_pairs(case, x64):
-    inputs, mask = make_inputs(), make_mask(**case)
-    np.testing.assert_allclose(call(inputs, mask), oracles.relative_attention(**inputs, mask=mask), rtol=0, atol=1e-13)
+    inputs, visibility = make_inputs(), make_visibility(**case)
+    np.testing.assert_allclose(
+        call(inputs, visibility), oracles.relative_attention(**inputs, mask=visibility.mask()), rtol=0, atol=1e-13
+    )
 
 
 def test_terms_may_be_missing_and_distances_may_have_scores(x64):
     """Shaw et al.: no u, no v; and as the original has it, u and a number per distance."""
-    inputs, mask = make_inputs(), make_mask(**CASES["part-filled memory"])
+    inputs, visibility = make_inputs(), make_visibility(**CASES["part-filled memory"])
     score = np.random.default_rng(3).normal(size=(H, M + L))
     for names in (("content_bias", "position_bias"), ("position_bias",)):
         zeros = {name: np.zeros((H, E)) for name in names}
-        expected = oracles.relative_attention(**inputs | zeros, mask=mask, position_score=score)
-        found = call(inputs | dict.fromkeys(names) | {"position_score": jnp.asarray(score)}, mask)
+        expected = oracles.relative_attention(**inputs | zeros, mask=visibility.mask(), position_score=score)
+        found = call(inputs | dict.fromkeys(names) | {"position_score": jnp.asarray(score)}, visibility)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
 def test_values_without_memory(x64):
-    inputs, mask = make_inputs(mem_len=0), make_mask(valid=[0, 0], mem_len=0)
-    np.testing.assert_allclose(call(inputs, mask), oracles.relative_attention(**inputs, mask=mask), rtol=0, atol=1e-13)
+    inputs, visibility = make_inputs(mem_len=0), make_visibility(valid=[0, 0], mem_len=0)
+    np.testing.assert_allclose(
+        call(inputs, visibility), oracles.relative_attention(**inputs, mask=visibility.mask()), rtol=0, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_match_four_explicit_terms(case, x64):
     inputs = {name: jnp.asarray(value) for name, value in make_inputs().items()}
-    mask = make_mask(**case)
+    visibility = make_visibility(**case)
     weights = np.random.default_rng(2).normal(size=(B, H, L, E))
-    found = jax.jit(jax.grad(lambda inputs: jnp.sum(weights * call(inputs, mask))))(inputs)
-    expected = jax.jit(jax.grad(lambda inputs: jnp.sum(weights * four_terms(inputs, mask))))(inputs)
+    found = jax.jit(jax.grad(lambda inputs: jnp.sum(weights * call(inputs, visibility))))(inputs)
+    expected = jax.jit(jax.grad(lambda inputs: jnp.sum(weights * four_terms(inputs, visibility.mask()))))(inputs)
     for name in inputs:
         assert np.abs(expected[name]).max() > 0.1, name
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-12, err_msg=name)
@@ -92,8 +95,8 @@ def test_gradients_match_four_explicit_terms(case, x64):
 
 def test_hidden_pairs_have_exactly_no_weight_and_no_gradient():
     inputs = {name: jnp.asarray(value, jnp.float32) for name, value in make_inputs().items()}
-    mask = make_mask(valid=[M, 2])
-    grads = jax.grad(lambda inputs: jnp.sum(call(inputs, mask)[1] ** 2))(inputs)
+    visibility = make_visibility(valid=[M, 2])
+    grads = jax.grad(lambda inputs: jnp.sum(call(inputs, visibility)[1] ** 2))(inputs)
     for name in ("key", "value"):
         assert np.all(grads[name][1, :, : M - 2] == 0), name
         assert np.all(grads[name][1, :, M - 2 :] != 0), name
@@ -102,28 +105,30 @@ def test_hidden_pairs_have_exactly_no_weight_and_no_gradient():
 
 def test_dropout_acts_on_the_probabilities():
     inputs = {name: jnp.asarray(value, jnp.float32) for name, value in make_inputs().items()}
-    mask, seen = make_mask(valid=[M, 3]), []
+    visibility, seen = make_visibility(valid=[M, 3]), []
 
     def drop(probabilities):
         seen.append(probabilities)
         return 2 * probabilities
 
-    doubled, plain = call(inputs, mask, drop=drop), call(inputs, mask)
+    doubled, plain = call(inputs, visibility, drop=drop), call(inputs, visibility)
     np.testing.assert_allclose(doubled, 2 * plain, rtol=1e-6)
     np.testing.assert_allclose(seen[0].sum(-1), np.ones((B, H, L)), rtol=1e-6)
-    np.testing.assert_array_equal(seen[0][:, 0] > 0, mask)
+    np.testing.assert_array_equal(seen[0][:, 0] > 0, visibility.mask())
 
 
 def test_bfloat16_scores_are_summed_in_float32():
     inputs = {name: jnp.asarray(value, jnp.bfloat16) for name, value in make_inputs().items()}
-    mask, seen = make_mask(valid=[M, M]), []
+    visibility, seen = make_visibility(valid=[M, M]), []
 
     def look(probabilities):
         seen.append(probabilities.dtype)
         return probabilities
 
-    found = call(inputs, mask, drop=look)
-    exact = oracles.relative_attention(**{k: np.asarray(v, np.float64) for k, v in inputs.items()}, mask=mask)
+    found = call(inputs, visibility, drop=look)
+    exact = oracles.relative_attention(
+        **{k: np.asarray(v, np.float64) for k, v in inputs.items()}, mask=visibility.mask()
+    )
     assert (found.dtype, seen[0]) == (jnp.bfloat16, jnp.bfloat16)
     # Inputs are exact in bfloat16; what is left are roundings of q + u, q + v, probabilities and output.
     assert np.abs(np.asarray(found, np.float64) - exact).max() < 0.01

@@ -1,54 +1,65 @@
-"""Attention over a ring of stored keys and values, and the segment itself.
+"""Attention over a KV cache, a ring of stored keys and values, and the segment itself.
 
-The same numbers as `relative_attention` over [memory; segment], for a memory whose slots are written round and round:
-slot s holds the position `age(s)` before the segment, and a query at row i meets it at the distance age(s) + i.
-Nothing of the memory is moved, joined or sorted; what is turned round are the position scores.
+It gives the numbers of `relative_attention` over [memory; segment], its twin of training, for a memory whose slots are
+overwritten in turn: slot s holds the position `age(s)` before the segment, and a query at row i meets it at the
+distance age(s) + i. Nothing of the memory is moved, joined or sorted; what is rotated are the position scores.
 
 With `clamp_len` most distances share one position code. Their scores, one number per query, need no table: only
 distances below the clamp are looked up, which at M = 3800 and a clamp of 1000 saves three quarters of the product
 with position keys and of the shift.
 """
 
-from typing import NamedTuple
-
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from txl_jax.ops.attention import positions
 
 
-class Visible(NamedTuple):
-    """Which keys the queries of a segment may see."""
+@flax.struct.dataclass
+class CachedVisibility:
+    """Description of the keys that the queries of a segment see; all layers share it.
 
-    age: jax.Array  # int32 [R]; 1 is the position just before the segment
-    stored: jax.Array  # bool [B, L, R]
-    own: jax.Array  # bool [L, L]
-
-
-def visible(valid: jax.Array, slot: jax.Array, *, segment_len: int, capacity: int, window: int | None) -> Visible:
-    """The masks of one segment, which all layers share.
-
-    Args:
+    Attributes:
       valid: int32 [B], how many of the newest slots count.
-      slot: int32 [], the oldest slot.
+      write_index: int32 [], the oldest slot.
       segment_len: L.
       capacity: R.
       window: keys that a query sees at most, itself included; None: no limit but `valid`.
     """
-    row_L = jnp.arange(segment_len, dtype=jnp.int32)
-    age_R = (slot - 1 - jnp.arange(capacity, dtype=jnp.int32)) % capacity + 1 if capacity else jnp.zeros(0, jnp.int32)
-    stored_BxLxR = jnp.broadcast_to(
-        (age_R[None, :] <= valid[:, None])[:, None, :], (valid.shape[0], segment_len, capacity)
-    )
-    own_LxL = row_L[:, None] >= row_L[None, :]
-    if window is not None:
-        stored_BxLxR &= (row_L[:, None] + age_R[None, :] < window)[None]
-        own_LxL &= row_L[:, None] - row_L[None, :] < window
-    return Visible(age_R, stored_BxLxR, own_LxL)
+
+    valid: jax.Array
+    write_index: jax.Array
+    segment_len: int = flax.struct.field(pytree_node=False)
+    capacity: int = flax.struct.field(pytree_node=False)
+    window: int | None = flax.struct.field(pytree_node=False, default=None)
+
+    def age(self) -> jax.Array:
+        """Returns the age of each slot, int32 [R]; 1 is the position just before the segment."""
+        if not self.capacity:
+            return jnp.zeros(0, jnp.int32)
+        return (self.write_index - 1 - jnp.arange(self.capacity, dtype=jnp.int32)) % self.capacity + 1
+
+    def stored_mask(self) -> jax.Array:
+        """Returns the visible pairs of queries and slots, bool [B, L, R]."""
+        row_L, age_R = jnp.arange(self.segment_len, dtype=jnp.int32), self.age()
+        shape = self.valid.shape[0], self.segment_len, self.capacity
+        stored_BxLxR = jnp.broadcast_to((age_R[None, :] <= self.valid[:, None])[:, None, :], shape)
+        if self.window is not None:
+            stored_BxLxR &= (row_L[:, None] + age_R[None, :] < self.window)[None]
+        return stored_BxLxR
+
+    def own_mask(self) -> jax.Array:
+        """Returns the visible pairs within the segment, bool [L, L]."""
+        row_L = jnp.arange(self.segment_len, dtype=jnp.int32)
+        own_LxL = row_L[:, None] >= row_L[None, :]
+        if self.window is not None:
+            own_LxL &= row_L[:, None] - row_L[None, :] < self.window
+        return own_LxL
 
 
 def table_length(*, segment_len: int, capacity: int, clamp_len: int | None) -> int:
-    """P, the number of position keys that a segment needs: of the distances P - 1, .., 0."""
+    """Returns P, the number of position keys that a segment needs: of the distances P - 1, .., 0."""
     longest = capacity + segment_len - 1
     return (min(clamp_len, longest) if clamp_len is not None else longest) + 1
 
@@ -59,10 +70,9 @@ def cached_attention(
     value: jax.Array,
     ring: tuple[jax.Array, jax.Array],
     position: tuple[jax.Array, jax.Array, jax.Array | None] | None,
-    slot: jax.Array,
-    seen: Visible,
+    visibility: CachedVisibility,
 ) -> jax.Array:
-    """Weighted sums of the values: [B, H, L, E].
+    """Computes weighted sums of the values: [B, H, L, E].
 
     Args:
       query: [B, H, L, E], with u added and divided by sqrt(E).
@@ -71,8 +81,7 @@ def cached_attention(
       ring: stored keys [B, H, E, R] and values [B, H, R, E], of any type.
       position: queries [B, H, L, E] with v in place of u, position keys [H, E, P] of the distances P - 1, .., 0, of
         which the largest stands for all beyond it, and scores [H, P] to add, or None; None: no relative positions.
-      slot: int32 [], the oldest slot.
-      seen: the masks.
+      visibility: which keys a query sees.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
     stored_key, stored_value = ring
@@ -80,14 +89,14 @@ def cached_attention(
     if position is not None:
         table = _position_scores(*position, wide)
         own += _own_positions(table)
-    own = jnp.where(seen.own[None, None], own, -jnp.inf)
+    own = jnp.where(visibility.own_mask()[None, None], own, -jnp.inf)
     top = jnp.max(own, axis=-1, keepdims=True)
     capacity = stored_key.shape[3]
     if capacity:
         stored = _by_stored(query, stored_key, wide)
         if position is not None:
-            stored += _ring_positions(table, slot, seen.age)
-        stored = jnp.where(seen.stored[:, None], stored, -jnp.inf)
+            stored += _ring_positions(table, visibility.write_index, visibility.age())
+        stored = jnp.where(visibility.stored_mask()[:, None], stored, -jnp.inf)
         top = jnp.maximum(top, jnp.max(stored, axis=-1, keepdims=True))
     # Divided by their sum last: E numbers per query instead of K.
     weights = jnp.exp(own - top)
@@ -101,10 +110,10 @@ def cached_attention(
 
 
 def _by_stored(rows: jax.Array, stored: jax.Array, wide: jnp.dtype) -> jax.Array:
-    """Products with a ring of any type: [B, H, L, n] x [B, H, n, m] -> [B, H, L, m], in `wide`.
+    """Multiplies with a ring of any type: [B, H, L, n] x [B, H, n, m] -> [B, H, L, m], in `wide`.
 
-    A single row is multiplied and summed, so that a narrower ring is widened on its way through the processor; for a
-    product XLA's CPU backend writes all of it down again in the wide type (12 layers of 8 x 64 x 2160 in bfloat16, two
+    A single row is multiplied and summed, so that a narrower ring is converted while it is read; for a product XLA's
+    CPU backend first writes a copy of all of it in the wide type (12 layers of 8 x 64 x 2160 in bfloat16, two
     cores: 22 ms with products, 4.1 ms so; in float32 2.8 ms).
     """
     if rows.shape[2] == 1 and stored.dtype != rows.dtype:
@@ -113,7 +122,7 @@ def _by_stored(rows: jax.Array, stored: jax.Array, wide: jnp.dtype) -> jax.Array
 
 
 def _position_scores(query: jax.Array, position_key: jax.Array, more: jax.Array | None, wide: jnp.dtype) -> jax.Array:
-    """Scores of the distances P - 1, .., 0: [B, H, L, E] x [H, E, P] + [H, P] -> [B, H, L, P]."""
+    """Computes scores of the distances P - 1, .., 0: [B, H, L, E] x [H, E, P] + [H, P] -> [B, H, L, P]."""
     batch, n_head, n_query, width = query.shape
     query_HxBLxE = query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)  # One product per head.
     scores = jnp.einsum("hne,hep->hnp", query_HxBLxE, position_key, preferred_element_type=wide)
@@ -123,7 +132,7 @@ def _position_scores(query: jax.Array, position_key: jax.Array, more: jax.Array 
 
 
 def _own_positions(table: jax.Array) -> jax.Array:
-    """Position scores of the segment's own keys: [..., L, P] -> [..., L, L]; future keys get leftovers."""
+    """Computes position scores of the segment's own keys: [..., L, P] -> [..., L, L]; future keys get leftovers."""
     segment_len, n_position = table.shape[-2:]
     missing = max(segment_len - n_position, 0)
     pad = [(0, 0)] * (table.ndim - 1)
@@ -131,8 +140,8 @@ def _own_positions(table: jax.Array) -> jax.Array:
     return positions.relative_shift(columns)
 
 
-def _ring_positions(table: jax.Array, slot: jax.Array, age: jax.Array) -> jax.Array:
-    """Position scores of the ring's slots: [..., L, P] -> [..., L, R]."""
+def _ring_positions(table: jax.Array, write_index: jax.Array, age: jax.Array) -> jax.Array:
+    """Computes position scores of the ring's slots: [..., L, P] -> [..., L, R]."""
     segment_len, n_position = table.shape[-2:]
     capacity, clamp = age.shape[0], n_position - 1
     clamped = clamp < capacity + segment_len - 1
@@ -146,7 +155,7 @@ def _ring_positions(table: jax.Array, slot: jax.Array, age: jax.Array) -> jax.Ar
     pad = [(0, 0)] * (table.ndim - 1)
     near = jnp.pad(near, [*pad, (n_near + segment_len - 1 - near.shape[-1], 0)])
     near = positions.relative_shift(near)[..., :n_near]  # Column j: the slot of age n_near - j.
-    near = _turn(near, slot, capacity)
+    near = _rotate(near, write_index, capacity)
     if not clamped:
         return near
     distance = jnp.arange(segment_len, dtype=jnp.int32)[:, None] + age[None, :]
@@ -154,14 +163,14 @@ def _ring_positions(table: jax.Array, slot: jax.Array, age: jax.Array) -> jax.Ar
     return jnp.where(beyond, far, near)
 
 
-def _turn(columns: jax.Array, slot: jax.Array, capacity: int) -> jax.Array:
-    """Columns of the ages n, .., 1 put where those slots lie in the ring, zeros elsewhere: [..., n] -> [..., R].
+def _rotate(columns: jax.Array, write_index: jax.Array, capacity: int) -> jax.Array:
+    """Puts the columns of the ages n, .., 1 where those slots are in the ring, zeros elsewhere: [..., n] -> [..., R].
 
-    The newest slot is slot - 1 (modulo R). They are put down once, running over the ring's end, and what ran over is
-    added where the ring begins: `jnp.roll` would write an array of twice the ring's length first.
+    The newest slot is write_index - 1 (modulo R). They are written once, running over the ring's end, and what ran over
+    is added where the ring begins: `jnp.roll` would write an array of twice the ring's length first.
     """
     n_column = columns.shape[-1]
-    laid = jnp.zeros((*columns.shape[:-1], capacity + n_column), columns.dtype)
-    laid = jax.lax.dynamic_update_slice_in_dim(laid, columns, (slot - n_column) % capacity, axis=-1)
-    over = jnp.pad(laid[..., capacity:], [(0, 0)] * (columns.ndim - 1) + [(0, capacity - n_column)])
-    return laid[..., :capacity] + over
+    written = jnp.zeros((*columns.shape[:-1], capacity + n_column), columns.dtype)
+    written = jax.lax.dynamic_update_slice_in_dim(written, columns, (write_index - n_column) % capacity, axis=-1)
+    over = jnp.pad(written[..., capacity:], [(0, 0)] * (columns.ndim - 1) + [(0, capacity - n_column)])
+    return written[..., :capacity] + over

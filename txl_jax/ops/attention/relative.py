@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.dot_product import keep_all, weighted_values
+from txl_jax.ops.attention.masks import Visibility
 
 
 def relative_attention(
@@ -27,10 +28,10 @@ def relative_attention(
     content_bias: jax.Array | None,
     position_bias: jax.Array | None,
     position_score: jax.Array | None = None,
-    mask: jax.Array,
+    visibility: Visibility,
     drop: Callable[[jax.Array], jax.Array] = keep_all,
 ) -> jax.Array:
-    """Weighted sums of the values: [B, H, L, E].
+    """Computes weighted sums of the values: [B, H, L, E].
 
     Args:
       query: [B, H, L, E].
@@ -40,7 +41,7 @@ def relative_attention(
       content_bias: [H, E], u; None: without term (c).
       position_bias: [H, E], v; None: without term (d).
       position_score: [H, K], added to the scores of the distances K - 1, .., 0; None: nothing.
-      mask: bool [B, L, K], visible pairs; every query must see at least itself.
+      visibility: which keys a query sees; at least itself.
       drop: dropout on the probabilities.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -50,7 +51,7 @@ def relative_attention(
         by_distance_BxHxLxK += position_score.astype(wide)[None, :, None, :]
     position_BxHxLxK = positions.relative_shift(by_distance_BxHxLxK)
     scale = query.shape[-1] ** -0.5
-    return weighted_values((content_BxHxLxK + position_BxHxLxK) * scale, value, mask=mask, drop=drop)
+    return weighted_values((content_BxHxLxK + position_BxHxLxK) * scale, value, visibility=visibility, drop=drop)
 
 
 class ScoreTerms(NamedTuple):
@@ -65,7 +66,10 @@ class ScoreTerms(NamedTuple):
 def score_terms(
     query: jax.Array, key: jax.Array, position_key: jax.Array, *, content_bias: jax.Array, position_bias: jax.Array
 ) -> ScoreTerms:
-    """The terms apart, which `relative_attention` adds up before it shifts; arguments as there. Future keys get leftovers."""
+    """Computes the four terms, of which `relative_attention` shifts the sum of two; arguments as there.
+
+    Future keys get leftovers.
+    """
     wide = jnp.promote_types(query.dtype, jnp.float32)
     none = jnp.zeros_like(query)
 

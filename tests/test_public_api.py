@@ -1,0 +1,102 @@
+"""Tests of the public names, of trained models from Python, and of README's code."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import txl_jax
+from support import ROOT, drawn_run, tiny_run
+from txl_jax.config import CorpusName, DataConfig
+from txl_jax.data.corpus import read_corpus
+from txl_jax.jobs import generate
+from txl_jax.jobs.restore import load_parameters
+from txl_jax.jobs.score import score
+
+TEXT = bytes(np.random.default_rng(3).choice(list(b"abcdefgh \n"), 1200).tolist())
+
+
+def python_blocks():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def test_every_public_name_is_there_and_typed():
+    for name in txl_jax.__all__:
+        assert getattr(txl_jax, name) is not None
+    assert set(txl_jax.__all__) == set(dir(txl_jax))
+    assert (ROOT / "txl_jax" / "py.typed").exists()
+    with pytest.raises(AttributeError, match="TransfomerXL"):
+        _ = txl_jax.TransfomerXL
+
+
+def test_the_package_and_its_settings_import_no_jax():
+    code = "import sys, txl_jax, txl_jax.config; txl_jax.ModelConfig; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A workdir with drawn parameters, its config and its text."""
+    (tmp_path / "text").write_bytes(TEXT)
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(tmp_path / "text"))
+    config = dataclasses.replace(tiny_run.CONFIG, data=data)
+    corpus = read_corpus(config.data, data_dir="", cache_dir=str(tmp_path / "cache"))
+    workdir, components = drawn_run.make(tmp_path / "run", config, corpus)
+    return workdir, components, corpus
+
+
+def test_a_trained_model_scores_each_text_from_an_empty_memory(run):
+    workdir, components, corpus = run
+    model = txl_jax.load(workdir.path)
+    assert model.step == drawn_run.STEP and model.vocabulary == corpus.vocabulary
+    texts = [TEXT[:40], "abc def", "a", ""]
+    found = model.score(texts)
+    assert [totals.tokens for totals in found] == [39, 6, 0, 0]
+    _, params = load_parameters(components, workdir, log=print)
+    expected = score(components, params, corpus.vocabulary.encode(TEXT[:40]), name="text", log=print)
+    assert found[0].nats == pytest.approx(expected.nats, rel=1e-6)
+    assert model.score([TEXT[:40]])[0] == found[0]
+
+
+def test_log_probabilities_are_those_of_the_score(run):
+    workdir, _, _ = run
+    model = txl_jax.load(workdir.path)
+    tokens = model.vocabulary.encode(TEXT[:30])
+    memory, found = model.init_memory(1), 0.0
+    for start in range(0, 29, 5):  # Segments of the evaluation's length.
+        log_p, memory = model.log_probabilities(tokens[None, start : start + 5], memory)
+        targets = tokens[start + 1 : start + 6]
+        found -= float(np.take_along_axis(np.asarray(log_p)[0, : len(targets)], targets[:, None].astype(int), 1).sum())
+    np.testing.assert_allclose(np.exp(np.asarray(log_p)).sum(-1), 1, rtol=1e-5)
+    assert found == pytest.approx(model.score([TEXT[:30]])[0].nats, rel=1e-5)
+
+
+def test_it_generates_what_the_program_does(run):
+    workdir, components, corpus = run
+    model = txl_jax.load(workdir.path)
+    settings = txl_jax.GenerateConfig(prompt="abc", length=12, seed=5)
+    config = dataclasses.replace(components.config, generate=settings)
+    [expected] = generate.run(config, corpus.vocabulary, workdir, log=print, write=lambda text: None)
+    found = model.generate(["abc", "h", ""], settings)
+    assert found[0] == expected.decode(errors="replace")
+    assert len(found) == 3 and all(found)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(txl_jax.UserError, match=re.escape(str(tmp_path))):
+        txl_jax.load(tmp_path)
+
+
+def test_readme_trains_with_a_loop_of_its_own(tmp_path, monkeypatch, capsys):
+    [loop] = [block for block in python_blocks() if "scan_segments" in block]
+    assert loop.count("\n") <= 26
+    (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 4000)
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_rank_promotion("allow"):  # A reader's code runs with jax's own settings.
+        exec(compile(loop, "README.md", "exec"), {})
+    bits = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(bits) == 20 and bits[0] > 4 and bits[-1] < 1

@@ -1,0 +1,31 @@
+"""Position encodings: one file and one object each, and the registry of them.
+
+    encoding.py    `PositionEncoding`, what the model, inference, `flops` and `interop` ask of an encoding
+    relative.py    the paper's: sinusoids of the distance, u and v (Dai et al., 2019)
+    shaw.py        learned keys of distances (Shaw et al., 2018)
+    sinusoidal.py  sinusoids added to the embedding (Vaswani et al., 2017)
+    learned.py     learned vectors added to the inputs of each layer (Al-Rfou et al., 2018)
+
+A new encoding is a file here, a line in `ENCODINGS` and a member of `config.Encoding`.
+"""
+
+from txl_jax.config import CompatConfig, Encoding, ModelConfig
+from txl_jax.modules.positions.encoding import PositionEncoding
+from txl_jax.modules.positions.learned import LearnedPositions
+from txl_jax.modules.positions.relative import RelativePositions
+from txl_jax.modules.positions.shaw import ShawPositions
+from txl_jax.modules.positions.sinusoidal import SinusoidalPositions
+
+__all__ = ["ENCODINGS", "PositionEncoding", "encoding_of"]
+
+ENCODINGS: dict[Encoding, type[PositionEncoding]] = {
+    Encoding.RELATIVE: RelativePositions,
+    Encoding.SHAW: ShawPositions,
+    Encoding.VASWANI: SinusoidalPositions,
+    Encoding.AL_RFOU: LearnedPositions,
+}
+
+
+def encoding_of(config: ModelConfig, compat: CompatConfig | None = None) -> PositionEncoding:
+    """Returns the position encoding of a model; `compat` matters for parameters and scores only."""
+    return ENCODINGS[config.encoding](config, compat or CompatConfig())

@@ -1,0 +1,140 @@
+"""The interface of a position encoding. Its defaults are those of a model without positions.
+
+Methods of the training pass are called inside flax modules, in the order in which they stand here; parameters and
+dropouts that they create belong to the calling module.
+
+Tables of learned encodings have one entry per distance 0, 1, .., n - 1 (`model.num_positions`); greater distances share
+the last one (`ModelConfig.clamp`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from txl_jax.config import CompatConfig, ModelConfig
+
+
+class Projections(NamedTuple):
+    """Projections of one attention layer, for encodings that project their codes."""
+
+    query: Callable[[jax.Array, str], jax.Array]  # [n, D] and a name for its dropout -> [H, n, E].
+    key: Callable[[jax.Array, str], jax.Array]  # The same with the key matrix.
+    own: Callable[[jax.Array, str], jax.Array]  # The same with a matrix of that name, without dropout.
+
+
+class PositionTerms(NamedTuple):
+    """Terms of the training scores that come from positions; None: without that term."""
+
+    position_key: jax.Array | None = None  # [H, K, E], of the distances K - 1, .., 0.
+    content_bias: jax.Array | None = None  # u, [H, E]
+    position_bias: jax.Array | None = None  # v, [H, E]
+    position_score: jax.Array | None = None  # [H, K], added to the scores of the distances K - 1, .., 0.
+
+
+class PositionKeys(flax.struct.PyTreeNode):
+    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0."""
+
+    bias: jax.Array | None  # v, [H, E], divided by sqrt(E).
+    key: jax.Array  # [H, E, P]
+    score: jax.Array | None  # [H, P], of Shaw's encoding as the original has it, divided by sqrt(E).
+
+
+class DecodeTerms(NamedTuple):
+    """What one layer's positions are at inference; None: without that term."""
+
+    content_bias: jax.Array | None = None  # u, [H, E], divided by sqrt(E).
+    position_keys: PositionKeys | None = None
+    position_vectors: jax.Array | None = None  # [L, D], added to inputs at the distances L - 1, .., 0 from the end.
+
+
+class OriginalTensor(NamedTuple):
+    """A tensor of the authors' PyTorch release that holds parameters of an encoding."""
+
+    name: str
+    shape: tuple[int, ...]
+    path: str  # Our parameter, "a/b/c",
+    path_shape: tuple[int, ...]  # and its shape.
+    reversed: bool  # The release begins with the greatest distance, we with 0 (second axis).
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionEncoding:
+    """Base class of the encodings."""
+
+    config: ModelConfig
+    compat: CompatConfig
+
+    # Whether scores depend on distances alone, so that text can be read and written one token at a time.
+    generates_by_token: ClassVar[bool] = False
+    # Whether scores have the terms (a) to (d) of the paper, which attention then stores for `mutable=["attention"]`.
+    has_four_terms: ClassVar[bool] = False
+    # Matrix products per pair of query and key: content score, value, and position score where there is one.
+    products_per_key: ClassVar[int] = 2
+    # Whether training projects the codes of all K distances to position keys, in every layer and segment.
+    projects_codes: ClassVar[bool] = False
+    # Whether Hugging Face's TransfoXL has this encoding.
+    in_huggingface: ClassVar[bool] = False
+    # Attention's inward projections in the original: its matrices, and the parameters that their rows hold.
+    original_projections: ClassVar[Mapping[str, Sequence[str]]] = {"q_net": ("query",), "kv_net": ("key", "value")}
+    # Whether the original's state_dict has the sinusoids' frequencies.
+    has_original_frequencies: ClassVar[bool] = False
+
+    # Training, in the order of the forward pass.
+
+    def shared_codes(
+        self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array | None:
+        """Returns what all layers read of the distances K - 1, .., 0: codes [K, D], int [K], or None."""
+        return None
+
+    def add_to_embedding(self, embedded: jax.Array, *, clamp_len: int | None) -> jax.Array:
+        """Adds positions to the input of the first layer, [B, L, D]."""
+        return embedded
+
+    def shared_parameters(self) -> Any:
+        """Creates parameters that all layers share; called in the module of the stack."""
+        return None
+
+    def layer_parameters(self, shared: Any) -> Any:
+        """Creates parameters of one layer, or returns the shared ones; called in the module of the layer."""
+        return shared
+
+    def add_to_layer_inputs(self, inputs: jax.Array, codes: jax.Array | None) -> jax.Array:
+        """Adds positions to the inputs of a layer, [B, L, D]; called in the module of the layer."""
+        return inputs
+
+    def position_terms(
+        self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
+    ) -> PositionTerms:
+        """Returns the terms of a layer's scores, of type `dtype`; called in the module of the attention."""
+        return PositionTerms()
+
+    # Inference: the same mathematics with parameters that do not change.
+
+    def decode_terms(
+        self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
+    ) -> DecodeTerms:
+        """Computes the terms of one layer once, for segments of up to L tokens and a cache of R slots.
+
+        Args:
+          layer: parameters of the layer.
+          shared: parameters that `shared_parameters` created, or None.
+          segment_len: L.
+          capacity: R.
+          clamp_len: distances above this share one code; None: off.
+        """
+        return DecodeTerms()
+
+    # Names in other implementations' checkpoints.
+
+    def original_tensors(self) -> Sequence[OriginalTensor]:
+        """Returns the correspondence of parameters beside `original_projections`.
+
+        Raises:
+          UserError: the original has no such parameters.
+        """
+        return ()

@@ -1,0 +1,61 @@
+"""Absolute positions as learned vectors added to the inputs of each layer (Al-Rfou et al., 2018).
+
+They are counted back from the segment's end. What a layer keeps in its memory are its inputs with the vectors added.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from txl_jax.config import ModelConfig
+from txl_jax.modules.positions.encoding import DecodeTerms, OriginalTensor, PositionEncoding
+from txl_jax.ops.attention import positions
+from txl_jax.sharding import axes, initializers
+
+
+class PositionVectors(nn.Module):
+    """The vectors of one layer: [n, D], of the distances 0 .. n - 1."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """Returns the table."""
+        c = self.config
+        init = initializers.normal(c.init_std, axes.POSITIONS, axes.EMBED)
+        return self.param("vector", init, (c.num_positions, c.d_model))
+
+
+class LearnedPositions(PositionEncoding):
+    """Al-Rfou's encoding."""
+
+    def shared_codes(
+        self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array | None:
+        """Returns the distances K - 1, .., 0, clamped to the table: int [K]."""
+        return positions.key_distances(n_keys, clamp_len=self.config.clamp(clamp_len))
+
+    def add_to_layer_inputs(self, inputs: jax.Array, codes: jax.Array | None) -> jax.Array:
+        """Adds the vectors of the distances L - 1, .., 0 to the inputs of a layer, [B, L, D]."""
+        assert codes is not None, "the codes are those of `shared_codes`"
+        own = codes[codes.shape[0] - inputs.shape[1] :]
+        return inputs + PositionVectors(self.config, name="positions")().astype(inputs.dtype)[own][None]
+
+    def decode_terms(
+        self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
+    ) -> DecodeTerms:
+        """Takes the vectors of a segment's own positions."""
+        distances = positions.key_distances(segment_len, clamp_len=self.config.clamp(clamp_len))
+        table = layer["positions"]["vector"].astype(jnp.dtype(self.config.dtype))
+        return DecodeTerms(position_vectors=table[distances])
+
+    def original_tensors(self) -> list[OriginalTensor]:
+        """Returns the vectors of all layers, which the original cuts into heads."""
+        c = self.config
+        assert c.num_positions is not None, "a learned encoding has a table: see `ExperimentConfig.resolved`"
+        lead = (c.n_layer, c.num_positions)
+        path = "stack/layers/positions/vector"
+        return [OriginalTensor("r_emb", (*lead, c.n_head, c.d_head), path, (*lead, c.d_model), True)]

@@ -1,0 +1,114 @@
+"""Relative positions with sinusoid codes, the paper's own (Dai et al., 2019, section 3.3).
+
+Position keys are W_R R of each distance; u and v stand for the query where the score does not depend on it.
+With `model.tie_positions` the position keys use the key matrix, and u and v are the query of distance 0.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from txl_jax.config import ModelConfig
+from txl_jax.errors import UserError
+from txl_jax.modules.positions.encoding import (
+    DecodeTerms,
+    OriginalTensor,
+    PositionEncoding,
+    PositionKeys,
+    PositionTerms,
+    Projections,
+)
+from txl_jax.ops.attention import positions
+from txl_jax.ops.attention.cached import table_length
+from txl_jax.sharding import axes, initializers
+
+
+class PositionBiases(nn.Module):
+    """Parameters u and v (the original's r_w_bias and r_r_bias), both [H, E]."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> tuple[jax.Array, jax.Array]:
+        """Returns u and v."""
+        c = self.config
+        init = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM)
+        shape = (c.n_head, c.d_head)
+        return self.param("content", init, shape), self.param("position", init, shape)
+
+
+class RelativePositions(PositionEncoding):
+    """The paper's encoding."""
+
+    generates_by_token = True
+    has_four_terms = True
+    products_per_key = 3
+    projects_codes = True
+    in_huggingface = True
+    original_projections: ClassVar[Mapping[str, Sequence[str]]] = {
+        "qkv_net": ("query", "key", "value"),
+        "r_net": ("position_key",),
+    }
+    has_original_frequencies = True
+
+    def shared_codes(
+        self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array | None:
+        """Returns R of the distances K - 1, .., 0, with dropout: [K, D]."""
+        c = self.config
+        distances = positions.key_distances(n_keys, clamp_len=clamp_len)
+        return drop(positions.sinusoids(distances, c.d_model, jnp.dtype(c.dtype)))
+
+    def shared_parameters(self) -> Any:
+        """Creates u and v of all layers."""
+        c = self.config
+        return None if c.untie_r or c.tie_positions else PositionBiases(c, name="biases")()
+
+    def layer_parameters(self, shared: Any) -> Any:
+        """Creates u and v of one layer with `untie_r`."""
+        return PositionBiases(self.config, name="biases")() if self.config.untie_r else shared
+
+    def position_terms(
+        self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
+    ) -> PositionTerms:
+        """Returns position keys, u and v."""
+        assert codes is not None, "the codes are those of `shared_codes`"
+        if self.config.tie_positions:
+            position_key = projections.key(codes, "position_key")
+            own = projections.query(codes[-1:], "position_query")[:, 0]
+            return PositionTerms(position_key, own, own)
+        position_key = projections.own(codes, "position_key")
+        content_bias, position_bias = (bias.astype(dtype) for bias in parameters)
+        return PositionTerms(position_key, content_bias, position_bias)
+
+    def decode_terms(
+        self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
+    ) -> DecodeTerms:
+        """Computes position keys once for the P distances that segment and cache need."""
+        c, attention, biases = self.config, layer["attention"], layer.get("biases", shared)
+        scale, dtype = c.d_head**-0.5, jnp.dtype(c.dtype)
+        n_position = table_length(segment_len=segment_len, capacity=capacity, clamp_len=clamp_len)
+        codes = positions.sinusoids(positions.key_distances(n_position), c.d_model, dtype)
+        if c.tie_positions:
+            own = jnp.einsum("d,dhe->he", codes[-1], (attention["query"] * scale).astype(dtype))
+            content_bias, position_bias, kernel = own, own, attention["key"]
+        else:
+            content_bias, position_bias = ((biases[name] * scale).astype(dtype) for name in ("content", "position"))
+            kernel = attention["position_key"]
+        key = jnp.einsum("pd,dhe->hep", codes, kernel.astype(dtype))
+        return DecodeTerms(content_bias, PositionKeys(bias=position_bias, key=key, score=None))
+
+    def original_tensors(self) -> list[OriginalTensor]:
+        """Returns u and v: [H, E], or [N, H, E] if each layer has its own."""
+        c = self.config
+        if c.tie_positions:
+            raise UserError(
+                "model.tie_positions is on, and the original has a matrix of positions, u and v; turn it off"
+            )
+        shape = (*((c.n_layer,) if c.untie_r else ()), c.n_head, c.d_head)
+        parent = "stack/layers/biases" if c.untie_r else "stack/biases"
+        names = {"r_w_bias": "content", "r_r_bias": "position"}
+        return [OriginalTensor(name, shape, f"{parent}/{ours}", shape, False) for name, ours in names.items()]

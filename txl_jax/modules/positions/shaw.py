@@ -1,0 +1,111 @@
+"""Learned keys of distances (Shaw et al., 2018), on keys only, as in table 6 of the paper.
+
+The authors' release (attn_type 1) has more than the paper says, for `compat.shaw_terms=original`: u with content, and a
+learned number per distance.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from txl_jax.config import CompatConfig, ModelConfig, ShawTerms
+from txl_jax.modules.positions.encoding import (
+    DecodeTerms,
+    OriginalTensor,
+    PositionEncoding,
+    PositionKeys,
+    PositionTerms,
+    Projections,
+)
+from txl_jax.ops.attention import positions
+from txl_jax.ops.attention.cached import table_length
+from txl_jax.sharding import axes, initializers
+
+
+class ShawParameters(NamedTuple):
+    """Learned terms of each distance."""
+
+    key: jax.Array  # [n, H, E], of term (b): q . key.
+    score: jax.Array | None  # [n, H], in place of term (d); None: there is none.
+    content_bias: jax.Array | None  # [H, E], u of term (c); None: there is none.
+
+
+class ShawTable(nn.Module):
+    """The parameters of one layer."""
+
+    config: ModelConfig
+    compat: CompatConfig
+
+    @nn.compact
+    def __call__(self) -> ShawParameters:
+        """Returns the table, n entries of the distances 0 .. n - 1."""
+        c = self.config
+        assert c.num_positions is not None, "a learned encoding has a table: see `ExperimentConfig.resolved`"
+        lead, heads = (c.num_positions, axes.POSITIONS), (c.n_head, axes.HEADS)
+        width = (c.d_head, axes.HEAD_DIM)
+
+        def learned(name: str, *sizes: tuple[int, str]) -> jax.Array:
+            shape, names = zip(*sizes, strict=True)
+            return self.param(name, initializers.normal(c.init_std, *names), shape)
+
+        key = learned("key", lead, heads, width)
+        if self.compat.shaw_terms is ShawTerms.PAPER:
+            return ShawParameters(key, None, None)
+        return ShawParameters(key, learned("score", lead, heads), learned("content", heads, width))
+
+
+class ShawPositions(PositionEncoding):
+    """Shaw's encoding."""
+
+    generates_by_token = True
+    products_per_key = 3
+    original_projections: ClassVar[Mapping[str, Sequence[str]]] = {"qkv_net": ("query", "key", "value")}
+
+    def shared_codes(
+        self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array | None:
+        """Returns the distances K - 1, .., 0, clamped to the table: int [K]."""
+        return positions.key_distances(n_keys, clamp_len=self.config.clamp(clamp_len))
+
+    def position_terms(
+        self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
+    ) -> PositionTerms:
+        """Returns the table's entries of all distances."""
+        table = ShawTable(self.config, self.compat, name="positions")()
+        return PositionTerms(
+            position_key=table.key.astype(dtype)[codes].swapaxes(0, 1),
+            content_bias=None if table.content_bias is None else table.content_bias.astype(dtype),
+            position_score=None if table.score is None else table.score[codes].T,
+        )
+
+    def decode_terms(
+        self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
+    ) -> DecodeTerms:
+        """Takes the entries of the P distances that segment and cache need."""
+        c = self.config
+        scale, dtype = c.d_head**-0.5, jnp.dtype(c.dtype)
+        n_position = table_length(segment_len=segment_len, capacity=capacity, clamp_len=c.clamp(clamp_len))
+        distances = positions.key_distances(n_position)
+        table = {name: leaf.astype(dtype) for name, leaf in layer["attention"]["positions"].items()}
+        key = table["key"][distances].transpose(1, 2, 0)
+        if "score" not in table:  # As the paper says; else as the original has it.
+            return DecodeTerms(None, PositionKeys(bias=None, key=key, score=None))
+        score = table["score"][distances].T * scale
+        return DecodeTerms(table["content"] * scale, PositionKeys(bias=None, key=key, score=score))
+
+    def original_tensors(self) -> list[OriginalTensor]:
+        """Returns the tables of keys and scores, and u, all per layer."""
+        c = self.config
+        assert c.num_positions is not None, "a learned encoding has a table: see `ExperimentConfig.resolved`"
+        lead, heads = (c.n_layer, c.num_positions), (c.n_head, c.d_head)
+        return [
+            OriginalTensor(name, shape, f"stack/layers/attention/positions/{ours}", shape, turned)
+            for name, shape, turned, ours in (
+                ("r_emb", (*lead, *heads), True, "key"),
+                ("r_bias", (*lead, c.n_head), True, "score"),
+                ("r_w_bias", (c.n_layer, *heads), False, "content"),
+            )
+        ]
