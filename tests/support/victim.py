@@ -40,7 +40,7 @@ from txl_jax.training.validation import Validation
 
 # Where a phase begins and ends.
 PHASES = {
-    "preparing": [(published, "_prepare"), (store, "_make")],
+    "preparing": [(published, "_prepare"), (store, "_write")],
     "restoring": [(trainer.Trainer, "_restore")],
     "compiling": [(assemble.TrainingFunctions, "compile_step")],
     "training": [(trainer, "train")],
