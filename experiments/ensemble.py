@@ -1,9 +1,9 @@
-"""Trains an ensemble: several runs that differ in seed, learning rate or dropout, as one program.
+r"""Trains an ensemble: several runs that differ in seed, learning rate or dropout, as one program.
 
-    python -m experiments.ensemble --flagfile=ptb --data_dir=data --workdir=runs/ptb \\
+    python -m experiments.ensemble --flagfile=ptb --data_dir=data --workdir=runs/ptb \
         --ensemble_member="seed=1" --ensemble_member="seed=2" --ensemble_member="seed=3"
-    python -m experiments.ensemble --flagfile=ptb_small --train.steps=200 --data_dir=data --workdir=runs/rates \\
-        --ensemble_member="optimizer.learning_rate=5e-4" \\
+    python -m experiments.ensemble --flagfile=ptb_small --train.steps=200 --data_dir=data --workdir=runs/rates \
+        --ensemble_member="optimizer.learning_rate=5e-4" \
         --ensemble_member="optimizer.learning_rate=1e-3 model.dropout.rate=0.1"
     python -m experiments.ensemble --mode=split --workdir=runs/ptb --ensemble_member="seed=2" --to=runs/ptb-seed2
 
@@ -41,7 +41,7 @@ def main() -> None:
     flags.DEFINE_multi_string(
         "ensemble_member",
         [],
-        'Settings of one member, such as "seed=2 model.dropout.rate=0.3"; one flag per member. For --mode=split its name.',
+        'One flag per member: its settings, such as "seed=2 model.dropout.rate=0.3". For --mode=split its name.',
     )
     flags.DEFINE_string("to", None, "For --mode=split: the workdir of the member.")
     runner.parse_or_exit()
@@ -68,9 +68,10 @@ def _run() -> int:
 
 def _folder(flag: str) -> Path:
     """Returns the folder that a flag names; raises `UserError` if it names none."""
-    if not FLAGS[flag].value:
+    path: str = FLAGS[flag].value or ""
+    if not path:
         raise UserError(f"no folder was given; give --{flag}=PATH")
-    return Path(FLAGS[flag].value).expanduser().resolve()
+    return Path(path).expanduser().resolve()
 
 
 def _parse_member(text: str) -> dict[str, float]:

@@ -105,7 +105,7 @@ class Placement:
         batch_size = batch_size or len(own)
 
         def put(placed: NamedSharding, array: np.ndarray) -> jax.Array:
-            def of_device(index: tuple[slice, ...]) -> np.ndarray:
+            def of_device(index: Any) -> Any:
                 rows = np.arange(batch_size)[index[1]]
                 return array[:, np.searchsorted(own, rows)]
 
@@ -116,30 +116,31 @@ class Placement:
     def memory_shardings(self, batch_size: int) -> Memory:
         """Returns the shardings of a training memory."""
         rows = sharding.batch_axes(self.mesh, batch_size)
-        return Memory(
-            hidden=sharding.named_sharding(self.mesh, axes.LAYERS, rows, axes.LENGTH, None),
-            valid=sharding.named_sharding(self.mesh, rows),
-        )
+        return Memory(hidden=self.named(axes.LAYERS, rows, axes.LENGTH, None), valid=self.named(rows))
 
     def segment_shardings(self, batch_size: int) -> Segments:
         """Returns the shardings of S segments."""
         rows = sharding.batch_axes(self.mesh, batch_size)
-        tokens = sharding.named_sharding(self.mesh, None, rows, axes.LENGTH)
-        return Segments(
-            inputs=tokens, targets=tokens, weights=tokens, reset=sharding.named_sharding(self.mesh, None, rows)
-        )
+        tokens = self.named(None, rows, axes.LENGTH)
+        return Segments(inputs=tokens, targets=tokens, weights=tokens, reset=self.named(None, rows))
+
+    def named(self, *logical_axes: Any) -> Any:
+        """Returns the sharding of an array by its logical axes, to stand for the array in trees of shardings."""
+        return sharding.named_sharding(self.mesh, *logical_axes)
 
     def abstract_segments(self, lengths: TrainConfig | EvalConfig) -> Segments:
         """Returns shapes, types and shardings of the segments that one call of the train or eval step takes."""
         shape = (lengths.segments_per_call, lengths.batch_size, lengths.segment_len)
-        shapes = Segments(inputs=shape, targets=shape, weights=shape, reset=shape[:2])
-        dtypes = Segments(inputs="int32", targets="int32", weights="float32", reset="bool")
-        shardings = self.segment_shardings(lengths.batch_size)
+        shardings: Any = self.segment_shardings(lengths.batch_size)
+
+        def abstract(name: str, shape: tuple[int, ...], dtype: str) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(shardings, name))
+
         return Segments(
-            *(
-                jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
-                for shape, dtype, placed in zip(shapes, dtypes, shardings, strict=True)
-            )
+            inputs=abstract("inputs", shape, "int32"),
+            targets=abstract("targets", shape, "int32"),
+            weights=abstract("weights", shape, "float32"),
+            reset=abstract("reset", shape[:2], "bool"),
         )
 
 
@@ -255,14 +256,9 @@ class EvaluationFunctions:
         if isinstance(self.components.model, LSTM):
             return self.components.placement.memory_shardings(config.eval.batch_size)
         rows = sharding.batch_axes(mesh, config.eval.batch_size)
-        layers = (sharding.named_sharding(mesh, rows, axes.HEADS, None, None),) * config.model.n_layer
-        return KVCache(
-            keys=layers,
-            values=layers,
-            valid=sharding.named_sharding(mesh, rows),
-            write_index=sharding.named_sharding(mesh),
-            mem_len=config.eval.mem_len,
-        )
+        named = self.components.placement.named
+        layers = (named(rows, axes.HEADS, None, None),) * config.model.n_layer
+        return KVCache(keys=layers, values=layers, valid=named(rows), write_index=named(), mem_len=config.eval.mem_len)
 
     @property
     def memory_dtype(self) -> jnp.dtype:
@@ -302,7 +298,7 @@ def assemble(config: ExperimentConfig, *, vocab_size: int, mesh: Mesh | None = N
         size, devices = getattr(config.model, name), mesh.shape[axis]
         if size % devices:
             raise UserError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
-    network = {Network.TRANSFORMER_XL: TransformerXL, Network.LSTM: LSTM}[config.model.network]
+    network: Any = {Network.TRANSFORMER_XL: TransformerXL, Network.LSTM: LSTM}[config.model.network]
     return RunComponents(
         config=config,
         model=network(config.model, config.compat, vocab_size, mesh.size),

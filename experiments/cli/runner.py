@@ -60,8 +60,9 @@ def define_flags(defaults: ExperimentConfig) -> None:
 
 
 def define_workdir() -> None:
-    """Defines the flag of the run's folder."""
+    """Defines the flags of the run's folder."""
     flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, logs, results. Created if missing.")
+    flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, when --workdir holds one and is not trained.")
 
 
 def define_data_folders() -> None:
@@ -141,7 +142,7 @@ def given_workdir() -> Workdir:
     """Returns the folder that the command line names; raises `UserError` if it names none."""
     if not FLAGS.workdir:
         raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
-    return Workdir(Path(FLAGS.workdir).expanduser().resolve())
+    return Workdir(Path(FLAGS.workdir).expanduser().resolve(), FLAGS.ensemble_member)
 
 
 def score_trained(
@@ -229,7 +230,7 @@ def _print_help(groups: Collection[str] | None, note: str) -> None:
 
 
 def _run_mode(defaults: ExperimentConfig) -> int:
-    hosts.check_same({"mode": FLAGS.mode})
+    hosts.check_same({"mode": FLAGS.mode, "ensemble_member": FLAGS.ensemble_member})
     workdir = distributed.run_on_all(given_workdir)
     if FLAGS.mode == "train":
         return _train(defaults, workdir)
@@ -241,6 +242,11 @@ def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
         config = with_absolute_paths(flag_tree.build(defaults))
         config.validate()
         check_program(defaults, config)
+        if workdir.member is not None:
+            raise UserError(
+                "--ensemble_member was given to --mode=train; make the member a run of its own first: python -m "
+                "experiments.ensemble --mode=split"
+            )
         workdir.check_same_settings(config)  # Before a text is read, which may take minutes.
         return config, read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
 

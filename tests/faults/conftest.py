@@ -35,6 +35,13 @@ def undisturbed(place):
     return place.workdir("undisturbed")
 
 
+@pytest.fixture(scope="session")
+def undisturbed_ensemble(place):
+    """The workdir of an ensemble that nothing happened to."""
+    finished(place.train_ensemble("undisturbed-ensemble"))
+    return place.workdir("undisturbed-ensemble")
+
+
 @pytest.fixture
 def fault_seed():
     """What random moments are drawn with: TXL_FAULT_SEED repeats them as far as processes can be repeated."""

@@ -1,4 +1,4 @@
-"""Tests damaged checkpoints of a whole run: it says so, goes on from the step before, and trains to the same numbers."""
+"""Tests damaged checkpoints of a run: it says so, resumes from the step before, and trains to the same numbers."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Tests `kill -9` and signals at chosen and at random moments: the run goes on and every number is as if undisturbed."""
+"""Tests `kill -9` and signals at chosen and random moments: the run resumes, every number is as if undisturbed."""
 
 import collections
 import random
@@ -54,6 +54,31 @@ def assert_nothing_left_over(place, name):
     workdir = place.workdir(name)
     left = {path for pattern in ("*.tmp", ".probe-*", "*.deleted", "*orbax*") for path in workdir.rglob(pattern)}
     assert not left - {*workdir.glob(".evaluation.json.*.tmp")}
+
+
+# Best parameters are written per member: a kill comes before those of the second, before its digests, and so on.
+ENSEMBLE_MOMENTS = {
+    "before config.json has its name": "os.rename *config.json*",
+    "while the best of the second member are written": "os.mkdir *best/seed=2*/8.orbax-checkpoint-tmp*",
+    "between the best of the second member and their digests": "open *best/seed=2*/16/.digests.json.*",
+    "while arrays are written": "os.mkdir *latest/18.orbax-checkpoint-tmp/*",
+    "between the last checkpoint and its digests": "open *latest/24/.digests.json*",
+    "before results.json has its name": "os.rename *results.json*",
+}
+FAST_ENSEMBLE = ("while the best of the second member are written", "between the last checkpoint and its digests")
+
+
+@pytest.mark.parametrize(
+    "moments", [FAST_ENSEMBLE, pytest.param(tuple(ENSEMBLE_MOMENTS), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_kills_of_an_ensemble(moments, place, undisturbed_ensemble):
+    name = f"ensemble-{len(moments)}"
+    for moment in moments:
+        victim = place.train_ensemble(name, fault="kill", at=ENSEMBLE_MOMENTS[moment])
+        assert victim.end().code == KILLED, f"no kill {moment}"
+    finished(place.train_ensemble(name))
+    assert_equal_runs(place.workdir(name), undisturbed_ensemble)
+    assert_nothing_left_over(place, name)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])

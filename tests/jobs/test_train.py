@@ -1,4 +1,4 @@
-"""Tests the training job: stop and resume, damaged checkpoints, other settings, non-finite losses, the best parameters."""
+"""Tests the training job: stop and resume, damage, other settings, non-finite losses, best parameters, hooks."""
 
 import dataclasses
 import json
@@ -254,7 +254,7 @@ def test_other_settings_in_a_used_workdir_are_refused_by_name(finished, config, 
     workdir, _ = finished
     before = (workdir.path / "config.json").read_bytes()
     other = config_tree.replace(config, {"model.n_layer": 3, "optimizer.learning_rate": 0.02, "train.log_every": 2})
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError, match="--model") as error:
         train.run(other, corpus, workdir)
     message = str(error.value)
     assert re.search(r"--model\.n_layer\D*\b2\b\D*\b3\b", message)
@@ -304,7 +304,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corp
 
 def test_a_text_too_short_for_the_batch_is_refused_before_anything_is_written(config, corpus, tmp_path):
     workdir = Workdir(tmp_path / "run")
-    with pytest.raises(ValueError, match="train.batch_size"):
+    with pytest.raises(ValueError, match=r"train\.batch_size"):
         train.run(config_tree.replace(config, {"train.batch_size": 2000}), corpus, workdir)
     assert not workdir.path.exists()
 

@@ -69,7 +69,7 @@ def test_settings_are_compared_before_a_text_is_read(workdir, tmp_path):
 
 
 def test_another_text_is_refused(workdir):
-    with pytest.raises(ValueError, match="'own text'.*'other'"):
+    with pytest.raises(ValueError, match=r"'own text'.*'other'"):
         workdir.check_same_run(CONFIG, TextInfo("text", "other", "e" * 64, WORDS))
 
 

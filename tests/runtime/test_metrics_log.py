@@ -143,7 +143,7 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
     assert (float(record["b"]), float(record["c"])) == (math.inf, -math.inf)
 
 
-@pytest.mark.parametrize("name", ["kind", "step"])
+@pytest.mark.parametrize("name", ["kind", "step", "member"])
 def test_names_that_the_record_uses(name, tmp_path):
     with RunLog(tmp_path) as log, pytest.raises(ValueError, match=name):
         log.record("train", 1, {name: 1.0})
@@ -235,6 +235,16 @@ def test_scalars_can_be_read_back(tmp_path):
     values = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
     assert values == [(7, "train/loss", 0.5), (7, "train/rate", 2.0)]
     assert events[0].file_version == "brain.Event:2"
+
+
+def test_a_record_of_a_member_names_it(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.record("valid", 7, {"loss": 0.5}, member="seed=2")
+        events = read_events(tmp_path / "tensorboard")
+    assert read_metrics(tmp_path) == [{"kind": "valid", "step": 7, "member": "seed=2", "loss": 0.5}]
+    assert [value.tag for event in events for value in event.summary.value] == [
+        "seed_2/valid/loss"
+    ]  # TensorBoard takes no "=".
 
 
 def test_files_are_read_in_the_order_written_though_the_clock_goes_back(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ FLAGS = (
     "--train.checkpoint_every=6 --eval.batch_size=16 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=none"
 ).split()
 KILLED = -signal.SIGKILL
+MEMBERS = ("seed=1", "seed=2 model.dropout.rate=0.3")  # Of the ensemble.
 PATIENCE = 120  # Seconds that one start may take.
 
 
@@ -120,6 +121,11 @@ class Place:
         """Starts the run `name`, or resumes it; faults are objects of `victim.py`, or one is given by its parts."""
         return Victim(self, *FLAGS, *self.folders(name), faults=[*faults, *([fault] if fault else [])])
 
+    def train_ensemble(self, name, **fault):
+        """Starts an ensemble of two members, or resumes it."""
+        flags = ("--data.corpus=ptb", *FLAGS, *(f"--ensemble_member={member}" for member in MEMBERS))
+        return Victim(self, *flags, *self.folders(name), faults=[fault] if fault else [], program="ensemble")
+
     def score(self, name, **fault):
         """Starts to score a trained run again."""
         return Victim(self, "--mode=eval", *self.folders(name), faults=[fault] if fault else [])
@@ -173,7 +179,9 @@ def assert_equal_runs(workdir, undisturbed):
     """The curve, the scores, and everything in the newest checkpoints are the same to the last bit."""
     assert numbers(workdir) == numbers(undisturbed)
     assert result(workdir) == result(undisturbed)
-    for folder in ("latest", "best"):
+    best = [path.parent for path in (undisturbed / "checkpoints" / "best").rglob("digests.json")]
+    assert best, "no best parameters"
+    for folder in ("latest", *sorted({str(path.parent.relative_to(undisturbed / "checkpoints")) for path in best})):
         (step, found), (expected_step, expected) = (
             arrays(each / "checkpoints" / folder) for each in (workdir, undisturbed)
         )

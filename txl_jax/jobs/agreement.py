@@ -1,4 +1,4 @@
-"""That all processes of a run were given the same settings and the same text; each of them reads its own rows of it."""
+"""Checks that all processes of a run have the same settings and text; each reads its own rows of the text."""
 
 import json
 
@@ -8,12 +8,12 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.data.tokens.vocabulary import digest
 from txl_jax.runtime import distributed
 
-# Hosts may keep their files in different places. What is in them is compared.
+# Hosts may keep their files in different places; the contents are compared.
 _PLACES = {f"data.{name}" for name in ("file", "train", "valid", "test", "vocab_file", "sentencepiece_model")}
 
 
 def check(config: ExperimentConfig, corpus: Corpus) -> None:
-    """Raises `ValueError`, in all processes, for one whose settings or text are not those of the first."""
+    """Raises `UserError`, in all processes, if one has other settings or another text than process 0."""
     check_settings(config)
     distributed.assert_same_on_all(
         f"{corpus.description} (sha256 {corpus.digest[:12]}...)",
@@ -22,14 +22,14 @@ def check(config: ExperimentConfig, corpus: Corpus) -> None:
     distributed.assert_same_on_all(
         digest(corpus.vocabulary),
         lambda first, other: (
-            f"its vocabulary has the sha256 {other[:12]}... and that of process 0 {first[:12]}...; give all hosts the same "
-            "files and the same versions of the libraries"
+            f"its vocabulary has the sha256 {other[:12]}... and that of process 0 {first[:12]}...; give all hosts the "
+            "same files and the same versions of the libraries"
         ),
     )
 
 
 def check_settings(config: ExperimentConfig) -> None:
-    """The part of `check` that needs no text."""
+    """Does the part of `check` that needs no text."""
     settings = {name: value for name, value in config_tree.to_dict(config).items() if name not in _PLACES}
     distributed.assert_same_on_all(json.dumps(settings), _difference)
 
@@ -37,5 +37,5 @@ def check_settings(config: ExperimentConfig) -> None:
 def _difference(first: str, other: str) -> str:
     ours, theirs = json.loads(first), json.loads(other)
     names = [name for name in ours if theirs.get(name) != ours[name]]
-    told = ", ".join(f"{name} is {theirs.get(name)} there and {ours[name]} in process 0" for name in names[:3])
-    return f"{told}; start all hosts with the same command"
+    differences = ", ".join(f"{name} is {theirs.get(name)} there and {ours[name]} in process 0" for name in names[:3])
+    return f"{differences}; start all hosts with the same command"

@@ -67,8 +67,8 @@ def run(
     components = assemble(base, vocab_size=corpus.vocabulary.size)
     if components.mesh.size != 1:
         raise UserError(
-            f"the mesh has {components.mesh.size} devices and the members of an ensemble share one; give --mesh.data=1, or "
-            "train each as a run of its own"
+            f"the mesh has {components.mesh.size} devices and the members of an ensemble share one; give "
+            "--mesh.data=1, or train each as a run of its own"
         )
     readers = [training_reader(components, corpus, seed=config.seed) for config in configs.values()]
     with contextlib.ExitStack() as stack:
@@ -92,13 +92,13 @@ def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[st
         if name not in ensemble_step.VARYING:
             near = config_tree.did_you_mean(name, ensemble_step.VARYING)
             raise UserError(
-                f"members cannot differ in {name}{near}; they can in {', '.join(ensemble_step.VARYING)}, which change no "
-                "shape"
+                f"members cannot differ in {name}{near}; they can in {', '.join(ensemble_step.VARYING)}, which change "
+                "no shape"
             )
     if base.train.patience:
         raise UserError(
-            f"train.patience is {base.train.patience}, and the members of an ensemble are trained to the same end; leave it "
-            "out"
+            f"train.patience is {base.train.patience}, and the members of an ensemble are trained to the same end; "
+            "leave it out"
         )
     names = [member_name(_in_order(member)) for member in members]
     configs = [config_tree.replace(base, dict(member)) for member in members]
@@ -132,7 +132,7 @@ def _task(
         return jax.device_put(init(), jax.tree.map(lambda leaf: leaf.sharding, abstract_state))
 
     def segments(first: int, count: int) -> Segments:
-        """[n, S, B, L]"""
+        """Returns the segments of all members [n, S, B, L]."""
         each = [reader.segments(first, count) for reader in readers]
         return jax.tree.map(lambda *arrays: jnp.asarray(np.stack(arrays)), *each)
 
@@ -168,8 +168,10 @@ def _task(
 def _write_table(folder: Path, results: Mapping[str, Any], measure: Measure) -> Path:
     """Writes members.md: the scores of all members, and the facts that a number needs beside it."""
     lines = [
-        f"{results['text']}; {results['device']}, {results['date']}; the test text was scored with the parameters of the "
-        "best validation.",
+        (
+            f"{results['text']}; {results['device']}, {results['date']}; the test text was scored with the parameters "
+            "of the best validation."
+        ),
         "",
         f"| member | best valid {measure} | after updates | test {measure} |",
         "|---|---|---|---|",

@@ -44,6 +44,6 @@ def run(
         results[split] = as_record(
             score_split(components, params, corpus, split, log=log, stop_requested=stop_requested)
         )
-    distributed.broadcast_from_primary(lambda: write_json(workdir.path / "evaluation.json", results))
-    log(f"results   {workdir.path / 'evaluation.json'}")
+    distributed.broadcast_from_primary(lambda: write_json(workdir.outputs / "evaluation.json", results))
+    log(f"results   {workdir.outputs / 'evaluation.json'}")
     return results

@@ -81,7 +81,7 @@ def run(
     for number, text in enumerate(texts[1:], start=2):
         log(f"--- sample {number} ---")
         write((prompt + text).decode(errors="replace") + "\n")
-    path = workdir.path / f"sample-seed{config.generate.seed}.txt"
+    path = workdir.outputs / f"sample-seed{config.generate.seed}.txt"
     distributed.broadcast_from_primary(lambda: _save(path, prompt, texts))
     return texts
 

@@ -22,9 +22,12 @@ def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) ->
     c, train = components.config.model, components.config.train
     tokens_per_step = train.batch_size * train.new_tokens
     epochs = train.steps / reader.n_segments
+    axes = ", ".join(f"{name} {size}" for name, size in components.mesh.shape.items())
     return [
-        f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} tokens "
-        f"to train / validate / test on, vocabulary {corpus.vocabulary.size:,}",
+        (
+            f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} "
+            f"tokens to train / validate / test on, vocabulary {corpus.vocabulary.size:,}"
+        ),
         f"model     {_sizes(c)}, {c.dtype}: {components.num_parameters:,} parameters",
         f"training  {train.batch_size} rows x {train.new_tokens} = {tokens_per_step:,} tokens per step, "
         + (
@@ -35,7 +38,7 @@ def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) ->
         + f"; {train.steps:,} steps = {epochs:.2f} epochs of {reader.n_segments:,} steps "
         f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
         f"scoring   {_how_scored(components.config.eval)}",
-        f"devices   {components.mesh.size} x {device_kind()} ({', '.join(f'{k} {n}' for k, n in components.mesh.shape.items())})"
+        f"devices   {components.mesh.size} x {device_kind()} ({axes})"
         + (f" in {jax.process_count()} processes" if distributed.is_multiprocess() else ""),
     ]
 
@@ -43,7 +46,10 @@ def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) ->
 def _how_scored(eval_config: EvalConfig) -> str:
     clamp = f"distances clamped at {eval_config.clamp_len}" if eval_config.clamp_len else "no clamp"
     if eval_config.stride:
-        return f"the last {eval_config.stride} of windows of {eval_config.segment_len}, {clamp}, {eval_config.batch_size} windows at a time"
+        return (
+            f"the last {eval_config.stride} of windows of {eval_config.segment_len}, {clamp}, {eval_config.batch_size} "
+            "windows at a time"
+        )
     early = f", each begun {eval_config.warmup_tokens} tokens early" if eval_config.warmup_tokens else ""
     rows = f"{eval_config.batch_size} row{'s' if eval_config.batch_size > 1 else ''}"
     return f"segments of {eval_config.segment_len}, memory {eval_config.mem_len}, {clamp}, {rows}{early}"

@@ -71,7 +71,7 @@ def run(
 
 def scores_file(workdir: Workdir, split: str) -> Path:
     """Returns the path of a text's scores."""
-    return workdir.path / f"scores-{split}.tsv"
+    return workdir.outputs / f"scores-{split}.tsv"
 
 
 def lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Iterator[str]:

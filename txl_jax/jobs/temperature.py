@@ -75,10 +75,10 @@ def run(
         "test": {f"{temperature:g}": scored(temperature, "test") for temperature in dict.fromkeys((1.0, best))},
         **environment.describe(),
     }
-    distributed.broadcast_from_primary(lambda: write_json(workdir.path / "temperature.json", results))
+    distributed.broadcast_from_primary(lambda: write_json(workdir.outputs / "temperature.json", results))
     if best in (min(configs), max(configs)) and best != 1:
         log(f"note      {best:g} is the last temperature that was tried; try others beyond it")
-    log(f"results   {workdir.path / 'temperature.json'}")
+    log(f"results   {workdir.outputs / 'temperature.json'}")
     return results
 
 

@@ -14,7 +14,7 @@ Steps 3 to 6 are those of `txl_jax.training.trainer`.
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def claim(
     config: ExperimentConfig,
     text: TextInfo,
     stack: contextlib.ExitStack,
-    members: Sequence[dict[str, float]] = (),
+    members: Sequence[Mapping[str, float]] = (),
 ) -> list[str]:
     """Locks the workdir until `stack` is closed, and records the run in it; returns its changed settings."""
     workdir.check_same_run(config, text, members)
@@ -127,7 +127,7 @@ def training_reader(components: RunComponents, corpus: Corpus, *, seed: int | No
         roll=data.roll,
         sentence_starts=corpus.sentences if data.order is Order.SENTENCES else None,
         epoch_memory=data.epoch_memory,
-        own=components.placement.own_rows(train_config.batch_size),
+        own=components.placement.own_rows(train_config.batch_size).tolist(),
     )
 
 

@@ -131,8 +131,8 @@ class Workdir:
         while not (self.path / name).exists():
             if time.monotonic() > until:
                 raise UserError(
-                    f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir on "
-                    "a file system that they share"
+                    f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir "
+                    "on a file system that they share"
                 )
             time.sleep(0.1)
 
@@ -274,7 +274,8 @@ class Workdir:
     def _changes(self, config: ExperimentConfig, members: Sequence[Mapping[str, float]]) -> tuple[list[str], list[str]]:
         """Returns one line for each setting that differs: those that may, and those that shape the training."""
         old_config, _, old_members = self._load()
-        allowed, refused = [], []
+        allowed: list[str] = []
+        refused: list[str] = []
         for leaf, before, after in config_tree.differences(old_config, config):
             line = config_tree.describe_change(leaf, before, after)
             (allowed if leaf.setting.free_on_resume else refused).append(line)

@@ -144,7 +144,7 @@ def run(
     watch = {"measure": corpus.vocabulary.measure, "log": log, "stop_requested": stop_requested}
     began = time.monotonic()
     average, queries = _read(parts, params, tokens, first_full, positions, watch)
-    folder = Path(plan.out) if plan.out else workdir.path / "attention"
+    folder = Path(plan.out) if plan.out else workdir.outputs / "attention"
     folder.mkdir(parents=True, exist_ok=True)
     heads = plan.layer_heads or attention_terms.widest(average, _DEFAULT_HEADS)
     _write(folder, average, heads, queries, tokens, corpus, facts={"step": int(step), "split": plan.split}, log=log)

@@ -112,11 +112,11 @@ def run(
         totals = score(parts, params, tokens, name=name, measure=measure, log=log, stop_requested=stop_requested)
         rows.append(LengthScore(length, totals, time.monotonic() - began))
         log(with_duration(f"{name} {format_scores(totals, measure)}", rows[-1].seconds))
-        distributed.broadcast_from_primary(lambda: write_text(workdir.path / "context_length.csv", _csv(rows)))
-    log(f"results   {workdir.path / 'context_length.csv'}")
+        distributed.broadcast_from_primary(lambda: write_text(workdir.outputs / "context_length.csv", _csv(rows)))
+    log(f"results   {workdir.outputs / 'context_length.csv'}")
     how = "streaming with a memory" if stride is None else f"sliding windows, stride {stride:,}"
     title = f"{corpus.name} ({split}), step {step:,}, {how}"
-    _draw(workdir.path / "context_length.png", rows, measure, title=title, log=log)
+    _draw(workdir.outputs / "context_length.png", rows, measure, title=title, log=log)
     return rows
 
 

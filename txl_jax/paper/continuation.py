@@ -80,7 +80,7 @@ def run(
                 f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the "
                 f"{plan.split} text has {len(tokens):,}; the last start with room is {len(tokens) - context - length:,}"
             )
-    path = Path(plan.out) if plan.out else workdir.path / "continuation.md"
+    path = Path(plan.out) if plan.out else workdir.outputs / "continuation.md"
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
     assert isinstance(parts.model, TransformerXL)  # As `check` found.
     generator = Generator(

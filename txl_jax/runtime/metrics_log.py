@@ -82,7 +82,8 @@ class RunLog:
     def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
         """Adds one record: a line `{"kind": kind, "step": step, **values}` and a scalar `kind/name` per value.
 
-        With `member`, of an ensemble, the line has it too, and the scalar is `member/kind/name`.
+        With `member`, of an ensemble, the line has it too, and the scalar is `member/kind/name`, in which TensorBoard
+        has "_" for "=".
 
         Raises:
           UserError: a value named "kind", "step" or "member".

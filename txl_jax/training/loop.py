@@ -90,8 +90,9 @@ def train(
     Returns:
       The number of updates done, and the state after them.
     """
-    step, pending, stopping = first_step, None, False
-    upcoming = segments(step) if step < steps else None
+    step, stopping = first_step, False
+    pending: tuple[int, UpdateMetrics] | None = None
+    upcoming: Any = segments(step) if step < steps else None
     while step < steps:
         state, metrics = train_step(state, upcoming)
         # While the device works: the next segments, and the metrics of the call before.

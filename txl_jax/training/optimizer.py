@@ -32,9 +32,9 @@ def learning_rate(
 
     def rate(count: jax.Array) -> jax.Array:
         falling = jnp.where(count < warmup, peak * count / max(warmup, 1), cosine(count - offset))
-        return (
-            falling if average.lr_scale == 1 else jnp.where(count < average.start_step, 1, average.lr_scale) * falling
-        )
+        if average.lr_scale == 1 or average.start_step is None:
+            return falling
+        return jnp.where(count < average.start_step, 1, average.lr_scale) * falling
 
     return rate
 

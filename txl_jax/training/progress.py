@@ -1,4 +1,4 @@
-"""Progress of training: lines, records and throughput (tokens/s) from the metrics of updates, and the non-finite check."""
+"""Progress of training: lines, records and throughput (tokens/s), and the check for non-finite numbers."""
 
 import dataclasses
 import time
@@ -113,8 +113,8 @@ class Progress:
             return f"losses {'  '.join(f'{totals.nll:.4f}' for totals in of_members)}"
         (totals,), (running,) = of_members, self._totals
         return (
-            f"loss {totals.nll:.4f}  {totals.format(self._measure)}  grad norm {running.grad_norm / running.updates:.3f}  "
-            f"lr {learning_rate:.2e}"
+            f"loss {totals.nll:.4f}  {totals.format(self._measure)}  "
+            f"grad norm {running.grad_norm / running.updates:.3f}  lr {learning_rate:.2e}"
         )
 
 

@@ -37,7 +37,7 @@ class Results:
         self._note = note
 
     def on_disk(self, step: int) -> dict[str, Any] | None:
-        """Reads results that were measured after `step` updates with these evaluation settings; None: there are none."""
+        """Reads results of `step` updates that were scored with these evaluation settings; None: there are none."""
         try:
             results = json.loads(self.path.read_text())
             same = results["steps"] == step and with_defaults(results["eval"]) == self._validation.eval_settings

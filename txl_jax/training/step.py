@@ -89,7 +89,7 @@ def _make_loss(model: LanguageModel, config: ExperimentConfig) -> Callable[..., 
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
     ) -> tuple[jax.Array, Any]:
         """Returns the minimized loss, as a part of the batch's mean over `tokens`; and (summed nats, new memory)."""
-        variables = {"params": params}
+        variables, weights = {"params": params}, jnp.asarray(segment.weights)
         (hidden, memory), kept = model.apply(
             variables,
             segment.inputs,
@@ -100,18 +100,18 @@ def _make_loss(model: LanguageModel, config: ExperimentConfig) -> Callable[..., 
             rngs={"dropout": dropout_key},
             mutable=[intermediates.COLLECTION] if penalized else [],
         )
-        nll = model.apply(variables, hidden, segment.targets, method=model.nll)
+        nll: Any = model.apply(variables, hidden, segment.targets, method=model.nll)
         scored = nll  # What is reported.
         if regularization.adversarial:
-            vectors = model.apply(variables, segment.targets, method=model.target_vectors)
+            vectors: Any = model.apply(variables, segment.targets, method=model.target_vectors)
             nll = losses.adversarial_nll(nll, hidden, vectors, regularization.adversarial)
-        mean = losses.weighted_sum(nll, segment.weights)[0] / jnp.maximum(tokens, 1)
+        mean = losses.weighted_sum(nll, weights)[0] / jnp.maximum(tokens, 1)
         if penalized:
             new = intermediates.last(kept)[:, -train.new_tokens :]
             penalty = losses.activation_penalty(
                 new, activation=regularization.activation_l2, temporal=regularization.temporal_l2
             )
             mean += penalty / train.grad_accum_steps
-        return mean, (losses.weighted_sum(scored, segment.weights)[0], memory)
+        return mean, (losses.weighted_sum(scored, weights)[0], memory)
 
     return loss

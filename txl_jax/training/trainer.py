@@ -1,4 +1,4 @@
-"""The trainer: one object that owns state, log and checkpoints of a run or of an ensemble. Everything periodic is a hook."""
+"""The trainer owns state, log and checkpoints of a run or of an ensemble; everything periodic is a hook."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -126,7 +126,7 @@ class Trainer:
         save = Hook(config.checkpoint_every, lambda context: self._save(context.step, context.state, progress))
         if validation.pending:
             state = self._repeat_evaluation(evaluation, save, step, state, progress)
-            if validation.pending or validation.out_of_patience:
+            if self._must_end():
                 return step, state
         try:
             with Prefetcher(
@@ -157,6 +157,10 @@ class Trainer:
             run_hooks([save], step, state, log=self._log, progress=progress)
         return state
 
+    def _must_end(self) -> bool:
+        """Returns whether a repeated evaluation was cut short again, or has used up the patience."""
+        return self._validation.pending or self._validation.out_of_patience
+
     def _save(self, step: int, state: TrainState, progress: Progress) -> None:
         notes = {"running_totals": progress.state(), "evaluation_pending": self._validation.pending}
         self._checkpoints.save(step, state, notes)
@@ -169,8 +173,8 @@ class Trainer:
     def _advice(self) -> str:
         if self._task.members.names:
             return (
-                "Start again without that --ensemble_member, or with a lower learning rate for it, in a new --workdir; or "
-                "split off the other members (--mode=split)"
+                "Start again without that --ensemble_member, or with a lower learning rate for it, in a new --workdir; "
+                "or split off the other members (--mode=split)"
             )
         return "Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, in a new --workdir"
 

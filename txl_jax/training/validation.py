@@ -1,5 +1,6 @@
 """Validation while a run trains: scores, best parameters, the trigger of weight averaging, early stopping."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +93,7 @@ class Validation:
         # Those of this very step are written again: a kill may have come before they had their digests.
         better = best is None or totals.nll < best["loss"] or best["step"] == step
         context.record("valid", as_record(totals), member=label)
-        outcome = "best so far" if better else f"best {_format_loss(best, measure)} at step {best['step']}"
+        outcome = _format_outcome(best, better, measure)
         prefix = self._task.members.prefix(index)
         context.log(
             f"step {step}: {prefix}{with_duration(f'valid {format_scores(totals, measure)}', seconds)}  {outcome}"
@@ -115,7 +116,7 @@ class Validation:
                     f"{trigger} evaluations ago"
                 )
                 average = weight_averaging.begin(average, context.step, index)
-        return context.state.replace(average=average)
+        return dataclasses.replace(context.state, average=average)
 
     def stop_early(self, context: HookContext) -> None:
         """Early stopping: requests a stop when the patience is used up."""
@@ -134,8 +135,8 @@ class Validation:
             return None
         if notes is not None and with_defaults(notes["eval"]) != self.eval_settings:
             self._note(
-                f"the best so far, of step {notes['step']}, was scored with other --eval settings; it is chosen anew from "
-                "here"
+                f"the best so far, of step {notes['step']}, was scored with other --eval settings; "
+                "it is chosen anew from here"
             )
             return None
         return notes
@@ -146,5 +147,7 @@ def with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:
     return config_tree.to_dict(EvalConfig()) | evaluation
 
 
-def _format_loss(notes: dict[str, Any], measure: Measure) -> str:
-    return Totals(notes["loss"], 1).format(measure)
+def _format_outcome(best: dict[str, Any] | None, better: bool, measure: Measure) -> str:
+    if better or best is None:
+        return "best so far"
+    return f"best {Totals(best['loss'], 1).format(measure)} at step {best['step']}"

@@ -5,6 +5,7 @@ starts it when validation stops improving. With `ema_decay` the mean is exponent
 1 / (1 - ema_decay) updates it counts all alike, so that it needs no bias correction at its start.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,8 +46,9 @@ def update(average: Average | None, params: Any, step: jax.Array, config: Averag
         return None
     count = jnp.maximum(step + 1 - average.begun, 1).astype(jnp.float32)
     weight = jnp.maximum(1 / count, 1 - (1.0 if config.ema_decay is None else config.ema_decay))
-    return average.replace(
-        params=jax.tree.map(lambda mean, new: mean + weight.astype(mean.dtype) * (new - mean), average.params, params)
+    return dataclasses.replace(
+        average,
+        params=jax.tree.map(lambda mean, new: mean + weight.astype(mean.dtype) * (new - mean), average.params, params),
     )
 
 
@@ -58,9 +60,9 @@ def has_begun(average: Average, member: int = 0) -> bool:
 def begin(average: Average, step: int, member: int = 0) -> Average:
     """Starts the mean of a run, or of a member of an ensemble, after `step` updates."""
     if not average.begun.ndim:
-        return average.replace(begun=jnp.full_like(average.begun, step))
+        return dataclasses.replace(average, begun=jnp.full_like(average.begun, step))
     begun = average.begun.at[member].set(step)
-    return average.replace(begun=jax.device_put(begun, average.begun.sharding))
+    return dataclasses.replace(average, begun=jax.device_put(begun, average.begun.sharding))
 
 
 def is_due(losses: Sequence[float], trigger: int) -> bool:

@@ -186,21 +186,32 @@ def test_rows_of_a_table_are_run(text_file, tmp_path):
     assert "| no | shaw | half | " in out and (tmp_path / "none-shaw-half-seed1" / "ablation.json").exists()
 
 
-def test_members_are_trained_together(text_file, tmp_path):
+def test_an_ensemble_is_trained_a_member_scored_and_split_off(text_file, tmp_path):
     short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
     flags = [*TINY, *short, "--data.corpus=text", f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
-    chosen = ["--member=seed=1", "--member=seed=2 optimizer.learning_rate=0.002", f"--members_out={tmp_path}"]
-    code, out, err = finish(start("ensemble", *flags, *chosen))
+    chosen = ["--ensemble_member=seed=1", "--ensemble_member=seed=2 optimizer.learning_rate=0.002"]
+    code, _, err = finish(start("ensemble", *flags, *chosen, f"--workdir={tmp_path / 'all'}"))
     assert code == 0, err
-    assert "| seed=2+learning_rate=0.002 | " in out and (tmp_path / "seed=1" / "results.json").exists()
+    name = "seed=2+learning_rate=0.002"
+    assert f"| {name} | " in (tmp_path / "all" / "members.md").read_text()
+    member = [f"--workdir={tmp_path / 'all'}", f"--ensemble_member={name}"]
+    code, _, err = finish(start("text", "--mode=eval", *member))
+    assert code == 0, err
+    assert (tmp_path / "all" / "members" / name / "evaluation.json").exists()
+    code, _, err = finish(start("text", "--mode=eval", member[0]))
+    assert code == 1 and "--ensemble_member" in err and name in err
+    code, _, err = finish(start("ensemble", "--mode=split", *member, f"--to={tmp_path / 'own'}"))
+    assert code == 0, err
+    assert (tmp_path / "own" / "results.json").exists()
 
 
 @pytest.mark.parametrize(
     ("program", "flags", "code", "says"),
     [
-        ("ensemble", ["--members_out=WORK", "--member=seed=1"], 1, ["1"]),
-        ("ensemble", ["--members_out=WORK", "--member=seed"], 1, ["--member", "'seed'", "seed=2"]),
-        ("ensemble", ["--member=seed=1"], 1, ["--members_out"]),
+        ("ensemble", ["--workdir=WORK", "--ensemble_member=seed=1"], 1, ["1"]),
+        ("ensemble", ["--workdir=WORK", "--ensemble_member=seed"], 1, ["--ensemble_member", "'seed'", "seed=2"]),
+        ("ensemble", ["--ensemble_member=seed=1"], 1, ["--workdir"]),
+        ("ensemble", ["--mode=split", "--workdir=WORK", "--ensemble_member=seed=1"], 1, ["--to"]),
         ("paper.recl", ["--workdirs=WORK", "--out=WORK"], 1, ["workdirs", "1"]),
         ("paper.recl", ["--workdirs=WORK"], 1, ["out"]),
         ("paper.recl", ["--workdirs=WORK,WORK/b", "--out=WORK"], 1, ["WORK", "config.json"]),
