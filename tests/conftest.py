@@ -38,6 +38,7 @@ INTEGRATION = (
     "paper",
     "runtime/test_two_hosts.py",
     "sharding/test_mesh.py",
+    "test_docs.py",
     "test_golden.py",
     "test_public_api.py",
     "training",

@@ -9,7 +9,7 @@ import pytest
 
 from support import tiny
 from txl_jax import memory as memory_lib
-from txl_jax.config import COMPAT_PRESETS, CompatConfig, DType, Encoding, NormPlace, ShawTerms
+from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, ShawTerms
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 
@@ -101,7 +101,7 @@ def test_both_memories_agree_over_ten_segments(model, lengths, x64):
 @pytest.mark.parametrize("preset", ["tf", "hf", "pytorch"])
 @pytest.mark.parametrize("layer_norm", NormPlace)
 def test_both_memories_agree_as_other_implementations_start_and_look_back(preset, layer_norm, x64):
-    model = tiny.make(dtype=DType.FLOAT64, compat=COMPAT_PRESETS[preset], layer_norm=layer_norm)
+    model = tiny.make(dtype=DType.FLOAT64, compat=tiny.compat_config(preset), layer_norm=layer_norm)
     for found, expected in both(model, LENGTHS["rounded up"], resets=(2, 7)):
         np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-12)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from support import tiny
-from txl_jax.config import COMPAT_PRESETS, CompatConfig, DType, Encoding, EvalConfig, ModelConfig, NormPlace
+from txl_jax.config import CompatConfig, DType, Encoding, EvalConfig, ModelConfig, NormPlace
 from txl_jax.interop import huggingface, original
 from txl_jax.modules.transformer_xl import TransformerXL
 
@@ -35,7 +35,7 @@ quiet = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprecation
 
 def make(**changes) -> tuple[ModelConfig, dict]:
     """A config and random parameters."""
-    model = tiny.make(compat=COMPAT_PRESETS["hf"], **changes)
+    model = tiny.make(compat=tiny.compat_config("hf"), **changes)
     return model.config, jax.tree.map(np.asarray, tiny.variables(model)["params"])
 
 
@@ -255,7 +255,7 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
     peer.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()}, strict=True)
     tokens = tiny.text(3 * L + 1)
     tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1  # Each cluster, and one row of the first alone.
-    ours = list(walk(TransformerXL(config, COMPAT_PRESETS["hf"], V), params, span, tokens))
+    ours = list(walk(TransformerXL(config, tiny.compat_config("hf"), V), params, span, tokens))
     theirs = list(walk_peer(torch, peer, tokens))
     assert len(ours) == len(theirs) == 3
     for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax.config import CompatConfig, DropoutConfig, ModelConfig
+from txl_jax.config import CompatConfig, DropoutConfig, ExperimentConfig, ModelConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.modules.transformer_xl import TransformerXL
 
@@ -33,6 +33,11 @@ def make(*, compat: CompatConfig = COMPAT, **changes) -> TransformerXL:
 def model_config(**changes) -> ModelConfig:
     """The tiny config with some settings changed: `dropout__attention` for dropout.attention, and so on."""
     return config_tree.replace(CONFIG, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def compat_config(preset: str) -> CompatConfig:
+    """Returns the settings of compatibility of a preset."""
+    return config_tree.apply_preset(ExperimentConfig(), preset).compat
 
 
 def variables(model: TransformerXL) -> dict:
