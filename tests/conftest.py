@@ -24,7 +24,8 @@ collect_ignore = ["support"]  # Helpers: some change the process when they are i
 MARKERS = ("unit", "integration", "faults", "launch", "slow")
 # Files and folders below tests/ that put parts together, or take more than some seconds.
 INTEGRATION = (
-    "bench/test_huggingface.py",
+    "bench/test_huggingface_model.py",
+    "bench/test_speed.py",
     "bench/test_throughput.py",
     "config/test_every_setting.py",
     "evaluation",
@@ -38,13 +39,16 @@ INTEGRATION = (
     "runtime/test_two_hosts.py",
     "sharding/test_mesh.py",
     "test_golden.py",
+    "test_public_api.py",
     "training",
 )
 # Parts of those that are quick.
 QUICK = (
     "experiments/cli/test_flag_tree.py",
+    "experiments/cli/test_help_text.py",
     "experiments/cli/test_runner.py",
     "experiments/test_flagfiles.py",
+    "experiments/test_list.py",
     "paper/test_detokenize.py",
     "paper/test_plots.py",
     "paper/test_recl_gains.py",

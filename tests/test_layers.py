@@ -30,6 +30,7 @@ LAYERS = (
     ("evaluation",),
     ("assemble",),
     ("jobs",),
+    ("trained_model",),
     ("bench",),
     ("paper",),
 )
@@ -46,10 +47,10 @@ SELF_CONTAINED = {
     "txl_jax.runtime": ("txl_jax.errors", "txl_jax.version"),
 }
 
-# Names of modules that occur twice, while they do.
+# Names of modules that occur twice, and why.
 TWICE: dict[str, str] = {
     "relative": "the mathematics in ops/attention, the parameters in modules/positions",
-    "ensemble": "training/ensemble.py is to get a name of its own",
+    "ensemble": "the vmapped step in training, the whole run in jobs",
 }
 
 

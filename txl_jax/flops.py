@@ -7,6 +7,7 @@ Of an adaptive softmax only the head counts: how often a token needs a tail depe
 """
 
 import re
+from typing import Any
 
 from txl_jax.config import ModelConfig, Network
 from txl_jax.modules.positions import encoding_of
@@ -46,7 +47,7 @@ def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_l
     The memory is projected anew in every segment, as weights have changed, and nothing goes back into it; so are the
     position codes, of M + L distances.
     """
-    lengths = {"segment_len": segment_len, "mem_len": mem_len, "same_length": same_length}
+    lengths: dict[str, Any] = {"segment_len": segment_len, "mem_len": mem_len, "same_length": same_length}
     forward = of_inference(config, vocab_size=vocab_size, **lengths)
     if config.network is Network.LSTM:
         return 3 * forward
@@ -56,7 +57,7 @@ def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_l
 
 def of_recomputing(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
     """Returns the operations per token that `remat=full` adds: all layers forward once more, not the softmax."""
-    lengths = {"segment_len": segment_len, "mem_len": mem_len}
+    lengths: dict[str, Any] = {"segment_len": segment_len, "mem_len": mem_len}
     forward = of_inference(config, vocab_size=vocab_size, same_length=same_length, **lengths)
     again = 0 if config.network is Network.LSTM else _of_memory(config, **lengths)
     return forward - _softmax(config, vocab_size) + again

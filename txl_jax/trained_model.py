@@ -38,8 +38,7 @@ def load(path: str | os.PathLike[str], *, member: str | None = None) -> "Languag
     workdir = Workdir(Path(path).expanduser().resolve(), member)
     config, text = workdir.load()
     components = assemble(config, vocab_size=text.vocabulary.size)
-    with jax.set_mesh(components.mesh):
-        step, params = load_parameters(components, workdir, log=lambda line: None)
+    step, params = load_parameters(components, workdir, log=lambda line: None)
     return LanguageModel(components, text.vocabulary, params, step)
 
 
@@ -72,8 +71,7 @@ class LanguageModel:
         Raises:
           UserError: a text has characters that the vocabulary lacks.
         """
-        with jax.set_mesh(self.components.mesh):
-            return [self._score(self._encode(text)) for text in texts]
+        return [self._score(self._encode(text)) for text in texts]
 
     def generate(self, prompts: Sequence[str | bytes], settings: GenerateConfig | None = None) -> list[str]:
         """Generates one continuation of each prompt, without the prompt.
@@ -88,15 +86,14 @@ class LanguageModel:
         settings = dataclasses.replace(settings or self.config.generate, samples=1)
         settings.validate()
         check_can_generate(self.config)
-        with jax.set_mesh(self.components.mesh):
-            generator, params = self._generator(settings)
-            stop = read_stop(settings, self.vocabulary)
-            texts = []
-            for prompt in prompts:
-                ids = self._encode(prompt)
-                blocks = list(generator.tokens(params, ids if len(ids) else self.vocabulary.start))
-                tokens = until_stop(stop, np.concatenate(blocks, axis=1)[0])
-                texts.append(self.vocabulary.decode(tokens).decode(errors="replace"))
+        generator, params = self._generator(settings)
+        stop = read_stop(settings, self.vocabulary)
+        texts = []
+        for prompt in prompts:
+            ids = self._encode(prompt)
+            blocks = list(generator.tokens(params, ids if len(ids) else self.vocabulary.start))
+            tokens = until_stop(stop, np.concatenate(blocks, axis=1)[0])
+            texts.append(self.vocabulary.decode(tokens).decode(errors="replace"))
         return texts
 
     def init_memory(self, batch_size: int) -> Memory:
@@ -105,22 +102,20 @@ class LanguageModel:
 
     def log_probabilities(self, tokens: Any, memory: Memory) -> tuple[jax.Array, Memory]:
         """Computes log probabilities of each next token: int [B, L] -> [B, L, V], and the new memory."""
-        with jax.set_mesh(self.components.mesh):
-            return self._log_probabilities(self.params, np.asarray(tokens, np.int32), memory)
+        return self._log_probabilities(self.params, np.asarray(tokens, np.int32), memory)
 
     @functools.cached_property
     def _log_probabilities(self) -> Any:
         model: Any = self.components.model  # `apply` returns what its method does.
         eval_config = self.config.eval
 
-        @jax.jit
         def log_probabilities(params: Any, tokens: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
             variables = {"params": params}
             lengths = {"clamp_len": eval_config.clamp_len, "same_length": eval_config.same_length}
             hidden, memory = model.apply(variables, tokens, memory, **lengths)
             return model.apply(variables, hidden, method=model.log_probabilities), memory
 
-        return log_probabilities
+        return self.components.jit(log_probabilities)
 
     @functools.cached_property
     def _prepared(self) -> Any:
@@ -160,5 +155,7 @@ class LanguageModel:
         cache_dtype = self.components.evaluation.memory_dtype
         model = self.components.model
         assert isinstance(model, TransformerXL)  # `check_can_generate`
-        generator = Generator(model, self.config.eval, settings, memory_dtype=cache_dtype, stop_token=stop)
+        generator = Generator(
+            model, self.config.eval, settings, memory_dtype=cache_dtype, mesh=self.components.mesh, stop_token=stop
+        )
         return generator, generator.prepare_params(self.params)

@@ -60,9 +60,9 @@ def define_flags(defaults: ExperimentConfig) -> None:
 
 
 def define_workdir() -> None:
-    """Defines the flags of the run's folder."""
+    """Defines the flags of the run's folder, and of the member if it holds an ensemble."""
     flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, logs, results. Created if missing.")
-    flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, when --workdir holds one and is not trained.")
+    flags.DEFINE_string("ensemble_member", None, "Member of an ensemble that is read, by name; not for training.")
 
 
 def define_data_folders() -> None:
@@ -142,7 +142,7 @@ def given_workdir() -> Workdir:
     """Returns the folder that the command line names; raises `UserError` if it names none."""
     if not FLAGS.workdir:
         raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
-    return Workdir(Path(FLAGS.workdir).expanduser().resolve(), FLAGS.ensemble_member)
+    return Workdir(Path(FLAGS.workdir).expanduser().resolve(), member=FLAGS.ensemble_member)
 
 
 def score_trained(
@@ -239,14 +239,14 @@ def _run_mode(defaults: ExperimentConfig) -> int:
 
 def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
     def prepare() -> tuple[ExperimentConfig, Corpus]:
+        if workdir.member is not None:
+            raise UserError(
+                f"--ensemble_member is {workdir.member!r} and --mode=train would train it alone; make it a run of its "
+                "own with python -m experiments.ensemble --mode=split"
+            )
         config = with_absolute_paths(flag_tree.build(defaults))
         config.validate()
         check_program(defaults, config)
-        if workdir.member is not None:
-            raise UserError(
-                "--ensemble_member was given to --mode=train; make the member a run of its own first: python -m "
-                "experiments.ensemble --mode=split"
-            )
         workdir.check_same_settings(config)  # Before a text is read, which may take minutes.
         return config, read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
 

@@ -50,6 +50,7 @@ def run_study(
 
     def job() -> int:
         plan = _plan(plan_class)
+        hosts.check_same({"ensemble_member": FLAGS.ensemble_member})
         workdir = runner.given_workdir()
         config, text = runner.trained_config(workdir)
         plan.check(config)  # Before a text is read.

@@ -59,8 +59,8 @@ ENTRY %main.9 (Arg_0.1: f32[4,8]) -> f32[4,8] {
 
 def test_each_collective_is_found_with_its_bytes_its_group_and_how_often_it_runs():
     found = {(one.kind, one.shape): one for one in collectives(TEXT)}
-    told = {key: (one.n_bytes, one.devices, one.loops, one.times, one.source) for key, one in found.items()}
-    assert told == {
+    facts = {key: (one.n_bytes, one.devices, one.loops, one.times, one.source) for key, one in found.items()}
+    assert facts == {
         ("all-gather", "bf16[16,8]"): (256, 4, 2, 15, "jit(f)/while/body/layers/dot"),
         ("all-reduce", "f32[4,8]"): (136, 2, 2, 15, ""),
         ("all-gather", "f32[4]"): (16, 2, 1, 5, "a"),  # In two pieces, once.

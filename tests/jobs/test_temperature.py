@@ -77,7 +77,7 @@ def test_at_one_it_is_the_evaluation(run):
 
 @pytest.mark.parametrize(("temperatures", "told"), [([], "temperature"), ([0.0], r"eval\.temperature\D*\b0\.0\b")])
 def test_what_is_no_temperature_is_refused(temperatures, told):
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=told):  # noqa: PT012
         plan = Plan(tuple(temperatures))
         plan.validate()
         plan.check(tiny_run.CONFIG)

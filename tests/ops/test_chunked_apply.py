@@ -24,7 +24,7 @@ def inputs(n_selected: int, *, seed: int = 0):
 
 
 def everywhere(weights, states, labels, selected):
-    """What `chunked_apply` should give, by computing all positions."""
+    """The expected result of `chunked_apply`, computed at all positions."""
     return jnp.where(selected, squashed(weights, states, labels), 0)
 
 

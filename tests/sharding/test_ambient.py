@@ -22,7 +22,7 @@ MESH = sharding.abstract_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
 
 
 def on_thread(function):
-    """What the function returns on a thread of its own."""
+    """Returns the result of the function, called on a thread of its own."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 

@@ -88,7 +88,7 @@ def test_a_mesh_larger_than_the_devices_is_refused(config, numbers):
 
 
 def eight_devices(kind, **variables):
-    """What the program `eight_devices` prints."""
+    """Runs `support.eight_devices`; returns its JSON."""
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # Half the time to compile.
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | variables
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))

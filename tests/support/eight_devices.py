@@ -252,7 +252,7 @@ def tail_work() -> dict:
 
 
 def uneven_vocabulary() -> dict:
-    """Where the parameters lie that a vocabulary of 13 and a mesh axis of 2 give."""
+    """Shardings of parameters with a vocabulary of 13 and a mesh axis of 2."""
     params = assemble(config(MESHES["mixed"]), vocab_size=13).training.abstract_state.params
     table, query = params["embedding"]["table_0"], params["stack"]["layers"]["attention"]["query"]
     return {
@@ -263,7 +263,7 @@ def uneven_vocabulary() -> dict:
 
 
 def refusal(mesh: MeshConfig, **changes: Any) -> str:
-    """What is said of settings that do not fit."""
+    """Returns the error message of settings that do not fit."""
     try:
         assemble(config(mesh, **changes), vocab_size=42).training.check_batch_size()
     except ValueError as error:

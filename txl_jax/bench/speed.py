@@ -90,7 +90,7 @@ def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> dict[str
     facts = environment.describe()
     log(f"{components.num_parameters:,} parameters, vocabulary {vocab_size:,}, {config.model.dtype}")
     log(f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}\n")
-    measure = measure_beside_peer if plan.peer else measure_alone
+    measure = compare_with_peer if plan.peer else measure_alone
     settings = {"vocab_size": vocab_size, "config": config_tree.to_dict(config), "plan": config_tree.to_dict(plan)}
     record = facts | measure(components, plan, facts["device"], log) | settings
     if plan.json:
@@ -115,7 +115,7 @@ def measure_alone(components: RunComponents, plan: Plan, device: str, log: Log) 
     return {"tasks": [measured.as_record() for measured in found]}
 
 
-def measure_beside_peer(components: RunComponents, plan: Plan, device: str, log: Log) -> dict[str, Any]:
+def compare_with_peer(components: RunComponents, plan: Plan, device: str, log: Log) -> dict[str, Any]:
     """Checks that the peer has the same losses and measures our tasks and its own, interleaved; one row per task."""
     params = components.training.init_params()
     peer = compare_huggingface.make_peer(components, params, components.config.eval)

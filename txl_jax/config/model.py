@@ -101,16 +101,6 @@ class DropoutConfig:
         0.0, "DropConnect: weights of attention and feed-forward left out of an update.", at_least=0, below=1
     )
 
-    @property
-    def input_rate(self) -> float:
-        """Rate on embedding and positions."""
-        return self.rate if self.input is None else self.input
-
-    @property
-    def output_rate(self) -> float:
-        """Rate before the softmax."""
-        return self.rate if self.output is None else self.output
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:

@@ -28,7 +28,7 @@ from txl_jax.modules.language_model import LanguageModel
 from txl_jax.runtime import distributed
 
 # (params, windows int [B, A], targets int [B, n]) -> nats of the targets [B, n]
-WindowStep = Callable[[Any, jax.Array, jax.Array], jax.Array]
+WindowStep = Callable[[Any, Any, Any], jax.Array]
 
 
 class Windows(NamedTuple):
@@ -56,7 +56,8 @@ def make_window_step(model: LanguageModel, *, clamp_len: int | None, temperature
             deterministic=True,
         )
         at, hidden = at_temperature(params, hidden[:, -targets.shape[1] :], temperature)
-        return model.apply({"params": at}, hidden, targets, method=model.nll)
+        nll: Any = model.apply({"params": at}, hidden, targets, method=model.nll)
+        return nll
 
     return jax.jit(step)
 
@@ -87,7 +88,8 @@ def evaluate_windows(
     Raises:
       UserError: as `window_batches`.
     """
-    totals, pending = Totals(), None
+    totals = Totals()
+    pending: tuple[jax.Array, np.ndarray] | None = None
 
     def fetch(nll: jax.Array, scored: np.ndarray) -> Totals:
         """Sums on the host, in double precision."""
@@ -102,6 +104,7 @@ def evaluate_windows(
             totals += fetch(*pending)
             after_call(totals)
         pending = nll, batch.scored
+    assert pending is not None, "there is at least the first window"
     return totals + fetch(*pending)
 
 

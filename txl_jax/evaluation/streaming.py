@@ -37,7 +37,7 @@ def make_eval_step(model: LanguageModel, config: EvalConfig) -> EvalStep:
     scorer = make_scorer(model, config)
 
     def eval_step(weights: Any, memory: Any, segments: Segments) -> tuple[Any, Scores]:
-        def score(state: None, memory: Any, segment: Segments) -> tuple[None, Any, Scores]:
+        def score(state: None, memory: Any, segment: Any) -> tuple[None, Any, Scores]:
             hidden, memory = scorer.forward(weights, memory, segment.inputs)
             nll = scorer.nll(weights, hidden, segment.targets)
             return state, memory, Scores(*losses.weighted_sum(nll, segment.weights), nll)
@@ -68,7 +68,8 @@ def evaluate(
       after_call: called with the number of segments done and the totals up to there; may raise to stop.
       keep: called with the number of a call's first segment and its nats [S, B, L], scored or not.
     """
-    totals, pending = Totals(), []
+    totals = Totals()
+    pending: tuple[int, Scores] | None = None
 
     def fetch(first: int, scores: Scores) -> Totals:
         if keep is not None:
@@ -80,8 +81,9 @@ def evaluate(
     for first in range(0, reader.n_segments, segments_per_call):
         segments = place(reader.segments(first, segments_per_call))
         memory, scores = eval_step(weights, memory, segments)
-        if pending:  # Fetched one call late, so that the device never waits for the host.
+        if pending is not None:  # Fetched one call late, so that the device never waits for the host.
             totals += fetch(*pending)
             after_call(first, totals)
         pending = first, scores
+    assert pending is not None, "a text has at least one segment"
     return totals + fetch(*pending)

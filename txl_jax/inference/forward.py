@@ -19,6 +19,7 @@ that is copy them, in every step. Compile time therefore grows with N (0.2 s a l
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,7 @@ from txl_jax.sharding import axes, check_ambient_mesh
 from txl_jax.sharding.activations import constrain
 
 
-@flax.struct.dataclass
-class Layer:
+class Layer(flax.struct.PyTreeNode):
     """Prepared parameters of one layer, in the compute type."""
 
     query_key_value: jax.Array  # [D, 3, H, E]; the query's part is divided by sqrt(E).
@@ -52,8 +52,7 @@ class Layer:
     feed_forward: Any
 
 
-@flax.struct.dataclass
-class DecodeParams:
+class DecodeParams(flax.struct.PyTreeNode):
     """Parameters of a `TransformerXL`, prepared for inference at given lengths."""
 
     embed_and_norm: Any  # Embedding and final norm, by the names of the model's own parameters.
@@ -69,14 +68,14 @@ def prepare_params(
 ) -> DecodeParams:
     """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory; to be jitted."""
     capacity = cache_lib.cache_capacity(mem_len=mem_len, segment_len=segment_len)
-    lengths = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
+    lengths: dict[str, Any] = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
     stacked, shared = params["stack"]["layers"], params["stack"].get("biases")
     each = [jax.tree.map(lambda stack, i=i: stack[i], stacked) for i in range(model.config.n_layer)]
     layers = tuple(_prepare_layer(layer, shared, model, **lengths) for layer in each)
     return DecodeParams(
         embed_and_norm=_cast({name: part for name, part in params.items() if name not in ("stack", "softmax")}, model),
         layers=layers,
-        clusters=tuple(model.apply({"params": params}, method=model.clusters)),
+        clusters=tuple(_apply(model, params, method=model.clusters)),
         initial=_initial_key_value(layers, model),
         clamp_len=clamp_len,
         max_keys=capacity + segment_len,
@@ -143,16 +142,16 @@ def forward(
             "fill evenly; make the cache for this segment length"
         )
     visibility = CachedVisibility(cache.valid, cache.write_index, segment_len, cache.capacity, window)
-    embed_and_norm = {"params": params.embed_and_norm}
-    hidden = model.apply(embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed)
+    embed_and_norm = params.embed_and_norm
+    hidden = _apply(model, embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed)
     keys, values = [], []
-    for layer, *ring in zip(params.layers, cache.keys, cache.values, strict=True):
-        hidden, key, value = _forward_layer(layer, model, hidden, tuple(ring), visibility)
+    for layer, stored_keys, stored_values in zip(params.layers, cache.keys, cache.values, strict=True):
+        hidden, key, value = _forward_layer(layer, model, hidden, (stored_keys, stored_values), visibility)
         hidden = constrain(hidden, axes.BATCH, axes.LENGTH, None)
         keys.append(key)
         values.append(value)
     cache = cache_lib.write(cache, keys, values, after=hidden)
-    return model.apply(embed_and_norm, hidden, method=model.finish), cache
+    return _apply(model, embed_and_norm, hidden, method=model.finish), cache
 
 
 def nll(params: DecodeParams, model: TransformerXL, hidden: jax.Array, targets: jax.Array) -> jax.Array:
@@ -187,7 +186,7 @@ def _forward_layer(
     feed_forward = FeedForward(model.config, deterministic=True)
 
     def inner(states: jax.Array) -> jax.Array:
-        return feed_forward.apply({"params": layer.feed_forward}, states)
+        return _apply(feed_forward, layer.feed_forward, states)
 
     if pre:
         middle = inputs + attended
@@ -211,7 +210,7 @@ def _project(layer: Layer, states: jax.Array) -> tuple[jax.Array, jax.Array, jax
 def _norm(model: TransformerXL, scales: Any) -> Callable[[jax.Array], jax.Array]:
     """Returns the layer norm with the parameters `scales`."""
     norm = layer_norm("norm", compat=model.compat, dtype=jnp.dtype(model.config.dtype))
-    return lambda states: norm.apply({"params": scales}, states)
+    return lambda states: _apply(norm, scales, states)
 
 
 def _prepare_layer(
@@ -221,7 +220,7 @@ def _prepare_layer(
     c, attention = model.config, params["attention"]
     dtype = jnp.dtype(c.dtype)
     parts = attention["query"] * c.d_head**-0.5, attention["key"], attention["value"]
-    lengths = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
+    lengths: dict[str, Any] = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
     terms = encoding_of(c, model.compat).decode_terms(params, shared, **lengths)
     return Layer(
         query_key_value=jnp.stack(parts, axis=1).astype(dtype),
@@ -243,6 +242,11 @@ def _initial_key_value(layers: Sequence[Layer], model: TransformerXL) -> Initial
         keys.append(key[0, :, 0])
         values.append(value[0, :, 0])
     return InitialKeyValue(tuple(keys), tuple(values))
+
+
+def _apply(module: nn.Module, params: Any, *args: Any, **options: Any) -> Any:
+    """Applies a module to parameters; its results are arrays, where flax's types allow more."""
+    return module.apply({"params": params}, *args, **options)
 
 
 def _cast(params: Any, model: TransformerXL) -> Any:

@@ -40,8 +40,8 @@ class Context(NamedTuple):
     """State of generation: all that the next token depends on."""
 
     memory: KVCache
-    last: jax.Array  # int32 [B], the newest token, not yet read.
-    done: jax.Array  # bool [B], which samples have ended.
+    last: Any  # int32 [B], the newest token, not yet read.
+    done: Any  # bool [B], which samples have ended.
 
 
 class Generator:
@@ -155,7 +155,7 @@ class Generator:
 
     def _prepare(self, params: Any) -> DecodeParams:
         c = self._eval_config
-        lengths = {"segment_len": c.segment_len, "mem_len": c.mem_len, "clamp_len": c.clamp_len}
+        lengths: dict[str, Any] = {"segment_len": c.segment_len, "mem_len": c.mem_len, "clamp_len": c.clamp_len}
         return forward.prepare_params(params, self._model, **lengths)
 
     def empty(self, weights: DecodeParams) -> KVCache:
@@ -191,7 +191,7 @@ class Generator:
         """
         config, n_sample = self._config, context.last.shape[0]
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(config.seed), jnp.arange(n_sample))
-        limits = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+        limits: dict[str, Any] = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
 
         def write(state: tuple[jax.Array, Context, jax.Array]) -> tuple[jax.Array, Context, jax.Array]:
             i, context, written = state

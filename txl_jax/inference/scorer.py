@@ -46,7 +46,7 @@ def at_temperature(params: Any, hidden: jax.Array, temperature: float) -> tuple[
 
 def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
     """Returns the scorer of a Transformer-XL."""
-    lengths = {"segment_len": eval_config.segment_len, "mem_len": eval_config.mem_len}
+    lengths: dict[str, Any] = {"segment_len": eval_config.segment_len, "mem_len": eval_config.mem_len}
 
     def step(weights: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         window = model.compat.window(memory.mem_len, same_length=eval_config.same_length)
@@ -83,11 +83,13 @@ def _of_lstm(model: LSTM, eval_config: EvalConfig) -> Scorer:
     """Returns the scorer of an LSTM; nothing is prepared, the weights are the parameters."""
 
     def step(params: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        return model.apply({"params": params}, tokens, memory)
+        found: Any = model.apply({"params": params}, tokens, memory)
+        return found
 
     def nll(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         params, hidden = at_temperature(params, hidden, eval_config.temperature)
-        return model.apply({"params": params}, hidden, targets, method=model.nll)
+        nll: Any = model.apply({"params": params}, hidden, targets, method=model.nll)
+        return nll
 
     return Scorer(
         prepare_params=lambda params: params,

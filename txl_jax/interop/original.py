@@ -116,7 +116,7 @@ def from_flax(
 def aliases(config: ModelConfig) -> dict[str, str]:
     """Returns the second names of shared tensors, and the name that each is a second name of."""
     n_table = config.n_cluster if config.div_val > 1 else 1
-    shared = {}
+    shared: dict[str, str] = {}
     if config.tie_weight:
         shared |= {f"crit.out_layers.{c}.weight": f"word_emb.emb_layers.{c}.weight" for c in range(n_table)}
     if _is_projected(config):

@@ -122,14 +122,14 @@ def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(monkeypatch, attribu
 def test_the_hosts_of_a_tpu_slice_may_stand_in_the_environment(monkeypatch):
     monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
     assert hosts.announced({"TPU_WORKER_HOSTNAMES": "localhost"}, {}) is None
-    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}).count == 3
+    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}).num_processes == 3
     monkeypatch.setattr(hosts, "_has_tpu", lambda: False)
     assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}) is None
 
 
 def test_flags_that_differ_between_hosts_are_refused(monkeypatch):
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
-    monkeypatch.setattr(distributed, "_of_each", lambda own: [own, "--lengths=64 --stride=1"])
+    monkeypatch.setattr(distributed, "_gather_texts", lambda own: [own, "--lengths=64 --stride=1"])
     with pytest.raises(UserError, match=r"process 1: .*--lengths=64 .*--lengths=16,32 .*process 0") as caught:
         hosts.check_same({"lengths": (16, 32), "stride": 1})
     assert distributed.is_known_to_all(caught.value)

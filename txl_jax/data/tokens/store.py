@@ -101,14 +101,9 @@ def _is_whole(path: Path) -> bool:
         sizes, digests = summary["bytes"], summary["sha256"]
         if any((path / name).stat().st_size != size for name, size in sizes.items()):
             return False  # Early, as the digests read the whole files.
-        return {name: _sha256(path / name) for name in sizes} == digests
+        return {name: files.file_sha256(path / name) for name in sizes} == digests
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _load(path: Path) -> TokenStore:
@@ -128,13 +123,13 @@ def _write(path: Path, text: Text, vocabulary: Vocabulary, progress: Progress) -
     try:
         tokens = {split: _write_split(partial, split, text, vocabulary, progress) for split in SPLITS}
         (partial / _VOCABULARY).write_text(dumps(vocabulary), encoding="utf-8")
-        files = sorted(partial.iterdir())
+        written = sorted(partial.iterdir())
         summary = {
             "text": text.description,
             "digest": text.digest,
             "tokens": tokens,
-            "bytes": {file.name: file.stat().st_size for file in files},
-            "sha256": {file.name: _sha256(file) for file in files},
+            "bytes": {file.name: file.stat().st_size for file in written},
+            "sha256": {file.name: files.file_sha256(file) for file in written},
         }
         (partial / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         shutil.rmtree(path, ignore_errors=True)  # A damaged one.

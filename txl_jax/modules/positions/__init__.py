@@ -16,6 +16,8 @@ from txl_jax.modules.positions.relative import RelativePositions
 from txl_jax.modules.positions.shaw import ShawPositions
 from txl_jax.modules.positions.sinusoidal import SinusoidalPositions
 
+__all__ = ["ENCODINGS", "PositionEncoding", "encoding_of"]
+
 ENCODINGS: dict[Encoding, type[PositionEncoding]] = {
     Encoding.RELATIVE: RelativePositions,
     Encoding.SHAW: ShawPositions,

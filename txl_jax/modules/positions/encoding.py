@@ -35,8 +35,7 @@ class PositionTerms(NamedTuple):
     position_score: jax.Array | None = None  # [H, K], added to the scores of the distances K - 1, .., 0.
 
 
-@flax.struct.dataclass
-class PositionKeys:
+class PositionKeys(flax.struct.PyTreeNode):
     """Precomputed terms of the decode-time scores at the distances P - 1, .., 0."""
 
     bias: jax.Array | None  # v, [H, E], divided by sqrt(E).
