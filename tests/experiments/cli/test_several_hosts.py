@@ -112,7 +112,7 @@ def test_a_signal_to_one_process_saves_the_same_step_in_both(stopped):
     assert out_1 == "" and "Traceback" not in err_0 + err_1
     step = int(re.search(r"(?m)^stopped\D*(\d+)", out_0)[1])
     assert 2 <= step < STEPS
-    assert re.search(r"\bdata 8\b.*\bfsdp 1\b.*\bmodel 1\b.*\b2\b", out_0)
+    assert re.search(r"\bdata 8\b.*\bfsdp 1\b.*\btensor 1\b.*\b2\b", out_0)
     newest = max(int(path.name) for path in (workdir / "checkpoints" / "latest").iterdir())
     assert newest == step and (workdir / "checkpoints" / "latest" / str(step) / "digests.json").exists()
 
