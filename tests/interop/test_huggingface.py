@@ -162,7 +162,7 @@ def test_config_of_holds_sizes_ties_and_lengths():
         "same_length": False,
         "eos_token_id": None,
     }
-    other = dataclasses.replace(config, d_embed=0, layer_norm=NormPlace.PRE, tie_projs=(True, False, True))
+    other = dataclasses.replace(config, d_embed=None, layer_norm=NormPlace.PRE, tie_projs=(True, False, True))
     found = huggingface.config_of(other, EvalConfig(mem_len=11, clamp_len=6, same_length=True), vocab_size=37)
     assert (found["d_embed"], found["pre_lnorm"], found["tie_projs"]) == (12, True, [True, False, True])
     assert (found["clamp_len"], found["same_length"]) == (6, True)
@@ -197,7 +197,7 @@ def peer_of(transformers, config: ModelConfig, span: EvalConfig = SPAN):
 
 def every_config():
     """All valid combinations of what decides on names."""
-    for cutoffs, div_val, d_embed in itertools.product(((), CUTOFFS), (1, 2, 4), (0, 16)):
+    for cutoffs, div_val, d_embed in itertools.product(((), CUTOFFS), (1, 2, 4), (None, 16)):
         if cutoffs or div_val == 1:
             ties = {(), (True,) * (len(cutoffs) + 1), (False,) + (True,) * len(cutoffs)}
             for tie_projs, tie_weight, untie_r in itertools.product(sorted(ties), (True, False), (True, False)):
