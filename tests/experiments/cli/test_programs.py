@@ -189,18 +189,6 @@ def test_rows_of_a_table_are_run(text_file, tmp_path):
 def test_an_ensemble_is_trained_a_member_scored_and_split_off(text_file, tmp_path):
     short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
     flags = [*TINY, *short, "--data.corpus=text", f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
-<<<<<<< HEAD
-    members = ["--ensemble_member=seed=1", "--ensemble_member=seed=2 optimizer.learning_rate=0.002"]
-    code, _, err = finish(start("ensemble", *flags, *members, f"--workdir={tmp_path}"))
-    assert code == 0, err
-    assert "| seed=2+learning_rate=0.002 | " in (tmp_path / "members.md").read_text()
-    assert (tmp_path / "results.json").exists()
-    scored = ["--mode=eval", f"--workdir={tmp_path}", "--ensemble_member=seed=1"]
-    code, _, err = finish(start("text", *scored))
-    assert code == 0, err
-    code, _, err = finish(start("text", *TINY, *scored[1:], f"--data.file={text_file}"))
-    assert code == 1 and "--mode=split" in err
-=======
     chosen = ["--ensemble_member=seed=1", "--ensemble_member=seed=2 optimizer.learning_rate=0.002"]
     code, _, err = finish(start("ensemble", *flags, *chosen, f"--workdir={tmp_path / 'all'}"))
     assert code == 0, err
@@ -212,10 +200,11 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(text_file, tmp_pat
     assert (tmp_path / "all" / "members" / name / "evaluation.json").exists()
     code, _, err = finish(start("text", "--mode=eval", member[0]))
     assert code == 1 and "--ensemble_member" in err and name in err
+    code, _, err = finish(start("text", *flags, *member))
+    assert code == 1 and "--mode=split" in err
     code, _, err = finish(start("ensemble", "--mode=split", *member, f"--to={tmp_path / 'own'}"))
     assert code == 0, err
     assert (tmp_path / "own" / "results.json").exists()
->>>>>>> main
 
 
 @pytest.mark.parametrize(
@@ -224,11 +213,7 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(text_file, tmp_pat
         ("ensemble", ["--workdir=WORK", "--ensemble_member=seed=1"], 1, ["1"]),
         ("ensemble", ["--workdir=WORK", "--ensemble_member=seed"], 1, ["--ensemble_member", "'seed'", "seed=2"]),
         ("ensemble", ["--ensemble_member=seed=1"], 1, ["--workdir"]),
-<<<<<<< HEAD
         ("ensemble", ["--workdir=WORK", "--mode=split"], 1, ["0", "--ensemble_member"]),
-=======
-        ("ensemble", ["--mode=split", "--workdir=WORK", "--ensemble_member=seed=1"], 1, ["--to"]),
->>>>>>> main
         ("paper.recl", ["--workdirs=WORK", "--out=WORK"], 1, ["workdirs", "1"]),
         ("paper.recl", ["--workdirs=WORK"], 1, ["out"]),
         ("paper.recl", ["--workdirs=WORK,WORK/b", "--out=WORK"], 1, ["WORK", "config.json"]),
