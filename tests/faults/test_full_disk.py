@@ -76,7 +76,7 @@ def test_a_small_disk_fills_up_again_and_again(small_disk, place, undisturbed):
     (small_disk / "data").symlink_to(place.folder / "data")
     ballast = small_disk / "ballast"
     free = 8_000
-    for n in range(40):
+    for n in range(40):  # noqa: B007 (its last value is printed)
         ballast.write_bytes(b"")
         space = os.statvfs(small_disk)
         ballast.write_bytes(b"\0" * max(space.f_bavail * space.f_frsize - free, 0))

@@ -107,7 +107,8 @@ def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
             assert result(place.workdir(name), "evaluation.json") == result(undisturbed, "evaluation.json")
         assert_nothing_left_over(place, name)
     print(
-        f"\nseed {fault_seed}: {phases.total()} kills in {starts} starts of {runs} runs, {time.monotonic() - began:.0f} s"
+        f"\nseed {fault_seed}: {phases.total()} kills in {starts} starts of {runs} runs, "
+        f"{time.monotonic() - began:.0f} s"
     )
     for phase, count in phases.most_common():
         print(f"  {phase:<24}{count:>3}")
