@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import Config, check_fields, require, setting
 
 
 class CorpusName(enum.StrEnum):
@@ -90,7 +90,7 @@ _CHARACTERS = (Tokenizer.CHAR, *_LINES)
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenizerConfig:
+class TokenizerConfig(Config):
     """From text to token ids."""
 
     kind: Tokenizer = setting(Tokenizer.BYTE, "Kind of tokens.", shapes_tokens=True)
@@ -162,7 +162,7 @@ class TokenizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Config):
     """The text, and the order in which it is read."""
 
     corpus: CorpusName = setting(CorpusName.ENWIK8, "Corpus; text: own files.")
