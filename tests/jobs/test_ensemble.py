@@ -1,7 +1,9 @@
 """Tests ensembles: each member is the run that it would be alone, stopped, resumed, scored and split off alike."""
 
+import itertools
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from support import tiny_run
-from txl_jax.assemble import assemble
+from txl_jax.assemble import Compilation, assemble
 from txl_jax.config import CorpusName, DataConfig, DType
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
@@ -115,6 +117,58 @@ def test_one_workdir_holds_all_members(base, whole):
     assert len(lines) == STEPS // 4
     last = [[r["loss"] for r in records(folder, name) if r["kind"] == "train"][-1] for name in NAMES]
     assert "  ".join(f"{loss:.4f}" for loss in last) in lines[-1]
+
+
+def test_members_differ_in_parameters_and_losses(base, whole):
+    folder, outcome = whole
+    states = [state_of(Workdir(folder, name), base)[1] for name in NAMES]
+    for one, other in itertools.combinations(range(len(NAMES)), 2):
+        pairs = zip(jax.tree.leaves_with_path(states[one].params), jax.tree.leaves(states[other].params), strict=True)
+        for (path, a), b in pairs:
+            assert a.shape == b.shape and not np.allclose(a, b, rtol=1e-3), jax.tree_util.keystr(path)
+        found, others = (outcome.results["members"][NAMES[number]] for number in (one, other))
+        assert found["test"]["loss"] != pytest.approx(others["test"]["loss"], abs=1e-3)
+        assert found["best_valid"]["loss"] != pytest.approx(others["best_valid"]["loss"], abs=1e-3)
+
+
+def test_the_results_table_has_every_member(whole):
+    folder, outcome = whole
+    rows = [line.strip("| ").split(" | ") for line in (folder / "members.md").read_text().splitlines() if "|" in line]
+    assert rows[0][0] == "member" and [row[0] for row in rows[2:]] == NAMES
+    for name, valid, updates, test in rows[2:]:
+        found = outcome.results["members"][name]
+        assert float(valid) == pytest.approx(found["best_valid"]["bpc"], abs=0.006)
+        assert float(test) == pytest.approx(found["test"]["bpc"], abs=0.006)
+        assert int(updates) == found["test"]["step"] == found["best_valid"]["step"]
+    assert list(json.loads((folder / "results.json").read_text())["members"]) == NAMES
+
+
+def test_a_finished_ensemble_is_not_scored_again(base, whole, tmp_path, monkeypatch):
+    class Scored(BaseException):
+        pass
+
+    def score(*unused, **also_unused):
+        raise Scored
+
+    def contents(folder):
+        """All files but the logs, which record that the run was opened."""
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "tensorboard"]
+        return {path: path.read_bytes() for path in paths if path.name != "log.txt"}
+
+    folder = tmp_path / "all"
+    shutil.copytree(whole[0], folder)
+    before = contents(folder)
+    monkeypatch.setattr(ensemble, "score_or_stop", score)
+    monkeypatch.setattr(Compilation, "of", pytest.fail)  # Nor is anything compiled.
+    outcome = run(base, folder)
+    assert outcome.finished and outcome.results == whole[1].results
+    assert contents(folder) == before
+    # Without its results it is scored.
+    (folder / "results.json").unlink()
+    monkeypatch.undo()
+    monkeypatch.setattr(ensemble, "score_or_stop", score)
+    with pytest.raises(Scored):
+        run(base, folder)
 
 
 def stop_after(calls):

@@ -10,8 +10,8 @@ METAPHORS = frozenset(
 # A docstring begins with a verb or with its subject, not with a question.
 QUESTIONS = frozenset(["What", "Where", "How", "Whose", "That", "Which", "Who", "Why", "When", "Whether"])
 
-# Names of other libraries, and words of texts that are only data.
-_FOREIGN = ("ast.walk", "os.walk", "He said", "N said it 's a", "U.S. said")
+# Names of other libraries and of earlier versions, and words of texts that are only data.
+_FOREIGN = ("lr_floor", "ast.walk", "os.walk", "He said", "N said it 's a", "U.S. said")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 

@@ -2,7 +2,7 @@
 
 import codecs
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +65,8 @@ def run(
     )
     at_most = "" if stop is None else "at most "
     log(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    write(decoder.decode(prompt))
-    blocks: list[np.ndarray] = []
-    ended = False  # Whether the first sample has ended; others may go on.
-    for block in generator.tokens(generator.prepare_params(params), ids, stop_requested=stop_requested):
-        blocks.append(block)
-        if not ended:
-            write(decoder.decode(vocabulary.decode(until_stop(stop, block[0]))))
-            ended = stop in block[0].tolist()
-    write(decoder.decode(b"", final=True) + "\n")
+    sampled = generator.tokens(generator.prepare_params(params), ids, stop_requested=stop_requested)
+    blocks = _stream(sampled, vocabulary, prompt, stop, write)
     if not blocks:
         return []  # Stopped while the prompt was read.
     texts = [vocabulary.decode(until_stop(stop, row)) for row in np.concatenate(blocks, axis=1)]
@@ -143,6 +135,27 @@ def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> int | None:
         f"generate.stop is {config.stop!r}, which this model reads as {became} ({found or 'nothing'}); give the text "
         "of one token of its vocabulary"
     )
+
+
+def _stream(
+    sampled: Iterable[np.ndarray],
+    vocabulary: Vocabulary,
+    prompt: bytes,
+    stop: int | None,
+    write: Callable[[str], None],
+) -> list[np.ndarray]:
+    """Writes the prompt and the first sample as its tokens come; returns the blocks of all samples, [samples, T]."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    write(decoder.decode(prompt))
+    blocks: list[np.ndarray] = []
+    ended = False  # Whether the first sample has ended; others may go on.
+    for block in sampled:
+        blocks.append(block)
+        if not ended:
+            write(decoder.decode(vocabulary.decode(until_stop(stop, block[0]))))
+            ended = stop in block[0].tolist()
+    write(decoder.decode(b"", final=True) + "\n")
+    return blocks
 
 
 def _encode(vocabulary: Vocabulary, text: bytes, *, what: str) -> np.ndarray:
