@@ -26,9 +26,8 @@ STEPS = 24
 # Evaluations and checkpoints at steps of their own; at 24 all meet. Dropout, for its keys; the best is not the last.
 FLAGS = (
     "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 "
-    "--model.dropout.rate=0.2 --optimizer.learning_rate=0.1 "
-    "--train.batch_size=4 --train.segment_len=16 --train.mem_len=16 "
-    f"--train.segments_per_call=2 --train.steps={STEPS} --train.log_every=4 --train.eval_every=8 "
+    "--model.dropout.rate=0.2 --optimizer.learning_rate=0.1 --train.batch_size=4 --train.segment_len=16 "
+    f"--train.mem_len=16 --train.segments_per_call=2 --train.steps={STEPS} --train.log_every=4 --train.eval_every=8 "
     "--train.checkpoint_every=6 --eval.batch_size=16 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=none"
 ).split()
 KILLED = -signal.SIGKILL
