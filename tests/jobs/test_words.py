@@ -33,7 +33,8 @@ def folder(tmp_path_factory):
     """Three files of sentences, the second one with a word that the first one lacks."""
     path = tmp_path_factory.mktemp("words")
     rng = np.random.default_rng(0)
-    words = np.array(["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "it", "was", "seen", "again"])
+    text = "the a cat dog sat ran on under mat tree and then it was seen again"
+    words = np.array(text.split())
     for name, lines in (("train", 150), ("valid", 30), ("test", 30)):
         drawn = (rng.choice(words, rng.integers(2, 9)) for _ in range(lines))
         (path / name).write_text("".join(" ".join(sentence) + "\n" for sentence in drawn))
@@ -99,7 +100,7 @@ def test_a_stopped_run_goes_on_with_the_same_sentences(finished, config, corpus,
     assert numbers(workdir) == numbers(finished)
 
 
-def test_the_story_is_told_in_perplexity(finished):
+def test_losses_are_reported_as_perplexity(finished):
     lines = (finished.path / "log.txt").read_text()
     assert "ppl " in lines and "bpc" not in lines and re.search(r"\b8 tokens\b", lines)
     results = json.loads((finished.path / "results.json").read_text())

@@ -66,7 +66,7 @@ class Heldout(enum.StrEnum):
 class Order(enum.StrEnum):
     """Order of the training text in an epoch."""
 
-    STREAM = "stream"  # As it stands.
+    STREAM = "stream"  # In the order of the file.
     SENTENCES = "sentences"  # Lines in another order each epoch: One Billion Word, whose lines have no order.
 
 
@@ -91,7 +91,7 @@ _CHARACTERS = (Tokenizer.CHAR, *_LINES)
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig(Config):
-    """From text to token ids."""
+    """Tokenizer: from text to token ids."""
 
     kind: Tokenizer = setting(Tokenizer.BYTE, "Kind of tokens.", shapes_tokens=True)
     newlines: Newlines = setting(

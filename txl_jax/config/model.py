@@ -27,12 +27,12 @@ class Encoding(enum.StrEnum):
 
     @property
     def is_relative(self) -> bool:
-        """Whether scores depend on the distance; else a token has a place in its segment, and none beyond it."""
+        """Returns whether scores depend on the distance; else a token has a place in its segment only."""
         return self in (Encoding.RELATIVE, Encoding.SHAW)
 
     @property
     def is_learned(self) -> bool:
-        """Whether there is a table of positions, of a size that the parameters have."""
+        """Returns whether there is a table of positions, of a size that the parameters have."""
         return self in (Encoding.SHAW, Encoding.AL_RFOU)
 
 
@@ -156,7 +156,7 @@ class ModelConfig(Config):
 
     @property
     def has_projections(self) -> bool:
-        """Whether embeddings are projected to d_model; with div_val > 1 they are, even where the width is d_model."""
+        """Returns whether embeddings are projected to d_model; with div_val > 1 also where the width is d_model."""
         return self.div_val > 1 or self.embed_width != self.d_model
 
     def clamp(self, clamp_len: int | None) -> int | None:

@@ -107,7 +107,7 @@ class TrainConfig(Config):
         validate_lengths("train", self)
         require(
             not self.stride or self.loss is LossPart.FULL,
-            f"train.stride is {self.stride} and train.loss is {self.loss}; the stride says what is scored",
+            f"train.stride is {self.stride} and train.loss is {self.loss}; the stride decides which tokens are scored",
         )
         require(
             self.batch_size % self.grad_accum_steps == 0,
@@ -160,7 +160,7 @@ class AverageConfig(Config):
 
     @property
     def on(self) -> bool:
-        """Whether a mean is kept at all."""
+        """Returns whether a mean is kept at all."""
         return self.start_step is not None or self.nt_asgd_patience is not None
 
     def validate(self) -> None:

@@ -16,7 +16,7 @@ from txl_jax.training.step import TrainStep, UpdateMetrics
 
 @dataclasses.dataclass
 class HookContext:
-    """What a hook sees, and how it reports.
+    """Context of a hook: the state it reads and the functions by which it reports.
 
     Attributes:
       step: updates done.
