@@ -20,7 +20,7 @@ PATHS = {
     for path in sorted((ROOT / "experiments").rglob("*.py"))
     if '__name__ == "__main__"' in path.read_text() and path.name != "__main__.py"
 }
-# What each program does about other hosts.
+# Whether programs join other hosts, refuse them, or may run on each.
 JOIN = {
     *("enwik8", "lm1b", "ptb", "text", "text8", "wikitext103", "temperature"),
     *("paper.ablation", "paper.context_length", "paper.continuation"),
