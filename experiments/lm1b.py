@@ -7,7 +7,7 @@
 of time.
 
 Words that occur fewer than 3 times in the training text become <unk>; sentences, with one <S>
-between them, stand in another order in each epoch. The published perplexities were taken
+between them, are in another order in each epoch. The published perplexities were taken
 otherwise, on the protocol of the original TensorFlow release:
 
     --data.tokenizer.line_mark=double_s  <S> before and after each sentence; the easy <S> after <S>

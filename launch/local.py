@@ -127,7 +127,7 @@ class ProcessGroup:
         return 0 if failed is None else _exit_code(self._processes[failed])
 
     def _first_failure(self) -> int | None:
-        """Of the failed processes, the one that looks least like a consequence of another's failure."""
+        """Returns the failed process that is least likely a consequence of another's failure."""
         failed = [number for number, process in enumerate(self._processes) if process.poll()]
         return min(failed, key=lambda number: _consequence_rank(self._processes[number].returncode), default=None)
 
@@ -171,7 +171,7 @@ def _print_lines(number: int, lines: Sequence[str]) -> None:
 
 
 def _consequence_rank(code: int) -> int:
-    """Ranks how much an exit code looks like that of a process which lost another: 75, or an abort by jax."""
+    """Ranks how likely an exit code is that of a process which lost another: 75, or an abort by jax."""
     if code in (os.EX_TEMPFAIL, -signal.SIGABRT):
         return 2
     return int(code > 0)

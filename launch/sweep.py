@@ -49,7 +49,7 @@ from txl_jax.training.ensemble import VARYING
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a sweep as the command line says; returns the exit code: 0, 1 (a run failed), 2 (usage) or 128 + signal."""
+    """Runs the sweep of the command line; returns the exit code: 0, 1 (a run failed), 2 (usage) or 128 + signal."""
     given = _flags()
     if {"-h", "--help", "-help", "--helpfull"} & set(argv[1:]):
         print(f"{__doc__}\nFlags:\n")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         if len(files) != 1:
             raise UserError(f"{len(files)} files were given ({' '.join(files) or 'none'}); give one, as sweep.toml")
         if not given.out:
-            raise UserError("no folder was given; say with --out=PATH where the runs belong")
+            raise UserError("no folder was given; give the folder of the runs with --out=PATH")
         out = Path(given.out).expanduser()
         return _do(given, sweep_file.read(Path(files[0]), out), out)
     except (flags.Error, UserError, OSError) as error:

@@ -145,7 +145,7 @@ def _points(content: dict[str, Any]) -> Iterator[_Point]:
         name = flat.pop("name", None)
         if twice := sorted(flat.keys() & grid.keys()):
             raise UserError(
-                f"{', '.join(twice)} stands in the grid and in runs, and a run has one value; take it out of one"
+                f"{', '.join(twice)} is in the grid and in runs, and a run has one value; take it out of one"
             )
         for values in itertools.product(*grid.values()):
             yield _Point(name, flat, dict(zip(grid, values, strict=True)))

@@ -98,7 +98,7 @@ def _saved_steps(run: Run) -> list[int]:
 
 
 def is_running(run: Run) -> bool:
-    """Whether a process is training in the folder, here or on a host that shares the file system's locks."""
+    """Returns whether a process is training in the folder, here or on a host that shares the file system's locks."""
     try:
         with open(run.folder / ".lock") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

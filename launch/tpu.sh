@@ -80,7 +80,7 @@ parse_arguments() {
     esac
     shift
   done
-  [[ -n $zone ]] || usage_error "no zone was given; say with --zone=ZONE where the TPU is"
+  [[ -n $zone ]] || usage_error "no zone was given; give the TPU's with --zone=ZONE"
   [[ $mount =~ ^(/[-A-Za-z0-9_.]+)+$ ]] || usage_error "--mount is '$mount'; give an absolute path of letters, digits, dots and hyphens"
   [[ -z $git || $git == *://*@?* || $git == *@*:*@?* ]] || usage_error "--git is '$git'; give URL@REVISION, as https://host/repository@main"
   [[ -z $bucket || -z $nfs ]] || usage_error "both --bucket and --nfs were given; one of them is mounted at $mount"
@@ -250,7 +250,7 @@ print_watch() {
 # ---- Checks ----
 
 check_type() {
-  [[ -n $type ]] || usage_error "no type was given; say with --type=TYPE what to create, as v5litepod-16"
+  [[ -n $type ]] || usage_error "no type was given; give the one to create with --type=TYPE, as v5litepod-16"
   [[ -n $runtime ]] || runtime=$(usual_runtime)
 }
 

@@ -54,7 +54,7 @@ def test_golden(file, start, x64):
     params = library.to_flax(tensors, config, vocab_size=golden["n_token"])
 
     prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
-    for k, found in enumerate(walk(params, arrays, golden, config, compat)):
+    for k, found in enumerate(run_segments(params, arrays, golden, config, compat)):
         check_segment(found, k, arrays, golden, prefix)
         if k == golden["grad_segment"]:
             gradients = library.from_flax(found["gradients"], config)
@@ -119,11 +119,11 @@ def configs(golden: dict, start: str) -> tuple[ModelConfig, CompatConfig]:
 
 
 def clamp_len(golden: dict) -> int | None:
-    """Of Shaw's tables the original keeps `clamp_len` distances: 0 up to one less than with sinusoids."""
+    """The clamp here: the original's tables of Shaw have distances 0 up to one less than with sinusoids."""
     return golden["clamp_len"] - (golden["attn_type"] == 1) if golden["clamp_len"] > 0 else None
 
 
-def walk(params, arrays, golden, config, compat):
+def run_segments(params, arrays, golden, config, compat):
     """Yields nll, hidden, memory after, and gradients of the mean nll, segment after segment.
 
     Where we leave the original's absolute positions on purpose (tests/golden/README.md, "oddities"), adapters do here

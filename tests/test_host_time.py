@@ -1,4 +1,4 @@
-"""Tests that what a step costs the host grows with the devices no more than docs/scaling.md says."""
+"""Tests that the host time of a step grows with the devices no more than docs/scaling.md states."""
 
 import json
 import os

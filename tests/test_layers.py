@@ -35,7 +35,7 @@ LAYERS = (
     ("paper",),
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
-# The public API and `python -m txl_jax` stand above all layers; nothing imports them.
+# The public API and `python -m txl_jax` are above all layers; nothing imports them.
 ROOT_MODULES = ("txl_jax", "txl_jax.__main__")
 
 # Folders that can be read by themselves, with all that they import.
@@ -97,7 +97,7 @@ def test_imports_point_down(name):
     for other in sorted(IMPORTS[name]):
         assert other not in ROOT_MODULES, f"{name} imports the public API"
         layer = other.split(".")[1]
-        assert LAYER_OF[layer] <= LAYER_OF[own], f"{name} imports {other}, which lies above it"
+        assert LAYER_OF[layer] <= LAYER_OF[own], f"{name} imports {other}, which is above it"
 
 
 def test_no_imports_in_a_circle():

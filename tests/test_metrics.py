@@ -22,7 +22,7 @@ def test_units():
 
 
 def test_a_short_part_weighs_by_its_tokens():
-    """Not the mean of the two means, 2.5."""
+    """The sum decides, not the mean of the two means, 2.5."""
     assert (Totals(nats=3.0, tokens=3) + Totals(nats=4.0, tokens=1)).nll == pytest.approx(7 / 4)
 
 

@@ -1,4 +1,4 @@
-"""Tests the walk over segments against a Python loop, and what a reset bit inside a block empties."""
+"""Tests the scan over segments against a Python loop, and a reset bit inside a block."""
 
 import functools
 
@@ -40,7 +40,7 @@ def body(state, memory, segment):
     return state + segment.targets.sum(), memory_lib.update(memory, rows), saw
 
 
-def walk(start: MemoryStart, resets: list[tuple[int, int]]):
+def scan_all(start: MemoryStart, resets: list[tuple[int, int]]):
     reset = functools.partial(memory_lib.reset, start=start)
     scan = jax.jit(lambda *args: recurrence.scan_segments(body, *args, reset=reset))
     return jax.device_get(scan(jnp.int32(3), empty_memory(start), segments(resets)))
@@ -48,8 +48,8 @@ def walk(start: MemoryStart, resets: list[tuple[int, int]]):
 
 @pytest.mark.parametrize("start", MemoryStart)
 @pytest.mark.parametrize("resets", [[], [(0, 0), (0, 1), (0, 2)], [(2, 1), (4, 0), (4, 2)]], ids=str)
-def test_the_walk_is_a_loop(start, resets):
-    state, memory, collected = walk(start, resets)
+def test_the_scan_is_a_loop(start, resets):
+    state, memory, collected = scan_all(start, resets)
     expected_state, expected_memory, expected = jnp.int32(3), empty_memory(start), []
     for s in range(S):
         segment = Segments(*(jnp.asarray(array[s]) for array in segments(resets)))
@@ -64,14 +64,14 @@ def test_the_walk_is_a_loop(start, resets):
 @pytest.mark.parametrize("start", MemoryStart)
 def test_a_reset_inside_the_block_empties_only_its_rows(start):
     at, row = 3, 1
-    _, _, (_, before, _) = walk(start, [])
-    _, _, (_, after, _) = walk(start, [(at, row)])
+    _, _, (_, before, _) = scan_all(start, [])
+    _, _, (_, after, _) = scan_all(start, [(at, row)])
     others = [0, 2]
     np.testing.assert_array_equal(after.hidden[:, :, others], before.hidden[:, :, others])
     np.testing.assert_array_equal(after.valid[:, others], before.valid[:, others])
     np.testing.assert_array_equal(after.valid[:at], before.valid[:at])
     np.testing.assert_array_equal(after.hidden[:at], before.hidden[:at])
-    # What the row's slots hold from the reset on: nothing, then the two tokens of each segment since.
+    # The row's slots from the reset on: nothing, then the two tokens of each segment since.
     if start is MemoryStart.MASKED:
         assert before.valid[:, row].tolist() == [0, 2, 4, 5, 5, 5]
         assert after.valid[:, row].tolist() == [0, 2, 4, 0, 2, 4]

@@ -15,7 +15,7 @@ PATHS = {
 
 
 def too_long(text):
-    """What is too long in a file: itself, or functions by their names; signature and docstring count."""
+    """Yields what is too long: the file itself, or functions by their names; signature and docstring count."""
     if (lines := len(text.splitlines())) > MAX_FILE_LINES:
         yield f"the file: {lines} lines"
     for node in ast.walk(ast.parse(text)):

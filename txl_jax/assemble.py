@@ -125,7 +125,7 @@ class Placement:
         return Segments(inputs=tokens, targets=tokens, weights=tokens, reset=self.named(None, rows))
 
     def named(self, *logical_axes: Any) -> Any:
-        """Returns the sharding of an array by its logical axes, to stand for the array in trees of shardings."""
+        """Returns the sharding of an array by its logical axes, in place of the array in trees of shardings."""
         return sharding.named_sharding(self.mesh, *logical_axes)
 
     def abstract_segments(self, lengths: TrainConfig | EvalConfig) -> Segments:

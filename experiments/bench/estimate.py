@@ -1,4 +1,4 @@
-"""What a configuration needs on a slice of Cloud TPUs, without one: memory, collectives, FLOPs, roofline.
+"""Estimates of a configuration on a slice of Cloud TPUs, without one: memory, collectives, FLOPs, roofline.
 
     python -m experiments.bench.estimate --flagfile=enwik8_24l --model.dtype=bfloat16 --topology=v5e:8x8 --mesh.fsdp=64
     python -m experiments.bench.estimate --flagfile=wt103_large --topology=v4:2x2x4 --mesh.tensor=4 --tasks=training

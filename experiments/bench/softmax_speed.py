@@ -9,7 +9,7 @@ widths 256, 64 and 16, 60 x 150 tokens. Of the other settings only --model.d_emb
 law that is printed with the share of each cluster.
 
 It prints a markdown table. A softmax that needs more memory than there is gets a fraction of the tokens, and the table
-says how many.
+prints how many.
 """
 
 from experiments.cli.studies import run_model_study

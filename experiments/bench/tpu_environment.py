@@ -2,7 +2,7 @@
 
 import os
 
-# libtpu looks for its chips, and for other processes that use them, unless these say otherwise.
+# libtpu searches for its chips, and for other processes that use them, unless these variables are set.
 _VARIABLES = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",

@@ -1,1 +1,1 @@
-"""From flags to jobs: what the programs share."""
+"""Shared code of the programs: from flags to jobs."""

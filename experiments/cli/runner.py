@@ -1,4 +1,4 @@
-"""From a command line to a job: modes, exit codes, and one sentence for every error that a user can mend."""
+"""Runs the job of a command line: modes, exit codes, and one sentence for every error that a user can mend."""
 
 import os
 import signal

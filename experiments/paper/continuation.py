@@ -4,7 +4,7 @@
     python -m experiments.paper.continuation --workdir=runs/wt103 --starts=1000,52000 --context=500
 
 It writes a markdown file, --out: for each start the context, the model's continuation, sampled as
---generate.* says (top-k with k = 40, 500 tokens), and the text's own. Words are detokenized
+--generate.* sets (top-k with k = 40, 500 tokens), and the text's own. Words are detokenized
 (WikiText's @-@, @,@ and spaces before commas are removed).
 """
 

@@ -5,7 +5,7 @@ import pytest
 
 from txl_jax.bench.collectives import collectives
 
-# A loop of 5 rounds within a fusion's neighbour, of which XLA says the rounds; and one whose condition says them.
+# A loop of 5 rounds within a fusion's neighbour, with the rounds known to XLA; and one with the rounds in its condition.
 TEXT = """\
 HloModule jit_f, is_scheduled=true, num_partitions=8
 
@@ -81,7 +81,7 @@ def test_groups_written_in_an_unknown_way_are_not_guessed():
     ("all-gather", 256 * 3 / 4), ("all-reduce", 2 * 136 / 2), ("collective-permute", 16), ("reduce-scatter", 256 * 3 / 4)
 ])  # fmt: skip
 def test_bytes_that_a_device_sends(kind, expected):
-    """Of an all-gather all parts but the own, of an all-reduce twice as much, half of it in a reduce-scatter."""
+    """Bytes sent: of an all-gather all parts but the own, of an all-reduce twice that, of a reduce-scatter half of the latter."""
     first = next(
         one
         for one in collectives(TEXT)

@@ -81,7 +81,7 @@ def test_generation_draws_what_the_library_draws(top_k):
 
 
 def test_training_carries_its_memory():
-    """At a rate of nothing, without dropout, each step's loss is that of the text so far."""
+    """Each step's loss is that of the text so far, at a learning rate of 0 and without dropout."""
     _, _, peer = make(optimizer=OptimizerConfig(learning_rate=1e-12))
     tokens = tiny.text(T + 1)
     whole = peer.nll(tokens)
@@ -100,7 +100,7 @@ def test_training_learns_and_leaves_the_evaluated_model_alone():
 
 @pytest.mark.parametrize(("clip", "seeds"), [(0.01, (0, 1)), (1e9, (0, 0))], ids=["clipped", "not clipped"])
 def test_updates_have_the_given_rate_and_are_clipped(clip, seeds):
-    """With an epsilon that drowns the second moment, and no first one, an update is rate / epsilon * gradient."""
+    """An update is rate / epsilon * gradient, with an epsilon far above the second moment, and no first one."""
     rate, eps = 1e4, 1e8
     optimizer = OptimizerConfig(learning_rate=rate, adam_eps=eps, adam_b1=0.0, clip_norm=clip)
     _, _, peer = make(eval_config=dataclasses.replace(EVAL_CONFIG, mem_len=0, same_length=False), optimizer=optimizer)
@@ -152,7 +152,7 @@ def test_filled_memories_are_read_by_evaluation_training_and_generation():
         assert [tuple(states.shape) for states in memory] == tiny.N * [(M, rows, tiny.D)]
 
 
-def test_without_memory_each_segment_stands_alone():
+def test_without_memory_segments_are_independent():
     _, _, peer = make(eval_config=dataclasses.replace(EVAL_CONFIG, mem_len=0, same_length=False))
     peer.fill_memory(seed=0)
     inputs, targets = next(segments(tiny.text(T + 1)))

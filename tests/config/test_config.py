@@ -140,7 +140,8 @@ CONFLICTS = [
     ({"optimizer.warmup_steps": 600, "train.steps": 400}, ("warmup_steps", "600", "train.steps", "400")),
     ({"optimizer.warmup_steps": 60, "optimizer.decay_steps": 50}, ("warmup_steps", "60", "decay_steps", "50")),
     ({"optimizer.decay_steps": 500, "train.steps": 400}, ("decay_steps", "500", "train.steps", "400")),
-    *(({f"optimizer.{name}": -1}, (f"optimizer.{name}", "-1")) for name in ("decay_steps", "l2", "weight_decay")),
+    ({"optimizer.decay_steps": -1}, ("optimizer.decay_steps", "-1")),
+    *(({f"optimizer.{name}": -1}, (f"optimizer.{name}", "-1.0")) for name in ("l2", "weight_decay")),
     *(
         ({f"regularization.{name}": -0.5}, (f"regularization.{name}", "-0.5"))
         for name in ("activation_l2", "temporal_l2", "adversarial")

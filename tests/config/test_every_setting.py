@@ -203,7 +203,7 @@ SECOND = {
     "generate.seed": ("text", 3),
 }
 
-# Settings that stand beside the second value, so that it is legal.
+# Settings that go with the second value, so that it is legal.
 # A rate at which the loss of a tiny run rises.
 RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}
 FULL_SOFTMAX = {"model.cutoffs": (), "model.div_val": 1, "model.tie_projs": (), "model.d_embed": None}
@@ -302,7 +302,7 @@ def eval_step(config):
 
 
 def batch(config):
-    """What the first calls of training and evaluation read."""
+    """Tokens read by the first calls of training and evaluation."""
     tokens = np.arange(200)
     first_train = training_segments(tokens, batch_size=config.train.batch_size, segment_len=config.train.segment_len)
     first_eval = evaluation_segments(tokens, batch_size=config.eval.batch_size, segment_len=config.eval.segment_len)
@@ -323,7 +323,7 @@ def corpus(config):
 
 
 def epochs(config):
-    """What training reads in the first two epochs."""
+    """Segments of the first two epochs of training."""
     read = read_corpus(config.data, ".")
     reader = training_reader(parts_of(config), read)
     return jax.tree.map(np.ndarray.tolist, reader.segments(0, 2 * reader.n_segments))
@@ -338,7 +338,7 @@ def devices(config):
 
 
 def files(config):
-    """What a tiny run leaves."""
+    """Records and files of a tiny run."""
     workdir = Workdir(config_run_folder(config))
     train.run(config, read_corpus(config.data, "."), workdir)
     records = [
@@ -348,7 +348,7 @@ def files(config):
 
 
 def scored(config):
-    """What a run that has ended scores."""
+    """Test scores of a run that has ended."""
     trained = config_tree.replace(config, {"eval.average_checkpoints": None})
     corpus, workdir = read_corpus(config.data, "."), Workdir(config_run_folder(trained))
     train.run(trained, corpus, workdir)
@@ -362,12 +362,12 @@ def config_run_folder(config):
 
 
 def prompt(config):
-    """What generation goes on from."""
+    """The prompt of generation."""
     return read_prompt(config.generate)
 
 
 def text(config):
-    """What is written, by random weights that are large enough to have an opinion."""
+    """Generated text, by random weights that are large enough for peaked distributions."""
     parts = parts_of(config)
     params = jax.tree.map(
         lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.training.abstract_state.params

@@ -53,7 +53,7 @@ def stores(cache_dir):
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads a corpus whose published files are nowhere; the cache lies in a folder of this test."""
+    """Reads a corpus whose published files are nowhere; the cache is in a folder of this test."""
     return lambda config, **kwargs: read_corpus(config, "nowhere", str(tmp_path / "cache"), **kwargs)
 
 
@@ -79,7 +79,7 @@ def test_bytes(tmp_path, read):
     dropped = read(own_text(file=str(tmp_path / "poem.txt"), newlines=Newlines.DROP))
     assert texts(dropped) == [text.replace(b"\n", b"") for text in texts(corpus)]
     assert re.search(r"\b100\b.*\bpoem\.txt\b", dropped.description)
-    assert dropped.description != corpus.description, "it tells what becomes of newlines"
+    assert dropped.description != corpus.description, "it names the treatment of newlines"
 
 
 def test_characters(poem, read):
@@ -178,7 +178,7 @@ def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
     monkeypatch.setattr(build_vocabulary, "make_vocabulary", never)  # Nothing is counted any more,
     moved = tmp_path / "moved"
     moved.write_bytes((tmp_path / "train").read_bytes())
-    again = read(own_text(kind=Tokenizer.WORD, **poem | {"train": (str(moved),)}))  # wherever the files lie.
+    again = read(own_text(kind=Tokenizer.WORD, **poem | {"train": (str(moved),)}))  # wherever the files are.
     assert texts(again) == texts(first) and again.vocabulary == first.vocabulary
     assert (again.description, again.digest) == (first.description, first.digest)
     assert len(stores(tmp_path / "cache")) == 1
@@ -222,7 +222,7 @@ def test_a_bar_shows_how_far_a_text_is_read(poem, read, monkeypatch):
     expected = [*splits_read, ("", 32), *splits_read]  # Read, its words counted, encoded.
     assert [(bar.n, bar.total) for bar in bars] == [(size, size) for _, size in expected]
     assert all(split in bar.desc for bar, (split, _) in zip(bars, expected, strict=True))
-    assert len({bar.desc for bar in bars}) == len(expected), "each says what it shows"
+    assert len({bar.desc for bar in bars}) == len(expected), "each has its own description"
 
 
 def test_a_vocabulary_file_is_known_by_its_content(poem, tmp_path, read):

@@ -47,7 +47,7 @@ def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
         start = 0
         while start + attention_len < target:  # The window does not reach the token before it.
             start += stride
-        # What stands in the window after that token cannot matter; absolute codes count to the window's end.
+        # Tokens in the window after that one cannot matter; absolute codes count to the window's end.
         seen = TEXT[start:target]
         window = np.full(attention_len, 7)
         window[: len(seen)] = seen
@@ -79,7 +79,7 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
     shapes, scored = [], []
 
     def note(params, windows, targets):
-        """Stands for the model: the nats of a target are its own number."""
+        """A substitute of the model: the nats of a target are its own number."""
         n = targets.shape[1]
         shapes.append((windows.shape, targets.shape))
         for row, wanted in zip(windows, targets, strict=True):
@@ -137,7 +137,7 @@ def test_after_call_may_stop_it(x64):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sizes", "says"),
+    ("tokens", "sizes", "pattern"),
     [
         (TEXT, {"stride": 5}, r"\bstride\D*\b5\b.*\battention_len\D*\b4\b"),
         (TEXT, {"stride": 0}, r"\bstride\D*\b0\b"),
@@ -145,6 +145,6 @@ def test_after_call_may_stop_it(x64):
         (TEXT[:1], {}, r"shape \(1,\)"),
     ],
 )
-def test_mistakes_are_refused(tokens, sizes, says):
-    with pytest.raises(ValueError, match=says):
+def test_mistakes_are_refused(tokens, sizes, pattern):
+    with pytest.raises(ValueError, match=pattern):
         next(window_batches(tokens, **{"attention_len": 4, "stride": 1, "batch_size": 1} | sizes))

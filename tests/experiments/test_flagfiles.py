@@ -1,4 +1,4 @@
-"""Tests that every packaged flagfile resolves to what its golden text says, and builds a model of the published size.
+"""Tests that every packaged flagfile resolves to its golden text, and builds a model of the published size.
 
     python -m tests.experiments.test_flagfiles     # writes the golden texts anew
 
@@ -29,11 +29,11 @@ ENWIK8, TEXT8, WT103, LM1B, PTB = 204, 27, 267_735, 793_470, 10_000  # Vocabular
 
 
 class Row(NamedTuple):
-    """What is known of a flagfile without reading it."""
+    """Expected facts of a flagfile."""
 
     program: str  # Whose defaults it changes.
     vocab_size: int
-    parameters: float  # Counted from the original release's model (margin 0), or what the paper says.
+    parameters: float  # Counted from the original release's model (margin 0), or the number in the paper.
     margin: float = 0.0  # Fraction by which the size may differ from that.
 
 
@@ -101,7 +101,7 @@ def test_flagfile_resolves_to_its_golden_text(name):
 
 
 @pytest.mark.parametrize("name", FLAGFILES)
-def test_size_is_the_published_one_and_the_comment_says_it_to_the_unit(name):
+def test_size_is_the_published_one_and_the_comment_has_it_to_the_unit(name):
     row, size = FLAGFILES[name], parts(name).num_parameters
     assert abs(size - row.parameters) <= row.margin * row.parameters, f"{size:,}"
     assert re.search(rf"\b{size:,}\D+\b{row.vocab_size:,}\b", opening_comment(name))
@@ -114,7 +114,7 @@ def test_size_with_u_and_v_per_layer(name):
 
 
 @pytest.mark.parametrize("name", FLAGFILES)
-def test_comment_says_the_tokens_of_a_step_and_of_the_run(name):
+def test_comment_has_the_tokens_of_a_step_and_of_the_run(name):
     train = resolved(name).train
     step = train.batch_size * train.new_tokens
     assert f"{train.batch_size} x {train.new_tokens} = {step:,} tokens" in opening_comment(name)

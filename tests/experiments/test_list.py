@@ -25,7 +25,7 @@ def test_every_program_is_listed():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_listed_program_exists_and_says_how_it_is_started(name):
+def test_every_listed_program_exists_and_documents_its_command(name):
     text = (ROOT / importlib.util.find_spec(name).origin).read_text()
     assert re.search(rf"python -m {re.escape(name)}\b", text)
 

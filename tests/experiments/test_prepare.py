@@ -37,13 +37,13 @@ def test_a_corpus_is_read_and_encoded(name, tmp_path):
     flags = (f"--corpus={name}", f"--data_dir={tmp_path}", f"--cache_dir={tmp_path / 'made'}")
     code, printed, errors = run(*flags)
     assert code == 0, errors
-    told = dict(line.split(None, 1) for line in printed.splitlines()[1:])
+    printed_values = dict(line.split(None, 1) for line in printed.splitlines()[1:])
     for split, text in miniature.texts(name).items():
         # One Billion Word has one more mark than lines.
         words = len(text.split()) + text.count(b"\n") + (name is CorpusName.LM1B)
-        assert told[split] == f"{len(text) if name is CorpusName.TEXT8 else words:,} tokens"
-    assert told["records"].startswith(f"{tmp_path / 'made' / 'tfds' / f'txl_{name}'} (0.")
-    assert told["tokens"].startswith(str(tmp_path / "made" / "tokens" / name.value))
+        assert printed_values[split] == f"{len(text) if name is CorpusName.TEXT8 else words:,} tokens"
+    assert printed_values["records"].startswith(f"{tmp_path / 'made' / 'tfds' / f'txl_{name}'} (0.")
+    assert printed_values["tokens"].startswith(str(tmp_path / "made" / "tokens" / name.value))
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").rglob("*")}
     code, again, errors = run(*flags)
     assert code == 0, errors
@@ -51,7 +51,7 @@ def test_a_corpus_is_read_and_encoded(name, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "made").rglob("*")} == stamps
 
 
-def test_mistakes_are_said_in_one_line(tmp_path):
+def test_mistakes_are_answered_in_one_line(tmp_path):
     for flags, words in (
         ((), r"error: .*--corpus=.*\benwik8\b"),
         (("--corpus=ptb", "--data.file=a"), r"error: data\.file\b.*\bptb\b"),

@@ -44,5 +44,5 @@ def undisturbed_ensemble(place):
 
 @pytest.fixture
 def fault_seed():
-    """What random moments are drawn with: TXL_FAULT_SEED repeats them as far as processes can be repeated."""
+    """Seed of random moments: TXL_FAULT_SEED repeats them as far as processes can be repeated."""
     return int(os.environ.get("TXL_FAULT_SEED") or time.time_ns() % 10**6)

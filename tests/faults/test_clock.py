@@ -13,8 +13,8 @@ HOUR, DAY = 3600, 86400
 def test_the_clock_jumps_forward_a_day_and_back_an_hour(place, undisturbed):
     """Times of files jump with it, so that after the first jump the newest checkpoint is the oldest by them.
 
-    The first jump comes while arrays are being written: Orbax gives a save 20 minutes by this clock, unless told
-    otherwise.
+    The first jump comes while arrays are being written: Orbax gives a save 20 minutes by this clock, unless its options
+    have another limit.
     """
     forward = {"fault": "clock", "at": "* *latest/12.orbax-checkpoint-tmp*", "count": 8, "jump": DAY}
     back = {"fault": "clock", "at": "os.mkdir *best/24.orbax-checkpoint-tmp", "jump": -DAY - HOUR}

@@ -1,4 +1,4 @@
-"""Tests damaged checkpoints of a run: it says so, resumes from the step before, and trains to the same numbers."""
+"""Tests damaged checkpoints of a run: it logs that, resumes from the step before, and trains to the same numbers."""
 
 import re
 import shutil
@@ -87,7 +87,7 @@ def test_damage_to_all(copy, place):
 
 
 def test_a_torn_line_of_metrics(copy, place, undisturbed):
-    """As after a power cut: records of steps that come again."""
+    """Records of steps that come again, as after a power cut."""
     workdir = copy("torn")
     path = workdir / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-20])

@@ -8,7 +8,7 @@ import pytest
 from support.faults import Place, assert_equal_runs, assert_one_sentence, finished
 from txl_jax.runtime.integrity import find_damage
 
-# When the disk fills up: before which file operation, how large files may still become, and what is then said.
+# When the disk fills up: before which file operation, how large files may still become, and words of the error.
 MOMENTS = {
     "records": ("os.mkdir *tfds*incomplete*", 0, ("Penn Treebank", "File too large", "--cache_dir=")),
     "tokens": ("open *tokens/*/train.npy", 100_000, ("/tokens", "File too large", "--cache_dir=")),
@@ -19,7 +19,7 @@ MOMENTS = {
         4_000,
         ("step 12", "File too large"),
     ),
-    # The next save, and the log, fail too: which of them is told of is a matter of time.
+    # The next save, and the log, fail too: which of them is reported is a matter of time.
     "digests": ("open *latest/18/.digests.json.*", 0, ("File too large",)),
     "best parameters": (
         "os.mkdir *best/24.orbax-checkpoint-tmp",
@@ -45,11 +45,11 @@ def is_whole(path):
 def test_no_file_may_grow(moments, place, undisturbed):
     name = f"full-{len(moments)}"
     for moment in moments:
-        at, largest, says = MOMENTS[moment]
+        at, largest, expected = MOMENTS[moment]
         before = whole_steps(place.workdir(name))
         ended = place.train(name, fault="full", at=at, largest=largest).end()
         assert ended.code == 1, (moment, ended.out)
-        assert_one_sentence(ended.err, *says)
+        assert_one_sentence(ended.err, *expected)
         assert all(new >= old for new, old in zip(whole_steps(place.workdir(name)), before, strict=True))
     finished(place.train(name))
     assert_equal_runs(place.workdir(name), undisturbed)
@@ -71,12 +71,13 @@ def small_disk(tmp_path):
 
 @pytest.mark.slow
 def test_a_small_disk_fills_up_again_and_again(small_disk, place, undisturbed):
-    """With ever a little more space than before, a run ends in one sentence each time until there is enough."""
+    """A run ends in one sentence each time, with a little more space than before, until there is enough."""
     here = Place(small_disk, place.environment)
     (small_disk / "data").symlink_to(place.folder / "data")
     ballast = small_disk / "ballast"
     free = 8_000
-    for n in range(40):  # noqa: B007 (its last value is printed)
+    stops = 0
+    while stops < 40:
         ballast.write_bytes(b"")
         space = os.statvfs(small_disk)
         ballast.write_bytes(b"\0" * max(space.f_bavail * space.f_frsize - free, 0))
@@ -86,6 +87,7 @@ def test_a_small_disk_fills_up_again_and_again(small_disk, place, undisturbed):
         assert ended.code == 1
         assert_one_sentence(ended.err, "space")
         free += 30_000
-    assert n >= 5, "the disk was large enough at once"
-    print(f"a disk with 8 kB, 38 kB, ... of space: {n} sentences, then the end")
+        stops += 1
+    assert stops >= 5, "the disk was large enough at once"
+    print(f"a disk with 8 kB, 38 kB, ... of space: {stops} sentences, then the end")
     assert_equal_runs(here.workdir("run"), undisturbed)

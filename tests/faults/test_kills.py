@@ -50,7 +50,7 @@ def test_kills_before_chosen_file_operations(moments, place, undisturbed):
 
 
 def assert_nothing_left_over(place, name):
-    """What killed starts of the training began is gone; what scoring began may be of one that is under way."""
+    """Asserts that files of killed training starts are removed; those of scoring may be of one that is under way."""
     workdir = place.workdir(name)
     left = {path for pattern in ("*.tmp", ".probe-*", "*.deleted", "*orbax*") for path in workdir.rglob(pattern)}
     assert not left - {*workdir.glob(".evaluation.json.*.tmp")}
@@ -106,10 +106,8 @@ def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
         if span:
             assert result(place.workdir(name), "evaluation.json") == result(undisturbed, "evaluation.json")
         assert_nothing_left_over(place, name)
-    print(
-        f"\nseed {fault_seed}: {phases.total()} kills in {starts} starts of {runs} runs, "
-        f"{time.monotonic() - began:.0f} s"
-    )
+    seconds = time.monotonic() - began
+    print(f"\nseed {fault_seed}: {phases.total()} kills in {starts} starts of {runs} runs, {seconds:.0f} s")
     for phase, count in phases.most_common():
         print(f"  {phase:<24}{count:>3}")
 

@@ -54,7 +54,7 @@ def frozen(model, lengths: tuple[int, int, int | None]):
 
 
 def both(model, lengths, *, resets=(), memory_dtype=None):
-    """Yields (hidden, nll, memory) of both walks over the same text, segment by segment."""
+    """Yields (hidden, nll, memory) of both models over the same text, segment by segment."""
     segment_len, mem_len, clamp_len, same_length = lengths
     variables, text = tiny.variables(model), tiny.text(segment_len * SEGMENTS + 1)
     encode = tiny.encoder(model, clamp_len=clamp_len, same_length=same_length)
@@ -100,7 +100,7 @@ def test_both_memories_agree_over_ten_segments(model, lengths, x64):
 
 @pytest.mark.parametrize("preset", ["tf", "hf", "pytorch"])
 @pytest.mark.parametrize("layer_norm", NormPlace)
-def test_both_memories_agree_as_other_implementations_start_and_look_back(preset, layer_norm, x64):
+def test_both_memories_agree_with_the_starts_and_windows_of_other_implementations(preset, layer_norm, x64):
     model = tiny.make(dtype=DType.FLOAT64, compat=tiny.compat_config(preset), layer_norm=layer_norm)
     for found, expected in both(model, LENGTHS["rounded up"], resets=(2, 7)):
         np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-12)
@@ -122,7 +122,7 @@ def test_a_narrower_memory_is_read_in_the_compute_type(lengths, x64):
 
 @pytest.mark.parametrize("lengths", ["clamp", "one token"])
 def test_stored_as_bfloat16_scores_move_a_little(lengths):
-    """Stored numbers carry 8 bits: about 1 part in 300 each. The memory takes half the room."""
+    """Stored numbers carry 8 bits: about 1 part in 300 each. The memory takes half the bytes."""
     pairs = list(both(tiny.make(), LENGTHS[lengths], memory_dtype=jnp.bfloat16))
     assert {ring.dtype for ring in pairs[-1][0][2].keys + pairs[-1][0][2].values} == {jnp.dtype("bfloat16")}
     off = max(float(np.abs(found[1] - expected[1]).max()) for found, expected in pairs)
@@ -158,7 +158,7 @@ def test_in_order_is_the_same_memory_for_single_tokens(x64):
     model, (segment_len, mem_len, clamp_len) = tiny.make(dtype=DType.FLOAT64), (4, 10, 6)
     weights, text = frozen(model, (segment_len, mem_len, clamp_len)), tiny.text(28)
     memory = forward.init_cache(weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len)
-    for start in range(0, 20, segment_len):  # The ring of 12 slots goes round once, and stands at slot 8.
+    for start in range(0, 20, segment_len):  # The ring of 12 slots goes round once, and is at slot 8.
         _, memory = forward.forward(weights, model, text[:, start : start + 4], memory, window=mem_len)
     expected = []
     for start in (20, 24):

@@ -109,7 +109,7 @@ def test_tensors_that_do_not_fit_are_refused(untie_r, change, message):
 
 
 def test_the_originals_tensors_are_refused():
-    """Their tail clusters stand in another order."""
+    """The original's tail clusters have another order."""
     config, params = make(cutoffs=CUTOFFS)
     with pytest.raises(ValueError, match=r"\btransformer\.r_w_bias\b"):
         huggingface.to_flax(original.from_flax(params, config), config, vocab_size=V)
@@ -255,8 +255,8 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
     peer.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()}, strict=True)
     tokens = tiny.text(3 * L + 1)
     tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1  # Each cluster, and one row of the first alone.
-    ours = list(walk(TransformerXL(config, tiny.compat_config("hf"), V), params, span, tokens))
-    theirs = list(walk_peer(torch, peer, tokens))
+    ours = list(our_segments(TransformerXL(config, tiny.compat_config("hf"), V), params, span, tokens))
+    theirs = list(peer_segments(torch, peer, tokens))
     assert len(ours) == len(theirs) == 3
     for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         for name in ("nll", "hidden", "memory"):
@@ -264,7 +264,7 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
             np.testing.assert_allclose(a[name], b[name], atol=1e-9 * largest, rtol=0, err_msg=f"{name} of segment {k}")
 
 
-def walk(model: TransformerXL, params, span: EvalConfig, tokens: np.ndarray):
+def our_segments(model: TransformerXL, params, span: EvalConfig, tokens: np.ndarray):
     """Our losses, hidden states and memory, segment after segment."""
     encode = tiny.encoder(model, clamp_len=span.clamp_len, same_length=span.same_length)
     memory = model.init_memory(batch_size=len(tokens), mem_len=span.mem_len)
@@ -275,7 +275,7 @@ def walk(model: TransformerXL, params, span: EvalConfig, tokens: np.ndarray):
         yield {"nll": nll, "hidden": hidden, "memory": memory.hidden}
 
 
-def walk_peer(torch, peer, tokens: np.ndarray):
+def peer_segments(torch, peer, tokens: np.ndarray):
     """The same of the peer, which gives all log probabilities when it gets no labels."""
     memory = None
     for start in range(0, tokens.shape[1] - 1, L):

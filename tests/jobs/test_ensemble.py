@@ -151,7 +151,7 @@ def test_a_finished_ensemble_is_not_scored_again(base, whole, tmp_path, monkeypa
         raise Scored
 
     def contents(folder):
-        """All files but the logs, which say that the run was opened."""
+        """All files but the logs, which record that the run was opened."""
         paths = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "tensorboard"]
         return {path: path.read_bytes() for path in paths if path.name != "log.txt"}
 
@@ -271,7 +271,7 @@ def test_a_member_that_is_not_there_is_refused_with_the_names(base, whole, tmp_p
 
 
 def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_path):
-    """Its state is the ensemble's, bit for bit; its updates from there on agree with the ensemble's up to rounding."""
+    """The state is the ensemble's, bit for bit; its updates from there on agree with the ensemble's up to rounding."""
     name = NAMES[1]
     assert not run(base, tmp_path / "all", stop_requested=stop_after(9)).finished
     made = split_off(tmp_path / "all", name, tmp_path / "own")
@@ -332,7 +332,7 @@ def test_hooks_see_the_member_axis(base, tmp_path):
 
 @pytest.mark.slow
 def test_in_bfloat16_a_traced_rate_widens_nothing(base):
-    """And members that drop nothing of queries, keys and values draw the other masks that they would draw alone."""
+    """Members that drop nothing of queries, keys and values draw the other masks that they would draw alone."""
     names = ("model.dropout.embedding", "model.dropout.qkv", "model.dropout.weight", DROPOUT)
     config = config_tree.replace(base[0], {"model.dtype": DType.BFLOAT16, "average.start_step": None})
     made = assemble(config, vocab_size=256)
@@ -355,7 +355,7 @@ def test_a_loss_that_is_not_finite_names_its_member(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "changes", "says"),
+    ("chosen", "changes", "pattern"),
     [
         ([{"seed": 1}], {}, r"\b1\b"),
         ([{"seed": 1}, {"seed": 1}], {}, "seed=1; seed=1"),
@@ -366,7 +366,7 @@ def test_a_loss_that_is_not_finite_names_its_member(base, tmp_path):
         ([{"seed": 1}, {"seed": 2}], {"train.patience": 2}, r"train\.patience\D*\b2\b"),
     ],
 )
-def test_mistakes_are_refused(base, chosen, changes, says, tmp_path):
-    with pytest.raises(UserError, match=says):
+def test_mistakes_are_refused(base, chosen, changes, pattern, tmp_path):
+    with pytest.raises(UserError, match=pattern):
         run((config_tree.replace(base[0], changes), base[1]), tmp_path, chosen)
     assert not list(tmp_path.iterdir())

@@ -50,37 +50,37 @@ def run(tmp_path_factory):
 
 
 def write(run, *, stop_requested=lambda: False, **changes):
-    """(texts, what was written on the way, what was said) as strings."""
+    """(texts, what was written on the way, what was logged) as strings."""
     config, corpus, workdir = run
     config = config_tree.replace(config, {f"generate.{name}": value for name, value in changes.items()})
-    written, said = [], []
+    written, logged = [], []
     texts = generate.run(
-        config, corpus.vocabulary, workdir, log=said.append, write=written.append, stop_requested=stop_requested
+        config, corpus.vocabulary, workdir, log=logged.append, write=written.append, stop_requested=stop_requested
     )
-    return [text.decode() for text in texts], "".join(written), said
+    return [text.decode() for text in texts], "".join(written), logged
 
 
 def places(texts):
-    """Where each known character, that is no line's end, first stands in the texts; -1: nowhere."""
+    """First index of each known character but the newline in each text; -1: not found."""
     return {character: [text.find(character) for text in texts] for character in "the cas"}
 
 
 @pytest.fixture(scope="module")
 def whole(run):
-    texts, _, said = write(run)
-    assert [len(text) for text in texts] == [LENGTH] * 3 and re.search(rf"\b{LENGTH}\b", said[0])
+    texts, _, logged = write(run)
+    assert [len(text) for text in texts] == [LENGTH] * 3 and re.search(rf"\b{LENGTH}\b", logged[0])
     return texts
 
 
 def test_each_sample_ends_with_its_first_stop_token(run, whole):
     stop = next(c for c, found in places(whole).items() if 0 <= found[0] < 16 and (max(found) >= 16 or -1 in found))
-    texts, written, said = write(run, stop=stop)
+    texts, written, logged = write(run, stop=stop)
     for text, longer in zip(texts, whole, strict=True):
         start, found, _ = longer.partition(stop)
         assert text == start + found
     assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), "blocks go on for the others"
     assert written.startswith(texts[0] + "\n"), "the first sample is streamed up to there"
-    assert re.search(rf"\b{LENGTH}\b", said[0])
+    assert re.search(rf"\b{LENGTH}\b", logged[0])
     saved = (run[2].path / "sample-seed4.txt").read_text()
     assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
 
@@ -161,7 +161,7 @@ def test_the_text_of_a_token_is_found(vocabulary, stop, token):
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "stop", "says"),
+    ("vocabulary", "stop", "pattern"),
     [
         (ByteVocabulary(b"\n a"), "a a", r"'a a'.*\b3\b.*'a', ' ', 'a'"),
         (ByteVocabulary.all_bytes(), "é", r"\b2\b.*'\\\\xc3', '\\\\xa9'"),
@@ -176,8 +176,8 @@ def test_the_text_of_a_token_is_found(vocabulary, stop, token):
         (words(LineMark.EOS), "\udcff", r"generate\.stop.*\b0xff\b"),
     ],
 )
-def test_what_is_not_one_known_token_is_refused_by_what_it_became(vocabulary, stop, says):
-    with pytest.raises(UserError, match=says) as error:
+def test_what_is_not_one_known_token_is_refused_by_what_it_became(vocabulary, stop, pattern):
+    with pytest.raises(UserError, match=pattern) as error:
         read_stop(GenerateConfig(stop=stop), vocabulary)
     assert "\n" not in str(error.value)
 

@@ -1,4 +1,4 @@
-"""Tests how a text is scored: which nats belong to which token, and the bar or the lines that tell how far it is."""
+"""Tests scoring of a text: which nats belong to which token, and the progress bar or lines."""
 
 import io
 import re
@@ -25,7 +25,7 @@ from txl_jax.metrics import Measure, Totals
 )
 @example(length=6, batch_size=4, segment_len=3, warmup=2, per_call=2)  # The last row has no target of its own.
 def test_every_tokens_nats_come_to_its_place(length, batch_size, segment_len, warmup, per_call):
-    """Through the walk itself, with a model for which the nats of a token are its number, and nonsense elsewhere."""
+    """Runs `evaluate` itself, with a model for which the nats of a token are its number, and NaN elsewhere."""
 
     def step(weights, memory, segments):
         nll = np.where(segments.weights > 0, segments.targets, np.nan)
@@ -50,9 +50,9 @@ def totals(done):
     return Totals(nats=np.log(2) * done, tokens=done)
 
 
-def watch(done, *, said, stop=lambda: False, total=50):
+def show_progress(done, *, logged, stop=lambda: False, total=50):
     with progress_bar(
-        "a text", total, unit="segment", measure=Measure.BPC, log=said.append, stop_requested=stop
+        "a text", total, unit="segment", measure=Measure.BPC, log=logged.append, stop_requested=stop
     ) as show:
         for each in done:
             show(each, totals(each))
@@ -61,30 +61,30 @@ def watch(done, *, said, stop=lambda: False, total=50):
 def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch, capsys):
     clock = iter([100, 119, 120, 121, 139, 145])  # At the start, and at each call.
     monkeypatch.setattr(score_job.time, "monotonic", lambda: next(clock))
-    said = []
-    watch([5, 10, 15, 20, 25], said=said)
-    assert len(said) == 2
-    for line, percent, remaining in zip(said, (20, 50), ("0:01:20", "0:00:45"), strict=True):
+    logged = []
+    show_progress([5, 10, 15, 20, 25], logged=logged)
+    assert len(logged) == 2
+    for line, percent, remaining in zip(logged, (20, 50), ("0:01:20", "0:00:45"), strict=True):
         assert re.match(rf"a text:\D*\b{percent}%.*\bbpc 1\.0000\b.*\b{remaining}$", line), line
     assert capsys.readouterr().err == ""
 
 
 def test_before_anything_is_scored_no_score_is_shown(monkeypatch, capsys):
-    """While warm-up tokens are read, and in studies that score nothing, a mean would be nan."""
+    """A mean would be nan while warm-up tokens are read, and in studies that score nothing."""
     clock = iter([100, 130, 160])
     monkeypatch.setattr(score_job.time, "monotonic", lambda: next(clock))
-    said = []
+    logged = []
     with progress_bar(
-        "attention", 50, unit="segment", measure=Measure.BPC, log=said.append, stop_requested=lambda: False
+        "attention", 50, unit="segment", measure=Measure.BPC, log=logged.append, stop_requested=lambda: False
     ) as show:
         show(5, Totals())
         show(10, totals(10))
-    assert len(said) == 2 and "nan" not in said[0] and "bpc" not in said[0] and "10%" in said[0]
-    assert re.search(r"ETA 0:04:30$", said[0])
-    assert "bpc 1.0000" in said[1]
+    assert len(logged) == 2 and "nan" not in logged[0] and "bpc" not in logged[0] and "10%" in logged[0]
+    assert re.search(r"ETA 0:04:30$", logged[0])
+    assert "bpc 1.0000" in logged[1]
 
 
-def test_on_a_terminal_a_bar_moves_and_no_line_is_said(monkeypatch):
+def test_on_a_terminal_a_bar_moves_and_no_line_is_logged(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -98,9 +98,9 @@ def test_on_a_terminal_a_bar_moves_and_no_line_is_said(monkeypatch):
 
     monkeypatch.setattr(tqdm, "tqdm", Bar)
     monkeypatch.setattr(score_job, "_SECONDS_BETWEEN_LINES", 0)
-    said = []
-    watch([0, 10, 30], said=said)
-    assert said == [] and (bars[0].n, bars[0].total) == (30, 50)
+    logged = []
+    show_progress([0, 10, 30], logged=logged)
+    assert logged == [] and (bars[0].n, bars[0].total) == (30, 50)
     shown = screen.getvalue()
     assert "nan" not in shown
     assert "a text:  60%" in shown and "30/50" in shown and "bpc 1.0000" in shown
@@ -108,6 +108,6 @@ def test_on_a_terminal_a_bar_moves_and_no_line_is_said(monkeypatch):
 
 
 def test_a_stop_ends_it_by_name(capsys):
-    said, asked = [], iter([False, True])
+    logged, asked = [], iter([False, True])
     with pytest.raises(Interrupted, match=r"^a text$"):
-        watch([1, 2, 3], said=said, stop=lambda: next(asked))
+        show_progress([1, 2, 3], logged=logged, stop=lambda: next(asked))

@@ -77,7 +77,7 @@ def test_the_totals_are_those_of_evaluation_and_the_sum_of_the_file(run):
 
 @pytest.mark.parametrize(("batch_size", "segment_len", "per_call"), [(1, 5, 2), (4, 3, 1), (60, 1, 1)])
 def test_rows_and_segments_change_neither_order_nor_scores(run, batch_size, segment_len, per_call):
-    """With a memory that spans the text, and a warm-up that does too, every row sees what one long pass sees."""
+    """Every row sees what one long pass sees if memory and warm-up span the text."""
     whole = {"eval.mem_len": 64, "eval.same_length": False, "eval.segment_len": 50}
     score(run, changes=whole)
     *_, expected = table(run, "test")
@@ -105,7 +105,7 @@ def test_another_vocabulary_is_refused(run):
         score_tokens.run(config, corpus, workdir, trained_on=trained_on, log=print)
 
 
-def test_words_stand_in_the_file_as_in_the_vocabulary():
+def test_words_are_written_to_the_file_as_in_the_vocabulary():
     vocabulary = WordVocabulary(("<eos>", "the", "<unk>", "a\\b"), LineMark.EOS)
     nats = np.array([9, 0.1, 1e-9, 16777216], np.float32)
     assert list(score_tokens.lines(np.array([1, 3, 0, 2]), nats, vocabulary)) == [

@@ -75,9 +75,9 @@ def test_at_one_it_is_the_evaluation(run):
     assert choose(run, [1.0])["test"]["1"] == alone["test"]
 
 
-@pytest.mark.parametrize(("temperatures", "told"), [([], "temperature"), ([0.0], r"eval\.temperature\D*\b0\.0\b")])
-def test_what_is_no_temperature_is_refused(temperatures, told):
-    with pytest.raises(UserError, match=told):  # noqa: PT012
+@pytest.mark.parametrize(("temperatures", "pattern"), [([], "temperature"), ([0.0], r"eval\.temperature\D*\b0\.0\b")])
+def test_what_is_no_temperature_is_refused(temperatures, pattern):
+    with pytest.raises(UserError, match=pattern):  # noqa: PT012
         plan = Plan(tuple(temperatures))
         plan.validate()
         plan.check(tiny_run.CONFIG)

@@ -141,7 +141,7 @@ def test_a_stop_during_evaluation_repeats_it(finished, config, corpus, tmp_path,
 
 @pytest.mark.parametrize("fails", ["repeated evaluation", "test"])
 def test_what_was_recorded_before_a_kill_is_not_recorded_twice(finished, config, corpus, tmp_path, monkeypatch, fails):
-    """A kill between a record and the file that says that it is done."""
+    """A kill between a record and the file that marks it as done."""
     whole, _ = finished
     workdir = Workdir(tmp_path / "pieces")
     asked = StopAfter(5)  # In the first evaluation, which then has to be repeated.
@@ -167,7 +167,7 @@ def test_what_was_recorded_before_a_kill_is_not_recorded_twice(finished, config,
 
 
 def test_results_of_an_earlier_end_are_not_those_of_a_later_one(finished, config, corpus):
-    """As a kill leaves them between the last checkpoint and the test scores of a run that went on from an end."""
+    """Files after a kill between the last checkpoint and the test scores of a run that went on from an end."""
     workdir, outcome = finished
     path = workdir.path / "results.json"
     path.write_text(json.dumps(outcome.results | {"steps": STEPS - 8, "test": {"loss": 0.0}}))
@@ -204,9 +204,9 @@ def test_a_run_from_before_a_setting_of_evaluation_existed_is_left_as_it_is(fini
     notes = Checkpointer.notes
 
     def of_old(self, step):
-        told = notes(self, step)
-        del told["eval"]["stride"]
-        return told
+        noted = notes(self, step)
+        del noted["eval"]["stride"]
+        return noted
 
     monkeypatch.setattr(Checkpointer, "notes", of_old)
     longer = config_tree.replace(config, {"train.checkpoint_every": 8, "train.log_every": 8})
@@ -234,7 +234,7 @@ def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus,
     assert generate.run(config, corpus.vocabulary, workdir)
 
 
-def test_a_damaged_newest_checkpoint_falls_back_and_says_so(finished, config, corpus, tmp_path, capsys):
+def test_a_damaged_newest_checkpoint_falls_back_and_is_logged(finished, config, corpus, tmp_path, capsys):
     whole, _ = finished
     workdir = Workdir(tmp_path / "pieces")
     train.run(config, corpus, workdir, stop_requested=StopAfter(9))  # Checkpoints of steps 12 and 14.
@@ -245,8 +245,8 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(finished, config, co
     largest.write_bytes(damaged)
     capsys.readouterr()
     train.run(config, corpus, workdir)
-    said = capsys.readouterr().out
-    assert str(newest) in said and re.search(r"resum\w+\D*\b12\b", said)
+    printed = capsys.readouterr().out
+    assert str(newest) in printed and re.search(r"resum\w+\D*\b12\b", printed)
     assert numbers(workdir) == numbers(whole)
 
 
@@ -293,7 +293,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corp
     workdir = Workdir(tmp_path / "run")
     train.run(config, corpus, workdir, stop_requested=StopAfter(3))
     steps = sorted(path.name for path in workdir.latest.iterdir())
-    # The same run, but with a rate that blows up; the workdir is told that this is how it was started.
+    # The same run, but with a rate that blows up; the workdir records that it was started so.
     wild = config_tree.replace(config, {"optimizer.learning_rate": 1e30})
     workdir.record(wild, TextInfo.of(corpus))
     with pytest.raises(NonFiniteError) as error:
@@ -359,20 +359,20 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
             each.append(state.params)
     assert step == STEPS - 6
     averaged = assemble(config_tree.replace(config, {"eval.average_checkpoints": 2}), vocab_size=corpus.vocabulary.size)
-    said = []
-    step, found = load_parameters(averaged, workdir, log=said.append)
-    assert step == STEPS and [re.findall(r"\d+", line) for line in said] == [[str(STEPS - 6), str(STEPS)]]
+    logged = []
+    step, found = load_parameters(averaged, workdir, log=logged.append)
+    assert step == STEPS and [re.findall(r"\d+", line) for line in logged] == [[str(STEPS - 6), str(STEPS)]]
     for a, b, mean in zip(*map(jax.tree.leaves, (*each, found)), strict=True):
         np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-6)
     more = assemble(config_tree.replace(config, {"eval.average_checkpoints": 3}), vocab_size=corpus.vocabulary.size)
     with pytest.raises(ValueError, match=r"average_checkpoints\D*\b3\b.*\b2\b"):
-        load_parameters(more, workdir, log=said.append)
+        load_parameters(more, workdir, log=logged.append)
 
 
 def test_hooks_of_the_caller_see_the_run_change_it_and_stop_it(finished, config, corpus, tmp_path):
     seen = []
 
-    def watch(context):
+    def hook(context):
         seen.append(context.step)
         context.record("watch", {"norm": float(np.linalg.norm(jax.tree.leaves(context.state.params)[0]))})
         if context.step == 8:
@@ -380,7 +380,7 @@ def test_hooks_of_the_caller_see_the_run_change_it_and_stop_it(finished, config,
             context.request_stop()
 
     workdir = Workdir(tmp_path)
-    outcome = train.run(config, corpus, workdir, hooks=[Hook(4, watch)])
+    outcome = train.run(config, corpus, workdir, hooks=[Hook(4, hook)])
     assert not outcome.finished and outcome.step == 8 and seen == [4, 8]
     assert [record["step"] for record in read_metrics(tmp_path) if record["kind"] == "watch"] == [4, 8]
     assert "that is enough" in (tmp_path / "log.txt").read_text()

@@ -100,7 +100,7 @@ def test_a_stopped_run_goes_on_with_the_same_sentences(finished, config, corpus,
     assert numbers(workdir) == numbers(finished)
 
 
-def test_the_story_is_told_in_perplexity(finished):
+def test_losses_are_reported_as_perplexity(finished):
     lines = (finished.path / "log.txt").read_text()
     assert "ppl " in lines and "bpc" not in lines and re.search(r"\b8 tokens\b", lines)
     results = json.loads((finished.path / "results.json").read_text())

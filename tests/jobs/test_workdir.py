@@ -40,7 +40,7 @@ def test_the_vocabulary_is_plain_text(workdir):
 
 
 def test_a_vocabulary_of_other_words_is_refused(workdir):
-    """Ids would mean other words, and shapes would not tell."""
+    """Ids would mean other words, and shapes would be the same."""
     exchanged = WordVocabulary(("<eos>", "the", "<unk>", "dog"))
     workdir.vocabulary_file.write_text(dumps(exchanged))
     with pytest.raises(ValueError, match=r"vocabulary\.txt\b.*\b4\b"):
@@ -126,8 +126,8 @@ def test_the_lock_of_a_process_that_is_gone_keeps_nobody_out(workdir):
         workdir.lock()
 
 
-def test_a_glance_at_the_lock_refuses_nobody(workdir):
-    """A sweep looks whether a run is going on."""
+def test_a_check_of_the_lock_refuses_nobody(workdir):
+    """A sweep checks whether a run is going on."""
     with open(workdir.path / ".lock", "a+") as handle:
         fcntl.flock(handle, fcntl.LOCK_SH)
         threading.Timer(0.2, fcntl.flock, [handle, fcntl.LOCK_UN]).start()

@@ -1,4 +1,4 @@
-"""Tests that what docs/launch.md tells to type can be typed."""
+"""Tests that the commands of docs/launch.md can be typed."""
 
 import re
 import shlex

@@ -30,7 +30,7 @@ def finish(process):
     return process.returncode, out, err
 
 
-def test_each_process_is_told_of_the_others():
+def test_each_process_gets_the_addresses_of_the_others():
     code, out, err = finish(local("--processes=3", "--devices=2", "--", "sh", "-c", "env | grep -E '^(JAX|XLA)'"))
     assert code == 0
     [coordinator] = {line for line in out.splitlines() if line.startswith("JAX_COORDINATOR_ADDRESS=localhost:")}
@@ -49,8 +49,8 @@ def test_a_dry_run_prints_commands_and_starts_nothing(tmp_path):
     assert len(lines) == 2 and lines[1].endswith(f"JAX_PROCESS_ID=1 touch {made} 'a b'")
 
 
-@pytest.mark.parametrize(("how", "expected", "told"), [("exit 7", 7, "7"), ("kill -9 $$", 137, "SIGKILL")])
-def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_told(how, expected, told, monkeypatch):
+@pytest.mark.parametrize(("how", "expected", "reported"), [("exit 7", 7, "7"), ("kill -9 $$", 137, "SIGKILL")])
+def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, expected, reported, monkeypatch):
     script = f'trap "" TERM; test $JAX_PROCESS_ID = 1 && {how}; sleep 50'
     waits = "local._SECONDS_TO_NOTICE = local._SECONDS_AFTER_SIGTERM = 0.3"
     starter = f"from launch import local; {waits}; local.main()"
@@ -60,13 +60,13 @@ def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_told(how, expec
     )
     code, _, err = finish(process)
     assert code == expected and time.monotonic() - began < 20
-    assert re.search(rf"\bprocess 1\b.*\b{told}\b", err)
+    assert re.search(rf"\bprocess 1\b.*\b{reported}\b", err)
 
 
 @pytest.mark.parametrize(
     ("codes", "expected"), [((1, -9), 137), ((75, 1), 1), ((-6, 1), 1), ((-6, -9), 137), ((75, 0), 75), ((0, 0), 0)]
 )
-def test_of_several_that_are_dead_at_once_the_first_cause_is_told(codes, expected, monkeypatch):
+def test_of_several_that_are_dead_at_once_the_first_cause_is_reported(codes, expected, monkeypatch):
     """Killed by a signal, a mistake, and then what comes of losing another."""
 
     class Dead:
@@ -106,7 +106,7 @@ sys.exit(143)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected_error"),
     [
         ([], "--"),
         (["--processes=0", "--", "true"], "processes"),
@@ -114,7 +114,7 @@ sys.exit(143)
         (["--", "no-such-program"], "no-such-program"),
     ],
 )
-def test_bad_input_is_answered_in_one_sentence(arguments, says):
+def test_bad_input_is_answered_in_one_sentence(arguments, expected_error):
     code, out, err = finish(local(*arguments))
     assert code == 2 and out == ""
-    assert err.startswith("error: ") and says in err and len(err.splitlines()) == 1
+    assert err.startswith("error: ") and expected_error in err and len(err.splitlines()) == 1

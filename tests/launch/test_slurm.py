@@ -28,7 +28,7 @@ def batch_script(*words, given=None):
 
 
 def options(script):
-    """Of the #SBATCH lines, by name."""
+    """Values of the #SBATCH lines, by name."""
     lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
@@ -94,7 +94,7 @@ def cluster(tmp_path):
 
 
 def test_a_run_that_saved_at_the_time_limit_queues_again_until_it_has_finished(cluster):
-    """It stops three times; the words arrive as they were given."""
+    """The job stops three times; the words arrive as they were given."""
     (cluster / "run").write_text(f'echo "$1" >>{cluster}/starts\n[ "$(wc -l <{cluster}/starts)" -gt 3 ] || exit 143\n')
     code, out, err = call("--", "bash", str(cluster / "run"), "two words", path=cluster)
     assert code == 0, err
@@ -125,7 +125,7 @@ def test_each_task_of_an_array_runs_its_own_command(cluster, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ([], "after --"),
         (["--gpu=2", *RUN], "--gpu=2"),
@@ -135,7 +135,7 @@ def test_each_task_of_an_array_runs_its_own_command(cluster, monkeypatch):
         (["--commands=-"], " -;"),
     ],
 )
-def test_mistakes_are_told_in_one_sentence(words, told):
+def test_mistakes_are_answered_in_one_sentence(words, expected):
     code, out, err = call(*words, given="")
     assert code == 2 and not out
-    assert err.startswith("error: ") and told in err and len(err.splitlines()) == 1
+    assert err.startswith("error: ") and expected in err and len(err.splitlines()) == 1

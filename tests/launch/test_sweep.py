@@ -1,4 +1,4 @@
-"""Tests sweeps: the runs that a file stands for, its mistakes, and a sweep that is stopped and gone on with."""
+"""Tests sweeps: the runs of a file, mistakes in it, and a sweep that is stopped and resumed."""
 
 import csv
 import dataclasses
@@ -45,7 +45,7 @@ eval = { batch_size = 4, segment_len = 16, mem_len = 32 }
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes the file of a sweep, on tiny runs unless told otherwise; returns its path."""
+    """Writes the file of a sweep, on tiny runs unless given others; returns its path."""
     (tmp_path / "words.txt").write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three"], 12_000)))
 
     def make(text, base=TINY):
@@ -63,7 +63,7 @@ def names(path):
     return [run.name for run in read(path).runs]
 
 
-def test_a_grid_is_every_combination_and_names_say_what_differs(write):
+def test_a_grid_is_every_combination_and_names_contain_the_differences(write):
     found = read(write("[grid]\nseed = [1, 2]\nmodel.dropout.rate = [0.0, 0.5]\n"))
     assert [run.name for run in found.runs] == [
         "seed=1+dropout.rate=0.0",
@@ -113,7 +113,7 @@ def test_flagfiles_come_first(write):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "pattern"),
     [
         ("", r"\bgrid\b.*\bruns\b"),
         ("[grid]\n", r"\bgrid\b.*\bruns\b"),
@@ -133,16 +133,16 @@ def test_flagfiles_come_first(write):
         ("[grid\n", r"sweep\.toml\b.*\bTOML\b"),
     ],
 )
-def test_mistakes_in_the_file_are_told_in_one_sentence(write, capsys, text, told):
+def test_mistakes_in_the_file_are_answered_in_one_sentence(write, capsys, text, pattern):
     path = write(text)
     assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and re.search(told, err) and len(err.splitlines()) == 1, err
+    assert not out and err.startswith("error: ") and re.search(pattern, err) and len(err.splitlines()) == 1, err
     assert not (path.parent / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "pattern"),
     [
         ([], r"\b0\b"),
         (["FILE", "FILE", "--out=OUT"], r"\b2\b"),
@@ -154,12 +154,12 @@ def test_mistakes_in_the_file_are_told_in_one_sentence(write, capsys, text, told
         (["FILE", "--out=OUT", "--print=slurm", "--with=--gpu=2"], "--gpu=2"),
     ],
 )
-def test_mistakes_on_the_command_line_too(write, capsys, words, told):
+def test_mistakes_on_the_command_line_too(write, capsys, words, pattern):
     path = write("[grid]\nseed = [1]\n")
     words = [word.replace("FILE", str(path)).replace("OUT", str(path.parent / "out")) for word in words]
     assert sweep.main(["sweep", *words]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and re.search(told, err) and len(err.strip().splitlines()) == 1, err
+    assert not out and err.startswith("error: ") and re.search(pattern, err) and len(err.strip().splitlines()) == 1, err
 
 
 def test_a_flagfile_of_another_program(write, capsys):
@@ -241,7 +241,7 @@ def table(path):
         return {row["run"]: row for row in csv.DictReader(file)}
 
 
-def test_a_sweep_is_stopped_gone_on_with_and_told(write, capsys):
+def test_a_sweep_is_stopped_resumed_and_summarized(write, capsys):
     """Both runs are stopped on the way, and finish at the second call."""
     path = write("[grid]\nseed = [1, 2]\n")
     out = path.parent / "out"
@@ -250,16 +250,16 @@ def test_a_sweep_is_stopped_gone_on_with_and_told(write, capsys):
         time.sleep(0.05)
         assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
-    code, told, err = finish(process)
+    code, output, err = finish(process)
     assert code == 128 + signal.SIGTERM and not err, err
     found = table(path)
     step = int(re.fullmatch(r"stopped\D*(\d+)", found["seed=1"]["state"])[1])
     assert 0 < step < 1200 and (out / "seed=1" / "checkpoints" / "latest" / str(step)).is_dir()
-    assert f"| {found['seed=1']['state']} |" in told
+    assert f"| {found['seed=1']['state']} |" in output
     assert re.fullmatch(r"stopped\D*\d+", found["seed=2"]["state"])
 
     assert sweep.main(["sweep", str(path), f"--out={out}", "--jobs=2"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert re.search(rf"resum\w+\D*\b{step}\b", (out / "seed=1" / "sweep.log").read_text())
     for name in ("seed=1", "seed=2"):
         results = json.loads((out / name / "results.json").read_text())
@@ -267,7 +267,7 @@ def test_a_sweep_is_stopped_gone_on_with_and_told(write, capsys):
         assert row["state"] == "finished" and row["steps"] == "1200" and row["measure"] == "bpc"
         assert float(row["test"]) == pytest.approx(results["test"]["bpc"])
         assert float(row["best_valid"]) == pytest.approx(results["best_valid"]["bpc"])
-        assert f"| bpc {results['test']['bpc']:.4f} | 1200 |" in told
+        assert f"| bpc {results['test']['bpc']:.4f} | 1200 |" in output
         assert float(row["seconds"]) > 1
 
     before = (out / "seed=1" / "log.txt").stat().st_mtime_ns
@@ -284,7 +284,7 @@ def instead(run, script):
     return dataclasses.replace(run, command=(sys.executable, "-c", script, str(run.folder)))
 
 
-def test_what_has_failed_is_told_and_tried_again(write, capsys):
+def test_failed_runs_are_reported_and_tried_again(write, capsys):
     found = read(write("[grid]\nseed = [1, 2]\n"))
     found = dataclasses.replace(
         found, runs=tuple(instead(run, "import sys; sys.exit('error: no')") for run in found.runs)
@@ -347,16 +347,16 @@ def test_no_run_outlives_a_sweep_that_breaks_off(write, monkeypatch):
 
 
 def test_a_run_that_is_going_on_is_left_alone(write, capsys):
-    """Of another sweep, say; it is no failure."""
+    """A run of another sweep, for example; it is no failure."""
     found = read(write("[grid]\nseed = [1, 2]\n"))
     found = dataclasses.replace(found, runs=tuple(instead(run, "") for run in found.runs))
     found.runs[0].folder.mkdir(parents=True)
     with found.runs[0].workdir.lock():
         sweep._Pool(found, slots=[None]).run()
-        told = capsys.readouterr().out
-    lines = [line for line in told.splitlines() if "seed=1" in line]
+        output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if "seed=1" in line]
     assert len(lines) == 1 and not lines[0].startswith("started"), "it is named once, and not as started"
-    assert re.search(r"(?m)^started +seed=2\b", told)
+    assert re.search(r"(?m)^started +seed=2\b", output)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])

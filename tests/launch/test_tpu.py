@@ -35,7 +35,7 @@ HOST_COMMANDS = [
 
 @pytest.fixture
 def cloud(tmp_path):
-    """A folder that stands for the cloud; its `program` is what the hosts run in place of python."""
+    """A folder in place of the cloud; its `program` is what the hosts run in place of python."""
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "gcloud").symlink_to(FAKES / "gcloud")
@@ -86,17 +86,17 @@ def wait_until(condition, process):
 
 
 def is_running(cloud):
-    """Whether both hosts run the program, and have been asked about it since."""
+    """Returns whether both hosts run the program, and have been asked about it since."""
     log = (cloud / "host.log").read_text() if (cloud / "host.log").exists() else ""
     _, started, since = log.rpartition("\nsystemd-run ")
     return started and since.count("ExecMainStatus") >= 2
 
 
 def asked_of_gcloud(cloud):
-    """What was asked of it, in short, without the looks; an installation that is tried again counts once."""
+    """Verbs of the requests that change something; an installation that is tried again counts once."""
     lines = (cloud / "gcloud.log").read_text().splitlines()
-    told = [line.split()[2:4] for line in lines]
-    return [verb for verb, _ in itertools.groupby(verb for _, verb in told if verb in ("create", "delete", "scp"))]
+    commands = [line.split()[2:4] for line in lines]
+    return [verb for verb, _ in itertools.groupby(verb for _, verb in commands if verb in ("create", "delete", "scp"))]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def remote_scripts(out):
 
 
 @pytest.mark.parametrize("share", ["--bucket=gs://mine", "--nfs=10.0.0.2:/share"])
-def test_what_the_hosts_are_told_is_sound_shell(cloud, share):
+def test_the_script_for_the_hosts_is_valid_shell(cloud, share):
     code, out, err = call(
         cloud, "watch", "one", "--zone=z", "--type=v5p-8", share, "--git=https://h/r@v1", "--dry_run", *RUN
     )
@@ -287,7 +287,7 @@ def test_a_run_that_is_going_on_is_not_started_twice(cloud):
     assert call(cloud, "stop", "one", "--zone=z")[0] == 0
 
 
-def test_watch_tells_a_mistake_and_ends(cloud):
+def test_watch_prints_a_mistake_and_ends(cloud):
     program(cloud, "echo 'error: no workdir was given' >&2\nexit 1\n")
     code, out, err = watch(cloud)
     assert code == 1 and "error: no workdir was given" in out and err.splitlines()[-1].startswith("error: ")
@@ -332,7 +332,7 @@ def test_a_folder_that_is_no_clone_is_not_sent(cloud):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["creat", "one", "--zone=z"], "'creat'"),
         (["create", "--zone=z"], "'--zone=z'"),
@@ -353,10 +353,10 @@ def test_a_folder_that_is_no_clone_is_not_sent(cloud):
         ),
     ],
 )
-def test_mistakes_are_told_in_one_sentence(cloud, words, told):
+def test_mistakes_are_answered_in_one_sentence(cloud, words, expected):
     code, out, err = call(cloud, *words)
     assert code == 2 and not out
-    assert err.startswith("error: ") and told in err and len(err.splitlines()) == 1
+    assert err.startswith("error: ") and expected in err and len(err.splitlines()) == 1
     assert not (cloud / "gcloud.log").exists()
 
 

@@ -72,7 +72,7 @@ def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilitie
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_queries_keys_and_values_have_a_dropout_of_their_own(tied):
-    """Those of tokens, and with tied positions also the keys of positions and the query of distance 0."""
+    """Keys of tokens, and with tied positions also the keys of positions and the query of distance 0."""
     model, seen = tiny.make(dropout__qkv=0.25, dropout__locked=True, tie_positions=tied), []
 
     def interceptor(call, args, kwargs, context):
@@ -89,7 +89,7 @@ def test_queries_keys_and_values_have_a_dropout_of_their_own(tied):
     assert set(seen) == {(shape, (-2,)) for shape in tokens | positions}
 
 
-def test_whole_words_are_left_out_wherever_they_stand():
+def test_whole_words_are_dropped_at_all_their_positions():
     embedding = Embedding(config(dropout__embedding=0.5), tiny.V)
     tokens = jnp.asarray(tiny.text(L))
     variables = {"params": {"table_0": jnp.ones((tiny.V, tiny.D))}}
@@ -133,7 +133,7 @@ def test_weights_are_left_out_and_keep_their_expectation():
 
 
 def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
-    """From an empty memory and with biases of 0, as in the first update."""
+    """An empty memory and biases of 0, as in the first update."""
     model = tiny.make(n_layer=16, dropout__embedding=0.9)
     params = nn.unbox(init_params(model, jax.random.key(0)))
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)

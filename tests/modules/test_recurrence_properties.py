@@ -81,7 +81,7 @@ def test_rows_of_a_batch_do_not_see_each_other():
 @pytest.mark.parametrize("encoding", Encoding)
 @pytest.mark.parametrize(("window", "n_key"), [(AttentionWindow.MEM_LEN, 3), (AttentionWindow.MEM_LEN_PLUS_ONE, 4)])
 def test_same_length_sees_so_many_keys(window, n_key, encoding):
-    """With one layer: a token changes the states of its own position and of the n_key - 1 after it."""
+    """One layer: a token changes the states of its own position and of the n_key - 1 after it."""
     model, changed_at = tiny.make(n_layer=1, encoding=encoding, compat=CompatConfig(same_length_window=window)), 2
     variables, encode = tiny.variables(model), tiny.encoder(model, same_length=True)
     memory, tokens = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.text(10)
@@ -138,7 +138,7 @@ def gradient_through_memory(model) -> float:
 def test_no_gradient_passes_through_the_memory(monkeypatch):
     model = tiny.make()
     assert gradient_through_memory(model) == 0
-    monkeypatch.setattr(jax.lax, "stop_gradient", lambda x: x)  # Only `memory.update` looks it up there.
+    monkeypatch.setattr(jax.lax, "stop_gradient", lambda x: x)  # Only `memory.update` uses it from there.
     assert gradient_through_memory(model) > 0.1
 
 

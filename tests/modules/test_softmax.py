@@ -26,7 +26,7 @@ def split(table: np.ndarray, cutoffs) -> list[np.ndarray]:
 
 
 def clusters_of(config, params) -> tuple[list[oracles.Cluster], list[oracles.Cluster]]:
-    """Weights of the input and of the output side, tied as the config says."""
+    """Weights of the input and of the output side, tied as in the config."""
     embedding, softmax = params["embedding"], params["softmax"]
     many, projected = config.div_val > 1, config.div_val > 1 or config.embed_width != config.d_model
 

@@ -102,7 +102,7 @@ def test_remat_changes_neither_values_nor_gradients(x64):
     for remat in (Remat.DOTS, Remat.FULL):
         for a, b in zip(jax.tree.leaves(found[Remat.NONE]), jax.tree.leaves(found[remat]), strict=True):
             np.testing.assert_allclose(b, a, rtol=0, atol=1e-11)
-    # The number of matrix products in the backward pass tells what is computed again.
+    # The number of matrix products in the backward pass shows what is rematerialised.
     products = {remat: text.count("dot_general[") for remat, text in texts.items()}
     assert products[Remat.NONE] < products[Remat.DOTS] < products[Remat.FULL]
 
@@ -140,7 +140,7 @@ def run_with_dropout(change=None):
     return hidden, places
 
 
-def test_dropout_stands_where_the_original_has_it():
+def test_dropout_is_applied_where_the_original_has_it():
     _, places = run_with_dropout()
     assert places == {place: (shape, rate) for place, shape, rate in DROPOUTS.values()}
 

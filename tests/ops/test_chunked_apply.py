@@ -61,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_function_everywhere(chunk_size, n
 
 @pytest.mark.parametrize(("n_selected", "n_chunk"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (11, 3)])
 def test_the_function_runs_once_per_chunk_of_selected_positions(n_selected, n_chunk):
-    """And once more in the backward pass."""
+    """Once more in the backward pass."""
     calls = []
 
     def counted(weights, states, labels):

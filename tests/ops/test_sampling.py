@@ -112,7 +112,7 @@ LIMITS = {
 
 
 def expected_probabilities(log_p: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
-    """By a loop: divided by the temperature, cut to the k likeliest, then to those that reach p."""
+    """Probabilities by a loop: divided by the temperature, cut to the k likeliest, then to those that reach p."""
     order = np.argsort(-log_p)[:top_k]
     weights = np.exp(log_p[order].astype(np.float64) / temperature)
     weights /= weights.sum()
@@ -126,7 +126,7 @@ def expected_probabilities(log_p: np.ndarray, temperature: float, top_k: int | N
 
 @pytest.mark.parametrize("cutoffs", [CUTOFFS, ()], ids=["adaptive", "full"])
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-def test_draws_are_as_frequent_as_the_full_softmax_says(limits, cutoffs):
+def test_draws_are_as_frequent_as_under_the_full_softmax(limits, cutoffs):
     clusters, n = make_clusters(0.7, cutoffs), 20_000
     hidden = hidden_states(1)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(n))

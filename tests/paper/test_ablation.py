@@ -64,13 +64,13 @@ def test_a_row_outside_the_table_is_known_by_its_name():
 
 
 @pytest.mark.parametrize("name", ["best", "none-shaw", "some-shaw-full", "none-shaw-full-0", "none-shaw-full-8-8"])
-def test_a_name_that_says_no_row_is_refused(name):
+def test_an_unknown_name_of_a_row_is_refused(name):
     with pytest.raises(ValueError, match=rf"\b{name}\b.*\bnone-al_rfou-half\b"):
         row_named(SIX, name)
 
 
 @pytest.mark.parametrize("row", [row for rows in TABLES.values() for row in rows], ids=lambda row: row.name)
-def test_every_row_is_a_legal_run_that_differs_as_it_says(row):
+def test_every_row_is_a_legal_run_that_differs_as_declared(row):
     config = row_config(tiny_run.CONFIG, row, 5)
     config.validate()
     assert (config.seed, config.model.encoding, config.train.loss) == (5, row.encoding, row.loss)
@@ -80,7 +80,7 @@ def test_every_row_is_a_legal_run_that_differs_as_it_says(row):
         assert config.model.num_positions == config.train.segment_len + config.train.mem_len
 
 
-def test_rows_are_trained_scored_and_told(base, tmp_path):
+def test_rows_are_trained_scored_and_reported(base, tmp_path):
     plan = plan_of(RECURRENT, VANILLA, seeds=(1, 2), lengths=(4, 12), stride=2)
     found = run(base, plan, tmp_path)
     assert list(found) == [RECURRENT.name, VANILLA.name] and all(len(scores) == 2 for scores in found.values())
@@ -91,8 +91,8 @@ def test_rows_are_trained_scored_and_told(base, tmp_path):
             assert set(score.at) == {4, 12, trained}
             assert (score.init, score.best) == (score.at[trained], min(score.at.values()))
             assert score.at[score.length] <= score.best + 0.0005
-    told = json.loads((tmp_path / "ablation.json").read_text())
-    assert len(told["scores"]) == 4 and told["seeds"] == [1, 2]
+    record = json.loads((tmp_path / "ablation.json").read_text())
+    assert len(record["scores"]) == 4 and record["seeds"] == [1, 2]
     page = (tmp_path / "ablation.md").read_text()
     least = [[score.best for score in found[row.name]] for row in (RECURRENT, VANILLA)]
     beside = np.subtract(*reversed(least))
@@ -108,9 +108,9 @@ SCORED = re.compile(r"length\D*\b4\b.*\bbpc\b")  # The line of a score at attent
 
 def test_a_stopped_job_goes_on(base, tmp_path):
     plan = plan_of(RECURRENT, AL_RFOU, lengths=(4, 12), stride=2)
-    said = []
+    logged = []
     with pytest.raises(Interrupted):
-        run(base, plan, tmp_path, stop_requested=lambda: len(said) > 0, log=said.append)
+        run(base, plan, tmp_path, stop_requested=lambda: len(logged) > 0, log=logged.append)
     assert not (tmp_path / "ablation.md").exists()
     # Once more while lengths are scored: the one that was done stays.
     with pytest.raises(Interrupted):
@@ -118,19 +118,19 @@ def test_a_stopped_job_goes_on(base, tmp_path):
             base,
             plan,
             tmp_path,
-            stop_requested=lambda: any(map(SCORED.search, said)),
-            log=said.append,
+            stop_requested=lambda: any(map(SCORED.search, logged)),
+            log=logged.append,
         )
     of_row = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
     assert list(json.loads(of_row.read_text())["scores"]) == ["4"]
-    found = run(base, plan, tmp_path, log=said.append)
-    assert len(list(filter(SCORED.search, said))) == 2, "each row once"
-    said.clear()
-    assert run(base, plan, tmp_path, log=said.append) == found
-    assert not any(map(SCORED.search, said)), "nothing is scored again"
+    found = run(base, plan, tmp_path, log=logged.append)
+    assert len(list(filter(SCORED.search, logged))) == 2, "each row once"
+    logged.clear()
+    assert run(base, plan, tmp_path, log=logged.append) == found
+    assert not any(map(SCORED.search, logged)), "nothing is scored again"
     # Scores of another stride do not count as these; those of the recurrent row depend on none, and are made again too.
-    run(base, dataclasses.replace(plan, stride=4), tmp_path, log=said.append)
-    assert len(list(filter(SCORED.search, said))) == 2
+    run(base, dataclasses.replace(plan, stride=4), tmp_path, log=logged.append)
+    assert len(list(filter(SCORED.search, logged))) == 2
 
 
 def test_the_shortest_length_that_is_as_good():

@@ -31,9 +31,9 @@ def run(tmp_path_factory):
 
 def draw(run, folder, **others):
     config, corpus, workdir = run
-    watch = {"log": lambda line: None, "stop_requested": others.pop("stop_requested", lambda: False)}
+    log_and_stop = {"log": lambda line: None, "stop_requested": others.pop("stop_requested", lambda: False)}
     plan = Plan(out=str(folder), **others)
-    return attention_maps.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus), **watch)
+    return attention_maps.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus), **log_and_stop)
 
 
 def test_averages_are_probabilities_and_everything_is_written(run, tmp_path):
@@ -47,8 +47,8 @@ def test_averages_are_probabilities_and_everything_is_written(run, tmp_path):
                 array = arrays[f"{name}_{position}"]
                 assert array.shape == (tiny.N, tiny.H, M)
                 np.testing.assert_allclose(array.sum(-1), 1, rtol=1e-5)
-    told = json.loads((tmp_path / "attention.json").read_text())
-    assert len(told["heads"]) == 3 and told["heads"][0]["span"] == max(head["span"] for head in told["heads"])
+    record = json.loads((tmp_path / "attention.json").read_text())
+    assert len(record["heads"]) == 3 and record["heads"][0]["span"] == max(head["span"] for head in record["heads"])
     page = (tmp_path / "attention.md").read_text()
     for position in (20, 41):
         assert re.search(rf"(?m)^## .*\b{position}$", page)
@@ -59,7 +59,7 @@ def test_averages_are_probabilities_and_everything_is_written(run, tmp_path):
 
 
 def test_the_average_is_over_queries_with_a_full_memory(run, tmp_path, monkeypatch):
-    """By hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on."""
+    """The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on."""
     monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
     everywhere = tuple(range(10, 55))
     average = draw(run, tmp_path, positions=everywhere)
@@ -80,7 +80,7 @@ def test_a_stop_writes_nothing(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("others", "told"),
+    ("others", "pattern"),
     [
         ({"tokens": 12}, r"\b12\b.*\b9\b"),
         ({"tokens": 0}, r"\btokens\D*\b0\b"),
@@ -89,13 +89,13 @@ def test_a_stop_writes_nothing(run, tmp_path):
         ({"heads": ("2.0",)}, r"\b2\.0\b.*\b0\b.*\b1\b"),
     ],
 )
-def test_what_is_not_there_is_refused(run, tmp_path, others, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_is_not_there_is_refused(run, tmp_path, others, pattern):
+    with pytest.raises(ValueError, match=pattern):
         draw(run, tmp_path, **others)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "pattern"),
     [
         ({"model.network": Network.LSTM}, r"\blstm\b"),
         ({"model.encoding": Encoding.SHAW, "model.num_positions": 9}, r"\bshaw\b"),
@@ -103,6 +103,6 @@ def test_what_is_not_there_is_refused(run, tmp_path, others, told):
         ({"eval.mem_len": 0, "eval.same_length": False}, r"eval\.mem_len\D*\b0\b"),
     ],
 )
-def test_models_without_such_a_memory_are_refused(changes, told):
-    with pytest.raises(ValueError, match=told):
+def test_models_without_such_a_memory_are_refused(changes, pattern):
+    with pytest.raises(ValueError, match=pattern):
         Plan().check(config_tree.replace(tiny_run.CONFIG, changes))

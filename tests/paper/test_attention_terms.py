@@ -67,7 +67,7 @@ def test_memory_is_that_of_the_model():
 
 @pytest.mark.parametrize("untie_r", [False, True])
 def test_probabilities_are_those_of_the_model(untie_r, x64):
-    """Those that go through the dropout on attention probabilities, layer by layer outside of the scan."""
+    """Probabilities that go through the dropout on attention probabilities, layer by layer outside of the scan."""
     model = tiny.make(dtype=DType.FLOAT64, untie_r=untie_r)
     params, text = tiny.variables(model)["params"], tiny.text(2 * L)
     memory, seen = model.init_memory(batch_size=tiny.B, mem_len=M), []

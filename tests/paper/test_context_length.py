@@ -99,14 +99,14 @@ def test_the_picture_shows_the_rows(recurrent, monkeypatch):
     assert (recurrent[2].path / "context_length.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_numbers_are_written_and_it_is_said(absolute, monkeypatch):
+def test_without_matplotlib_the_numbers_are_written_and_a_line_is_logged(absolute, monkeypatch):
     monkeypatch.setattr(plots, "can_draw", lambda: False)
     for name in ("csv", "png"):
         (absolute[2].path / f"context_length.{name}").unlink(missing_ok=True)
-    said = []
-    sweep(absolute, [4], stride=2, log=said.append)
+    logged = []
+    sweep(absolute, [4], stride=2, log=logged.append)
     assert len(table(absolute)) == 1 and not (absolute[2].path / "context_length.png").exists()
-    assert [line for line in said if "matplotlib" in line] == [said[-1]]
+    assert [line for line in logged if "matplotlib" in line] == [logged[-1]]
 
 
 @pytest.mark.parametrize("stride", [None, 2])
@@ -114,7 +114,7 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, absolute, stride):
     run, stopping = (absolute, []) if stride else (recurrent, [])
 
     def log(line):
-        stopping.append(re.match(r"valid\b\D*\b5\b", line))  # Its result is said.
+        stopping.append(re.match(r"valid\b\D*\b5\b", line))  # Its result is logged.
 
     with pytest.raises(Interrupted, match=r"\b8\b"):
         sweep(run, [5, 8], stride=stride, log=log, stop_requested=lambda: any(stopping))
@@ -122,7 +122,7 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, absolute, stride):
 
 
 @pytest.mark.parametrize(
-    ("changes", "lengths", "stride", "says"),
+    ("changes", "lengths", "stride", "pattern"),
     [
         ({}, [], None, r"\[\]"),
         ({}, [8, 0], None, r"\[8, 0\]"),
@@ -133,9 +133,9 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, absolute, stride):
         ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 0, r"\bstride\D*\b0\b"),
     ],
 )
-def test_errors_are_found_before_a_text_is_read(changes, lengths, stride, says):
+def test_errors_are_found_before_a_text_is_read(changes, lengths, stride, pattern):
     plan = Plan(lengths=tuple(lengths), stride=stride)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=pattern):
         plan.check(config_tree.replace(tiny_run.CONFIG, changes))
 
 

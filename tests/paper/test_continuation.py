@@ -38,12 +38,12 @@ def write(run, path, **others):
     config, corpus, workdir, _ = run
     stop_requested = others.pop("stop_requested", lambda: False)
     plan = Plan(out=str(path), **others)
-    watch = {"log": lambda line: None, "stop_requested": stop_requested}
-    continuation.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus), **watch)
+    log_and_stop = {"log": lambda line: None, "stop_requested": stop_requested}
+    continuation.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus), **log_and_stop)
     return path.read_text()
 
 
-def test_context_continuation_and_the_texts_own_stand_below_each_other(run, tmp_path):
+def test_context_continuation_and_the_texts_own_are_printed_below_each_other(run, tmp_path):
     page = write(run, tmp_path / "page.md", starts=(3, 20), context=11)
     headings = [line for line in page.splitlines() if line.startswith("##")]
     # Levels and numbers of the headings: the start, the context, two continuations, and the text's own.

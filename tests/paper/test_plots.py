@@ -43,7 +43,7 @@ def test_a_context_curve_has_its_points_where_they_belong(monkeypatch, tmp_path,
     assert (axes.get_title(), axes.get_ylabel()) == ("a title", axis)
 
 
-def test_without_matplotlib_the_caller_is_told(monkeypatch):
+def test_without_matplotlib_nothing_is_drawn_and_the_caller_learns_it(monkeypatch):
     assert plots.can_draw()
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert not plots.can_draw()

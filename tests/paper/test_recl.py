@@ -70,11 +70,11 @@ def test_losses_are_those_of_the_context_alone(group, tmp_path):
 
 
 def test_it_writes_a_table_all_gains_and_two_pictures(group, tmp_path):
-    said = []
-    lengths = run(group, tmp_path, log=said.append)
+    logged = []
+    lengths = run(group, tmp_path, log=logged.append)
     assert list(lengths) == list(MODELS) and all(len(found) == 3 for found in lengths.values())
-    told = json.loads((tmp_path / "recl.json").read_text())
-    assert told["recl"] == lengths and told["tokens"] == len(range(8, 56, 3))
+    record = json.loads((tmp_path / "recl.json").read_text())
+    assert record["recl"] == lengths and record["tokens"] == len(range(8, 56, 3))
     with open(tmp_path / "recl.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * 3 * 2  # Ratios, models, steps.
@@ -102,7 +102,7 @@ def test_losses_of_another_plan_are_not_taken_for_these(group, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "pattern"),
     [
         ({"lengths": (2, 8)}, r"\b2,8\b"),
         ({"lengths": (2, 8, 0)}, r"\b2,8,0\b"),
@@ -112,8 +112,8 @@ def test_losses_of_another_plan_are_not_taken_for_these(group, tmp_path):
         ({"lengths": (100, 200, 100)}, r"\b200\b.*\b56\b"),
     ],
 )
-def test_plans_that_do_not_go_are_refused(group, tmp_path, changes, told):
-    with pytest.raises(ValueError, match=told):
+def test_plans_that_do_not_go_are_refused(group, tmp_path, changes, pattern):
+    with pytest.raises(ValueError, match=pattern):
         run(group, tmp_path, dataclasses.replace(PLAN, **changes))
 
 

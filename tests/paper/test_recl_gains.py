@@ -13,7 +13,7 @@ LENGTHS = range(100, 1000, 100)
 def losses(*stops: int, worse: float = 0.0) -> dict[int, np.ndarray]:
     """Losses of one model per stop, which fall by 0.02 nats a hundred tokens up to it, at positions of 4 and 2 nats.
 
-    `worse`: how much the last model's losses lie above the others'.
+    `worse`: how much the last model's losses are above the others'.
     """
     hard = np.array([4.0, 2.0, 4.0, 2.0, 2.0, 2.0, 4.0, 2.0, 2.0, 2.0])
     found = {}

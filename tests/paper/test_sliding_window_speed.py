@@ -118,16 +118,18 @@ def test_the_program_prints_a_table_and_writes_all_timings(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "pattern"),
     [
         (["--lengths=800,many"], "--lengths.*'many'"),
         (["--lengths=0"], "lengths.*'0'"),
         (["--model.d_model=15"], r"model\.d_model\D*\b15\b"),
     ],
 )
-def test_mistakes_are_answered_in_one_sentence(flags, says):
+def test_mistakes_are_answered_in_one_sentence(flags, pattern):
     result = run(*flags)
     assert result.returncode == 1
     assert (
-        result.stderr.startswith("error: ") and re.search(says, result.stderr) and len(result.stderr.splitlines()) == 1
+        result.stderr.startswith("error: ")
+        and re.search(pattern, result.stderr)
+        and len(result.stderr.splitlines()) == 1
     )

@@ -25,7 +25,7 @@ from txl_jax.runtime import checkpoint, distributed, integrity, orbax_io
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.integrity import DIGESTS
 
-# Orbax leaves an event loop behind when a restore fails.
+# Orbax does not close its event loop when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
@@ -229,7 +229,7 @@ def truncate(path):
 
 
 @pytest.mark.parametrize("damage", [flip_byte, truncate, Path.unlink])
-def test_damage_to_any_file_falls_back_and_says_so(damage, two_steps, open_checkpoints, lines):
+def test_damage_to_any_file_falls_back_and_is_logged(damage, two_steps, open_checkpoints, lines):
     files = sorted(path for path in (two_steps / "200").rglob("*") if path.is_file())
     assert len(files) > 8
     for file in files:
@@ -266,7 +266,7 @@ def test_verified_steps_are_kept_before_unverified_ones(two_steps, open_checkpoi
 def test_an_unverified_step_that_orbax_cannot_read_falls_back_too(two_steps, open_checkpoints, lines):
     for step in ("100", "200"):
         (two_steps / step / DIGESTS).unlink()
-    shutil.rmtree(two_steps / "200" / "state" / "d")  # Small arrays lie here, not in ocdbt.process_0.
+    shutil.rmtree(two_steps / "200" / "state" / "d")  # Small arrays are here, not in ocdbt.process_0.
     with open_checkpoints() as checkpoints:
         assert checkpoints.restore(abstract(make_state()))[0] == 100
     assert any(str(two_steps / "200") in line and "Orbax" in line for line in lines)
@@ -388,15 +388,15 @@ def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
         checkpoints.save(300, make_state(300), {})
         checkpoints.wait()
     assert step_names(two_steps) == ["100", "200", "300"]
-    said = [record.getMessage() for record in caplog.records]
-    assert (said, capfd.readouterr()) == ([], ("", "")), "the sentence is all that people see"
+    messages = [record.getMessage() for record in caplog.records]
+    assert (messages, capfd.readouterr()) == ([], ("", "")), "the sentence is all that people see"
     other = logging.LogRecord("absl", logging.ERROR, "/somewhere/else.py", 1, "a line of others", (), None)
     assert logging.getLogger("absl").filter(other), "others' log lines are theirs"
 
 
 @pytest.fixture
 def beside_another(monkeypatch):
-    """This process is the first of two; the other has no trouble."""
+    """Process 0 of two; the other has no trouble."""
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
     monkeypatch.setattr(distributed, "_gather_texts", lambda own: [own, ""])
     monkeypatch.setattr(distributed, "_broadcast_text", lambda own: own)
@@ -404,7 +404,7 @@ def beside_another(monkeypatch):
 
 @pytest.mark.usefixtures("beside_another")
 def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
-    """Else the others would wait in the next save, and blame the disk or the network."""
+    """Otherwise the others would wait in the next save, and report the disk or the network."""
 
     def fail(path):
         raise OSError(28, "No space left on device")
@@ -445,24 +445,24 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open
         checkpoints.save(2, make_state(), {})
 
 
-@pytest.mark.parametrize(("directory", "keep", "said"), [("x", 0, r"\bkeep\D*\b0\b"), ("gs://x/y", 1, "gs://x/y")])
-def test_arguments_that_cannot_be(directory, keep, said):
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(("directory", "keep", "pattern"), [("x", 0, r"\bkeep\D*\b0\b"), ("gs://x/y", 1, "gs://x/y")])
+def test_arguments_that_cannot_be(directory, keep, pattern):
+    with pytest.raises(ValueError, match=pattern):
         Checkpointer(directory, keep=keep, log=print)
 
 
 @pytest.mark.usefixtures("quiet")
 def test_writes_that_nobody_waits_for_fail_in_silence(caplog):
     """Orbax waits for one of several writes to a full disk; asyncio would print a traceback for each of the others."""
-    for error, said in ((ValueError("File too large [os_error_code='27']"), False), (ValueError("another"), True)):
+    for error, logged in ((ValueError("File too large [os_error_code='27']"), False), (ValueError("another"), True)):
         exc_info = (type(error), error, None)
         caplog.clear()
         logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=exc_info)
-        assert ("never retrieved" in caplog.text) == said
+        assert ("never retrieved" in caplog.text) == logged
 
 
 def test_writes_that_were_not_begun_end_in_silence(quiet):
-    """As Orbax has them left when another write fails first."""
+    """Coroutines as Orbax has them left when another write fails first."""
 
     async def async_serialize_from_host():
         pass
@@ -475,5 +475,5 @@ def test_writes_that_were_not_begun_end_in_silence(quiet):
         orbax_io.quiet_orbax()
         for write in (async_serialize_from_host, another):
             write()  # And is dropped.
-    told = [str(warning.message) for warning in caught if "never awaited" in str(warning.message)]
-    assert len(told) == 1 and "another" in told[0]
+    messages = [str(warning.message) for warning in caught if "never awaited" in str(warning.message)]
+    assert len(messages) == 1 and "another" in messages[0]

@@ -1,4 +1,4 @@
-"""Tests that processes tell each other what they found and what failed, and fetch arrays that are spread over both."""
+"""Tests broadcasts of results and errors between processes, and fetching arrays that are sharded over both."""
 
 import json
 

@@ -25,7 +25,7 @@ def test_a_lock_keeps_others_out_until_it_is_released(tmp_path):
         assert not entered.wait(0.2)
     assert entered.wait(10)
     other.join()
-    assert len(lines) == 1 and str(tmp_path / "lock") in lines[0], "only the one that waits says so"
+    assert len(lines) == 1 and str(tmp_path / "lock") in lines[0], "only the one that waits logs a line"
 
 
 def test_sha256_of_a_file(tmp_path):

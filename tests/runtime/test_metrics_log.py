@@ -89,7 +89,7 @@ def test_the_name_changes_hands_only_when_the_file_is_whole(tmp_path, monkeypatc
 
 @pytest.fixture
 def small_files():
-    """A context in which no file can grow past a size: a full disk, as far as the writer can tell."""
+    """A context in which no file can grow past a size: to the writer the same as a full disk."""
 
     class Limited:
         def __init__(self, size):
@@ -201,7 +201,7 @@ def test_a_damaged_line_further_up_is_named_and_kept(tmp_path):
 # Lines
 
 
-def test_say_prints_and_keeps(tmp_path, capsys):
+def test_print_prints_and_keeps(tmp_path, capsys):
     for first_step, line in ((0, "started"), (5, "resumed é")):
         with RunLog(tmp_path, first_step=first_step) as log:
             log.print(line)

@@ -47,7 +47,7 @@ print("rows", *rows)
 
 
 def two_processes(*arguments):
-    """What two processes with four devices each print last."""
+    """The last lines printed by two processes with four devices each."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Tests the ambient mesh: a thread has none of its own, and a model says so instead of running unconstrained."""
+"""Tests the ambient mesh: a thread has none of its own, and a model raises instead of running unconstrained."""
 
 import concurrent.futures
 import json

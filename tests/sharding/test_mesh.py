@@ -194,7 +194,7 @@ def test_rows_of_the_memory_are_spread(found):
 
 @pytest.mark.parametrize("softmax", ["plain", "adaptive"])
 def test_what_is_gathered_is_one_layer_or_one_cluster_at_a_time(found, softmax):
-    """Nothing of the memory, and each layer within the loop over layers, which lies in the loop over segments."""
+    """Nothing of the memory, and each layer within the loop over layers, which is in the loop over segments."""
     for name in SIZES:
         many = found[f"{softmax}, {name}"]
         gathers = [one for one in many["collectives"] if one["kind"] == "all-gather"]

@@ -1,4 +1,4 @@
-"""A run that looks trained: a workdir with parameters that were drawn, in a second instead of a minute."""
+"""A run in place of a trained one: a workdir with parameters that were drawn, in a second instead of a minute."""
 
 import jax
 

@@ -96,7 +96,7 @@ def train_steps(
 
 
 def run(parts: RunComponents, *, scores: bool) -> dict:
-    """Losses of each update, parameters after the last, where arrays lie, and what is sent."""
+    """Losses of each update, parameters after the last, bytes per device, and collectives."""
     train_step, compilation = parts.training.compile_step()
     state, losses, norms = train_steps(parts, train_step, parts.training.init_state(), range(STEPS))
     found = {
@@ -122,7 +122,7 @@ def run(parts: RunComponents, *, scores: bool) -> dict:
 
 
 def on_one_device(tree: Any) -> int:
-    """Bytes of a tree's arrays that lie on the first device."""
+    """Bytes of a tree's arrays on the first device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree) if leaf.ndim)
 
 

@@ -1,4 +1,4 @@
-"""Starts programs that something happens to, and says what a run has left: the ground of the tests in this folder.
+"""Starts programs with injected faults and compares the files of their runs: support of `tests/faults`.
 
 The run is one of all kinds of work: the records and tokens of a miniature of the Penn Treebank are made, a model is
 trained, evaluated and saved, and the test text is scored. Its numbers are compared bit for bit.
@@ -37,7 +37,7 @@ PATIENCE = 120  # Seconds that one start may take.
 
 @dataclasses.dataclass
 class Ended:
-    """How one start ended."""
+    """The end of one start: exit code, output and phase."""
 
     code: int
     out: str
@@ -66,14 +66,14 @@ class Victim:
         )
         os.close(marks)
         self.pid = self._process.pid
-        self._told, self._ready = b"", time.monotonic()
+        self._received, self._ready = b"", time.monotonic()
 
     def wait_for(self, mark):
         """Returns once the program has come to a mark; fails if it ends before."""
-        while f"{mark}\n".encode() not in self._told:
+        while f"{mark}\n".encode() not in self._received:
             more = os.read(self._marks, 4096)
             assert more, f"it ended before {mark!r}: {self._process.communicate()}"
-            self._told += more
+            self._received += more
         if mark == "ready":
             self._ready = time.monotonic()
 
@@ -86,13 +86,13 @@ class Victim:
         try:
             out, err = self._process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGABRT)  # It tells where each thread stands.
+            self._process.send_signal(signal.SIGABRT)  # It prints the stack of each thread.
             raise AssertionError(f"it did not end in {PATIENCE} s: {self._process.communicate()}") from None
         seconds = time.monotonic() - self._ready
         while more := os.read(self._marks, 4096):
-            self._told += more
+            self._received += more
         os.close(self._marks)
-        return Ended(self._process.returncode, out, err, phase_of(self._told.decode().splitlines()), seconds)
+        return Ended(self._process.returncode, out, err, phase_of(self._received.decode().splitlines()), seconds)
 
 
 def phase_of(marks):
@@ -112,7 +112,7 @@ def phase_of(marks):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where runs lie that share a text, and what their programs compiled."""
+    """A folder of runs that share a text and a compilation cache."""
 
     folder: Path
     environment: dict[str, str]

@@ -1,4 +1,4 @@
-"""What a step costs the host: the time of the thread that runs the loop, for meshes of made-up CPU devices.
+"""Host time of a training step: the time of the thread that runs the loop, for meshes of made-up CPU devices.
 
     PYTHONPATH=. python tests/support/host_time.py
 

@@ -76,7 +76,7 @@ def shards(text: bytes) -> list[bytes]:
 
 
 def archive(file: str, members: dict[str, bytes]) -> bytes:
-    """The archive `file`, of the kind that its name says."""
+    """The archive `file`, of the kind of its name."""
     buffer = io.BytesIO()
     if file.endswith(".zip"):
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
@@ -118,7 +118,7 @@ def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
 
 @functools.cache
 def facts(name: CorpusName) -> dict[str, Facts]:
-    """What is known of the miniature's parts: of the kinds that the table knows of the corpus."""
+    """Facts of the miniature's parts, of the same kinds as in the corpus's table."""
     by_split, row = texts(name), _SHIPPED[name]
     parts = {corpora.WHOLE: b"".join(by_split.values())} if row.cuts else by_split
     return {part: _facts(text, row.facts[part]) for part, text in parts.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def findings(script: str) -> str:
-    """What shellcheck finds in the text of a bash script; empty if nothing."""
+    """Findings of shellcheck in the text of a bash script; empty if none."""
     beside_python = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = shutil.which("shellcheck", path=beside_python)
     assert command, "shellcheck is missing; pip install '.[test]' brings it"

@@ -12,7 +12,7 @@ jump    for "clock": by how many seconds it is wrong
 go_on   for "pause": the file
 largest for "full": the number of bytes that a file may have; 0: none
 
-Python tells of its file operations by audit hooks, before they are done; what other languages write it does not tell.
+Python reports its file operations to audit hooks, before they are done; those of other languages it does not report.
 """
 
 import contextlib
@@ -58,13 +58,13 @@ def main() -> None:
     mark = functools.partial(write_mark, int(marks))
     watch_phases(mark)
     for fault in json.loads(faults):
-        sys.addaudithook(Watch(fault, mark))
+        sys.addaudithook(AuditHook(fault, mark))
     mark("ready")
     runpy.run_module(f"experiments.{program}", run_name="__main__", alter_sys=True)
 
 
 def write_mark(descriptor: int, name: str) -> None:
-    """One write for one line: a kill leaves all of it or nothing."""
+    """One write for one line: after a kill all of it is there or nothing."""
     os.write(descriptor, f"{name}\n".encode())
 
 
@@ -94,7 +94,7 @@ def marked(function, mark, before, after):
     return wrapper
 
 
-class Watch:
+class AuditHook:
     """An audit hook that waits for the operation of a fault, and then makes it."""
 
     def __init__(self, plan, mark):
@@ -103,7 +103,7 @@ class Watch:
         self.left = plan.get("count", 1)
 
     def __call__(self, event: str, args: tuple) -> None:
-        if self.left and (operation := told(event, args)) and fnmatch.fnmatch(operation, self.plan["at"]):
+        if self.left and (operation := operation_of(event, args)) and fnmatch.fnmatch(operation, self.plan["at"]):
             self.left -= 1
             if not self.left:
                 getattr(self, self.plan["fault"])()
@@ -135,7 +135,7 @@ class Watch:
                 os.utime(path, (path.stat().st_mtime + self.plan["jump"],) * 2)
 
 
-def told(event: str, args: tuple) -> str | None:
+def operation_of(event: str, args: tuple) -> str | None:
     """A file operation that changes something, as "os.rename from to"; None for all else."""
     if event == "open":
         path, _, flags = args

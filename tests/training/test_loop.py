@@ -10,7 +10,7 @@ from txl_jax.training.step import UpdateMetrics
 
 
 class Story:
-    """Stands in for everything around the loop, and writes down what happens in which order."""
+    """A substitute for everything around the loop, which records the order of events."""
 
     def __init__(self, *, bad_call: int | None = None):
         self.events: list[str] = []

@@ -12,7 +12,7 @@ import pytest
 from txl_jax.config import AverageConfig, ExperimentConfig, OptimizerConfig, ScheduleOffset, TrainConfig
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 
-PEAK, WARMUP, STEPS, FLOOR = 0.5, 8, 20, 0.1
+PEAK, WARMUP, STEPS, MIN_RATIO = 0.5, 8, 20, 0.1
 
 
 def config_of(steps: int = STEPS, others: dict | None = None, **own) -> ExperimentConfig:
@@ -29,7 +29,7 @@ def rates(
     **own,
 ) -> list[float]:
     """The rate of updates 0 .. STEPS + 1, from one compiled call as in training."""
-    own |= {"schedule_offset": offset, "min_lr_ratio": FLOOR}
+    own |= {"schedule_offset": offset, "min_lr_ratio": MIN_RATIO}
     others = {"average": average or AverageConfig()}
     config = config_of(others=others, learning_rate=PEAK, warmup_steps=warmup, **own)
     schedule = learning_rate(config, multiple=multiple)
@@ -37,8 +37,8 @@ def rates(
 
 
 def cosine(progress: float) -> float:
-    """From PEAK at 0 to FLOOR * PEAK at 1."""
-    return PEAK * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
+    """A cosine from PEAK at 0 to MIN_RATIO * PEAK at 1."""
+    return PEAK * (MIN_RATIO + (1 - MIN_RATIO) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 @pytest.mark.parametrize("offset", ScheduleOffset)
@@ -50,8 +50,8 @@ def test_the_cosine_follows_the_warm_up_without_a_jump():
     found = rates()
     assert found[WARMUP] == pytest.approx(PEAK)
     assert found[WARMUP:-1] == pytest.approx([cosine(i / (STEPS - WARMUP)) for i in range(STEPS - WARMUP + 1)])
-    assert found[STEPS] == pytest.approx(FLOOR * PEAK)
-    assert found[STEPS + 1] == pytest.approx(FLOOR * PEAK)  # And not up again.
+    assert found[STEPS] == pytest.approx(MIN_RATIO * PEAK)
+    assert found[STEPS + 1] == pytest.approx(MIN_RATIO * PEAK)  # And not up again.
 
 
 def test_the_original_cosine_counts_from_update_zero_and_jumps_down():
@@ -65,10 +65,10 @@ def test_without_warm_up_the_first_rate_is_the_peak(offset):
     assert rates(warmup=0, offset=offset)[:-1] == pytest.approx([cosine(i / STEPS) for i in range(STEPS + 1)])
 
 
-def test_the_rate_stays_at_the_floor_after_the_last_step_of_the_decay():
+def test_the_rate_stays_at_the_minimum_after_the_last_step_of_the_decay():
     found, whole = rates(decay_steps=14), rates()
     assert found[WARMUP:15] == pytest.approx([cosine(i / 6) for i in range(7)])
-    assert found[14:] == pytest.approx([FLOOR * PEAK] * 8)
+    assert found[14:] == pytest.approx([MIN_RATIO * PEAK] * 8)
     assert found[:WARMUP] == whole[:WARMUP] and found[13] < whole[13]
 
 
@@ -79,12 +79,12 @@ def test_the_rate_is_multiplied_while_weights_are_averaged():
     assert found[16:] == pytest.approx([rate / 2 for rate in without[16:]])
 
 
-def test_a_higher_peak_falls_to_the_same_floor():
+def test_a_higher_peak_decays_to_the_same_minimum():
     found, without = rates(multiple=3.0), rates()
     assert found[: WARMUP + 1] == pytest.approx([3 * rate for rate in without[: WARMUP + 1]])
     assert found[STEPS] == pytest.approx(without[STEPS])
     middle = (WARMUP + STEPS) // 2
-    assert found[middle] == pytest.approx((3 * PEAK + FLOOR * PEAK) / 2)
+    assert found[middle] == pytest.approx((3 * PEAK + MIN_RATIO * PEAK) / 2)
 
 
 @pytest.mark.parametrize("l2", [0.0, 0.3])

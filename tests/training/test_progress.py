@@ -38,7 +38,7 @@ class Clock:
 
 
 def metrics(*steps: int, **changes) -> UpdateMetrics:
-    """What the updates of these numbers report, all different."""
+    """Metrics of the updates of these numbers, all different."""
     step = np.asarray(steps, np.float32)
     found = UpdateMetrics(
         nats=60 + step, tokens=20 + 0 * step, grad_norm=1 / (1 + step), learning_rate=0.1 - step / 1000

@@ -86,7 +86,7 @@ def compile_training(components: RunComponents) -> Compiled:
 
 def compile_evaluation(components: RunComponents) -> Compiled:
     """Compiles the eval step, streaming or in sliding windows; raises `DoesNotFitError`."""
-    evaluation: Any = components.evaluation  # Its functions are jitted, which their types do not say.
+    evaluation: Any = components.evaluation  # Its functions are jitted, which their types do not show.
     eval_config = components.config.eval
     params = components.training.abstract_state.params
     if eval_config.stride:

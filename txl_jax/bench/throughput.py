@@ -213,7 +213,7 @@ def evaluation(components: RunComponents, params: Any) -> Task:
 
 
 def generation(components: RunComponents, params: Any, *, every_tail: bool = False) -> Task:
-    """Generates token after token from a full memory, all samples side by side, drawn as `config.generate` says.
+    """Generates token after token from a full memory, all samples side by side, drawn as set in `config.generate`.
 
     Args:
       components: the model and its settings.

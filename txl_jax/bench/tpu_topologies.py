@@ -43,7 +43,7 @@ def split(topology: str) -> tuple[str, str]:
 
 
 def slices(topology: str) -> list[str]:
-    """Returns the slices that a name stands for: one, or for a generation without a shape all, from small to large."""
+    """Returns the slices of a name: one, or for a generation without a shape all, from small to large."""
     if topology in SLICES:
         return [f"{topology}:{shape}" for shape in SLICES[topology]]
     split(topology)

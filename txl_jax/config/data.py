@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import Config, check_fields, require, setting
 
 
 class CorpusName(enum.StrEnum):
@@ -61,7 +61,7 @@ class Heldout(enum.StrEnum):
 class Order(enum.StrEnum):
     """Order of the training text in an epoch."""
 
-    STREAM = "stream"  # As it stands.
+    STREAM = "stream"  # In the order of the file.
     SENTENCES = "sentences"  # Lines in another order each epoch: One Billion Word, whose lines have no order.
 
 
@@ -85,8 +85,8 @@ _CHARACTERS = (Tokenizer.CHAR, *_LINES)
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenizerConfig:
-    """From text to token ids."""
+class TokenizerConfig(Config):
+    """Tokenizer: from text to token ids."""
 
     kind: Tokenizer = setting(Tokenizer.BYTE, "Kind of tokens.", shapes_tokens=True)
     newlines: Newlines = setting(
@@ -157,7 +157,7 @@ class TokenizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Config):
     """The text, and the order in which it is read."""
 
     corpus: CorpusName = setting(CorpusName.ENWIK8, "Corpus; text: own files.")

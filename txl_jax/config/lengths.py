@@ -22,7 +22,7 @@ class Lengths(Protocol):
 
     @property
     def same_length(self) -> bool:
-        """Whether every query sees the same number of keys."""
+        """Returns whether every query sees the same number of keys."""
 
 
 def validate_lengths(group: str, lengths: Lengths) -> None:

@@ -6,7 +6,7 @@ Letters: N layers, D model width, H heads, E head width, F inner width, C cluste
 import dataclasses
 import enum
 
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import Config, check_fields, require, setting
 
 
 class DType(enum.StrEnum):
@@ -27,12 +27,12 @@ class Encoding(enum.StrEnum):
 
     @property
     def is_relative(self) -> bool:
-        """Whether scores depend on the distance; else a token has a place in its segment, and none beyond it."""
+        """Returns whether scores depend on the distance; else a token has a place in its segment only."""
         return self in (Encoding.RELATIVE, Encoding.SHAW)
 
     @property
     def is_learned(self) -> bool:
-        """Whether there is a table of positions, of a size that the parameters have."""
+        """Returns whether there is a table of positions, of a size that the parameters have."""
         return self in (Encoding.SHAW, Encoding.AL_RFOU)
 
 
@@ -80,7 +80,7 @@ class AttentionWindow(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class DropoutConfig:
+class DropoutConfig(Config):
     """Dropout rates: parts that are left out, at least 0 and below 1."""
 
     rate: float = setting(
@@ -103,7 +103,7 @@ class DropoutConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Config):
     """Sizes and parts of the network. Lengths are not here: the parameters do not depend on them."""
 
     network: Network = setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.")
@@ -156,7 +156,7 @@ class ModelConfig:
 
     @property
     def has_projections(self) -> bool:
-        """Whether embeddings are projected to d_model; with div_val > 1 they are, even where the width is d_model."""
+        """Returns whether embeddings are projected to d_model; with div_val > 1 also where the width is d_model."""
         return self.div_val > 1 or self.embed_width != self.d_model
 
     def clamp(self, clamp_len: int | None) -> int | None:
@@ -246,7 +246,7 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompatConfig:
+class CompatConfig(Config):
     """Differences between implementations of the same model; `COMPAT_PRESETS` names the combinations."""
 
     memory_start: MemoryStart = setting(

@@ -72,7 +72,7 @@ class Generator:
         self._memory_dtype = memory_dtype
         self._stop_token = stop_token
         self._mesh = mesh
-        # Every query sees the same number of keys, wherever it stands in its segment.
+        # Every query sees the same number of keys, at every position of its segment.
         limit = model.compat.window(eval_config.mem_len, same_length=eval_config.same_length)
         self._window = eval_config.mem_len + 1 if limit is None else limit
         self.prepare_segment = self._jit(self._prepare)

@@ -4,7 +4,7 @@
     tensors = from_flax(params, config)                  # every name of the model's state_dict
     TransfoXLConfig(**config_of(config, eval_config, vocab_size=204))
 
-These are the original's tensors by other names: all but the softmax's lie under "transformer.", u and v lie in
+These are the original's tensors by other names: all but the softmax's are under "transformer.", u and v lie in
 every layer, and the first row of cluster_weight is that of the first tail. The preset "hf" of `CompatConfig`
 gives the same numbers.
 """

@@ -27,7 +27,7 @@ FREQUENCIES = "pos_emb.inv_freq"  # A constant of the release's state_dict: no p
 
 
 class ClusterOrder(enum.StrEnum):
-    """How the rows of cluster_weight and cluster_bias belong to the tail clusters."""
+    """Order of the rows of cluster_weight and cluster_bias: which tail cluster each belongs to."""
 
     REVERSED = "reversed"  # Last row for the first tail: the authors' PyTorch release.
     FORWARD = "forward"  # First row for the first tail, as here: Hugging Face.

@@ -103,6 +103,7 @@ class Stack(nn.Module):
 
 
 def _with_remat(block: type[nn.Module], remat: Remat) -> type[nn.Module]:
+    """Returns the layer with activation checkpointing (remat): its backward pass computes activations again."""
     if remat is Remat.NONE:
         return block
     policies = {Remat.FULL: None, Remat.DOTS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable}

@@ -196,7 +196,7 @@ class _SoftmaxParts(NamedTuple):
 def _sharded_softmax(own: jax.Array, labels: jax.Array, *, vocab_axis: str) -> _SoftmaxParts:
     """Computes a softmax over sharded logits: device i has [..., rows] of the labels i * rows, .., (i + 1) * rows - 1.
 
-    The collectives carry a few numbers per position, never logits.
+    Tensor parallel: each all-reduce over `vocab_axis` carries a few numbers per position, never logits.
     """
     most = jax.lax.pmax(jax.lax.stop_gradient(own.max(axis=-1)), vocab_axis)
     total = jax.lax.psum(jnp.exp(own - most[..., None]).sum(axis=-1), vocab_axis)

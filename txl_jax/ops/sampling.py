@@ -72,7 +72,7 @@ def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tupl
 
 
 def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
-    """Sets to -inf all but the likeliest tokens that together reach `top_p`: [B, n] -> [B, n].
+    """Applies the top-p (nucleus) filter: -inf for all but the likeliest that together reach `top_p`, [B, n] -> [B, n].
 
     The likeliest always stays; ties at the border all stay.
     """

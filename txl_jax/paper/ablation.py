@@ -118,8 +118,8 @@ def run(
             outcome = train.run(of_row, corpus, workdir, stop_requested=stop_requested)
             if not outcome.finished:
                 raise Interrupted(f"{row.name}, seed {seed}")
-            watch = {"log": log, "stop_requested": stop_requested}
-            scores = _score_lengths(of_row, corpus, workdir, plan, outcome.step, **watch)
+            log_and_stop = {"log": log, "stop_requested": stop_requested}
+            scores = _score_lengths(of_row, corpus, workdir, plan, outcome.step, **log_and_stop)
             found.setdefault(row.name, []).append(_summarize(of_row, scores, measure))
             distributed.broadcast_from_primary(lambda: write_tables(folder, found, rows, corpus, settings))
     log("\n" + distributed.broadcast_from_primary(lambda: (folder / "ablation.md").read_text()))
@@ -128,7 +128,7 @@ def run(
 
 
 def _score_lengths(
-    config: ExperimentConfig, corpus: Corpus, workdir: Workdir, plan: Plan, step: int, **watch: Any
+    config: ExperimentConfig, corpus: Corpus, workdir: Workdir, plan: Plan, step: int, **log_and_stop: Any
 ) -> dict[int, float]:
     """Returns the validation measure at each attention length; earlier scores are in ablation.json of the run."""
     path, text = workdir.path / "ablation.json", TextInfo.of(corpus)
@@ -140,7 +140,7 @@ def _score_lengths(
     for length in _lengths(config, plan):
         if str(length) not in known:
             one = context_length.Plan(lengths=(length,), stride=_stride(config, plan, length))
-            [found] = context_length.run(config, corpus, workdir, one, trained_on=text, **watch)
+            [found] = context_length.run(config, corpus, workdir, one, trained_on=text, **log_and_stop)
             known[str(length)] = found.totals.value(corpus.vocabulary.measure)
             distributed.broadcast_from_primary(lambda: write_json(path, {"of": identity, "scores": known}))
     return {length: known[str(length)] for length in _lengths(config, plan)}

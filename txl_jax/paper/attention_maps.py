@@ -141,9 +141,9 @@ def run(
             first <= position <= last,
             f"position {position:,} was asked for; queries with a full memory are at {first:,} to {last:,}",
         )
-    watch = {"measure": corpus.vocabulary.measure, "log": log, "stop_requested": stop_requested}
+    progress = {"measure": corpus.vocabulary.measure, "log": log, "stop_requested": stop_requested}
     began = time.monotonic()
-    average, queries = _read(parts, params, tokens, first_full, positions, watch)
+    average, queries = _read(parts, params, tokens, first_full, positions, progress)
     folder = Path(plan.out) if plan.out else workdir.outputs / "attention"
     folder.mkdir(parents=True, exist_ok=True)
     heads = plan.layer_heads or attention_terms.widest(average, _DEFAULT_HEADS)
@@ -153,7 +153,7 @@ def run(
 
 
 def _read(
-    parts: Any, params: Any, tokens: np.ndarray, first_full: int, positions: Sequence[int], watch: dict[str, Any]
+    parts: Any, params: Any, tokens: np.ndarray, first_full: int, positions: Sequence[int], progress: dict[str, Any]
 ) -> tuple[np.ndarray, list[Query]]:
     """Reads the text segment by segment; returns mean probabilities, and the queries at `positions`."""
     eval_config, model = parts.config.eval, parts.model
@@ -175,7 +175,7 @@ def _read(
     total: Any = 0.0
     found: dict[int, Query] = {}
     n_segment = len(tokens) // length
-    with progress_bar("attention", total=n_segment, unit="segment", **watch) as show:
+    with progress_bar("attention", total=n_segment, unit="segment", **progress) as show:
         for k in range(n_segment):
             segment = tokens[None, k * length : (k + 1) * length].astype(np.int32)
             here = [position for position in positions if position // length == k]

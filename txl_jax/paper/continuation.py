@@ -68,7 +68,7 @@ def run(
       stop_requested: whether to stop.
 
     Raises:
-      UserError: a start that leaves no room, a model that cannot generate, or no checkpoint.
+      UserError: a start too near the end, a model that cannot generate, or no checkpoint.
       Interrupted: a stop was requested; nothing is written.
     """
     plan.validate()
@@ -78,7 +78,7 @@ def run(
         if not 0 <= start <= len(tokens) - context - length:
             raise UserError(
                 f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the "
-                f"{plan.split} text has {len(tokens):,}; the last start with room is {len(tokens) - context - length:,}"
+                f"{plan.split} text has {len(tokens):,}; the last possible start is {len(tokens) - context - length:,}"
             )
     path = Path(plan.out) if plan.out else workdir.outputs / "continuation.md"
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)

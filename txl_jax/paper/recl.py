@@ -182,8 +182,8 @@ def _losses_of(
             continue
         began = time.monotonic()
         measure = corpus.vocabulary.measure
-        watched = functools.partial(progress_bar, measure=measure, log=log, stop_requested=stop_requested)
-        with watched(name, total=len(scored), unit="token") as show:
+        progress = functools.partial(progress_bar, measure=measure, log=log, stop_requested=stop_requested)
+        with progress(name, total=len(scored), unit="token") as show:
             found[length] = context_losses(
                 parts.evaluation.window_step,
                 params,

@@ -69,7 +69,7 @@ class Timing:
 
     @property
     def ratio(self) -> float:
-        """How many times slower the sliding window is, by the medians."""
+        """Ratio of the medians: sliding window over ours."""
         return statistics.median(self.sliding_window) / statistics.median(self.ours)
 
 

@@ -1,1 +1,1 @@
-"""What a run needs of its machine: files, locks, checkpoints, logs, signals, other processes."""
+"""Services of the machine for a run: files, locks, checkpoints, logs, signals, other processes."""

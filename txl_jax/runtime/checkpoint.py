@@ -37,7 +37,7 @@ _LEFTOVERS = ("*.orbax-checkpoint-tmp*", "*.deleted")
 
 
 class _Candidate(NamedTuple):
-    """A step on disk; the same step may lie there twice, once as replaced."""
+    """A step on disk; the same step may be there twice, once as replaced."""
 
     step: int
     path: Path
@@ -150,11 +150,11 @@ class Checkpointer:
     def _prepare_folder(self, step: int) -> None:
         """Deletes what killed runs left behind, and renames an earlier checkpoint of the same step."""
         try:
-            self._make_room(step)
+            self._clear_step(step)
         except (OSError, CheckpointError) as error:
             raise self._not_written(step, error) from error
 
-    def _make_room(self, step: int) -> None:
+    def _clear_step(self, step: int) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         self.sweep()
         if newer := sorted({other.step for other in self._candidates() if other.step > step}):
@@ -168,7 +168,7 @@ class Checkpointer:
             path.rename(f"{path}.replaced-{max(taken, default=0) + 1}")
 
     def _finish(self, writer: ocp.AsyncCheckpointer, step: int) -> None:
-        """In the background: waits for the commit, writes the digests, then deletes what is no longer kept."""
+        """Waits for the commit, writes the digests, then deletes steps no longer kept; runs in the background."""
         writer.wait_until_finished()
         if not distributed.is_primary():
             return
@@ -219,7 +219,7 @@ class Checkpointer:
         return notes
 
     def restore(self, abstract_state: Any, *, before: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
-        """Restores the newest undamaged step: verified steps first, then those without digests.
+        """Restores the newest undamaged checkpoint: verified steps first, then those without digests.
 
         Each step that is skipped is logged in a line. Nothing on disk is changed.
 
@@ -248,7 +248,7 @@ class Checkpointer:
             damage = distributed.broadcast_from_primary(functools.partial(integrity.find_damage, candidate.path))
             if damage == integrity.NO_DIGESTS:
                 unverified.append(candidate)
-                self._log(f"checkpoint {candidate.path} is unverified ({damage}): looking for a verified one first")
+                self._log(f"checkpoint {candidate.path} is unverified ({damage}): verified ones are tried first")
             elif damage is not None:
                 self._skip(candidate, damage, tried)
             elif restored := self._try_restore(candidate, abstract_state, tried):

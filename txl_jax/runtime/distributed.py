@@ -21,12 +21,12 @@ _KNOWN_TO_ALL = "known_to_all"
 
 
 def is_multiprocess() -> bool:
-    """Whether this process has joined others; jax touches no device to answer no."""
+    """Returns whether this process has joined others; jax touches no device to answer no."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_primary() -> bool:
-    """Whether this process is process 0, which writes files."""
+    """Returns whether this process is process 0, which writes files."""
     return not is_multiprocess() or jax.process_index() == 0
 
 
@@ -93,7 +93,7 @@ def assert_same_on_all(value: str, complaint: Callable[[str, str], str]) -> None
 
 
 def is_known_to_all(error: BaseException) -> bool:
-    """Whether every process raises this error or its counterpart, so that none waits for another."""
+    """Returns whether every process raises this error or its counterpart, so that none waits for another."""
     return getattr(error, _KNOWN_TO_ALL, False)
 
 

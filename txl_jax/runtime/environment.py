@@ -26,7 +26,7 @@ def describe() -> dict[str, Any]:
 
 
 def device_kind() -> str:
-    """Returns the first device's name; for a CPU the processor's and its cores, as jax only says "cpu"."""
+    """Returns the first device's name; for a CPU the processor's and its cores, as jax only returns "cpu"."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind

@@ -108,7 +108,7 @@ def writable(folder: Path, *, what: str) -> Iterator[None]:
 
 
 def _is_from_writing(error: OSError, folder: Path) -> bool:
-    """Whether an error came from `folder`: from a file in or above it, or, with no file named, from a full disk."""
+    """Returns whether an error is of `folder`: of a file in or above it, or, with no file named, of a full disk."""
     if error.errno is None:
         return False  # Raised by a library, with a sentence of its own.
     if error.filename is None:

@@ -19,7 +19,7 @@ def write_digests(folder: Path) -> None:
 
 
 def is_verified(folder: Path) -> bool:
-    """Whether a folder has digests; the files themselves are not read."""
+    """Returns whether a folder has digests; the files themselves are not read."""
     return (folder / DIGESTS).exists()
 
 

@@ -49,7 +49,7 @@ def short_error(error: BaseException) -> str:
 def quiet_orbax() -> None:
     """Hides what Orbax logs, and what Python prints of writes that Orbax did not wait for once one has failed.
 
-    `CheckpointError` and the `log` of a `Checkpointer` say what matters in one sentence. A program calls this once at
+    `CheckpointError` and the `log` of a `Checkpointer` report it in one sentence. A program calls this once at
     its start: it changes the process's log filters, warning filters and `sys.unraisablehook`, for good, because
     abandoned writes outlive the save. Called again it changes nothing. With absl's verbosity at INFO or DEBUG all of
     Orbax's log lines are shown.

@@ -1,8 +1,10 @@
 """The device mesh, and the one table from logical axis names to its axes.
 
-A mesh has three axes: `data` (data parallel: replicas of the model), `fsdp` (fully sharded data parallel: devices that
-share the parameters of one replica) and `tensor` (tensor parallel: devices that share heads, inner width and
-vocabulary). Batch rows are sharded over `data` and `fsdp`.
+A mesh has three axes: `data` (data parallel: replicas of the model), `fsdp` (FSDP, fully sharded data parallel:
+devices that share the parameters of one replica) and `tensor` (tensor parallel: devices that share heads, inner width
+and vocabulary). Batch rows are sharded over `data` and `fsdp`. XLA inserts the collectives: an all-reduce of gradients
+over `data`; over `fsdp` an all-gather of each layer's weights and a reduce-scatter of gradients; over `tensor` an
+all-reduce of the outputs of attention and of the feed-forward layers.
 """
 
 import math

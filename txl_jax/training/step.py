@@ -1,4 +1,7 @@
-"""The train step: S updates as one pure function, one optimizer update per segment, as the paper trains."""
+"""The train step: S updates as one pure function, one optimizer update per segment, as in the paper.
+
+With gradient accumulation a segment's batch is split into microbatches (`training.grad_accumulation`).
+"""
 
 import functools
 from collections.abc import Callable

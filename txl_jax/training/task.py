@@ -16,7 +16,7 @@ class Score(Protocol):
     """Scores a text with given parameters."""
 
     def __call__(self, params: Any, split: str, name: str, log: Callable[[str], None]) -> Totals | None:
-        """Scores the "valid" or "test" text; `name` stands in progress lines. None: a stop was requested meanwhile."""
+        """Scores the "valid" or "test" text; `name` is for progress lines. None: a stop was requested meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TrainTask:
       config: of the run; of an ensemble the base that its members differ from.
       members: of the ensemble.
       measure: the usual measure of the text.
-      facts: stand first in results.json.
+      facts: come first in results.json.
       opening: lines that introduce the run in its log.
       segments_per_epoch: S segments of one pass over the text.
       abstract_state: shapes, types and shardings of the state, with the member axis.

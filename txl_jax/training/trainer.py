@@ -22,7 +22,7 @@ from txl_jax.training.validation import Validation
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How training ended.
+    """Outcome of training.
 
     Attributes:
       finished: False: stopped on request, everything saved.
@@ -78,7 +78,7 @@ class Trainer:
     # Opening
 
     def _restore(self) -> tuple[int, TrainState, dict[str, Any]]:
-        """Returns the number of updates done, the state after them, and the notes of its checkpoint."""
+        """Restores the newest checkpoint: (updates done, state after them, notes); without one the initial state."""
         step, state, notes = self._checkpoints.restore(self._task.abstract_state) or (0, self._task.init_state(), {})
         self._validation.pending = notes.get("evaluation_pending", False)
         return step, state, notes
@@ -166,7 +166,7 @@ class Trainer:
         self._checkpoints.save(step, state, notes)
 
     def _kept(self) -> str:
-        """Says what a run that fails now leaves."""
+        """Describes the files that a run which fails now has written."""
         saved = self._checkpoints.saved_step
         return "no checkpoint was written" if saved is None else f"the checkpoint of step {saved} is kept"
 

@@ -38,7 +38,7 @@ class Validation:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether the last `patience` validation losses were all no better than the best before them."""
+        """Returns whether the last `patience` validation losses were all no better than the best before them."""
         patience = self._task.config.train.patience
         if not patience:
             return False
@@ -69,7 +69,7 @@ class Validation:
 
     def evaluate(self, context: HookContext) -> None:
         """Scores the validation text, and keeps the parameters of a member if no earlier ones were better."""
-        self.pending = True  # Until it is done: a checkpoint written now must say so.
+        self.pending = True  # Until it is done: a checkpoint written now must record it.
         scored, members = [], self._task.members
         for index in range(len(members)):
             began = time.monotonic()

@@ -19,7 +19,7 @@ SEEDS = st.integers(-(2**31), 2**64)
 
 @st.composite
 def sentence_starts(draw):
-    """Where sentences begin, and their end: empty ones, one only and tokens in front of the first may occur."""
+    """Starts of sentences, and their end: empty ones, one only and tokens in front of the first may occur."""
     lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=12))
     return draw(st.integers(0, 3)) + np.cumsum([0, *lengths])
 
@@ -74,7 +74,7 @@ def test_shuffled_sentences_against_lists(starts, seed, epoch):
 @given(starts=sentence_starts(), seed=SEEDS, epoch=EPOCHS)
 def test_sentences_stay_whole_and_each_comes_once(starts, seed, epoch):
     got = stream(shuffled(starts, seed), epoch, starts[-1])
-    assert got[: starts[0]] == list(range(starts[0])), "what stands before the first sentence stays in front"
+    assert got[: starts[0]] == list(range(starts[0])), "tokens before the first sentence stays in front"
     assert sorted(got) == list(range(starts[-1]))
     begins = set(starts.tolist())
     for before, place in itertools.pairwise(got):

@@ -16,7 +16,7 @@ SECONDS = 20.0  # Long enough for any machine; only a failure waits so long.
 
 
 class Recorder:
-    """Makes blocks that say what they are, and tells which were begun; those from `hold_from` on wait for `go`."""
+    """Makes blocks that contain their number, and records which were begun; those from `hold_from` on wait for `go`."""
 
     def __init__(self, hold_from=None, fail_at=()):
         self.begun, self.calls, self.threads = queue.Queue(), [], set()

@@ -81,7 +81,7 @@ def test_segments_with_a_stride_read_again_what_they_do_not_score(length, batch_
 
 
 @pytest.mark.parametrize("stride", [-1, 4])
-def test_a_stride_lies_within_a_segment(stride):
+def test_a_stride_is_at_most_a_segment(stride):
     with pytest.raises(ValueError, match=rf"stride\D*{stride}\b.*segment_len.*\b3\b"):
         training_segments(numbered(20), batch_size=1, segment_len=3, stride=stride)
 
@@ -176,12 +176,12 @@ def test_evaluation_scores_every_token_but_the_first_once_and_in_order(warmup, l
 def test_the_token_that_each_position_of_evaluation_scores(
     warmup, hosts, first, count, length, batch_size, segment_len
 ):
-    """Also in steps past the end, which are padding."""
+    """The same in steps past the end, which are padding."""
     for host in range(hosts):
         sizes = {"length": length, "batch_size": batch_size * hosts, "segment_len": segment_len}
         reader = make("evaluation", **sizes, warmup_tokens=warmup, own=range(host, batch_size * hosts, hosts))
         got = reader.segments(first, count)
-        # The text is numbered, so a target says where it stands.
+        # The text is numbered, so a target is its own position.
         np.testing.assert_array_equal(reader.scored(first, count), np.where(got.weights == 1, got.targets, 0))
 
 
@@ -191,7 +191,7 @@ def test_evaluation_rows_are_warm_up_then_scored_then_padding(warmup, length, ba
     got = reader.segments(0, reader.n_segments)
     for inputs, targets, weights in zip(*map(rows_of, got[:3]), strict=True):
         real = targets > 0
-        assert (real[1:] <= real[:-1]).all(), "padding stands only at the ends of rows"
+        assert (real[1:] <= real[:-1]).all(), "padding is only at the ends of rows"
         assert not inputs[~real].any() and not weights[~real].any()
         np.testing.assert_array_equal(targets[real], targets[0] + np.arange(real.sum()))
         np.testing.assert_array_equal(inputs[real], targets[real] - 1)
@@ -259,7 +259,7 @@ def test_shuffled_sentences_are_joined_where_they_begin_and_nowhere_else(epoch, 
 @settings(max_examples=10)
 @given(length=st.integers(6, 40), batch_size=st.integers(1, 3), segment_len=st.integers(1, 5))
 def test_every_target_is_read_in_the_long_run(kind, length, batch_size, segment_len):
-    """With short sentences: where one fills most of a row, its end may be left out in any order."""
+    """Short sentences: where one fills most of a row, its end may be left out in any order."""
     short = {"sentence_starts": np.array([*range(0, length, 2), length])} if kind == "sentences" else {}
     reader = make(kind, length, batch_size, segment_len, **short)
     read = set(reader.segments(0, 60 * reader.n_segments).targets.ravel().tolist())
@@ -408,7 +408,7 @@ def test_a_memory_mapped_text_reads_the_same(kind, dtype, tmp_path):
     assert all(type(values) is np.ndarray for values in on_disk)
 
 
-class Watched(np.ndarray):
+class IndexingForbidden(np.ndarray):
     """Tokens that record which places were taken, and refuse any other way of reading."""
 
     def take(self, indices, *args, **kwargs):
@@ -421,7 +421,7 @@ class Watched(np.ndarray):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_places_asked_for_are_read(kind):
-    text = np.zeros(1000, np.uint8).view(Watched)
+    text = np.zeros(1000, np.uint8).view(IndexingForbidden)
     constructor, given_beside = KINDS[kind]
     constructor(text, batch_size=3, segment_len=7, **given_beside(1000)).segments(2, 4)
     assert text.taken.size == 4 * 3 * 7

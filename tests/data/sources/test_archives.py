@@ -217,7 +217,7 @@ def test_other_compressions(method, tmp_path):
         contents(open_archive(str(path), again=URL), ["a"])
 
 
-def test_a_member_shorter_than_its_entry_says(tmp_path):
+def test_a_member_shorter_than_declared_in_its_entry(tmp_path):
     path = tmp_path / "x.zip"
     path.write_bytes(miniature.archive("x.zip", {"a": b"text"}))
     size, wrong = (4).to_bytes(4, "little"), (9).to_bytes(4, "little")

@@ -64,7 +64,7 @@ def numbers(message):
     return re.findall(r"\d[\d,]*", message)
 
 
-def test_differences_say_both_numbers():
+def test_messages_of_differences_have_both_numbers():
     two = [tally(b"a b\n"), tally(b"c\n\n\n")]
     assert difference(Facts(), two, of="it") == ""
     assert difference(Facts(size=8, lines=4, tokens=7), two, of="it") == ""

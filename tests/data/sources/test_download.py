@@ -48,7 +48,7 @@ def server(tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch):
-    """This machine is reached without the proxy that the environment may name, and nothing else is."""
+    """Requests to this machine go without the proxy that the environment may name, and nothing else is."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     send = requests.Session.send
 
@@ -166,7 +166,7 @@ def test_one_plain_file_in_the_folder(plain, tmp_path):
 
 
 def test_a_source_of_which_little_is_known(server, source, tmp_path):
-    """As the official archive of the Penn Treebank: the content decides."""
+    """The content decides, as of the official archive of the Penn Treebank."""
     serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
     source(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
@@ -291,7 +291,7 @@ def test_a_download_outlives_a_failure_that_came_after_it(server, source, tmp_pa
 
     with monkeypatch.context() as broken:
         broken.setattr(tfds_builders.Tally, "add", full)
-        # What a killed download leaves, which the next start removes.
+        # Rest of a killed download, which the next start removes.
         cut = tmp_path / "cache" / "tfds" / "txl_ptb_downloads" / "txl_ptb" / "x.tmp.123"
         cut.mkdir(parents=True)
         with pytest.raises(UserError, match=r"\bPenn Treebank\b.*\bNo space left on device\b.*--cache_dir\b"):

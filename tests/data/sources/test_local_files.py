@@ -31,7 +31,7 @@ def contents(files):
 
 
 def parts(text):
-    """The three splits as bytes; sizes must be as they are said."""
+    """The three splits as bytes; sizes must be as declared."""
     read = [contents(text.splits[name]) for name in SPLITS]
     assert [sum(file.size for file in text.splits[name]) for name in SPLITS] == list(map(len, read))
     return read
@@ -39,7 +39,7 @@ def parts(text):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Where to write a file; one for all examples of a test."""
+    """Path of a file to write; one for all examples of a test."""
     return tmp_path_factory.mktemp("own") / "poem.txt"
 
 
@@ -85,7 +85,7 @@ def test_other_tokens_are_split_where_lines_begin(path, kind, lines, open_end):
     for percent, border in ((90, len(train)), (95, len(train + valid))):
         nominal = len(content) * percent // 100
         assert border >= nominal
-        before = max(nominal - 1, 0)  # What stands there tells whether a line begins at the nominal border already.
+        before = max(nominal - 1, 0)  # That byte decides whether a line begins at the nominal border already.
         if b"\n" in content[before:]:
             assert content[border - 1 : border] == b"\n", "a line begins here"
             assert b"\n" not in content[before : border - 1], "and none before"

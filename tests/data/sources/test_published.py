@@ -69,7 +69,7 @@ def unpacked(tmp_path, name):
 
 
 def flat(tmp_path, name):
-    """Without the archive's folders."""
+    """Files without the archive's folders."""
     keep = 2 if name is CorpusName.LM1B else 1
     members = {"/".join(file.split("/")[-keep:]): content for file, content in miniature.files(name).items()}
     place(tmp_path / "data" / str(name), members)
@@ -97,7 +97,7 @@ def own_archive(suffix):
     return write
 
 
-LAYINGS = [
+ARRANGEMENTS = [
     unpacked,
     flat,
     by_split,
@@ -108,12 +108,17 @@ LAYINGS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "lay"),
-    [(name, lay) for name in miniature.NAMES for lay in LAYINGS if TABLE[name].own_layouts or lay is not by_split],
+    ("name", "arrange"),
+    [
+        (name, arrange)
+        for name in miniature.NAMES
+        for arrange in ARRANGEMENTS
+        if TABLE[name].own_layouts or arrange is not by_split
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_corpus_however_it_lies(name, lay, tmp_path):
-    lay(tmp_path, name)
+def test_a_corpus_in_each_arrangement_of_files(name, arrange, tmp_path):
+    arrange(tmp_path, name)
     before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
     text = read(name, tmp_path)
     expected = miniature.texts(name)
@@ -123,7 +128,7 @@ def test_a_corpus_however_it_lies(name, lay, tmp_path):
         split: len(part) for split, part in expected.items()
     }
     assert list(text.splits) == ["train", "valid", "test"]
-    assert text.digest == expected_digest(name), "the digest does not depend on how the files lie"
+    assert text.digest == expected_digest(name), "the digest does not depend on the arrangement of the files"
     assert text.closed_alphabet == TABLE[name].closed_alphabet
     size = sum(map(len, expected.values()))
     assert text.name == name.value
@@ -394,7 +399,7 @@ def test_the_source_that_is_alive_is_recommended(tmp_path):
 
 
 def test_words_are_those_of_unicode(tmp_path, monkeypatch):
-    """As `str.split`, with which word tokens are made: white space of several bytes that falls on a border too."""
+    """Words as of `str.split`, which makes the word tokens: white space of several bytes that falls on a border too."""
     monkeypatch.setattr(tfds_builders, "RECORD_BYTES", 7)
     text = "zwei\u3000Wörter\u00a0und ein\u2009 drittes\n".encode() * 30
     facts = {split: Facts(tokens=6 * 30) for split in ("train", "valid", "test")}
@@ -485,7 +490,7 @@ def test_a_cut_archive(name, suffix, tmp_path):
     file = f"lm1b.{suffix}" if name is CorpusName.LM1B else f"enwik8.{suffix}"
     whole = miniature.archive(file, miniature.files(name))
     row = CORPORA[name]
-    if file == row.sources[0][0].file:  # Of the official name: another size says it already.
+    if file == row.sources[0][0].file:  # Of the official name: another size is an error already.
         CORPORA[name] = dataclasses.replace(
             row, sources=((dataclasses.replace(row.sources[0][0], size=None, sha256=None),),)
         )
@@ -582,7 +587,7 @@ def test_two_processes_at_once(tmp_path):
     first, go = started(tmp_path)
     second = python("", tmp_path)
     line = second.stdout.readline()
-    assert line.strip() and "digest" not in line, "it says that it waits"
+    assert line.strip() and "digest" not in line, "it logs that it waits"
     assert second.poll() is None
     go.touch()
     out, errors = first.communicate(timeout=60)

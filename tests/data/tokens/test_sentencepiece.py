@@ -176,7 +176,7 @@ def test_a_vocabulary_that_the_text_cannot_fill():
     assert "\n" not in str(caught.value)
 
 
-def test_a_vocabulary_without_room_for_the_bytes():
+def test_a_vocabulary_too_small_for_the_bytes():
     with pytest.raises(UserError, match=r"\b100\b.*\b100 vs \d+.*--data\.tokenizer\.sentencepiece_vocab\b"):
         learn(size=100)
 

@@ -119,7 +119,7 @@ LINES = st.lists(st.lists(st.sampled_from(["the", "cat", "dog"]), max_size=3), m
 @given(files=st.lists(LINES, min_size=1, max_size=3), block=st.integers(1, 9), open_end=st.booleans())
 @settings(max_examples=50)
 def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_path_factory):
-    """Each line in plain Python: its length, its marks, and what stands before the first."""
+    """Each line in plain Python: its length, its marks, and the bytes before the first."""
     files = [[["the", "cat"], *files[0]], *files[1:]]
     contents = [b"".join(b" ".join(map(str.encode, line)) + b"\n" for line in lines) for lines in files]
     if open_end and files[-1][-1]:
@@ -235,7 +235,7 @@ GOLDEN = {1: "da3f63de90bf37d3"}
 
 
 def test_ids_are_those_of_this_version(tmp_path):
-    """If ids changed under the old version, a store of the old ones would still be opened."""
+    """A store of old ids would still be opened if ids changed under the old version."""
     content = "The cat sat\n\nthe cät,\tthe 😀\r\n The end".encode()
     text = text_of(content, content, content)
     configs = [
@@ -278,7 +278,7 @@ def test_text_that_cannot_be_read_leaves_no_store(tmp_path):
         broken = Text("own text", "made up", "d", text_of().splits | {"valid": failing(error)})
         with pytest.raises(type(error)) as caught:
             open_store(broken, SETTINGS, words, folder=tmp_path)
-        assert caught.value is error, "nothing else is said"
+        assert caught.value is error, "nothing else is reported"
         assert names(tmp_path) == []
     assert len(open_store(text_of(), SETTINGS, words, folder=tmp_path).splits["train"]) == 5
 
@@ -357,7 +357,7 @@ OTHER = textwrap.dedent(
         (folder / f"{name}-is-inside").touch()
         deadline = time.monotonic() + 30
         while not (folder / "go-on").exists():
-            assert time.monotonic() < deadline, "nobody says go on"
+            assert time.monotonic() < deadline, "the signal to continue does not come"
             time.sleep(0.01)
         yield content[4:]
 
@@ -398,7 +398,7 @@ def test_of_two_processes_one_makes_the_store_and_the_other_waits(tmp_path, star
     first = start("first")
     wait_for(tmp_path / "first-is-inside")
     second = start("second")
-    assert second.stdout.readline().strip(), "it says that it waits"
+    assert second.stdout.readline().strip(), "it logs that it waits"
     assert not (tmp_path / "second-makes").exists()
     (tmp_path / "go-on").touch()
     results = [process.communicate(timeout=60)[0] for process in (first, second)]
@@ -426,7 +426,7 @@ def test_who_waits_for_a_process_that_is_killed_makes_the_store(tmp_path, start)
     first = start("first")
     wait_for(tmp_path / "first-is-inside")
     second = start("second")
-    assert second.stdout.readline().strip(), "it says that it waits"
+    assert second.stdout.readline().strip(), "it logs that it waits"
     assert not (tmp_path / "second-makes").exists()
     (tmp_path / "first-is-inside").unlink()
     first.kill()

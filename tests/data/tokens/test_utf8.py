@@ -63,7 +63,7 @@ def test_no_block_ends_inside_a_word(text, sizes):
 
 @pytest.mark.parametrize("white", ["\n", " ", "\t", "\r"])
 def test_blocks_come_while_a_file_is_read(white):
-    """A block is handed on as soon as white space in it tells where a word ends."""
+    """A block is handed on as soon as white space in it ends a word."""
     read = []
 
     def blocks():

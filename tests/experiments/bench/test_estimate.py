@@ -108,7 +108,7 @@ for generation, shapes in tpu_topologies.SLICES.items():
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "expected"),
     [
         (["--topology=v5e:2x2,v5e:4x4"], ["2", "--configs"]),
         (["--topology=v5e:2x2", "--mesh.fsdp=3"], ["3 x 1", "4"]),
@@ -122,9 +122,9 @@ for generation, shapes in tpu_topologies.SLICES.items():
         ),
     ],
 )
-def test_mistakes_are_answered_in_one_sentence(flags, says):
+def test_mistakes_are_answered_in_one_sentence(flags, expected):
     code, _, err = estimate(*TINY, *flags, without_libtpu=True)
     assert code == 1
     assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
-    for words in says:
+    for words in expected:
         assert re.search(rf"(?<!\w){re.escape(words)}(?!\w)", err), (words, err)

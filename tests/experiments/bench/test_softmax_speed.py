@@ -32,7 +32,7 @@ def cells(table: str) -> dict[str, list[str]]:
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in lines}
 
 
-def test_probabilities_fall_as_the_law_says():
+def test_probabilities_follow_the_power_law():
     p = synthetic_tokens.probabilities(V)
     assert p.sum() == pytest.approx(1)
     assert p[0] / p[9] == pytest.approx((12.7 / 3.7) ** 1.1)
@@ -52,7 +52,7 @@ def test_a_softmax_that_needs_too_much_memory_gets_fewer_tokens(monkeypatch):
         softmax_speed.measure({"full": FULL}, memory_limit=1000, **sizes)
 
 
-def test_the_program_prints_a_table_that_says_how_many_tokens_each_had():
+def test_the_program_prints_a_table_with_the_tokens_of_each():
     result = run(
         "--vocab_size=4000", "--calls=2", "--model.d_model=64", "--model.cutoffs=200,1000",
         "--train.batch_size=4", "--train.segment_len=50", "--memory_gb=0.007",  # They need 4 and 9 MB.
@@ -68,16 +68,18 @@ def test_the_program_prints_a_table_that_says_how_many_tokens_each_had():
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "pattern"),
     [
         (["--model.cutoffs=", "--model.div_val=1"], r"model\.cutoffs"),
         (["--calls=0"], r"calls\D*\b0\b\D*\b1\b"),
         (["--vocab_size=30000"], r"model\.cutoffs\D*\b200000\b\D*\b30000\b"),
     ],
 )
-def test_mistakes_are_answered_in_one_sentence(flags, says):
+def test_mistakes_are_answered_in_one_sentence(flags, pattern):
     result = run(*flags)
     assert result.returncode == 1
     assert (
-        result.stderr.startswith("error: ") and re.search(says, result.stderr) and len(result.stderr.splitlines()) == 1
+        result.stderr.startswith("error: ")
+        and re.search(pattern, result.stderr)
+        and len(result.stderr.splitlines()) == 1
     )

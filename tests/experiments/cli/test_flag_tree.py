@@ -128,13 +128,13 @@ def test_a_plan_becomes_flags_without_prefix():
     words = ["--size=large", "--seeds=2,3", "--rates=0.5", "--out=a", "--quick"]
     assert plan_of(*words) == Plan(Size.LARGE, (2, 3), (0.5,), "a", True)
     assert plan_of("--seeds=", "--out=none") == Plan(seeds=())
-    for word, says in (("--size=huge", "small"), ("--seeds=2,x", r"--seeds\b.*'x'"), ("--seed=2", r"\bseeds\b")):
-        with pytest.raises(UserError, match=says):
+    for word, pattern in (("--size=huge", "small"), ("--seeds=2,x", r"--seeds\b.*'x'"), ("--seed=2", r"\bseeds\b")):
+        with pytest.raises(UserError, match=pattern):
             plan_of(word)
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "pattern"),
     [
         (["--model.n_layers=3"], r"--model\.n_layers\b.*\bmodel\.n_layer\b"),
         (["--nonsense=3"], "--nonsense"),
@@ -145,8 +145,8 @@ def test_a_plan_becomes_flags_without_prefix():
         (["--flagfile=enwik8_12"], r"'enwik8_12'.*\benwik8_12l\b.*\bsmall\b"),
     ],
 )
-def test_mistakes_are_one_sentence(words, says):
-    with pytest.raises(ValueError, match=says) as error:
+def test_mistakes_are_one_sentence(words, pattern):
+    with pytest.raises(ValueError, match=pattern) as error:
         parsed(*words)
     assert "\n" not in str(error.value).strip()
 

@@ -55,7 +55,7 @@ def test_flags_come_before_the_environment_and_both_before_slurm():
         (SRUN, 4, False),  # Two a node share its GPUs: jax gives each its own.
         (ONE_A_NODE, 2, True),
         (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 4, True),
-        (ONE_A_NODE | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, 2, False),  # Somebody else says which.
+        (ONE_A_NODE | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, 2, False),  # The environment names them.
     ],
 )
 def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environment, count, all_devices):
@@ -66,7 +66,7 @@ def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environmen
 
 @pytest.mark.usefixtures("no_tpu")
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "expected"),
     [
         ({"num_processes": 2}, ["--coordinator", "JAX_COORDINATOR_ADDRESS", "--process_id"]),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, ["process_id", "num_processes", "2", "1"]),
@@ -74,8 +74,8 @@ def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environmen
         ({"coordinator": "a:1", "num_processes": "two", "process_id": 0}, ["num_processes", "'two'"]),
     ],
 )
-def test_half_an_announcement_is_refused(given, says):
-    with pytest.raises(UserError, match=".*".join(map(re.escape, says))):
+def test_half_an_announcement_is_refused(given, expected):
+    with pytest.raises(UserError, match=".*".join(map(re.escape, expected))):
         hosts.announced({}, given)
 
 
@@ -119,7 +119,7 @@ def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(monkeypatch, attribu
         assert hosts.announced(environment | {"TPU_SKIP_MDS_QUERY": "1"}, {}) is None
 
 
-def test_the_hosts_of_a_tpu_slice_may_stand_in_the_environment(monkeypatch):
+def test_the_hosts_of_a_tpu_slice_may_be_in_the_environment(monkeypatch):
     monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
     assert hosts.announced({"TPU_WORKER_HOSTNAMES": "localhost"}, {}) is None
     assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}).num_processes == 3
@@ -171,7 +171,7 @@ def text_file(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("of_second", "first_says"),
+    ("of_second", "first_prints"),
     [
         pytest.param(
             "--model.n_layer=3",
@@ -188,7 +188,7 @@ def text_file(tmp_path_factory):
         ),
     ],
 )
-def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_path, of_second, first_says):
+def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_path, of_second, first_prints):
     other = tmp_path / "other.txt"
     other.write_text("four three two one " * 400)
     places = {"OTHER": other, "NONE": tmp_path / "none", "ELSEWHERE": tmp_path / "elsewhere"}
@@ -209,7 +209,7 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_pat
     (code_0, _, err_0), (code_1, _, err_1) = processes.finish(started)
     assert (code_0, code_1) == (1, 1), (err_0, err_1)
     assert time.monotonic() - began < 60
-    assert re.search(first_says, err_0) and len(err_0.splitlines()) == 1, err_0
+    assert re.search(first_prints, err_0) and len(err_0.splitlines()) == 1, err_0
     assert err_1.startswith("process 1: error: ") and len(err_1.splitlines()) == 1, err_1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -230,11 +230,11 @@ def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
         (code_0, _, err_0), (code_1, out_1, err_1) = processes.finish(started)
     assert (code_0, code_1) == (1, 1)
     assert re.match(rf"error: .*\b99\b.*{re.escape(str(tmp_path))}", err_0) and len(err_0.splitlines()) == 1
-    assert out_1 == err_1 == "", "it was said once"
+    assert out_1 == err_1 == "", "one process printed it"
 
 
 @pytest.mark.slow
-def test_one_process_that_is_left_alone_says_so():
+def test_one_process_that_is_left_alone_reports_it():
     script = (
         "from experiments.cli import hosts, runner; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given "
         "= dict; runner.guarded(lambda: 0, begin=hosts.join)"

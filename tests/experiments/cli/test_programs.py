@@ -150,7 +150,7 @@ def test_tokens_are_scored_and_context_lengths_compared_without_a_flagfile(undis
     assert float(rows[1]["loss"]) == results["test"]["loss"]
 
 
-def test_a_trained_run_is_looked_into_without_a_flagfile(undisturbed, tmp_path):
+def test_a_trained_run_is_studied_without_a_flagfile(undisturbed, tmp_path):
     workdir, _ = undisturbed
     for program, flags, made in (
         ("paper.attention", ["--heads=0.1", f"--out={tmp_path}"], tmp_path / "attention.md"),
@@ -209,7 +209,7 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(text_file, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("program", "flags", "code", "says"),
+    ("program", "flags", "code", "expected"),
     [
         ("ensemble", ["--workdir=WORK", "--ensemble_member=seed=1"], 1, ["1"]),
         ("ensemble", ["--workdir=WORK", "--ensemble_member=seed"], 1, ["--ensemble_member", "'seed'", "seed=2"]),
@@ -249,11 +249,11 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(text_file, tmp_pat
         ("paper.context_length", ["--workdir=WORK", "--split=train"], 2, ["split", "valid", "test"]),
     ],
 )
-def test_first_mistakes_are_answered_in_one_sentence(tmp_path, program, flags, code, says):
+def test_first_mistakes_are_answered_in_one_sentence(tmp_path, program, flags, code, expected):
     got, _, err = finish(start(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags)))
     assert got == code
     assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
-    for words in says:
+    for words in expected:
         assert re.search(rf"(?<!\w){re.escape(words.replace('WORK', str(tmp_path)))}(?!\w)", err), (words, err)
 
 
@@ -298,13 +298,13 @@ def test_speeds_are_printed_and_written(tmp_path):
 
 
 def test_speeds_beside_a_peer_are_refused_where_they_would_not_compare():
-    for flags, told in (
+    for flags, pattern in (
         (["--generate.samples=3"], r"generate\.samples\D*\b3\b.*\b1\b"),
         (["--warmup=0"], r"warmup\D*\b0\b.*\b1\b"),
         (["--tasks=data_loading"], r"tasks\b.*\bdata_loading\b.*--peer"),
     ):
         code, _, err = finish(start("bench.speed", *TINY, "--peer=hf", *flags))
-        assert code == 1 and re.search(told, err) and len(err.strip().splitlines()) == 1
+        assert code == 1 and re.search(pattern, err) and len(err.strip().splitlines()) == 1
 
 
 def test_every_flagfile_that_is_spoken_of_exists():

@@ -31,7 +31,7 @@ def known_to_all(error):
         (known_to_all(RemoteProcessError("process 1: Connection reset by peer")), False),
     ],
 )
-def test_a_lost_process_is_told_from_mistakes(monkeypatch, capsys, error, lost):
+def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, error, lost):
     assert not hosts.lost_another(error), "alone there is none to lose"
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: False)
@@ -56,7 +56,7 @@ def test_all_that_end_together_wait_for_each_other(ended):
     assert ended == ["together", 1]
 
 
-def test_one_that_is_lost_at_the_end_is_told_of_unless_a_mistake_was(ended, monkeypatch):
+def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(ended, monkeypatch):
     def lose(act):
         raise ValueError(GLOO)
 

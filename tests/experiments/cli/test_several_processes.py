@@ -21,7 +21,7 @@ PATHS = {
     for path in sorted((ROOT / "experiments").rglob("*.py"))
     if '__name__ == "__main__"' in path.read_text() and path.name != "__main__.py"
 }
-# What each program does about other hosts.
+# Whether programs join other hosts, refuse them, or may run on each.
 JOIN = {
     *({program_of(name) for name in CorpusName} - {"quickstart"}),
     "temperature",

@@ -49,7 +49,7 @@ def test_the_distance_to_the_segments_end_is_added_to_the_embedding(clamp_len, x
 
 
 def test_stored_states_have_no_places():
-    """The slots of the memory may change places: nothing is added to them, and attention cannot tell them apart."""
+    """The slots of the memory may change places: nothing is added to them, and attention treats them alike."""
     variables, tokens, rng = tiny.variables(make()), tiny.text(L), np.random.default_rng(2)
     states = rng.normal(size=(tiny.N, tiny.B, M, tiny.D)).astype(np.float32)
     full, order = jnp.full((tiny.B,), M, jnp.int32), [2, 0, 3, 1]
@@ -62,7 +62,7 @@ def test_stored_states_have_no_places():
         return np.abs(read[0][0] - read[1][0]).max()
 
     assert difference(make(), variables) < 1e-5
-    assert difference(tiny.make(), tiny.variables(tiny.make())) > 0.1  # Relative positions tell.
+    assert difference(tiny.make(), tiny.variables(tiny.make())) > 0.1  # Relative positions depend on the order.
 
 
 def test_the_memory_keeps_the_first_layers_input_with_its_code():

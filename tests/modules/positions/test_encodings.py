@@ -67,7 +67,7 @@ def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, cl
 
 
 def test_al_rfous_memory_keeps_inputs_with_their_positions():
-    """So keys and values of the past stay what they were: nothing is added to what is stored."""
+    """Keys and values of the past do not change: nothing is added to what is stored."""
     model = make(Encoding.AL_RFOU)
     variables = tiny.variables(model)
     _, memory = tiny.encoder(model)(variables, tiny.text(L), model.init_memory(batch_size=tiny.B, mem_len=M))

@@ -121,11 +121,11 @@ def test_bfloat16_scores_are_summed_in_float32():
     inputs = {name: jnp.asarray(value, jnp.bfloat16) for name, value in make_inputs().items()}
     visibility, seen = make_visibility(valid=[M, M]), []
 
-    def look(probabilities):
+    def keep_dtype(probabilities):
         seen.append(probabilities.dtype)
         return probabilities
 
-    found = call(inputs, visibility, drop=look)
+    found = call(inputs, visibility, drop=keep_dtype)
     exact = oracles.relative_attention(
         **{k: np.asarray(v, np.float64) for k, v in inputs.items()}, mask=visibility.mask()
     )

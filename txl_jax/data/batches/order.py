@@ -44,7 +44,7 @@ class Sequential:
     """The text's own order in every epoch; pairs past its end map to positions past its end."""
 
     def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `EpochOrder.pairs`."""
+        """See `EpochOrder.pairs`."""
         place = first[..., None] + np.arange(length)
         return place, place + 1
 
@@ -65,7 +65,7 @@ class RandomRoll:
     seed: int
 
     def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `EpochOrder.pairs`; consecutive pairs must lie within one range."""
+        """See `EpochOrder.pairs`; consecutive pairs must lie within one range."""
         index = np.searchsorted(self.edges, first, side="right") - 1
         start, size = self.edges[index], np.diff(self.edges)
         shift = (random_words(self.seed, epoch, len(size)) % size.astype(np.uint64)).astype(np.int64)
@@ -97,7 +97,7 @@ class ShuffledSentences:
         self._cache: tuple[int, np.ndarray, np.ndarray] | None = None  # Of one epoch: see `_prepare`.
 
     def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `EpochOrder.pairs`."""
+        """See `EpochOrder.pairs`."""
         place = self.places(epoch, first[..., None] + np.arange(length + 1))
         return place[..., :-1], place[..., 1:]
 

@@ -146,7 +146,7 @@ class Tar:
         with _unpacking(self.name, self._again), contextlib.ExitStack() as stack:
             file: IO[bytes] = stack.enter_context(open(self.name, "rb"))
             if _is_gzip(file):
-                # tarfile's own reader takes a cut gzip file for a whole one and does not look at its checksum.
+                # tarfile's own reader takes a cut gzip file for a whole one and does not verify its checksum.
                 file = cast(IO[bytes], stack.enter_context(gzip.open(file)))
             yield stack.enter_context(tarfile.open(fileobj=file, mode="r|"))
             while to_the_end and file.read(1 << 20):  # gzip's checksum comes after the archive's end.
@@ -154,7 +154,7 @@ class Tar:
 
 
 def open_archive(path: str, *, again: str) -> Container:
-    """Opens the archive at `path`; its name's ending tells the kind.
+    """Opens the archive at `path`; its name's ending decides the kind.
 
     Args:
       again: URL to name if it is damaged.

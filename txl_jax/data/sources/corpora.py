@@ -90,7 +90,7 @@ class PublishedCorpus:
 
     @property
     def archives(self) -> dict[str, Remote | None]:
-        """Returns the names of archives to look for: the official ones, and those that users make of a folder."""
+        """Returns the names of archives to search for: the official ones, and those that users make of a folder."""
         # The first source of a name is the one to recommend.
         official = {source[0].file: source[0] for source in reversed(self.sources) if source[0].is_archive}
         made = [name + suffix for name in self.folders for suffix in ARCHIVE_SUFFIXES]

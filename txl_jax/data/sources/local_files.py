@@ -128,7 +128,7 @@ def _between(paths: Sequence[str], sizes: Sequence[int], first: int, last: int) 
 
 def _line_start(paths: Sequence[str], sizes: Sequence[int], border: int) -> int:
     """Returns the first position from `border` on at which a line begins, or a word, or at least a character."""
-    first = max(border - 1, 0)  # The byte before the border tells whether a line begins there already.
+    first = max(border - 1, 0)  # The byte before the border decides whether a line begins there already.
     window = b"".join(
         block for file in _between(paths, sizes, first, first + _BORDER_WINDOW) for block in file.blocks()
     )

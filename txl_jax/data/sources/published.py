@@ -24,7 +24,7 @@ def read(corpus: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout 
     """Reads a published corpus, checked against its published facts.
 
     Args:
-      data_dir: folder in which its files are looked for, unless it is prepared already.
+      data_dir: folder in which its files are searched for, unless it is prepared already.
       cache_dir: folder for the prepared corpus, which is kept in its `tfds`.
       heldout: the held-out shard that validates.
 

@@ -195,7 +195,7 @@ class _Npy:
     def write_header(self) -> None:
         header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.length,)}
         self.file.seek(0)
-        np.lib.format.write_array_header_1_0(self.file, header)  # Its size is fixed: it has room for any length.
+        np.lib.format.write_array_header_1_0(self.file, header)  # Its size is fixed: it can hold any length.
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The interface of a position encoding. Its defaults are those of a model without positions.
 
-Methods of the training pass are called inside flax modules, in the order in which they stand here; parameters and
+Methods of the training pass are called inside flax modules, in this order; parameters and
 dropouts that they create belong to the calling module.
 
 Tables of learned encodings have one entry per distance 0, 1, .., n - 1 (`model.num_positions`); greater distances share
@@ -44,7 +44,7 @@ class PositionKeys(flax.struct.PyTreeNode):
 
 
 class DecodeTerms(NamedTuple):
-    """What one layer's positions are at inference; None: without that term."""
+    """Position terms of one layer at inference; None: without that term."""
 
     content_bias: jax.Array | None = None  # u, [H, E], divided by sqrt(E).
     position_keys: PositionKeys | None = None

@@ -1,6 +1,6 @@
 """Learned keys of distances (Shaw et al., 2018), on keys only, as in table 6 of the paper.
 
-The authors' release (attn_type 1) has more than the paper says, for `compat.shaw_terms=original`: u with content, and a
+The authors' release (attn_type 1) has more than the paper, for `compat.shaw_terms=original`: u with content, and a
 learned number per distance.
 """
 
@@ -91,7 +91,7 @@ class ShawPositions(PositionEncoding):
         distances = positions.key_distances(n_position)
         table = {name: leaf.astype(dtype) for name, leaf in layer["attention"]["positions"].items()}
         key = table["key"][distances].transpose(1, 2, 0)
-        if "score" not in table:  # As the paper says; else as the original has it.
+        if "score" not in table:  # As in the paper; else as the original has it.
             return DecodeTerms(None, PositionKeys(bias=None, key=key, score=None))
         score = table["score"][distances].T * scale
         return DecodeTerms(table["content"] * scale, PositionKeys(bias=None, key=key, score=score))

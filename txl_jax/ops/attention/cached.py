@@ -5,7 +5,7 @@ overwritten in turn: slot s holds the position `age(s)` before the segment, and 
 distance age(s) + i. Nothing of the memory is moved, joined or sorted; what is rotated are the position scores.
 
 With `clamp_len` most distances share one position code. Their scores, one number per query, need no table: only
-distances below the clamp are looked up, which at M = 3800 and a clamp of 1000 saves three quarters of the product
+distances below the clamp are gathered, which at M = 3800 and a clamp of 1000 saves three quarters of the product
 with position keys and of the shift.
 """
 
@@ -80,7 +80,7 @@ def cached_attention(
       value: [B, H, L, E].
       ring: stored keys [B, H, E, R] and values [B, H, R, E], of any type.
       position: queries [B, H, L, E] with v in place of u, position keys [H, E, P] of the distances P - 1, .., 0, of
-        which the largest stands for all beyond it, and scores [H, P] to add, or None; None: no relative positions.
+        which the largest is used for all beyond it, and scores [H, P] to add, or None; None: no relative positions.
       visibility: which keys a query sees.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
