@@ -168,6 +168,22 @@ def test_a_flagfile_of_another_program(write, capsys):
     assert "python -m experiments.ptb" in capsys.readouterr().err
 
 
+def test_every_program_of_a_config_may_be_swept():
+    """A program that is added, with `DEFAULTS` and a call of `runner.run`, is found through the table of corpora."""
+    programs = {
+        path.stem
+        for path in (ROOT / "experiments").glob("*.py")
+        if re.search(r"^DEFAULTS = ExperimentConfig\(", path.read_text(), re.MULTILINE)
+    }
+    assert set(sweep_file._DEFAULTS) == programs
+
+
+def test_a_part_of_a_corpus_of_several_files(write, capsys):
+    path = write("", base="program = 'ptb'\nbase.data.file = 'a'\ngrid.seed = [1]\n")
+    assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
+    assert re.search(r"data\.file\b.*\bptb\b.*--data\.corpus=text", capsys.readouterr().err)
+
+
 def test_a_program_that_is_not_known(write, capsys):
     path = write("", base="program = 'ptp'\ngrid.seed = [1]\n")
     assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
