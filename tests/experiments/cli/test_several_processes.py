@@ -41,7 +41,9 @@ FOLDERS = {"workdir", "data_dir", "cache_dir", "out"}
 @pytest.fixture
 def start(monkeypatch):
     """Starts a program up to its job, without running it; returns the job, what it does about hosts, and its flags."""
-    before = set(flags.FLAGS)
+    registry = vars(flags.FLAGS)  # Programs define their flags in it; those of other tests here would be in their way.
+    for attribute, value in list(registry.items()):
+        monkeypatch.setitem(registry, attribute, type(value)() if isinstance(value, (dict, set)) else value)
     for name in tpu_environment._VARIABLES:  # estimate.py sets those that are not set; monkeypatch puts them back.
         monkeypatch.setenv(name, os.environ.get(name, "cpu" if name == "JAX_PLATFORMS" else "1"))
 
@@ -58,11 +60,9 @@ def start(monkeypatch):
             runpy.run_path(str(PATHS[name]), run_name="__main__")
         assert ended.value.code == 0
         [(job, begin)] = guarded
-        return job, begin, set(flags.FLAGS) - before
+        return job, begin, set(flags.FLAGS)
 
-    yield start
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
+    return start
 
 
 def test_every_program_is_of_one_kind():
