@@ -30,7 +30,8 @@ def main() -> None:
     runner.define_data_folders()
     flag_tree.define(ExperimentConfig())
     flags.DEFINE_alias("corpus", "data.corpus")
-    runner.parse_or_exit(groups=("data", "data.tokenizer"))
+    FLAGS["corpus"].help, FLAGS["data.corpus"].help = "Corpus; text: own files.", "The same as --corpus."
+    runner.parse_or_exit(groups=("data", "data.tokenizer"), required=("corpus", "data.corpus"))
     sys.exit(runner.guarded(_run, begin=hosts.each))
 
 

@@ -1,6 +1,7 @@
 """The file of a sweep: TOML becomes commands, all of which are checked before the first is started."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 import re
@@ -12,17 +13,17 @@ from typing import Any
 
 from absl import flags
 
-from experiments import enwik8, lm1b, ptb, quickstart, text, text8, wikitext103
 from experiments.cli import flag_tree, runner
-from txl_jax.config import ExperimentConfig
+from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
+from txl_jax.data.sources.corpora import program_of
 from txl_jax.errors import UserError
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.training.validation import with_defaults
 
-_DEFAULTS = {
-    module.__name__.rpartition(".")[2]: module.DEFAULTS
-    for module in (enwik8, text8, wikitext103, lm1b, ptb, text, quickstart)
+_DEFAULTS: dict[str, ExperimentConfig] = {
+    program: importlib.import_module(f"experiments.{program}").DEFAULTS
+    for program in dict.fromkeys(map(program_of, CorpusName))
 }
 _KEYS = ("program", "flagfile", "base", "grid", "runs")
 _FOLDERS = ("data_dir", "cache_dir")  # Flags of the programs that are not settings.

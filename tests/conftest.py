@@ -48,6 +48,7 @@ QUICK = (
     "experiments/cli/test_flag_tree.py",
     "experiments/cli/test_help_text.py",
     "experiments/cli/test_runner.py",
+    "experiments/cli/test_several_processes.py",
     "experiments/test_flagfiles.py",
     "experiments/test_list.py",
     "paper/test_detokenize.py",

@@ -93,10 +93,47 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 def test_readme_trains_with_a_loop_of_its_own(tmp_path, monkeypatch, capsys):
     [loop] = [block for block in python_blocks() if "scan_segments" in block]
-    assert loop.count("\n") <= 26
+    assert len([line for line in loop.splitlines() if line.strip()]) <= 25
     (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 4000)
     monkeypatch.chdir(tmp_path)
     with jax.numpy_rank_promotion("allow"):  # A reader's code runs with jax's own settings.
         exec(compile(loop, "README.md", "exec"), {})
     bits = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert len(bits) == 20 and bits[0] > 4 and bits[-1] < 1
+
+
+def test_readme_trains_with_a_hook(tmp_path, monkeypatch, capsys):
+    [example] = [block for block in python_blocks() if "txl_jax.Hook(" in block]
+    (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 1000)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert all(f"\n{step} updates done\n" in out for step in (25, 50, 75, 100))
+    assert float(out.splitlines()[-1]) < 2
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (lambda model: model.score("one text"), "one text"),
+        (lambda model: model.generate("a prompt"), "a prompt"),
+        (lambda model: model.log_probabilities([[3, 999]], model.init_memory(1)), r"3 to 999"),
+        (lambda model: model.log_probabilities([[1, 2], [3, 4]], model.init_memory(1)), r"1 rows.*2 rows"),
+        (lambda model: model.log_probabilities([1, 2], model.init_memory(1)), r"\(2,\)"),
+        (lambda model: txl_jax.ModelConfig(layer_norm="before"), "layer_norm.*before.*post, pre"),
+        (lambda model: txl_jax.ModelConfig(n_layer=2.5), "n_layer.*2.5.*int"),
+        (lambda model: txl_jax.Hook(0, print), r"\b0\b"),
+        (lambda model: txl_jax.Hook(7, print).check_interval(5), r"7.*segments_per_call.*5"),
+        (lambda model: txl_jax.training_segments(np.zeros(9), batch_size=1, segment_len=2), "float64"),
+    ],
+)
+def test_mistakes_of_callers_are_sentences(run, mistake, words):
+    model = txl_jax.load(run[0].path)
+    with pytest.raises(txl_jax.UserError, match=words):
+        mistake(model)
+
+
+def test_enums_may_be_given_by_name():
+    config = txl_jax.ModelConfig(layer_norm="pre", dtype="bfloat16")
+    assert config == txl_jax.ModelConfig(layer_norm=txl_jax.NormPlace.PRE, dtype=txl_jax.DType.BFLOAT16)
+    assert type(config.dtype) is txl_jax.DType and type(txl_jax.OptimizerConfig(clip_norm=1).clip_norm) is float

@@ -1,15 +1,27 @@
 """Lists the programs: `python -m txl_jax`."""
 
+import os
+import sys
+
+from txl_jax.data.sources.corpora import CORPORA, PublishedCorpus, program_of
+
+
+def _corpora() -> dict[str, str]:
+    """Returns the programs that train on published corpora, with their descriptions, from the table of corpora."""
+    rows: dict[str, list[PublishedCorpus]] = {}
+    for name, row in CORPORA.items():
+        rows.setdefault(f"experiments.{program_of(name)}", []).append(row)
+    return {
+        program: f"{' and '.join(row.title for row in found)}, {found[0].contents}" for program, found in rows.items()
+    }
+
+
 # The one list of programs and their descriptions. A test compares it with the files.
 PROGRAMS = {
     "Train, evaluate, score and generate (--mode)": {
         "experiments.quickstart": "a small model on Python's own source text, in under three minutes",
         "experiments.text": "your own text: bytes, characters, words or SentencePiece pieces",
-        "experiments.enwik8": "enwik8, bytes of Wikipedia",
-        "experiments.text8": "text8, letters of Wikipedia",
-        "experiments.wikitext103": "WikiText-103 and WikiText-2, words",
-        "experiments.ptb": "Penn Treebank, words",
-        "experiments.lm1b": "One Billion Word, shuffled sentences",
+        **_corpora(),
     },
     "Helpers": {
         "experiments.prepare": "read, check and encode a corpus ahead of a run",
@@ -38,12 +50,15 @@ PROGRAMS = {
 
 def main() -> None:
     """Prints the programs."""
-    print("Programs: python -m NAME; python -m NAME --help lists the flags.")
+    lines = ["Programs: python -m NAME; python -m NAME --help lists the flags."]
     width = max(len(name) for programs in PROGRAMS.values() for name in programs)
     for heading, programs in PROGRAMS.items():
-        print(f"\n{heading}:")
-        for name, description in programs.items():
-            print(f"  {name:<{width}}  {description}")
+        lines += ["", f"{heading}:", *(f"  {name:<{width}}  {text}" for name, text in programs.items())]
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # `python -m experiments | head` has read enough.
+        # Else Python writes what is left when it ends, and reports the same error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import MemoryStart
+from txl_jax.errors import UserError
 
 
 @flax.struct.dataclass
@@ -21,6 +22,8 @@ class Memory:
     Attributes:
       hidden: [N, B, M, D], the inputs of the layers, oldest position first.
       valid: int32 [B], filled slots of each row; they are the last ones.
+
+    Rows are independent: a microbatch takes its rows of axis 1 of `hidden` and of axis 0 of `valid`.
     """
 
     hidden: jax.Array
@@ -30,6 +33,17 @@ class Memory:
     def mem_len(self) -> int:
         """M."""
         return self.hidden.shape[2]
+
+    def check(self, tokens: jax.Array, n_layer: int) -> None:
+        """Raises `UserError` unless the memory is one of `n_layer` layers for the rows of tokens [B, L]."""
+        if tokens.ndim != 2:
+            raise UserError(f"the tokens have shape {tokens.shape}; give a segment, int [B, L]")
+        if self.hidden.shape[:2] != (n_layer, tokens.shape[0]):
+            raise UserError(
+                f"the memory has {self.hidden.shape[0]} layers of {self.hidden.shape[1]} rows, the model {n_layer} "
+                f"layers and the segment {tokens.shape[0]} rows; make it with "
+                f"init_memory(batch_size={tokens.shape[0]}, ...)"
+            )
 
 
 def init(*, n_layer: int, batch_size: int, mem_len: int, d_model: int, dtype: jnp.dtype, start: MemoryStart) -> Memory:

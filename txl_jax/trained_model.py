@@ -69,9 +69,10 @@ class LanguageModel:
         Each text starts from an empty memory; its first token is not scored. A text of fewer than two tokens has none.
 
         Raises:
-          UserError: a text has characters that the vocabulary lacks.
+          UserError: a text has characters that the vocabulary lacks, or a single text was given instead of a list.
         """
-        return [self._score(self._encode(text)) for text in texts]
+        _refuse_single_text(texts)
+        return [self._score(self.encode(text)) for text in texts]
 
     def generate(self, prompts: Sequence[str | bytes], settings: GenerateConfig | None = None) -> list[str]:
         """Generates one continuation of each prompt, without the prompt.
@@ -83,6 +84,7 @@ class LanguageModel:
         Raises:
           UserError: a model that cannot generate, or a prompt or stop that the vocabulary lacks.
         """
+        _refuse_single_text(prompts)
         settings = dataclasses.replace(settings or self.config.generate, samples=1)
         settings.validate()
         check_can_generate(self.config)
@@ -90,19 +92,44 @@ class LanguageModel:
         stop = read_stop(settings, self.vocabulary)
         texts = []
         for prompt in prompts:
-            ids = self._encode(prompt)
+            ids = self.encode(prompt)
             blocks = list(generator.tokens(params, ids if len(ids) else self.vocabulary.start))
             tokens = until_stop(stop, np.concatenate(blocks, axis=1)[0])
-            texts.append(self.vocabulary.decode(tokens).decode(errors="replace"))
+            texts.append(self.decode(tokens))
         return texts
 
-    def init_memory(self, batch_size: int) -> Memory:
-        """Returns an empty memory of `config.eval.mem_len` positions for B rows."""
-        return self.components.model.init_memory(batch_size=batch_size, mem_len=self.config.eval.mem_len)
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Returns the token ids [T] of a text; raises `UserError` if it has characters that the vocabulary lacks."""
+        content = text.encode() if isinstance(text, str) else text
+        try:
+            return self.vocabulary.encode(content)
+        except ValueError as error:
+            raise UserError(f"the text {content[:40]!r} cannot be read by this model: {error}") from None
+
+    def decode(self, tokens: Any) -> str:
+        """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self.vocabulary.decode(tokens).decode(errors="replace")
+
+    def init_memory(self, batch_size: int, mem_len: int | None = None) -> Memory:
+        """Returns an empty memory of M positions for B rows; None: `config.eval.mem_len`."""
+        mem_len = self.config.eval.mem_len if mem_len is None else mem_len
+        return self.components.model.init_memory(batch_size=batch_size, mem_len=mem_len)
 
     def log_probabilities(self, tokens: Any, memory: Memory) -> tuple[jax.Array, Memory]:
-        """Computes log probabilities of each next token: int [B, L] -> [B, L, V], and the new memory."""
-        return self._log_probabilities(self.params, np.asarray(tokens, np.int32), memory)
+        """Computes log probabilities of each next token: int [B, L] -> [B, L, V], and the new memory.
+
+        Clamp and same_length are those of `config.eval`.
+
+        Raises:
+          UserError: token ids that the vocabulary lacks, or a memory of other rows.
+        """
+        ids = np.asarray(tokens)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocabulary.size:
+            raise UserError(
+                f"the token ids go from {ids.min()} to {ids.max()} and those of the vocabulary from 0 to "
+                f"{self.vocabulary.size - 1}"
+            )
+        return self._log_probabilities(self.params, ids.astype(np.int32), memory)
 
     @functools.cached_property
     def _log_probabilities(self) -> Any:
@@ -142,13 +169,6 @@ class LanguageModel:
             place=components.placement.place,
         )
 
-    def _encode(self, text: str | bytes) -> np.ndarray:
-        content = text.encode() if isinstance(text, str) else text
-        try:
-            return self.vocabulary.encode(content)
-        except ValueError as error:
-            raise UserError(f"the text {content[:40]!r} cannot be read by this model: {error}") from None
-
     @functools.lru_cache(maxsize=4)  # noqa: B019 (a model lives as long as its compiled programs)
     def _generator(self, settings: GenerateConfig) -> tuple[Generator, Any]:
         stop = read_stop(settings, self.vocabulary)
@@ -159,3 +179,9 @@ class LanguageModel:
             model, self.config.eval, settings, memory_dtype=cache_dtype, mesh=self.components.mesh, stop_token=stop
         )
         return generator, generator.prepare_params(self.params)
+
+
+def _refuse_single_text(texts: Sequence[str | bytes]) -> None:
+    """Raises `UserError` for a string, whose characters would count as texts."""
+    if isinstance(texts, str | bytes):
+        raise UserError(f"a single text was given, {texts[:40]!r}; give a list of texts")

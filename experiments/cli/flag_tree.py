@@ -156,6 +156,16 @@ class _OptionalParser(flags.ArgumentParser):
         return self._inner.flag_type()
 
 
+class _EnumParser(flags.EnumParser):
+    """Parses one of some words; the error for another names the nearest."""
+
+    def parse(self, argument: Any) -> Any:
+        try:
+            return super().parse(argument)
+        except ValueError as error:
+            raise ValueError(f"{error}{config_tree.did_you_mean(str(argument), self.enum_values)}") from None
+
+
 class _Serializer(flags.ArgumentSerializer):
     def serialize(self, value: Any) -> str:
         return config_tree.format_value(value)
@@ -181,7 +191,7 @@ def _define_leaf(leaf: Leaf, default: Any, flag_values: flags.FlagValues) -> Non
 
 def _parser(leaf: Leaf) -> flags.ArgumentParser:
     if issubclass(leaf.type, enum.Enum):
-        return flags.EnumParser([member.value for member in leaf.type])
+        return _EnumParser([member.value for member in leaf.type])
     parsers = {int: flags.IntegerParser, float: flags.FloatParser, str: flags.ArgumentParser}
     return parsers[leaf.type]()
 

@@ -17,7 +17,12 @@ _FIRST_OF = {"seed": "train", "compat": "model"}
 
 
 def help_text(
-    own: Sequence[str], groups: Collection[str] | None, flag_values: flags.FlagValues, *, note: str = ""
+    own: Sequence[str],
+    groups: Collection[str] | None,
+    flag_values: flags.FlagValues,
+    *,
+    note: str = "",
+    required: Collection[str] = (),
 ) -> str:
     """Formats the flags of a program with their defaults, as wide as the terminal, 80 to 120 columns.
 
@@ -26,6 +31,7 @@ def help_text(
       groups: groups of settings that are shown, such as "model" and "model.dropout"; None: all.
       flag_values: the flags.
       note: a line above the groups.
+      required: names of flags that have no default which the program would use.
     """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     found = _by_group(own, flag_values)
@@ -37,7 +43,7 @@ def help_text(
     if note:
         lines.append(note)
     for group, names in shown.items():
-        rows = [(_usage(flag_values[name]), _explanation(flag_values[name])) for name in names]
+        rows = [_row(flag_values[name], is_required=name in required) for name in names]
         takes_flagfile = group == _PROGRAM and "seed" in flag_values
         lines += ["", f"{group}:", *_table([_FLAGFILE, *rows] if takes_flagfile else rows, width)]
     if "seed" in flag_values:
@@ -60,6 +66,13 @@ def _by_group(own: Sequence[str], flag_values: flags.FlagValues) -> dict[str, li
         if name in flag_values:
             found.setdefault(group, []).insert(0, name)
     return found
+
+
+def _row(flag: flags.Flag, *, is_required: bool) -> tuple[str, str]:
+    """Returns a flag's usage and its explanation."""
+    if is_required:
+        return f"--{flag.name}=NAME", f"Required. {_explanation(flag)}"
+    return _usage(flag), _explanation(flag)
 
 
 def _usage(flag: flags.Flag) -> str:

@@ -4,7 +4,7 @@ from absl import flags
 
 from experiments.cli import flag_tree, runner
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.data.sources.corpora import CORPORA, default_data
+from txl_jax.data.sources.corpora import CORPORA, check_file, default_data
 
 FLAGS = flags.FLAGS
 
@@ -18,4 +18,5 @@ def config_of_flags(flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
     defaults = ExperimentConfig(data=default_data(corpus))
     config = runner.with_absolute_paths(flag_tree.build(defaults, flag_values))
     config.validate()
+    check_file(config.data)
     return config

@@ -16,7 +16,7 @@ from experiments.cli import flag_tree, help_text, hosts
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
-from txl_jax.data.sources.corpora import program_of
+from txl_jax.data.sources.corpora import check_file, program_of
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
 from txl_jax.jobs import evaluate, generate, score_tokens, train
 from txl_jax.jobs.score import Interrupted
@@ -71,17 +71,24 @@ def define_data_folders() -> None:
     flags.DEFINE_string("cache_dir", None, "Folder for records and token files; default: prepared in data_dir.")
 
 
-def parse_or_exit(argv: Sequence[str] | None = None, *, groups: Collection[str] | None = None, note: str = "") -> None:
+def parse_or_exit(
+    argv: Sequence[str] | None = None,
+    *,
+    groups: Collection[str] | None = None,
+    note: str = "",
+    required: Collection[str] = (),
+) -> None:
     """Parses the command line; on an error prints one sentence and exits with 2, on --help exits with 0.
 
     Args:
       argv: default: that of the process.
       groups: the groups of settings that the program reads, for --help; None: all.
       note: a line for --help above the flags.
+      required: the flags that --help shows without their default, as the program does not use it.
     """
     argv = list(sys.argv if argv is None else argv)
     if asked := {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
-        _print_help(None if "--helpfull" in asked else groups, note)
+        _print_help(None if "--helpfull" in asked else groups, note, required)
         sys.exit(0)
     try:
         flag_tree.parse(argv)
@@ -203,7 +210,8 @@ def trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
 
 
 def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
-    """Raises `UserError` if a flagfile, or a flag, asks for the corpus of another program."""
+    """Raises `UserError` if the flags ask for the corpus of another program, or for a file that is no part of it."""
+    check_file(config.data)
     own, asked = defaults.data.corpus, config.data.corpus
     if program_of(asked) != program_of(own):
         raise UserError(
@@ -219,14 +227,15 @@ def with_absolute_paths(config: Config) -> Config:
     return config_tree.replace(config, {name: _absolute(value) for name, value in paths.items()})
 
 
-def _print_help(groups: Collection[str] | None, note: str) -> None:
+def _print_help(groups: Collection[str] | None, note: str, required: Collection[str]) -> None:
     """Prints what the program does, and its flags."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
     by_module = FLAGS.flags_by_module_dict().items()
     ours = {flag.name for module, found in by_module if _is_ours(module) for flag in found}
     print(sys.modules["__main__"].__doc__ or "")
-    print(help_text.help_text([name for name in FLAGS if name in ours], groups, FLAGS, note=note))
+    own = [name for name in FLAGS if name in ours]
+    print(help_text.help_text(own, groups, FLAGS, note=note, required=required))
 
 
 def _run_mode(defaults: ExperimentConfig) -> int:
@@ -234,7 +243,15 @@ def _run_mode(defaults: ExperimentConfig) -> int:
     workdir = distributed.run_on_all(given_workdir)
     if FLAGS.mode == "train":
         return _train(defaults, workdir)
+    _print_other_corpus(defaults, workdir)
     return {"eval": _evaluate, "score": _score_tokens, "generate": _generate}[FLAGS.mode](workdir)
+
+
+def _print_other_corpus(defaults: ExperimentConfig, workdir: Workdir) -> None:
+    """Prints a line if the run, and so its text unless a flag names another, belongs to another corpus' program."""
+    trained = distributed.run_on_all(lambda: workdir.load()[0].data.corpus)
+    if program_of(trained) != program_of(defaults.data.corpus) and not FLAGS["data.corpus"].present:
+        print(f"corpus    {trained}, as in training; this is the program of {defaults.data.corpus}")
 
 
 def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:

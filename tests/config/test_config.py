@@ -62,7 +62,6 @@ CONFLICTS = [
     ({"compat.layer_norm_eps": 0.0}, ("compat.layer_norm_eps", "0.0")),
     ({"optimizer.min_lr_ratio": 1.5}, ("optimizer.min_lr_ratio", "1.5")),
     ({"data.corpus": CorpusName.TEXT}, ("data.file", "None", "--data.file=PATH")),
-    ({"data.corpus": CorpusName.PTB, "data.file": "a"}, ("data.file", "'a'", "ptb", "--data.corpus=text")),
     (
         {"data.tokenizer.kind": Tokenizer.WORD, "data.tokenizer.newlines": Newlines.DROP},
         ("data.tokenizer.newlines", "drop", "word", "byte"),
@@ -132,10 +131,6 @@ CONFLICTS = [
         ("data.train", "data.valid", "data.test"),
     ),
     ({"data.valid": ("b",)}, ("data.valid", "enwik8", "text")),
-    (
-        {"data.corpus": CorpusName.PYTHON_STDLIB, "data.file": "a"},
-        ("data.file", "'a'", "python_stdlib"),
-    ),
     *(
         ({f"optimizer.{name}": 0.0}, (f"optimizer.{name}", "0.0"))
         for name in ("learning_rate", "adam_eps", "clip_norm")
@@ -145,7 +140,8 @@ CONFLICTS = [
     ({"optimizer.warmup_steps": 600, "train.steps": 400}, ("warmup_steps", "600", "train.steps", "400")),
     ({"optimizer.warmup_steps": 60, "optimizer.decay_steps": 50}, ("warmup_steps", "60", "decay_steps", "50")),
     ({"optimizer.decay_steps": 500, "train.steps": 400}, ("decay_steps", "500", "train.steps", "400")),
-    *(({f"optimizer.{name}": -1}, (f"optimizer.{name}", "-1")) for name in ("decay_steps", "l2", "weight_decay")),
+    ({"optimizer.decay_steps": -1}, ("optimizer.decay_steps", "-1")),
+    *(({f"optimizer.{name}": -1}, (f"optimizer.{name}", "-1.0")) for name in ("l2", "weight_decay")),
     *(
         ({f"regularization.{name}": -0.5}, (f"regularization.{name}", "-0.5"))
         for name in ("activation_l2", "temporal_l2", "adversarial")

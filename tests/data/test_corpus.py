@@ -38,6 +38,11 @@ def texts(corpus):
     return [corpus.vocabulary.decode(ids) for ids in splits(corpus)]
 
 
+def test_a_part_of_a_corpus_of_several_files_is_refused_before_it_is_read(read):
+    with pytest.raises(UserError, match=r"'nowhere\.txt'.*\bptb\b.*\benwik8\b.*--data\.corpus=text"):
+        read(DataConfig(corpus=CorpusName.PTB, file="nowhere.txt"))
+
+
 def never(*args, **kwargs):
     raise AssertionError("there is nothing to count")
 

@@ -54,11 +54,21 @@ def test_a_corpus_is_read_and_encoded(name, tmp_path):
 def test_mistakes_are_answered_in_one_line(tmp_path):
     for flags, words in (
         ((), r"error: .*--corpus=.*\benwik8\b"),
+        (("--corpus=ptb", "--data.file=a"), r"error: data\.file\b.*\bptb\b"),
         (("--corpus=ptb", f"--data_dir={tmp_path}"), rf"error: Penn Treebank\b.*{re.escape(str(tmp_path))}"),
     ):
         code, printed, errors = run(*flags)
         assert (code, printed) == (1, "")
         assert errors.count("\n") == 1 and re.match(words, errors)
+
+
+def test_the_corpus_is_required():
+    code, printed, errors = run("--corpus=enwki8")
+    assert (code, printed) == (2, "") and re.search(r"enwki8\b.*did you mean enwik8\?", errors)
+    code, printed, errors = run("--help")
+    assert (code, errors) == (0, "")
+    assert re.search(r"--corpus=NAME +Required\.", printed)
+    assert "corpus=enwik8" not in printed
 
 
 def test_every_published_corpus_is_read_as_its_program_reads_it():

@@ -168,6 +168,22 @@ def test_a_flagfile_of_another_program(write, capsys):
     assert "python -m experiments.ptb" in capsys.readouterr().err
 
 
+def test_every_program_of_a_config_may_be_swept():
+    """A program that is added, with `DEFAULTS` and a call of `runner.run`, is found through the table of corpora."""
+    programs = {
+        path.stem
+        for path in (ROOT / "experiments").glob("*.py")
+        if re.search(r"^DEFAULTS = ExperimentConfig\(", path.read_text(), re.MULTILINE)
+    }
+    assert set(sweep_file._DEFAULTS) == programs
+
+
+def test_a_part_of_a_corpus_of_several_files(write, capsys):
+    path = write("", base="program = 'ptb'\nbase.data.file = 'a'\ngrid.seed = [1]\n")
+    assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
+    assert re.search(r"data\.file\b.*\bptb\b.*--data\.corpus=text", capsys.readouterr().err)
+
+
 def test_a_program_that_is_not_known(write, capsys):
     path = write("", base="program = 'ptp'\ngrid.seed = [1]\n")
     assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
@@ -234,16 +250,16 @@ def test_a_sweep_is_stopped_resumed_and_summarized(write, capsys):
         time.sleep(0.05)
         assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
-    code, printed, err = finish(process)
+    code, output, err = finish(process)
     assert code == 128 + signal.SIGTERM and not err, err
     found = table(path)
     step = int(re.fullmatch(r"stopped\D*(\d+)", found["seed=1"]["state"])[1])
     assert 0 < step < 1200 and (out / "seed=1" / "checkpoints" / "latest" / str(step)).is_dir()
-    assert f"| {found['seed=1']['state']} |" in printed
+    assert f"| {found['seed=1']['state']} |" in output
     assert re.fullmatch(r"stopped\D*\d+", found["seed=2"]["state"])
 
     assert sweep.main(["sweep", str(path), f"--out={out}", "--jobs=2"]) == 0
-    printed = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert re.search(rf"resum\w+\D*\b{step}\b", (out / "seed=1" / "sweep.log").read_text())
     for name in ("seed=1", "seed=2"):
         results = json.loads((out / name / "results.json").read_text())
@@ -251,7 +267,7 @@ def test_a_sweep_is_stopped_resumed_and_summarized(write, capsys):
         assert row["state"] == "finished" and row["steps"] == "1200" and row["measure"] == "bpc"
         assert float(row["test"]) == pytest.approx(results["test"]["bpc"])
         assert float(row["best_valid"]) == pytest.approx(results["best_valid"]["bpc"])
-        assert f"| bpc {results['test']['bpc']:.4f} | 1200 |" in printed
+        assert f"| bpc {results['test']['bpc']:.4f} | 1200 |" in output
         assert float(row["seconds"]) > 1
 
     before = (out / "seed=1" / "log.txt").stat().st_mtime_ns
@@ -337,10 +353,10 @@ def test_a_run_that_is_going_on_is_left_alone(write, capsys):
     found.runs[0].folder.mkdir(parents=True)
     with found.runs[0].workdir.lock():
         sweep._Pool(found, slots=[None]).run()
-        printed = capsys.readouterr().out
-    lines = [line for line in printed.splitlines() if "seed=1" in line]
+        output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if "seed=1" in line]
     assert len(lines) == 1 and not lines[0].startswith("started"), "it is named once, and not as started"
-    assert re.search(r"(?m)^started +seed=2\b", printed)
+    assert re.search(r"(?m)^started +seed=2\b", output)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])

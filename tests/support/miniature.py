@@ -16,22 +16,20 @@ from txl_jax.data.sources.corpora import Facts, PublishedCorpus, Remote
 NOWHERE = "http://127.0.0.1:9/"  # Port 9, discard: nothing listens.
 R13 = "1-billion-word-language-modeling-benchmark-r13output"
 CUTS = {"train": 200_001, "valid": 70_000, "test": 30_007}  # No multiples of a record.
-OFFICIAL = {
-    CorpusName.ENWIK8: "enwik8.zip",
-    CorpusName.TEXT8: "text8.zip",
-    CorpusName.WIKITEXT103: "wikitext-103-v1.zip",
-    CorpusName.WIKITEXT2: "wikitext-2-v1.zip",
-    CorpusName.PTB: "simple-examples.tgz",
-    CorpusName.LM1B: f"{R13}.tar.gz",
-}
-NAMES = tuple(OFFICIAL)
 _SHIPPED = dict(corpora.CORPORA)
+NAMES = tuple(_SHIPPED)
+# The first source that is one file: an archive, or the text itself. A corpus without one gets an archive of its own.
+OFFICIAL = {
+    name: next((source[0].file for source in row.sources if len(source) == 1), f"{name}.zip")
+    for name, row in _SHIPPED.items()
+}
+PACKED = tuple(name for name in NAMES if Remote(NOWHERE + OFFICIAL[name]).is_archive)
 
 
 @functools.cache
 def texts(name: CorpusName) -> dict[str, bytes]:
     """The text of each split. One Billion Word's training text is that of its shards in order."""
-    if name in (CorpusName.ENWIK8, CorpusName.TEXT8):
+    if _SHIPPED[name].cuts:
         text = random.Random(name).randbytes(sum(CUTS.values()))
         ends = (CUTS["train"], CUTS["train"] + CUTS["valid"])
         return {"train": text[: ends[0]], "valid": text[ends[0] : ends[1]], "test": text[ends[1] :]}
@@ -45,10 +43,13 @@ def texts(name: CorpusName) -> dict[str, bytes]:
 
 @functools.cache
 def files(name: CorpusName) -> dict[str, bytes]:
-    """The members of the official archive, in an order that is not the alphabet's, with files that nobody needs."""
-    by_split = texts(name)
-    if name in (CorpusName.ENWIK8, CorpusName.TEXT8):
-        return {str(name): b"".join(by_split.values())}
+    """The corpus's files: the members of the official archive if there is one.
+
+    Their order is not the alphabet's, and some archives have files that nobody needs.
+    """
+    by_split, layout = texts(name), _SHIPPED[name].layouts[0]
+    if _SHIPPED[name].cuts:
+        return {layout[corpora.WHOLE][0]: b"".join(by_split.values())}
     if name is CorpusName.PTB:
         folder = "./simple-examples/"
         wanted = {f"{folder}data/ptb.{split}.txt": text for split, text in by_split.items()}
@@ -65,8 +66,7 @@ def files(name: CorpusName) -> dict[str, bytes]:
             f"{heldout}/news.en.heldout-00000-of-00050": by_split["test"],
             f"{training}/news.en-00001-of-00100": one,
         }
-    folder = "wikitext-103" if name is CorpusName.WIKITEXT103 else "wikitext-2"
-    return {f"{folder}/wiki.{split}.tokens": by_split[split] for split in ("test", "valid", "train")}
+    return {layout[split][0]: by_split[split] for split in ("test", "valid", "train")}
 
 
 def shards(text: bytes) -> list[bytes]:
@@ -93,13 +93,15 @@ def archive(file: str, members: dict[str, bytes]) -> bytes:
 
 @functools.cache
 def official(name: CorpusName) -> bytes:
-    """The official archive."""
+    """The official archive, or the text itself."""
+    if name not in PACKED:
+        return files(name)[OFFICIAL[name]]
     return archive(OFFICIAL[name], files(name))
 
 
 @functools.cache
 def corpus(name: CorpusName, url: str = NOWHERE) -> PublishedCorpus:
-    """The table's row for the miniature; its only source is the official archive at `url`."""
+    """The table's row for the miniature; its only source is the official file at `url`."""
     row = _SHIPPED[name]
     if name is CorpusName.LM1B:
         layouts = tuple(dict(layout, train=layout["train"][:3]) for layout in row.layouts)
@@ -117,17 +119,21 @@ def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
 @functools.cache
 def facts(name: CorpusName) -> dict[str, Facts]:
     """Facts of the miniature's parts, of the same kinds as in the corpus's table."""
-    by_split = texts(name)
-    if name in (CorpusName.ENWIK8, CorpusName.TEXT8):
-        whole = b"".join(by_split.values())
-        return {corpora.WHOLE: Facts(size=len(whole), sha256=hashlib.sha256(whole).hexdigest())}
-    if name is CorpusName.LM1B:
-        return {split: Facts(lines=text.count(b"\n")) for split, text in by_split.items()}
-    counts = {split: len(text.split()) + text.count(b"\n") for split, text in by_split.items()}
-    sums = {split: hashlib.sha256(text).hexdigest() for split, text in by_split.items()}
-    return {
-        split: Facts(tokens=counts[split], sha256=sums[split] if name is CorpusName.PTB else None) for split in counts
-    }
+    by_split, row = texts(name), _SHIPPED[name]
+    parts = {corpora.WHOLE: b"".join(by_split.values())} if row.cuts else by_split
+    return {part: _facts(text, row.facts[part]) for part, text in parts.items()}
+
+
+def _facts(text: bytes, known: Facts) -> Facts:
+    """The facts of a part, of the kinds that are known of the corpus's own."""
+    found = Facts(
+        size=len(text),
+        sha256=hashlib.sha256(text).hexdigest(),
+        lines=text.count(b"\n"),
+        tokens=len(text.split()) + text.count(b"\n"),
+    )
+    unknown = [field.name for field in dataclasses.fields(Facts) if getattr(known, field.name) is None]
+    return dataclasses.replace(found, **dict.fromkeys(unknown))
 
 
 def install(url: str = NOWHERE) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import Config, check_fields, require, setting
 
 
 class CorpusName(enum.StrEnum):
@@ -17,11 +17,6 @@ class CorpusName(enum.StrEnum):
     LM1B = "lm1b"  # One Billion Word.
     TEXT = "text"  # The user's own files.
     PYTHON_STDLIB = "python_stdlib"  # Source text of the standard library of this Python.
-
-    @property
-    def is_one_file(self) -> bool:
-        """Returns whether it is one file that is split by position, so that a part of it can be read."""
-        return self in (CorpusName.ENWIK8, CorpusName.TEXT8)
 
 
 class Newlines(enum.StrEnum):
@@ -90,7 +85,7 @@ _CHARACTERS = (Tokenizer.CHAR, *_LINES)
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenizerConfig:
+class TokenizerConfig(Config):
     """Tokenizer: from text to token ids."""
 
     kind: Tokenizer = setting(Tokenizer.BYTE, "Kind of tokens.", shapes_tokens=True)
@@ -162,14 +157,14 @@ class TokenizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Config):
     """The text, and the order in which it is read."""
 
     corpus: CorpusName = setting(CorpusName.ENWIK8, "Corpus; text: own files.")
     # Paths may change when a run is resumed: the digest of the text decides whether it is the same.
     file: str | None = setting(
         None,
-        "One file, split 90/5/5 by position; with enwik8 and text8: a part of the corpus.",
+        "One file, split 90/5/5 by position: own text, or a part of a corpus that is one file.",
         path=True,
         free_on_resume=True,
     )
@@ -221,8 +216,3 @@ class DataConfig:
             require(not given or not missing, f"{', '.join(given)} given without {', '.join(missing)}")
             return
         require(not given, f"{', '.join(given)} given, but data.corpus is {self.corpus}; they go with text")
-        require(
-            not self.file or self.corpus.is_one_file,
-            f"data.file is {self.file!r}, but data.corpus is {self.corpus}; a part of a corpus is read for enwik8 "
-            "and text8, and any other file with --data.corpus=text",
-        )

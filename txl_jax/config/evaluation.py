@@ -4,11 +4,11 @@ import dataclasses
 
 from txl_jax.config.lengths import validate_lengths
 from txl_jax.config.model import DType
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import Config, check_fields, require, setting
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Config):
     """The evaluation recurrence. Its lengths are usually not those of training: short segments, long memory."""
 
     batch_size: int = setting(
@@ -61,7 +61,7 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(Config):
     """Sampling of text."""
 
     prompt: str | None = setting(None, "Prompt: text to continue; none: an empty memory.", free_on_resume=True)

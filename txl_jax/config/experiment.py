@@ -12,7 +12,7 @@ from typing import Any, cast
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
 from txl_jax.config.model import AttentionWindow, CompatConfig, MemoryStart, ModelConfig, Network, ShawTerms
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import Config, check_fields, require, setting
 from txl_jax.config.training import (
     AverageConfig,
     MeshConfig,
@@ -47,7 +47,7 @@ COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
 
 
 @dataclasses.dataclass(frozen=True)
-class ExperimentConfig:
+class ExperimentConfig(Config):
     """One run."""
 
     seed: int = setting(1111, "Seed of initial weights, dropout, and the order of the training text.")

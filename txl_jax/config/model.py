@@ -6,7 +6,7 @@ Letters: N layers, D model width, H heads, E head width, F inner width, C cluste
 import dataclasses
 import enum
 
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import Config, check_fields, require, setting
 
 
 class DType(enum.StrEnum):
@@ -75,7 +75,7 @@ class AttentionWindow(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class DropoutConfig:
+class DropoutConfig(Config):
     """Dropout rates: parts that are left out, at least 0 and below 1."""
 
     rate: float = setting(
@@ -98,7 +98,7 @@ class DropoutConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Config):
     """Sizes and parts of the network. Lengths are not here: the parameters do not depend on them."""
 
     network: Network = setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.")
@@ -246,7 +246,7 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompatConfig:
+class CompatConfig(Config):
     """Differences between implementations of the same model; `COMPAT_PRESETS` names the combinations."""
 
     memory_start: MemoryStart = setting(

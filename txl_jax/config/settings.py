@@ -4,8 +4,12 @@ Flags, `--help`, config.json, the comparison on resume and the checks of single 
 """
 
 import dataclasses
+import enum
+import functools
+import types
+import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from txl_jax.errors import UserError
 
@@ -60,6 +64,74 @@ def setting(default: Any, help: str, **properties: Any) -> Any:
 def setting_of(field: dataclasses.Field[Any]) -> Setting:
     """Returns the declaration of a field."""
     return field.metadata[_KEY]
+
+
+class FieldType(NamedTuple):
+    """A declared type.
+
+    Attributes:
+      kind: the type without None; for a list the type of an entry.
+      is_list: whether a value is a tuple of entries.
+      is_optional: whether a value may be None.
+    """
+
+    kind: type
+    is_list: bool
+    is_optional: bool
+
+    def convert(self, name: str, value: Any) -> Any:
+        """Returns a value of this type: a string becomes the enum member that it names, an int a float.
+
+        Raises:
+          UserError: a value of another type, or no member of the enum.
+        """
+        if value is None and self.is_optional:
+            return None
+        if not self.is_list:
+            return self._convert_entry(name, value)
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{name} is {value!r}; it must be a list")
+        return tuple(self._convert_entry(name, entry) for entry in value)
+
+    def _convert_entry(self, name: str, value: Any) -> Any:
+        if issubclass(self.kind, enum.Enum):
+            members = [member.value for member in self.kind]
+            if value not in members:
+                raise UserError(f"{name} is {value!r}; it must be one of {', '.join(members)}")
+            return self.kind(value)
+        if self.kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not self.kind:
+            raise UserError(f"{name} is {value!r}; it must be of type {self.kind.__name__}")
+        return value
+
+
+@functools.cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Returns the type of each field of a config: a `FieldType`, or the class of a group."""
+    hints = typing.get_type_hints(cls)
+    return {
+        field.name: hints[field.name] if dataclasses.is_dataclass(hints[field.name]) else _unwrap(hints[field.name])
+        for field in dataclasses.fields(cls)
+    }
+
+
+def _unwrap(hint: Any) -> FieldType:
+    if isinstance(hint, types.UnionType):
+        [inner] = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+        return _unwrap(inner)._replace(is_optional=True)
+    if typing.get_origin(hint) is tuple:
+        return FieldType(typing.get_args(hint)[0], True, False)
+    return FieldType(hint, False, False)
+
+
+class Config:
+    """Base of the groups of settings: values have the declared types, and enums may be given by their names."""
+
+    def __post_init__(self) -> None:
+        for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]  # mypy: a class has no hash
+            if isinstance(kind, FieldType):
+                object.__setattr__(self, name, kind.convert(name, getattr(self, name)))
 
 
 def check_fields(group: Any, prefix: str) -> None:

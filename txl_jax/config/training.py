@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 from txl_jax.config.lengths import validate_lengths
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import Config, check_fields, require, setting
 
 
 class LossPart(enum.StrEnum):
@@ -22,7 +22,7 @@ class ScheduleOffset(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Config):
     """Adam with linear warm-up, cosine decay and clipping by the global norm."""
 
     learning_rate: float = setting(2.5e-4, "Peak learning rate.", above=0)
@@ -54,7 +54,7 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Config):
     """Devices along each axis of the mesh. They change no number but by rounding."""
 
     data: int | None = setting(
@@ -71,7 +71,7 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Config):
     """The training recurrence and its intervals. Intervals count updates, one per segment."""
 
     steps: int = setting(400_000, "Number of updates.", at_least=1)
@@ -123,7 +123,7 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RegularizationConfig:
+class RegularizationConfig(Config):
     """Penalties that are added to the loss."""
 
     activation_l2: float = setting(
@@ -144,7 +144,7 @@ class RegularizationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class AverageConfig:
+class AverageConfig(Config):
     """Weight averaging (EMA, SWA, NT-ASGD): a mean over updates, which is evaluated and kept as the best."""
 
     start_step: int | None = setting(None, "Updates before averaging starts; none: off.", at_least=0)

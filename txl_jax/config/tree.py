@@ -2,14 +2,11 @@
 
 import dataclasses
 import difflib
-import enum
-import types
-import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from txl_jax.config.experiment import COMPAT_PRESETS, ExperimentConfig
-from txl_jax.config.settings import Setting, setting_of
+from txl_jax.config.settings import FieldType, Setting, field_types, setting_of
 from txl_jax.errors import UserError
 
 Config = TypeVar("Config")
@@ -38,14 +35,13 @@ class Leaf:
 
 def leaves(cls: type = ExperimentConfig, prefix: str = "") -> Iterator[Leaf]:
     """Yields the settings below a config class, in order."""
-    hints = typing.get_type_hints(cls)
+    declared = field_types(cls)
     for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from leaves(hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+        kind = declared[field.name]
+        if isinstance(kind, FieldType):
+            yield Leaf(f"{prefix}{field.name}", *kind, field.default, setting_of(field))
         else:
-            kind, is_list, is_optional = _unwrap(hint)
-            yield Leaf(f"{prefix}{field.name}", kind, is_list, is_optional, field.default, setting_of(field))
+            yield from leaves(kind, f"{prefix}{field.name}.")
 
 
 def get(config: Any, name: str) -> Any:
@@ -91,7 +87,7 @@ def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
     for name in values:
         if name not in known:
             raise UserError(f"no setting is called {name!r}{did_you_mean(name, known)}")
-    return replace(ExperimentConfig(), {name: _decode(known[name], value) for name, value in values.items()})
+    return replace(ExperimentConfig(), {name: _convert(known[name], value) for name, value in values.items()})
 
 
 def differences(old: Config, new: Config) -> list[tuple[Leaf, Any, Any]]:
@@ -118,36 +114,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
-def _unwrap(hint: Any) -> tuple[type, bool, bool]:
-    """Returns a declared type without None and without tuple, and whether it had them."""
-    if isinstance(hint, types.UnionType):
-        [inner] = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-        kind, is_list, _ = _unwrap(inner)
-        return kind, is_list, True
-    if typing.get_origin(hint) is tuple:
-        return typing.get_args(hint)[0], True, False
-    return hint, False, False
-
-
-def _decode(leaf: Leaf, value: Any) -> Any:
+def _convert(leaf: Leaf, value: Any) -> Any:
     """Returns the value of a setting from its JSON value; raises `UserError` for one of another type."""
-    if value is None and leaf.is_optional:
-        return None
-    if not leaf.is_list:
-        return _decode_entry(leaf, value)
-    if not isinstance(value, list | tuple):
-        raise UserError(f"{leaf.name} is {value!r}; it must be a list")
-    return tuple(_decode_entry(leaf, entry) for entry in value)
-
-
-def _decode_entry(leaf: Leaf, value: Any) -> Any:
-    if issubclass(leaf.type, enum.Enum):
-        members = [member.value for member in leaf.type]
-        if value not in members:
-            raise UserError(f"{leaf.name} is {value!r}; it must be one of {', '.join(members)}")
-        return leaf.type(value)
-    if leaf.type is float and type(value) is int:  # JSON of other programs writes 1.0 as 1.
-        return float(value)
-    if type(value) is not leaf.type:
-        raise UserError(f"{leaf.name} is {value!r}; it must be of type {leaf.type.__name__}")
-    return value
+    return FieldType(leaf.type, leaf.is_list, leaf.is_optional).convert(leaf.name, value)

@@ -17,6 +17,7 @@ import tqdm
 from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer
 from txl_jax.config.settings import setting_of
 from txl_jax.data.sources import local_files, published
+from txl_jax.data.sources.corpora import check_file
 from txl_jax.data.sources.text import File, Text
 from txl_jax.data.tokens import build_vocabulary, store
 from txl_jax.data.tokens.vocabulary import Vocabulary, digest
@@ -58,6 +59,7 @@ def read_corpus(
         `cache_dir` that cannot be written to.
     """
     config.validate()
+    check_file(config)
     cache = Path(cache_dir or Path(data_dir, "prepared"))
     text = _read_text(config, data_dir, str(cache))
     tokens = _tokens(config, text, cache / "tokens", vocabulary)

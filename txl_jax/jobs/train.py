@@ -54,6 +54,8 @@ def run(
       CheckpointError: there are checkpoints, but none can be read.
       RemoteProcessError: another process could not go on.
     """
+    for hook in hooks:
+        hook.check_interval(config.train.segments_per_call)
     agreement.check(config, corpus)
 
     def prepare() -> tuple[RunComponents, SegmentReader]:
@@ -79,13 +81,19 @@ def train(
 ) -> Outcome:
     """Trains a config as the programs do: reads its corpus, and starts or resumes the run in the folder `path`.
 
+    The same call resumes a stopped run; of a finished run it returns the results.
+
     Args:
+      config: all settings; text of your own is `DataConfig(corpus="text", file=...)`. The defaults of `TrainConfig` and
+        `EvalConfig` are those of the 12-layer enwik8 model.
+      path: the workdir; made if missing.
       data_dir: folder of the corpora's own files.
       cache_dir: folder for prepared tokens; None: `prepared` in `data_dir`.
-      hooks: as in `run`.
+      hooks: actions at intervals of updates, run after evaluation and before the checkpoint of a step.
 
     Raises:
-      UserError: as `run`; or the corpus cannot be read.
+      UserError: settings, text and workdir do not fit together, or a file cannot be read or written.
+      NonFiniteError: a loss or gradient was not finite; the last checkpoint is from before it.
     """
     config = config.resolved()
     config.validate()

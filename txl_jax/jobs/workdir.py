@@ -214,7 +214,7 @@ class Workdir:
             config, text = config_tree.from_dict(saved["config"]), saved["text"]
             facts = {name: text[name] for name in _TEXT_FACTS}
             expected, members = text["vocabulary_sha256"], saved.get("members", [])
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
                 f"{self.path} holds no run (no {self.config_file.name}); give the --workdir of a run that was trained"
             ) from error

@@ -70,7 +70,7 @@ class TransformerXL(nn.Module):
         """Computes the hidden states of a segment.
 
         Args:
-          tokens: int [B, L].
+          tokens: int [B, L], below the vocabulary's size; as everywhere in jax larger ones are clipped, not refused.
           memory: M slots before it.
           clamp_len: distances above this share one position code; None: off.
           same_length: every query sees the same number of keys, M (or M + 1, see `compat`).
@@ -78,7 +78,11 @@ class TransformerXL(nn.Module):
 
         Returns:
           Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.
+
+        Raises:
+          UserError: tokens of another rank, or a memory of other layers or rows.
         """
+        memory.check(tokens, self.config.n_layer)
         segment_len, mem_len = tokens.shape[1], memory.mem_len
         drop = functools.partial(self.drop_input, deterministic=deterministic)
         codes = self.encoding.shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)

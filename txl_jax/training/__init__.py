@@ -1,1 +1,1 @@
-"""Optimiser, state, step, and the loop that drives them."""
+"""Optimizer, state, train step, loop and trainer."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import jax
 
+from txl_jax.errors import UserError
 from txl_jax.runtime.metrics_log import MetricsLog
 from txl_jax.segments import Segments
 from txl_jax.training.state import TrainState
@@ -53,6 +54,18 @@ class Hook:
 
     every: int
     action: Callable[[HookContext], TrainState | None]
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UserError(f"a hook's interval is {self.every}; it must be at least 1 update")
+
+    def check_interval(self, segments_per_call: int) -> None:
+        """Raises `UserError` if the interval is no multiple of the updates of a call, after which hooks are run."""
+        if self.every % segments_per_call:
+            raise UserError(
+                f"a hook's interval is {self.every}, no multiple of train.segments_per_call, {segments_per_call}; "
+                "hooks are run between calls"
+            )
 
 
 class Meter(Protocol):

@@ -11,8 +11,8 @@ import pytest
 import requests
 
 from support import miniature
-from txl_jax.config import CorpusName
-from txl_jax.data.sources import published, tfds_builders
+from txl_jax.config import CorpusName, TokenizerConfig
+from txl_jax.data.sources import corpora, published, tfds_builders
 from txl_jax.data.sources.corpora import CORPORA, Remote
 from txl_jax.errors import UserError
 
@@ -105,6 +105,64 @@ def test_a_source_of_several_files(server, source, tmp_path):
     source(CorpusName.PTB, tuple(serve(server, file, content) for file, content in PTB_FILES.items()))
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
     assert sorted(server.asked) == sorted(["HEAD /ptb.train.txt", *(f"GET /{file}" for file in PTB_FILES)])
+
+
+@pytest.fixture
+def plain(server, monkeypatch):
+    """Makes one plain file of the server a corpus, in place of text8; returns its text."""
+    text = "".join(f"Fable {i}: the fox and the grapes.\n" for i in range(3000)).encode()
+    row = corpora.one_file(
+        CorpusName.TEXT8,
+        title="Fables",
+        contents="bytes",
+        file="fables.txt",
+        size=len(text),
+        sha256=hashlib.sha256(text).hexdigest(),
+        urls=(f"{server.url}fables.txt", f"{miniature.NOWHERE}fables.txt"),
+        cuts=(len(text) - 70, 40, 30),
+        tokenizer=TokenizerConfig(),
+        vocab_size=256,
+    )
+    monkeypatch.setitem(CORPORA, CorpusName.TEXT8, row)
+    return text
+
+
+def test_one_plain_file(plain, server, tmp_path):
+    serve(server, "fables.txt", plain)
+    assert contents(read(CorpusName.TEXT8, tmp_path)) == {
+        "train": plain[:-70],
+        "valid": plain[-70:-30],
+        "test": plain[-30:],
+    }
+    assert server.asked == ["HEAD /fables.txt", "GET /fables.txt"]
+    assert not left_in_the_cache(tmp_path)
+
+
+def test_one_plain_file_that_is_another(plain, server, tmp_path):
+    (server.folder / "fables.txt").write_bytes(b"<html>sign in</html>")
+    message = failure(CorpusName.TEXT8, tmp_path)
+    assert re.search(rf"{server.url}fables\.txt gave .*; put fables\.txt \({len(plain):,} bytes, from ", message)
+    assert "packed" not in message
+
+
+def test_one_plain_file_in_the_folder(plain, tmp_path):
+    """By its own name, or in an archive that a user made of it; it is no archive itself."""
+    row = CORPORA[CorpusName.TEXT8]
+    assert "fables.txt" not in row.archives and "text8.zip" in row.archives
+    for file, content in (
+        ("fables.txt", plain),
+        ("text8.zip", miniature.archive(".zip", {"fables.txt": plain})),
+    ):
+        folder = tmp_path / file
+        (folder / "data").mkdir(parents=True)
+        (folder / "data" / file).write_bytes(content)
+        assert b"".join(contents(read(CorpusName.TEXT8, folder)).values()) == plain
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "fables.txt").write_bytes(plain[:-1])
+    assert re.search(
+        rf"fables\.txt holds {len(plain) - 1:,} bytes and Fables has exactly {len(plain):,};",
+        failure(CorpusName.TEXT8, tmp_path),
+    )
 
 
 def test_a_source_of_which_little_is_known(server, source, tmp_path):

@@ -120,16 +120,17 @@ def test_the_run_opens_with_its_sizes_and_reports_progress(undisturbed):
 
 def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
     workdir, _ = undisturbed
-    code, _, err = finish(
-        start("text", "--mode=eval", f"--workdir={workdir}", "--eval.mem_len=8", f"--data_dir={tmp_path}")
+    code, out, err = finish(
+        start("enwik8", "--mode=eval", f"--workdir={workdir}", "--eval.mem_len=8", f"--data_dir={tmp_path}")
     )
     assert code == 0, err
+    assert re.search(r"(?m)^corpus +text\b.*\benwik8$", out), "the run is that of another corpus' program"
     assert json.loads((workdir / "evaluation.json").read_text())["eval"]["mem_len"] == 8
     assert (tmp_path / "prepared" / "tokens").is_dir(), "a data folder that is given brings its own cache"
     flags = ["--mode=generate", f"--workdir={workdir}", "--generate.length=40", "--generate.prompt=one two"]
     first, second = (finish(start("text", *flags)) for _ in range(2))
     assert first[0] == 0, first[2]
-    assert first[1] == second[1] and "one two" in first[1]
+    assert first[1] == second[1] and "one two" in first[1] and not re.search("(?m)^corpus ", first[1])
 
 
 def test_tokens_are_scored_and_context_lengths_compared_without_a_flagfile(undisturbed):

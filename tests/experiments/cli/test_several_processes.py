@@ -11,7 +11,8 @@ from absl import flags
 from experiments.bench import tpu_environment
 from experiments.cli import flag_tree, hosts, runner
 from support import ROOT, processes
-from txl_jax.config import ExperimentConfig
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.data.sources.corpora import program_of
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 
@@ -20,9 +21,10 @@ PATHS = {
     for path in sorted((ROOT / "experiments").rglob("*.py"))
     if '__name__ == "__main__"' in path.read_text() and path.name != "__main__.py"
 }
-# What each program does about other hosts.
+# Whether programs join other hosts, refuse them, or may run on each.
 JOIN = {
-    *("enwik8", "lm1b", "ptb", "text", "text8", "wikitext103", "temperature"),
+    *({program_of(name) for name in CorpusName} - {"quickstart"}),
+    "temperature",
     *("paper.ablation", "paper.context_length", "paper.continuation"),
 }
 ALONE = {

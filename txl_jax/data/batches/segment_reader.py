@@ -264,6 +264,8 @@ def evaluation_segments(
 
 
 def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Sequence[int] | np.ndarray | None) -> None:
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise UserError(f"the tokens are of type {tokens.dtype}; give integer ids")
     if tokens.ndim != 1 or len(tokens) < 2:
         raise UserError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
     if batch_size < 1 or segment_len < 1:

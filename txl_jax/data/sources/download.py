@@ -78,7 +78,7 @@ def _download(source: Source, manager: tfds.download.DownloadManager) -> Contain
     for remote in source:
         if remote.size not in (None, files.sizes[remote.file]):
             raise UserError(f"gave {files.sizes[remote.file]:,} bytes and not {remote.size:,}")
-    return files if len(source) > 1 else open_archive(paths[source[0].file], again=source[0].url)
+    return open_archive(paths[source[0].file], again=source[0].url) if source[0].is_archive else files
 
 
 def _other_file(error: NonMatchingChecksumError) -> str:

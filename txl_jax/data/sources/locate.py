@@ -101,9 +101,10 @@ def _missing(corpus: PublishedCorpus, places: list[Path], answers: dict[tuple[Re
     """Describes which files belong where, and why they were not downloaded."""
     failures = "; ".join(f"{source[0].url} {answer}" for source, answer in answers.items())
     prefix = f", or, to run on a part of it, {USE_PREFIX}" if corpus.cuts else ""
+    archives = any(source[0].is_archive for source in corpus.sources)
     return (
         f"{corpus.title} is in none of {', '.join(map(str, places))}, and downloading it failed ({failures}); put "
-        f"{_wanted(corpus)}, packed or unpacked, into {places[0]} (--data_dir){prefix}"
+        f"{_wanted(corpus)}{', packed or unpacked,' if archives else ''} into {places[0]} (--data_dir){prefix}"
     )
 
 
