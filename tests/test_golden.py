@@ -21,6 +21,7 @@ from txl_jax.interop import huggingface, original
 from txl_jax.memory import Memory
 from txl_jax.modules.attention import Attention
 from txl_jax.modules.block import Block
+from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import positions
 
@@ -86,7 +87,7 @@ def test_golden_with_kept_keys_and_values(file, start, x64):
     window = compat.window(golden["mem_len"], same_length=golden["same_length"])
     prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
     # Absolute positions: from the second segment on, the original adds more to what it has stored.
-    n_segment = len(golden["seg_lens"]) if config.encoding.is_relative else 1
+    n_segment = len(golden["seg_lens"]) if encoding_of(config).generates_by_token else 1
     for k in range(n_segment):
         tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))
         hidden, memory = forward.forward(weights, model, tokens, memory, window=window)
@@ -129,7 +130,7 @@ def run_segments(params, arrays, golden, config, compat):
     Where we leave the original's absolute positions on purpose (tests/golden/README.md, "oddities"), adapters do here
     as it does, so that all segments and the gradients can be compared.
     """
-    model, absolute = TransformerXL(config, compat, golden["n_token"]), not config.encoding.is_relative
+    model, absolute = TransformerXL(config, compat, golden["n_token"]), not encoding_of(config).generates_by_token
     lengths = {"clamp_len": clamp_len(golden), "same_length": golden["same_length"], "deterministic": True}
 
     def mean_nll(params, tokens, targets, memory):

@@ -33,9 +33,11 @@ MODELS = {
     "own biases": {"untie_r": True},
     "tied positions": {"tie_positions": True},
     "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
-    "vaswani": {"encoding": Encoding.VASWANI},
-    "al_rfou": {"encoding": Encoding.AL_RFOU, "num_positions": 9},
-    "shaw": {"encoding": Encoding.SHAW, "num_positions": 9},
+    **{
+        str(encoding): {"encoding": encoding} | ({"num_positions": 9} if encoding.is_learned else {})
+        for encoding in Encoding
+        if encoding is not Encoding.RELATIVE  # Those above.
+    },
     "shaw, as the original": {
         "encoding": Encoding.SHAW,
         "num_positions": 6,

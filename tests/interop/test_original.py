@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from txl_jax.config import CompatConfig, Encoding, ModelConfig, NormPlace, ShawTerms
+from txl_jax.errors import UserError
 from txl_jax.interop import original
 from txl_jax.modules.transformer_xl import TransformerXL
 
@@ -54,6 +55,19 @@ def test_params_survive_the_round_trip(config, order):
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
         assert a.dtype == np.float64
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("encoding", Encoding)
+def test_an_encoding_has_names_in_the_original_or_is_refused(encoding):
+    table = {"num_positions": 7} if encoding.is_learned else {}
+    config = dataclasses.replace(SMALL, encoding=encoding, d_head=6, **table)
+    params = random_params(config)
+    if encoding in {tested.encoding for tested in CONFIGS.values()}:
+        again = original.to_flax(original.from_flax(params, config), config, vocab_size=V)
+        assert jax.tree.structure(again) == jax.tree.structure(params)
+    else:
+        with pytest.raises(UserError, match=rf"\b{encoding}\b"):
+            original.from_flax(params, config)
 
 
 @pytest.mark.parametrize(

@@ -204,9 +204,16 @@ ADAPTIVE = {"cutoffs": (4, 11), "d_embed": 16, "div_val": 2, "tie_projs": (False
 AXES_CASES = {
     "post": {},
     "pre, u and v per layer": {"layer_norm": NormPlace.PRE, "untie_r": True},
-    "vaswani": {"encoding": Encoding.VASWANI},
-    "al_rfou": {"encoding": Encoding.AL_RFOU, "num_positions": 17},
-    "shaw": {"encoding": Encoding.SHAW, "num_positions": 17, "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL)},
+    **{
+        str(encoding): {"encoding": encoding} | ({"num_positions": 17} if encoding.is_learned else {})
+        for encoding in Encoding
+        if encoding is not Encoding.RELATIVE  # Those above.
+    },
+    "shaw, as the original": {
+        "encoding": Encoding.SHAW,
+        "num_positions": 17,
+        "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL),
+    },
     "adaptive": ADAPTIVE,
     "adaptive, nothing tied": ADAPTIVE | {"tie_weight": False, "tie_projs": ()},
 }

@@ -26,11 +26,6 @@ class Encoding(enum.StrEnum):
     AL_RFOU = "al_rfou"  # Learned vectors added before each layer (Al-Rfou et al., 2018).
 
     @property
-    def is_relative(self) -> bool:
-        """Returns whether scores depend on the distance; else a token has a place in its segment only."""
-        return self in (Encoding.RELATIVE, Encoding.SHAW)
-
-    @property
     def is_learned(self) -> bool:
         """Returns whether there is a table of positions, of a size that the parameters have."""
         return self in (Encoding.SHAW, Encoding.AL_RFOU)
@@ -159,17 +154,22 @@ class ModelConfig(Config):
         """Returns whether embeddings are projected to d_model; with div_val > 1 also where the width is d_model."""
         return self.div_val > 1 or self.embed_width != self.d_model
 
-    def clamp(self, clamp_len: int | None) -> int | None:
-        """Returns the distance that all above it share with it, as `clamp_len` and the table's size limit it."""
-        if not self.encoding.is_learned:
-            return clamp_len
+    @property
+    def table_size(self) -> int:
+        """Entries in the table of a learned encoding: `num_positions`, or a `UserError` if that is none."""
         require(
             self.num_positions is not None,
             f"model.num_positions is none and model.encoding is {self.encoding}, whose table needs a size; give it, or "
             "take the config of ExperimentConfig.resolved()",
         )
         assert self.num_positions is not None  # For mypy.
-        longest = self.num_positions - 1
+        return self.num_positions
+
+    def clamp(self, clamp_len: int | None) -> int | None:
+        """Returns the distance that all above it share with it, as `clamp_len` and the table's size limit it."""
+        if not self.encoding.is_learned:
+            return clamp_len
+        longest = self.table_size - 1
         return longest if clamp_len is None else min(clamp_len, longest)
 
     def cluster_width(self, cluster: int) -> int:

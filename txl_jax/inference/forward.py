@@ -9,7 +9,7 @@ projects the whole memory to keys and values, and the position codes to position
 training must. Here the cache holds keys and values, and position keys are computed once. Both passes share `ops` and
 the objects of `modules.positions`; the numbers are the same up to rounding (tests/inference/test_forward.py).
 
-Every encoding admits it: with relative positions (the paper's, Shaw's) keys do not depend on their position, and
+Every encoding admits it: with relative positions (as the paper's and Shaw's) keys do not depend on their position, and
 absolute positions are in the stored states, which are reused as they are. An LSTM has no keys (`inference.scorer`).
 
 Layers are unrolled and not a `lax.scan`: a scan would slice each layer's parameters and cache out of stacked arrays,
@@ -83,14 +83,14 @@ def prepare_params(
 
 
 def for_single_tokens(params: DecodeParams, *, mem_len: int) -> DecodeParams:
-    """Returns the parameters for segments of one token: of the position keys, those of distances up to M."""
+    """Returns the parameters for segments of one token: of position keys and scores, those of distances up to M."""
 
     def shorten(layer: Layer) -> Layer:
         keys = layer.position_keys
         if keys is None:
             return layer
-        score = None if keys.score is None else keys.score[:, -(mem_len + 1) :]
-        return layer.replace(position_keys=keys.replace(key=keys.key[:, :, -(mem_len + 1) :], score=score))
+        key, score = (None if table is None else table[..., -(mem_len + 1) :] for table in (keys.key, keys.score))
+        return layer.replace(position_keys=keys.replace(key=key, score=score))
 
     return params.replace(layers=tuple(shorten(layer) for layer in params.layers), max_keys=mem_len + 1)
 

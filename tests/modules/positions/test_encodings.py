@@ -1,6 +1,7 @@
 """Tests of the encodings that the paper compares with: their parameters, and what distances beyond a table get.
 
-Values and gradients are compared with the original's in tests/test_golden.py, memories in tests/test_inference.py.
+Values and gradients are compared with the original's in tests/test_golden.py, and inference with training in
+tests/inference/test_forward.py.
 """
 
 import flax.traverse_util

@@ -7,13 +7,13 @@ one that could not be confirmed is None, and then the content decides.
 To add a corpus:
 
 1. Give it a name: one member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
-2. Add a row to `CORPORA` below; the fields of `PublishedCorpus` say what it holds. One file that is split by position
+2. Add a row to `CORPORA` below; the fields of `PublishedCorpus` are documented there. One file that is split by position
    is a call of `one_file`, and --data.file then reads a part of it; files by split are written as `PTB` is. Importing
    this module fails while a name has no row.
 3. Add its program, experiments/my_news.py: a docstring and a call, as experiments/ptb.py. A corpus whose tokens are
    those of another one needs none: its row names that one's `program` (as WikiText-2 does WikiText-103's).
-4. Flagfiles (experiments/flags) are needed only if none fits: `--flagfile=small` runs on any corpus. A new one begins
-   with `--data.corpus=my_news` and has a row in `FLAGFILES` of tests/experiments/test_flagfiles.py.
+4. Flagfiles (experiments/flags) are needed only if none fits: `--flagfile=small` is for the bytes of any corpus. A
+   new one names `--data.corpus=my_news` and has a row in `FLAGFILES` of tests/experiments/test_flagfiles.py.
 5. Run `python -m pytest tests/data/sources tests/experiments/test_list.py tests/launch/test_sweep.py`: every row is
    tested in miniature (tests/support/miniature.py), with files that are made from the row. Only an archive that is
    built in its own way needs more: a case in `miniature.files`.
@@ -84,8 +84,8 @@ class PublishedCorpus:
     program: str = ""  # Program in experiments/ that trains on it; empty: the one of its name.
     own_layouts: tuple[Layout, ...] = ()  # Layouts with names so common that they count only in its own folder.
     cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # Bytes of each split in the whole, in order.
-    # Byte tokens are the values that occur in it, ranked: a smaller softmax, but no other text can be scored that has
-    # another value. False: byte tokens are all 256.
+    # Byte tokens are the values that occur in its splits, so that the softmax is smaller; a text with any other value
+    # cannot be scored then. False: all 256 values.
     closed_alphabet: bool = False
 
     @property

@@ -6,7 +6,8 @@
     sinusoidal.py  sinusoids added to the embedding (Vaswani et al., 2017)
     learned.py     learned vectors added to the inputs of each layer (Al-Rfou et al., 2018)
 
-A new encoding is a file here, a line in `ENCODINGS` and a member of `config.Encoding`.
+A new encoding is a file here, a member of `config.Encoding` and a line in `ENCODINGS`. The tests that run over all
+members of `Encoding` then test it (CONTRIBUTING.md).
 """
 
 from txl_jax.config import CompatConfig, Encoding, ModelConfig

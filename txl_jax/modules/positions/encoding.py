@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import CompatConfig, ModelConfig
+from txl_jax.errors import UserError
 
 
 class Projections(NamedTuple):
@@ -27,20 +28,29 @@ class Projections(NamedTuple):
 
 
 class PositionTerms(NamedTuple):
-    """Terms of the training scores that come from positions; None: without that term."""
+    """Terms of the training scores that come from positions, not yet divided by sqrt(E); None: without that term.
+
+    Keys and biases have the compute type. Scores are added in at least float32 and may have that type: bfloat16 does
+    not separate neighbouring distances above 256. A bias per distance is `position_score` alone.
+    """
 
     position_key: jax.Array | None = None  # [H, K, E], of the distances K - 1, .., 0.
-    content_bias: jax.Array | None = None  # u, [H, E]
-    position_bias: jax.Array | None = None  # v, [H, E]
-    position_score: jax.Array | None = None  # [H, K], added to the scores of the distances K - 1, .., 0.
+    content_bias: jax.Array | None = None  # u, [H, E]; needs `position_key`.
+    position_bias: jax.Array | None = None  # v, [H, E]; needs `position_key`.
+    # [H, K], added to the scores of the distances K - 1, .., 0 before these are divided by sqrt(E): give sqrt(E) times
+    # what the softmax is to see.
+    position_score: jax.Array | None = None
 
 
 class PositionKeys(flax.struct.PyTreeNode):
-    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0."""
+    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0; `key`, `score` or both.
 
-    bias: jax.Array | None  # v, [H, E], divided by sqrt(E).
-    key: jax.Array  # [H, E, P]
-    score: jax.Array | None  # [H, P], of Shaw's encoding as the original has it, divided by sqrt(E).
+    They are added to scores that are already divided by sqrt(E), as the query is.
+    """
+
+    bias: jax.Array | None  # v, [H, E], added to the query before its product with `key`; divided by sqrt(E).
+    key: jax.Array | None  # [H, E, P], not divided: the query is.
+    score: jax.Array | None  # [H, P], what the softmax is to see: `PositionTerms.position_score` divided by sqrt(E).
 
 
 class DecodeTerms(NamedTuple):
@@ -88,7 +98,10 @@ class PositionEncoding:
     def shared_codes(
         self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
     ) -> jax.Array | None:
-        """Returns what all layers read of the distances K - 1, .., 0: codes [K, D], int [K], or None."""
+        """Returns what all layers read of the distances K - 1, .., 0: codes [K, D], int [K], or None.
+
+        Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp here.
+        """
         return None
 
     def add_to_embedding(self, embedded: jax.Array, *, clamp_len: int | None) -> jax.Array:
@@ -96,7 +109,10 @@ class PositionEncoding:
         return embedded
 
     def shared_parameters(self) -> Any:
-        """Creates parameters that all layers share; called in the module of the stack."""
+        """Creates parameters that all layers share; called in the module of the stack.
+
+        Inference finds them under the name "biases".
+        """
         return None
 
     def layer_parameters(self, shared: Any) -> Any:
@@ -110,7 +126,10 @@ class PositionEncoding:
     def position_terms(
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
     ) -> PositionTerms:
-        """Returns the terms of a layer's scores, of type `dtype`; called in the module of the attention."""
+        """Returns the terms of a layer's scores, keys and biases of type `dtype`.
+
+        Called in the module of the attention.
+        """
         return PositionTerms()
 
     # Inference: the same mathematics with parameters that do not change.
@@ -119,6 +138,11 @@ class PositionEncoding:
         self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
     ) -> DecodeTerms:
         """Computes the terms of one layer once, for segments of up to L tokens and a cache of R slots.
+
+        `position_keys` belong to the P distances P - 1, .., 0, where P is
+        `ops.attention.cached.table_length(segment_len=, capacity=, clamp_len=)`. That applies the clamp: they end at
+        `clamp_len`, and attention uses the largest distance for all beyond. A learned encoding passes
+        `config.clamp(clamp_len)`. The distances of `position_vectors` are clamped by the encoding itself.
 
         Args:
           layer: parameters of the layer.
@@ -132,9 +156,12 @@ class PositionEncoding:
     # Names in other implementations' checkpoints.
 
     def original_tensors(self) -> Sequence[OriginalTensor]:
-        """Returns the correspondence of parameters beside `original_projections`.
+        """Returns the correspondence of parameters beside `original_projections`; () if there are none.
 
         Raises:
-          UserError: the original has no such parameters.
+          UserError: the original has no such encoding, which is the default, or no such parameters.
         """
-        return ()
+        raise UserError(
+            f"model.encoding is {self.config.encoding}, which the original lacks, so that its weights have no names "
+            "there; convert a model with an encoding of the paper"
+        )

@@ -26,7 +26,7 @@ class PositionVectors(nn.Module):
         """Returns the table."""
         c = self.config
         init = initializers.normal(c.init_std, axes.POSITIONS, axes.EMBED)
-        return self.param("vector", init, (c.num_positions, c.d_model))
+        return self.param("vector", init, (c.table_size, c.d_model))
 
 
 class LearnedPositions(PositionEncoding):
@@ -40,7 +40,7 @@ class LearnedPositions(PositionEncoding):
 
     def add_to_layer_inputs(self, inputs: jax.Array, codes: jax.Array | None) -> jax.Array:
         """Adds the vectors of the distances L - 1, .., 0 to the inputs of a layer, [B, L, D]."""
-        assert codes is not None, "the codes are those of `shared_codes`"
+        assert codes is not None, "codes are None; expected the distances that `shared_codes` returns"
         own = codes[codes.shape[0] - inputs.shape[1] :]
         return inputs + PositionVectors(self.config, name="positions")().astype(inputs.dtype)[own][None]
 
@@ -55,7 +55,6 @@ class LearnedPositions(PositionEncoding):
     def original_tensors(self) -> list[OriginalTensor]:
         """Returns the vectors of all layers, which the original cuts into heads."""
         c = self.config
-        assert c.num_positions is not None, "a learned encoding has a table: see `ExperimentConfig.resolved`"
-        lead = (c.n_layer, c.num_positions)
+        lead = (c.n_layer, c.table_size)
         path = "stack/layers/positions/vector"
         return [OriginalTensor("r_emb", (*lead, c.n_head, c.d_head), path, (*lead, c.d_model), True)]

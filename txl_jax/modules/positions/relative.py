@@ -75,7 +75,7 @@ class RelativePositions(PositionEncoding):
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
     ) -> PositionTerms:
         """Returns position keys, u and v."""
-        assert codes is not None, "the codes are those of `shared_codes`"
+        assert codes is not None, "codes are None; expected the sinusoids that `shared_codes` returns"
         if self.config.tie_positions:
             position_key = projections.key(codes, "position_key")
             own = projections.query(codes[-1:], "position_query")[:, 0]

@@ -43,8 +43,7 @@ class ShawTable(nn.Module):
     def __call__(self) -> ShawParameters:
         """Returns the table, n entries of the distances 0 .. n - 1."""
         c = self.config
-        assert c.num_positions is not None, "a learned encoding has a table: see `ExperimentConfig.resolved`"
-        lead, heads = (c.num_positions, axes.POSITIONS), (c.n_head, axes.HEADS)
+        lead, heads = (c.table_size, axes.POSITIONS), (c.n_head, axes.HEADS)
         width = (c.d_head, axes.HEAD_DIM)
 
         def learned(name: str, *sizes: tuple[int, str]) -> jax.Array:
@@ -99,8 +98,7 @@ class ShawPositions(PositionEncoding):
     def original_tensors(self) -> list[OriginalTensor]:
         """Returns the tables of keys and scores, and u, all per layer."""
         c = self.config
-        assert c.num_positions is not None, "a learned encoding has a table: see `ExperimentConfig.resolved`"
-        lead, heads = (c.n_layer, c.num_positions), (c.n_head, c.d_head)
+        lead, heads = (c.n_layer, c.table_size), (c.n_head, c.d_head)
         return [
             OriginalTensor(name, shape, f"stack/layers/attention/positions/{ours}", shape, turned)
             for name, shape, turned, ours in (

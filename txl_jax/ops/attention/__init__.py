@@ -2,7 +2,7 @@
 
     dispatch.py     `attention`, the one function that modules call; it chooses the implementation
     relative.py     `relative_attention`, the reference (the definition of correct), and its four terms apart
-    dot_product.py  `dot_product_attention`, without positions, and the softmax that both share
+    dot_product.py  `dot_product_attention`, without position keys, and the softmax that both share
     cached.py       `cached_attention`, of inference: the memory as a KV cache, a ring of slots
     masks.py        `Visibility`, which keys a query sees, as a description and as booleans
     positions.py    distances, their sinusoids, and the relative shift

@@ -69,7 +69,7 @@ def cached_attention(
     key: jax.Array,
     value: jax.Array,
     ring: tuple[jax.Array, jax.Array],
-    position: tuple[jax.Array, jax.Array, jax.Array | None] | None,
+    position: tuple[jax.Array, jax.Array | None, jax.Array | None] | None,
     visibility: CachedVisibility,
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E].
@@ -79,9 +79,13 @@ def cached_attention(
       key: [B, H, L, E], of the segment.
       value: [B, H, L, E].
       ring: stored keys [B, H, E, R] and values [B, H, R, E], of any type.
-      position: queries [B, H, L, E] with v in place of u, position keys [H, E, P] of the distances P - 1, .., 0, of
-        which the largest is used for all beyond it, and scores [H, P] to add, or None; None: no relative positions.
+      position: queries [B, H, L, E] with v in place of u, position keys [H, E, P] or None, and scores [H, P] to add,
+        divided by sqrt(E), or None; keys, scores or both, of the distances P - 1, .., 0, of which the largest is used
+        for all beyond it. None: no relative positions.
       visibility: which keys a query sees.
+
+    Raises:
+      ValueError: `position` has neither keys nor scores.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
     stored_key, stored_value = ring
@@ -121,9 +125,20 @@ def _by_stored(rows: jax.Array, stored: jax.Array, wide: jnp.dtype) -> jax.Array
     return jnp.einsum("bhln,bhnm->bhlm", rows, stored.astype(rows.dtype), preferred_element_type=wide)
 
 
-def _position_scores(query: jax.Array, position_key: jax.Array, more: jax.Array | None, wide: jnp.dtype) -> jax.Array:
-    """Computes scores of the distances P - 1, .., 0: [B, H, L, E] x [H, E, P] + [H, P] -> [B, H, L, P]."""
+def _position_scores(
+    query: jax.Array, position_key: jax.Array | None, more: jax.Array | None, wide: jnp.dtype
+) -> jax.Array:
+    """Computes scores of the distances P - 1, .., 0: [B, H, L, E] x [H, E, P] + [H, P] -> [B, H, L, P].
+
+    Without position keys they are the same for all rows and queries: [1, H, L, P].
+    """
     batch, n_head, n_query, width = query.shape
+    if position_key is None:
+        if more is None:
+            raise ValueError(
+                "position has neither keys nor scores; give keys [H, E, P], scores [H, P] or both, or position=None"
+            )
+        return jnp.broadcast_to(more.astype(wide)[None, :, None, :], (1, n_head, n_query, more.shape[-1]))
     query_HxBLxE = query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)  # One product per head.
     scores = jnp.einsum("hne,hep->hnp", query_HxBLxE, position_key, preferred_element_type=wide)
     if more is not None:

@@ -27,17 +27,25 @@ def attention(
       query: [B, H, L, E].
       key: [B, H, K, E], memory first.
       value: [B, H, K, E].
-      position_key: [H, K, E], of the distances K - 1, .., 0; None: scores do not depend on positions, and there are no
-        biases and position scores.
+      position_key: [H, K, E], of the distances K - 1, .., 0; None: without, and then without biases too.
       content_bias: [H, E], u; None: without.
       position_bias: [H, E], v; None: without.
-      position_score: [H, K], added to the scores of the distances K - 1, .., 0; None: nothing.
+      position_score: [H, K], added to the scores of the distances K - 1, .., 0 before the division by sqrt(E), with or
+        without position keys; None: nothing.
       visibility: which keys a query sees; at least itself.
       drop: dropout on the probabilities.
+
+    Raises:
+      ValueError: a bias without position keys.
     """
     if position_key is None:
-        assert content_bias is None and position_bias is None and position_score is None, "they need position keys"
-        return dot_product_attention(query, key, value, visibility=visibility, drop=drop)
+        biases = {"content_bias": content_bias, "position_bias": position_bias}
+        given = [name for name, bias in biases.items() if bias is not None]
+        if given:
+            raise ValueError(
+                f"{' and '.join(given)} given and position_key is None; give position_key [H, K, E] too, or no bias"
+            )
+        return dot_product_attention(query, key, value, position_score=position_score, visibility=visibility, drop=drop)
     return relative_attention(
         query,
         key,

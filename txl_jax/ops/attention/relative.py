@@ -40,7 +40,8 @@ def relative_attention(
       position_key: [H, K, E], W_R R of the distances K - 1, .., 0.
       content_bias: [H, E], u; None: without term (c).
       position_bias: [H, E], v; None: without term (d).
-      position_score: [H, K], added to the scores of the distances K - 1, .., 0; None: nothing.
+      position_score: [H, K], added to the scores of the distances K - 1, .., 0 before the division by sqrt(E); None:
+        nothing.
       visibility: which keys a query sees; at least itself.
       drop: dropout on the probabilities.
     """
