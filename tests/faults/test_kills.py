@@ -56,11 +56,11 @@ def assert_nothing_left_over(place, name):
     assert not left - {*workdir.glob(".evaluation.json.*.tmp")}
 
 
-# Best parameters are written per member: a kill comes before those of the second, before its digests, and so on.
+# Best parameters are written per member: the second's at step 8 only, the first's at steps 8, 16 and 24.
 ENSEMBLE_MOMENTS = {
     "before config.json has its name": "os.rename *config.json*",
     "while the best of the second member are written": "os.mkdir *best/seed=2*/8.orbax-checkpoint-tmp*",
-    "between the best of the second member and their digests": "open *best/seed=2*/16/.digests.json.*",
+    "between the best of the first member and their digests": "open *best/seed=1/16/.digests.json.*",
     "while arrays are written": "os.mkdir *latest/18.orbax-checkpoint-tmp/*",
     "between the last checkpoint and its digests": "open *latest/24/.digests.json*",
     "before results.json has its name": "os.rename *results.json*",
