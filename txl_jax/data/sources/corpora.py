@@ -7,7 +7,7 @@ one that could not be confirmed is None, and then the content decides.
 To add a corpus:
 
 1. Give it a name: one member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
-2. Add a row to `CORPORA` below; the fields of `PublishedCorpus` are documented there. One file that is split by position
+2. Add a row to `CORPORA` below; the fields of `PublishedCorpus` are documented. One file that is split by position
    is a call of `one_file`, and --data.file then reads a part of it; files by split are written as `PTB` is. Importing
    this module fails while a name has no row.
 3. Add its program, experiments/my_news.py: a docstring and a call, as experiments/ptb.py. A corpus whose tokens are
