@@ -3,7 +3,8 @@
 import os
 import sys
 
-from txl_jax.data.sources.corpora import CORPORA, PublishedCorpus, program_of
+from txl_jax.data.sources.corpora import CORPORA, program_of
+from txl_jax.data.sources.corpus_row import PublishedCorpus
 
 
 def _corpora() -> dict[str, str]:

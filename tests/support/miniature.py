@@ -10,8 +10,8 @@ import tarfile
 import zipfile
 
 from txl_jax.config import CorpusName
-from txl_jax.data.sources import corpora
-from txl_jax.data.sources.corpora import Facts, PublishedCorpus, Remote
+from txl_jax.data.sources import corpora, corpus_row
+from txl_jax.data.sources.corpus_row import Facts, PublishedCorpus, Remote
 
 NOWHERE = "http://127.0.0.1:9/"  # Port 9, discard: nothing listens.
 R13 = "1-billion-word-language-modeling-benchmark-r13output"
@@ -49,7 +49,7 @@ def files(name: CorpusName) -> dict[str, bytes]:
     """
     by_split, layout = texts(name), _SHIPPED[name].layouts[0]
     if _SHIPPED[name].cuts:
-        return {layout[corpora.WHOLE][0]: b"".join(by_split.values())}
+        return {layout[corpus_row.WHOLE][0]: b"".join(by_split.values())}
     if name is CorpusName.PTB:
         folder = "./simple-examples/"
         wanted = {f"{folder}data/ptb.{split}.txt": text for split, text in by_split.items()}
@@ -120,7 +120,7 @@ def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
 def facts(name: CorpusName) -> dict[str, Facts]:
     """Facts of the miniature's parts, of the same kinds as in the corpus's table."""
     by_split, row = texts(name), _SHIPPED[name]
-    parts = {corpora.WHOLE: b"".join(by_split.values())} if row.cuts else by_split
+    parts = {corpus_row.WHOLE: b"".join(by_split.values())} if row.cuts else by_split
     return {part: _facts(text, row.facts[part]) for part, text in parts.items()}
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txl_jax.data.sources.checks import Tally, difference, digest
-from txl_jax.data.sources.corpora import Facts
+from txl_jax.data.sources.corpus_row import Facts
 
 PIECES = st.sampled_from(["a", "bc", " ", "\n", "\r\n", "\n\n", "é", "\u3000", "\u00a0", "日本", "\t"])
 

@@ -7,7 +7,7 @@ import pytest
 
 from support import ROOT
 from txl_jax.config import CorpusName, DataConfig, Heldout, Order, Tokenizer, TokenizerConfig
-from txl_jax.data.sources import corpora
+from txl_jax.data.sources import corpus_row
 from txl_jax.data.sources.corpora import CORPORA, LOCAL, check_file, default_data, program_of
 from txl_jax.data.sources.tfds_builders import BUILDERS
 from txl_jax.errors import UserError
@@ -25,7 +25,7 @@ def test_a_row_is_complete(name):
     assert {part for part, _, _ in row.ranges().values()} == set(row.facts)
     assert all(set(layout) == set(row.facts) for layout in row.layouts + row.own_layouts)
     assert row.contents and not row.contents.endswith(".")
-    assert sum(row.cuts.values()) in (0, row.facts.get(corpora.WHOLE, corpora.Facts(size=0)).size)
+    assert sum(row.cuts.values()) in (0, row.facts.get(corpus_row.WHOLE, corpus_row.Facts(size=0)).size)
     layouts = [{file for files in layout.values() for file in files} for layout in row.layouts + row.own_layouts]
     for source in row.sources:
         names = {remote.file for remote in source}

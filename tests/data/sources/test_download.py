@@ -12,8 +12,9 @@ import requests
 
 from support import miniature
 from txl_jax.config import CorpusName, TokenizerConfig
-from txl_jax.data.sources import corpora, published, tfds_builders
-from txl_jax.data.sources.corpora import CORPORA, Remote
+from txl_jax.data.sources import corpus_row, published, tfds_builders
+from txl_jax.data.sources.corpora import CORPORA
+from txl_jax.data.sources.corpus_row import Remote
 from txl_jax.errors import UserError
 
 PTB_FILES = {f"ptb.{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()}
@@ -111,7 +112,7 @@ def test_a_source_of_several_files(server, source, tmp_path):
 def plain(server, monkeypatch):
     """Makes one plain file of the server a corpus, in place of text8; returns its text."""
     text = "".join(f"Fable {i}: the fox and the grapes.\n" for i in range(3000)).encode()
-    row = corpora.one_file(
+    row = corpus_row.one_file(
         CorpusName.TEXT8,
         title="Fables",
         contents="bytes",

@@ -21,7 +21,8 @@ import requests
 from support import ROOT, miniature
 from txl_jax.config import CorpusName, Heldout
 from txl_jax.data.sources import published, tfds_builders
-from txl_jax.data.sources.corpora import CORPORA, WHOLE, Facts
+from txl_jax.data.sources.corpora import CORPORA
+from txl_jax.data.sources.corpus_row import WHOLE, Facts
 from txl_jax.errors import UserError
 
 TABLE = dict(CORPORA)  # As it is shipped.

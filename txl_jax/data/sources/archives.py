@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import IO, Protocol, cast
 
-from txl_jax.data.sources.corpora import Layout
+from txl_jax.data.sources.corpus_row import Layout
 from txl_jax.errors import UserError
 
 _LONGEST_LINK = 4096  # Bytes that are read of the target of a link.

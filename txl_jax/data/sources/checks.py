@@ -3,7 +3,7 @@
 import codecs
 import hashlib
 
-from txl_jax.data.sources.corpora import Facts
+from txl_jax.data.sources.corpus_row import Facts
 
 _END_BYTES = 1 << 12  # Length of a file's end that is searched for empty lines.
 

@@ -13,7 +13,7 @@ from tensorflow_datasets.core.download.checksums import UrlInfo
 from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
 from txl_jax.data.sources.archives import Container, Files, open_archive
-from txl_jax.data.sources.corpora import PublishedCorpus, Remote
+from txl_jax.data.sources.corpus_row import PublishedCorpus, Remote
 from txl_jax.errors import UserError
 
 Source = tuple[Remote, ...]

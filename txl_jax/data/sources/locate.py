@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from txl_jax.data.sources.archives import Container, Files, open_archive
-from txl_jax.data.sources.corpora import USE_PREFIX, PublishedCorpus, Remote
+from txl_jax.data.sources.corpora import USE_PREFIX
+from txl_jax.data.sources.corpus_row import PublishedCorpus, Remote
 from txl_jax.errors import UserError
 
 Find = Callable[[Any], Container]  # Download manager -> the corpus's files.

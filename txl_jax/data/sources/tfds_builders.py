@@ -24,7 +24,8 @@ from txl_jax.config import CorpusName
 from txl_jax.data.sources import archives, checks, download
 from txl_jax.data.sources.archives import Container, Stream
 from txl_jax.data.sources.checks import Tally
-from txl_jax.data.sources.corpora import CORPORA, USE_PREFIX, PublishedCorpus
+from txl_jax.data.sources.corpora import CORPORA, USE_PREFIX
+from txl_jax.data.sources.corpus_row import PublishedCorpus
 from txl_jax.errors import UserError
 
 RECORD_BYTES = 1 << 16
