@@ -45,7 +45,8 @@ def test_groups_that_a_program_does_not_read_are_left_out(values):
     assert "--compat=" in text and "--seed=" not in text
 
 
-def test_choices_come_after_the_help(values):
+def test_choices_come_after_the_help(values, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # So that no line is broken between them.
     text = shown(values)
     assert re.search(r"--mode=train +Job \(train, eval\)\.", text)
     assert re.search(r"--model\.layer_norm=post +.*\(post, pre\)\.", text)
