@@ -59,44 +59,10 @@ if TYPE_CHECKING:
     from txl_jax.training.loop import Hook, HookContext
     from txl_jax.training.trainer import Outcome
 
-_CONFIGS = (
-    "AttentionWindow",
-    "AverageConfig",
-    "CompatConfig",
-    "CorpusName",
-    "DType",
-    "DataConfig",
-    "DropoutConfig",
-    "EmptyEnd",
-    "Encoding",
-    "EpochMemory",
-    "EvalConfig",
-    "ExperimentConfig",
-    "GenerateConfig",
-    "Heldout",
-    "LineMark",
-    "LossPart",
-    "MemoryStart",
-    "MeshConfig",
-    "ModelConfig",
-    "Network",
-    "Newlines",
-    "NormPlace",
-    "OptimizerConfig",
-    "Order",
-    "RegularizationConfig",
-    "Remat",
-    "Roll",
-    "ScheduleOffset",
-    "ShawTerms",
-    "Tokenizer",
-    "TokenizerConfig",
-    "TrainConfig",
-)
-# Module and name there of each public name.
-_PLACES = {name: ("txl_jax.config", name) for name in _CONFIGS} | {
-    "HookContext": ("txl_jax.training.loop", "HookContext"),
+# Module and name there of each public name that is no setting; settings are in `txl_jax.config`.
+_PLACES = {
     "Hook": ("txl_jax.training.loop", "Hook"),
+    "HookContext": ("txl_jax.training.loop", "HookContext"),
     "LanguageModel": ("txl_jax.trained_model", "LanguageModel"),
     "Memory": ("txl_jax.memory", "Memory"),
     "Outcome": ("txl_jax.training.trainer", "Outcome"),
@@ -171,9 +137,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in __all__:
         raise AttributeError(f"module 'txl_jax' has no attribute {name!r}")
-    module, attribute = _PLACES[name]
+    module, attribute = _PLACES.get(name, ("txl_jax.config", name))
     return getattr(importlib.import_module(module), attribute)
 
 
