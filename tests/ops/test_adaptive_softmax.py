@@ -175,9 +175,9 @@ def test_any_distribution_of_targets(name, data):
         (160_000, 9_000, 128),  # 2**25 logits are 209 positions.
         (20_000, 100_000, 1024),  # 2**25 logits are 1677 positions.
         (10**7, 100_000, 128),
-        (5, 600, 128),
-        (5, 100, 16),  # A quarter of the positions is 25.
-        (5, 64, 16),
+        (5, 1100, 128),
+        (5, 600, 64),
+        (5, 100, 8),  # An eighth of the positions is 12.
         (5, 3, 1),
         (5, 1, 1),
     ],

@@ -20,16 +20,25 @@ def sinusoid(distance: float, d_model: int) -> np.ndarray:
     return code
 
 
-def attention_mask(valid: Sequence[int], *, segment_len: int, mem_len: int, window: int | None) -> np.ndarray:
-    """Visible pairs, bool [B, L, K]."""
+def attention_mask(
+    valid: Sequence[int],
+    *,
+    segment_len: int,
+    mem_len: int,
+    window: int | None,
+    causal: bool = True,
+    lengths: Sequence[int] | None = None,
+) -> np.ndarray:
+    """Visible pairs, bool [B, L, K]; `lengths` are the tokens of each row's segment, the rest is padding."""
     mask = np.zeros((len(valid), segment_len, mem_len + segment_len), bool)
     for b, n_filled in enumerate(valid):
         for i in range(segment_len):
             for j in range(mem_len + segment_len):
                 distance = mem_len + i - j
                 empty_slot = j < mem_len - n_filled
-                too_far = window is not None and distance >= window
-                mask[b, i, j] = distance >= 0 and not empty_slot and not too_far
+                too_far = window is not None and abs(distance) >= window
+                padding = lengths is not None and j - mem_len >= lengths[b]
+                mask[b, i, j] = not ((causal and distance < 0) or empty_slot or too_far or padding)
     return mask
 
 
@@ -54,10 +63,12 @@ def relative_attention(
     position_bias: np.ndarray,
     mask: np.ndarray,
     position_score: np.ndarray | None = None,
+    factor: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[B, H, L, E], [B, H, K, E] twice, [H, K, E] (distances K - 1, .., 0), [H, E] twice, [B, L, K] -> [B, H, L, E].
+    """[B, H, L, E], [B, H, K, E] twice, [H, P, E] (distances K - 1, ..), [H, E] twice, [B, L, K] -> [B, H, L, E].
 
-    `position_score`: [H, K], of the same distances.
+    P is K if the last distance is 0, and K + L - 1 if it is -(L - 1). `position_score`: [H, P], of the same distances.
+    `factor`: [B, H, L, K], of dropout on the probabilities. A query without a visible key gets zeros.
     """
     n_row, n_head, n_query, width = query.shape
     n_key = key.shape[2]
@@ -71,8 +82,34 @@ def relative_attention(
                 a_b_c_d = q @ k, q @ r, content_bias[h] @ k, position_bias[h] @ r
                 more = 0 if position_score is None else position_score[h, n_key - 1 - distance]
                 weights[j] = np.exp((sum(a_b_c_d) + more) / np.sqrt(width))
-        attended[b, h, i] = weights @ value[b, h] / weights.sum()
+        if weights.any():
+            probabilities = weights / weights.sum()
+            attended[b, h, i] = (probabilities if factor is None else probabilities * factor[b, h, i]) @ value[b, h]
     return attended
+
+
+def random_bits(seed: int, row_head: int, query: int, key: int) -> int:
+    """32 bits of one pair of query and key, by integers without limit that are cut to 32 bits after each step."""
+
+    def cut(x: int) -> int:
+        return x % 2**32
+
+    x = seed ^ cut(row_head * 0x9E3779B1)
+    x = cut((x ^ x >> 16) * 0x7FEB352D)
+    x ^= x >> 15
+    x = cut(x + query * 0x85EBCA77 + key * 0xC2B2AE3D)
+    x = cut((x ^ x >> 16) * 0x7FEB352D)
+    x = cut((x ^ x >> 15) * 0x846CA68B)
+    return x ^ x >> 16
+
+
+def dropout_factor(shape: tuple[int, int, int, int], *, rate: float, seed: int) -> np.ndarray:
+    """Factors of the probabilities [B, H, L, K] of a whole batch: 0 or 1 / (1 - rate)."""
+    factor = np.zeros(shape)
+    for b, h, i, j in np.ndindex(*shape):
+        if random_bits(seed, b * shape[1] + h, i, j) >= int(np.float32(rate) * 2**32):
+            factor[b, h, i, j] = 1 / (1 - rate)
+    return factor
 
 
 class Cluster(NamedTuple):

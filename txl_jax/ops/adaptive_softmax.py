@@ -249,10 +249,11 @@ def _tail_chunk_size(rows: int, n_position: int) -> int:
     The largest power of two that keeps a chunk's logits within 2**25 numbers, 128 MiB in float32, of which the
     backward pass holds two; and within 1/32 of the positions, as the last chunk's empty slots cost as much as
     full ones (on a CPU, 370 positions of a tail of 20,000 took 0.25 s in chunks of 256, 1.0 s in one of 2048).
-    But at least 128, or matrix units starve; or a quarter of so few positions that 128 would be most of them: one
-    row of 64 tokens with nine in three tails of WikiText-103 took 30 ms in chunks of 16, 74 ms in chunks of 64.
+    But at least 128, or matrix units starve; or an eighth of so few positions that 128 would be most of them: 512
+    tokens with 86 in three tails of WikiText-103 took 204, 181 and 281 ms on an AMD EPYC (2 cores) in chunks of 16, 64
+    and 128, and 64 tokens at a time 403 and 347 ms in chunks of 16 and 8.
     """
-    slots = max(min(2**25 // rows, n_position // 32), min(n_position // 4, 128), 1)
+    slots = max(min(2**25 // rows, n_position // 32), min(n_position // 8, 128), 1)
     return 2 ** (slots.bit_length() - 1)
 
 

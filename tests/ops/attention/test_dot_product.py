@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support import oracles
-from txl_jax.ops.attention import Visibility, dot_product_attention
+from txl_jax.ops.attention import Dropout, Visibility, dot_product_attention
 
 B, H, L, M, E = 2, 3, 4, 6, 5
 CASES = {
@@ -52,20 +52,21 @@ def test_gradients_match_explicit_weights(case, x64):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
 
 
-def test_dropout_acts_on_the_probabilities():
+def test_dropout_acts_on_the_probabilities(x64):
     arrays, visibility = make_case(**CASES["window"])
-    arrays = [jnp.asarray(array, jnp.float32) for array in arrays]
-    plain = dot_product_attention(*arrays, visibility=visibility)
-    doubled = dot_product_attention(*arrays, visibility=visibility, drop=lambda probabilities: 2 * probabilities)
-    np.testing.assert_allclose(doubled, 2 * plain, rtol=1e-6)
+    without_positions = np.zeros(arrays[1].shape[1:]), np.zeros((H, E)), np.zeros((H, E))
+    factor = oracles.dropout_factor((B, H, L, M + L), rate=0.3, seed=5)
+    expected = oracles.relative_attention(*arrays, *without_positions, visibility.mask(), factor=factor)
+    found = dot_product_attention(*arrays, visibility=visibility, dropout=Dropout(0.3, jnp.uint32(5), H))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
 def test_bfloat16_scores_are_summed_in_float32():
     arrays, visibility = make_case(**CASES["part-filled memory"])
-    arrays, seen = [jnp.asarray(array, jnp.bfloat16) for array in arrays], []
-    found = dot_product_attention(*arrays, visibility=visibility, drop=lambda p: seen.append(p.dtype) or p)
+    arrays = [jnp.asarray(array, jnp.bfloat16) for array in arrays]
+    found = dot_product_attention(*arrays, visibility=visibility)
     exact = dot_product_attention(*(array.astype(jnp.float32) for array in arrays), visibility=visibility)
-    assert (found.dtype, seen) == (jnp.bfloat16, [jnp.bfloat16])
+    assert found.dtype == jnp.bfloat16
     # Inputs are exact in bfloat16; what is left are the roundings, by one part in 2**9, of probabilities and output.
     error = np.abs(np.asarray(found, np.float32) - exact).max()
     assert 0 < error < 1.01 * 2 * 2.0**-9 * np.abs(arrays[2].astype(jnp.float32)).max()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support import oracles
-from txl_jax.ops.attention import Visibility, relative_attention
+from txl_jax.ops.attention import Dropout, Visibility, relative_attention
 
 B, H, L, M, E = 2, 3, 4, 6, 5
 CASES = {
@@ -103,32 +103,21 @@ def test_hidden_pairs_have_exactly_no_weight_and_no_gradient():
         assert np.all(grads[name][0] == 0), name
 
 
-def test_dropout_acts_on_the_probabilities():
-    inputs = {name: jnp.asarray(value, jnp.float32) for name, value in make_inputs().items()}
-    visibility, seen = make_visibility(valid=[M, 3]), []
-
-    def drop(probabilities):
-        seen.append(probabilities)
-        return 2 * probabilities
-
-    doubled, plain = call(inputs, visibility, drop=drop), call(inputs, visibility)
-    np.testing.assert_allclose(doubled, 2 * plain, rtol=1e-6)
-    np.testing.assert_allclose(seen[0].sum(-1), np.ones((B, H, L)), rtol=1e-6)
-    np.testing.assert_array_equal(seen[0][:, 0] > 0, visibility.mask())
+def test_dropout_acts_on_the_probabilities(x64):
+    inputs, visibility = make_inputs(), make_visibility(valid=[M, 3])
+    factor = oracles.dropout_factor((B, H, L, M + L), rate=0.3, seed=5)
+    found = call(inputs, visibility, dropout=Dropout(0.3, jnp.uint32(5), H))
+    expected = oracles.relative_attention(**inputs, mask=visibility.mask(), factor=factor)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
 def test_bfloat16_scores_are_summed_in_float32():
     inputs = {name: jnp.asarray(value, jnp.bfloat16) for name, value in make_inputs().items()}
-    visibility, seen = make_visibility(valid=[M, M]), []
-
-    def keep_dtype(probabilities):
-        seen.append(probabilities.dtype)
-        return probabilities
-
-    found = call(inputs, visibility, drop=keep_dtype)
+    visibility = make_visibility(valid=[M, M])
+    found = call(inputs, visibility)
     exact = oracles.relative_attention(
         **{k: np.asarray(v, np.float64) for k, v in inputs.items()}, mask=visibility.mask()
     )
-    assert (found.dtype, seen[0]) == (jnp.bfloat16, jnp.bfloat16)
+    assert found.dtype == jnp.bfloat16
     # Inputs are exact in bfloat16; what is left are roundings of q + u, q + v, probabilities and output.
     assert np.abs(np.asarray(found, np.float64) - exact).max() < 0.01

@@ -1,11 +1,11 @@
-"""The keys that a query sees: causal, filled memory slots only, within a window.
+"""The keys that a query sees: causal or on both sides, filled slots and tokens only, within a window.
 
 For L = 3 and M = 3 (memory | segment), 1 = visible:
 
-    causal, full memory     one slot filled      same_length, window 3
-      1 1 1 | 1 . .           . . 1 | 1 . .         . 1 1 | 1 . .
-      1 1 1 | 1 1 .           . . 1 | 1 1 .         . . 1 | 1 1 .
-      1 1 1 | 1 1 1           . . 1 | 1 1 1         . . . | 1 1 1
+    causal, full memory     one slot filled      same_length, window 3     not causal, lengths 2
+      1 1 1 | 1 . .           . . 1 | 1 . .         . 1 1 | 1 . .            1 1 1 | 1 1 .
+      1 1 1 | 1 1 .           . . 1 | 1 1 .         . . 1 | 1 1 .            1 1 1 | 1 1 .
+      1 1 1 | 1 1 1           . . 1 | 1 1 1         . . . | 1 1 1            1 1 1 | 1 1 .
 """
 
 import flax.struct
@@ -17,37 +17,70 @@ import jax.numpy as jnp
 class Visibility:
     """Description of the keys that the queries of a segment see, from which an implementation derives its mask.
 
+    The keys are [memory; segment]. Without memory: `Visibility(jnp.zeros(B, jnp.int32), L, 0)`.
+
     Attributes:
       valid: int32 [B], filled memory slots of each row, right-aligned (newest last).
       segment_len: L.
       mem_len: M.
-      window: keys that a query sees at most, itself included (`same_length`); None: no limit.
+      window: keys that a query sees at most, itself included (`same_length`), on each side; None: no limit.
+      causal: whether keys behind the query are hidden.
+      lengths: int32 [B], tokens of each row's segment; what is behind them is padding that no query sees. None: L.
     """
 
     valid: jax.Array
     segment_len: int = flax.struct.field(pytree_node=False)
     mem_len: int = flax.struct.field(pytree_node=False)
     window: int | None = flax.struct.field(pytree_node=False, default=None)
+    causal: bool = flax.struct.field(pytree_node=False, default=True)
+    lengths: jax.Array | None = None
+
+    @property
+    def n_keys(self) -> int:
+        """K."""
+        return self.mem_len + self.segment_len
+
+    @property
+    def n_positions(self) -> int:
+        """P, the distances that occur: K - 1, .., 0, and if not causal on to -(L - 1)."""
+        return self.n_keys if self.causal else self.n_keys + self.segment_len - 1
+
+    def distances(self, *, clamp_len: int | None = None) -> jax.Array:
+        """Returns the distances K - 1, .. that position keys belong to, int32 [P]; negative ones are ahead.
+
+        Those farther than `clamp_len`, on either side, become `clamp_len`.
+        """
+        distances = self.n_keys - 1 - jnp.arange(self.n_positions, dtype=jnp.int32)
+        return distances if clamp_len is None else jnp.clip(distances, -clamp_len, clamp_len)
+
+    @property
+    def may_hide_all(self) -> bool:
+        """Returns whether there may be a query that sees no key, not even itself."""
+        return self.lengths is not None
+
+    def key_range(self) -> tuple[jax.Array, jax.Array]:
+        """Returns the first column of [memory; segment] that a row's queries may see, and the end: int32 [B] each."""
+        # More slots or tokens than there are mean all; a negative `valid` would hide the segment too.
+        start = self.mem_len - jnp.clip(self.valid, 0, self.mem_len).astype(jnp.int32)
+        if self.lengths is None:
+            return start, jnp.full_like(start, self.n_keys)
+        return start, self.mem_len + jnp.clip(self.lengths, 0, self.segment_len).astype(jnp.int32)
 
     def mask(self) -> jax.Array:
         """Returns the visible pairs as bool [B, L, K]."""
-        return attention_mask(self.valid, segment_len=self.segment_len, mem_len=self.mem_len, window=self.window)
+        query_L = jnp.arange(self.segment_len, dtype=jnp.int32)
+        key_K = jnp.arange(self.n_keys, dtype=jnp.int32)
+        distance_LxK = self.mem_len + query_L[:, None] - key_K[None, :]
+        start_B, stop_B = self.key_range()
+        in_range_BxK = (key_K[None, :] >= start_B[:, None]) & (key_K[None, :] < stop_B[:, None])
+        near_LxK = jnp.ones_like(distance_LxK, bool)
+        if self.causal:
+            near_LxK &= distance_LxK >= 0
+        if self.window is not None:
+            near_LxK &= jnp.abs(distance_LxK) < self.window
+        return near_LxK[None, :, :] & in_range_BxK[:, None, :]
 
 
 def attention_mask(valid: jax.Array, *, segment_len: int, mem_len: int, window: int | None = None) -> jax.Array:
-    """Returns the visible pairs as bool [B, L, K].
-
-    Args:
-      valid: int32 [B], filled memory slots of each row, right-aligned (newest last).
-      segment_len: L.
-      mem_len: M.
-      window: keys that a query sees at most, itself included (`same_length`); None: no limit.
-    """
-    query_L = jnp.arange(segment_len, dtype=jnp.int32)
-    key_K = jnp.arange(mem_len + segment_len, dtype=jnp.int32)
-    distance_LxK = mem_len + query_L[:, None] - key_K[None, :]
-    visible_LxK = distance_LxK >= 0
-    if window is not None:
-        visible_LxK &= distance_LxK < window
-    filled_BxK = key_K[None, :] >= mem_len - valid[:, None]
-    return visible_LxK[None, :, :] & filled_BxK[:, None, :]
+    """Returns the visible pairs of causal attention as bool [B, L, K]; arguments as of `Visibility`."""
+    return Visibility(valid, segment_len, mem_len, window).mask()

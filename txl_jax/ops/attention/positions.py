@@ -20,8 +20,13 @@ def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array
     """The code R of each distance: [K] -> [K, D], sines in the first half and cosines in the second.
 
     Frequency i of D / 2 is 10000^(-2i / D). Angles are formed in at least float32: a bfloat16 angle of a
-    few thousand radians would be off by whole turns.
+    few thousand radians would be off by whole turns. Distances may be negative, as of keys ahead of a query.
+
+    Raises:
+      ValueError: D is odd.
     """
+    if d_model % 2:
+        raise ValueError(f"d_model is {d_model}; sinusoids have pairs of sine and cosine, so it must be even")
     wide = jnp.promote_types(dtype, jnp.float32)
     frequencies = jnp.asarray(10000.0 ** -(np.arange(0, d_model, 2) / d_model), wide)
     angles_KxF = distances.astype(wide)[:, None] * frequencies[None, :]
@@ -47,3 +52,17 @@ def relative_shift(scores: jax.Array) -> jax.Array:
     *lead, n_query, n_key = scores.shape
     padded = jnp.pad(scores, [(0, 0)] * (len(lead) + 1) + [(1, 0)])
     return padded.reshape(*lead, n_key + 1, n_query)[..., 1:, :].reshape(scores.shape)
+
+
+def by_key(scores: jax.Array, n_keys: int) -> jax.Array:
+    """Moves scores from "column = distance" to "column = key": [..., L, P] -> [..., L, K].
+
+    Column p belongs to the distance K - 1 - p, and query i meets key j at column (L - 1 - i) + j. With P = K, all that
+    causal attention needs, this is `relative_shift`. With P = K + L - 1 there is a column for every pair: the buffer
+    without its first L - 1 entries, read with rows of P - 1, has row i begin at column L - 1 - i.
+    """
+    *lead, n_query, n_position = scores.shape
+    if n_position == n_keys:
+        return relative_shift(scores)
+    flat = scores.reshape(*lead, n_query * n_position)[..., n_query - 1 : -1]
+    return flat.reshape(*lead, n_query, n_position - 1)[..., :n_keys]

@@ -8,14 +8,14 @@ The score of query i and key j has four terms,
 followed by the relative shift. Shaw et al. (2018) have (a) and (b) only, with learned position keys.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from txl_jax.ops.attention import positions
-from txl_jax.ops.attention.dot_product import keep_all, weighted_values
+from txl_jax.ops.attention.dot_product import weighted_values
+from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
 
 
@@ -29,7 +29,7 @@ def relative_attention(
     position_bias: jax.Array | None,
     position_score: jax.Array | None = None,
     visibility: Visibility,
-    drop: Callable[[jax.Array], jax.Array] = keep_all,
+    dropout: Dropout | None = None,
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E].
 
@@ -37,22 +37,21 @@ def relative_attention(
       query: [B, H, L, E].
       key: [B, H, K, E], memory first.
       value: [B, H, K, E].
-      position_key: [H, K, E], W_R R of the distances K - 1, .., 0.
+      position_key: [H, P, E], W_R R of the distances K - 1, .. (`Visibility.n_positions`).
       content_bias: [H, E], u; None: without term (c).
       position_bias: [H, E], v; None: without term (d).
-      position_score: [H, K], added to the scores of the distances K - 1, .., 0 before the division by sqrt(E); None:
-        nothing.
-      visibility: which keys a query sees; at least itself.
-      drop: dropout on the probabilities.
+      position_score: [H, P], added to the scores of these distances before the division by sqrt(E); None: nothing.
+      visibility: which keys a query sees; one that sees none gets zeros.
+      dropout: dropout on the probabilities; None: none.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
     content_BxHxLxK = jnp.einsum("bhle,bhke->bhlk", _biased(query, content_bias), key, preferred_element_type=wide)
-    by_distance_BxHxLxK = _position_scores(_biased(query, position_bias), position_key, wide)
+    by_distance_BxHxLxP = _position_scores(_biased(query, position_bias), position_key, wide)
     if position_score is not None:
-        by_distance_BxHxLxK += position_score.astype(wide)[None, :, None, :]
-    position_BxHxLxK = positions.relative_shift(by_distance_BxHxLxK)
+        by_distance_BxHxLxP += position_score.astype(wide)[None, :, None, :]
+    position_BxHxLxK = positions.by_key(by_distance_BxHxLxP, visibility.n_keys)
     scale = query.shape[-1] ** -0.5
-    return weighted_values((content_BxHxLxK + position_BxHxLxK) * scale, value, visibility=visibility, drop=drop)
+    return weighted_values((content_BxHxLxK + position_BxHxLxK) * scale, value, visibility=visibility, dropout=dropout)
 
 
 class ScoreTerms(NamedTuple):
@@ -95,7 +94,7 @@ def _biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _position_scores(query: jax.Array, position_key: jax.Array, wide: jnp.dtype) -> jax.Array:
-    """[B, H, L, E] x [H, K, E] -> [B, H, L, K], before the shift.
+    """[B, H, L, E] x [H, P, E] -> [B, H, L, P], before the shift.
 
     One [B * L, E] x [E, K] product per head: left to itself, XLA's CPU backend turns the einsum
     bhle,hke->bhlk into B small products.

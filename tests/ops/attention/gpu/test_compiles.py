@@ -1,0 +1,85 @@
+"""The kernels compiled for an H200, which need not be at hand: scratch, bytes, and no array of all scores."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+
+from txl_jax.bench import attention_topology, gpu_topologies
+from txl_jax.bench.attention_cases import Case
+
+pytestmark = pytest.mark.skipif(
+    gpu_topologies.plugin_version() is None, reason=f"needs jax's CUDA plugin: {gpu_topologies.INSTALL}"
+)
+
+TRAINING = {
+    # Queries, memory, heads and their width; dropout.
+    "enwik8_12l": ((512, 512, 8, 64), 0.0),
+    "enwik8_24l": ((768, 768, 8, 128), 0.0),
+    "wt103_base": ((150, 150, 10, 41), 0.0),
+    "wt103_large": ((384, 384, 16, 64), 0.0),
+    "enwik8_24l with dropout": ((768, 768, 8, 128), 0.1),
+}
+EVALUATION = {
+    # Queries, slots, heads and their width; position keys.
+    "enwik8_12l": ((80, 2160, 8, 64), 821),
+    "enwik8_24l": ((128, 3840, 8, 128), 1001),
+    "wt103_base": ((64, 640, 10, 41), 401),
+    "wt103_large": ((128, 1664, 16, 64), 1001),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_compilation_cache():
+    """A program for a device that is not there can be written to the cache of compiled programs, but not read."""
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", enabled)
+
+
+compile_case = functools.cache(attention_topology.compile_case)
+
+
+def training(name, batch=4):
+    (segment_len, mem_len, n_head, d_head), rate = TRAINING[name]
+    sizes = {"segment_len": segment_len, "mem_len": mem_len, "n_head": n_head, "d_head": d_head}
+    n_positions = segment_len + mem_len
+    return Case(name, "training", "bfloat16", batch, n_positions=n_positions, window=None, dropout_rate=rate, **sizes)
+
+
+def evaluation(name, batch=1):
+    (segment_len, capacity, n_head, d_head), n_positions = EVALUATION[name]
+    sizes = {"segment_len": segment_len, "mem_len": capacity, "n_head": n_head, "d_head": d_head}
+    return Case(name, "evaluation", "bfloat16", batch, n_positions=n_positions, window=None, capacity=capacity, **sizes)
+
+
+@pytest.mark.parametrize(
+    "case", [*map(training, TRAINING), *map(evaluation, EVALUATION)], ids=lambda case: str(case.config)
+)
+def test_published_shapes(case):
+    compiled = compile_case(case, "fused", "h200")
+    assert compiled["refused"] is None
+    assert "triton" in compiled["implementation"]
+    assert compiled["scores_written"] is None
+
+
+def test_a_quarter_of_the_bytes_of_the_reference():
+    case = training("enwik8_24l")
+    fused, reference = (compile_case(case, path, "h200") for path in ("fused", "reference"))
+    assert fused["bytes_accessed"] <= reference["bytes_accessed"] / 4
+    assert reference["scores_written"]
+
+
+def test_scratch_of_a_large_batch_is_that_of_a_chunk():
+    """The reference's grows with the batch, 151 MB a row (604 MB for 4 rows)."""
+    compiled = compile_case(training("enwik8_24l", batch=64), "fused", "h200")
+    assert compiled["scores_written"] is None
+    assert compiled["scratch_bytes"] < 64 * 151e6 / 20
+
+
+def test_smaller_tiles_for_gpus_with_less_shared_memory():
+    case = dataclasses.replace(training("enwik8_24l"), batch=2)
+    compiled = compile_case(case, "fused", "a100")
+    assert compiled["refused"] is None

@@ -1,0 +1,112 @@
+"""Tests of dropout on probabilities: the hash against plain integers, its statistics, and pieces of a mask."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import oracles
+from txl_jax.ops.attention import Dropout, Visibility, attention
+from txl_jax.ops.attention.dropout import bits
+
+RATE = 0.15
+B, H, N = 2, 3, 512
+NEIGHBOURS = {
+    "row": (1, 0, 0, 0),
+    "head": (0, 1, 0, 0),
+    "query": (0, 0, 1, 0),
+    "key": (0, 0, 0, 1),
+    "both": (0, 0, 1, 1),
+}
+
+
+def kept(seed=7, *, rate=RATE, shape=(B, H, N, N), **first):
+    """The mask of whole probabilities, bool [B, H, L, K]."""
+    scaled = Dropout(rate, jnp.uint32(seed), shape[1], **first).apply(jnp.ones(shape))
+    np.testing.assert_allclose(np.unique(scaled), [0, 1 / (1 - rate)], rtol=1e-6)
+    return np.asarray(scaled) > 0
+
+
+def correlation(a, b):
+    return np.corrcoef(a.ravel(), b.ravel())[0, 1]
+
+
+@pytest.mark.parametrize(
+    "where", [(0, 0, 0, 0), (7, 5, 3, 2), (2**32 - 1, 2**31 - 1, 4095, 65535), (0x9E3779B9, 1023, 0, 1)]
+)
+def test_bits_are_those_of_plain_integers(where):
+    found = bits(np.uint32(where[0]), *where[1:])
+    assert found.dtype == jnp.uint32
+    assert int(found) == oracles.random_bits(*where)
+
+
+def test_a_mask_is_that_of_plain_integers():
+    expected = oracles.dropout_factor((2, 3, 5, 7), rate=RATE, seed=3) > 0
+    np.testing.assert_array_equal(kept(3, shape=(2, 3, 5, 7)), expected)
+
+
+@pytest.mark.parametrize("rate", [RATE, 0.5])
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
+def test_the_share_that_is_kept_is_that_of_the_rate(seed, rate):
+    """In all, and for the rows of queries and columns of keys, whose sums vary as those of independent draws."""
+    mask = kept(seed, rate=rate)
+    assert abs(mask.mean() - (1 - rate)) < 3 * np.sqrt(rate * (1 - rate) / mask.size)
+    for axis in (2, 3):
+        variance = mask.sum(axis).var() / (N * rate * (1 - rate))
+        assert abs(variance - 1) < 4 * np.sqrt(2 / (B * H * N)), axis
+
+
+@pytest.mark.parametrize("step", NEIGHBOURS.values(), ids=NEIGHBOURS)
+def test_neighbours_are_not_correlated(step):
+    mask = kept()
+    here = mask[tuple(slice(None, -n or None) for n in step)]
+    there = mask[tuple(slice(n, None) for n in step)]
+    assert abs(correlation(here, there)) < 4 / np.sqrt(here.size)
+
+
+@pytest.mark.parametrize("other", [8, 7 + 2**16, 7 + 2**31])
+def test_masks_of_other_seeds_are_not_correlated(other):
+    assert abs(correlation(kept(7), kept(other))) < 4 / np.sqrt(B * H * N * N)
+
+
+def test_a_piece_of_the_batch_and_of_the_heads_has_its_piece_of_the_mask():
+    """As on a device of a mesh, whose rows and heads are some of all."""
+    whole = kept(shape=(4, 6, 5, 7))
+    on_one = Dropout(RATE, jnp.uint32(7), 6, first_row=jnp.int32(2), first_head=jnp.int32(3)).apply(
+        jnp.ones((2, 3, 5, 7))
+    )
+    np.testing.assert_array_equal(on_one > 0, whole[2:, 3:])
+
+
+def test_a_tile_has_its_piece_of_the_mask():
+    query, key = 300 + np.arange(8), 130 + np.arange(16)
+    tile = Dropout(RATE, jnp.uint32(7), H).keep(H + 2, query[:, None], key[None, :])
+    np.testing.assert_array_equal(tile, kept()[1, 2, 300:308, 130:146])
+
+
+def test_a_traced_rate_and_seed_draw_what_numbers_do():
+    def masked(rate, seed):
+        return Dropout(rate, seed, 3).apply(jnp.ones((2, 3, 5, 7)))
+
+    by_member = jax.jit(jax.vmap(masked))(jnp.asarray([0.0, RATE, 0.5]), jnp.arange(3, dtype=jnp.uint32))
+    for rate, seed, found in zip((0.0, RATE, 0.5), range(3), by_member, strict=True):
+        np.testing.assert_array_equal(found, masked(rate, jnp.uint32(seed)))
+    assert np.all(by_member[0] == 1)
+
+
+@pytest.mark.parametrize(("rate", "threshold"), [(0.0, 0), (0.5, 2**31), (0.75, 3 * 2**30), (1 - 2**-30, 2**32 - 2**8)])
+def test_the_threshold_fits_into_32_bits(rate, threshold):
+    assert int(Dropout(rate, jnp.uint32(0), 1).threshold()) == threshold
+
+
+def test_the_backward_pass_has_the_mask_of_the_forward_pass(x64):
+    """Attention is linear in the values, so its gradient for them has exactly the weights of the forward pass."""
+    rng, visibility = np.random.default_rng(0), Visibility(jnp.zeros(2, jnp.int32), 5, 0)
+    query, key, value, other = (jnp.asarray(rng.normal(size=(2, 3, 5, 4))) for _ in range(4))
+
+    def of_value(value):
+        return attention(query, key, value, visibility=visibility, dropout=(0.5, 7))
+
+    output, pull_back = jax.vjp(of_value, value)
+    [gradient] = pull_back(other)
+    np.testing.assert_allclose(jnp.sum(output * other), jnp.sum(gradient * value), rtol=0, atol=1e-12)

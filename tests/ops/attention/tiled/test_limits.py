@@ -1,0 +1,60 @@
+"""Tiles of tiled attention, and where `auto` takes it."""
+
+import dataclasses
+
+import pytest
+
+from txl_jax.ops.attention.problem import Problem, Tile
+from txl_jax.ops.attention.tiled import limits
+from txl_jax.ops.attention.tiled.layout import Layout
+
+PROBLEM = Problem(
+    platform="cpu", device_kind="cpu", dtype="float32", batch=2, n_head=8, segment_len=512, n_keys=1024, d_head=64
+)
+
+
+@pytest.mark.parametrize(
+    ("segment_len", "tile"),
+    [(1, Tile(64, 1024)), (128, Tile(64, 1024)), (512, Tile(128, 1024)), (4000, Tile(500, 1024))],
+)
+def test_tiles_of_training(segment_len, tile):
+    problem = dataclasses.replace(PROBLEM, segment_len=segment_len, n_keys=2 * segment_len)
+    assert limits.refusal(problem) is None
+    assert limits.default_tile(problem) == tile
+    assert len(Layout(segment_len, segment_len, None, True, tile).strips()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "faster"),
+    [
+        ({}, True),
+        ({"segment_len": 32, "n_keys": 64}, False),
+        ({"segment_len": 150, "n_keys": 300, "batch": 60}, True),
+        ({"segment_len": 150, "n_keys": 300, "batch": 4}, False),
+        ({"segment_len": 32, "n_keys": 64, "batch": 600}, False),
+        ({"platform": "gpu"}, False),
+    ],
+)
+def test_auto_takes_it_where_it_is_faster(changes, faster):
+    assert limits.is_faster(dataclasses.replace(PROBLEM, **changes)) is faster
+
+
+@pytest.mark.parametrize(
+    ("segment_len", "capacity", "faster"),
+    [(80, 2160, True), (64, 640, True), (128, 3840, True), (4, 12, False), (1, 2100, False)],
+    ids=["enwik8_12l", "wt103_base", "enwik8_24l", "tiny", "one-token"],
+)
+def test_auto_over_a_cache(segment_len, capacity, faster):
+    problem = dataclasses.replace(PROBLEM, segment_len=segment_len, capacity=capacity, n_keys=capacity + segment_len)
+    assert limits.refusal(problem) is None
+    assert limits.is_faster(problem) is faster
+
+
+def test_strips_of_a_causal_segment_read_what_their_last_query_sees():
+    first, second = Layout(10, 6, None, True, Tile(5, 64)).strips()
+    assert (first.begin, first.end, first.n_blocks, first.width) == (0, 11, 1, 12)
+    assert (second.begin, second.end, second.first) == (0, 16, 5)
+    first, second = Layout(10, 6, 4, True, Tile(5, 64)).strips()
+    assert (first.begin, first.end, second.begin, second.end) == (3, 11, 8, 16)
+    both = Layout(10, 6, None, False, Tile(10, 5)).strips()[0]
+    assert (both.end, both.n_blocks, both.n_key, both.width) == (16, 4, 4, 13)

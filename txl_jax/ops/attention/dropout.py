@@ -1,0 +1,90 @@
+"""Dropout on attention probabilities with a counter-based generator: a mask is a function of where it applies.
+
+Whether a probability is kept depends on (seed, row of the batch, head, query, key) and on nothing else. So the forward
+and the backward pass, every tile size, every mesh and every platform draw the same mask, and none of them stores it.
+A generator with a state, or one keyed by the shape of the array as `jax.random.bernoulli`, has a mask per array: a
+kernel that never holds the whole array cannot reproduce it.
+
+The hash finishes twice with the multiply-xorshift rounds of Wellons's lowbias32 (https://nullprogram.com/blog/2018/07/31/):
+once for what a row of the scores shares, once per pair.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_ROW_HEAD, _QUERY, _KEY = (
+    np.uint32(0x9E3779B1),
+    np.uint32(0x85EBCA77),
+    np.uint32(0xC2B2AE3D),
+)  # Odd; 2^32 / golden ratio.
+_LARGEST = np.float32(2**32 - 2**8)  # The largest float32 below 2^32.
+
+
+class Dropout(flax.struct.PyTreeNode):
+    """Dropout on the probabilities of one attention.
+
+    Attributes:
+      rate: part that is left out, at least 0 and below 1; a number or a traced scalar.
+      seed: uint32 []; each layer and update draws its own.
+      first_row: int32 [], place of the first row in the batch of all devices.
+      first_head: int32 [], place of the first head among those of all devices.
+      n_head: heads of all devices.
+    """
+
+    rate: float | jax.Array
+    seed: jax.Array
+    n_head: int = flax.struct.field(pytree_node=False)
+    first_row: int | jax.Array = 0
+    first_head: int | jax.Array = 0
+
+    def threshold(self) -> jax.Array:
+        """Returns the uint32 below which bits mean "left out": rate * 2^32, of the rate in float32."""
+        scaled = jnp.asarray(self.rate, jnp.float32) * np.float32(2**32)
+        return jnp.minimum(scaled, _LARGEST).astype(jnp.uint32)
+
+    def row_heads(self, batch: int, n_head: int) -> jax.Array:
+        """Returns the number of each row and head of this device in `bits`: int32 [B, H]."""
+        rows, heads = jnp.arange(batch, dtype=jnp.int32), jnp.arange(n_head, dtype=jnp.int32)
+        return (self.first_row + rows[:, None]) * self.n_head + self.first_head + heads[None, :]
+
+    def keep(self, row_head: Any, query: Any, key: Any) -> jax.Array:
+        """Returns which probabilities are kept, bool, of broadcasting integers."""
+        return bits(self.seed, row_head, query, key) >= self.threshold()
+
+    def apply(self, probabilities: jax.Array) -> jax.Array:
+        """Applies the mask to whole probabilities, [B, H, L, K], and divides by 1 - rate."""
+        batch, n_head, n_query, n_key = probabilities.shape
+        row_head = self.row_heads(batch, n_head)[:, :, None, None]
+        query, key = jnp.arange(n_query, dtype=jnp.int32), jnp.arange(n_key, dtype=jnp.int32)
+        kept = self.keep(row_head, query[None, None, :, None], key[None, None, None, :])
+        return jnp.where(kept, probabilities / jnp.asarray(1 - self.rate, probabilities.dtype), 0)
+
+
+def bits(seed: Any, row_head: Any, query: Any, key: Any) -> jax.Array:
+    """Returns 32 random bits of each pair, uint32, of broadcasting integers; pure integer operations, for kernels too.
+
+    Args:
+      seed: uint32.
+      row_head: row of the batch times number of heads, plus head.
+      query: row of the segment.
+      key: column of [memory; segment].
+    """
+    shared = _rounds(_uint32(seed) ^ (_uint32(row_head) * _ROW_HEAD), last=False)
+    return _rounds(shared + _uint32(query) * _QUERY + _uint32(key) * _KEY, last=True)
+
+
+def _rounds(x: jax.Array, *, last: bool) -> jax.Array:
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = x ^ (x >> np.uint32(15))
+    if not last:
+        return x
+    x = x * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def _uint32(x: Any) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.uint32)
