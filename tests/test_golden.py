@@ -1,5 +1,7 @@
 """Tests the model against the original's reference values: losses, hidden states, memories, gradients.
 
+With every implementation of attention: whole scores and tiles in float64, to 1e-9; kernels, interpreted, in float32.
+
 A difference here means that the mathematics of the model changed. Read tests/golden/README.md before
 touching anything.
 """
@@ -23,12 +25,20 @@ from txl_jax.modules.attention import Attention
 from txl_jax.modules.block import Block
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.ops.attention import positions
+from txl_jax.ops.attention import Implementation, Implementations, Tile, positions
 
 FOLDER = pathlib.Path(os.environ.get("TXL_GOLDEN_DIR") or pathlib.Path(__file__).parent / "golden")
 FILES = sorted(FOLDER.glob("*.npz"))
 LENGTHS = ("tgt_len", "ext_len", "mem_len")
-TOLERANCE = 1e-9  # Of the largest entry of each tensor; float64 throughout.
+TOLERANCE = {np.float64: 1e-9, np.float32: 2e-5}  # Of the largest entry of each tensor.
+# Tiles that are smaller than the segments, and do not divide them.
+EXACT = {"reference": Implementation("reference"), "tiled": Implementation("tiled", tile=Tile(3, 5))}
+KERNELS = {
+    "tpu": Implementation("fused", "mosaic_roll", Tile(16, 128), interpret=True),
+    "gpu": Implementation("fused", "triton", Tile(16, 16), interpret=True),
+}
+# Cases whose kernels are interpreted in every run of the tests; half a minute a case.
+QUICK = ("s01_base-empty", "s08_clamp-empty", "s20_odd_heads-empty")
 ENCODINGS = {0: Encoding.RELATIVE, 1: Encoding.SHAW, 2: Encoding.VASWANI, 3: Encoding.AL_RFOU}
 
 
@@ -39,23 +49,46 @@ def runs():
             yield pytest.param(file, start, id=f"{file.stem}-{start}")
 
 
+def runs_of_kernels():
+    """The runs with relative encodings; all but the quick ones are slow."""
+    for param in runs():
+        golden = json.loads(str(np.load(param.values[0])["config_json"]))
+        if ENCODINGS[golden["attn_type"]] is Encoding.RELATIVE and not golden["ext_len"]:
+            marks = () if param.id in QUICK else pytest.mark.slow
+            yield pytest.param(*param.values, id=param.id, marks=marks)
+
+
 def test_the_folder_holds_reference_values():
     assert FILES, f"no .npz file in {FOLDER}: nothing was compared"
 
 
+@pytest.mark.parametrize("path", EXACT)
 @pytest.mark.parametrize(("file", "start"), list(runs()))
-def test_golden(file, start, x64):
+def test_golden(file, start, path, x64):
+    check_run(file, start, EXACT[path], DType.FLOAT64)
+
+
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize(("file", "start"), list(runs_of_kernels()))
+def test_golden_with_kernels(file, start, path):
+    check_run(file, start, KERNELS[path], DType.FLOAT32)
+
+
+def check_run(file, start, implementation, dtype):
+    """Compares every segment of a run, and the gradients of one."""
     arrays = dict(np.load(file))
     golden = json.loads(str(arrays["config_json"]))
     if golden["ext_len"] > 0:
         pytest.skip(f"ext_len {golden['ext_len']}: no published run uses an extended context")
-    config, compat = configs(golden, start)
+    config, compat = configs(golden, start, dtype)
     library = {"original": original, "huggingface": huggingface}[golden["library"]]
     tensors = under(arrays, "param/")
     params = library.to_flax(tensors, config, vocab_size=golden["n_token"])
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+    model = TransformerXL(config, compat, golden["n_token"], attention=Implementations(implementation, implementation))
 
     prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
-    for k, found in enumerate(run_segments(params, arrays, golden, config, compat)):
+    for k, found in enumerate(run_segments(params, arrays, golden, model)):
         check_segment(found, k, arrays, golden, prefix)
         if k == golden["grad_segment"]:
             gradients = library.from_flax(found["gradients"], config)
@@ -65,8 +98,19 @@ def test_golden(file, start, x64):
                 assert_close(gradients[name], value, f"gradient of {name}")
 
 
+@pytest.mark.parametrize("path", EXACT)
 @pytest.mark.parametrize(("file", "start"), list(runs()))
-def test_golden_with_kept_keys_and_values(file, start, x64):
+def test_golden_with_kept_keys_and_values(file, start, path, x64):
+    check_run_with_kv_cache(file, start, EXACT[path], DType.FLOAT64)
+
+
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize(("file", "start"), list(runs_of_kernels()))
+def test_golden_with_kept_keys_and_values_and_kernels(file, start, path):
+    check_run_with_kv_cache(file, start, KERNELS[path], DType.FLOAT32)
+
+
+def check_run_with_kv_cache(file, start, implementation, dtype):
     """The same losses and hidden states where the memory holds keys and values (`txl_jax.inference`)."""
     arrays = dict(np.load(file))
     golden = json.loads(str(arrays["config_json"]))
@@ -77,10 +121,11 @@ def test_golden_with_kept_keys_and_values(file, start, x64):
         pytest.skip("queries before the norm: an oddity of the original, which `test_golden` adapts to")
     if len(lengths) > 1:
         pytest.skip(f"segments of {sorted(lengths)} tokens: a ring takes segments of one length")
-    config, compat = configs(golden, start)
+    config, compat = configs(golden, start, dtype)
     library = {"original": original, "huggingface": huggingface}[golden["library"]]
     params = library.to_flax(under(arrays, "param/"), config, vocab_size=golden["n_token"])
-    model = TransformerXL(config, compat, golden["n_token"])
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+    model = TransformerXL(config, compat, golden["n_token"], attention=Implementations(implementation, implementation))
     sizes = {"segment_len": lengths.pop(), "mem_len": golden["mem_len"]}
     weights = forward.prepare_params(params, model, clamp_len=clamp_len(golden), **sizes)
     memory = forward.init_cache(weights, model, batch_size=golden["bsz"], **sizes)
@@ -96,7 +141,7 @@ def test_golden_with_kept_keys_and_values(file, start, x64):
         assert_close(hidden.swapaxes(0, 1), arrays[f"{prefix}seg{k}/hidden"], f"hidden states of segment {k}")
 
 
-def configs(golden: dict, start: str) -> tuple[ModelConfig, CompatConfig]:
+def configs(golden: dict, start: str, dtype: DType) -> tuple[ModelConfig, CompatConfig]:
     """Our configuration of a golden model."""
     same = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val", "tie_weight", "untie_r")
     model = ModelConfig(
@@ -107,7 +152,7 @@ def configs(golden: dict, start: str) -> tuple[ModelConfig, CompatConfig]:
         cutoffs=tuple(golden["cutoffs"]),
         tie_projs=tuple(golden["tie_projs"]),
         dropout=DropoutConfig(rate=0.0),
-        dtype=DType.FLOAT64,
+        dtype=dtype,
     )
     model.validate()
     compat = CompatConfig(
@@ -124,13 +169,14 @@ def clamp_len(golden: dict) -> int | None:
     return golden["clamp_len"] - (golden["attn_type"] == 1) if golden["clamp_len"] > 0 else None
 
 
-def run_segments(params, arrays, golden, config, compat):
+def run_segments(params, arrays, golden, model):
     """Yields nll, hidden, memory after, and gradients of the mean nll, segment after segment.
 
     Where we leave the original's absolute positions on purpose (tests/golden/README.md, "oddities"), adapters do here
     as it does, so that all segments and the gradients can be compared.
     """
-    model, absolute = TransformerXL(config, compat, golden["n_token"]), not encoding_of(config).generates_by_token
+    config = model.config
+    absolute = not encoding_of(config).generates_by_token
     lengths = {"clamp_len": clamp_len(golden), "same_length": golden["same_length"], "deterministic": True}
 
     def mean_nll(params, tokens, targets, memory):
@@ -195,10 +241,11 @@ def check_segment(found: dict, k: int, arrays: dict, golden: dict, prefix: str) 
 
 def assert_close(found, expected: np.ndarray, what: str) -> None:
     found = np.asarray(found)
-    assert (found.dtype, expected.dtype) == (np.float64, np.float64), what
+    assert expected.dtype == np.float64, what
     assert found.shape == expected.shape, what
     worst, largest = np.abs(found - expected).max(), np.abs(expected).max()
-    assert worst <= TOLERANCE * largest, f"{what}: off by {worst:.2e}, largest entry {largest:.2e}"
+    limit = TOLERANCE[found.dtype.type] * largest
+    assert worst <= limit, f"{what}: off by {worst:.2e}, largest entry {largest:.2e}"
 
 
 def under(arrays: dict, prefix: str) -> dict:

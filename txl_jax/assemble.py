@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from txl_jax import sharding
+from txl_jax.attention_choice import AttentionChoice, choose_attention
 from txl_jax.config import EvalConfig, ExperimentConfig, Network, TrainConfig
 from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
@@ -25,10 +26,11 @@ from txl_jax.memory import Memory
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.modules.lstm import LSTM
 from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.ops.attention import Implementations
 from txl_jax.segments import Segments
 from txl_jax.sharding import axes
 from txl_jax.training import optimizer as optimizer_lib
-from txl_jax.training.state import TrainState, init_state
+from txl_jax.training.state import TrainState, init_state, state_from_params
 from txl_jax.training.step import TrainStep, make_train_step
 
 
@@ -45,6 +47,7 @@ class RunComponents:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     mesh: Mesh
+    attention: AttentionChoice | None = None  # None: the network has none.
 
     @functools.cached_property
     def placement(self) -> "Placement":
@@ -169,6 +172,21 @@ class TrainingFunctions:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         return self.components.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
 
+    def state_from_params(self, params: Any) -> TrainState:
+        """Returns the state before the first update of training that begins with these parameters."""
+        components = self.components
+        config = components.config
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        begin = functools.partial(
+            state_from_params,
+            components.model,
+            components.optimizer,
+            batch_size=config.train.batch_size,
+            mem_len=config.train.mem_len,
+            average=config.average,
+        )
+        return components.jit(begin, out_shardings=shardings)(params)
+
     def init_params(self) -> Any:
         """Returns the parameters before the first update, without optimizer state and memory."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state.params)
@@ -283,8 +301,20 @@ class Compilation:
         return compiled, Compilation(seconds, None if analysis is None else analysis.temp_size_in_bytes)
 
 
-def assemble(config: ExperimentConfig, *, vocab_size: int, mesh: Mesh | None = None) -> RunComponents:
-    """Assembles the components of a run, over its own devices or another mesh's.
+def assemble(
+    config: ExperimentConfig,
+    *,
+    vocab_size: int,
+    mesh: Mesh | None = None,
+    recorded_attention: Implementations | None = None,
+) -> RunComponents:
+    """Assembles the components of a run.
+
+    Args:
+      config: the settings.
+      vocab_size: V.
+      mesh: None: over this run's own devices.
+      recorded_attention: the implementations of attention of an earlier start (`choose_attention`).
 
     Raises:
       UserError: settings that do not fit each other, the vocabulary or the devices.
@@ -298,11 +328,18 @@ def assemble(config: ExperimentConfig, *, vocab_size: int, mesh: Mesh | None = N
         size, devices = getattr(config.model, name), mesh.shape[axis]
         if size % devices:
             raise UserError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
-    network: Any = {Network.TRANSFORMER_XL: TransformerXL, Network.LSTM: LSTM}[config.model.network]
+    model: LanguageModel
+    attention = None
+    if config.model.network is Network.LSTM:
+        model = LSTM(config.model, config.compat, vocab_size, mesh.size)
+    else:
+        attention = choose_attention(config, mesh, recorded=recorded_attention)
+        model = TransformerXL(config.model, config.compat, vocab_size, mesh.size, attention=attention.implementations)
     return RunComponents(
         config=config,
-        model=network(config.model, config.compat, vocab_size, mesh.size),
+        model=model,
         optimizer=optimizer_lib.make_optimizer(config),
         schedule=optimizer_lib.learning_rate(config),
         mesh=mesh,
+        attention=attention,
     )

@@ -35,8 +35,15 @@ class Memory:
         return self.hidden.shape[2]
 
     def check(self, tokens: jax.Array, n_layer: int) -> None:
-        """Raises `UserError` unless the memory is one of `n_layer` layers for the rows of tokens [B, L]."""
-        if tokens.ndim != 2:
+        """Raises `UserError` unless it is a memory of `n_layer` layers for the rows of tokens [B, L].
+
+        Embeddings, floats [B, L, D], may take the place of the tokens.
+        """
+        width = self.hidden.shape[-1]
+        if jnp.issubdtype(tokens.dtype, jnp.floating):
+            if tokens.ndim != 3 or tokens.shape[2] != width:
+                raise UserError(f"the embeddings have shape {tokens.shape}; give floats [B, L, {width}]")
+        elif tokens.ndim != 2:
             raise UserError(f"the tokens have shape {tokens.shape}; give a segment, int [B, L]")
         if self.hidden.shape[:2] != (n_layer, tokens.shape[0]):
             raise UserError(

@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 
-from support import miniature
+from support import drawn_run, miniature
 from txl_jax.assemble import assemble
 from txl_jax.config import (
+    AttentionPath,
     AttentionWindow,
     CorpusName,
     DataConfig,
@@ -23,6 +25,7 @@ from txl_jax.config import (
     ExperimentConfig,
     GenerateConfig,
     Heldout,
+    InitVocabulary,
     LineMark,
     LossPart,
     MemoryStart,
@@ -48,7 +51,7 @@ from txl_jax.data.tokens import sentencepiece as pieces_lib
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.data.tokens.vocabulary import dumps
 from txl_jax.inference.generator import Generator
-from txl_jax.jobs import evaluate, train
+from txl_jax.jobs import evaluate, train, warm_start
 from txl_jax.jobs.generate import read_prompt, read_stop
 from txl_jax.jobs.train import training_reader
 from txl_jax.jobs.workdir import TextInfo, Workdir
@@ -92,6 +95,8 @@ BASE = ExperimentConfig(
 # Where each setting must show, and its second value.
 SECOND = {
     "seed": ("init", 5),
+    "init_from": ("first_weights", "weights"),
+    "init_vocabulary": ("first_weights", InitVocabulary.KEPT),
     "model.network": ("init", Network.LSTM),
     "model.n_layer": ("init", 3),
     "model.d_model": ("init", 14),
@@ -108,6 +113,7 @@ SECOND = {
     "model.dropout.embedding": ("train_step", 0.3),
     "model.dropout.weight": ("train_step", 0.3),
     "model.layer_norm": ("train_step", NormPlace.POST),
+    "model.attention": ("train_step", AttentionPath.TILED),
     "model.encoding": ("init", Encoding.VASWANI),
     "model.num_positions": ("init", 20),
     "model.untie_r": ("init", True),
@@ -208,6 +214,7 @@ SECOND = {
 RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}
 FULL_SOFTMAX = {"model.cutoffs": (), "model.div_val": 1, "model.tie_projs": (), "model.d_embed": None}
 BESIDE = {
+    "init_vocabulary": FULL_SOFTMAX | {"data.tokenizer.kind": Tokenizer.WORD, "init_from": "weights"},
     "train.patience": RISING,
     "average.nt_asgd_patience": RISING | {"average.nt_asgd_patience": 10**6},
     **{f"average.{name}": {"average.start_step": 0} for name in ("lr_scale", "ema_decay")},
@@ -262,6 +269,7 @@ def texts(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     for name in ("words.txt", "other.txt"):
         (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "Three"], 300)))
+    (tmp_path / "trained.txt").write_text("three four\n" * 300)
     (tmp_path / "words.model").write_bytes(small_model())
     (tmp_path / "empty-end.txt").write_text("one two\n" * 300 + "\n\n")
     monkeypatch.setitem(corpora.CORPORA, CorpusName.LM1B, miniature.corpus(CorpusName.LM1B))
@@ -281,6 +289,19 @@ def init(config):
         init_state, parts.model, parts.optimizer, seed=config.seed, batch_size=span.batch_size, mem_len=span.mem_len
     )
     return jax.jit(lambda: nn.unbox(make())).lower().as_text()
+
+
+def first_weights(config):
+    """The vocabulary, and what is recorded of the weights that a run begins with; a trained run is made if need be."""
+    if config.init_from:
+        plain = {"init_from": None, "init_vocabulary": InitVocabulary.OWN, "data.file": "trained.txt"}
+        trained = config_tree.replace(config, plain)
+        drawn_run.make(Path(config.init_from), trained, read_corpus(trained.data, "."))
+    workdir = Workdir(Path("new-run"))
+    read = warm_start.read_corpus(config, workdir, ".", None)
+    parts = assemble(config, vocab_size=read.vocabulary.size)
+    weights = warm_start.load(parts, read.vocabulary, workdir)
+    return dumps(read.vocabulary), weights and weights.record
 
 
 def train_step(config):
@@ -356,8 +377,6 @@ def scored(config):
 
 
 def config_run_folder(config):
-    from pathlib import Path
-
     return Path.cwd() / f"run-{abs(hash(config))}"
 
 
@@ -380,7 +399,20 @@ def text(config):
 
 PROBES = {
     probe.__name__: probe
-    for probe in (init, train_step, eval_step, batch, corpus, epochs, devices, files, scored, prompt, text)
+    for probe in (
+        init,
+        first_weights,
+        train_step,
+        eval_step,
+        batch,
+        corpus,
+        epochs,
+        devices,
+        files,
+        scored,
+        prompt,
+        text,
+    )
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from support import tiny, tiny_run
 from txl_jax.config import DType, EvalConfig
 from txl_jax.data.batches.segment_reader import evaluation_segments
+from txl_jax.evaluation import streaming
 from txl_jax.evaluation.streaming import evaluate, make_eval_step
 from txl_jax.inference import forward
 
@@ -84,6 +85,33 @@ def test_blocks_and_their_padding_never_change_the_totals(per_call):
     found, expected = totals(per_call=per_call), totals()  # Five segments: blocks of 2, 3 and 8 are padded.
     assert found.tokens == expected.tokens
     assert found.nats == pytest.approx(expected.nats, rel=1e-13)
+
+
+@pytest.mark.parametrize(("per_call", "rows"), [(4, 1), (3, 2), (4, 3)])
+def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per_call, rows):
+    words = tiny.make(dtype=DType.FLOAT64, cutoffs=(5, 8), div_val=2)
+    weights = forward.prepare_params(tiny_run.params(words), words, segment_len=L, mem_len=M, clamp_len=None)
+    reader = evaluation_segments(TEXT, batch_size=rows, segment_len=2)
+    assert reader.n_segments >= per_call and TEXT.max() >= 8
+
+    def losses():
+        memory = forward.init_cache(weights, words, batch_size=rows, mem_len=M, segment_len=2)
+        _, scores = jax.jit(make_eval_step(words, EvalConfig()))(weights, memory, reader.segments(0, per_call))
+        return scores
+
+    together = losses()
+    monkeypatch.setattr(streaming, "_SCORED_TOGETHER", 0)
+    for found, expected in zip(together, losses(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_few_positions_are_scored_together():
+    assert streaming._segments_together(8, (1, 64), n_tail=3) == 8
+    assert streaming._segments_together(8, (4, 64), n_tail=3) == 4
+    assert streaming._segments_together(9, (4, 64), n_tail=3) == 3
+    assert streaming._segments_together(7, (4, 64), n_tail=3) == 1
+    assert streaming._segments_together(8, (60, 64), n_tail=3) == 1
+    assert streaming._segments_together(8, (1, 64), n_tail=0) == 1  # No tails.
 
 
 def test_padding_at_the_end_of_rows_never_changes_the_totals():

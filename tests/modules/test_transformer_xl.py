@@ -112,7 +112,7 @@ WIDTHS = (tiny.B, L, tiny.D)
 DROPOUTS = {
     "position codes": (("drop_input", 0), (M + L, tiny.D), 0.5),
     "embedding": (("drop_input", 1), WIDTHS, 0.5),
-    "attention probabilities": (("stack/layers/attention/Dropout_0", 0), (tiny.B, tiny.H, L, M + L), 0.25),
+    "attention probabilities": (("stack/layers/attention/Dropout_0", 0), tiny.H, 0.25),
     "attention output": (("stack/layers/attention/Dropout_1", 0), WIDTHS, 0.5),
     "inner layer": (("stack/layers/feed_forward/Dropout_0", 0), (tiny.B, L, tiny.F), 0.5),
     "feed-forward output": (("stack/layers/feed_forward/Dropout_1", 0), WIDTHS, 0.5),
@@ -122,7 +122,10 @@ DROPOUTS = {
 
 @functools.cache
 def run_with_dropout(change=None):
-    """Hidden states, and {place: (shape, rate)} of all dropouts; dropout `change` gives twice its output."""
+    """Hidden states, and {place: (shape, rate)} of all dropouts; dropout `change` gives twice its output.
+
+    That of attention probabilities has its number of heads instead of a shape, and is changed by its seed.
+    """
     model, places = tiny.make(dropout__rate=0.5, dropout__attention=0.25), {}
 
     def interceptor(call, args, kwargs, context):
@@ -131,6 +134,9 @@ def run_with_dropout(change=None):
             return outputs
         path = "/".join(context.module.path)
         number = sum(seen == path for seen, _ in places) if path.startswith("drop_") else 0
+        if context.method_name == "draw_seed":
+            places[path, number] = (args[0], context.module.rate)
+            return outputs.replace(seed=outputs.seed + 1) if (path, number) == change else outputs
         places[path, number] = (args[0].shape, context.module.rate)
         return 2 * outputs if (path, number) == change else outputs
 

@@ -18,8 +18,9 @@ from txl_jax.config.data import (
     TokenizerConfig,
 )
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
-from txl_jax.config.experiment import COMPAT_PRESETS, ExperimentConfig
+from txl_jax.config.experiment import COMPAT_PRESETS, ExperimentConfig, InitVocabulary
 from txl_jax.config.model import (
+    AttentionPath,
     AttentionWindow,
     CompatConfig,
     DropoutConfig,
@@ -44,6 +45,7 @@ from txl_jax.config.training import (
 
 __all__ = [
     "COMPAT_PRESETS",
+    "AttentionPath",
     "AttentionWindow",
     "AverageConfig",
     "CompatConfig",
@@ -58,6 +60,7 @@ __all__ = [
     "ExperimentConfig",
     "GenerateConfig",
     "Heldout",
+    "InitVocabulary",
     "LineMark",
     "LossPart",
     "MemoryStart",

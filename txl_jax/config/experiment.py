@@ -5,6 +5,7 @@ width, F inner width, V vocabulary, N layers, C clusters of the adaptive softmax
 """
 
 import dataclasses
+import enum
 import types
 from collections.abc import Mapping
 from typing import Any, cast
@@ -46,11 +47,26 @@ COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
 )
 
 
+class InitVocabulary(enum.StrEnum):
+    """Vocabulary of a warm start."""
+
+    OWN = "own"  # The text's; rows of the tables are matched by the spelling of their tokens.
+    KEPT = "kept"  # That of the trained model; words that it lacks are <unk>.
+
+
 @dataclasses.dataclass(frozen=True)
 class ExperimentConfig(Config):
     """One run."""
 
     seed: int = setting(1111, "Seed of initial weights, dropout, and the order of the training text.")
+    init_from: str | None = setting(
+        None,
+        "Warm start (fine-tuning): folder of a trained model that gives the initial weights; none: random ones.",
+        path=True,
+    )
+    init_vocabulary: InitVocabulary = setting(
+        InitVocabulary.OWN, "Warm start: the text's own vocabulary, or that of the trained model."
+    )
     model: ModelConfig = ModelConfig()
     compat: CompatConfig = CompatConfig()
     data: DataConfig = DataConfig()
@@ -77,11 +93,26 @@ class ExperimentConfig(Config):
                 cast(Any, group).validate()
         self._validate_softmax()
         self._validate_schedule()
+        self._validate_warm_start()
         require(
             self.model.network is Network.TRANSFORMER_XL or not self.train.stride,
             f"train.stride is {self.train.stride} and model.network is {self.model.network}, whose state has read "
             "already what would be read again; leave it out",
         )
+
+    def _validate_warm_start(self) -> None:
+        if self.init_vocabulary is InitVocabulary.OWN:
+            return
+        require(
+            self.init_from is not None,
+            f"init_vocabulary is {self.init_vocabulary} and init_from is none; give --init_from=PATH",
+        )
+        for name in ("vocab_file", "sentencepiece_model"):
+            given = getattr(self.data.tokenizer, name)
+            require(
+                given is None,
+                f"data.tokenizer.{name} is {given!r} and init_vocabulary is {self.init_vocabulary}; give one of them",
+            )
 
     def _validate_softmax(self) -> None:
         given = {

@@ -53,6 +53,15 @@ class Remat(enum.StrEnum):
     FULL = "full"  # Keep only each layer's input.
 
 
+class AttentionPath(enum.StrEnum):
+    """Implementation of attention; all compute the same."""
+
+    AUTO = "auto"  # The fastest that serves the platform, the lengths and the type.
+    REFERENCE = "reference"  # Scores of all pairs in memory: the definition of correct.
+    TILED = "tiled"  # XLA loops over tiles of the scores.
+    FUSED = "fused"  # Kernels for TPU and GPU.
+
+
 class MemoryStart(enum.StrEnum):
     """Contents of a row's memory before its first segment."""
 
@@ -101,39 +110,51 @@ class DropoutConfig(Config):
 class ModelConfig(Config):
     """Sizes and parts of the network. Lengths are not here: the parameters do not depend on them."""
 
-    network: Network = setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.")
-    n_layer: int = setting(12, "N, layers.", at_least=1)
-    d_model: int = setting(512, "D, model width.", at_least=1)
-    n_head: int = setting(8, "H, attention heads; H * E need not be D.", at_least=1)
-    d_head: int = setting(64, "E, head width.", at_least=1)
-    d_inner: int = setting(2048, "F, inner width of the feed-forward layers.", at_least=1)
-    d_embed: int | None = setting(None, "Width of the first cluster's embedding; none: d_model.", at_least=1)
+    network: Network = setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.", shapes_params=True)
+    n_layer: int = setting(12, "N, layers.", at_least=1, shapes_params=True)
+    d_model: int = setting(512, "D, model width.", at_least=1, shapes_params=True)
+    n_head: int = setting(8, "H, attention heads; H * E need not be D.", at_least=1, shapes_params=True)
+    d_head: int = setting(64, "E, head width.", at_least=1, shapes_params=True)
+    d_inner: int = setting(2048, "F, inner width of the feed-forward layers.", at_least=1, shapes_params=True)
+    d_embed: int | None = setting(
+        None, "Width of the first cluster's embedding; none: d_model.", at_least=1, shapes_params=True
+    )
     dropout: DropoutConfig = DropoutConfig()
-    layer_norm: NormPlace = setting(NormPlace.POST, "Place of the layer norm: post- or pre-norm.")
+    layer_norm: NormPlace = setting(NormPlace.POST, "Place of the layer norm: post- or pre-norm.", shapes_params=True)
     encoding: Encoding = setting(
-        Encoding.RELATIVE, "Position encoding: the paper's (relative), or one it compares with."
+        Encoding.RELATIVE, "Position encoding: the paper's (relative), or one it compares with.", shapes_params=True
     )
     num_positions: int | None = setting(
         None,
         "Size of the table of a learned encoding; greater distances share the last entry; none: L + M of training.",
         at_least=2,
         flag=False,
+        shapes_params=True,
     )
-    untie_r: bool = setting(False, "Biases u and v (r_w_bias, r_r_bias) per layer instead of shared by all.")
-    tie_positions: bool = setting(False, "Position keys use the key matrix; u and v are the query of distance 0.")
-    tie_weight: bool = setting(True, "Weight tying: embedding and softmax share their tables.")
+    untie_r: bool = setting(
+        False, "Biases u and v (r_w_bias, r_r_bias) per layer instead of shared by all.", shapes_params=True
+    )
+    tie_positions: bool = setting(
+        False, "Position keys use the key matrix; u and v are the query of distance 0.", shapes_params=True
+    )
+    tie_weight: bool = setting(True, "Weight tying: embedding and softmax share their tables.", shapes_params=True)
     cutoffs: tuple[int, ...] = setting(
-        (), "First token of each tail cluster of the adaptive softmax; empty: full softmax."
+        (), "First token of each tail cluster of the adaptive softmax; empty: full softmax.", shapes_params=True
     )
-    div_val: int = setting(1, "Adaptive embedding: cluster c has width d_embed // div_val**c.", at_least=1)
+    div_val: int = setting(
+        1, "Adaptive embedding: cluster c has width d_embed // div_val**c.", at_least=1, shapes_params=True
+    )
     tie_projs: tuple[bool, ...] = setting(
-        (), "Per cluster: softmax and embedding share a projection; empty: none does."
+        (), "Per cluster: softmax and embedding share a projection; empty: none does.", shapes_params=True
     )
     init_std: float = setting(0.02, "Standard deviation of initial weights.", at_least=0)
     projection_init_std: float = setting(
         0.01, "Standard deviation of initial projections of embedding and softmax.", at_least=0, flag=False
     )
     dtype: DType = setting(DType.FLOAT32, "Compute type; parameters stay float32.")
+    attention: AttentionPath = setting(
+        AttentionPath.AUTO, "Implementation of attention; all give the same numbers.", free_on_resume=True
+    )
     remat: Remat = setting(
         Remat.NONE,
         "Rematerialisation (activation checkpointing): values recomputed in the backward pass to save memory.",
@@ -256,8 +277,12 @@ class CompatConfig(Config):
         AttentionWindow.MEM_LEN, "Keys that a query sees under same_length.", flag=False
     )
     layer_norm_eps: float = setting(1e-5, "Layer norm epsilon: added to the variance.", above=0, flag=False)
-    shaw_terms: ShawTerms = setting(ShawTerms.PAPER, "With model.encoding=shaw: terms of the score.", flag=False)
-    final_norm: bool = setting(True, "With model.layer_norm=pre: a layer norm after the last layer.", flag=False)
+    shaw_terms: ShawTerms = setting(
+        ShawTerms.PAPER, "With model.encoding=shaw: terms of the score.", flag=False, shapes_params=True
+    )
+    final_norm: bool = setting(
+        True, "With model.layer_norm=pre: a layer norm after the last layer.", flag=False, shapes_params=True
+    )
 
     def window(self, mem_len: int, *, same_length: bool) -> int | None:
         """Returns the keys that a query sees at most, itself included; None: as many as there are."""

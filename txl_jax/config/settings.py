@@ -25,8 +25,9 @@ class Setting:
       at_least, above, at_most, below: the range; None: no bound.
       path: a file, or a list of files, that programs make absolute.
       only_with: values of a field beside it, by its name, without which nothing reads this one.
-      free_on_resume: may differ when a run is resumed, as it does not touch the training trajectory.
+      free_on_resume: may differ when a run is resumed, as it changes the training trajectory by rounding at most.
       shapes_tokens: makes the token ids of a text what they are, so that a trained run keeps it.
+      shapes_params: makes trained parameters what they are, so that a warm start keeps it.
       flag: can be set from the command line; else only in code and by presets.
     """
 
@@ -39,6 +40,7 @@ class Setting:
     only_with: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     free_on_resume: bool = False
     shapes_tokens: bool = False
+    shapes_params: bool = False
     flag: bool = True
 
     def range_text(self) -> str:

@@ -4,10 +4,12 @@ Every token but the first is scored exactly once (their order: `txl_jax.data.bat
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from txl_jax import losses, recurrence
@@ -28,6 +30,8 @@ class Scores(NamedTuple):
     nll: jax.Array  # [S, B, L], nats of every position, scored or not.
 
 
+_SCORED_TOGETHER = 1024  # Positions.
+
 # (weights, memory, segments) -> (memory, scores); weights and memory are the scorer's (`txl_jax.inference.scorer`).
 EvalStep = Callable[[Any, Any, Segments], tuple[Any, Scores]]
 
@@ -37,16 +41,47 @@ def make_eval_step(model: LanguageModel, config: EvalConfig) -> EvalStep:
     scorer = make_scorer(model, config)
 
     def eval_step(weights: Any, memory: Any, segments: Segments) -> tuple[Any, Scores]:
-        def score(state: None, memory: Any, segment: Any) -> tuple[None, Any, Scores]:
+        targets, weight = jnp.asarray(segments.targets), jnp.asarray(segments.weights)
+        n_segment, *shape = targets.shape
+        n_together = _segments_together(n_segment, shape, n_tail=len(model.config.cutoffs))
+
+        def score(state: None, memory: Any, segment: Any) -> tuple[None, Any, jax.Array]:
             hidden, memory = scorer.forward(weights, memory, segment.inputs)
-            nll = scorer.nll(weights, hidden, segment.targets)
-            return state, memory, Scores(*losses.weighted_sum(nll, segment.weights), nll)
+            return state, memory, hidden if n_together > 1 else scorer.nll(weights, hidden, segment.targets)
 
         reset = functools.partial(scorer.reset, weights)
-        _, memory, scores = recurrence.scan_segments(score, None, memory, segments, reset=reset)
-        return memory, scores
+        _, memory, nll = recurrence.scan_segments(score, None, memory, segments, reset=reset)
+        if n_together > 1:  # What was collected are hidden states.
+            nll = _score_together(functools.partial(scorer.nll, weights), nll, targets, n_together)
+        return memory, Scores(*jax.vmap(losses.weighted_sum)(nll, weight), nll)
 
     return eval_step
+
+
+def _segments_together(n_segment: int, shape: Sequence[int], *, n_tail: int) -> int:
+    """Returns how many segments [B, L] to score at a time, a divisor of S.
+
+    A tail of the adaptive softmax is read from memory for few tokens of a segment: of 64 tokens, seven lie in the
+    160,000 words of the second tail of WikiText-103. Scoring 8 such segments together took 180 ms on an AMD EPYC (2
+    cores), one after the other 395 ms. Up to 1024 positions, so that logits stay small.
+    """
+    most = _SCORED_TOGETHER // math.prod(shape) if n_tail else 1
+    return max(n for n in range(1, n_segment + 1) if n_segment % n == 0 and n <= max(most, 1))
+
+
+def _score_together(
+    nll: Callable[[jax.Array, jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, n_together: int
+) -> jax.Array:
+    """Computes the nats of hidden states [S, B, L, D] and targets [S, B, L], `n_together` segments at a time."""
+
+    def score(group: tuple[jax.Array, jax.Array]) -> jax.Array:
+        of_rows = (jnp.moveaxis(array, 0, 1) for array in group)  # Rows first: the mesh shards them.
+        return jnp.moveaxis(nll(*of_rows), 1, 0)
+
+    def groups(array: jax.Array) -> jax.Array:
+        return array.reshape(-1, n_together, *array.shape[1:])
+
+    return jax.lax.map(score, (groups(hidden), groups(targets))).reshape(targets.shape)
 
 
 def evaluate(

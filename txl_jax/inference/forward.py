@@ -180,7 +180,15 @@ def _forward_layer(
     position, position_keys = None, layer.position_keys
     if position_keys is not None:
         position = _biased(query, position_keys.bias), position_keys.key, position_keys.score
-    attended = cached_attention(_biased(query, layer.content_bias), key, value, ring, position, visibility)
+    attended = cached_attention(
+        _biased(query, layer.content_bias),
+        key,
+        value,
+        ring,
+        position,
+        visibility,
+        implementation=model.implementations.cached,
+    )
     batch, _, segment_len, _ = attended.shape
     attended = project(attended.swapaxes(1, 2).reshape(batch, segment_len, -1), layer.output)
     feed_forward = FeedForward(model.config, deterministic=True)

@@ -24,9 +24,11 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.segment_reader import SegmentReader
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
-from txl_jax.jobs import report
+from txl_jax.jobs import report, restore, warm_start
+from txl_jax.jobs.changes import member_name
 from txl_jax.jobs.train import claim, score_or_stop, training_reader
-from txl_jax.jobs.workdir import TextInfo, Workdir, member_name
+from txl_jax.jobs.warm_start import WarmStart
+from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime.files import write_text
 from txl_jax.segments import Segments
@@ -64,16 +66,21 @@ def run(
     """
     members = [_in_order(member) for member in members]
     configs = member_configs(base, members)
-    components = assemble(base, vocab_size=corpus.vocabulary.size)
+    recorded = restore.recorded_attention(workdir, base)
+    components = assemble(base, vocab_size=corpus.vocabulary.size, recorded_attention=recorded)
     if components.mesh.size != 1:
         raise UserError(
             f"the mesh has {components.mesh.size} devices and the members of an ensemble share one; give "
             "--mesh.data=1, or train each as a run of its own"
         )
     readers = [training_reader(components, corpus, seed=config.seed) for config in configs.values()]
+    weights = warm_start.load(components, corpus.vocabulary, workdir)
     with contextlib.ExitStack() as stack:
-        changes = claim(workdir, base, TextInfo.of(corpus), stack, members)
-        task = _task(components, corpus, configs, readers, stop_requested)
+        changes = claim(
+            workdir, base, TextInfo.of(corpus), stack, members, attention=components.attention, weights=weights
+        )
+        weights = weights or warm_start.of_earlier_start(workdir)
+        task = _task(components, corpus, configs, readers, stop_requested, weights)
         outcome = Trainer(task, workdir.path, hooks=hooks, stop_requested=stop_requested).run(changes)
     if outcome.results is not None:
         print(f"table     {_write_table(workdir.path, outcome.results, corpus.vocabulary.measure)}", flush=True)
@@ -122,10 +129,13 @@ def _task(
     configs: Mapping[str, ExperimentConfig],
     readers: Sequence[SegmentReader],
     stop_requested: Callable[[], Any],
+    weights: WarmStart | None,
 ) -> TrainTask:
     members, base = Members(tuple(configs)), components.config
     abstract_state = members.abstract(components.training.abstract_state)
-    init = ensemble_step.make_ensemble_init(components.model, base, [config.seed for config in configs.values()])
+    init = ensemble_step.make_ensemble_init(
+        components.model, base, [config.seed for config in configs.values()], begin=weights and weights.state
+    )
     variation = ensemble_step.Variation.of(base, list(configs.values()))
 
     def init_state() -> TrainState:
@@ -150,9 +160,10 @@ def _task(
         config=base,
         members=members,
         measure=corpus.vocabulary.measure,
-        facts=report.facts(components, corpus),
+        facts=report.facts(components, corpus) | warm_start.facts(weights),
         opening=[
             *report.opening(components, corpus, readers[0]),
+            *warm_start.opening(weights),
             f"ensemble  {'; '.join(members.names)}: one program, losses in this order",
         ],
         segments_per_epoch=readers[0].n_segments,

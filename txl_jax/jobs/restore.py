@@ -10,8 +10,9 @@ from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.jobs import agreement
+from txl_jax.jobs import agreement, attention_record
 from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.ops.attention import Implementations
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.training.members import Members
@@ -40,8 +41,30 @@ def load_to_score(
     if corpus.digest != trained_on.digest:
         log(f"note: this is not the text of training ({trained_on.description}), but {corpus.description}")
     make(workdir)
-    components = distributed.run_on_all(lambda: assemble(config, vocab_size=corpus.vocabulary.size))
+    components = assemble_trained(config, workdir, vocab_size=corpus.vocabulary.size, log=log)
     return components, *load_parameters(components, workdir, log=log)
+
+
+def assemble_trained(
+    config: ExperimentConfig, workdir: Workdir, *, vocab_size: int, log: Callable[[str], None]
+) -> RunComponents:
+    """Assembles the components of a trained run with its recorded implementations of attention; all processes call it.
+
+    Raises:
+      UserError: settings that do not fit each other or the devices, or processes with other devices.
+    """
+    recorded = recorded_attention(workdir, config)
+    components = distributed.run_on_all(lambda: assemble(config, vocab_size=vocab_size, recorded_attention=recorded))
+    attention_record.check_same_on_all(components.attention)
+    for line in attention_record.evaluation_lines(recorded, components.attention):
+        log(line)
+    return components
+
+
+def recorded_attention(workdir: Workdir, config: ExperimentConfig) -> Implementations:
+    """Returns the recorded implementations of attention that a start with `config` keeps; all processes call it."""
+    record = distributed.broadcast_from_primary(lambda: workdir.attention(config))
+    return attention_record.parse(record, config)
 
 
 def make(workdir: Workdir) -> None:

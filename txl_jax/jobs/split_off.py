@@ -42,7 +42,14 @@ def split_off(workdir: Path, member: str, target: Path, *, log: Callable[[str], 
         records = [record for record in read_metrics(workdir) if record.get("member") == member]
         write_lines(target / METRICS, (json.dumps(_without_member(record)) + "\n" for record in records))
         _copy_results(source, made, member)
-        made.record(config, text)  # Last: without config.json the folder holds no run.
+        # Last: without config.json the folder holds no run.
+        made.record(
+            config,
+            text,
+            format=source.format(),
+            attention=source.attention(config),
+            warm_start=source.read().warm_start,
+        )
     log(f"split off {member} after step {step}: {target}")
     return made
 

@@ -1,10 +1,10 @@
 """The training job: from config and text to checkpoints and results.json.
 
 Starting goes in this order, so that the cheap failures come first and nothing is written before them:
-  1. the components are assembled and the text is cut into segments: settings that do not fit fail here, and so do
-     processes that do not have the same ones;
+  1. the components are assembled, with the attention of an earlier start, and the text is cut into segments: settings
+     that do not fit fail here, and so do processes that do not have the same ones;
   2. the workdir is made, locked, and compared with an earlier start in it;
-  3. the newest sound checkpoint is restored, or the state initialized;
+  3. the newest sound checkpoint is restored, or the state initialized, with the weights of `init_from` if it is set;
   4. the opening lines are printed, and the step is compiled;
   5. the loop runs, with evaluation and checkpoints as hooks;
   6. the best parameters are scored on the test text.
@@ -19,17 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from txl_jax.assemble import RunComponents, assemble
+from txl_jax.attention_choice import AttentionChoice
 from txl_jax.config import ExperimentConfig, Order
 from txl_jax.data.batches.segment_reader import SegmentReader, training_segments
-from txl_jax.data.corpus import Corpus, read_corpus
-from txl_jax.jobs import agreement, report
+from txl_jax.data.corpus import Corpus
+from txl_jax.jobs import agreement, attention_record, report, restore, warm_start
 from txl_jax.jobs.score import Interrupted, score
+from txl_jax.jobs.warm_start import WarmStart
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
 from txl_jax.runtime import distributed
 from txl_jax.segments import Segments
 from txl_jax.training.loop import Hook
 from txl_jax.training.members import Members
+from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep
 from txl_jax.training.task import TrainTask
 from txl_jax.training.trainer import Outcome, Trainer
@@ -57,17 +60,22 @@ def run(
     for hook in hooks:
         hook.check_interval(config.train.segments_per_call)
     agreement.check(config, corpus)
+    recorded = restore.recorded_attention(workdir, config)
 
     def prepare() -> tuple[RunComponents, SegmentReader]:
-        components = assemble(config, vocab_size=corpus.vocabulary.size)
+        components = assemble(config, vocab_size=corpus.vocabulary.size, recorded_attention=recorded)
         components.training.check_batch_size()
         return components, training_reader(components, corpus)
 
     components, reader = distributed.run_on_all(prepare)
+    attention_record.check_same_on_all(components.attention)
+    weights = warm_start.load(components, corpus.vocabulary, workdir)
     with contextlib.ExitStack() as stack:
-        changes = distributed.broadcast_from_primary(lambda: claim(workdir, config, TextInfo.of(corpus), stack))
+        changes = distributed.broadcast_from_primary(
+            lambda: claim(workdir, config, TextInfo.of(corpus), stack, attention=components.attention, weights=weights)
+        )
         workdir.check_shared()
-        task = _task(components, corpus, reader, stop_requested)
+        task = _task(components, corpus, reader, stop_requested, weights or warm_start.of_earlier_start(workdir))
         return Trainer(task, workdir.path, hooks=hooks, stop_requested=stop_requested).run(changes)
 
 
@@ -97,8 +105,9 @@ def train(
     """
     config = config.resolved()
     config.validate()
-    corpus = distributed.run_on_all(lambda: read_corpus(config.data, data_dir, cache_dir))
-    return run(config, corpus, Workdir(Path(path).expanduser().resolve()), hooks=hooks)
+    workdir = Workdir(Path(path).expanduser().resolve())
+    corpus = distributed.run_on_all(lambda: warm_start.read_corpus(config, workdir, data_dir, cache_dir))
+    return run(config, corpus, workdir, hooks=hooks)
 
 
 def claim(
@@ -107,12 +116,25 @@ def claim(
     text: TextInfo,
     stack: contextlib.ExitStack,
     members: Sequence[Mapping[str, float]] = (),
+    *,
+    attention: AttentionChoice | None = None,
+    weights: WarmStart | None = None,
 ) -> list[str]:
-    """Locks the workdir until `stack` is closed, and records the run in it; returns its changed settings."""
+    """Locks the workdir until `stack` is closed, and records the run in it; returns a line for each change.
+
+    Args:
+      weights: those that the run begins with; None: random ones, or it resumes.
+    """
     workdir.check_same_run(config, text, members)
     stack.enter_context(workdir.create().lock())
-    changes = workdir.check_same_run(config, text, members)
-    workdir.record(config, text, members)
+    changes = workdir.check_same_run(config, text, members, attention)
+    workdir.record(
+        config,
+        text,
+        members,
+        attention=attention_record.to_json(attention),
+        warm_start=warm_start.recorded(workdir) if weights is None else weights.record,
+    )
     return changes
 
 
@@ -140,8 +162,16 @@ def training_reader(components: RunComponents, corpus: Corpus, *, seed: int | No
 
 
 def _task(
-    components: RunComponents, corpus: Corpus, reader: SegmentReader, stop_requested: Callable[[], Any]
+    components: RunComponents,
+    corpus: Corpus,
+    reader: SegmentReader,
+    stop_requested: Callable[[], Any],
+    weights: WarmStart | None,
 ) -> TrainTask:
+    def init_state() -> TrainState:
+        training = components.training
+        return training.init_state() if weights is None else weights.state(training.init_params())
+
     def compile_step() -> tuple[TrainStep, str]:
         train_step, compilation = components.training.compile_step()
         return train_step, report.memory_line(components, compilation)
@@ -153,12 +183,12 @@ def _task(
         config=components.config,
         members=Members(),
         measure=corpus.vocabulary.measure,
-        facts=report.facts(components, corpus),
-        opening=report.opening(components, corpus, reader),
+        facts=report.facts(components, corpus) | warm_start.facts(weights),
+        opening=[*report.opening(components, corpus, reader), *warm_start.opening(weights)],
         segments_per_epoch=reader.n_segments,
         abstract_state=components.training.abstract_state,
         abstract_params=components.training.abstract_state.params,
-        init_state=components.training.init_state,
+        init_state=init_state,
         compile_step=compile_step,
         segments=segments,
         score=functools.partial(score_or_stop, components, corpus, stop_requested),

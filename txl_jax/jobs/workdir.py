@@ -1,6 +1,6 @@
 """The workdir of a run: its config and text, and the lock that keeps other runs out.
 
-config.json       settings; of an ensemble those of the base, and what each member differs in
+config.json       settings, implementations of attention, number of the format; what members of an ensemble differ in
 vocabulary.txt    the tokens by id
 checkpoints/      latest/ (everything), best/ (parameters of the lowest validation loss)
 metrics.jsonl, log.txt, tensorboard/
@@ -9,30 +9,31 @@ results.json      written when training has ended
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from txl_jax.attention_choice import AttentionChoice
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.tokens.build_vocabulary import KINDS
 from txl_jax.data.tokens.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import UserError
+from txl_jax.jobs import attention_record, changes
 from txl_jax.runtime import distributed
-from txl_jax.runtime.files import write_json, write_text
+from txl_jax.runtime import format as file_format
+from txl_jax.runtime.files import lock_now, write_json, write_text
 from txl_jax.runtime.metrics_log import METRICS
 from txl_jax.training.members import Members
 from txl_jax.training.results import RESULTS
 from txl_jax.training.run_checkpoints import best_folder, latest_folder
 
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts once their caches expire.
-_SECONDS_OF_A_TEST = 1.0
 _SECONDS_OF_A_START = 3600  # No start waits for the others as long.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
 
@@ -52,6 +53,17 @@ class TextInfo:
     def of(cls, corpus: Corpus) -> "TextInfo":
         """Describes a corpus."""
         return cls(corpus.name, corpus.description, corpus.digest, corpus.vocabulary, corpus.data_dir, corpus.cache_dir)
+
+
+class Record(NamedTuple):
+    """The contents of config.json and vocabulary.txt."""
+
+    config: ExperimentConfig
+    text: TextInfo
+    members: list[dict[str, float]]
+    format: int
+    attention: attention_record.Record
+    warm_start: dict[str, Any] | None  # As `txl_jax.jobs.warm_start` writes it; None: it began with random weights.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +156,7 @@ class Workdir:
         """
         handle = open(self.path / ".lock", "a+")  # noqa: SIM115 (the caller closes it)
         try:
-            _lock(handle)
+            lock_now(handle)
         except BlockingIOError as error:
             handle.seek(0)
             holder = handle.read().strip() or "unknown"
@@ -169,12 +181,34 @@ class Workdir:
                 if time.time() - path.stat().st_mtime > _SECONDS_OF_A_START:
                     path.unlink()
 
-    def record(self, config: ExperimentConfig, text: TextInfo, members: Sequence[Mapping[str, float]] = ()) -> None:
-        """Writes config.json and vocabulary.txt; `members` are the settings that those of an ensemble differ in."""
+    def record(
+        self,
+        config: ExperimentConfig,
+        text: TextInfo,
+        members: changes.Members = (),
+        *,
+        format: int = file_format.FORMAT,
+        attention: attention_record.Record | None = None,
+        warm_start: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Writes config.json and vocabulary.txt.
+
+        Args:
+          members: the settings that those of an ensemble differ in.
+          format: of the draws up to the newest checkpoint.
+          attention: the implementations of attention; None: not recorded.
+          warm_start: the weights that the run began with; None: random ones.
+        """
         write_text(self.vocabulary_file, dumps(text.vocabulary))
         facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {"vocabulary_sha256": digest(text.vocabulary)}
-        saved = {"config": config_tree.to_dict(config), "text": facts}
-        write_json(self.config_file, saved | ({"members": [dict(each) for each in members]} if members else {}))
+        saved = {file_format.KEY: format, "config": config_tree.to_dict(config), "text": facts}
+        if attention:
+            saved["attention"] = dict(attention)
+        if warm_start:
+            saved["warm_start"] = dict(warm_start)
+        if members:
+            saved["members"] = [dict(each) for each in members]
+        write_json(self.config_file, saved)
 
     def load(self) -> tuple[ExperimentConfig, TextInfo]:
         """Reads config and text of the run, or of the chosen member of an ensemble.
@@ -182,51 +216,74 @@ class Workdir:
         Raises:
           UserError: there is no run here, config.json cannot be read, or the choice of a member does not fit.
         """
-        config, text, members = self._load()
+        record = self.read()
+        config, text, members = record.config, record.text, record.members
         if members and self.member is None:
-            raise UserError(
-                f"{self.path} holds an ensemble; choose a member with --ensemble_member: {', '.join(_by_name(members))}"
-            )
+            names = ", ".join(changes.by_name(members))
+            raise UserError(f"{self.path} holds an ensemble; choose a member with --ensemble_member: {names}")
         if self.member is None:
             return config, text
         return config_tree.replace(config, self._chosen(members)), text
 
     def members(self) -> Members:
         """Returns the members of the ensemble that is recorded here; without names if it is a run by itself."""
-        return Members(tuple(_by_name(self._load()[2])))
+        return Members(tuple(changes.by_name(self.read().members)))
 
     def member_index(self) -> int:
         """Returns the place of the chosen member on the member axis; raises `UserError` if there is none such."""
-        members = self._load()[2]
+        members = self.read().members
         self._chosen(members)
-        return list(_by_name(members)).index(self.member or "")
+        return list(changes.by_name(members)).index(self.member or "")
 
-    def _chosen(self, members: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-        by_name = _by_name(members)
+    def _chosen(self, members: changes.Members) -> Mapping[str, float]:
+        by_name = changes.by_name(members)
         if self.member not in by_name:
             there = f"its members are {', '.join(by_name)}" if by_name else "it holds one run, so leave the flag out"
             raise UserError(f"--ensemble_member is {self.member!r} and {self.path} has none such; {there}")
         return by_name[self.member]
 
-    def _load(self) -> tuple[ExperimentConfig, TextInfo, list[dict[str, float]]]:
+    def format(self) -> int:
+        """Returns the number of the format that the run was recorded with."""
+        return self.read().format
+
+    def attention(self, config: ExperimentConfig) -> dict[str, str]:
+        """Returns the recorded implementations of attention that a start with `config` keeps; empty without a run."""
+        if not self.config_file.exists():
+            return {}
+        record = self.read()
+        return attention_record.kept(record.attention, record.config, config)
+
+    def read(self) -> Record:
+        """Reads the whole record of the run; raises `UserError` as `load`."""
         try:
             saved = json.loads(self.config_file.read_bytes())
-            config, text = config_tree.from_dict(saved["config"]), saved["text"]
-            facts = {name: text[name] for name in _TEXT_FACTS}
-            expected, members = text["vocabulary_sha256"], saved.get("members", [])
+            number = file_format.read_format(saved)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
                 f"{self.path} holds no run (no {self.config_file.name}); give the --workdir of a run that was trained"
             ) from error
+        except (ValueError, AttributeError) as error:
+            raise self._damaged(error) from error
+        if refused := file_format.refusal(number):  # Before anything else, which may mean something else there.
+            raise UserError(f"{self.config_file} {refused}")
+        try:
+            config, text = config_tree.from_dict(saved["config"]), saved["text"]
+            facts = {name: text[name] for name in _TEXT_FACTS}
+            expected, members = text["vocabulary_sha256"], saved.get("members", [])
+            attention = attention_record.check(saved.get("attention", attention_record.UNRECORDED))
         except UserError as error:
             raise UserError(
                 f"{self.config_file} is of another version ({error}); give another --workdir, and train anew in it"
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # Damage shows as any of them.
-            raise UserError(
-                f"{self.config_file} is damaged or of another version ({error!r}); restore it or give another --workdir"
-            ) from error
-        return config, TextInfo(**facts, vocabulary=self._load_vocabulary(expected)), members
+            raise self._damaged(error) from error
+        text_info = TextInfo(**facts, vocabulary=self._load_vocabulary(expected))
+        return Record(config, text_info, members, number, attention, saved.get("warm_start"))
+
+    def _damaged(self, error: Exception) -> UserError:
+        return UserError(
+            f"{self.config_file} is damaged or of another version ({error!r}); restore it or give another --workdir"
+        )
 
     def _load_vocabulary(self, expected_sha256: str) -> Vocabulary:
         try:
@@ -243,76 +300,46 @@ class Workdir:
         return vocabulary
 
     def check_same_run(
-        self, config: ExperimentConfig, text: TextInfo, members: Sequence[Mapping[str, float]] = ()
+        self,
+        config: ExperimentConfig,
+        text: TextInfo,
+        members: changes.Members = (),
+        attention: AttentionChoice | None = None,
     ) -> list[str]:
         """Compares with an earlier start, if there was one.
 
         Returns:
-          One line for each setting that differs and may.
+          One line for each setting that differs and may, for draws that changed since the run's format, and for other
+          implementations of attention.
 
         Raises:
           UserError: a setting that shapes the training, the members or the text differ; names every one.
         """
         if not self.config_file.exists():
             return []
-        _, old_text, _ = self._load()
-        allowed, refused = self._changes(config, members)
-        if old_text.digest != text.digest:
-            refused.append(f"the text was {old_text.description!r} and is now {text.description!r}, with other content")
-        elif old_text.vocabulary != text.vocabulary:
+        old = self.read()
+        allowed, refused = self._changes(old, config, members)
+        if old.text.digest != text.digest:
+            refused.append(f"the text was {old.text.description!r} and is now {text.description!r}, with other content")
+        elif old.text.vocabulary != text.vocabulary:
             refused.append(
-                f"the vocabulary had {old_text.vocabulary.size:,} tokens and has {text.vocabulary.size:,}, or others"
+                f"the vocabulary had {old.text.vocabulary.size:,} tokens and has {text.vocabulary.size:,}, or others"
             )
         self._refuse(refused)
-        return allowed
+        of_draws = changes.of_draws(old.format, config, members)
+        return [*allowed, *of_draws, *attention_record.changes(old.attention, attention)]
 
-    def check_same_settings(self, config: ExperimentConfig, members: Sequence[Mapping[str, float]] = ()) -> None:
+    def check_same_settings(self, config: ExperimentConfig, members: changes.Members = ()) -> None:
         """Does the part of `check_same_run` that needs no text."""
         if self.config_file.exists():
-            self._refuse(self._changes(config, members)[1])
+            self._refuse(self._changes(self.read(), config, members)[1])
 
-    def _changes(self, config: ExperimentConfig, members: Sequence[Mapping[str, float]]) -> tuple[list[str], list[str]]:
-        """Returns one line for each setting that differs: those that may, and those that shape the training."""
-        old_config, _, old_members = self._load()
-        allowed: list[str] = []
-        refused: list[str] = []
-        for leaf, before, after in config_tree.differences(old_config, config):
-            line = config_tree.describe_change(leaf, before, after)
-            (allowed if leaf.setting.free_on_resume else refused).append(line)
-        before, after = ("; ".join(_by_name(each)) or "none" for each in (old_members, members))
-        if before != after:
-            refused.append(f"the members of the ensemble were {before} and are now {after}")
-        return allowed, refused
+    def _changes(self, old: Record, config: ExperimentConfig, members: changes.Members) -> tuple[list[str], list[str]]:
+        return changes.of_settings(old.config, config, old_members=old.members, new_members=members)
 
-    def _refuse(self, changes: list[str]) -> None:
-        if changes:
+    def _refuse(self, refused: list[str]) -> None:
+        if refused:
             raise UserError(
-                f"{self.path} holds a run with other settings: {'; '.join(changes)}. "
+                f"{self.path} holds a run with other settings: {'; '.join(refused)}. "
                 "Start again with the old settings, or give another --workdir"
             )
-
-
-def member_name(differences: Mapping[str, float]) -> str:
-    """Returns the name of a member, also of its folders: "seed=2+learning_rate=0.001"; "base" if nothing differs."""
-    return "+".join(f"{_short(name)}={value}" for name, value in differences.items()) or "base"
-
-
-def _short(name: str) -> str:
-    """Shortens a dotted name: "learning_rate", "seed", "dropout.rate"."""
-    return name.removeprefix("model.").removeprefix("optimizer.")
-
-
-def _by_name(members: Sequence[Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
-    return {member_name(each): each for each in members}
-
-
-def _lock(handle: Any) -> None:
-    """Raises `BlockingIOError` for a lock that another process holds; one that only tests it holds it for a moment."""
-    until = time.monotonic() + _SECONDS_OF_A_TEST
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-        time.sleep(0.05)

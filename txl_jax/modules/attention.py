@@ -15,7 +15,7 @@ from txl_jax.config import CompatConfig, ModelConfig
 from txl_jax.modules.dropout import Dropout, DropoutRates, dropout, is_on, weight_dropout
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.positions.encoding import Projections
-from txl_jax.ops.attention import Visibility, attention
+from txl_jax.ops.attention import Implementation, Visibility, attention
 from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
 
@@ -30,6 +30,7 @@ class Attention(nn.Module):
     compat: CompatConfig
     deterministic: bool
     rates: DropoutRates | None = None  # None: those of the config.
+    implementation: Implementation | str = "auto"  # Of `ops.attention.attention`.
 
     @nn.compact
     def __call__(
@@ -49,8 +50,7 @@ class Attention(nn.Module):
           visibility: which keys a query sees.
           parameters: the encoding's `layer_parameters`.
         """
-        c, rates = self.config, self.rates or DropoutRates.of(self.config.dropout)
-        dtype = segment.dtype
+        c, rates, dtype = self.config, self.rates or DropoutRates.of(self.config.dropout), segment.dtype
         drop_weights = weight_dropout(rates.weight, deterministic=self.deterministic)
         inward = initializers.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
@@ -67,7 +67,7 @@ class Attention(nn.Module):
             self._drop(self._heads(jnp.concatenate([_project(states, kernel) for states in context], axis=-2)), name)
             for name, kernel in (("key", w_key), ("value", w_value))
         )
-        drop = Dropout(rates.attention, deterministic=self.deterministic)
+        on_probabilities = Dropout(rates.attention, deterministic=self.deterministic)
         encoding = encoding_of(c, self.compat)
         terms = encoding.position_terms(
             codes,
@@ -81,7 +81,13 @@ class Attention(nn.Module):
         )
         if encoding.has_four_terms:
             self._sow(query, key, terms.position_key, terms.content_bias, terms.position_bias)
-        attended_BxHxLxE = attention(query, key, value, **terms._asdict(), visibility=visibility, drop=drop)
+        attended_BxHxLxE = attention(
+            *(query, key, value),
+            **terms._asdict(),
+            visibility=visibility,
+            dropout=on_probabilities.draw_seed(c.n_head),
+            implementation=self.implementation,
+        )
         outward = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
         kernel = drop_weights(self.param("output", outward, (c.n_head, c.d_head, c.d_model)))
         output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))

@@ -1,8 +1,9 @@
 """One layer, and the stack of N layers as one `nn.scan`."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -11,17 +12,18 @@ from txl_jax.modules.attention import Attention
 from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.positions import encoding_of
-from txl_jax.ops.attention import Visibility
+from txl_jax.ops.attention import Implementation, Visibility
 from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
 
 
-class LayerContext(NamedTuple):
+class LayerContext(flax.struct.PyTreeNode):
     """Inputs shared by all layers."""
 
     codes: jax.Array | None  # Of the distances K - 1, .., 0; the encoding's `shared_codes`.
     visibility: Visibility
     parameters: Any = None  # The encoding's `shared_parameters`.
+    implementation: Implementation | str = flax.struct.field(pytree_node=False, default="auto")  # Of attention.
 
 
 def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.LayerNorm:
@@ -57,7 +59,7 @@ class Block(nn.Module):
         """
         c = self.config
         dtype = inputs.dtype
-        attention = Attention(c, self.compat, self.deterministic, self.rates, name="attention")
+        attention = Attention(c, self.compat, self.deterministic, self.rates, context.implementation, name="attention")
         feed_forward = FeedForward(c, self.deterministic, self.rates, name="feed_forward")
         attention_norm = layer_norm("attention_norm", compat=self.compat, dtype=dtype)
         feed_forward_norm = layer_norm("feed_forward_norm", compat=self.compat, dtype=dtype)
@@ -90,7 +92,7 @@ class Stack(nn.Module):
         self, inputs: jax.Array, memory: jax.Array, context: LayerContext, *, deterministic: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Applies all layers: [B, L, D] and memory [N, B, M, D] -> outputs [B, L, D] and layer inputs [N, B, L, D]."""
-        context = context._replace(parameters=encoding_of(self.config, self.compat).shared_parameters())
+        context = context.replace(parameters=encoding_of(self.config, self.compat).shared_parameters())
         layers = nn.scan(
             _with_remat(Block, self.config.remat),
             variable_axes={"params": 0, "attention": 0},

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import DropoutConfig, ModelConfig
+from txl_jax.ops.attention.dropout import Dropout as ProbabilityDropout
 
 Rate = float | jax.Array
 
@@ -62,6 +63,13 @@ class Dropout(nn.Dropout):
         key = self.make_rng(self.rng_collection) if rng is None else rng
         kept = jax.random.bernoulli(key, 1 - self.rate, shape)
         return jnp.where(kept, inputs / jnp.asarray(1 - self.rate, inputs.dtype), 0)
+
+    def draw_seed(self, n_head: int) -> ProbabilityDropout | None:
+        """Draws the seed of dropout on the attention probabilities of `n_head` heads, which attention applies."""
+        if not is_on(self.rate) or self.deterministic:
+            return None
+        seed = jax.random.bits(self.make_rng(self.rng_collection), (), jnp.uint32)
+        return ProbabilityDropout(self.rate, seed, n_head)
 
 
 def is_on(rate: Rate) -> bool:

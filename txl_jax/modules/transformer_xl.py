@@ -24,7 +24,7 @@ from txl_jax.modules.intermediates import keep_last
 from txl_jax.modules.positions import PositionEncoding, encoding_of
 from txl_jax.modules.softmax import Softmax
 from txl_jax.ops import adaptive_softmax
-from txl_jax.ops.attention import Visibility
+from txl_jax.ops.attention import Implementations, Visibility
 from txl_jax.sharding import check_ambient_mesh
 
 
@@ -39,6 +39,7 @@ class TransformerXL(nn.Module):
     vocab_size: int
     num_devices: int = 1  # Of the ambient mesh (`jax.set_mesh`); with another number every call raises.
     rates: DropoutRates | None = None  # None: those of the config.
+    attention: Implementations | None = None  # None: chosen in each call by `config.attention`.
 
     def setup(self) -> None:
         """Creates the parts."""
@@ -58,6 +59,12 @@ class TransformerXL(nn.Module):
         """The position encoding."""
         return encoding_of(self.config, self.compat)
 
+    @property
+    def implementations(self) -> Implementations:
+        """The implementations of attention, chosen or to be chosen."""
+        path = str(self.config.attention)
+        return self.attention or Implementations(path, path)
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -70,7 +77,8 @@ class TransformerXL(nn.Module):
         """Computes the hidden states of a segment.
 
         Args:
-          tokens: int [B, L], below the vocabulary's size; as everywhere in jax larger ones are clipped, not refused.
+          tokens: int [B, L], below the vocabulary's size; as everywhere in jax larger ones are clipped, not refused. Or
+            floats [B, L, D] in place of their embeddings (`embed_tokens`).
           memory: M slots before it.
           clamp_len: distances above this share one position code; None: off.
           same_length: every query sees the same number of keys, M (or M + 1, see `compat`).
@@ -80,14 +88,15 @@ class TransformerXL(nn.Module):
           Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.
 
         Raises:
-          UserError: tokens of another rank, or a memory of other layers or rows.
+          UserError: tokens or embeddings of another shape, or a memory of other layers or rows.
         """
         memory.check(tokens, self.config.n_layer)
         segment_len, mem_len = tokens.shape[1], memory.mem_len
         drop = functools.partial(self.drop_input, deterministic=deterministic)
         codes = self.encoding.shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)
         window = self.compat.window(mem_len, same_length=same_length)
-        context = LayerContext(codes, Visibility(memory.valid, segment_len, mem_len, window))
+        visibility = Visibility(memory.valid, segment_len, mem_len, window)
+        context = LayerContext(codes, visibility, implementation=self.implementations.training)
         embedded = self.embed(tokens, clamp_len=clamp_len, deterministic=deterministic)
         hidden, layer_inputs = self.stack(drop(embedded), memory.hidden, context, deterministic=deterministic)
         hidden = self.finish(hidden)
@@ -98,9 +107,17 @@ class TransformerXL(nn.Module):
         return hidden, memory_lib.update(memory, layer_inputs)
 
     def embed(self, tokens: jax.Array, *, clamp_len: int | None, deterministic: bool = True) -> jax.Array:
-        """Computes the input of the first layer, before its dropout: int [B, L] -> [B, L, D]."""
-        embedded = self.embedding(tokens, deterministic=deterministic)
+        """Computes the input of the first layer before dropout: int [B, L], or embeddings [B, L, D] -> [B, L, D]."""
+        if jnp.issubdtype(tokens.dtype, jnp.floating):
+            embedded = tokens.astype(self.config.dtype)
+        else:
+            embedded = self.embed_tokens(tokens, deterministic=deterministic)
         return self.encoding.add_to_embedding(embedded, clamp_len=clamp_len)
+
+    def embed_tokens(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """Computes the embeddings of tokens, multiplied by sqrt(D), without positions: int [B, L] -> [B, L, D]."""
+        embedded: jax.Array = self.embedding(tokens, deterministic=deterministic)
+        return embedded
 
     def finish(self, hidden: jax.Array) -> jax.Array:
         """Computes the input of the softmax from the last layer's outputs [B, L, D], without dropout."""

@@ -5,11 +5,15 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from txl_jax.errors import LogError, UserError
+
+_SECONDS_OF_A_TEST = 1.0
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -59,6 +63,41 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write to {error.filename or path} ({error.strerror or error}); "
             "free space or allow writing there, or give another folder"
         ) from error
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raises `UserError` unless `folder` is missing or empty, so that it may be written."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        what = "is there already and is not empty" if folder.is_dir() else "is no folder"
+        raise UserError(f"{folder} {what}; nothing is written over, so give the path of a new folder")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder that takes the name of `folder` when the block ends: it is there whole or not at all.
+
+    After an error nothing of it is left. A process that is killed leaves a hidden folder beside it, `.NAME.PID.tmp`.
+
+    Raises:
+      UserError: `folder` is there already and is not empty.
+      LogError: it cannot be written.
+    """
+    check_new_folder(folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # Of a killed process that had this number.
+        temporary.mkdir()
+        try:
+            yield temporary
+            _sync_folder(temporary)
+            os.replace(temporary, folder)  # Also over an empty folder.
+            _sync_folder(folder.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
 
 def _sync_folder(folder: Path) -> None:
@@ -115,3 +154,19 @@ def _is_from_writing(error: OSError, folder: Path) -> bool:
         return True
     path = Path(str(error.filename))
     return path.is_relative_to(folder) or folder.is_relative_to(path)
+
+
+def lock_now(handle: IO[str]) -> None:
+    """Locks an open file until it is closed.
+
+    Raises:
+      BlockingIOError: another process holds the lock; one that only tests it holds it for a moment.
+    """
+    until = time.monotonic() + _SECONDS_OF_A_TEST
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.05)

@@ -16,7 +16,7 @@ from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.segments import Segments
 from txl_jax.training.optimizer import learning_rate, make_optimizer
-from txl_jax.training.state import TrainState, init_state
+from txl_jax.training.state import TrainState, init_params, init_state
 from txl_jax.training.step import UpdateMetrics, make_train_step
 
 SEED, LEARNING_RATE = "seed", "optimizer.learning_rate"
@@ -80,8 +80,18 @@ def make_ensemble_step(model: LanguageModel, base: ExperimentConfig) -> Ensemble
     return jax.vmap(step)
 
 
-def make_ensemble_init(model: LanguageModel, base: ExperimentConfig, seeds: Sequence[int]) -> Callable[[], TrainState]:
-    """Returns a function that makes the states of all members before the first update, stacked."""
+def make_ensemble_init(
+    model: LanguageModel,
+    base: ExperimentConfig,
+    seeds: Sequence[int],
+    *,
+    begin: Callable[[Any], TrainState] | None = None,
+) -> Callable[[], TrainState]:
+    """Returns a function that makes the states of all members before the first update, stacked.
+
+    Args:
+      begin: makes the state of a member from its initial parameters, as a warm start does; None: they are kept.
+    """
     optimizer, train = make_optimizer(base), base.train
 
     def init(seed: jax.Array) -> TrainState:
@@ -90,8 +100,13 @@ def make_ensemble_init(model: LanguageModel, base: ExperimentConfig, seeds: Sequ
         )
         return nn.unbox(state)
 
+    def init_warm(seed: jax.Array) -> TrainState:
+        assert begin is not None
+        return begin(jitted_params(seed))
+
     # Each member is initialized by itself, so that its parameters are, bit for bit, those of a run of its own.
-    jitted = jax.jit(init)
+    jitted = jax.jit(init) if begin is None else init_warm
+    jitted_params = jax.jit(lambda seed: nn.unbox(init_params(model, jax.random.key(seed))))
 
     def init_all() -> TrainState:
         states = [jitted(jnp.asarray(seed, jnp.uint32)) for seed in seeds]

@@ -60,6 +60,19 @@ def init_state(
 ) -> TrainState:
     """Returns the state before the first update; parameters and their moments are boxed as in `init_params`."""
     params = init_params(model, jax.random.key(seed))
+    return state_from_params(model, optimizer, params, batch_size=batch_size, mem_len=mem_len, average=average)
+
+
+def state_from_params(
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    *,
+    batch_size: int,
+    mem_len: int,
+    average: AverageConfig = _NO_AVERAGE,
+) -> TrainState:
+    """Returns the state before the first update of training that begins with these parameters, boxed or not."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

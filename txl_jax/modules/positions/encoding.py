@@ -88,10 +88,17 @@ class PositionEncoding:
     projects_codes: ClassVar[bool] = False
     # Whether Hugging Face's TransfoXL has this encoding.
     in_huggingface: ClassVar[bool] = False
+    # The number of this encoding in the original (attn_type); None: it has none such.
+    original_type: ClassVar[int | None] = None
     # Attention's inward projections in the original: its matrices, and the parameters that their rows hold.
     original_projections: ClassVar[Mapping[str, Sequence[str]]] = {"q_net": ("query",), "kv_net": ("key", "value")}
     # Whether the original's state_dict has the sinusoids' frequencies.
     has_original_frequencies: ClassVar[bool] = False
+
+    @property
+    def has_position_score(self) -> bool:
+        """Returns whether scores have a number per distance (`PositionTerms.position_score`)."""
+        return False
 
     # Training, in the order of the forward pass.
 

@@ -32,6 +32,8 @@ class PositionVectors(nn.Module):
 class LearnedPositions(PositionEncoding):
     """Al-Rfou's encoding."""
 
+    original_type = 3
+
     def shared_codes(
         self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
     ) -> jax.Array | None:

@@ -48,6 +48,7 @@ class RelativePositions(PositionEncoding):
     products_per_key = 3
     projects_codes = True
     in_huggingface = True
+    original_type = 0
     original_projections: ClassVar[Mapping[str, Sequence[str]]] = {
         "qkv_net": ("query", "key", "value"),
         "r_net": ("position_key",),

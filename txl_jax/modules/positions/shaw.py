@@ -60,8 +60,14 @@ class ShawPositions(PositionEncoding):
     """Shaw's encoding."""
 
     generates_by_token = True
+    original_type = 1
     products_per_key = 3
     original_projections: ClassVar[Mapping[str, Sequence[str]]] = {"qkv_net": ("query", "key", "value")}
+
+    @property
+    def has_position_score(self) -> bool:
+        """Returns whether scores have a number per distance, as in the original."""
+        return self.compat.shaw_terms is ShawTerms.ORIGINAL
 
     def shared_codes(
         self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]

@@ -17,6 +17,7 @@ from txl_jax.ops.attention import positions
 class SinusoidalPositions(PositionEncoding):
     """The encoding of the Transformer."""
 
+    original_type = 2
     has_original_frequencies = True
 
     def add_to_embedding(self, embedded: jax.Array, *, clamp_len: int | None) -> jax.Array:

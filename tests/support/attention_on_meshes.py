@@ -1,0 +1,117 @@
+"""Computes attention on meshes of eight fake CPU devices; run as a program by tests/sharding/test_attention.py.
+
+It prints JSON: for each mesh and implementation the largest difference from the reference on one device, of the values,
+of each gradient, and of inference with a KV cache. B = 8, H = 8, L = 6, M = 10, E = 5, R = 12.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from txl_jax import sharding
+from txl_jax.config import MeshConfig
+from txl_jax.ops.attention import (
+    CachedVisibility,
+    Dropout,
+    Implementation,
+    Tile,
+    Visibility,
+    attention,
+    cached_attention,
+)
+
+MESHES = {
+    "data": MeshConfig(),
+    "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
+    "tensor": MeshConfig(tensor=8),
+}
+IMPLEMENTATIONS = {
+    "reference": Implementation("reference"),
+    "tiled": Implementation("tiled", tile=Tile(4, 8)),
+    "tpu": Implementation("fused", "mosaic_roll", Tile(16, 128), interpret=True),
+    "gpu": Implementation("fused", "triton", Tile(16, 16), interpret=True),
+}
+B, H, L, M, E, R = 8, 8, 6, 10, 5, 12
+
+
+def arrays(*shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def training(implementation):
+    """The function of arrays to values and gradients, with dropout; 5 rows have less memory than M."""
+    visibility = Visibility(jnp.asarray([M, 0, 3, M, 7, 1, M, 2]), L, M, 12)
+    dropout = Dropout(0.3, jnp.uint32(7), n_head=H)
+    weights = arrays((B, H, L, E))[0]
+
+    def loss(given):
+        query, key, value, position_key, u, v = given
+        out = attention(
+            query,
+            key,
+            value,
+            position_key,
+            content_bias=u,
+            position_bias=v,
+            visibility=visibility,
+            dropout=dropout,
+            implementation=implementation,
+        )
+        return jnp.sum(weights * out), out
+
+    def values_and_gradients(given):
+        (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(given)
+        return out, *gradients
+
+    return values_and_gradients
+
+
+def inference(implementation):
+    """The function of arrays to the values of a segment after a KV cache that has wrapped round."""
+    visibility = CachedVisibility(jnp.asarray([M, 0, 3, M, 7, 1, M, 2]), jnp.asarray(6), L, R, None)
+
+    def values(given):
+        query, key, value, keys, stored, position_query, position_key = given
+        position = position_query, position_key, None
+        return (
+            cached_attention(query, key, value, (keys, stored), position, visibility, implementation=implementation),
+        )
+
+    return values
+
+
+CALLS = {
+    "training": (
+        training,
+        arrays((B, H, L, E), (B, H, M + L, E), (B, H, M + L, E), (H, M + L, E), (H, E), (H, E)),
+    ),
+    "inference": (
+        inference,
+        arrays((B, H, L, E), (B, H, L, E), (B, H, L, E), (B, H, E, R), (B, H, R, E), (B, H, L, E), (H, E, R + L)),
+    ),
+}
+
+
+def differences(expected, found):
+    """The largest difference of each array."""
+    return [float(jnp.abs(a - jax.device_get(b)).max()) for a, b in zip(expected, found, strict=True)]
+
+
+def main():
+    """Prints the differences."""
+    found = {}
+    for call, (make, given) in CALLS.items():
+        expected = jax.device_get(jax.jit(make(IMPLEMENTATIONS["reference"]))(given))
+        for mesh_name, config in MESHES.items():
+            with sharding.use_mesh(sharding.make_mesh(config)):
+                for name, implementation in IMPLEMENTATIONS.items():
+                    result = jax.jit(make(implementation))(given)
+                    found[f"{call} {mesh_name} {name}"] = differences(expected, result)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Files of other implementations, written from our own parameters without those implementations."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from support import tiny, torch_bytes
+from txl_jax.config import EvalConfig, ModelConfig, NormPlace
+from txl_jax.interop import huggingface, original
+
+V = tiny.V
+CUTOFFS = (4, 9)
+# Combinations of what decides on names; all but tie_projs, which a file without projections does not have.
+CONFIGS = {
+    "full softmax": {},
+    "nothing tied": {"tie_weight": False, "untie_r": True},
+    "pre-norm": {"layer_norm": NormPlace.PRE},
+    "d_embed, tied projection": {"d_embed": 8, "tie_projs": (True,)},
+    "d_embed": {"d_embed": 8},
+    "div_val 1": {"cutoffs": CUTOFFS, "d_embed": 8, "tie_projs": (False, True, True)},
+    "div_val 1, no projections": {"cutoffs": CUTOFFS, "untie_r": True},
+    "div_val 2": {"cutoffs": CUTOFFS, "div_val": 2, "tie_projs": (False, True, True), "untie_r": True},
+    "div_val 4, nothing tied": {"cutoffs": CUTOFFS, "d_embed": 16, "div_val": 4, "tie_weight": False},
+}
+LENGTHS = EvalConfig(mem_len=7, clamp_len=5, same_length=True)
+WORDS = ("<eos>", "the", "<unk>", "of", ",", "a", "Ünder", "@-@", "b", "c", "d", "e", "f")
+
+
+def make(preset: str, **changes) -> tuple[ModelConfig, dict]:
+    """A config and random parameters of float32."""
+    model = tiny.make(compat=tiny.compat_config(preset), **changes)
+    return model.config, jax.tree.map(np.asarray, tiny.variables(model)["params"])
+
+
+def huggingface_folder(folder: Path, config: ModelConfig, params: dict, *, write=torch_bytes.write_legacy) -> Path:
+    """The folder of `save_pretrained`, with its weights as torch writes them; shared tensors share storages."""
+    folder.mkdir(exist_ok=True)
+    tensors = huggingface.from_flax(params, config)
+    arguments = huggingface.config_of(config, LENGTHS, vocab_size=V)
+    arguments["model_type"] = "transfo-xl"
+    (folder / "config.json").write_text(json.dumps(arguments))
+    write(folder / "pytorch_model.bin", tensors)
+    return folder
+
+
+def facts_of(config: ModelConfig) -> dict:
+    """The keyword arguments of MemTransformerLM."""
+    same = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "tie_weight", "div_val")
+    return {name: getattr(config, name) for name in same} | {
+        "n_token": V,
+        "dropout": 0.1,
+        "dtype": None,
+        "d_embed": config.embed_width,
+        "tie_projs": list(config.tie_projs or (False,) * config.n_cluster),
+        "pre_lnorm": config.layer_norm is NormPlace.PRE,
+        "tgt_len": 3,
+        "ext_len": 0,
+        "mem_len": LENGTHS.mem_len,
+        "cutoffs": list(config.cutoffs),
+        "same_length": LENGTHS.same_length,
+        "attn_type": 0,
+        "clamp_len": LENGTHS.clamp_len,
+        "sample_softmax": -1,
+    }
+
+
+def pickled_module(config: ModelConfig, params: dict) -> torch_bytes.Object:
+    """The module that the release pickles to model.pt, with the attributes that it keeps."""
+    facts = facts_of(config)
+    kept = ("n_token", "d_embed", "d_model", "n_head", "d_head", "n_layer", "tgt_len", "mem_len", "ext_len")
+    root: dict = {name: facts[name] for name in (*kept, "attn_type", "same_length", "clamp_len")}
+    clusters = {"cutoffs": [*config.cutoffs, V], "div_val": config.div_val, "n_token": V}
+    tree = {"word_emb": dict(clusters), "crit": dict(clusters), "layers": {}} | root
+    for layer in range(config.n_layer):
+        tree["layers"][str(layer)] = {"dec_attn": {"pre_lnorm": facts["pre_lnorm"], "n_head": config.n_head}}
+    for name, tensor in original.from_flax(params, config).items():
+        *path, last = name.split(".")
+        part = tree
+        for step in path:
+            part = part.setdefault(step, {})
+        part.setdefault("_buffers" if last == "inv_freq" else "_parameters", {})[last] = tensor
+    return _module(tree)
+
+
+def _module(tree: dict) -> torch_bytes.Object:
+    parts = {name: _module(value) for name, value in tree.items() if isinstance(value, dict) and name[0] != "_"}
+    rest = {name: value for name, value in tree.items() if not isinstance(value, dict)}
+    return torch_bytes.module(
+        "mem_transformer.Part",
+        parameters=tree.get("_parameters"),
+        buffers=tree.get("_buffers"),
+        **parts,
+        **rest,
+    )
+
+
+def nvidia_checkpoint(config, params) -> dict:
+    """A checkpoint as NVIDIA's train.py saves it, with the optimizer."""
+    tensors, state = original.from_flax(params, config), {}
+    shared = original.aliases(config)
+    for name, value in tensors.items():
+        _, _, kind = name.rpartition(".")
+        if name.startswith("crit.out_layers.") and name not in shared:
+            state[f"crit.out_layers_{'biases' if kind == 'bias' else 'weights'}.{name.split('.')[2]}"] = value
+        elif name not in shared:
+            state[name] = value
+        if name.startswith("word_emb.emb_projs."):
+            state[f"crit.shared_out_projs.{name.rpartition('.')[2]}"] = value
+    state["pos_emb.inv_freq"] = state["pos_emb.inv_freq"].astype(np.float16).astype(np.float32)
+    vocab = torch_bytes.Object(
+        torch_bytes.Name("utils.vocabulary", "Vocab"),
+        {"special": ["<eos>"], "lower_case": False, "idx2sym": list(WORDS), "unk_idx": 2},
+    )
+    return {
+        "args": torch_bytes.Object(torch_bytes.Name("argparse", "Namespace"), {"lr": 0.01, "n_head": 99}),
+        "model_config": facts_of(config),
+        "model_state": state,
+        "optimizer_state": {"state": {0: {"exp_avg": np.zeros((2, 2), np.float32)}}},
+        "vocab": vocab,
+        "amp_state": None,
+        "train_step": 3,
+    }

@@ -1,0 +1,48 @@
+"""A `LanguageModel` without a run: drawn parameters, and one letter per token."""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from support import tiny, tiny_run
+from txl_jax.data.batches.segment_reader import evaluation_segments
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.evaluation.streaming import evaluate
+from txl_jax.trained_model import LanguageModel
+
+VOCABULARY = ByteVocabulary(b"\n abcdefghijk")
+
+
+@functools.cache
+def make(**changes: Any) -> LanguageModel:
+    """The model of `tiny_run` (L = 5, M = 9 in evaluation) with some settings changed; programs are kept."""
+    assert VOCABULARY.size == tiny.V
+    components = tiny_run.parts(**changes)
+    return LanguageModel(components, VOCABULARY, tiny_run.params(components.model), step=7)
+
+
+def documents(lengths: list[int], *, seed: int = 3) -> list[np.ndarray]:
+    """Random token ids of documents of these lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(tiny.V, size=length) for length in lengths]
+
+
+def alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
+    """The nats [T - 1] of a text alone, by evaluation in one stream."""
+    components = model.components
+    assert components.config.eval.batch_size == 1
+    found: list[np.ndarray] = []
+    if len(tokens) < 2:
+        return np.zeros(0)
+    weights = components.evaluation.prepare_params(model.params)
+    evaluate(
+        components.evaluation.eval_step,
+        weights,
+        components.evaluation.init_memory(weights),
+        evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=components.config.eval.segment_len),
+        segments_per_call=components.config.eval.segments_per_call,
+        place=components.placement.place,
+        keep=lambda first, nll: found.append(nll.reshape(-1)),
+    )
+    return np.concatenate(found)[: len(tokens) - 1]

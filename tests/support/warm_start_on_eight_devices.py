@@ -1,0 +1,55 @@
+"""Begins a run with trained weights on one device and on a mesh of eight; run by tests/jobs/test_warm_start.py.
+
+Prints, for each, what is recorded, and the sha256 of the parameters after the transfer to another vocabulary: 13 words
+in clusters cut at 3 and 7, of a trained run with 11.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from support import drawn_run
+from txl_jax.assemble import assemble
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, MeshConfig, ModelConfig, Tokenizer, TokenizerConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import Corpus, read_corpus
+from txl_jax.jobs import warm_start
+from txl_jax.jobs.workdir import Workdir
+
+WORDS = [f"w{i}" for i in range(9)]
+
+
+def read(folder: Path, name: str, words: list[str], base: ExperimentConfig) -> tuple[ExperimentConfig, Corpus]:
+    """Returns the config of a text of these words, and the text."""
+    (folder / name).write_text("\n".join(" ".join(words[i:]) for i in range(len(words))) * 9)
+    config = config_tree.replace(base, {"data.file": str(folder / name)})
+    return config, read_corpus(config.data, "nowhere", str(folder))
+
+
+def main() -> None:
+    """Prints JSON: [of one device, of eight]."""
+    folder = Path(tempfile.mkdtemp())
+    base = ExperimentConfig(
+        model=ModelConfig(
+            n_layer=2, d_model=16, n_head=4, d_head=5, d_inner=24, cutoffs=(3, 7), div_val=2, tie_projs=(False,) * 3
+        ),
+        data=DataConfig(corpus=CorpusName.TEXT, file="text", tokenizer=TokenizerConfig(kind=Tokenizer.WORD)),
+        mesh=MeshConfig(data=1),
+    )
+    base = config_tree.replace(base, {"train.batch_size": 16})
+    old, corpus = read(folder, "old", WORDS, base)
+    drawn_run.make(folder / "run", old, corpus)
+    config, corpus = read(folder, "new", [*WORDS[::-1], "x", "y"], base)
+    found = []
+    for mesh in (MeshConfig(data=1), MeshConfig(data=2, fsdp=2, tensor=2)):
+        on_mesh = config_tree.replace(config, {"mesh": mesh, "init_from": str(folder / "run")})
+        parts = assemble(on_mesh, vocab_size=corpus.vocabulary.size)
+        weights = warm_start.load(parts, corpus.vocabulary, Workdir(folder / "new-run"))
+        assert weights is not None
+        state = weights.state(parts.training.init_params())
+        found.append({**weights.record, "after": warm_start.digest(state.params)})
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
