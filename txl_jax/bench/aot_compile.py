@@ -79,13 +79,13 @@ def work_per_update(components: RunComponents, *, compiled: Compiled | None) -> 
     )
 
 
-def compile_training(components: RunComponents) -> Compiled:
-    """Compiles the train step of S updates; raises `DoesNotFitError`."""
-    return _compile(lambda: components.training.compile_step()[0])
+def compile_training(components: RunComponents, *, memory_bytes: float) -> Compiled:
+    """Compiles the train step of S updates; raises `DoesNotFitError` if a device's memory is too small."""
+    return _compile(lambda: components.training.compile_step()[0], memory_bytes)
 
 
-def compile_evaluation(components: RunComponents) -> Compiled:
-    """Compiles the eval step, streaming or in sliding windows; raises `DoesNotFitError`."""
+def compile_evaluation(components: RunComponents, *, memory_bytes: float) -> Compiled:
+    """Compiles the eval step, streaming or in sliding windows; raises `DoesNotFitError` as training does."""
     evaluation: Any = components.evaluation  # Its functions are jitted, which their types do not show.
     eval_config = components.config.eval
     params = components.training.abstract_state.params
@@ -93,19 +93,20 @@ def compile_evaluation(components: RunComponents) -> Compiled:
         replicated = sharding.named_sharding(components.mesh)
         shapes = [(eval_config.batch_size, length) for length in (eval_config.segment_len, eval_config.stride)]
         tokens, targets = (jax.ShapeDtypeStruct(shape, "int32", sharding=replicated) for shape in shapes)
-        return _compile(lambda: evaluation.window_step.lower(params, tokens, targets).compile())
+        return _compile(lambda: evaluation.window_step.lower(params, tokens, targets).compile(), memory_bytes)
     weights = _abstract_result(evaluation.prepare_params, params)
     init = jax.jit(evaluation.scorer.init_memory, out_shardings=evaluation.memory_shardings)
     memory = _abstract_result(init, weights)
     segments = components.placement.abstract_segments(eval_config)
-    return _compile(lambda: evaluation.eval_step.lower(weights, memory, segments).compile())
+    return _compile(lambda: evaluation.eval_step.lower(weights, memory, segments).compile(), memory_bytes)
 
 
-def compile_generation(components: RunComponents) -> Compiled:
+def compile_generation(components: RunComponents, *, memory_bytes: float) -> Compiled:
     """Compiles the step that generates 16 tokens; raises `DoesNotFitError`.
 
     Args:
       components: those of a model that can generate (`jobs.generate.check_can_generate`).
+      memory_bytes: size of a device's memory.
     """
     config, samples = components.config, components.config.generate.samples
     generator = Generator(
@@ -124,7 +125,7 @@ def compile_generation(components: RunComponents) -> Compiled:
         return Context(memory, jnp.zeros(samples, jnp.int32), jnp.zeros(samples, bool))
 
     context = _abstract_result(jax.jit(start), weights)
-    return _compile(lambda: generator.write.lower(tokens, context, 0, BLOCK, count=BLOCK).compile())
+    return _compile(lambda: generator.write.lower(tokens, context, 0, BLOCK, count=BLOCK).compile(), memory_bytes)
 
 
 def _abstract_result(function: Any, *arguments: Any) -> Any:
@@ -137,7 +138,7 @@ def _abstract_result(function: Any, *arguments: Any) -> Any:
     )
 
 
-def _compile(compile_: Callable[[], Any]) -> Compiled:
+def _compile(compile_: Callable[[], Any], memory_bytes: float) -> Compiled:
     start = time.monotonic()
     try:
         compiled = compile_()
@@ -146,6 +147,8 @@ def _compile(compile_: Callable[[], Any]) -> Compiled:
             raise
         raise DoesNotFitError(_needed_and_available(str(error))) from None
     sizes = compiled.memory_analysis()
+    if sizes.peak_memory_in_bytes > memory_bytes:  # The compiler for GPUs does not refuse what is too large.
+        raise DoesNotFitError(f"needs {sizes.peak_memory_in_bytes / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB")
     return Compiled(
         # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
         peak_bytes=sizes.peak_memory_in_bytes,

@@ -1,26 +1,22 @@
 """Collectives (all-gather, all-reduce, ...) of a compiled program, parsed from its HLO text (`compiled.as_text()`).
 
-XLA lists a program as computations; loops, fusions and calls name the ones they run. A collective in a loop's body runs
-once per iteration. XLA splits some collectives into pieces that overlap with arithmetic; the pieces share a channel and
-count once.
+A collective in a loop's body runs once per iteration. XLA splits some collectives into pieces that overlap with
+arithmetic; the pieces share a channel and count once.
 """
 
 import math
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from txl_jax.bench import hlo_text
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 # The TPU's compiler writes a reduce-scatter as a computation of this name: an all-reduce, of which a slice is taken.
 _SCATTERED = "all-reduce-scatter"
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
-_CALLED = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b[a-z]+(\d+)?\w*\[([\d,]*)\]")
-_CONSTANT = re.compile(r"%?([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)")
-_COMPARE = re.compile(r" compare\(.*?%?([\w.\-]+)\), direction=LT")
 
 
 class Collective(NamedTuple):
@@ -65,9 +61,9 @@ def collectives(text: str) -> list[Collective]:
     partitions = _PARTITIONS.search(text)
     if not partitions:
         return []
-    computations, num_devices = _computations(text), int(partitions[1])
+    computations, num_devices = hlo_text.computations(text), int(partitions[1])
     found: dict[Any, Collective] = {}
-    for name, loops, times in _executed(computations, _entry(text)):
+    for name, loops, times in hlo_text.executed(computations, hlo_text.entry(text)):
         for number, line in enumerate(computations[name]):
             match = _COLLECTIVE.search(line)
             if not match or (devices := _group_size(line, num_devices)) < 2:
@@ -84,50 +80,6 @@ def _piece(line: str, name: str, number: int) -> tuple[str, str | int]:
     chain = re.search(r'chain_id="(\d+)"', line)
     channel = re.search(r"channel_id=(\d+)", line)
     return (channel[1], chain[1]) if chain and channel else (name, number)
-
-
-def _computations(text: str) -> dict[str, list[str]]:
-    """Splits the text into the lines of each computation, by name."""
-    computations: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        if header := _HEADER.match(line):
-            lines = computations.setdefault(header[2], [])
-        else:
-            lines.append(line)
-    return computations
-
-
-def _entry(text: str) -> str:
-    """Returns the name of the computation that a call of the program starts with."""
-    return next(header[2] for line in text.splitlines() if (header := _HEADER.match(line)) and header[1])
-
-
-def _executed(
-    computations: dict[str, list[str]], name: str, loops: int = 0, times: int = 1
-) -> Iterator[tuple[str, int, int]]:
-    """Yields each computation that is executed, with the number of loops around it and of its executions."""
-    yield name, loops, times
-    for line in computations[name]:
-        called = {role: other for role, other in _CALLED.findall(line) if role != "to_apply" or " call(" in line}
-        if branches := re.search(r"branch_computations=\{([^}]*)\}", line):
-            called |= {other: other for other in re.findall(r"[\w.\-]+", branches[1])}
-        trip_count = _trip_count(line, computations[called["condition"]]) if "condition" in called else None
-        for role, other in called.items():
-            if other in computations and role != "condition":
-                inside = role == "body"
-                yield from _executed(
-                    computations, other, loops + inside, times * (trip_count or 1) if inside else times
-                )
-
-
-def _trip_count(loop: str, condition: list[str]) -> int | None:
-    """Returns the iterations of a loop: XLA's annotation, or the limit in its condition; None: they depend on data."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop):
-        return int(known[1])
-    constants = {found[1]: int(found[2]) for line in condition if (found := _CONSTANT.search(line))}
-    limits = [constants.get(found[1]) for line in condition if (found := _COMPARE.search(line))]
-    return limits[0] if len(limits) == 1 else None
 
 
 def _collective(match: re.Match[str], line: str, devices: int, loops: int, times: int) -> Collective:

@@ -1,7 +1,7 @@
-"""Estimates of what a configuration needs on a slice of Cloud TPUs: memory, collectives, FLOPs, roofline.
+"""Estimates of what a configuration needs on TPUs or GPUs that are not at hand: memory, collectives, FLOPs, roofline.
 
-Training, evaluation and generation are compiled for the slice by the TPU's own compiler (libtpu), on a machine that has
-no TPU. Without libtpu only the part that follows from the shapes of arrays is known.
+Training, evaluation and generation are compiled by the devices' own compiler (libtpu, or XLA with jax's CUDA plugin).
+Without it only the part that follows from the shapes of arrays is known.
 """
 
 import collections
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from txl_jax import sharding
 from txl_jax.assemble import RunComponents, assemble
-from txl_jax.bench import aot_compile, tpu_topologies
+from txl_jax.bench import aot_compile, topologies
 from txl_jax.bench.aot_compile import Compiled, DoesNotFitError
 from txl_jax.bench.output import Log, print_line
-from txl_jax.bench.roofline import CHIPS, Bounds, Chip, lower_bounds
+from txl_jax.bench.roofline import Bounds, Chip, lower_bounds
 from txl_jax.bench.synthetic_tokens import default_vocab_size
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
@@ -42,8 +43,8 @@ class Plan:
 
     topology: tuple[str, ...] = setting(
         (),
-        "TPU slice, such as v5e:4x8 or v4:2x2x4. With --configs several, with commas; a generation alone (v5e) is its "
-        "smallest slice that training fits on.",
+        "TPU slice, such as v5e:4x8 or v4:2x2x4, or GPUs, such as h200 or h100x8. With --configs several, with commas; "
+        "a generation or a GPU alone (v5e, h200) is then the smallest slice, or number, that training fits on.",
     )
     tasks: tuple[str, ...] = setting(tuple(TASKS), "Tasks to compile, with commas.")
     configs: tuple[str, ...] = setting(
@@ -57,7 +58,7 @@ class Plan:
     def validate(self) -> None:
         """Raises `UserError` for an unknown task or slice, or settings that do not go together."""
         check_fields(self, "")
-        require(self.topology, "topology is empty; it must name a slice, such as --topology=v5e:4x8")
+        require(self.topology, "topology is empty; it must name a slice or GPUs, such as --topology=v5e:4x8 or h200x8")
         require(self.tasks, f"tasks is empty; it must be of {', '.join(TASKS)}")
         for name in self.tasks:
             near = config_tree.did_you_mean(name, TASKS)
@@ -68,44 +69,46 @@ class Plan:
                 f"tasks is {','.join(self.tasks)} and the table of --configs is of training; leave it out",
             )
             for topology in self.topology:
-                tpu_topologies.slices(topology)
+                topologies.slices(topology)
         else:
             require(
                 len(self.topology) == 1, f"topology has {len(self.topology)} slices; it must be one, or use --configs"
             )
-            tpu_topologies.split(self.topology[0])
+            topologies.num_devices(self.topology[0])
 
 
 def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> list[dict[str, Any]]:
-    """Prints what is known of one configuration on one slice, and writes the JSON file.
+    """Prints what is known of one configuration on one topology, and writes the JSON file.
 
     Args:
       config: the model, the lengths and the mesh.
-      plan: the slice, the tasks to compile.
+      plan: the topology, the tasks to compile.
       log: called with each line.
 
     Returns:
       a record per task, as in the JSON file.
 
     Raises:
-      UserError: settings that do not fit the slice, or each other.
+      UserError: settings that do not fit the topology, or each other.
     """
     [topology] = plan.topology
-    chip = CHIPS[tpu_topologies.split(topology)[0]]
+    chip = topologies.chip(topology)
     components, compiles = assemble_on(config, topology, plan.vocab_size)
     mesh, train = components.mesh, config.train
     log(
-        f"{format_versions()}\n\n"
+        f"{format_versions(plan)}\n\n"
         f"{components.num_parameters:,} parameters, computed in {config.model.dtype} on {topology}: "
         f"{mesh.size} x {chip.kind} ({', '.join(f'{name} {size}' for name, size in mesh.shape.items())})\n"
         f"{train.batch_size} rows x {train.segment_len}, memory {train.mem_len}\n"
     )
+    for task, implementation in format_attention(components).items():
+        log(f"{f'attention, {task}':<24}{implementation}")
     for name, size in report.device_bytes(components).items():
         log(f"{name:<24}{format_bytes(size)} per device")
     if compiles:
         records = [_estimate_task(components, topology, chip, name, log) for name in plan.tasks]
     else:
-        log("\nlibtpu is not installed (pip install 'jax[tpu]'): nothing is compiled, activations are not known")
+        log(f"\n{topologies.missing_compiler(topology)}: nothing is compiled, activations are not known")
         bounds = lower_bounds(aot_compile.work_per_update(components, compiled=None), chip)
         log(format_roofline(components, bounds, complete=False))
         records = [make_record(components, topology, None, None)]
@@ -114,15 +117,15 @@ def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> list[dic
 
 
 def assemble_on(config: ExperimentConfig, topology: str, vocab_size: int | None) -> tuple[RunComponents, bool]:
-    """Assembles the components of a run on a slice; returns them and whether they can be compiled there.
+    """Assembles the components of a run on a topology; returns them and whether they can be compiled there.
 
     Raises:
-      UserError: settings that do not fit the slice, or each other.
+      UserError: settings that do not fit the topology, or each other.
     """
-    devices = tpu_topologies.devices(topology)
+    devices = topologies.devices(topology)
     mesh: Any
     if devices is None:
-        mesh = sharding.abstract_mesh(config.mesh, tpu_topologies.num_devices(topology))
+        mesh = sharding.abstract_mesh(config.mesh, topologies.num_devices(topology))
     else:
         mesh = sharding.make_mesh(config.mesh, devices)
     components = assemble(config, vocab_size=vocab_size or default_vocab_size(config.data.corpus), mesh=mesh)
@@ -139,6 +142,7 @@ def make_record(
         "mesh": dict(components.mesh.shape),
         "parameters": components.num_parameters,
         "device_bytes": report.device_bytes(components),
+        "attention": format_attention(components),
         "config": config_tree.to_dict(components.config),
         "task": task,
     }
@@ -155,13 +159,22 @@ def make_record(
 def write_records(records: list[dict[str, Any]], plan: Plan, log: Log) -> None:
     """Writes the JSON file of a plan, if it names one."""
     if plan.json:
-        write_json(Path(plan.json), {**_versions(), "plan": config_tree.to_dict(plan), "estimates": records})
+        write_json(Path(plan.json), {**_versions(plan), "plan": config_tree.to_dict(plan), "estimates": records})
         log(f"\nresults   {plan.json}")
 
 
-def format_versions() -> str:
+def format_attention(components: RunComponents) -> dict[str, str]:
+    """Returns the implementation of attention by task; empty: the network has none, or the devices are not known."""
+    mesh: Any = components.mesh  # Abstract where its devices' compiler is not installed.
+    chosen = components.attention
+    if chosen is None or isinstance(mesh, AbstractMesh):
+        return {}
+    return {task: str(one.implementation) for task, one in chosen._asdict().items()}
+
+
+def format_versions(plan: Plan) -> str:
     """Formats the versions and the date that an estimate depends on."""
-    return ", ".join(f"{name} {value}" for name, value in _versions().items())
+    return ", ".join(f"{name} {value}" for name, value in _versions(plan).items())
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -208,7 +221,7 @@ def _estimate_task(components: RunComponents, topology: str, chip: Chip, name: s
             log(f"\n{name}: not possible, {error}")
             return make_record(components, topology, name, None) | {"not_possible": str(error)}
     try:
-        compiled = TASKS[name](components)
+        compiled = TASKS[name](components, memory_bytes=chip.hbm_bytes)
     except DoesNotFitError as error:
         log(f"\n{name}: does not fit, it {error}")
         return make_record(components, topology, name, None) | {"does_not_fit": str(error)}
@@ -234,9 +247,8 @@ def _describe_call(config: ExperimentConfig, task: str) -> str:
     return "a batch of windows" if config.eval.stride else f"{config.eval.segments_per_call} segments"
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "jax": jax.__version__,
-        "libtpu": tpu_topologies.libtpu_version() or "not installed",
-        "date": datetime.date.today().isoformat(),
-    }
+def _versions(plan: Plan) -> dict[str, str]:
+    versions = {"jax": jax.__version__}
+    for topology in plan.topology:
+        versions |= topologies.compiler_versions(topology)
+    return versions | {"date": datetime.date.today().isoformat()}

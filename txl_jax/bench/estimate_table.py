@@ -1,50 +1,53 @@
-"""A table of estimates: training of several configurations on several slices, each on a mesh chosen here."""
+"""A table of estimates: training of several configurations on several topologies, each on a mesh chosen here."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from txl_jax.assemble import RunComponents
-from txl_jax.bench import aot_compile, tpu_topologies
+from txl_jax.bench import aot_compile, topologies
 from txl_jax.bench.aot_compile import Compiled, DoesNotFitError
 from txl_jax.bench.estimate import (
     Plan,
     assemble_on,
+    format_attention,
     format_bytes,
     format_versions,
     make_record,
     write_records,
 )
 from txl_jax.bench.output import Log, print_line
-from txl_jax.bench.roofline import CHIPS, lower_bounds
+from txl_jax.bench.roofline import lower_bounds
 from txl_jax.config import ExperimentConfig, MeshConfig, Remat
 from txl_jax.config import tree as config_tree
-from txl_jax.config.settings import require
+from txl_jax.errors import UserError
 from txl_jax.jobs import report
 
 _HEAD = (
-    "| configuration | rows x segment, memory | slice | mesh | remat | parameters and optimizer | segment memory | "
-    "activations, gradients | needed | of | least time of an update |"
+    "| configuration | rows x segment, memory | slice | mesh | remat | attention | parameters and optimizer | "
+    "segment memory | activations, gradients | needed | of | least time of an update |"
 )
 
 
 def run_table(configs: Mapping[str, ExperimentConfig], plan: Plan, log: Log = print_line) -> list[dict[str, Any]]:
-    """Prints a markdown table with one row per configuration and slice, and writes the JSON file.
+    """Prints a markdown table with one row per configuration and topology, and writes the JSON file.
 
     Args:
       configs: configurations by name; their meshes are not used.
-      plan: slices; of a generation without a shape, the smallest slice that training fits on.
+      plan: topologies; of a generation or a GPU alone, the smallest slice, or number, that training fits on.
       log: called with each line.
 
     Returns:
       a record per row, as in the JSON file.
 
     Raises:
-      UserError: an unknown slice, or libtpu is not installed.
+      UserError: an unknown topology, or its compiler is not installed.
     """
-    slices = {topology: tpu_topologies.slices(topology) for topology in plan.topology}
-    require(tpu_topologies.libtpu_version(), "a table needs the TPU's compiler; pip install 'jax[tpu]'")
+    slices = {topology: topologies.slices(topology) for topology in plan.topology}
+    for topology in plan.topology:
+        if missing := topologies.missing_compiler(topology):
+            raise UserError(f"a table needs the compiler of {topology} and {missing}")
     records = []
-    log(f"{format_versions()}\n\n{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
+    log(f"{format_versions(plan)}\n\n{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
     for name, config in configs.items():
         for candidates in slices.values():
             row, record = estimate_smallest(name, config, candidates, plan.vocab_size)
@@ -60,7 +63,7 @@ def estimate_smallest(
     """Compiles training for the first slice on which it fits; returns the table row and the record."""
     refused: dict[str, Any] = {}
     for topology in slices:
-        for mesh, remat in candidate_meshes(config, tpu_topologies.num_devices(topology)):
+        for mesh, remat in candidate_meshes(config, topologies.num_devices(topology)):
             changes = {
                 "mesh.data": mesh.data,
                 "mesh.fsdp": mesh.fsdp,
@@ -69,7 +72,7 @@ def estimate_smallest(
             }
             components, _ = assemble_on(config_tree.replace(config, changes), topology, vocab_size)
             try:
-                compiled = aot_compile.compile_training(components)
+                compiled = aot_compile.compile_training(components, memory_bytes=topologies.chip(topology).hbm_bytes)
             except DoesNotFitError as error:
                 refused = make_record(components, topology, "training", None) | {"does_not_fit": str(error)}
                 continue
@@ -104,7 +107,7 @@ def candidate_meshes(config: ExperimentConfig, num_devices: int) -> Iterator[tup
 def format_row(name: str, components: RunComponents, topology: str, compiled: Compiled) -> str:
     """Formats the table row of a configuration on a slice."""
     config, persistent = components.config, report.device_bytes(components)
-    chip = CHIPS[tpu_topologies.split(topology)[0]]
+    chip = topologies.chip(topology)
     bounds = lower_bounds(aot_compile.work_per_update(components, compiled=compiled), chip)
     sizes = (
         persistent["parameters"] + persistent["optimizer"],
@@ -119,6 +122,7 @@ def format_row(name: str, components: RunComponents, topology: str, compiled: Co
         topology,
         " x ".join(str(size) for size in components.mesh.shape.values()),
         config.model.remat,
+        format_attention(components).get("training", ""),
         *map(format_bytes, sizes),
         f"{1e3 * bounds.overlapped:.1f} to {1e3 * bounds.serial:.1f} ms",
     ]

@@ -1,4 +1,4 @@
-"""Tests of the estimates: from shapes alone, and with libtpu, where it is installed, from its compiler."""
+"""Tests of the estimates: from shapes alone, and from the compilers of TPUs and GPUs where those are installed."""
 
 import importlib.util
 import json
@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from support import ROOT
+from txl_jax.bench import gpu_topologies
 
 TINY = [
     "--model.n_layer=3",
@@ -28,14 +29,18 @@ TINY = [
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
 )
+needs_plugin = pytest.mark.skipif(
+    gpu_topologies.plugin_version() is None, reason=f"needs jax's CUDA plugin: {gpu_topologies.INSTALL}"
+)
+COMPILERS = ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
-def estimate(*flags, without_libtpu=False):
+def estimate(*flags, without_compiler=False):
     """(exit code, output, errors) of the program."""
     program = "import runpy, sys; sys.argv[0] = 'estimate'\n"
-    if without_libtpu:
+    if without_compiler:
         program += "import importlib.util as u; find = u.find_spec\n"
-        program += "u.find_spec = lambda name, *rest: None if name == 'libtpu' else find(name, *rest)\n"
+        program += f"u.find_spec = lambda name, *rest: None if name in {COMPILERS} else find(name, *rest)\n"
     program += "runpy.run_module('experiments.bench.estimate', run_name='__main__', alter_sys=True)"
     result = subprocess.run(
         [sys.executable, "-c", program, *flags], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
@@ -43,10 +48,10 @@ def estimate(*flags, without_libtpu=False):
     return result.returncode, result.stdout, result.stderr
 
 
-def test_without_libtpu_the_sizes_that_follow_from_shapes_are_printed(tmp_path):
+def test_without_a_compiler_the_sizes_that_follow_from_shapes_are_printed(tmp_path):
     """One of four devices that share parameters, and of two that share heads."""
     flags = [*TINY, "--topology=v4:2x2x2", "--mesh.fsdp=4", "--mesh.tensor=2", f"--json={tmp_path / 'e.json'}"]
-    code, out, err = estimate(*flags, without_libtpu=True)
+    code, out, err = estimate(*flags, without_compiler=True)
     assert code == 0, err
     assert re.search(r"\b8\b.*\bv4\b.*\bdata 1\b.*\bfsdp 4\b.*\btensor 2\b", out) and "libtpu" in out
     [found] = json.loads((tmp_path / "e.json").read_text())["estimates"]
@@ -57,6 +62,7 @@ def test_without_libtpu_the_sizes_that_follow_from_shapes_are_printed(tmp_path):
     assert found["parameters"] * 4 / 8 < sizes["parameters"] < found["parameters"] * 4 / 8 * 1.2
     assert 2 * sizes["parameters"] <= sizes["optimizer"] <= 2 * sizes["parameters"] + 64
     assert found["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert found["attention"] == {}, "which of them depends on the device, which is not known"
 
 
 @needs_libtpu
@@ -66,6 +72,9 @@ def test_programs_are_compiled_for_a_slice(tmp_path):
     assert code == 0, err
     found = {each["task"]: each for each in json.loads((tmp_path / "e.json").read_text())["estimates"]}
     assert set(found) == {"training", "evaluation", "generation"}
+    implementations = found["training"]["attention"]
+    assert set(implementations) == {"training", "evaluation"}
+    assert re.search(rf"(?m)^attention, training +{re.escape(implementations['training'])}$", out)
     for name, each in found.items():
         assert re.search(rf"(?m)^{name}:.*\d", out) and each["peak_bytes"] >= each["scratch_bytes"] > 0
     sent = found["training"]["collectives"]
@@ -92,11 +101,31 @@ def test_a_program_that_does_not_fit_is_reported_with_both_sizes():
     assert re.search(r"(?m)^training:.*\d.*\b15\.75GiB", out)
 
 
+@needs_plugin
+def test_programs_are_compiled_for_gpus(tmp_path):
+    flags = ["--mesh.fsdp=2", "--mesh.tensor=2", "--tasks=training", f"--json={tmp_path / 'e.json'}"]
+    code, out, err = estimate(*TINY, *flags, "--topology=h200x4")
+    assert code == 0, err
+    record = json.loads((tmp_path / "e.json").read_text())
+    [found] = record["estimates"]
+    assert record["CUDA plugin"] == gpu_topologies.plugin_version() and re.search(r"\b4 x H200\b", out)
+    assert found["peak_bytes"] > found["scratch_bytes"] > sum(found["device_bytes"].values()) / 10
+    assert {one["kind"] for one in found["collectives"]} >= {"all-reduce", "all-gather"}
+
+
+@needs_plugin
+def test_what_does_not_fit_on_a_gpu_is_reported_with_both_sizes():
+    huge = ["--train.batch_size=40000", "--train.segment_len=256", "--train.mem_len=256"]
+    code, out, err = estimate(*TINY, *huge, "--topology=a100", "--tasks=training")
+    assert code == 0, err
+    assert re.search(r"(?m)^training:.*\d.*\b79\.26GiB", out)
+
+
 @needs_libtpu
 def test_every_slice_is_known_to_libtpu():
     program = """
-from experiments.bench import tpu_environment
-tpu_environment.set_environment()
+from experiments.bench import aot_environment
+aot_environment.set_environment()
 from txl_jax.bench import tpu_topologies
 for generation, shapes in tpu_topologies.SLICES.items():
     for shape in shapes:
@@ -116,6 +145,8 @@ for generation, shapes in tpu_topologies.SLICES.items():
         ([], ["--topology"]),
         (["--topology=v5e:2x2", "--configs=smal"], ["smal", "small", "enwik8_12l"]),
         (["--topology=v5e:2x2", "--configs=small"], ["jax[tpu]"]),
+        (["--topology=h200x8", "--configs=small"], ["jax-cuda13-plugin"]),
+        (["--topology=h200x5"], ["h200x5", "8"]),
         (
             ["--topology=v5e", "--configs=small", "--mesh.fsdp=2"],
             ["--mesh.fsdp", "--configs"],
@@ -123,7 +154,7 @@ for generation, shapes in tpu_topologies.SLICES.items():
     ],
 )
 def test_mistakes_are_answered_in_one_sentence(flags, expected):
-    code, _, err = estimate(*TINY, *flags, without_libtpu=True)
+    code, _, err = estimate(*TINY, *flags, without_compiler=True)
     assert code == 1
     assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
     for words in expected:

@@ -1,0 +1,182 @@
+"""Tests of the benchmark of attention: what it counts, checks and prints, on the device at hand and for others."""
+
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from txl_jax.bench import attention, attention_cases, attention_products, attention_topology, gpu_topologies
+from txl_jax.bench.attention import Plan
+from txl_jax.bench.attention_cases import Case, make_case
+from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, TrainConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
+from txl_jax.ops.attention import Implementation, Tile
+
+CONFIG = ExperimentConfig(
+    model=ModelConfig(n_layer=2, d_model=24, n_head=3, d_head=8, d_inner=16),
+    train=TrainConfig(batch_size=4, segment_len=20, mem_len=13),
+    eval=EvalConfig(batch_size=1, segment_len=6, mem_len=16, clamp_len=9, same_length=True),
+)
+DROPOUT = config_tree.replace(CONFIG, {"model.dropout.attention": 0.3})
+
+
+def case(task: str, config: ExperimentConfig = CONFIG, **changes) -> Case:
+    return dataclasses.replace(make_case("tiny", config, task, batch=2, dtype="float32"), **changes)
+
+
+def rows_of(lines: list[str]) -> list[list[str]]:
+    text = "\n".join(lines).splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text if line.startswith("| tiny")]
+
+
+def test_sizes_are_those_of_the_configuration():
+    training, evaluation = case("training", DROPOUT), case("evaluation")
+    assert training.shape == "2 x 3 x 20 x 33, 8" and training.n_positions == 33 and training.dropout_rate == 0.3
+    assert training.scores_size == 2 * 3 * 20 * 33 and training.window is None
+    # The KV cache has 18 slots; distances are clamped at 9, and the window is the memory's length.
+    assert (evaluation.capacity, evaluation.n_keys, evaluation.n_positions, evaluation.window) == (18, 24, 10, 16)
+    assert evaluation.batch == 1 and evaluation.scores_size == 3 * 6 * 18
+
+
+@pytest.mark.parametrize(("task", "passes"), [("training", 3), ("evaluation", 1)])
+def test_operations_are_counted_on_visible_pairs(task, passes):
+    """Three products of the forward pass, and twice as many backward; without position keys two."""
+    sizes = case(task)
+    distance = sizes.mem_len + np.arange(sizes.segment_len)[:, None] - np.arange(sizes.mem_len + sizes.segment_len)
+    visible = np.sum((distance >= 0) & (distance < (sizes.window or 99)))
+    pairs = sizes.batch * sizes.n_head * visible
+    assert sizes.flops() == passes * 3 * 2 * 8 * pairs
+    assert sizes.flops(positions=False) == passes * 2 * 2 * 8 * pairs
+
+
+@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_products_alone_are_those_of_all_pairs(task, platform):
+    sizes = case(task)  # In evaluation distances are clamped, so there are fewer position keys than keys.
+    inputs = attention_products.make_inputs(sizes, platform=platform)
+    compiled = jax.jit(attention_products.products(sizes)).lower(inputs).compile()
+    loops = sizes.batch * sizes.n_head if platform == "cpu" else 1  # XLA counts a loop's body once.
+    assert compiled.cost_analysis()["flops"] * loops == pytest.approx(sizes.flops_of_products, rel=0.01)
+    assert all(np.isfinite(found).all() and np.any(found) for found in compiled(inputs))
+
+
+def test_each_path_has_a_row_or_a_reason(tmp_path):
+    lines, path = [], tmp_path / "attention.json"
+    plan = Plan(
+        configs=("tiny",), calls=2, batch_size=2, paths=("reference", "fused", "plain", "cudnn"), json=str(path)
+    )
+    plan.validate()
+    records = attention.run({"tiny": CONFIG}, plan, log=lines.append)
+    rows = rows_of(lines)
+    for task in attention_cases.TASKS:
+        found = {row[3].partition(" ")[0]: row for row in rows if row[1] == task}
+        assert set(found) >= {"reference", "products"} and {len(row) for row in found.values()} == {14}
+        assert found["reference"][8] == "1.00" and found["products"][9] == "1.00"
+    for name, word in (("fused", "cpu"), ("cudnn", "GPUs")):
+        [reason] = [line.strip() for line in lines if line.strip().startswith(f"no {name}: ")]
+        assert word in reason and "tiny training" in reason
+    reference = next(row for row in records if (row["task"], row["path"]) == ("training", "reference"))
+    assert len(reference["seconds"]) == 2 and reference["bytes_accessed"] > reference["scratch_bytes"] > 0
+    assert reference["flops_per_second"] == pytest.approx(case("training").flops() / reference["median_seconds"])
+    saved = json.loads(path.read_text())
+    assert saved["rows"] == json.loads(json.dumps(records)) and saved["plan"]["batch_size"] == 2
+
+
+@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("error", [0, 0.01, jnp.nan])
+def test_a_path_with_other_numbers_is_not_timed(monkeypatch, task, error):
+    """The replacement is the reference, with an error in what it returns: forward, and so backward."""
+    name = "attention" if task == "training" else "cached_attention"
+    reference = getattr(attention_cases, name)
+
+    def replacement(*args, implementation, **named):
+        found = reference(*args, implementation="reference", **named)
+        return found if implementation == "reference" else found * (1 + error)
+
+    monkeypatch.setattr(attention_cases, name, replacement)
+    monkeypatch.setattr(attention, "_implementation", lambda *_: Implementation("tiled", tile=Tile(8, 8)))
+    if not error:
+        assert attention.largest_difference(case(task, DROPOUT), "tiled") == 0
+        return
+    with pytest.raises(UserError, match=r"tiny, " + task + r".*tiled.*(1.0e-02|nan).*1e-03"):
+        attention.largest_difference(case(task, DROPOUT), "tiled")
+
+
+@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("instead", [None, Implementation("tiled", tile=Tile(8, 8))], ids=str)
+def test_a_path_without_float32_is_checked_in_the_type_that_is_timed(monkeypatch, task, instead):
+    """As kernels for GPUs, which are for 16 bits only; in float32 "plain" would be tiles."""
+    kernel = Implementation("fused", "triton", Tile(16, 16), interpret=True)
+
+    def find(case, path, *_):
+        return (kernel, "") if case.dtype == "bfloat16" else (instead, "the type is float32")
+
+    monkeypatch.setattr(attention, "find_implementation", find)
+    assert 1e-4 < attention.largest_difference(case(task, DROPOUT, dtype="bfloat16"), "plain") < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"paths": ("fusd",)}, r"'fusd'.*\bfused\b"),
+        ({"tasks": ("generation",)}, r"'generation'.*\bevaluation\b"),
+        ({"configs": ()}, r"configs is empty.*enwik8_24l"),
+        ({"topology": ("v5e", "h300")}, r"'h300'.*\bh200\b"),
+        ({"batch_size": 0}, r"batch_size is 0\b"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, words):
+    with pytest.raises(UserError, match=words):
+        Plan(**settings).validate()
+
+
+def test_a_model_without_this_attention_is_refused():
+    config = config_tree.replace(CONFIG, {"model.encoding": "shaw"})
+    with pytest.raises(UserError, match=r"lm has .*\bshaw\b.*model.encoding=relative"):
+        make_case("lm", config, "training", batch=None, dtype="float32")
+
+
+def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(gpu_topologies, "plugin_version", lambda: None)
+    with pytest.raises(UserError, match=r"--topology=h200\b.*jax-cuda13-plugin"):
+        attention_topology.run([case("training")], ["h200"], ["reference"], print)
+
+
+def crash(*_):
+    os.abort()
+
+
+def test_a_compiler_that_crashes_ends_its_process_only(monkeypatch):
+    monkeypatch.setattr(attention_topology, "compile_case", crash)
+    with attention_topology._Workers() as workers:
+        found = [workers.compile(case("training"), path, "v5e") for path in ("reference", "tiled")]
+    assert [each["refused"] for each in found] == ["the compiler crashed"] * 2
+    [row] = rows_of([attention_topology.format_row(found)])
+    assert row[2:] == ["2 x 3 x 20 x 33, 8", "v5e", "the compiler crashed", "the compiler crashed"]
+
+
+def test_a_row_has_each_path_beside_the_reference():
+    facts = dataclasses.asdict(case("training")) | {"shape": "2 x 3", "topology": "h200", "refused": None}
+    reference = facts | {"path": "reference", "implementation": "reference", "scores_written": "f32[2,3]"}
+    fused = facts | {"path": "fused", "implementation": "fused triton 64x64", "scores_written": None}
+    row = attention_topology.format_row(
+        [reference | {"scratch_bytes": 8e6, "bytes_accessed": 6e9}, fused | {"scratch_bytes": 0, "bytes_accessed": 5e8}]
+    )
+    assert row == "| tiny | training | 2 x 3 | h200 | 8 MB, 6.0 GB | 0 MB, 500 MB (1/12): triton 64x64 |"
+
+
+def test_the_verdict_names_what_writes_scores():
+    facts = {"config": "tiny", "task": "training", "scratch_bytes": 1}
+    records = [
+        facts | {"path": "reference", "topology": "v5e", "scores_written": "f32[2,3,20,33]"},
+        facts | {"path": "fused", "topology": "v5e", "scores_written": None},
+        facts | {"path": "fused", "topology": "h200", "scores_written": "f32[2,3,20,33]"},
+    ]
+    _, reference, fused = attention_topology.format_verdicts(records)
+    assert reference.startswith("reference: 1 of 1") and "tiny" not in reference
+    assert fused.startswith("fused: 1 of 2") and fused.endswith("tiny training on h200")

@@ -1,0 +1,335 @@
+"""Benchmark of the implementations of attention at the sizes of configurations: the plan, checks and times.
+
+`attention_topology` is the same for devices that are not at hand.
+"""
+
+import collections
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from txl_jax import flops
+from txl_jax.bench import attention_products, attention_topology, memory_traffic
+from txl_jax.bench.attention_cases import (
+    TASKS,
+    Case,
+    find_implementation,
+    has_positions,
+    make_case,
+    make_function,
+    make_inputs,
+)
+from txl_jax.bench.output import Log, print_line
+from txl_jax.config import DType, ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.errors import UserError
+from txl_jax.ops.attention import Implementation
+from txl_jax.runtime import environment
+from txl_jax.runtime.files import write_json
+
+CONFIGS = ("enwik8_12l", "enwik8_24l", "wt103_base", "wt103_large")
+PATHS = ("reference", "tiled", "fused", "plain", "cudnn")
+PRODUCTS = "products"  # The row of the matrix products alone.
+# Relative differences beyond which an implementation is wrong, not rounded: in float32, and in 16 bits, where tiles
+# differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
+_TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 2e-2
+_SECONDS = 0.02  # A timing calls so often in a row that it takes this long.
+_HEAD = (
+    "| configuration | task | rows x heads x queries x keys, width | path | difference | time | slowest | fastest | "
+    "speedup | times the products | operations/s | share of peak | scratch | bytes |"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Settings of the benchmark."""
+
+    configs: tuple[str, ...] = setting(CONFIGS, "Published configurations or flagfiles, with commas.")
+    tasks: tuple[str, ...] = setting(TASKS, f"Of {', '.join(TASKS)}, with commas: forward and backward, or forward.")
+    paths: tuple[str, ...] = setting(
+        PATHS,
+        f"Of {', '.join(PATHS)}, with commas. plain: the fused (else the tiled) one without position keys; cudnn: "
+        "jax.nn.dot_product_attention without position keys and mask, on GPUs.",
+    )
+    batch_size: int | None = setting(
+        4, "B, rows of training on one device; none: the whole batch that was published.", at_least=1
+    )
+    dtype: DType | None = setting(None, "Type of queries, keys and values; none: bfloat16, on a CPU float32.")
+    calls: int = setting(7, "Timings of each path, interleaved.", at_least=1)
+    topology: tuple[str, ...] = setting(
+        (), "Compile for these devices instead, such as v5e,v4,h200 (the first device of the smallest slice)."
+    )
+    json: str | None = setting(None, "File for all figures; none: only the table.", path=True)
+
+    def validate(self) -> None:
+        """Raises `UserError` for an unknown task, path or topology."""
+        check_fields(self, "")
+        require(self.configs, f"configs is empty; it must name configurations, such as {','.join(CONFIGS)}")
+        for name, given, known in (("tasks", self.tasks, TASKS), ("paths", self.paths, PATHS)):
+            require(given, f"{name} is empty; it must be of {', '.join(known)}")
+            for one in given:
+                near = config_tree.did_you_mean(one, known)
+                require(one in known, f"{name} has {one!r}; it must be of {', '.join(known)}{near}")
+        for topology in self.topology:
+            attention_topology.check(topology)
+
+    def cases(self, configs: Mapping[str, ExperimentConfig], *, dtype: str) -> Iterator[Case]:
+        """Yields the cases: each task of each configuration."""
+        for name, config in configs.items():
+            for task in self.tasks:
+                yield make_case(name, config, task, batch=self.batch_size, dtype=self.dtype or dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled path of a case.
+
+    Attributes:
+      path: its name in the plan.
+      implementation: what the path is here.
+      start: starts it, and returns its result.
+      scratch_bytes: memory besides arguments and results, by the compiler's account.
+      bytes_accessed: bytes that it reads and writes, by XLA's count or from the program's text.
+    """
+
+    path: str
+    implementation: str
+    start: Callable[[], Any]
+    scratch_bytes: int
+    bytes_accessed: int
+
+
+def run(configs: Mapping[str, ExperimentConfig], plan: Plan, log: Log = print_line) -> list[dict[str, Any]]:
+    """Checks and times the paths of each case on the device at hand, or compiles them for others; prints a table.
+
+    Args:
+      configs: configurations by name.
+      plan: cases, paths, number of calls.
+      log: called with each line.
+
+    Returns:
+      a record per row, as in the JSON file.
+
+    Raises:
+      UserError: a configuration without this attention, a compiler that is not installed, or a path that computes
+        other numbers than the reference.
+    """
+    if plan.topology:
+        cases = list(plan.cases(configs, dtype="bfloat16"))
+        facts, records = attention_topology.run(cases, plan.topology, plan.paths, log)
+    else:
+        facts = environment.describe()
+        log(f"{facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}\n")
+        log(f"{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
+        default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        records, refused = [], collections.defaultdict(list)
+        for case in plan.cases(configs, dtype=default):
+            rows, refusals = measure(case, plan, log)
+            records += rows
+            for path, reason in refusals.items():
+                refused[path, reason].append(f"{case.config} {case.task}")
+        for (path, reason), names in refused.items():
+            log(f"\nno {path}: {reason} ({', '.join(names)})")
+    if plan.json:
+        write_json(Path(plan.json), {**facts, "plan": config_tree.to_dict(plan), "rows": records})
+        log(f"\nresults   {plan.json}")
+    return records
+
+
+def measure(case: Case, plan: Plan, log: Log = print_line) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Checks, compiles and times the paths of a case; prints their rows, returns them and why others are not there."""
+    programs, differences, refusals = [], {}, {}
+    for path in plan.paths:
+        try:
+            differences[path] = largest_difference(case, path)
+            programs.append(_compile(case, path))
+        except _NotHereError as error:
+            refusals[path] = str(error)
+    programs.append(_compile_products(case))
+    seconds = _time_interleaved(programs, plan.calls)
+    rows = [
+        _record(case, program, seconds, differences.get(program.path))
+        for program in programs
+        if program.path in seconds
+    ]
+    for row in rows:
+        log(format_row(row))
+    return rows, refusals
+
+
+def largest_difference(case: Case, path: str) -> float | None:
+    """Returns the largest relative difference from the reference, of one row: output and all gradients.
+
+    The path computes in float32 where it can, else in the type of the case; the reference in float32, of the same
+    numbers. The difference of an array is that of its elements at most, divided by the largest element of the
+    reference's.
+
+    Raises:
+      UserError: it is too large to be rounding.
+    """
+    if path in ("reference", "cudnn"):
+        return None
+    small, implementation = _checked(case, path)
+    tolerance = _TOLERANCE if small.dtype == "float32" else _TOLERANCE_OF_16_BITS
+    inputs, positions = make_inputs(small), has_positions(path)
+    exact = {name: array if name == "valid" else array.astype(jnp.float32) for name, array in inputs.items()}
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(make_function(small, "reference", positions=positions))(exact)
+        found = jax.jit(make_function(small, implementation, positions=positions))(inputs)
+    differences = {
+        name: float(jnp.max(jnp.abs(found[name] - array)) / jnp.max(jnp.abs(array))) for name, array in expected.items()
+    }
+    worst = max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
+    if not differences[worst] <= tolerance:
+        raise UserError(
+            f"{case.config}, {case.task}: the {worst} of {path} ({implementation}) differs from the reference's by "
+            f"{differences[worst]:.1e} of its largest element, in {small.dtype}; at most {tolerance:.0e} is rounding"
+        )
+    return differences[worst]
+
+
+def format_row(row: Mapping[str, Any]) -> str:
+    """Formats the table row of a path."""
+
+    def known(value: Any, form: Callable[[Any], str]) -> str:
+        return "" if value is None else form(value)
+
+    cells = [
+        row["config"],
+        row["task"],
+        row["shape"],
+        row["path"] if row["implementation"] in ("", row["path"]) else f"{row['path']} ({row['implementation']})",
+        known(row["difference"], "{:.0e}".format),
+        *(f"{1e3 * row[name]:.3g} ms" for name in ("median_seconds", "slowest_seconds", "fastest_seconds")),
+        known(row["speedup"], "{:.2f}".format),
+        known(row["times_products"], "{:.2f}".format),
+        f"{row['flops_per_second'] / 1e9:,.0f} G",
+        known(row["share_of_peak"], "{:.1%}".format),
+        environment.megabytes(row["scratch_bytes"]),
+        environment.megabytes(row["bytes_accessed"]),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+class _NotHereError(Exception):
+    """A path does not exist on this device, for this case."""
+
+
+def _checked(case: Case, path: str) -> tuple[Case, Implementation]:
+    """Returns what is compared with the reference: one row, by what is timed or its like in float32.
+
+    Kernels for GPUs are for 16 bits only, and of float32 fewer position keys fit into a TPU's VMEM.
+    """
+    one_row = dataclasses.replace(case, batch=1)
+    timed, exact = _implementation(one_row, path), dataclasses.replace(one_row, dtype="float32")
+    try:
+        found = _implementation(exact, path)
+    except _NotHereError:
+        return one_row, timed
+    return (exact, found) if found.path == timed.path else (one_row, timed)
+
+
+def _implementation(case: Case, path: str) -> Implementation:
+    """Returns the implementation of a path on the first device; raises `_NotHereError`."""
+    device = jax.devices()[0]
+    found, reason = find_implementation(case, path, device.platform, device.device_kind)
+    if found is None:
+        raise _NotHereError(reason)
+    return found
+
+
+def _compile(case: Case, path: str) -> Program:
+    inputs = make_inputs(case)
+    if path == "cudnn":
+        if jax.default_backend() != "gpu" or case.capacity is not None or case.dtype != "bfloat16":
+            raise _NotHereError("it is only timed in training on GPUs, in bfloat16")
+        return _program(path, "", _cudnn, inputs)
+    implementation = _implementation(case, path)
+    function = make_function(case, implementation, positions=has_positions(path))
+    return _program(path, str(implementation), function, inputs)
+
+
+def _compile_products(case: Case) -> Program:
+    inputs = attention_products.make_inputs(case, platform=jax.default_backend())
+    return _program(PRODUCTS, "", attention_products.products(case), inputs)
+
+
+def _program(path: str, implementation: str, function: Callable[..., Any], inputs: Any) -> Program:
+    try:
+        compiled = jax.jit(function).lower(inputs).compile()
+        jax.block_until_ready(compiled(inputs))
+    except jax.errors.JaxRuntimeError as error:
+        raise _NotHereError(str(error).partition("\n")[0][:200]) from None
+    sizes: Any = compiled.memory_analysis()
+    n_bytes = memory_traffic.bytes_of_program(compiled)
+    return Program(path, implementation, lambda: compiled(inputs), sizes.temp_size_in_bytes, n_bytes)
+
+
+def _cudnn(inputs: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """Computes plain attention of all pairs by cuDNN, and its gradients."""
+
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        lengths_first = (array.swapaxes(1, 2) for array in (query, key, value))
+        return jax.nn.dot_product_attention(*lengths_first, implementation="cudnn").swapaxes(1, 2)
+
+    output, pull_back = jax.vjp(forward, inputs["query"], inputs["key"], inputs["value"])
+    return [output, *pull_back(inputs["cotangent"])]
+
+
+def _time_interleaved(programs: list[Program], calls: int) -> dict[str, list[float]]:
+    """Returns the seconds of a call in each timing by path; one timing of each in turn, after one to warm up."""
+    repeats = {}
+    for program in programs:
+        start = time.perf_counter()
+        jax.block_until_ready(program.start())
+        repeats[program.path] = min(max(math.ceil(_SECONDS / (time.perf_counter() - start)), 1), 50)
+    seconds: dict[str, list[float]] = {program.path: [] for program in programs}
+    for _ in range(calls):
+        for program in programs:
+            repeat = repeats[program.path]
+            start = time.perf_counter()
+            for _ in range(repeat):
+                result = program.start()
+            jax.block_until_ready(result)
+            seconds[program.path].append((time.perf_counter() - start) / repeat)
+    return seconds
+
+
+def _record(
+    case: Case, program: Program, seconds: Mapping[str, list[float]], difference: float | None
+) -> dict[str, Any]:
+    """Returns the values of a row; ratios are medians over timings, each beside that of the same round."""
+    own = seconds[program.path]
+
+    def ratio(of: list[float] | None, to: list[float] | None) -> float | None:
+        return None if of is None or to is None else statistics.median(a / b for a, b in zip(of, to, strict=True))
+
+    median = statistics.median(own)
+    visible = case.flops(positions=has_positions(program.path))
+    rate = (case.flops_of_products if program.path == PRODUCTS else visible) / median
+    peak = flops.device_peak(jax.devices()[0].device_kind)
+    return {
+        **dataclasses.asdict(case),
+        "shape": case.shape,
+        "path": program.path,
+        "implementation": program.implementation,
+        "difference": difference,
+        "median_seconds": median,
+        "slowest_seconds": max(own),
+        "fastest_seconds": min(own),
+        "seconds": own,
+        "speedup": ratio(seconds.get("reference"), own),
+        "times_products": ratio(own, seconds[PRODUCTS]),
+        "flops_per_second": rate,
+        "share_of_peak": rate / peak if peak and case.dtype == "bfloat16" else None,
+        "scratch_bytes": program.scratch_bytes,
+        "bytes_accessed": program.bytes_accessed,
+    }
