@@ -16,7 +16,9 @@ import numpy as np
 
 from txl_jax.config import EvalConfig, ModelConfig, NormPlace
 from txl_jax.errors import UserError
+from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import original
+from txl_jax.interop.leaves import Leaf, Leaves, Renamed
 from txl_jax.modules.positions import ENCODINGS, encoding_of
 
 _ENCODER, _SOFTMAX = "transformer.", "crit."
@@ -35,11 +37,17 @@ def to_flax(tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_siz
       UserError: a tensor is missing, unknown or of the wrong shape, shared tensors differ, or positions
         are absolute. What `original` finds, it reports by the original's names, without "transformer.".
     """
+    return leaves_lib.to_tree(to_leaves(tensors, config, vocab_size=vocab_size))
+
+
+def to_leaves(tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_size: int) -> dict[str, Leaf]:
+    """Returns what `to_flax` does, with each array read when it is asked for: it takes its tensors anew."""
     _check_encoding(config)
-    rest = dict(tensors)
-    joined = {bias: _pop_bias(rest, bias, config) for bias in _BIASES}
-    renamed = {_original_name(name): value for name, value in rest.items()} | joined
-    return original.to_flax(renamed, config, vocab_size=vocab_size, cluster_order=original.ClusterOrder.FORWARD)
+    joined = {bias: _join_bias(tensors, bias, config) for bias in _BIASES}
+    taken = {name for bias in _BIASES for name in (_name(bias), *_bias_names(bias, config))}
+    names = {_original_name(name): name for name in tensors if name not in taken}
+    renamed = Renamed(tensors, names, joined)
+    return original.to_leaves(renamed, config, vocab_size=vocab_size, cluster_order=original.ClusterOrder.FORWARD)
 
 
 def from_flax(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
@@ -50,13 +58,26 @@ def from_flax(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.nd
     Raises:
       UserError: a parameter is missing, unknown or of the wrong shape, or has no name there.
     """
-    _check_encoding(config)
-    tensors = original.from_flax(params, config, cluster_order=original.ClusterOrder.FORWARD)
-    own = {bias: tensors.pop(bias) for bias in _BIASES} if config.untie_r else {}
-    tensors = {_name(name): value for name, value in tensors.items()}
-    for bias, value_NxHxE in own.items():
-        tensors |= dict(zip(_bias_names(bias, config), value_NxHxE, strict=True))
+    leaves = from_leaves(leaves_lib.from_tree(params), config)
+    tensors = {name: leaf.read() for name, leaf in leaves.items()}
     return tensors | {name: tensors[first] for name, first in aliases(config).items()}
+
+
+def from_leaves(leaves: Leaves, config: ModelConfig) -> dict[str, Leaf]:
+    """Inverts `to_leaves`: the tensors, read when they are asked for; a shared one has its first name only.
+
+    Raises:
+      UserError: as `from_flax`.
+    """
+    _check_encoding(config)
+    tensors = original.from_leaves(leaves, config, cluster_order=original.ClusterOrder.FORWARD)
+    own = {bias: tensors.pop(bias) for bias in _BIASES} if config.untie_r else {}
+    tensors = {_name(name): leaf for name, leaf in tensors.items()}
+    for bias, leaf in own.items():
+        value_NxHxE = leaf.read()
+        names = _bias_names(bias, config)
+        tensors |= {name: leaves_lib.leaf_of(value) for name, value in zip(names, value_NxHxE, strict=True)}
+    return tensors
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
@@ -65,6 +86,16 @@ def aliases(config: ModelConfig) -> dict[str, str]:
     if not config.untie_r:
         shared |= {name: _name(bias) for bias in _BIASES for name in _bias_names(bias, config)}
     return shared
+
+
+def shapes(config: ModelConfig, *, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor by its name; second names of shared ones and constants are left out."""
+    found = {_name(name): shape for name, shape in original.shapes(config, vocab_size=vocab_size).items()}
+    if config.untie_r:
+        for bias in _BIASES:
+            _, *own = found.pop(_name(bias))
+            found |= {name: tuple(own) for name in _bias_names(bias, config)}
+    return found
 
 
 def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
@@ -107,25 +138,25 @@ def _check_encoding(config: ModelConfig) -> None:
         )
 
 
-def _pop_bias(tensors: dict[str, np.ndarray], bias: str, config: ModelConfig) -> np.ndarray:
-    """Takes u or v out of `tensors`, under all its names: [H, E], or [N, H, E] if each layer has its own."""
+def _join_bias(tensors: Mapping[str, np.ndarray], bias: str, config: ModelConfig) -> np.ndarray:
+    """Returns u or v of all its names: [H, E], or [N, H, E] if each layer has its own."""
     shape = (config.n_head, config.d_head)
 
-    def pop(name: str) -> np.ndarray:
+    def take(name: str) -> np.ndarray:
         if name not in tensors or tensors[name].shape != shape:
             found = f"has shape {list(tensors[name].shape)}" if name in tensors else "is missing"
             raise UserError(f"tensor {name} {found}, expected with shape {list(shape)}; does the config fit?")
-        return tensors.pop(name)
+        return tensors[name]
 
     if config.untie_r:
         if _name(bias) in tensors:
             raise UserError(
                 f"tensor {_name(bias)} was given, but with model.untie_r each layer has its own; turn it off"
             )
-        return np.stack([pop(name) for name in _bias_names(bias, config)])
-    shared = pop(_name(bias))
+        return np.stack([take(name) for name in _bias_names(bias, config)])
+    shared = take(_name(bias))
     for name in _bias_names(bias, config):
-        if not np.array_equal(pop(name), shared):
+        if not np.array_equal(take(name), shared):
             raise UserError(f"tensors {name} and {_name(bias)} differ, but model.untie_r is off; turn it on")
     return shared
 

@@ -16,14 +16,17 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import flax.traverse_util
 import numpy as np
 
 from txl_jax.config import ModelConfig
 from txl_jax.errors import UserError
+from txl_jax.interop import leaves as leaves_lib
+from txl_jax.interop.leaves import Leaf, Leaves, Renamed
 from txl_jax.modules.positions import encoding_of
 
 FREQUENCIES = "pos_emb.inv_freq"  # A constant of the release's state_dict: no parameter, checked when read.
+
+_DOUBLE = np.dtype(np.float64)
 
 
 class ClusterOrder(enum.StrEnum):
@@ -63,12 +66,23 @@ def to_flax(
     Raises:
       UserError: a tensor is missing, unknown or of the wrong shape, or shared tensors differ.
     """
+    return leaves_lib.to_tree(to_leaves(tensors, config, vocab_size=vocab_size, cluster_order=cluster_order))
+
+
+def to_leaves(
+    tensors: Mapping[str, np.ndarray],
+    config: ModelConfig,
+    *,
+    vocab_size: int,
+    cluster_order: ClusterOrder = ClusterOrder.REVERSED,
+) -> dict[str, Leaf]:
+    """Returns what `to_flax` does, with each array read when it is asked for: it takes its tensors anew."""
     pieces = list(_pieces(config, vocab_size, cluster_order))
     shared = aliases(config)
     expected = {piece.name: piece.shape for piece in pieces}
     expected |= {name: expected[first] for name, first in shared.items()}
     constants = {FREQUENCIES} if encoding_of(config).has_original_frequencies else set()
-    _check({name: value for name, value in tensors.items() if name not in constants}, expected, "tensor")
+    _check({name: np.shape(tensors[name]) for name in tensors if name not in constants}, expected, "tensor")
     for name in constants & tensors.keys():
         _check_frequencies(tensors[name], config.d_model)
     for name, first in shared.items():
@@ -77,12 +91,37 @@ def to_flax(
                 f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight} and model.tie_projs "
                 f"{list(config.tie_projs)} share them; turn the tie off or give equal values"
             )
-    flat: dict[str, np.ndarray] = {}
+    grouped: dict[str, list[Piece]] = {}
     for piece in pieces:
+        grouped.setdefault(piece.path, []).append(piece)
+    return {path: _leaf_of_tensors(tensors, parts) for path, parts in grouped.items()}
+
+
+def _leaf_of_tensors(tensors: Mapping[str, np.ndarray], pieces: list[Piece]) -> Leaf:
+    """Returns one of our parameters, which is made of pieces of original tensors."""
+    shape, dtype = pieces[0].path_shape, tensors[pieces[0].name].dtype
+
+    def fill(target: np.ndarray, piece: Piece) -> None:
         source = tensors[piece.name][piece.rows]
-        target = flat.setdefault(piece.path, np.empty(piece.path_shape, source.dtype))[piece.place]
         target[...] = (source.T if piece.transposed else source).reshape(target.shape)
-    return flax.traverse_util.unflatten_dict(flat, sep="/")
+
+    def read() -> np.ndarray:
+        array = np.empty(shape, dtype)
+        for piece in pieces:
+            fill(array[piece.place], piece)
+        return array
+
+    def read_entry(entry: int) -> np.ndarray:
+        own = [piece for piece in pieces if piece.place == entry]
+        if not own:  # The pieces are no entries along the first axis.
+            found: np.ndarray = read()[entry]
+            return found
+        array = np.empty(shape[1:], dtype)
+        for piece in own:
+            fill(array, piece)
+        return array
+
+    return Leaf(shape, dtype, read, read_entry)
 
 
 def from_flax(
@@ -95,22 +134,68 @@ def from_flax(
     Raises:
       UserError: a parameter is missing, unknown or of the wrong shape, or has no name in the original.
     """
-    flat = {path: np.asarray(value) for path, value in flax.traverse_util.flatten_dict(params, sep="/").items()}
-    if any(path.startswith("final_norm/") for path in flat):
+    leaves = from_leaves(leaves_lib.from_tree(params), config, cluster_order=cluster_order)
+    tensors = {name: leaf.read() for name, leaf in leaves.items()}
+    return tensors | {name: tensors[first] for name, first in aliases(config).items()}
+
+
+def from_leaves(
+    leaves: Leaves, config: ModelConfig, *, cluster_order: ClusterOrder = ClusterOrder.REVERSED
+) -> dict[str, Leaf]:
+    """Inverts `to_leaves`: the original's tensors, read when they are asked for; a shared one has its first name only.
+
+    Raises:
+      UserError: as `from_flax`.
+    """
+    if any(path.startswith("final_norm/") for path in leaves):
         raise UserError("final_norm has no name in the original; train with compat.final_norm off to export pre-norm")
-    if "softmax/bias" not in flat:
+    if "softmax/bias" not in leaves:
         raise UserError("parameter softmax/bias is missing, expected with shape [V]; give the tree below 'params'")
-    pieces = list(_pieces(config, len(flat["softmax/bias"]), cluster_order))
-    _check(flat, {piece.path: piece.path_shape for piece in pieces}, "parameter")
-    tensors: dict[str, np.ndarray] = {}
+    bias = leaves["softmax/bias"]
+    pieces = list(_pieces(config, bias.shape[0], cluster_order))
+    expected = {piece.path: piece.path_shape for piece in pieces}
+    _check({path: leaf.shape for path, leaf in leaves.items()}, expected, "parameter")
+    grouped: dict[str, list[Piece]] = {}
     for piece in pieces:
-        source = flat[piece.path][piece.place]
-        target = tensors.setdefault(piece.name, np.empty(piece.shape, source.dtype))[piece.rows]
-        target[...] = source.reshape(target.shape[::-1]).T if piece.transposed else source.reshape(target.shape)
-    tensors |= {name: tensors[first] for name, first in aliases(config).items()}
+        grouped.setdefault(piece.name, []).append(piece)
+    tensors = {name: _tensor_of_leaves(leaves, parts) for name, parts in grouped.items()}
     if encoding_of(config).has_original_frequencies:
-        tensors[FREQUENCIES] = _frequencies(config.d_model).astype(flat["softmax/bias"].dtype)
+        tensors[FREQUENCIES] = leaves_lib.leaf_of(_frequencies(config.d_model, bias.dtype))
     return tensors
+
+
+def _tensor_of_leaves(leaves: Leaves, pieces: list[Piece]) -> Leaf:
+    """Returns an original tensor, which is made of pieces of our parameters."""
+    shape, dtype = pieces[0].shape, leaves[pieces[0].path].dtype
+
+    def read() -> np.ndarray:
+        tensor = np.empty(shape, dtype)
+        for piece in pieces:
+            source, target = leaves[piece.path].part(piece.place), tensor[piece.rows]
+            target[...] = source.reshape(target.shape[::-1]).T if piece.transposed else source.reshape(target.shape)
+        return tensor
+
+    return Leaf(shape, dtype, read)
+
+
+def shapes(config: ModelConfig, *, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor by its name; second names of shared ones and constants are left out."""
+    return {piece.name: piece.shape for piece in _pieces(config, vocab_size, ClusterOrder.FORWARD)}
+
+
+def fill_shared(tensors: Mapping[str, np.ndarray], shared: Mapping[str, str]) -> Mapping[str, np.ndarray]:
+    """Returns the tensors with those that files leave out because another name holds the same array.
+
+    Args:
+      tensors: the tensors of a file.
+      shared: `aliases` of the model: second names, and the name that each is a second name of.
+    """
+    names = {name: name for name in tensors}
+    for first in set(shared.values()):
+        group = [first, *(second for second, of in shared.items() if of == first)]
+        if found := next((name for name in group if name in tensors), None):
+            names |= {name: found for name in group if name not in tensors}
+    return Renamed(tensors, names)
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
@@ -193,8 +278,10 @@ def _is_projected(config: ModelConfig) -> bool:
     return config.div_val > 1 or config.embed_width != config.d_model
 
 
-def _frequencies(d_model: int) -> np.ndarray:
-    return 1 / 10000 ** (np.arange(0, d_model, 2) / d_model)
+def _frequencies(d_model: int, dtype: np.dtype = _DOUBLE) -> np.ndarray:
+    # Torch computes in float32: so rounded, at most 9 of 640 numbers differ from its own, and none for D = 64.
+    exponents = (np.arange(0, d_model, 2, dtype=dtype) / np.array(d_model, dtype)).astype(_DOUBLE)
+    return np.array(1, dtype) / (10000**exponents).astype(dtype)
 
 
 def _check_frequencies(found: np.ndarray, d_model: int) -> None:
@@ -207,17 +294,17 @@ def _check_frequencies(found: np.ndarray, d_model: int) -> None:
         )
 
 
-def _check(found: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]], kind: str) -> None:
+def _check(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], kind: str) -> None:
     """Raises `UserError` for the first name that is missing, of another shape, or unknown."""
     for name, shape in expected.items():
         if name not in found:
             raise UserError(f"{kind} {name} is missing, expected with shape {list(shape)}; does the config fit?")
-        if found[name].shape != shape:
+        if found[name] != shape:
             raise UserError(
-                f"{kind} {name} has shape {list(found[name].shape)}, expected {list(shape)}; does the config fit?"
+                f"{kind} {name} has shape {list(found[name])}, expected {list(shape)}; does the config fit?"
             )
-    for name, value in found.items():
+    for name, shape in found.items():
         if name not in expected:
             raise UserError(
-                f"{kind} {name} of shape {list(value.shape)} was given, expected no such {kind}; does the config fit?"
+                f"{kind} {name} of shape {list(shape)} was given, expected no such {kind}; does the config fit?"
             )

@@ -15,6 +15,7 @@ from txl_jax.data.sources.text import File
 from txl_jax.data.tokens.build_vocabulary import KINDS, rank
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.data.tokens.character_vocabulary import CharacterVocabulary
+from txl_jax.data.tokens.id_vocabulary import IdVocabulary
 from txl_jax.data.tokens.vocabulary import digest, dumps, id_type, loads
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.errors import UserError
@@ -286,7 +287,20 @@ def test_the_id_of_unknown_tokens():
 
 
 def test_only_words_are_measured_by_perplexity():
-    assert [kind.measure for kind in KINDS] == [Measure.BPC, Measure.BPC, Measure.PPL, Measure.PPL]
+    assert [kind.measure for kind in KINDS] == [Measure.BPC, Measure.BPC, Measure.PPL, Measure.PPL, Measure.PPL]
+
+
+def test_ids_as_tokens():
+    own = IdVocabulary(300)
+    assert own.size == 300 and own.encode(b"5 17\n299").tolist() == [5, 17, 299]
+    assert own.encode(b"").shape == (0,) and own.decode([5, 17]) == b"5 17 " and own.start.tolist() == [0]
+    assert joined(own.blocks([in_blocks(b"5 17 299")])) == [5, 17, 299] and own.names()[17] == b"17"
+    assert loads(dumps(own), KINDS) == own
+    for text, message in ((b"5 the", "'the' is no token id"), (b"300", "token id 300"), (b"-1", "'-1' is no token id")):
+        with pytest.raises(UserError, match=message):
+            own.encode(text)
+    with pytest.raises(UserError, match="size 0"):
+        IdVocabulary(0)
 
 
 def test_a_prompt_that_is_no_utf8_is_named():

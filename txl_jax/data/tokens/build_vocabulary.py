@@ -10,12 +10,19 @@ from txl_jax.data.sources.text import SPLITS, File, Progress, Text, no_progress
 from txl_jax.data.tokens import sentencepiece as pieces_lib
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary, distinct
 from txl_jax.data.tokens.character_vocabulary import UNKNOWN_CHARACTER, CharacterVocabulary
+from txl_jax.data.tokens.id_vocabulary import IdVocabulary
 from txl_jax.data.tokens.utf8 import text_blocks
 from txl_jax.data.tokens.vocabulary import MARKS, Vocabulary
 from txl_jax.data.tokens.word_vocabulary import UNKNOWN_WORD, WordVocabulary
 from txl_jax.errors import UserError
 
-KINDS: tuple[type[Vocabulary], ...] = (ByteVocabulary, CharacterVocabulary, WordVocabulary, pieces_lib.PieceVocabulary)
+KINDS: tuple[type[Vocabulary], ...] = (
+    ByteVocabulary,
+    CharacterVocabulary,
+    WordVocabulary,
+    pieces_lib.PieceVocabulary,
+    IdVocabulary,
+)
 
 
 def make_vocabulary(config: DataConfig, text: Text, *, progress: Progress = no_progress) -> Vocabulary:

@@ -1,6 +1,7 @@
 """Vocabularies: the interface of all kinds of tokens, and their saved form.
 
-The kinds: `byte_vocabulary`, `character_vocabulary`, `word_vocabulary` and `sentencepiece`, one file each.
+The kinds: `byte_vocabulary`, `character_vocabulary`, `word_vocabulary`, `sentencepiece` and `id_vocabulary`, one file
+each.
 
 Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it; equally
 frequent ones keep the order of first occurrence, as in the original release. A vocabulary is saved as text: a title
@@ -20,7 +21,7 @@ from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
-_TITLE = "txl_jax vocabulary"
+TITLE = "txl_jax vocabulary"  # The first words of a saved vocabulary.
 
 
 class Vocabulary(Protocol):
@@ -79,7 +80,7 @@ def id_type(size: int) -> np.dtype:
 
 def dumps(vocabulary: Vocabulary) -> str:
     """Returns the saved form: a title with the settings, and a line per token."""
-    return "\n".join([f"{_TITLE} {vocabulary.kind} {json.dumps(vocabulary.header())}", *vocabulary.lines()]) + "\n"
+    return "\n".join([f"{TITLE} {vocabulary.kind} {json.dumps(vocabulary.header())}", *vocabulary.lines()]) + "\n"
 
 
 def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
@@ -90,14 +91,14 @@ def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
     """
     title, *lines = text.removesuffix("\n").split("\n")
     try:
-        if not title.startswith(_TITLE):
+        if not title.startswith(TITLE):
             raise ValueError("another title")
-        kind, header = title.removeprefix(f"{_TITLE} ").split(" ", 1)
+        kind, header = title.removeprefix(f"{TITLE} ").split(" ", 1)
         loader = {cls.kind: cls.load for cls in kinds}[kind]
         return loader(json.loads(header), lines)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # Runtime: SentencePiece's own.
         raise UserError(
-            f"a saved vocabulary has a line '{_TITLE} KIND SETTINGS' and a line per token, but this one starts "
+            f"a saved vocabulary has a line '{TITLE} KIND SETTINGS' and a line per token, but this one starts "
             f"{title[:60]!r} ({error})"
         ) from error
 

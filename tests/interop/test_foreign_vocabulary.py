@@ -1,0 +1,164 @@
+"""Tests of other implementations' vocabularies: tokens, ids and marks of each kind of file."""
+
+import collections
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+from support import torch_bytes
+from support.torch_bytes import Name, Object
+from txl_jax.config import LineMark, Newlines
+from txl_jax.data.tokens import vocabulary as vocabulary_lib
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.errors import UserError
+from txl_jax.interop import foreign_vocabulary
+
+WORDS = ["<eos>", "the", ",", "<unk>", "Ünder", "@-@"]
+ONE_BILLION = ["<S>", "the", "<UNK>", "of"]
+
+
+def attributes(words=WORDS, **more) -> dict:
+    """The attributes of a Vocab of the release."""
+    counts = collections.Counter(dict.fromkeys(words, 3))
+    ids = collections.OrderedDict((word, token) for token, word in enumerate(words))
+    return {"counter": counts, "special": ["<eos>"], "idx2sym": list(words), "sym2idx": ids, "delimiter": None} | more
+
+
+def corpus(vocab: dict, dataset: str) -> Object:
+    """A Corpus of the release, with its encoded text."""
+    splits = {"train": np.arange(50), "valid": np.arange(5)}
+    return Object(
+        Name("data_utils", "Corpus"),
+        {"dataset": dataset, "vocab": Object(Name("vocabulary", "Vocab"), vocab), **splits},
+    )
+
+
+def write_plain(path, value):
+    path.write_bytes(pickle.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("vocab.pkl", write_plain), ("vocab.bin", torch_bytes.write_legacy), ("vocab.bin", torch_bytes.write_zip)],
+    ids=["pickle", "legacy", "zip"],
+)
+def test_a_tokenizer_of_hugging_face(name, write, tmp_path):
+    value = attributes(lower_case=False, unk_idx=3, punction_pattern=re.compile("[.,]"))
+    if write is not write_plain:
+        del value["punction_pattern"], value["counter"], value["sym2idx"]
+    write(tmp_path / name, value)
+    found = foreign_vocabulary.find(tmp_path, len(WORDS))
+    assert found.vocabulary == WordVocabulary(tuple(WORDS), LineMark.EOS, False, "<unk>") and found.order is None
+    assert found.vocabulary.encode(b"the \xc3\x9cnder x\n").tolist() == [1, 4, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("cache.pt", torch_bytes.write_legacy), ("cache.pt", torch_bytes.write_zip)]
+)
+def test_a_corpus_of_the_pytorch_release(name, write, tmp_path):
+    vocab = attributes(lower_case=True)
+    del vocab["counter"], vocab["sym2idx"]
+    write(tmp_path / name, corpus(vocab, "ptb"))
+    found = foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary
+    assert found == WordVocabulary(tuple(WORDS), LineMark.EOS, True, "<unk>")
+
+
+class Vocab:
+    """A class of the release by another name."""
+
+    def __init__(self, **values):
+        self.__dict__ |= values
+
+
+def test_a_corpus_of_the_tensorflow_release(tmp_path):
+    """A plain pickle with arrays."""
+    vocab = Vocab(**attributes(ONE_BILLION, lower_case=False))
+    whole = Vocab(dataset="lm1b", vocab=vocab, train=["a"], valid=np.arange(9))
+    (tmp_path / "cache.pkl").write_bytes(pickle.dumps(whole, 2))
+    found = foreign_vocabulary.find(tmp_path, 4).vocabulary
+    assert found == WordVocabulary(tuple(ONE_BILLION), LineMark.DOUBLE_S, False, "<UNK>")
+
+
+@pytest.mark.parametrize(
+    ("symbols", "dataset", "expected"),
+    [
+        (["101", "32", "97"], "enwik8", ByteVocabulary(b" ae", Newlines.DROP)),
+        (["101", "10", "97"], None, ByteVocabulary(b"\nae", Newlines.KEEP)),
+        (["_", "e", "a"], "text8", ByteVocabulary(b" ae", Newlines.KEEP)),
+    ],
+)
+def test_bytes(symbols, dataset, expected):
+    found = foreign_vocabulary.of_symbols(symbols, lower_case=False, dataset=dataset, name="cache.pkl")
+    assert found.vocabulary == expected and found.order is not None
+    assert [symbols[token] for token in found.order] == [
+        symbol for _, symbol in sorted((int(s) if s.isdecimal() else ord(s.replace("_", " ")), s) for s in symbols)
+    ]
+
+
+def test_numbers_above_a_byte_are_words():
+    found = foreign_vocabulary.of_symbols(["256", "7", "<unk>"], lower_case=False, name="a")
+    assert isinstance(found.vocabulary, WordVocabulary)
+    assert foreign_vocabulary.of_symbols(["256", "7"], lower_case=False, name="a").vocabulary is None
+
+
+def test_a_list_of_words(tmp_path):
+    (tmp_path / "1b_word_vocab.txt").write_text("<S> 30\nthe 20\n\n<UNK> 3\nof\n", encoding="utf-8")
+    found = foreign_vocabulary.find(tmp_path, 4).vocabulary
+    assert found == WordVocabulary(("<S>", "the", "<UNK>", "of"), LineMark.DOUBLE_S, False, "<UNK>")
+
+
+def test_our_own_saved_form(tmp_path):
+    vocabulary = WordVocabulary(tuple(WORDS), LineMark.EOS, True)
+    (tmp_path / "vocabulary.txt").write_text(vocabulary_lib.dumps(vocabulary), encoding="utf-8")
+    assert foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary == vocabulary
+
+
+def test_words_without_an_unknown_one_are_left_out():
+    found = foreign_vocabulary.of_symbols(["<eos>", "the"], lower_case=False, name="vocab.txt")
+    assert found.vocabulary is None and "no token for unknown words" in found.notes[0]
+
+
+def test_a_folder_without_one(tmp_path):
+    found = foreign_vocabulary.find(tmp_path, 3)
+    assert found.vocabulary is None and "holds no vocabulary" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"words": ["a"]}, "no list idx2sym"),
+        ([1], "no list idx2sym"),
+        ({"idx2sym": [1, 2]}, "expected distinct texts"),
+        ({"idx2sym": ["a", "a"]}, "expected distinct texts"),
+        ({"idx2sym": []}, "expected distinct texts"),
+        ({"vocab": {"vocab": {"vocab": {"idx2sym": ["a"]}}}}, "no list idx2sym"),
+        ({"idx2sym": WORDS[:-1]}, "holds 5 tokens and the model has 6"),
+    ],
+)
+def test_what_is_no_vocabulary(value, message, tmp_path):
+    write_plain(tmp_path / "vocab.pkl", value)
+    with pytest.raises(UserError, match=rf"vocab\.pkl .*{message}"):
+        foreign_vocabulary.find(tmp_path, len(WORDS))
+
+
+def test_a_list_that_is_no_utf_8(tmp_path):
+    (tmp_path / "vocab.txt").write_bytes(b"the\n\xff\n")
+    with pytest.raises(UserError, match=r"vocab\.txt is no UTF-8 at byte 4"):
+        foreign_vocabulary.find(tmp_path, 2)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_the_tokenizer_that_transformers_saves(tmp_path):
+    """Its pickle holds the whole tokenizer, with objects of other packages."""
+    pytest.importorskip("sacremoses")
+    pytest.importorskip("transformers.models.transfo_xl", reason="needs transformers 4.35: txl_jax[peer]")
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "words.txt").write_text("\n".join([*WORDS, "<formula>"]), encoding="utf-8")
+    tokenizer = transformers.TransfoXLTokenizer(vocab_file=str(tmp_path / "words.txt"))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "vocab.pkl").exists()
+    found = foreign_vocabulary.find(tmp_path / "saved", len(WORDS) + 1).vocabulary
+    assert found == WordVocabulary((*WORDS, "<formula>"), LineMark.EOS, False, "<unk>")

@@ -1,0 +1,293 @@
+"""Tests of reading other implementations' files: the parameters that were written, and the inferred configuration."""
+
+import dataclasses
+import json
+import pickle
+
+import jax
+import numpy as np
+import pytest
+
+from support import foreign, tiny, torch_bytes
+from support.torch_bytes import Call, Name
+from txl_jax.config import Encoding, EvalConfig, ModelConfig, ShawTerms
+from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.errors import UserError
+from txl_jax.interop import formats, huggingface, leaves, original, safetensors_file
+from txl_jax.interop.formats import Format
+
+by_config = pytest.mark.parametrize("changes", foreign.CONFIGS.values(), ids=foreign.CONFIGS)
+SIZES = {field.name for field in dataclasses.fields(ModelConfig)} - {"dropout", "init_std", "projection_init_std"}
+
+
+def check(found: formats.Foreign, config: ModelConfig, params: dict) -> None:
+    """The parameters, and what of the config has to do with them, are those that were written."""
+    again = leaves.to_tree(found.params)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    assert {name: getattr(found.config, name) for name in SIZES} == {name: getattr(config, name) for name in SIZES}
+    assert found.vocab_size == foreign.V
+
+
+def write_safetensors(path, tensors, aliases):
+    """One name of each group of shared tensors, as transformers does."""
+    kept = {name: np.asarray(value) for name, value in tensors.items() if name not in aliases}
+    safetensors_file.write(path, leaves.from_tree(kept))
+
+
+@by_config
+@pytest.mark.parametrize("write", [torch_bytes.write_legacy, torch_bytes.write_zip], ids=["legacy", "zip"])
+def test_a_folder_of_hugging_face(changes, write, tmp_path):
+    config, params = foreign.make("hf", **changes)
+    folder = foreign.huggingface_folder(tmp_path / "model", config, params, write=write)
+    (folder / "vocab.txt").write_text("\n".join(foreign.WORDS))
+    assert formats.recognise(folder) is Format.HUGGINGFACE
+    found = formats.read(folder)
+    check(found, config, params)
+    assert found.format is Format.HUGGINGFACE and found.compat == tiny.compat_config("hf")
+    assert found.eval_config == foreign.LENGTHS
+    assert isinstance(found.vocabulary, WordVocabulary) and found.vocabulary.words == foreign.WORDS
+
+
+@by_config
+def test_safetensors_of_hugging_face(changes, tmp_path):
+    config, params = foreign.make("hf", **changes)
+    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
+    (folder / "pytorch_model.bin").unlink()
+    tensors = huggingface.from_flax(params, config)
+    write_safetensors(folder / "model.safetensors", tensors, huggingface.aliases(config))
+    check(formats.read(folder), config, params)
+
+
+@by_config
+def test_a_config_is_inferred_without_a_config_file(changes, tmp_path):
+    """All but the place of the norm, and cutoffs whose clusters have one width."""
+    config, params = foreign.make("hf", **changes)
+    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
+    facts = json.loads((folder / "config.json").read_text())
+    needed = {name: facts[name] for name in ("pre_lnorm", "cutoffs")}
+    (folder / "config.json").write_text(json.dumps(needed))
+    found = formats.read(folder)
+    check(found, config, params)
+    assert found.eval_config == EvalConfig()
+    assert any("no lengths" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("write", [torch_bytes.write_legacy, torch_bytes.write_zip], ids=["legacy", "zip"])
+def test_half_precision(write, tmp_path):
+    """A model that was cast has its frequencies cast too, which are a constant."""
+    config, params = foreign.make("hf", untie_r=True)
+    params = jax.tree.map(lambda value: value.astype(np.float16), params)
+    found = formats.read(foreign.huggingface_folder(tmp_path / "model", config, params, write=write))
+    check(found, config, params)
+    assert {leaf.dtype for leaf in found.params.values()} == {np.dtype(np.float16)}
+    torch_bytes.write_zip(tmp_path / "model.pt", foreign.pickled_module(config, params))
+    check(formats.read(tmp_path / "model.pt"), config, params)
+
+
+def test_weights_in_several_files(tmp_path):
+    config, params = foreign.make("hf", untie_r=True)
+    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
+    (folder / "pytorch_model.bin").unlink()
+    tensors = huggingface.from_flax(params, config)
+    files = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        torch_bytes.write_zip(folder / file, {name: tensors[name] for name in tensors if files[name] == file})
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    check(formats.read(folder), config, params)
+    index.write_text(json.dumps({"weight_map": {"a": "../other.bin"}}))
+    with pytest.raises(UserError, match="weight_map"):
+        formats.read(folder)
+
+
+@by_config
+@pytest.mark.parametrize("write", [torch_bytes.write_legacy, torch_bytes.write_zip], ids=["legacy", "zip"])
+def test_a_pickled_module_of_the_original(changes, write, tmp_path):
+    """Its attributes hold what the shapes do not."""
+    config, params = foreign.make("pytorch", **changes)
+    path = write(tmp_path / "model.pt", foreign.pickled_module(config, params))
+    assert formats.recognise(tmp_path) is Format.ORIGINAL
+    found = formats.read(path)
+    check(found, config, params)
+    assert found.compat == tiny.compat_config("pytorch") and found.vocabulary is None
+    assert found.eval_config == dataclasses.replace(foreign.LENGTHS, segment_len=3)
+
+
+@by_config
+def test_a_state_dict_of_the_original_with_a_config_file(changes, tmp_path):
+    config, params = foreign.make("pytorch", **changes)
+    tensors = original.from_flax(params, config)
+    torch_bytes.write_zip(tmp_path / "weights.pt", {"state_dict": tensors, "epoch": 3})
+    (tmp_path / "config.json").write_text(json.dumps(foreign.facts_of(config)))
+    check(formats.read(tmp_path), config, params)
+    (tmp_path / "weights.pt").unlink()
+    write_safetensors(tmp_path / "model.safetensors", tensors, original.aliases(config))
+    check(formats.read(tmp_path), config, params)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "changes"),
+    [
+        (Encoding.SHAW, {"num_positions": 7}),
+        (Encoding.VASWANI, {}),
+        (Encoding.AL_RFOU, {"num_positions": 7, "n_head": 2, "d_head": 3}),
+    ],
+)
+def test_other_encodings_of_the_original(encoding, changes, tmp_path):
+    config, params = foreign.make("pytorch", encoding=encoding, **changes)
+    path = torch_bytes.write_legacy(tmp_path / "model.pt", foreign.pickled_module(config, params))
+    found = formats.read(path)
+    check(found, config, params)
+    assert found.compat.shaw_terms is ShawTerms.ORIGINAL
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layer": 3}, r"tensor layers\.2\.\S+ is missing, expected with shape \[60, 6\]"),
+        ({"n_layer": 10**12}, r"tensor layers\.2\.\S+ is missing, expected with shape"),
+        ({"d_model": 2 * 10**12}, r"has shape .*expected \[\S+, 2000000000000\]"),
+        ({"vocab_size": 10**12}, r"word_emb\.emb_layers\.0\.weight has shape \[13, 6\]"),
+        ({"n_layer": 1}, r"tensor layers\.1\.\S+ of shape \[\d+, 6\] was given"),
+        ({"d_model": 8}, r"tensor \S+ has shape \[\S+, 6\], expected \[\S+, 8\]"),
+        ({"vocab_size": 14}, r"word_emb\.emb_layers\.0\.weight has shape \[13, 6\], expected \[14, 6\]"),
+        ({"tie_word_embeddings": False}, None),
+        ({"cutoffs": [3, 7]}, r"crit\.cluster_weight is missing, expected with shape \[2, 6\]"),
+        ({"cutoffs": [7, 3]}, r"model\.cutoffs"),
+        ({"n_head": "4"}, "config.json|n_head 4"),
+        ({"n_head": 0}, "n_head 0"),
+        ({"n_head": 3}, r"\[\S+ 5\]"),
+        ({"untie_r": True}, r"r_w_bias"),
+        ({"mem_len": -1}, "mem_len -1"),
+        ({"layer_norm_epsilon": 1e-6}, None),
+    ],
+    ids=str,
+)
+def test_a_config_that_contradicts_the_tensors(change, message, tmp_path):
+    config, params = foreign.make("hf")
+    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | change))
+    if message is None:
+        assert formats.read(folder).compat.layer_norm_eps == change.get("layer_norm_epsilon", 1e-5)
+        return
+    with pytest.raises(UserError, match=message) as caught:
+        formats.read(folder)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        ("transformer.layers.0.pos_ff.CoreNet.0.weight", r"no tensor layers\.0\.pos_ff\.CoreNet\.0\.weight"),
+        ("transformer.word_emb.emb_layers.0.weight", r"no tensor word_emb\.emb_layers\.0\.weight"),
+        ("transformer.layers.1.dec_attn.qkv_net.weight", r"layers\.1\.dec_attn\.qkv_net\.weight is missing"),
+        ("crit.out_layers.0.bias", r"crit\.out_layers\.0\.bias is missing, expected with shape \[13\]"),
+    ],
+)
+def test_a_missing_tensor_is_named(remove, message, tmp_path):
+    config, params = foreign.make("hf", tie_weight=False)
+    tensors = huggingface.from_flax(params, config)
+    del tensors[remove]
+    path = torch_bytes.write_zip(tmp_path / "pytorch_model.bin", tensors)
+    with pytest.raises(UserError, match=message):
+        formats.read(path)
+
+
+def test_an_unknown_tensor_is_named(tmp_path):
+    config, params = foreign.make("hf")
+    tensors = huggingface.from_flax(params, config) | {"score.weight": np.zeros((2, 6), np.float32)}
+    path = torch_bytes.write_zip(tmp_path / "pytorch_model.bin", tensors)
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: tensor score\.weight\b"):
+        formats.read(path)
+
+
+def test_cutoffs_that_no_shape_gives_are_asked_for(tmp_path):
+    config, params = foreign.make("hf", cutoffs=foreign.CUTOFFS)
+    path = torch_bytes.write_zip(tmp_path / "pytorch_model.bin", huggingface.from_flax(params, config))
+    with pytest.raises(UserError, match=r"crit\.cluster_weight has shape \[2, 6\].*cutoffs"):
+        formats.read(path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "vocab.pkl"])
+def test_a_folder_that_would_run_something(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, params = foreign.make("hf")
+    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
+    harm = Call(Name("posix", "system"), ("touch marker",))
+    (folder / name).write_bytes(torch_bytes.Writer(legacy=True).pickled({"idx2sym": list(foreign.WORDS), "a": harm}))
+    with pytest.raises(UserError, match=rf"{name}: its pickle names posix\.system"):
+        formats.read(folder)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_what_holds_no_weights(tmp_path):
+    assert formats.recognise(tmp_path) is None
+    with pytest.raises(UserError, match="holds no weights of another implementation"):
+        formats.read(tmp_path)
+    with pytest.raises(UserError, match="holds no weights"):
+        formats.read(tmp_path / "nothing")
+    safetensors_file.write(tmp_path / "model.safetensors", leaves.from_tree({"stack": {"a": np.zeros(3)}}))
+    assert formats.recognise(tmp_path) is None
+    with pytest.raises(UserError, match=r"tensors such as stack/a"):
+        formats.read(tmp_path)
+    gpt2 = torch_bytes.write_zip(tmp_path / "gpt2.bin", {"transformer.h.0.ln_1.weight": np.zeros(3, np.float32)})
+    assert formats.recognise(gpt2) is None
+    with pytest.raises(UserError, match=r"such as transformer\.h\.0\.ln_1\.weight, which are no names of"):
+        formats.read(gpt2)
+    config, params = foreign.make("hf")
+    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
+    with pytest.raises(UserError, match="no names of original"):
+        formats.read(folder, Format.ORIGINAL)
+    (folder / "config.json").write_text("[1")
+    with pytest.raises(UserError, match=r"config\.json is no JSON"):
+        formats.read(folder)
+
+
+def test_a_vocabulary_of_another_size(tmp_path):
+    config, params = foreign.make("hf")
+    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
+    (folder / "vocab.txt").write_text("\n".join(foreign.WORDS[:-1]))
+    with pytest.raises(UserError, match=r"vocab\.txt holds 12 tokens and the model has 13"):
+        formats.read(folder)
+
+
+def test_bytes_take_the_order_of_their_values(tmp_path):
+    """The release counts the bytes of enwik8 and writes them as numbers; here an id increases with the byte."""
+    config, params = foreign.make("pytorch", tie_weight=False)
+    torch_bytes.write_legacy(tmp_path / "model.pt", foreign.pickled_module(config, params))
+    text = np.random.default_rng(0).permutation(range(90, 90 + foreign.V)).tolist()
+    corpus = {"dataset": "enwik8", "vocab": {"idx2sym": [str(value) for value in text]}}
+    (tmp_path / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))
+    found = formats.read(tmp_path)
+    assert found.vocabulary is not None
+    again = leaves.to_tree(found.params)
+    ids = found.vocabulary.encode(bytes(text))  # In the order of their ids in the release.
+    for path in (("embedding", "table_0"), ("softmax", "table_0"), ("softmax", "bias")):
+        np.testing.assert_array_equal(again[path[0]][path[1]][ids], params[path[0]][path[1]])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
+@by_config
+def test_what_transformers_saves(changes, kind, tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers.models.transfo_xl", reason="needs transformers 4.35: txl_jax[peer]")
+    transformers = pytest.importorskip("transformers")
+    config, _ = foreign.make("hf", **changes)
+    torch.manual_seed(0)
+    arguments = huggingface.config_of(config, foreign.LENGTHS, vocab_size=foreign.V)
+    model = transformers.TransfoXLLMHeadModel(transformers.TransfoXLConfig(**arguments))
+
+    def save(tensors, path):
+        torch.save(tensors, path, _use_new_zipfile_serialization=kind == "zip")
+
+    model.save_pretrained(tmp_path, safe_serialization=kind == "safetensors", save_function=save)
+    found = formats.read(tmp_path)
+    assert {name: getattr(found.config, name) for name in SIZES} == {name: getattr(config, name) for name in SIZES}
+    assert found.eval_config == foreign.LENGTHS and found.compat == tiny.compat_config("hf")
+    again = huggingface.from_flax(leaves.to_tree(found.params), found.config)
+    for name, tensor in model.state_dict().items():
+        if not name.endswith("inv_freq"):
+            np.testing.assert_array_equal(again[name], tensor.numpy(), err_msg=name)

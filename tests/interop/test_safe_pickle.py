@@ -1,0 +1,253 @@
+"""Tests of reading pickles without running them: the pickle module as oracle, and files that mean harm."""
+
+import collections
+import copyreg
+import os
+import pickle
+import subprocess
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+from txl_jax.errors import UserError
+from txl_jax.interop import safe_pickle
+from txl_jax.interop.safe_pickle import Omitted, Record, Symbol
+
+PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+LEAVES = (
+    strategies.none()
+    | strategies.booleans()
+    | strategies.integers(-(1 << 80), 1 << 80)
+    | strategies.floats(allow_nan=False)
+    | strategies.text(max_size=300)
+    | strategies.binary(max_size=300)
+)
+KEYS = strategies.text(max_size=5) | strategies.integers() | strategies.tuples(strategies.integers(), strategies.text())
+VALUES = strategies.recursive(
+    LEAVES | strategies.sets(KEYS) | strategies.frozensets(strategies.integers()),
+    lambda inner: (
+        strategies.lists(inner)
+        | strategies.lists(inner, max_size=4).map(tuple)
+        | strategies.dictionaries(KEYS, inner)
+        | strategies.dictionaries(KEYS, inner).map(collections.OrderedDict)
+    ),
+    max_leaves=20,
+)
+quick = hypothesis.settings(max_examples=60, deadline=None)
+
+
+def load(data: bytes):
+    value, end = safe_pickle.load(data, name="file.pt")
+    assert end <= len(data)
+    return value
+
+
+@quick
+@hypothesis.given(VALUES, strategies.sampled_from(PROTOCOLS))
+def test_plain_values_are_those_of_the_pickle_module(value, protocol):
+    assert load(pickle.dumps(value, protocol)) == value
+
+
+def test_shared_values_stay_shared_and_circles_circles():
+    shared = ["a"]
+    found = load(pickle.dumps([shared, shared]))
+    assert found[0] is found[1]
+    shared.append(shared)
+    found = load(pickle.dumps(shared))
+    assert found[1] is found
+
+
+def sentence(data: bytes) -> str | None:
+    """Returns the error of a damaged pickle; None if it can be read."""
+    try:
+        load(data)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+class Vocab:
+    """A class that a reader of the file does not import."""
+
+    def __init__(self):
+        self.words = ["a", "b"]
+
+
+class Words(list):
+    """A list's subclass."""
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_objects_are_records(protocol, monkeypatch):
+    data = pickle.dumps({"vocab": Vocab(), "words": Words(["x"]), "counts": collections.Counter("aab")}, protocol)
+    monkeypatch.setattr(Vocab, "__setstate__", lambda self, state: pytest.fail("it ran"), raising=False)
+    found = load(data)
+    assert isinstance(found["vocab"], Record) and found["vocab"].symbol.name == "Vocab"
+    assert found["vocab"].attributes() == {"words": ["a", "b"]}
+    assert found["words"].elements == ["x"]
+    assert found["counts"] == {"a": 2, "b": 1}
+
+
+def test_texts_of_python_2():
+    assert load(b"\x80\x02U\x03\xc3\xbcxq\x00.") == "üx"
+    assert load(b"S'a\\nb'\np0\n.") == "a\nb"
+    assert load(b"\x80\x02U\x02\xff\xfe.") == "ÿþ"
+
+
+def test_long_texts_are_left_out():
+    data = pickle.dumps(["a", "b" * (safe_pickle.MAX_TEXT + 1), b"c" * (safe_pickle.MAX_TEXT + 2)])
+    assert load(data) == ["a", Omitted(safe_pickle.MAX_TEXT + 1), Omitted(safe_pickle.MAX_TEXT + 2)]
+
+
+def test_arrays_are_records():
+    found = load(pickle.dumps({"counts": np.arange(3)}))
+    assert isinstance(found["counts"], Record)
+
+
+class Calls:
+    """Pickles as a call of `function`."""
+
+    def __init__(self, function, *args):
+        self.function, self.args = function, args
+
+    def __reduce__(self):
+        return self.function, self.args
+
+
+def harmful(marker) -> dict[str, bytes]:
+    """Pickles that would write the file `marker`, or run something else, by each way that there is."""
+    command = f"touch {marker}"
+    text = command.encode()
+    calls = {
+        "os.system": Calls(os.system, command),
+        "builtins.eval": Calls(eval, f"open({str(marker)!r}, 'w')"),
+        "builtins.exec": Calls(exec, f"open({str(marker)!r}, 'w').close()"),
+        "builtins.open": Calls(open, str(marker), "w"),
+        "builtins.getattr": Calls(getattr, "", "join"),
+        "subprocess.Popen": Calls(subprocess.Popen, command, -1, None, None, None, None, None, True, True),
+        "subprocess.run": Calls(subprocess.run, ["touch", str(marker)]),
+        "a function of tests": Calls(write_marker, str(marker)),
+        "numpy.load": Calls(np.load, str(marker)),
+    }
+    found = {f"{name}, protocol {p}": pickle.dumps(call, p) for name, call in calls.items() for p in (0, 2, 4)}
+    found |= {f"nested {name}": pickle.dumps({"a": [({"b": call},)]}, 2) for name, call in calls.items()}
+    posix = os.system.__module__.encode()
+    return found | {
+        "INST": b"(S'" + text + b"'\nios\nsystem\n.",
+        "OBJ": b"(cos\nsystem\nS'" + text + b"'\no.",
+        "GLOBAL and REDUCE": b"c" + posix + b"\nsystem\n(S'" + text + b"'\ntR.",
+        "STACK_GLOBAL": b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c" + bytes([len(text)]) + text + b"\x85R.",
+        "a dotted name": b"\x80\x04\x8c\x02os\x8c\x0bpath.isfile\x93.",
+        "NEWOBJ": b"\x80\x02csubprocess\nPopen\nS'" + text + b"'\n\x85\x81.",
+        "NEWOBJ_EX": b"\x80\x04\x8c\x0asubprocess\x8c\x05Popen\x93)}\x92.",
+        "EXT1": b"\x80\x02\x82\xf0.",
+        "EXT2": b"\x80\x02\x83\xf0\x00.",
+        "EXT4": b"\x80\x02\x84\xf0\x00\x00\x00.",
+        "PERSID": b"Pos.system\n.",
+        "BINPERSID": b"\x80\x02S'os'\nQ.",
+        "a call of what a call made": b"cbuiltins\nset\n((ltR)R.",
+        "a call of a text": b"S'os'\n)R.",
+        "BUILD of an unknown object's call": b"ctests.x\nEvil\n)R}b.",
+    }
+
+
+def write_marker(path):
+    open(path, "w").close()
+
+
+NAMES = sorted(harmful("x"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_would_run_is_refused_in_one_sentence(name, tmp_path):
+    marker = tmp_path / "marker"
+    copyreg.add_extension(__name__, "write_marker", 0xF0)
+    try:
+        with pytest.raises(UserError, match=r"^file\.pt: its pickle (names|calls|uses|holds) ") as caught:
+            load(harmful(marker)[name])
+    finally:
+        copyreg.remove_extension(__name__, "write_marker", 0xF0)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert not marker.exists()
+
+
+def test_the_harmful_pickles_would_run(tmp_path):
+    """Otherwise the test above shows nothing."""
+    marker = tmp_path / "marker"
+    ran = 0
+    for name in ("os.system, protocol 2", "builtins.exec, protocol 0", "STACK_GLOBAL", "INST", "nested os.system"):
+        pickle.loads(harmful(marker)[name])
+        ran += marker.exists()
+        marker.unlink()
+    assert ran == 5
+
+
+def test_an_object_whose_state_would_run_stays_a_record():
+    found = load(b"\x80\x02cevil\nEvil\n)\x81}S'command'\nS'touch'\nsb.")
+    assert isinstance(found, Record) and found.symbol == Symbol("evil", "Evil")
+    assert found.state == {"command": "touch"}
+
+
+VALID = [
+    pickle.dumps({"a": [1, 2.5, ("b", None)], "v": Vocab(), "o": collections.OrderedDict(x={1, 2})}, p)
+    for p in PROTOCOLS
+]
+
+
+@quick
+@hypothesis.given(strategies.sampled_from(VALID), strategies.data())
+def test_a_damaged_pickle_is_one_sentence(data, draw):
+    """Bytes are changed, and the end is cut off."""
+    changed = bytearray(data)
+    for _ in range(draw.draw(strategies.integers(0, 4))):
+        changed[draw.draw(strategies.integers(0, len(changed) - 1))] = draw.draw(strategies.integers(0, 255))
+    end = draw.draw(strategies.integers(0, len(changed)))
+    message = sentence(bytes(changed[:end]))
+    assert message is None or (message.startswith("file.pt: ") and "\n" not in message)
+
+
+@quick
+@hypothesis.given(strategies.binary(max_size=200))
+def test_any_bytes_are_one_sentence(data):
+    assert "\n" not in (sentence(data) or "")
+
+
+@pytest.mark.parametrize("data", VALID)
+def test_a_truncated_pickle_is_refused_at_every_length(data):
+    for end in range(len(data)):
+        with pytest.raises(UserError, match=r"^file\.pt: .*(early|damaged)"):
+            load(data[:end])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"a.",  # A text of 2^60 bytes.
+        b"\x80\x04\x8e" + (1 << 62).to_bytes(8, "little") + b"a.",
+        b"\x80\x02T\xff\xff\xff\xffa.",
+        b"\x80\x02\x8b\xff\xff\xff\x7fa.",  # An integer of 2^31 bytes.
+        b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"a.",
+        b"\x80\x05\x97.",  # A buffer outside of the pickle.
+        b"I" + b"9" * 5000 + b"\n.",
+        b"L" + b"9" * (1 << 17) + b"L\n.",
+        b"\x80\x02}(" + b")" + b"\x85" * 100_000 + b"K\x01u.",  # A key that nests 100,000 deep.
+    ],
+    ids=lambda data: repr(data[:6]),
+)
+def test_sizes_beyond_the_file_are_refused(data):
+    with pytest.raises(UserError, match=r"damaged|early"):
+        load(data)
+
+
+def test_calls_may_not_copy_without_end():
+    """A list of 50,000 numbers from which 50,000 sets are made: 2.5e9 elements from 300 kB."""
+    numbers = b"(l" + b"(" + b"K\x01" * 50_000 + b"e" + b"p0\n"
+    data = b"\x80\x02" + numbers + b"0]" + b"c__builtin__\nset\ng0\n\x85Ra" * 50_000 + b"."
+    with pytest.raises(UserError, match="larger than the file"):
+        load(data)
+
+
+def test_a_memo_of_any_number_costs_nothing():
+    assert load(b"\x80\x02K\x01r\xff\xff\xff\xff0j\xff\xff\xff\xff.") == 1

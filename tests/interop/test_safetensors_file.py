@@ -1,0 +1,103 @@
+"""Tests of safetensors files: what is written is read, the package's files too, and damage is one sentence."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from txl_jax.errors import CheckpointError
+from txl_jax.interop import leaves, safetensors_file
+from txl_jax.interop.leaves import Leaf
+from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.runtime.files import file_sha256
+
+TENSORS = {
+    "small": np.arange(3, dtype=np.uint8),
+    "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "half": np.arange(4, dtype=np.float16)[::-1],  # Its rows are not contiguous.
+    "brain": np.arange(5, dtype=ml_dtypes.bfloat16),
+    "nothing": np.zeros((0, 7), np.float64),
+    "number": np.array(-4, dtype=np.int64),
+}
+
+
+def leaves_of(tensors):
+    return {name: leaves.leaf_of(value) for name, value in tensors.items()}
+
+
+def check_equal(found, expected):
+    assert set(found) == set(expected) and len(found) == len(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and found[name].shape == value.shape
+        np.testing.assert_array_equal(np.asarray(found[name]), value)
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "a.safetensors"
+    digest = safetensors_file.write(path, leaves_of(TENSORS), metadata={"format": "pt"})
+    assert digest == file_sha256(path)
+    found = SafeTensors(path)
+    check_equal(found, TENSORS)
+    assert found.metadata == {"format": "pt"} and found.shapes["matrix"] == (2, 3)
+    with pytest.raises(ValueError, match="read-only"):
+        found["matrix"][0] = 1
+    np.testing.assert_array_equal(found.leaf("matrix").part(1), TENSORS["matrix"][1])
+
+
+def test_the_package_reads_what_is_written_and_the_other_way_round(tmp_path):
+    package = pytest.importorskip("safetensors.numpy", reason="needs safetensors, which txl_jax[peer] brings")
+    tensors = {name: value for name, value in TENSORS.items() if name != "brain"}  # numpy has no such type.
+    safetensors_file.write(tmp_path / "ours", leaves_of(tensors))
+    check_equal(package.load_file(tmp_path / "ours"), tensors)
+    package.save_file({name: value.copy() for name, value in tensors.items()}, tmp_path / "theirs")
+    check_equal(SafeTensors(tmp_path / "theirs"), tensors)
+
+
+def test_a_leaf_that_reads_as_another_array_is_an_error(tmp_path):
+    leaf = Leaf((2,), np.dtype(np.float32), lambda: np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match=r"tensor a is float32\(3,\), described as float32\(2,\)"):
+        safetensors_file.write(tmp_path / "a", {"a": leaf})
+    with pytest.raises(ValueError, match=r"tensor a has type complex64"):
+        safetensors_file.write(tmp_path / "a", leaves_of({"a": np.zeros(3, np.complex64)}))
+
+
+def header(content, *, data=b"\0" * 8):
+    encoded = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + data
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+BAD = {
+    "empty": (b"", r"0 bytes"),
+    "text": (b"# A title and some text of a page", r"claims a header of"),
+    "long header": ((1 << 40).to_bytes(8, "little") + b"{}", r"claims a header of 1,099,511,627,776"),
+    "truncated": (header({"a": ENTRY}, data=b"\0" * 7), r"tensors take 8 bytes and the file has 7"),
+    "too long": (header({"a": ENTRY}, data=b"\0" * 9), r"tensors take 8 bytes and the file has 9"),
+    "no JSON": (header(b"{]"), r"Expecting"),
+    "no UTF-8": (header(b'{"\xff": 1}'), r"codec"),
+    "no object": (header([1]), r"no JSON object"),
+    "twice": (header(b'{"a": 1, "a": 1}'), r"a name twice"),
+    "unknown type": (header({"a": ENTRY | {"dtype": "F8_E4M3"}}), r"tensor a has type 'F8_E4M3'"),
+    "negative": (header({"a": ENTRY | {"shape": [-2]}}), r"tensor a has shape \[-2\]"),
+    "other size": (header({"a": ENTRY | {"shape": [3]}}), r"tensor a has shape \[3\] of F32 in 8 bytes"),
+    "gap": (header({"a": ENTRY | {"data_offsets": [1, 9]}}), r"tensor a begins at byte 1"),
+    "overlap": (header({"a": ENTRY, "b": ENTRY}), r"tensor b begins at byte 0 and the one before ends at 8"),
+    "no entry": (header({"a": 1}), r"tensor a is not described"),
+    "metadata": (header({"a": ENTRY, "__metadata__": {"n": 1}}), r"metadata"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
+def test_damage_is_one_sentence(tmp_path, content, message):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        SafeTensors(path)
+    assert str(raised.value).startswith(f"{path} is no safetensors file, or a damaged one (")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path):
+    with pytest.raises(CheckpointError, match=r"none cannot be read \(No such file or directory\)"):
+        SafeTensors(tmp_path / "none")

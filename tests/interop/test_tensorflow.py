@@ -1,0 +1,147 @@
+"""Tests of the TensorFlow release's checkpoints: with a reader of the test's own, and with TensorFlow where it is."""
+
+import dataclasses
+import json
+import pickle
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from support import foreign, tiny
+from support.foreign_tensorflow import variables_of, write_with_stub
+from support.tensorflow_oracle import Oracle
+from txl_jax.config import DType, EvalConfig
+from txl_jax.errors import UserError
+from txl_jax.interop import formats, leaves
+from txl_jax.interop.formats import Format
+from txl_jax.modules.transformer_xl import TransformerXL
+
+CUTOFFS = foreign.CUTOFFS
+# Projections of the whole table are shared by a full softmax there.
+CONFIGS = {
+    "full softmax": {},
+    "d_embed": {"d_embed": 8, "tie_projs": (True,)},
+    "div_val 1": {"cutoffs": CUTOFFS, "untie_r": True},
+    "div_val 1, projections": {"cutoffs": CUTOFFS, "d_embed": 8, "tie_projs": (False, True, True)},
+    "div_val 2, as WikiText-103": {
+        "cutoffs": CUTOFFS,
+        "div_val": 2,
+        "tie_projs": (False, True, True),
+        "untie_r": True,
+    },
+    "div_val 2, as One Billion Word": {"cutoffs": CUTOFFS, "div_val": 2, "untie_r": True},
+}
+by_config = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+
+
+def write_with_tensorflow(prefix, variables, monkeypatch):
+    tensorflow = pytest.importorskip("tensorflow", reason="needs TensorFlow: txl_jax[tensorflow]")
+    names, values = zip(*sorted(variables.items()), strict=True)
+    tensorflow.raw_ops.SaveV2(
+        prefix=str(prefix), tensor_names=list(names), shape_and_slices=[""] * len(names), tensors=list(values)
+    )
+
+
+WRITERS = {"stub": write_with_stub, "TensorFlow": write_with_tensorflow}
+by_writer = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+
+
+def check(found, config, params):
+    again = leaves.to_tree(found.params)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    for name in ("n_layer", "n_head", "d_head", "d_embed", "cutoffs", "div_val", "tie_projs", "tie_weight", "untie_r"):
+        assert getattr(found.config, name) == getattr(config, name), name
+
+
+@by_config
+@by_writer
+def test_a_checkpoint(write, changes, tmp_path, monkeypatch):
+    config, params = foreign.make("tf", **changes)
+    write(tmp_path / "model.ckpt-3", variables_of(config, params), monkeypatch)
+    assert formats.recognise(tmp_path) is Format.TENSORFLOW
+    found = formats.read(tmp_path / "model.ckpt-3")
+    check(found, config, params)
+    assert found.compat == tiny.compat_config("tf") and found.compat.layer_norm_eps == 1e-12
+    assert found.vocab_size == foreign.V and found.eval_config == EvalConfig()
+    number = len(variables_of(config, params))
+    assert f"{(number - 3) // 3 * 2 + 3} variables of the optimizer" in found.notes[-1]
+
+
+@by_writer
+def test_a_first_cluster_without_projections_gets_identities(write, tmp_path, monkeypatch):
+    """As One Billion Word has it: proj_same_dim is off."""
+    config, params = foreign.make("tf", **CONFIGS["div_val 2, as One Billion Word"])
+    identity = np.eye(config.d_model, dtype=np.float32)
+    params["embedding"]["projection_0"] = params["softmax"]["projection_0"] = identity
+    write(tmp_path / "model.ckpt-3", variables_of(config, params, same_dim=False), monkeypatch)
+    check(formats.read(tmp_path), config, params)
+
+
+def test_the_published_layout(tmp_path, monkeypatch):
+    """Folders "model" and "data"; the corpus gives vocabulary and lengths; "checkpoint" names one of two."""
+    config, params = foreign.make("tf", untie_r=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "data").mkdir()
+    other = jax.tree.map(lambda value: value + 1, params)
+    write_with_stub(tmp_path / "model" / "model.ckpt-0", variables_of(config, params), monkeypatch)
+    write_with_stub(tmp_path / "model" / "model.ckpt-10", variables_of(config, other), monkeypatch)
+    corpus = {"dataset": "wt103", "vocab": {"idx2sym": list(foreign.WORDS), "lower_case": False}}
+    (tmp_path / "data" / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))
+    (tmp_path / "data" / "corpus-info.json").write_text(json.dumps({"dataset": "wt103", "vocab_size": foreign.V}))
+    check(formats.read(tmp_path), config, other)
+    (tmp_path / "model" / "checkpoint").write_text('model_checkpoint_path: "/old/place/model.ckpt-0"\n')
+    found = formats.read(tmp_path)
+    check(found, config, params)
+    assert found.vocabulary is not None and found.vocabulary.size == foreign.V
+    assert found.eval_config == EvalConfig(segment_len=128, mem_len=1600, clamp_len=1000, same_length=True)
+
+
+def test_without_tensorflow_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    (tmp_path / "model.ckpt-0.index").write_bytes(b"")
+    with pytest.raises(UserError, match=r"txl_jax\[tensorflow\]"):
+        formats.read(tmp_path)
+
+
+@by_writer
+def test_a_damaged_checkpoint_is_one_sentence(write, tmp_path, monkeypatch):
+    config, params = foreign.make("tf")
+    write(tmp_path / "model.ckpt-0", variables_of(config, params), monkeypatch)
+    (tmp_path / "model.ckpt-0.index").write_bytes(b"hello")
+    with pytest.raises(UserError, match="damaged or incomplete"):
+        formats.read(tmp_path)
+
+
+def test_an_unknown_variable_is_named(tmp_path, monkeypatch):
+    config, params = foreign.make("tf")
+    variables = variables_of(config, params) | {"transformer/layer_0/gate/kernel": np.zeros((2, 2))}
+    write_with_stub(tmp_path / "model.ckpt-0", variables, monkeypatch)
+    with pytest.raises(UserError, match="variable transformer/layer_0/gate/kernel is none"):
+        formats.read(tmp_path)
+
+
+@pytest.mark.parametrize("same_length", [False, True])
+@by_config
+def test_the_release_gives_the_same_losses(changes, same_length, tmp_path, monkeypatch, x64):
+    """Of three segments from a memory of zeros, in float64, by the release's model in numpy."""
+    config, params = foreign.make("tf", **changes)
+    variables = variables_of(config, params)
+    write_with_stub(tmp_path / "model.ckpt-0", variables, monkeypatch)
+    found = formats.read(tmp_path)
+    lengths = {"clamp_len": 4, "same_length": same_length}
+    oracle = Oracle(
+        variables, cutoffs=config.cutoffs, vocab_size=foreign.V, n_layer=config.n_layer, mem_len=5, **lengths
+    )
+    tokens = tiny.text(3 * 4 + 1, rows=1)
+    tokens[0, 2:6] = (0, 5, foreign.V - 1, 10)  # Each cluster.
+    ours = dataclasses.replace(found.config, dtype=DType.FLOAT64)
+    model = TransformerXL(ours, found.compat, found.vocab_size)
+    read = {"params": jax.tree.map(np.float64, leaves.to_tree(found.params))}
+    encode, memory, losses = tiny.encoder(model, **lengths), model.init_memory(batch_size=1, mem_len=5), []
+    for start in range(0, 12, 4):
+        hidden, memory = encode(read, tokens[:, start : start + 4], memory)
+        losses.append(model.apply(read, hidden, tokens[:, start + 1 : start + 5], method=model.nll)[0])
+    np.testing.assert_allclose(np.concatenate(losses), oracle.losses(tokens[0], 4), rtol=1e-9)

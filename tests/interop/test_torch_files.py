@@ -1,0 +1,321 @@
+"""Tests of reading PyTorch's files without torch: files written by hand, and by torch where that is installed."""
+
+import os
+import struct
+import zipfile
+
+import hypothesis
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+from support import torch_bytes
+from support.torch_bytes import Call, Name, Object, Persistent
+from txl_jax.errors import UserError
+from txl_jax.interop import state_dict, torch_files
+from txl_jax.interop.safe_pickle import Record
+
+WRITERS = {"zip": torch_bytes.write_zip, "legacy": torch_bytes.write_legacy}
+both = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+DTYPES = list(torch_bytes.STORAGES)
+# Deprecations of torch itself, and its warning that other code may run when a pickle is loaded.
+quiet = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def array(shape, dtype=np.float32) -> np.ndarray:
+    return np.random.default_rng(5).integers(0, 2, shape).astype(dtype)
+
+
+def tensors(path):
+    return state_dict.of(torch_files.read(path))
+
+
+@both
+def test_tensors_of_all_types(write, tmp_path):
+    expected = {str(dtype): array((3, 4), dtype) for dtype in DTYPES}
+    found = tensors(write(tmp_path / "a.bin", expected))
+    assert list(found) == list(expected) and len(found) == len(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and found.shapes[name] == (3, 4)
+        np.testing.assert_array_equal(found[name], value)
+
+
+@both
+def test_views_share_a_storage(write, tmp_path):
+    base = np.arange(24, dtype=np.float32).reshape(4, 6)
+    expected = {
+        "whole": base,
+        "transposed": base.T,
+        "part": base[1:3, 2:],
+        "every other": base[::2, ::3],
+        "one": base[2, 3:4],
+        "number": base[1, 1:2].reshape(()),
+        "empty": base[:0],
+    }
+    path = write(tmp_path / "a.bin", expected)
+    assert path.stat().st_size < 2 * base.nbytes + 3000
+    found = tensors(path)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        assert not found[name].flags.writeable or not value.size
+    root = torch_files.read(path).root
+    assert not root["whole"].is_same(root["transposed"])
+    assert root["whole"].storage is root["part"].storage
+
+
+def test_older_views_of_storages(tmp_path):
+    base = np.arange(10, dtype=np.float32)
+    key = ("storage", Name("torch", "FloatStorage"), "0", "cpu", 10, ("view", 4, 5))
+    view = Call(Name("torch._utils", "_rebuild_tensor"), (Persistent(key), 1, (2,), (2,)))
+    found = tensors(torch_bytes.write_legacy(tmp_path / "a.bin", {"base": base, "view": view}))
+    np.testing.assert_array_equal(found["view"], base[[5, 7]])
+
+
+WEIGHTS = {"a.weight": array((2, 3)), "a.bias": array(2)}
+
+
+@both
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda value: value,
+        lambda value: {"state_dict": value, "optimizer": {"state": {0: {"exp_avg": array((2, 3))}}}, "epoch": 3},
+        lambda value: {"model_state": value, "args": Object(Name("argparse", "Namespace"), {"lr": 0.1})},
+        lambda value: {"model": {"state_dict": value}},
+        lambda value: {f"module.{name}": tensor for name, tensor in value.items()},
+        lambda value: {**value, "step": 3},
+        lambda value: Call(Name("collections", "OrderedDict"), ([list(item) for item in value.items()],)),
+    ],
+    ids=["state_dict", "state_dict=", "model_state=", "model=", "DataParallel", "with a number", "OrderedDict"],
+)
+def test_state_dicts_and_what_is_around_them(write, around, tmp_path):
+    found = tensors(write(tmp_path / "a.pt", around(WEIGHTS)))
+    assert list(found) == list(WEIGHTS)
+    for name, value in WEIGHTS.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+@both
+@pytest.mark.parametrize("replicas", [False, True])
+def test_a_module_gives_the_names_of_its_state_dict(write, replicas, tmp_path):
+    """Classes are named as persistent ids in the older format, with their source."""
+    linear = torch_bytes.module("torch.nn.modules.linear.Linear", parameters={"weight": WEIGHTS["a.weight"]})
+    source = ("module", linear.cls, "linear.py", "import os; os.system('touch marker')")
+    linear.cls = Persistent(source)
+    model = torch_bytes.module(
+        "mem_transformer.MemTransformerLM",
+        parameters={"u": WEIGHTS["a.bias"]},
+        buffers={"kept": array(3), "left": array(3), "none": None},
+        layers=torch_bytes.module("torch.nn.modules.container.ModuleList", **{"0": linear, "1": linear}),
+        n_head=10,
+    )
+    model.attributes["_non_persistent_buffers_set"] = Call(Name("__builtin__", "set"), (["left"],))
+    root = torch_bytes.module("torch.nn.parallel.DataParallel", module=model) if replicas else model
+    path = write(tmp_path / "model.pt", root)
+    file = torch_files.read(path)
+    found = state_dict.of(file)
+    assert list(found) == ["u", "kept", "layers.0.weight", "layers.1.weight"]
+    np.testing.assert_array_equal(found["layers.1.weight"], WEIGHTS["a.weight"])
+    record = state_dict.find_module(file.root)
+    assert isinstance(record, Record) and record.attributes()["n_head"] == 10
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_a_module_that_holds_itself_ends(tmp_path):
+    """Two levels that hold the next one twice, 32 deep, are 2^32 modules."""
+    inner = torch_bytes.module("a.B", parameters={"w": array(2)})
+    code = torch_bytes.Writer(legacy=True).code
+    nested = code(inner)
+    for _ in range(32):
+        parts = code({"_parameters": {}, "_buffers": {}})
+        children = b"X\x08\x00\x00\x00_modules}(X\x01\x00\x00\x000h\x00X\x01\x00\x00\x001h\x00us"
+        nested += b"q\x000ca\nB\n)\x81" + parts + children + b"b"
+    (tmp_path / "a.pt").write_bytes(b"\x80\x02" + nested + b".")
+    with pytest.raises(UserError, match=r"modules|tensor"):
+        tensors(tmp_path / "a.pt")
+
+
+HARM = Call(Name("posix", "system"), ("touch marker",))
+
+
+@both
+@pytest.mark.parametrize("harm", [HARM, Object(Name("evil", "E"), {"a": HARM}), Call(Name("evil", "run"), ())])
+def test_a_file_that_would_run_something_is_one_sentence(write, harm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"root.pt": harm, "args.pt": {**WEIGHTS, "args": harm}}.items():
+        with pytest.raises(UserError, match=rf"{name}: its pickle (names|calls) .*nothing of it was run"):
+            torch_files.read(write(tmp_path / name, value))
+    assert not (tmp_path / "marker").exists()
+
+
+@both
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, "a dict of nothing"),
+        ({"a": 1, "b": None}, "a dict of a, b"),
+        ([1], "a value of type list"),
+        (Object(Name("data_utils", "Corpus"), {"a": 1}), r"an object of data_utils\.Corpus"),
+        (array(3), "a value of type Tensor"),
+    ],
+)
+def test_a_file_without_weights_is_one_sentence(write, value, message, tmp_path):
+    with pytest.raises(UserError, match=rf"a\.pt holds {message} and no tensors"):
+        tensors(write(tmp_path / "a.pt", value))
+
+
+def tensor_of(begin=0, shape=(2, 3), strides=(3, 1), numel=6, kind="FloatStorage"):
+    """A tensor of a storage of 6 numbers, with some of its sizes wrong."""
+    storage = Persistent(("storage", Name("torch", kind), "0", "cpu", numel))
+    return {"a": Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, begin, shape, strides, False, None))}
+
+
+@both
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"begin": 1},
+        {"begin": -1},
+        {"strides": (4, 1)},
+        {"strides": (-3, 1)},
+        {"shape": (3, 3)},
+        {"shape": (1 << 60, 1), "strides": (0, 0)},
+        {"shape": (2, 3, 1)},
+        {"numel": 7},
+        {"numel": 1 << 60},
+        {"numel": -1},
+        {"kind": "ComplexStorage"},
+        {"shape": (1,) * 40, "strides": (1,) * 40},
+    ],
+    ids=str,
+)
+def test_a_tensor_beyond_its_storage_is_one_sentence(write, sizes, tmp_path):
+    base = np.arange(6, dtype=np.float32)
+    np.testing.assert_array_equal(
+        tensors(write(tmp_path / "a.pt", {"b": base, **tensor_of()}))["a"], base.reshape(2, 3)
+    )
+    with pytest.raises(UserError, match=r"a\.pt(: the pickle.* damaged| has a tensor or storage)"):
+        torch_files.read(write(tmp_path / "a.pt", {"b": base, **tensor_of(**sizes)}))
+
+
+@both
+def test_a_truncated_file_is_one_sentence(write, tmp_path):
+    path = write(tmp_path / "a.pt", WEIGHTS)
+    whole = path.read_bytes()
+    for end in range(0, len(whole), 7):
+        path.write_bytes(whole[:end])
+        with pytest.raises(UserError, match=r"a\.pt") as caught:
+            tensors(path)
+        assert "\n" not in str(caught.value)
+
+
+@both
+@hypothesis.settings(
+    max_examples=80, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+@hypothesis.given(draw=strategies.data())
+def test_a_damaged_file_is_read_or_one_sentence(write, draw, tmp_path):
+    path = write(tmp_path / "a.pt", {**WEIGHTS, "m": torch_bytes.module("a.B", parameters={"w": array(2)})})
+    changed = bytearray(path.read_bytes())
+    for _ in range(draw.draw(strategies.integers(1, 4))):
+        changed[draw.draw(strategies.integers(0, len(changed) - 1))] = draw.draw(strategies.integers(0, 255))
+    path.write_bytes(bytes(changed))
+    try:
+        found = tensors(path)
+    except UserError:
+        return
+    for name in found:
+        assert found[name].shape == found.shapes[name]
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"\x00" * 100, b"\x89HDF\r\n", b"version https://git-lfs"])
+def test_other_files_are_one_sentence(data, tmp_path):
+    (tmp_path / "a.bin").write_bytes(data)
+    with pytest.raises(UserError, match=r"a\.bin"):
+        torch_files.read(tmp_path / "a.bin")
+
+
+def test_a_missing_file_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match=r"a\.bin cannot be read"):
+        torch_files.read(tmp_path / "a.bin")
+
+
+def test_other_archives_are_one_sentence(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.bin", "w") as archive:
+        archive.writestr("weights.txt", "1")
+    with pytest.raises(UserError, match=r"without the data\.pkl"):
+        torch_files.read(tmp_path / "a.bin")
+    path = torch_bytes.write_zip(tmp_path / "b.bin", WEIGHTS)
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "c.bin", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    with pytest.raises(UserError, match="compressed"):
+        torch_files.read(tmp_path / "c.bin")
+
+
+def test_a_storage_of_another_length_is_one_sentence(tmp_path):
+    path = torch_bytes.write_legacy(tmp_path / "a.pt", {"a": array(3)})
+    data = path.read_bytes()
+    path.write_bytes(data[:-20] + struct.pack("<q", 4) + data[-12:])
+    with pytest.raises(UserError, match="storage 0 of 3 numbers"):
+        torch_files.read(path)
+
+
+def test_reading_takes_no_memory_for_what_is_not_asked_for(tmp_path):
+    """A sparse file of 4 GB."""
+    big = ("storage", Name("torch", "FloatStorage"), "big", "cpu", 1 << 30)
+    rebuild = Name("torch._utils", "_rebuild_tensor_v2")
+    value = {
+        "big": Call(rebuild, (Persistent((*big, None)), 0, (1 << 15, 1 << 15), (1 << 15, 1), False, None)),
+        "last": Call(rebuild, (Persistent((*big, None)), (1 << 30) - 2, (2,), (1,), False, None)),
+    }
+    writer = torch_bytes.Writer(legacy=True)
+    parts = [0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, value, ["big"]]
+    head = b"".join(map(writer.pickled, parts)) + struct.pack("<q", 1 << 30)
+    with open(tmp_path / "a.bin", "wb") as file:
+        file.write(head)
+        file.truncate(len(head) + (1 << 32))
+        file.seek(len(head) + (1 << 32) - 8)
+        file.write(np.float32([1.5, 2.5]).tobytes())
+    found = tensors(tmp_path / "a.bin")
+    assert found.shapes["big"] == (1 << 15, 1 << 15)
+    np.testing.assert_array_equal(found["last"], [1.5, 2.5])
+    assert found["big"][-1, -1] == 2.5
+
+
+@quiet
+@pytest.mark.parametrize("legacy", [False, True])
+def test_files_that_torch_writes(legacy, tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    base = torch.randn(4, 6)
+    layers = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Embedding(4, 3), torch.nn.LayerNorm(3)])
+    layers[1].weight = torch.nn.Parameter(torch.randn(3, 4).t())
+    layers.register_buffer("frequencies", torch.arange(3, dtype=torch.float64))
+    layers.register_buffer("left", torch.arange(3), persistent=False)
+    layers.u = torch.nn.ParameterList([torch.nn.Parameter(base[1]), torch.nn.Parameter(base[:, 2])])
+    expected = {
+        "base": base,
+        "view": base[1:, ::2].t(),
+        **{str(dtype): base.to(dtype) for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)},
+        "bool": base > 0,
+        "number": torch.tensor(3.5),
+        "empty": torch.zeros(0, 3),
+    }
+    optimizer = torch.optim.Adam(layers.parameters())
+    sum(parameter.sum() for parameter in layers.parameters()).backward()
+    optimizer.step()
+    whole = {"model_state": expected, "optimizer_state": optimizer.state_dict(), "args": {"lr": 0.1}}
+    cases = [(expected, expected), (whole, expected), (layers, layers.state_dict()), ({"model": layers}, None)]
+    for value, names in cases:
+        torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+        found = tensors(tmp_path / "a.pt")
+        names = layers.state_dict() if names is None else names
+        assert list(found) == list(names)
+        for name, tensor in names.items():
+            number = tensor.detach()
+            if number.dtype == torch.bfloat16:
+                assert found[name].dtype == ml_dtypes.bfloat16
+                number = number.float()
+            np.testing.assert_array_equal(np.asarray(found[name], number.numpy().dtype), number.numpy(), err_msg=name)

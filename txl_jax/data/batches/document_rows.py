@@ -1,0 +1,171 @@
+"""Batching of documents: many texts of different lengths in the rows of a batch, each from an empty memory.
+
+A row reads one document after the other, L positions per step, and a document begins where a step begins. With L = 3
+and B = 2, documents a (5 positions), b (2) and c (4) are read in these steps:
+
+    row 0:   a a a | a a . | . . .
+    row 1:   b b . | c c c | c . .
+
+The reset bits of a's, b's and c's first steps empty the row's memory. Positions of padding (the dots) are read too, but
+the memory that holds them is emptied before the row is used again, so a document's results are those that it has alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from txl_jax.errors import UserError
+from txl_jax.segments import Segments
+
+
+class Document(NamedTuple):
+    """Inputs and targets of a document, T positions."""
+
+    inputs: np.ndarray  # Integer ids [T], or vectors [T, D].
+    targets: np.ndarray  # Integer ids [T], the token after each input.
+
+
+class End:
+    """The answer of a source that has no more documents."""
+
+
+# Returns the next document, `End`, or None if there is none yet; it may wait for one only if it is asked to.
+Source = Callable[[bool], Document | type[End] | None]
+
+
+class Part(NamedTuple):
+    """Place of a part of a document in the segments of a call: positions [segment, row, :length]."""
+
+    number: int  # Of the document, in the order of the source.
+    segment: int
+    row: int
+    length: int
+    ends: bool  # Whether it is the document's last part.
+
+
+class Call(NamedTuple):
+    """The segments of one call."""
+
+    segments: Segments  # S of them; those from `n_segments` on are padding.
+    n_segments: int
+    parts: list[Part]
+
+
+@dataclasses.dataclass
+class _Row:
+    """A document that is being read."""
+
+    number: int
+    document: Document
+    position: int = 0
+
+
+class DocumentRows:
+    """Segments of the documents of a source, which is asked for the next one when a row becomes free."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        segment_len: int,
+        segments_per_call: int,
+        vectors: tuple[int, np.dtype] | None = None,
+        lookahead: int = 16,
+    ):
+        """Reads nothing yet.
+
+        Args:
+          source: of the documents.
+          batch_size: B.
+          segment_len: L.
+          segments_per_call: S.
+          vectors: width D and type of inputs that are vectors; None: they are ids.
+          lookahead: documents per row that may have begun and are not `delivered`. While a long document is read, the
+            results of those after it are kept; this bounds them.
+        """
+        self._source = source
+        self._rows: list[_Row | None] = [None] * batch_size
+        self._shape = segments_per_call, batch_size, segment_len
+        self._vectors = vectors
+        self._at_most = lookahead * batch_size
+        self._begun = 0
+        self._asks = True  # Whether the source may be asked again in this call.
+        self.delivered = 0  # Documents whose results are no longer kept; set by the caller.
+        self.ended = False  # Whether no more documents come.
+        self.error: UserError | None = None  # Raised by the source, which ended it.
+
+    def next_call(self, *, wait: bool) -> Call | None:
+        """Returns the segments that are read next; None if there is nothing to read yet, or any more.
+
+        Args:
+          wait: whether to wait for the source's next document if there is nothing else to read.
+        """
+        n_segment, batch_size, _ = self._shape
+        call = Call(self._padding(), n_segment, [])
+        self._asks = True
+        for segment in range(n_segment):
+            busy = False
+            for row in range(batch_size):
+                self._begin(row, call, segment, wait=wait and not call.parts and not any(self._rows))
+                reading = self._rows[row]
+                if reading is not None:
+                    busy = True
+                    call.parts.append(self._read(reading, call.segments, segment, row))
+                    if call.parts[-1].ends:
+                        self._rows[row] = None
+            if not busy:
+                return call._replace(n_segments=segment) if call.parts else None
+        return call
+
+    def _begin(self, row: int, call: Call, segment: int, *, wait: bool) -> None:
+        """Gives a free row its next document; documents without positions end at once."""
+        while (
+            self._rows[row] is None and self._asks and not self.ended and self._begun - self.delivered < self._at_most
+        ):
+            document = self._next(wait)
+            if document is None:
+                return
+            if len(document.inputs):
+                self._rows[row] = _Row(self._begun, document)
+            else:
+                call.parts.append(Part(self._begun, segment, row, 0, True))
+                wait = False
+            self._begun += 1
+
+    def _next(self, wait: bool) -> Document | None:
+        """Returns the source's next document; None if there is none, now or for good."""
+        try:
+            found = self._source(wait)
+        except UserError as error:  # The documents before it are read first.
+            self.error, self.ended = error, True
+            return None
+        self.ended = isinstance(found, type)
+        if found is None or isinstance(found, type):
+            self._asks = False
+            return None
+        return found
+
+    def _read(self, reading: _Row, segments: Segments, segment: int, row: int) -> Part:
+        """Writes a row's next positions into the segments."""
+        first, document = reading.position, reading.document
+        inputs = document.inputs[first : first + self._shape[2]]
+        length = len(inputs)
+        segments.inputs[segment, row, :length] = inputs
+        segments.targets[segment, row, :length] = document.targets[first : first + length]
+        segments.weights[segment, row, :length] = 1
+        segments.reset[segment, row] = first == 0
+        reading.position += length
+        return Part(reading.number, segment, row, length, reading.position == len(document.inputs))
+
+    def _padding(self) -> Segments:
+        """Returns segments of padding, in arrays of their own: those of an earlier call may still be in transfer."""
+        inputs = np.zeros(self._shape, np.int32)
+        if self._vectors is not None:
+            width, dtype = self._vectors
+            inputs = np.zeros((*self._shape, width), dtype)
+        return Segments(
+            inputs, np.zeros(self._shape, np.int32), np.zeros(self._shape, np.float32), np.zeros(self._shape[:2], bool)
+        )

@@ -1,0 +1,226 @@
+"""Infers the configuration of a model from the names and shapes of its tensors, and from what a file records besides.
+
+Names are the authors' PyTorch release's; other formats are renamed first. Shapes give almost everything. What they
+leave open comes from the facts beside them, a config.json, the attributes of a pickled module or NVIDIA's model_config,
+whose names are those of the release's MemTransformerLM: the place of the layer norm, the cutoffs of a softmax whose
+clusters have one width, the number of heads under sinusoids that are added, and the lengths of evaluation. A fact that
+contradicts the tensors is found when these are read: the error names the tensor and both shapes.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from txl_jax.config import Encoding, EvalConfig, ModelConfig, NormPlace
+from txl_jax.errors import UserError
+
+Shapes = Mapping[str, tuple[int, ...]]
+# Cutoffs of the published models by their vocabulary: of NVIDIA's other ones no file is without them.
+_PUBLISHED_CUTOFFS = {267_735: (20_000, 40_000, 200_000), 793_470: (60_000, 100_000, 640_000)}
+_SIZES = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val")
+_OTHER_NAMES = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
+
+
+class Inferred(NamedTuple):
+    """A model's configuration.
+
+    Attributes:
+      config: sizes, ties and encoding.
+      vocab_size: V.
+      eval_config: lengths, where the facts have them.
+      notes: a line for each choice that shapes and facts leave open.
+    """
+
+    config: ModelConfig
+    vocab_size: int
+    eval_config: EvalConfig
+    notes: list[str]
+
+
+def infer(shapes: Shapes, facts: Mapping[str, Any], is_shared: Callable[[str, str], bool], *, name: str) -> Inferred:
+    """Infers the configuration of a model.
+
+    Args:
+      shapes: of its tensors, by the release's names.
+      facts: keyword arguments of MemTransformerLM or of TransfoXLConfig, as far as they are known.
+      is_shared: returns whether two of the tensors are equal.
+      name: of the file, for errors.
+
+    Raises:
+      UserError: a tensor that decides on a size is missing or of another rank, a fact is of another type, or
+        something that the shapes leave open is not among the facts.
+    """
+    shapes = _Shapes(shapes, name)
+    facts = _checked(facts, name)
+    notes: list[str] = []
+    tables, vocab_size = _tables(shapes)
+    d_inner, d_model = shapes.of_rank("layers.0.pos_ff.CoreNet.0.weight", 2)
+    values: dict[str, Any] = {
+        "n_layer": _num_layers(shapes),
+        "d_model": d_model,
+        "d_inner": d_inner,
+        "d_embed": tables[0][1],
+        "div_val": max(tables[0][1] // tables[1][1], 2) if len(tables) > 1 else 1,
+        "cutoffs": _cutoffs(shapes, tables, facts, vocab_size),
+        **_attention(shapes, facts),
+    }
+    n_layer = values["n_layer"]
+    values |= {size: facts[size] for size in _SIZES if size in facts}
+    values["n_layer"] = min(values["n_layer"], n_layer + 1)  # One is enough to be missed, of a number without limit.
+    if "untie_r" in facts:
+        values["untie_r"] = facts["untie_r"]
+    if values["d_embed"] == values["d_model"]:
+        values["d_embed"] = None
+    if "pre_lnorm" not in facts:
+        notes.append("the file does not record the place of the layer norm: post-norm, as all published models")
+    values["layer_norm"] = NormPlace.PRE if facts.get("pre_lnorm") else NormPlace.POST
+    values |= _ties(shapes, ModelConfig(**values), facts, is_shared)
+    config = ModelConfig(**values)
+    config.validate()
+    vocab_size = facts.get("n_token", vocab_size)
+    config.validate_vocabulary(vocab_size)
+    return Inferred(config, vocab_size, _lengths(facts, notes), notes)
+
+
+class _Shapes(dict[str, tuple[int, ...]]):
+    """Shapes by name, with errors that name the tensor."""
+
+    def __init__(self, shapes: Shapes, name: str):
+        super().__init__(shapes)
+        self.name = name
+
+    def of_rank(self, tensor: str, *ranks: int) -> tuple[int, ...]:
+        """Returns the shape of a tensor that has one of these ranks."""
+        if tensor not in self:
+            raise UserError(f"{self.name} has no tensor {tensor}, which a Transformer-XL has; its names are another's")
+        if len(self[tensor]) not in ranks or 0 in self[tensor]:
+            raise UserError(
+                f"{self.name}: tensor {tensor} has shape {list(self[tensor])}, expected one of rank "
+                f"{' or '.join(map(str, ranks))} without axes of 0"
+            )
+        return self[tensor]
+
+
+def _num_layers(shapes: _Shapes) -> int:
+    numbers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+    for layer in range(len(numbers)):
+        if str(layer) not in numbers:
+            raise UserError(f"{shapes.name} has tensors of {len(numbers)} layers and none of layer {layer}")
+    return len(numbers)
+
+
+def _tables(shapes: _Shapes) -> tuple[list[tuple[int, ...]], int]:
+    """Returns the shapes of the embedding's tables, one per cluster or one for all, and V."""
+    found = []
+    for cluster in itertools.count():
+        table = f"word_emb.emb_layers.{cluster}.weight"
+        if cluster and table not in shapes:
+            break
+        found.append(shapes.of_rank(table, 2))
+    return found, sum(rows for rows, _ in found)
+
+
+def _cutoffs(
+    shapes: _Shapes, tables: list[tuple[int, ...]], facts: Mapping[str, Any], vocab_size: int
+) -> tuple[int, ...]:
+    """Returns the cutoffs: from the tables, or for one table of all clusters from the facts."""
+    if len(tables) > 1:
+        return tuple(itertools.accumulate(rows for rows, _ in tables[:-1]))
+    if "cutoffs" in facts:
+        return tuple(facts["cutoffs"])
+    if "crit.cluster_weight" not in shapes:
+        return ()
+    tails = shapes.of_rank("crit.cluster_weight", 2)[0]
+    known = _PUBLISHED_CUTOFFS.get(vocab_size, ())
+    if len(known) == tails:
+        return known
+    raise UserError(
+        f"{shapes.name}: tensor crit.cluster_weight has shape {list(shapes['crit.cluster_weight'])}, of {tails} tail "
+        f"clusters, whose cutoffs in a vocabulary of {vocab_size} tokens no shape gives; put a config.json with "
+        '{"cutoffs": [...]} beside it'
+    )
+
+
+def _attention(shapes: _Shapes, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns encoding, heads and what depends on them."""
+    heads = shapes.of_rank("layers.0.dec_attn.o_net.weight", 2)[1]
+    if "layers.0.dec_attn.r_net.weight" in shapes:
+        *layers, n_head, d_head = shapes.of_rank("r_w_bias", 2, 3)
+        return {"encoding": Encoding.RELATIVE, "n_head": n_head, "d_head": d_head, "untie_r": bool(layers)}
+    if "r_bias" in shapes:
+        _, num_positions, n_head, d_head = shapes.of_rank("r_emb", 4)
+        return {"encoding": Encoding.SHAW, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
+    if "r_emb" in shapes:  # Cut into heads, though each of its vectors is added to a layer's input.
+        _, num_positions, n_head, d_head = shapes.of_rank("r_emb", 4)
+        return {"encoding": Encoding.AL_RFOU, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
+    if "n_head" not in facts:
+        raise UserError(
+            f"{shapes.name} is a model with sinusoids added to its input, whose number of heads no shape gives; put a "
+            'config.json with {"n_head": ...} beside it'
+        )
+    return {"encoding": Encoding.VASWANI, "n_head": facts["n_head"], "d_head": heads // facts["n_head"]}
+
+
+def _ties(
+    shapes: _Shapes, config: ModelConfig, facts: Mapping[str, Any], is_shared: Callable[[str, str], bool]
+) -> dict[str, Any]:
+    """Returns which tables and projections embedding and softmax share: by the facts, else by equal values."""
+
+    def tied(own: str, other: str) -> bool:
+        return own not in shapes or (shapes.get(other) == shapes[own] and is_shared(own, other))
+
+    tie_weight = facts.get("tie_weight")
+    if tie_weight is None:
+        tie_weight = tied("crit.out_layers.0.weight", "word_emb.emb_layers.0.weight")
+    tie_projs = facts.get("tie_projs")
+    if tie_projs is None and "proj_share_all_but_first" in facts:
+        tie_projs = [False] + [facts["proj_share_all_but_first"]] * (config.n_cluster - 1)
+    if tie_projs is None and config.has_projections:
+        tables = range(config.n_cluster) if config.div_val > 1 else [0] * config.n_cluster
+        tie_projs = [tied(f"crit.out_projs.{c}", f"word_emb.emb_projs.{table}") for c, table in enumerate(tables)]
+    return {"tie_weight": tie_weight, "tie_projs": tuple(tie_projs) if tie_projs and any(tie_projs) else ()}
+
+
+def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
+    """Returns the lengths of evaluation: those of the facts, ours for the others."""
+    config = EvalConfig()
+    if "mem_len" not in facts:
+        notes.append(
+            f"the file records no lengths: evaluation reads segments of {config.segment_len} with a memory of "
+            f"{config.mem_len} and a clamp of {config.clamp_len} until others are given"
+        )
+        return config
+    values: dict[str, Any] = {"mem_len": facts["mem_len"], "clamp_len": None, "same_length": False}
+    if facts.get("tgt_len", 0) > 0:
+        values["segment_len"] = facts["tgt_len"]
+    if facts.get("clamp_len", -1) > 0:
+        values["clamp_len"] = facts["clamp_len"]
+    if facts["mem_len"]:
+        values["same_length"] = facts.get("same_length", False)
+    found = EvalConfig(**values)
+    found.validate()
+    return found
+
+
+def _checked(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns the facts that are used, under the release's names; raises `UserError` for one of another type."""
+    types: dict[str, Callable[[Any], bool]] = {
+        **dict.fromkeys((*_SIZES, "n_token"), lambda value: type(value) is int and value > 0),
+        **dict.fromkeys(("mem_len",), lambda value: type(value) is int and value >= 0),
+        **dict.fromkeys(("clamp_len", "tgt_len"), lambda value: type(value) is int),
+        **dict.fromkeys(
+            ("untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_but_first"),
+            lambda value: type(value) is bool,
+        ),
+        "cutoffs": lambda value: isinstance(value, (list, tuple)) and all(type(v) is int for v in value),
+        "tie_projs": lambda value: isinstance(value, (list, tuple)) and all(type(v) is bool for v in value),
+    }
+    found: dict[str, Any] = {}
+    for key, is_right in types.items():
+        value = facts.get(key, facts.get(_OTHER_NAMES.get(key, key)))
+        if value is None or (key == "d_embed" and value == -1):
+            continue
+        if not is_right(value):
+            raise UserError(f"{name} has {key} {str(value)[:60]}, which is no value of that setting; mend or remove it")
+        found[key] = value
+    return found

@@ -1,0 +1,210 @@
+"""The portable folder of a trained model: weights without optimizer and checkpoints, to be copied and published.
+
+config.json         sizes, ties and lengths, the training's settings, scores, and the sha256 of the next two
+model.safetensors   the parameters, float32, by their paths: "stack.layers.attention.query"
+vocabulary.txt      the tokens by id
+README.md           the model card; may be edited
+
+The folder is written under another name and renamed. Each file but the card is checked against its sha256 when it is
+read, so that a copy that was cut off is not taken for the model.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from txl_jax.config import ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.tokens.build_vocabulary import KINDS
+from txl_jax.data.tokens.vocabulary import TITLE, Vocabulary, digest, dumps, loads
+from txl_jax.errors import CheckpointError, UserError
+from txl_jax.interop import leaves as leaves_lib
+from txl_jax.interop import safetensors_file
+from txl_jax.interop.leaves import Leaf, Leaves
+from txl_jax.interop.model_card import make_card
+from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.runtime import format as file_format
+from txl_jax.runtime.array_trees import describe_arrays, describe_difference
+from txl_jax.runtime.files import file_sha256, write_json, write_text
+
+CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
+_KIND, _KIND_VERSION = "txl_jax_model", 1  # The key that only a portable folder's config.json has.
+# The groups of settings that go along. Those of data and mesh belong to one machine.
+_GROUPS = ("seed", "model", "compat", "optimizer", "train", "regularization", "average", "eval", "generate")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelInfo:
+    """All of a trained model but its weights.
+
+    Attributes:
+      config: the settings; only sizes, ties and lengths matter to the weights.
+      vocabulary: text to token ids and back.
+      step: number of updates after which the weights were saved; 0: unknown.
+      description: one clause for people: where the weights come from.
+      scores: those of results.json, as far as they are of these weights.
+    """
+
+    config: ExperimentConfig
+    vocabulary: Vocabulary
+    step: int
+    description: str
+    scores: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def is_portable(folder: Path) -> bool:
+    """Returns whether a folder's config.json is that of a portable folder; nothing else is read."""
+    try:
+        return _KIND in json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def write(folder: Path, info: ModelInfo, leaves: Leaves) -> None:
+    """Writes the files into a folder that exists; config.json last, as the folder is none without it.
+
+    Args:
+      leaves: the parameters of `TransformerXL`; converted to float32 where they are not.
+
+    Raises:
+      OSError, LogError: they cannot be written.
+    """
+    leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
+    named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
+    sha256 = safetensors_file.write(folder / WEIGHTS, named, metadata={"format": "txl_jax"})
+    write_text(folder / VOCABULARY, dumps(info.vocabulary))
+    num_parameters = leaves_lib.num_bytes(leaves) // 4
+    settings = _settings(info.config)
+    write_text(folder / CARD, make_card(info.config, info.vocabulary, num_parameters, info.description, info.scores))
+    saved = {
+        _KIND: _KIND_VERSION,
+        file_format.KEY: file_format.FORMAT,
+        "description": info.description,
+        "parameters": num_parameters,
+        "vocab_size": info.vocabulary.size,
+        "step": info.step,
+        "config": settings,
+        "scores": dict(info.scores),
+        "sha256": {WEIGHTS: sha256, VOCABULARY: digest(info.vocabulary)},
+    }
+    write_json(folder / CONFIG, saved)
+
+
+def read_info(folder: Path) -> ModelInfo:
+    """Reads all but the weights.
+
+    Raises:
+      UserError: this is no portable folder, it is of a newer version, or a file is damaged.
+    """
+    saved = _read_config(folder)
+    try:
+        config = config_tree.from_dict(saved["config"])
+        config.model.validate()
+        expected = str(saved["sha256"][VOCABULARY])
+        step, description, scores = int(saved["step"]), str(saved["description"]), dict(saved["scores"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder / CONFIG} is damaged or of another version ({error}); copy or convert the folder again"
+        ) from error
+    vocabulary = read_vocabulary(folder)
+    if digest(vocabulary) != expected:
+        raise UserError(f"{folder / VOCABULARY} is not the file that {CONFIG} names (sha256); copy the folder again")
+    if vocabulary.size != saved.get("vocab_size"):
+        raise UserError(
+            f"{folder / CONFIG} has vocab_size {saved.get('vocab_size')} and {VOCABULARY} has {vocabulary.size} "
+            "tokens; copy or convert the folder again"
+        )
+    return ModelInfo(config, vocabulary, step, description, scores)
+
+
+def read_leaves(folder: Path) -> dict[str, Leaf]:
+    """Checks the file of weights against its sha256 and returns them by path; each is read when it is asked for.
+
+    Raises:
+      UserError: as `read_info`.
+      CheckpointError: the file of weights cannot be read, or is not the one that was written.
+    """
+    expected = _read_config(folder).get("sha256", {})
+    tensors = SafeTensors(folder / WEIGHTS)
+    if file_sha256(folder / WEIGHTS) != expected.get(WEIGHTS):
+        raise CheckpointError(
+            f"{folder / WEIGHTS} is damaged (its sha256 is not the one in {CONFIG}); copy or convert the folder again"
+        )
+    return {name.replace(".", "/"): tensors.leaf(name) for name in tensors}
+
+
+def place(leaves: Leaves, abstract_params: Any) -> Any:
+    """Reads parameters onto devices: each device gets its part of each array, read from the file alone.
+
+    Args:
+      leaves: by path.
+      abstract_params: shapes, types and shardings of the parameters of a model.
+
+    Raises:
+      CheckpointError: the leaves are of another model; names up to three of them.
+    """
+    flat, structure = jax.tree_util.tree_flatten_with_path(abstract_params)
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): like for path, like in flat}
+    found = {path: f"{np.dtype(np.float32)}{list(leaf.shape)}" for path, leaf in leaves.items()}
+    if difference := describe_difference(found, describe_arrays(abstract_params)):
+        raise CheckpointError(f"the weights are of another model than the config ({difference}); convert them again")
+    # The largest first: a host holds an array twice while it is placed, and the first has nothing beside it yet.
+    placed: dict[str, Any] = {}
+    for path in sorted(named, key=lambda path: -int(np.prod(named[path].shape))):
+        placed[path] = jax.block_until_ready(_place(leaves[path], named[path]))
+    return jax.tree_util.tree_unflatten(structure, [placed[path] for path in named])
+
+
+def _place(leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+    # A copy: where a device shares the host's memory, jax would keep the map, and with it the file, as its array.
+    def part(index: Any) -> np.ndarray:
+        return np.array(leaf.read()[index], like.dtype)
+
+    return jax.make_array_from_callback(like.shape, like.sharding, part)
+
+
+def _settings(config: ExperimentConfig) -> dict[str, Any]:
+    """Returns the settings that go along, by dotted name; none holds a path of this machine."""
+    paths = {leaf.name for leaf in config_tree.leaves() if leaf.setting.path}
+    values = config_tree.to_dict(config).items()
+    return {name: value for name, value in values if name.partition(".")[0] in _GROUPS and name not in paths}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads((folder / CONFIG).read_bytes())
+        version, number = saved[_KIND], file_format.read_format(saved)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder} is no portable folder of txl_jax ({CONFIG}: {error!r}); give one that "
+            "`python -m experiments.convert` wrote"
+        ) from error
+    if version != _KIND_VERSION:
+        raise UserError(f"{folder / CONFIG} has version {version!r}, not {_KIND_VERSION}; install a newer txl_jax")
+    if refused := file_format.refusal(number):
+        raise UserError(f"{folder / CONFIG} {refused}")
+    found: dict[str, Any] = saved
+    return found
+
+
+def holds_vocabulary(folder: Path) -> bool:
+    """Returns whether a folder has a vocabulary.txt in the format of txl_jax; other programs use the name too."""
+    try:
+        with open(folder / VOCABULARY, "rb") as file:
+            return file.read(len(TITLE)) == TITLE.encode()
+    except OSError:
+        return False
+
+
+def read_vocabulary(folder: Path) -> Vocabulary:
+    """Reads vocabulary.txt; raises `UserError` if it cannot be read."""
+    path = folder / VOCABULARY
+    try:
+        return loads(path.read_text(encoding="utf-8"), KINDS)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); copy or convert the folder again") from error

@@ -1,0 +1,249 @@
+"""Reads the tensors of PyTorch's files without torch, and without running anything that the files name.
+
+Both formats are read: the zip archive of torch 1.6 and later, and the older sequence of pickles with the storages'
+bytes after them, in which the published transfo-xl weights are. A file is mapped into memory: a tensor is read when it
+is asked for, and again each time.
+
+    file = read("pytorch_model.bin")        # .root: the file's value, with `Tensor` in place of tensors
+    tensors = state_dict.of(file)           # a Mapping, name -> array; also of a pickled module (model.pt)
+"""
+
+import dataclasses
+import math
+import mmap
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from txl_jax.errors import UserError
+from txl_jax.interop import safe_pickle
+from txl_jax.interop.safe_pickle import Symbol
+
+_LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+_MAX_RANK = 16
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # Of a zip archive's entry: signature, lengths of name and extra field.
+_STORAGES = {
+    "DoubleStorage": np.dtype("<f8"),
+    "FloatStorage": np.dtype("<f4"),
+    "HalfStorage": np.dtype("<f2"),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "LongStorage": np.dtype("<i8"),
+    "IntStorage": np.dtype("<i4"),
+    "ShortStorage": np.dtype("<i2"),
+    "CharStorage": np.dtype("i1"),
+    "ByteStorage": np.dtype("u1"),
+    "BoolStorage": np.dtype("?"),
+}
+
+
+class TensorError(Exception):
+    """A tensor that its file cannot hold."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Storage:
+    """Numbers of one type in a file, which tensors share.
+
+    `offset` is known once the bytes are found; a view begins at element `begin` of its base's bytes.
+    """
+
+    dtype: np.dtype[Any]
+    numel: int
+    offset: int | None = None
+    base: "_Storage | None" = None
+    begin: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor's place in a file."""
+
+    storage: _Storage
+    begin: int  # First element of the storage.
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # In elements.
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Returns the type of the numbers."""
+        return self.storage.dtype
+
+    def is_same(self, other: "Tensor") -> bool:
+        """Returns whether both are the same numbers of one storage."""
+        place = (self.storage, self.begin, self.shape, self.strides)
+        return place == (other.storage, other.begin, other.shape, other.strides)
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchFile:
+    """The value of a file: `root` has a `Tensor` for each tensor, and a `Record` for each object."""
+
+    path: Path
+    root: Any
+
+    def array(self, tensor: Tensor) -> np.ndarray:
+        """Returns a tensor's numbers, read-only; each call maps them anew, so that a dropped one frees its pages."""
+        itemsize, storage = tensor.dtype.itemsize, tensor.storage
+        if not math.prod(tensor.shape):
+            return np.empty(tensor.shape, tensor.dtype)
+        assert storage.offset is not None  # All storages are found before a file is returned.
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+        offset = storage.offset + tensor.begin * itemsize
+        mapped = np.memmap(self.path, tensor.dtype, mode="r", offset=offset, shape=(last + 1,)).view(np.ndarray)
+        strides = [stride * itemsize for stride in tensor.strides]
+        return np.lib.stride_tricks.as_strided(mapped, tensor.shape, strides, writeable=False)
+
+
+def read(path: str | os.PathLike[str]) -> TorchFile:
+    """Reads what `torch.save` wrote, or a plain pickle.
+
+    Raises:
+      UserError: the file cannot be read, is damaged or truncated, or calls something that is no part of tensors.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise UserError(f"{path} is empty; copy or download it again")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                if data[:4] == b"PK\x03\x04":
+                    return TorchFile(path, _read_zip(path, data))
+                return TorchFile(path, _read_pickles(path, data))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); check the path") from error
+    except TensorError as error:
+        raise UserError(f"{path} has a tensor or storage that it cannot hold ({error}); copy it again") from error
+
+
+class _Reader:
+    """Storages and tensors of a file, as its pickle asks for them."""
+
+    def __init__(self, name: str, size: int):
+        self.name, self.size = name, size
+        self.storages: dict[str, _Storage] = {}
+        self.calls: dict[str, Callable[..., Any]] = {
+            "torch._utils._rebuild_tensor": _tensor,
+            "torch._utils._rebuild_tensor_v2": _tensor,
+            "torch._utils._rebuild_parameter": _parameter,
+            "torch._utils._rebuild_parameter_with_state": _parameter,
+            "torch.nn.parameter.Parameter": _parameter,
+            "torch.nn.parameter.Buffer": _parameter,
+            "torch.Size": lambda sizes=(): tuple(sizes),
+        }
+
+    def load(self, data: Any, start: int = 0) -> tuple[Any, int]:
+        """Reads a pickle that refers to storages; returns its value and the offset after it."""
+        return safe_pickle.load(data, name=self.name, calls=self.calls, persistent=self.persistent, start=start)
+
+    def persistent(self, key: Any) -> Any:
+        """Returns a storage, or the class of a module; raises `TensorError` for anything else."""
+        match key:
+            case ("module", Symbol() as cls, *_):  # With its source, which nobody reads.
+                return cls
+            case ("storage", Symbol(name=kind), str(name), _, int(numel), *view) if kind in _STORAGES and numel >= 0:
+                dtype = _STORAGES[kind]
+                base = self.storages.setdefault(name, _Storage(dtype, numel))
+                if base.dtype != dtype or numel > base.numel or numel * dtype.itemsize > self.size:
+                    raise TensorError(f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes")
+                return _view(base, view[0] if view else None)
+        raise TensorError("a persistent id of another kind")
+
+
+def _view(base: _Storage, view: Any) -> _Storage:
+    """Returns a part of a storage, which the older format describes by (key, first element, size)."""
+    match view:
+        case None:
+            return base
+        case (_, int(begin), int(size)) if 0 <= begin <= begin + size <= base.numel:
+            return _Storage(base.dtype, size, base=base, begin=begin)
+    raise TensorError("a view beyond its storage")
+
+
+def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
+    """Returns a tensor's place; raises `TensorError` if that is not inside of its storage."""
+    sizes = (begin, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else None
+    if not isinstance(storage, _Storage) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
+        raise TensorError("a tensor without storage or sizes")
+    numel = math.prod(shape)
+    last = begin + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    # A stride of 0 repeats numbers, of which a small file could claim any number.
+    if len(shape) > _MAX_RANK or numel > storage.numel or (numel and last >= storage.numel):
+        raise TensorError(f"a tensor of shape {list(shape)} at element {begin} of {storage.numel:,}")
+    base = storage.base or storage
+    return Tensor(base, begin + storage.begin, shape, strides)
+
+
+def _parameter(data: Any = None, *_: Any) -> Any:
+    return data
+
+
+def _read_zip(path: Path, data: mmap.mmap) -> Any:
+    """Reads an archive: the pickle NAME/data.pkl, and the storages NAME/data/KEY, which are not compressed."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = {entry.filename: entry for entry in archive.infolist()}
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
+        raise UserError(f"{path} is a damaged or truncated file of PyTorch ({error}); copy it again") from error
+    pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise UserError(f"{path} is a zip archive without the data.pkl of PyTorch; give a file that torch.save wrote")
+    folder = pickles[0].removesuffix("data.pkl")
+    if f"{folder}byteorder" in entries:
+        begin, end = _place(data, entries[f"{folder}byteorder"])
+        if data[begin:end] != b"little":
+            raise TensorError("the byte order is not little-endian")
+    reader = _Reader(str(path), len(data))
+    begin, end = _place(data, entries[pickles[0]])
+    root, _ = reader.load(data[begin:end])
+    for key, storage in reader.storages.items():
+        if f"{folder}data/{key}" not in entries:
+            raise TensorError(f"storage {key[:40]} is missing")
+        begin, end = _place(data, entries[f"{folder}data/{key}"])
+        if end - begin < storage.numel * storage.dtype.itemsize:
+            raise TensorError(f"storage {key[:40]} has {end - begin:,} bytes for {storage.numel:,} numbers")
+        storage.offset = begin
+    return root
+
+
+def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> tuple[int, int]:
+    """Returns begin and end of an archive's entry."""
+    header = data[entry.header_offset : entry.header_offset + _LOCAL_HEADER.size]
+    if len(header) < _LOCAL_HEADER.size or entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+        raise TensorError(f"{entry.filename[:60]} is compressed, encrypted or missing")
+    signature, name, extra = _LOCAL_HEADER.unpack(header)
+    begin = entry.header_offset + _LOCAL_HEADER.size + name + extra
+    if signature != b"PK\x03\x04" or begin + entry.file_size > len(data):
+        raise TensorError(f"{entry.filename[:60]} lies beyond the file's end")
+    return begin, begin + entry.file_size
+
+
+def _read_pickles(path: Path, data: mmap.mmap) -> Any:
+    """Reads the older format: magic number, protocol, machine, value, keys and storages; or a plain pickle."""
+    reader = _Reader(str(path), len(data))
+    if data[:1] != b"\x80" and not data[:1].isascii():
+        raise UserError(f"{path} is no file of PyTorch and no pickle; give a file that torch.save wrote")
+    root, at = reader.load(data)
+    if root != _LEGACY_MAGIC:
+        return root
+    protocol, at = reader.load(data, at)
+    machine, at = reader.load(data, at)
+    if protocol != _LEGACY_PROTOCOL or not (isinstance(machine, dict) and machine.get("little_endian") is True):
+        raise TensorError("its protocol or byte order is another")
+    root, at = reader.load(data, at)
+    keys, at = reader.load(data, at)
+    names = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+    if not names or sorted(keys) != sorted(reader.storages):
+        raise TensorError("its list of storages is another")
+    for key in keys:
+        storage = reader.storages[key]
+        (numel,) = struct.unpack("<q", data[at : at + 8]) if at + 8 <= len(data) else (None,)
+        storage.offset, at = at + 8, at + 8 + storage.numel * storage.dtype.itemsize
+        if numel != storage.numel or at > len(data):
+            raise TensorError(f"storage {key[:40]} of {storage.numel:,} numbers ends beyond the file's end")
+    return root
