@@ -11,6 +11,7 @@ from txl_jax.version import __version__
 
 if TYPE_CHECKING:
     from txl_jax.config import (
+        AttentionPath,
         AttentionWindow,
         AverageConfig,
         CompatConfig,
@@ -47,12 +48,14 @@ if TYPE_CHECKING:
     from txl_jax.data.batches.segment_reader import SegmentReader, evaluation_segments, training_segments
     from txl_jax.data.corpus import read_corpus
     from txl_jax.errors import UserError
+    from txl_jax.jobs.document_reader import Continuation
     from txl_jax.jobs.train import train
     from txl_jax.losses import weighted_sum
     from txl_jax.memory import Memory
     from txl_jax.memory import reset as reset_memory
     from txl_jax.metrics import Totals
     from txl_jax.modules.transformer_xl import TransformerXL
+    from txl_jax.ops.attention import Visibility, attention, sinusoids
     from txl_jax.recurrence import scan_segments
     from txl_jax.segments import Segments
     from txl_jax.trained_model import LanguageModel, load
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
 
 # Module and name there of each public name that is no setting; settings are in `txl_jax.config`.
 _PLACES = {
+    "Continuation": ("txl_jax.jobs.document_reader", "Continuation"),
     "Hook": ("txl_jax.training.loop", "Hook"),
     "HookContext": ("txl_jax.training.loop", "HookContext"),
     "LanguageModel": ("txl_jax.trained_model", "LanguageModel"),
@@ -71,20 +75,25 @@ _PLACES = {
     "Totals": ("txl_jax.metrics", "Totals"),
     "TransformerXL": ("txl_jax.modules.transformer_xl", "TransformerXL"),
     "UserError": ("txl_jax.errors", "UserError"),
+    "Visibility": ("txl_jax.ops.attention", "Visibility"),
+    "attention": ("txl_jax.ops.attention", "attention"),
     "evaluation_segments": ("txl_jax.data.batches.segment_reader", "evaluation_segments"),
     "load": ("txl_jax.trained_model", "load"),
     "read_corpus": ("txl_jax.data.corpus", "read_corpus"),
     "reset_memory": ("txl_jax.memory", "reset"),
     "scan_segments": ("txl_jax.recurrence", "scan_segments"),
     "train": ("txl_jax.jobs.train", "train"),
+    "sinusoids": ("txl_jax.ops.attention", "sinusoids"),
     "training_segments": ("txl_jax.data.batches.segment_reader", "training_segments"),
     "weighted_sum": ("txl_jax.losses", "weighted_sum"),
 }
 
 __all__ = [
+    "AttentionPath",
     "AttentionWindow",
     "AverageConfig",
     "CompatConfig",
+    "Continuation",
     "CorpusName",
     "DType",
     "DataConfig",
@@ -124,12 +133,15 @@ __all__ = [
     "TrainConfig",
     "TransformerXL",
     "UserError",
+    "Visibility",
     "__version__",
+    "attention",
     "evaluation_segments",
     "load",
     "read_corpus",
     "reset_memory",
     "scan_segments",
+    "sinusoids",
     "train",
     "training_segments",
     "weighted_sum",

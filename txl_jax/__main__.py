@@ -26,7 +26,9 @@ PROGRAMS = {
     },
     "Helpers": {
         "experiments.prepare": "read, check and encode a corpus ahead of a run",
+        "experiments.convert": "weights from and to other formats (Hugging Face, the original release)",
         "experiments.ensemble": "train several runs of one model at once (seeds, learning rates, dropout)",
+        "experiments.lm_eval": "a trained model on tasks of lm-evaluation-harness",
         "experiments.temperature": "the softmax temperature that suits a trained run",
     },
     "Tables and figures of the paper": {
@@ -40,7 +42,8 @@ PROGRAMS = {
     "Benchmarks": {
         "experiments.bench.speed": "tokens per second of training, evaluation and generation",
         "experiments.bench.softmax_speed": "time and memory of the adaptive softmax beside a full one",
-        "experiments.bench.estimate": "memory, FLOPs and least time of a configuration on a TPU slice",
+        "experiments.bench.attention": "attention of one layer: reference, tiles, fused kernels, plain attention",
+        "experiments.bench.estimate": "memory, FLOPs and least time of a configuration on TPUs or GPUs",
     },
     "Launchers": {
         "launch.local": "several processes of one run on this machine",

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
 from txl_jax.data.tokens.vocabulary import Vocabulary, unescape
 from txl_jax.errors import UserError
 from txl_jax.inference.generator import Generator
 from txl_jax.jobs import agreement
-from txl_jax.jobs.restore import load_parameters, make
+from txl_jax.jobs.restore import assemble_trained, load_parameters, make
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
@@ -52,7 +51,7 @@ def run(
     if not len(ids):
         ids = vocabulary.start
     make(workdir)
-    components = distributed.run_on_all(lambda: assemble(config, vocab_size=vocabulary.size))
+    components = assemble_trained(config, workdir, vocab_size=vocabulary.size, log=log)
     step, params = load_parameters(components, workdir, log=log)
     assert isinstance(components.model, TransformerXL)  # As `check_can_generate` has seen.
     generator = Generator(

@@ -8,6 +8,7 @@ from txl_jax.assemble import Compilation, RunComponents
 from txl_jax.config import EvalConfig, ModelConfig, Network
 from txl_jax.data.batches.segment_reader import SegmentReader
 from txl_jax.data.corpus import Corpus
+from txl_jax.jobs import attention_record
 from txl_jax.runtime import distributed
 from txl_jax.runtime.environment import bytes_on_device, device_kind, megabytes
 
@@ -22,6 +23,7 @@ def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) ->
     c, train = components.config.model, components.config.train
     tokens_per_step = train.batch_size * train.new_tokens
     epochs = train.steps / reader.n_segments
+    attention = [] if components.attention is None else [attention_record.opening_line(components.attention)]
     axes = ", ".join(f"{name} {size}" for name, size in components.mesh.shape.items())
     return [
         (
@@ -40,6 +42,7 @@ def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) ->
         f"scoring   {_how_scored(components.config.eval)}",
         f"devices   {components.mesh.size} x {device_kind()} ({axes})"
         + (f" in {jax.process_count()} processes" if distributed.is_multiprocess() else ""),
+        *attention,
     ]
 
 

@@ -58,11 +58,12 @@ def run(
     """
     plan.validate()
     configs = at_temperatures(config, plan.temperatures)
-    _, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
+    parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
 
     def scored(temperature: float, split: str) -> dict[str, float]:
         log(f"temperature {temperature:g}")
-        components = assemble(configs[temperature], vocab_size=corpus.vocabulary.size)
+        recorded = parts.attention and parts.attention.implementations
+        components = assemble(configs[temperature], vocab_size=corpus.vocabulary.size, recorded_attention=recorded)
         return as_record(score_split(components, params, corpus, split, log=log, stop_requested=stop_requested))
 
     valid = {temperature: scored(temperature, "valid") for temperature in configs}

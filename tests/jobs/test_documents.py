@@ -1,0 +1,219 @@
+"""Tests documents read side by side against each document alone: losses, continuations, hidden states, embeddings."""
+
+import itertools
+
+import numpy as np
+import pytest
+from jax._src import compiler
+
+import txl_jax
+from support import tiny, tiny_model
+from txl_jax.config import DType
+from txl_jax.data.batches.document_rows import Document, DocumentRows, End
+from txl_jax.errors import UserError
+from txl_jax.metrics import Totals
+
+LENGTHS = [0, 1, 2, 6, 7, 40, 3, 11, 0, 23, 5]  # L = 5, M = 9: empty, one token, parts of a segment, past the memory.
+
+
+def assert_alone(model, documents, found, *, tolerance):
+    """Each result is that of its document alone."""
+    assert len(found) == len(documents)
+    for tokens, nats in zip(documents, found, strict=True):
+        assert nats.shape == (max(len(tokens) - 1, 0),)
+        np.testing.assert_allclose(nats, tiny_model.alone(model, tokens), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_losses_are_those_of_each_document_alone(batch_size):
+    model, documents = tiny_model.make(eval__segments_per_call=2), tiny_model.documents(LENGTHS)
+    found = model.score(documents, per_token=True, batch_size=batch_size)
+    assert_alone(model, documents, found, tolerance=1e-5)
+    totals = model.score(documents, batch_size=batch_size)
+    assert [total.tokens for total in totals] == [max(length - 1, 0) for length in LENGTHS]
+    assert [total.nats for total in totals] == [nats.sum(dtype="float64") for nats in found]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compat__memory_start": "zeros", "model__layer_norm": "pre"},
+        {"eval__same_length": True, "eval__clamp_len": 4},
+        {"model__cutoffs": (3, 7), "model__div_val": 2},
+        {"eval__mem_len": 0, "eval__same_length": False},
+    ],
+    ids=str,
+)
+def test_losses_in_float64_are_those_of_each_document_alone(changes, x64):
+    """Memories that begin with zeros must be cleared for each document; those that begin masked need not."""
+    model, documents = tiny_model.make(model__dtype=DType.FLOAT64, **changes), tiny_model.documents(LENGTHS)
+    assert_alone(model, documents, model.score(documents, per_token=True, batch_size=3), tolerance=1e-10)
+
+
+def test_an_lstm_reads_documents_too():
+    model, documents = tiny_model.make(model__network="lstm"), tiny_model.documents(LENGTHS)
+    assert_alone(model, documents, model.score(documents, per_token=True, batch_size=3), tolerance=1e-5)
+    [found] = model.score_continuations([(documents[5][:30], documents[5][30:])])
+    assert found.logprob == pytest.approx(-model.score([documents[5]], per_token=True)[0][29:].sum(), rel=1e-5)
+    with pytest.raises(UserError, match=r"model\.network is lstm"):
+        model.hidden_states(embeddings=[np.zeros((3, tiny.D), np.float32)])
+
+
+def test_a_first_token_is_scored_from():
+    model, [tokens] = tiny_model.make(), tiny_model.documents([12])
+    whole = model.score([np.concatenate([[4], tokens])], per_token=True)[0]
+    for first in (4, "c", b"c"):
+        found = model.score([tokens, []], per_token=True, first=first)
+        np.testing.assert_array_equal(found[0], whole)
+        assert [len(nats) for nats in found] == [12, 0]
+    with pytest.raises(UserError, match=r"'cc'.*\b2\b"):
+        model.score([tokens], first="cc")
+    with pytest.raises(UserError, match=r"\b99\b"):
+        model.score([tokens], first=99)
+
+
+def test_texts_and_ids_give_the_same():
+    model = tiny_model.make()
+    text = "abba cab\n"
+    ids = model.encode(text)
+    assert len({model.score([each])[0] for each in (text, text.encode(), ids, ids.tolist())}) == 1
+
+
+def test_one_program_serves_all_lengths_and_numbers():
+    model = tiny_model.make(eval__segments_per_call=3)
+    model.score(tiny_model.documents([4]), batch_size=5)
+    with pytest.MonkeyPatch.context() as patch:
+        compiled: list = []
+        patch.setattr(compiler, "compile_or_get_cached", lambda *args, **kwargs: compiled.append(args))
+        found = model.score(tiny_model.documents([70, 1, 33, 0, 2, 9, 4, 5, 6]), batch_size=5)
+    assert compiled == [] and len(found) == 9
+
+
+def test_an_endless_stream_is_read_in_order_and_few_documents_ahead():
+    model, taken = tiny_model.make(), 0
+
+    def endless():
+        nonlocal taken
+        lengths = itertools.chain([900], itertools.cycle([3, 8, 0, 17]))  # The first keeps a row for long.
+        for seed, length in enumerate(lengths):
+            taken += 1
+            yield tiny_model.documents([length], seed=seed)[0]
+
+    found = model.score_stream(endless(), per_token=True, batch_size=2)
+    for number, nats in enumerate(itertools.islice(found, 60)):
+        assert taken <= number + 2 * 16 + 1
+        [tokens] = tiny_model.documents([[900, 3, 8, 0, 17][number and (number - 1) % 4 + 1]], seed=number)
+        if number < 6:
+            np.testing.assert_allclose(nats, tiny_model.alone(model, tokens), rtol=1e-5, atol=1e-5)
+        else:
+            assert len(nats) == max(len(tokens) - 1, 0)
+    assert isinstance(next(iter(model.score_stream(["abc"]))), Totals)
+
+
+def test_results_before_a_mistake_come_first():
+    model, found = tiny_model.make(), []
+    with pytest.raises(UserError, match="'Z"):
+        found.extend(model.score_stream(["abc", "a" * 50, "b", "Z", "abc"], batch_size=2))
+    assert [totals.tokens for totals in found] == [2, 49, 0]
+
+
+def test_a_result_comes_before_the_source_is_asked_to_wait():
+    """As a terminal needs it: a source that has no document yet gets the results of those that it gave."""
+    document, waited = Document(np.arange(7), np.arange(7)), []
+    answers = iter([document, None, document, None, None, End])
+
+    def source(wait):
+        waited.append(wait)
+        return next(answers)
+
+    rows = DocumentRows(source, batch_size=3, segment_len=4, segments_per_call=2)
+    first = rows.next_call(wait=True)
+    assert waited == [True, False] and [part.number for part in first.parts] == [0, 0]
+    assert first.n_segments == 2 and [part.ends for part in first.parts] == [False, True]
+    second = rows.next_call(wait=False)
+    assert waited[2:] == [False, False] and [part.number for part in second.parts] == [1, 1]
+    assert rows.next_call(wait=False) is None and not rows.ended
+    assert rows.next_call(wait=True) is None and rows.ended
+
+
+def test_continuations_are_scored_by_their_logprobs_and_greedily(x64):
+    model = tiny_model.make(model__dtype=DType.FLOAT64, model__cutoffs=(3, 7), model__div_val=2)
+    contexts = tiny_model.documents([9, 1, 22, 4])
+    greedy = [model.generate([ids], txl_jax.GenerateConfig(temperature=0, length=6))[0] for ids in contexts]
+    greedy = [model.encode(text) for text in greedy]
+    others = [np.concatenate([ids[:-1], [(ids[-1] + 1) % tiny.V]]) for ids in greedy]
+    pairs = [
+        pair for ids, *two in zip(contexts, greedy, others, strict=True) for pair in zip([ids] * 2, two, strict=True)
+    ]
+    found = model.score_continuations(pairs, batch_size=3)
+    assert [each.is_greedy for each in found] == [True, False] * 4 and {each.tokens for each in found} == {6}
+    for (context, continuation), each in zip(pairs, found, strict=True):
+        nats = tiny_model.alone(model, np.concatenate([context, continuation]))[len(context) - 1 :]
+        assert len(nats) == 6 and each.logprob == pytest.approx(-nats.sum(), rel=1e-10)
+
+
+def test_continuations_without_context_or_tokens():
+    model = tiny_model.make()
+    text = "abc dab"
+    found = model.score_continuations([("", text), (text, ""), ("", ""), ("abc", " dab")], first="k")
+    assert found[0].logprob == pytest.approx(-model.score([text], first="k")[0].nats, rel=1e-6)
+    assert found[1] == found[2] == txl_jax.Continuation(0.0, True, 0)
+    assert found[3].logprob == pytest.approx(-model.score([text], per_token=True)[0][2:].sum(), rel=1e-6)
+    [default] = model.score_continuations([("", text)])
+    assert default == model.score_continuations([("", text)], first="\n")[0]
+
+
+def test_hidden_states_are_those_of_each_document_alone(x64):
+    model = tiny_model.make(model__dtype=DType.FLOAT64)
+    documents = tiny_model.documents(LENGTHS)
+    found = model.hidden_states(documents, batch_size=3)
+    encode = tiny.encoder(model.components.model, same_length=True)
+    for tokens, hidden in zip(documents, found, strict=True):
+        assert hidden.shape == (len(tokens), tiny.D) and hidden.dtype == np.float64
+        padded, parts, memory = np.pad(tokens, (0, -len(tokens) % 5)), [np.zeros((0, tiny.D))], model.init_memory(1)
+        for start in range(0, len(tokens), 5):  # Positions of padding are read after all others.
+            part, memory = encode({"params": model.params}, padded[None, start : start + 5], memory)
+            parts.append(np.asarray(part[0]))
+        np.testing.assert_allclose(hidden, np.concatenate(parts)[: len(tokens)], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("encoding", ["relative", "vaswani"])
+def test_embeddings_take_the_place_of_tokens(encoding):
+    model = tiny_model.make(model__encoding=encoding)
+    documents = tiny_model.documents([6, 23, 1])
+    embeddings = [model.embed(tokens) for tokens in documents]
+    assert [each.shape for each in embeddings] == [(6, tiny.D), (23, tiny.D), (1, tiny.D)]
+    expected = model.hidden_states(documents, batch_size=2)
+    for found, hidden in zip(model.hidden_states(embeddings=embeddings, batch_size=2), expected, strict=True):
+        np.testing.assert_allclose(found, hidden, rtol=1e-5, atol=1e-6)
+    flax_model, variables = model.components.model, {"params": model.params}
+    both = [flax_model.apply(variables, each[0][None], model.init_memory(1))[0] for each in (documents, embeddings)]
+    np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-6)
+    assert model.embed("").shape == (0, tiny.D)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (lambda model: model.score([[0, 13]]), r"0 to 13.*0 to 12"),
+        (lambda model: model.score([[-1, 2]]), r"-1 to 2"),
+        (lambda model: model.score([[0.5, 1.0]]), "float64"),
+        (lambda model: model.score([1, 2, 3]), r"shape \(\)"),
+        (lambda model: model.score(["Z"]), "'Z'"),
+        (lambda model: model.score_stream("abc"), "'abc'"),
+        (lambda model: model.score(["ab"], batch_size=0), "batch_size is 0"),
+        (lambda model: model.hidden_states(), "one of them"),
+        (lambda model: model.hidden_states(["a"], embeddings=[]), "one of them"),
+        (lambda model: model.hidden_states(embeddings=[np.zeros((3, 5), np.float32)]), rf"\(3, 5\).*{tiny.D}"),
+        (lambda model: model.hidden_states(embeddings=[np.zeros((3, tiny.D), int)]), "int64"),
+        (
+            lambda model: model.components.model.apply(
+                {"params": model.params}, np.zeros((1, 3, 5), np.float32), model.init_memory(1)
+            ),
+            rf"\(1, 3, 5\).*{tiny.D}",
+        ),
+    ],
+)
+def test_mistakes_are_sentences(mistake, words):
+    with pytest.raises(UserError, match=words):
+        mistake(tiny_model.make())

@@ -1,0 +1,193 @@
+"""Tests the adapter of lm-evaluation-harness, offline, on three tasks in local files; needs the extra `lm-eval`."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from support import drawn_run
+from support.own_text import own_text
+from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, ModelConfig, Tokenizer
+from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
+from txl_jax.trained_model import load
+
+pytest.importorskip("lm_eval", reason="lm-eval, the harness, is not installed (extra lm-eval)")
+from txl_jax import lm_eval_model
+
+TEXT = "the cat sat on the mat and the dog ran to the cat "
+DOCUMENTS = ["the cat sat", "a dog ran on the mat and sat there for a while, as long as this line", "x"]
+CHOICES = [("the cat ", ["sat on", "ran", "is a dog"]), ("", ["the", "mat"]), ("on the ", ["mat", "dog and a cat"])]
+OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+# Each is a task of the harness on a file of JSON lines beside it.
+TASKS = {
+    "own_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "own_rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
+    },
+    "own_generation": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{text}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 7, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def make_run(folder, kind):
+    (folder / "text").write_text((TEXT * 4 + "\n") * 20)
+    config = ExperimentConfig(
+        model=ModelConfig(n_layer=1, d_model=12, n_head=3, d_head=5, d_inner=14),
+        data=own_text(file=str(folder / "text"), kind=kind),
+        eval=EvalConfig(segment_len=8, mem_len=120, clamp_len=None, same_length=False),
+    )
+    drawn_run.make(folder / kind, config, read_corpus(config.data, "nowhere", str(folder)))
+    return folder / kind
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return {kind.value: make_run(folder, kind) for kind in (Tokenizer.BYTE, Tokenizer.WORD)}
+
+
+def own_nats(model, text, context=""):
+    """The nats of each token of a text after a context, or after the start token, from the probabilities."""
+    before = model.encode(context) if context else model.vocabulary.start
+    ids = np.concatenate([before, model.encode(text)])[None]
+    logprobs, _ = model.log_probabilities(ids[:, :-1], model.init_memory(1))
+    nats = -np.take_along_axis(np.asarray(logprobs, np.float64), ids[:, 1:, None], axis=-1)[0, :, 0]
+    return nats[len(before) - 1 :]
+
+
+def greedy(model, prompt, length):
+    """The likeliest words after a prompt."""
+    ids = list(model.encode(prompt))
+    for _ in range(length):
+        logprobs, _ = model.log_probabilities(np.array([ids]), model.init_memory(1))
+        ids.append(int(np.argmax(logprobs[0, -1])))
+    return model.decode(ids[-length:])
+
+
+def write_tasks(folder, model):
+    """Writes the tasks and their documents; returns the answers to expect."""
+    nats = [[own_nats(model, choice, context).sum() for choice in choices] for context, choices in CHOICES]
+    written = greedy(model, "the dog ", 7)
+    documents = {
+        "own_choice": [{"context": context, "choices": choices, "answer": 0} for context, choices in CHOICES],
+        "own_rolling": [{"text": text} for text in DOCUMENTS],
+        "own_generation": [{"prompt": "the dog ", "text": written}, {"prompt": "a ", "text": "something else"}],
+    }
+    for name, task in TASKS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents[name]))
+        files = {"data_files": {"test": str(folder / f"{name}.jsonl")}}
+        dataset = {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
+        (folder / f"{name}.yaml").write_text(json.dumps(dataset | task))  # JSON is YAML.
+    return float(np.mean([np.argmin(each) == 0 for each in nats]))
+
+
+def test_three_tasks_of_files_of_ones_own_from_the_command_line(runs, tmp_path):
+    model = load(runs["word"])
+    accuracy = write_tasks(tmp_path, model)
+    command = [sys.executable, "-m", "experiments.lm_eval", f"--model_path={runs['word']}", "--batch_size=2"]
+    flags = [f"--tasks={','.join(TASKS)}", f"--include_path={tmp_path}", f"--output={tmp_path / 'scores.json'}"]
+    done = subprocess.run(
+        [*command, *flags], env=os.environ | OFFLINE, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "scores.json").read_text())["results"]
+    assert found["own_choice"]["acc,none"] == accuracy
+    nats = sum(own_nats(model, text).sum() for text in DOCUMENTS)
+    num_bytes, num_words = sum(map(len, DOCUMENTS)), sum(len(text.split()) for text in DOCUMENTS)
+    rolling = found["own_rolling"]
+    assert rolling["bits_per_byte,none"] == pytest.approx(nats / num_bytes / math.log(2), rel=1e-5)
+    assert rolling["word_perplexity,none"] == pytest.approx(math.exp(nats / num_words), rel=1e-4)
+    assert found["own_generation"]["exact_match,none"] == 0.5
+    assert "own_rolling" in done.stdout and "bits_per_byte" in done.stdout
+
+
+def requests(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, arguments=each, idx=index) for index, each in enumerate(arguments)]
+
+
+@pytest.mark.parametrize("kind", ["byte", "word"])
+def test_log_likelihoods_are_our_own(runs, kind):
+    """Rolling: of all T tokens; of a continuation: after its context, and whether it is the greedy one."""
+    harness, model = lm_eval_model.HarnessModel(str(runs[kind]), batch_size=2), load(runs[kind])
+    rolling = harness.loglikelihood_rolling(requests("loglikelihood_rolling", *((text,) for text in DOCUMENTS)))
+    expected = [-own_nats(model, text).sum() for text in DOCUMENTS]
+    np.testing.assert_allclose(rolling, expected, rtol=1e-5)
+    scored = model.score(DOCUMENTS, first=int(model.vocabulary.start[0]))
+    np.testing.assert_allclose(rolling, [-totals.nats for totals in scored], rtol=1e-5)
+    pairs = [("the cat", " sat on the mat"), ("", "the dog"), ("a dog", " ran")]
+    found = harness.loglikelihood(requests("loglikelihood", *pairs))
+    for (context, continuation), (logprob, is_greedy) in zip(pairs, found, strict=True):
+        np.testing.assert_allclose(logprob, -own_nats(model, continuation, context).sum(), rtol=1e-5)
+        assert is_greedy is False
+
+
+def test_a_greedy_continuation_is_known_as_such(runs):
+    harness, model = lm_eval_model.HarnessModel(str(runs["word"])), load(runs["word"])
+    written = greedy(model, "the dog ", 5)
+    other = ("cat " if written.endswith("mat ") else "mat ").join([written, ""])
+    pairs = requests("loglikelihood", ("the dog ", written), ("the dog ", other + "sat ran"))
+    assert [is_greedy for _, is_greedy in harness.loglikelihood(pairs)] == [True, False]
+
+
+def test_generation_settings_of_a_task(runs):
+    harness = lm_eval_model.HarnessModel(str(runs["byte"]), max_gen_toks=9)
+    settings, stop = harness._generation({"until": "\n", "do_sample": False, "temperature": 0.7, "top_k": 3})
+    assert settings == GenerateConfig(length=9, temperature=0.0, top_k=None) and stop == ("\n",)
+    sampled = {"until": ["a", "b"], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_gen_toks": 3, "seed": 5}
+    settings, stop = harness._generation(sampled)
+    assert settings == GenerateConfig(length=3, temperature=0.7, top_p=0.9, top_k=None, seed=5) and stop == ("a", "b")
+    with pytest.raises(UserError, match="num_beams"):
+        harness._generation({"num_beams": 2})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"path": "/nowhere"}, "holds no run"),
+        ({"first": "two bytes"}, "9 tokens"),
+        ({"batch_size": "many"}, "batch_size is 'many'"),
+        ({"device": "cuda:0"}, "JAX_PLATFORMS"),
+    ],
+)
+def test_mistakes_get_one_sentence(runs, arguments, named):
+    with pytest.raises(UserError, match=named):
+        lm_eval_model.HarnessModel(**{"path": str(runs["byte"]), **arguments})
+
+
+def test_the_model_is_registered_and_the_entry_point_declared(runs):
+    from importlib.metadata import entry_points
+
+    from lm_eval.api.registry import get_model
+
+    made = get_model("txl_jax").create_from_arg_string(f"path={runs['byte']}", {"batch_size": 4, "device": None})
+    assert isinstance(made, lm_eval_model.HarnessModel)
+    [declared] = entry_points(group="lm_eval.models", name="txl_jax")
+    assert declared.value == "txl_jax.lm_eval_model:HarnessModel"
+
+
+def test_a_task_that_is_not_there_is_named(runs):
+    model = lm_eval_model.HarnessModel(str(runs["byte"]))
+    with pytest.raises(UserError, match="no_such_task_here"):
+        lm_eval_model.evaluate(model, ["no_such_task_here"])

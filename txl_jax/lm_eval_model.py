@@ -1,0 +1,193 @@
+"""Adapter for EleutherAI's lm-evaluation-harness: a trained model as one of its models, named "txl_jax".
+
+    python -m experiments.lm_eval --model_path=runs/mine --tasks=lambada_openai
+
+The harness (the extra `lm-eval`) asks for three things, all of texts that begin with an empty memory:
+
+  loglikelihood          nats of a continuation after a context, and whether it is the greedy one
+  loglikelihood_rolling  nats of all T tokens of a document. Its first token needs something before it: one token that
+                         is read first and not scored (`first`), by default the one that unprompted generation
+                         continues: the mark of a line's end, or a newline
+  generate_until         greedy text, or a sample, up to the first of some strings
+
+A memory has no longest context, so nothing is cut into windows; distances above `eval.clamp_len` share one code.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from txl_jax.config import GenerateConfig
+from txl_jax.data.tokens.vocabulary import digest
+from txl_jax.errors import UserError
+from txl_jax.runtime import distributed
+from txl_jax.trained_model import LanguageModel, load
+
+NAME = "txl_jax"
+_GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed"}
+
+
+@register_model(NAME)
+class HarnessModel(LM):
+    """A trained model as the harness calls it.
+
+    Args:
+      path: workdir of a run, or a folder of converted weights.
+      member: the member of an ensemble; None: the run is none.
+      batch_size: texts that are scored side by side; "auto": 8.
+      first: text of the one token that precedes a document and a continuation without context; None: the vocabulary's
+        own (`Vocabulary.start`).
+      max_gen_toks: most tokens that are generated where a task does not give a number.
+
+    Raises:
+      UserError: there is no such model, several processes run, or `first` is not one token.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        member: str | None = None,
+        batch_size: int | str = 8,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        first: str | None = None,
+        max_gen_toks: int = 256,
+    ):
+        super().__init__()
+        if distributed.is_multiprocess():
+            raise UserError("the harness runs in one process; start it alone, its model may use all devices of a host")
+        if device is not None:
+            raise UserError(f"device is {device!r}; JAX chooses it, by JAX_PLATFORMS=cpu or cuda")
+        self.model = load(path, member=member)
+        self._path = path
+        self._batch_size = _parse_batch_size(batch_size, max_batch_size)
+        self._max_gen_toks = max_gen_toks
+        self._first = first_token(self.model, first)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the vocabulary, for caches of requests."""
+        return f"{NAME}-{digest(self.model.vocabulary)[:16]}"
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Describes the model in the harness' results."""
+        name = hashlib.sha256(repr(self.model.config).encode()).hexdigest()
+        return {
+            "model_path": self._path,
+            "model_step": self.model.step,
+            "model_num_parameters": self.model.components.num_parameters,
+            "model_config_sha256": name,
+        }
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Returns (log-likelihood in nats, is greedy) of each continuation after its context."""
+        pairs = [request.args for request in requests]
+        scored = self.model.score_continuations(pairs, first=self._first, batch_size=self._batch_size)
+        found = [(each.logprob, each.is_greedy) for each in scored]
+        return self._cached("loglikelihood", requests, found)
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        """Returns the log-likelihood in nats of all tokens of each document."""
+        texts = [request.args[0] for request in requests]
+        scored = self.model.score(texts, first=self._first, batch_size=self._batch_size)
+        return self._cached("loglikelihood_rolling", requests, [-float(totals.nats) for totals in scored])
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """Returns the text that continues each context, up to the first of its stop strings."""
+        found: list[str | None] = [None] * len(requests)
+        groups: dict[tuple[GenerateConfig, tuple[str, ...]], list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(self._generation(request.args[1]), []).append(index)
+        for (settings, stop), indices in groups.items():
+            prompts = [requests[index].args[0] for index in indices]
+            texts = self.model.generate(prompts, settings, stop=stop, batch_size=self._batch_size)
+            for index, text in zip(indices, texts, strict=True):
+                found[index] = text
+        return self._cached("generate_until", requests, found)
+
+    def _generation(self, given: dict[str, Any]) -> tuple[GenerateConfig, tuple[str, ...]]:
+        """Returns settings and stop strings of a request; without do_sample the text is greedy."""
+        if unknown := set(given) - _GENERATION:
+            raise UserError(
+                f"a task asks for the generation settings {', '.join(sorted(unknown))}; those that can be given are "
+                f"{', '.join(sorted(_GENERATION))}"
+            )
+        until = given.get("until") or ()
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        greedy = not given.get("do_sample", float(given.get("temperature") or 0) > 0)
+        settings = GenerateConfig(
+            length=int(given.get("max_gen_toks", self._max_gen_toks)),
+            temperature=0.0 if greedy else float(given.get("temperature") or 1),
+            top_k=None if greedy else given.get("top_k"),
+            top_p=1.0 if greedy else float(given.get("top_p") or 1),
+            seed=int(given.get("seed", 0)),
+        )
+        settings.validate()
+        return settings, tuple(text for text in stop if text)
+
+    def _cached(self, kind: str, requests: Sequence[Instance], found: Sequence[Any]) -> list[Any]:
+        """Passes results to the harness' cache, and returns them."""
+        for request, result in zip(requests, found, strict=True):
+            self.cache_hook.add_partial(kind, request.args, result)
+        return list(found)
+
+
+def first_token(model: LanguageModel, text: str | None) -> int:
+    """Returns the id of the token that precedes a document; raises `UserError` unless the text is one token."""
+    ids = model.vocabulary.start if text is None else model.encode(text)
+    if len(ids) != 1:
+        raise UserError(f"first is {text!r}, which is {len(ids)} tokens; give the text of one token")
+    return int(ids[0])
+
+
+def _parse_batch_size(given: int | str, most: int | None) -> int:
+    if str(given).startswith("auto"):
+        return most or 8
+    if not str(given).isdigit() or int(given) < 1:
+        raise UserError(f"batch_size is {given!r}; it must be a number of at least 1, or auto")
+    return int(given)
+
+
+def evaluate(
+    model: HarnessModel,
+    tasks: Sequence[str],
+    *,
+    include_path: str | None = None,
+    num_fewshot: int | None = None,
+    limit: float | None = None,
+    log: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Runs tasks of the harness, logs its table, and returns its results.
+
+    Args:
+      model: the model.
+      tasks: names of tasks and groups, or paths of YAML files.
+      include_path: a folder with more tasks; None: those of the harness.
+      num_fewshot: examples in the context; None: as the tasks have it.
+      limit: documents of each task, a number of at least 1 or a part below 1; None: all.
+      log: takes the table.
+
+    Raises:
+      UserError: there is no such task.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    manager = TaskManager(include_path=include_path)
+    known = [name for name in tasks if name in manager.all_tasks or name.endswith((".yaml", ".yml"))]
+    if missing := [name for name in tasks if name not in known]:
+        raise UserError(f"there is no task {', '.join(missing)}; give names of the harness, or --include_path=FOLDER")
+    results = simple_evaluate(
+        model, tasks=list(tasks), task_manager=manager, num_fewshot=num_fewshot, limit=limit, log_samples=False
+    )
+    assert results is not None  # None in other processes than the first.
+    log(make_table(results))
+    if results.get("groups"):
+        log(make_table(results, "groups"))
+    return {name: value for name, value in results.items() if name not in ("samples", "config")}

@@ -1,0 +1,146 @@
+"""Parameters of a model for another vocabulary: rows of tokens that both have are carried over, others are initialized.
+
+Parameters that have a row per token are the embedding's `table_c`, and the softmax's `table_c` and `bias`. With div_val
+1 there is one table for all clusters, so that a token may be in another cluster than before. With div_val > 1 each
+cluster has a table of its own width, and in it its own projection: the row of a token that moved fits nowhere, and the
+token counts as new.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from txl_jax.config import ModelConfig
+from txl_jax.data.tokens.vocabulary import Vocabulary
+
+_TABLE = re.compile(r"(embedding|softmax)/table_(\d+)")
+_BIAS = "softmax/bias"
+
+
+class RowMap(NamedTuple):
+    """The old row of each token of a new vocabulary.
+
+    Attributes:
+      rows: int32 [V new], the token's id in the old vocabulary; -1: it is new there.
+      old_size: V of the old vocabulary.
+      moved: tokens that are in both, and count as new as their clusters' widths differ.
+    """
+
+    rows: np.ndarray
+    old_size: int
+    moved: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Number of tokens whose row is carried over."""
+        return int(np.sum(self.rows >= 0))
+
+    @property
+    def new(self) -> int:
+        """Number of tokens whose row is initialized."""
+        return len(self.rows) - self.kept
+
+    @property
+    def dropped(self) -> int:
+        """Number of tokens of the old vocabulary whose row is not carried over."""
+        return self.old_size - self.kept
+
+    @property
+    def is_identity(self) -> bool:
+        """Returns whether all rows stay where they are."""
+        return len(self.rows) == self.old_size and bool(np.array_equal(self.rows, np.arange(self.old_size)))
+
+
+def match_tokens(old: Vocabulary, new: Vocabulary) -> np.ndarray:
+    """Returns the id in `old` of each token of `new` by its spelling, int32 [V new]; -1: `old` lacks it.
+
+    The token for unknown words and the mark of a line's end are matched by their use where their spellings differ.
+    """
+    by_name = {name: token for token, name in enumerate(old.names())}
+    rows = np.array([by_name.get(name, -1) for name in new.names()], np.int32)
+    for theirs, ours in ((old.unknown_id, new.unknown_id), (old.mark, new.mark)):
+        if theirs is not None and ours is not None and rows[ours] < 0 and theirs not in rows:
+            rows[ours] = theirs
+    return rows
+
+
+def row_map(matched: np.ndarray, old: ModelConfig, new: ModelConfig, *, old_size: int) -> RowMap:
+    """Returns the rows that are carried over between two models; both have as many clusters.
+
+    Args:
+      matched: int32 [V new], of `match_tokens`.
+      old: the model that the rows are taken from.
+      new: the model that gets them.
+      old_size: V of the old vocabulary.
+    """
+    if new.div_val == 1:
+        return RowMap(matched, old_size)
+    same_cluster = _clusters(matched, old) == _clusters(np.arange(len(matched)), new)
+    moved = (matched >= 0) & ~same_cluster
+    return RowMap(np.where(moved, -1, matched).astype(np.int32), old_size, int(np.sum(moved)))
+
+
+def transfer(
+    rows: RowMap, old: ModelConfig, new: ModelConfig, *, jit: Callable[..., Any]
+) -> Callable[[Any, Any, Any], Any]:
+    """Returns (initial parameters, old parameters, shardings) -> the parameters of the new model.
+
+    Args:
+      rows: the rows that are carried over.
+      old: the model of the old parameters.
+      new: the model of the result.
+      jit: compiles a function for the mesh, with `out_shardings`.
+    """
+    bounds = [np.array([0, *config.cutoffs, size]) for config, size in ((old, rows.old_size), (new, len(rows.rows)))]
+
+    def one(path: Any, initial: jax.Array, theirs: jax.Array) -> jax.Array:
+        span = _tokens_of(jax.tree_util.keystr(path, simple=True, separator="/"), new, *bounds)
+        if span is None:
+            return theirs.astype(initial.dtype)
+        first, last, old_first = span
+        taken = rows.rows[first:last]
+        # Tokens without an old row read any, which `where` replaces.
+        places = np.clip(taken - old_first, 0, theirs.shape[0] - 1)
+        found = jnp.take(theirs, jnp.asarray(places), axis=0)
+        kept = jnp.asarray(taken >= 0).reshape(-1, *(1,) * (initial.ndim - 1))
+        return jnp.where(kept, found.astype(initial.dtype), initial)
+
+    def all_leaves(initial: Any, theirs: Any) -> Any:
+        return jax.tree.map_with_path(one, initial, theirs)
+
+    return lambda initial, theirs, shardings: jit(all_leaves, out_shardings=shardings)(initial, theirs)
+
+
+def _tokens_of(name: str, config: ModelConfig, old: np.ndarray, new: np.ndarray) -> tuple[int, int, int] | None:
+    """Returns the tokens of a parameter's rows: (first, one past the last, first in the old one); None: it has none."""
+    found = _TABLE.fullmatch(name)
+    if name == _BIAS or (found and config.div_val == 1):
+        return 0, int(new[-1]), 0
+    if found:
+        cluster = int(found[2])
+        return int(new[cluster]), int(new[cluster + 1]), int(old[cluster])
+    return None
+
+
+def _clusters(tokens: Any, config: ModelConfig) -> np.ndarray:
+    """Returns the cluster of each token id."""
+    return np.searchsorted(np.asarray(config.cutoffs, np.int64), tokens, side="right")
+
+
+def shape_differences(old: Any, new: Any) -> Sequence[str]:
+    """Describes the parameters of two trees that differ in name or shape, those with a row per token left out."""
+    shapes = []
+    for tree in (old, new):
+        leaves = jax.tree.leaves_with_path(tree)
+        named = ((jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape) for path, leaf in leaves)
+        shapes.append({name: shape[1:] if _TABLE.fullmatch(name) or name == _BIAS else shape for name, shape in named})
+    before, after = shapes
+    names = sorted({*itertools.chain(before, after)})
+    return [
+        f"{name} is {before.get(name)} and {after.get(name)}" for name in names if before.get(name) != after.get(name)
+    ]
