@@ -22,9 +22,8 @@ from absl import flags
 
 from experiments.cli import flag_tree, programs, runner
 from txl_jax.config import ExperimentConfig
-from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
-from txl_jax.jobs import ensemble
+from txl_jax.jobs import ensemble, warm_start
 from txl_jax.jobs.split_off import split_off
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.runtime.preemption import StopRequest
@@ -57,12 +56,13 @@ def _run() -> int:
             )
         split_off(folder, FLAGS.ensemble_member[0], _folder("to"))
         return 0
-    config = programs.config_of_flags()
+    workdir = Workdir(folder)
+    config = programs.config_of_flags(workdir=workdir)
     members = [_parse_member(text) for text in FLAGS.ensemble_member]
     ensemble.member_configs(config, members)  # Before a text is read.
-    corpus = read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
+    corpus = warm_start.read_corpus(config, workdir, FLAGS.data_dir, FLAGS.cache_dir)
     with StopRequest() as stop:
-        outcome = ensemble.run(config, members, corpus, Workdir(folder), stop_requested=lambda: stop)
+        outcome = ensemble.run(config, members, corpus, workdir, stop_requested=lambda: stop)
     return 128 + (stop.signal_number or 0) if stop and not outcome.finished else 0
 
 

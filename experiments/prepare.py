@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from experiments.cli import flag_tree, hosts, runner
+from experiments.cli import flag_tree, hosts, runner, training_config
 from experiments.cli.programs import DEFAULTS
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.corpus import Corpus, read_corpus
@@ -39,7 +39,7 @@ def _run() -> int:
     name = CorpusName(str(FLAGS["data.corpus"].value))
     if not FLAGS["data.corpus"].present or name not in DEFAULTS:
         raise UserError(f"no corpus was given; set --corpus=NAME, one of {', '.join(DEFAULTS)}")
-    config = runner.with_absolute_paths(flag_tree.build(DEFAULTS[name]))
+    config = training_config.with_absolute_paths(flag_tree.build(DEFAULTS[name]))
     start = time.monotonic()
     corpus = read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
     for label, value in _summary(name, corpus):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.cli import flag_tree, runner
+from experiments.cli import flag_tree, runner, training_config
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    config = runner.with_absolute_paths(flag_tree.build(DEFAULTS))
+    config = training_config.with_absolute_paths(flag_tree.build(DEFAULTS))
     config.validate()
     workdir = Workdir(Path(FLAGS.workdir).expanduser().resolve())
     corpus = read_corpus(config.data, data_dir="", cache_dir=str(workdir.create().path / "prepared"))

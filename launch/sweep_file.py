@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments.cli import flag_tree, runner
+from experiments.cli import flag_tree, runner, training_config
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.sources.corpora import program_of
@@ -200,7 +200,7 @@ def _config(program: str, arguments: list[str]) -> ExperimentConfig:
     for name in _FOLDERS if program != "quickstart" else ():
         flags.DEFINE_string(name, None, "", flag_values=parsed)
     flag_tree.parse([program, *arguments], parsed)
-    config = runner.with_absolute_paths(flag_tree.build(_DEFAULTS[program], parsed))
+    config = training_config.with_absolute_paths(flag_tree.build(_DEFAULTS[program], parsed))
     config.validate()
     runner.check_program(_DEFAULTS[program], config)
     return config

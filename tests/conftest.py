@@ -24,6 +24,7 @@ collect_ignore = ["support"]  # Helpers: some change the process when they are i
 MARKERS = ("unit", "integration", "faults", "launch", "slow")
 # Files and folders below tests/ that put parts together, or take more than some seconds.
 INTEGRATION = (
+    "bench/test_attention.py",
     "bench/test_huggingface_model.py",
     "bench/test_speed.py",
     "bench/test_throughput.py",

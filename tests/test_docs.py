@@ -48,3 +48,12 @@ def test_every_command_of_a_page_can_be_typed(page):
             assert name in flag_names(program) | {"help", "helpfull", "flagfile"}, (page.name, program, word)
             if name == "flagfile" and value not in PLACEHOLDERS:
                 assert value in flag_tree.flagfile_names() or "/" in value, (page.name, program, word)
+
+
+def test_the_picture_of_the_relative_shift_can_be_drawn(tmp_path):
+    """By the library's own shift: the program asserts that each score lands at its distance."""
+    path = tmp_path / "skew.png"
+    subprocess.run([sys.executable, ROOT / "docs" / "figures" / "skew.py", path], cwd=ROOT, check=True)
+    drawn, shown = (image.read_bytes() for image in (path, ROOT / "docs" / "skew.png"))
+    assert drawn[:8] == shown[:8] == b"\x89PNG\r\n\x1a\n"
+    assert drawn[16:24] == shown[16:24]  # Width and height.

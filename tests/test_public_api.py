@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, drawn_run, tiny_run
+from support import ROOT, drawn_run, tiny_model, tiny_run
 from txl_jax.config import CorpusName, DataConfig
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import generate
@@ -20,8 +20,8 @@ from txl_jax.jobs.score import score
 TEXT = bytes(np.random.default_rng(3).choice(list(b"abcdefgh \n"), 1200).tolist())
 
 
-def python_blocks():
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def python_blocks(page="README.md"):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
 def test_every_public_name_is_there_and_typed():
@@ -110,6 +110,46 @@ def test_readme_trains_with_a_hook(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert all(f"\n{step} updates done\n" in out for step in (25, 50, 75, 100))
     assert float(out.splitlines()[-1]) < 2
+
+
+def test_the_page_on_attention_runs_in_one_piece():
+    """Its blocks assert what they show; each goes on with the names of those before."""
+    blocks, names = python_blocks("docs/attention.md"), {"__name__": "page"}
+    assert len(blocks) == 5
+    with jax.numpy_rank_promotion("allow"):
+        for block in blocks:
+            exec(compile(block, "docs/attention.md", "exec"), names)
+    layer = {"Dense_0", "Dense_1", "LayerNorm_0", "LayerNorm_1", "attention"}
+    assert set(names["gradients"]["params"]) == layer
+    assert all(
+        np.abs(each).max() > 1e-6 for each in jax.tree.leaves(names["gradients"]["params"]["attention"]["position"])
+    )
+
+
+def test_the_page_on_usage_runs_in_one_piece(capsys):
+    names = {"model": tiny_model.make(), "__name__": "page"}
+    for block in python_blocks("docs/usage.md"):
+        exec(compile(block, "docs/usage.md", "exec"), names)
+    assert len(capsys.readouterr().out.splitlines()) > 8 and len(names["whole"]) == 3
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/architecture.md", "docs/api/ops.md"])
+def test_the_page_on_attention_is_linked(page):
+    assert "attention.md" in (ROOT / page).read_text()
+
+
+def test_the_page_on_attention_has_the_words_that_it_is_looked_for():
+    text = (ROOT / "docs" / "attention.md").read_text()
+    for words in (
+        "flash attention",
+        "FlashAttention",
+        "relative position bias",
+        "bidirectional",
+        "speech",
+        "Conformer",
+    ):
+        assert words in text
+    assert "key padding mask" in text and "rel_shift" in text and "SDPA" in text
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from txl_jax.config import ExperimentConfig
 _WIDEST = 36  # Longer `--name=default` have their help on the next line.
 _PROGRAM, _HOSTS = "program", "several hosts"
 _FLAGFILE = ("--flagfile=NAME", "A published configuration (listed below) or a file with one flag per line.")
-# Flags outside of a group, and the group whose first they are.
-_FIRST_OF = {"seed": "train", "compat": "model"}
+# Flags outside of a group, and the group whose first they are; the last of a group is the first.
+_FIRST_OF = {"init_vocabulary": "train", "init_from": "train", "seed": "train", "compat": "model"}
 
 
 def help_text(

@@ -1,6 +1,6 @@
 """Runs the job of a command line: modes, exit codes, and one sentence for every error that a user can mend."""
 
-import os
+import dataclasses
 import signal
 import sys
 import traceback
@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import jax
 from absl import flags
 
-from experiments.cli import flag_tree, help_text, hosts
+from experiments.cli import flag_tree, help_text, hosts, score_input, training_config
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.sources.corpora import check_file, program_of
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
-from txl_jax.jobs import evaluate, generate, score_tokens, train
+from txl_jax.jobs import evaluate, generate, score_tokens, train, warm_start
+from txl_jax.jobs.pretrained import Pretrained, open_pretrained
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed
@@ -54,6 +55,7 @@ def define_flags(defaults: ExperimentConfig) -> None:
     """Defines the flags of a run."""
     flags.DEFINE_enum("mode", "train", _MODES, "Job.")
     define_workdir()
+    score_input.define_flags()
     define_data_folders()
     hosts.define_flags()
     flag_tree.define(defaults)
@@ -220,13 +222,6 @@ def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
         )
 
 
-def with_absolute_paths(config: Config) -> Config:
-    """Returns a config, or a study's plan, with absolute paths, so that it means the same in any folder."""
-    leaves = [leaf for leaf in config_tree.leaves(type(config)) if leaf.setting.path]
-    paths = {leaf.name: config_tree.get(config, leaf.name) for leaf in leaves}
-    return config_tree.replace(config, {name: _absolute(value) for name, value in paths.items()})
-
-
 def _print_help(groups: Collection[str] | None, note: str, required: Collection[str]) -> None:
     """Prints what the program does, and its flags."""
     if hasattr(signal, "SIGPIPE"):
@@ -239,8 +234,11 @@ def _print_help(groups: Collection[str] | None, note: str, required: Collection[
 
 
 def _run_mode(defaults: ExperimentConfig) -> int:
-    hosts.check_same({"mode": FLAGS.mode, "ensemble_member": FLAGS.ensemble_member})
+    own_flags = ("mode", "ensemble_member", *score_input.FLAG_NAMES)
+    hosts.check_same({name: FLAGS[name].value for name in own_flags})
     workdir = distributed.run_on_all(given_workdir)
+    if FLAGS.input is not None:
+        return score_input.run(FLAGS.mode, lambda: _pretrained(workdir))
     if FLAGS.mode == "train":
         return _train(defaults, workdir)
     _print_other_corpus(defaults, workdir)
@@ -261,11 +259,10 @@ def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
                 f"--ensemble_member is {workdir.member!r} and --mode=train would train it alone; make it a run of its "
                 "own with python -m experiments.ensemble --mode=split"
             )
-        config = with_absolute_paths(flag_tree.build(defaults))
-        config.validate()
+        config = training_config.build(defaults, workdir)
         check_program(defaults, config)
         workdir.check_same_settings(config)  # Before a text is read, which may take minutes.
-        return config, read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
+        return config, warm_start.read_corpus(config, workdir, FLAGS.data_dir, FLAGS.cache_dir)
 
     config, corpus = distributed.run_on_all(prepare)
     with StopRequest() as stop:  # From here on: while a text is read a signal ends the process at once.
@@ -290,19 +287,31 @@ def _generate(workdir: Workdir) -> int:
 
 def _trained_config(workdir: Workdir) -> tuple[ExperimentConfig, TextInfo]:
     trained, text = workdir.load()
-    config = with_absolute_paths(flag_tree.build(_without_old_files(trained)))
+    return _changed_by_flags(trained, workdir.path), text
+
+
+def _pretrained(workdir: Workdir) -> Pretrained:
+    """Returns the weights of a run or of a portable folder, with the flags given now in their config."""
+    pretrained = open_pretrained(workdir.path, member=workdir.member)
+    return dataclasses.replace(pretrained, config=_changed_by_flags(pretrained.config, pretrained.path))
+
+
+def _changed_by_flags(trained: ExperimentConfig, path: Path) -> ExperimentConfig:
+    """Returns the config of a trained model with the flags given now; raises `UserError` if they change the model."""
+    config = training_config.with_absolute_paths(flag_tree.build(_without_old_files(trained)))
     refused = [
         config_tree.describe_change(leaf, old, new)
         for leaf, old, new in config_tree.differences(trained, config)
-        if leaf.name.startswith(("model.", "compat.")) or leaf.setting.shapes_tokens
+        if (leaf.name.startswith(("model.", "compat.")) and not leaf.setting.free_on_resume)
+        or leaf.setting.shapes_tokens
     ]
     if refused:
         raise UserError(
-            f"the run in {workdir.path} was trained with another model or other tokens: {'; '.join(refused)}; leave "
+            f"the run in {path} was trained with another model or other tokens: {'; '.join(refused)}; leave "
             "these flags out"
         )
     config.validate()
-    return config, text
+    return config
 
 
 def _without_old_files(trained: ExperimentConfig) -> ExperimentConfig:
@@ -313,12 +322,6 @@ def _without_old_files(trained: ExperimentConfig) -> ExperimentConfig:
     if not other_corpus and not any(name in given for name in names):
         return trained
     return config_tree.replace(trained, {name: config_tree.get(ExperimentConfig(), name) for name in names})
-
-
-def _absolute(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_absolute, value))
-    return value and os.path.abspath(os.path.expanduser(value))
 
 
 def _is_ours(module: str) -> bool:

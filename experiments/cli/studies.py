@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments.cli import flag_tree, hosts, programs, runner
+from experiments.cli import flag_tree, hosts, programs, runner, training_config
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
@@ -115,7 +115,7 @@ def run_model_study(
     """
     run_plan(
         plan_class,
-        lambda plan: run(runner.with_absolute_paths(flag_tree.build(defaults)), plan),
+        lambda plan: run(training_config.with_absolute_paths(flag_tree.build(defaults)), plan),
         defaults=defaults,
         groups=groups,
     )
@@ -176,7 +176,7 @@ def _main(
 
 def _plan(plan_class: type) -> Any:
     """Returns the plan of the flags, the same in all processes; its paths may differ between hosts."""
-    plan: Any = runner.with_absolute_paths(flag_tree.build_plan(plan_class))
+    plan: Any = training_config.with_absolute_paths(flag_tree.build_plan(plan_class))
     compared = {
         leaf.name: config_tree.get(plan, leaf.name) for leaf in config_tree.leaves(plan_class) if not leaf.setting.path
     }

@@ -121,9 +121,17 @@ def test_the_run_opens_with_its_sizes_and_reports_progress(undisturbed):
 def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
     workdir, _ = undisturbed
     code, out, err = finish(
-        start("enwik8", "--mode=eval", f"--workdir={workdir}", "--eval.mem_len=8", f"--data_dir={tmp_path}")
+        start(
+            "enwik8",
+            "--mode=eval",
+            f"--workdir={workdir}",
+            "--eval.mem_len=8",
+            "--model.attention=reference",
+            f"--data_dir={tmp_path}",
+        )
     )
     assert code == 0, err
+    assert "attention: evaluation reference (" in out
     assert re.search(r"(?m)^corpus +text\b.*\benwik8$", out), "the run is that of another corpus' program"
     assert json.loads((workdir / "evaluation.json").read_text())["eval"]["mem_len"] == 8
     assert (tmp_path / "prepared" / "tokens").is_dir(), "a data folder that is given brings its own cache"

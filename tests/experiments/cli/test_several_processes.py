@@ -8,7 +8,7 @@ import sys
 import pytest
 from absl import flags
 
-from experiments.bench import tpu_environment
+from experiments.bench import aot_environment
 from experiments.cli import flag_tree, hosts, runner
 from support import ROOT, processes
 from txl_jax.config import CorpusName, ExperimentConfig
@@ -28,7 +28,16 @@ JOIN = {
     *("paper.ablation", "paper.context_length", "paper.continuation"),
 }
 ALONE = {
-    *("ensemble", "quickstart", "bench.estimate", "bench.softmax_speed", "bench.speed"),
+    *(
+        "convert",
+        "ensemble",
+        "lm_eval",
+        "quickstart",
+        "bench.attention",
+        "bench.estimate",
+        "bench.softmax_speed",
+        "bench.speed",
+    ),
     *("paper.attention", "paper.recl", "paper.table9"),
 }
 EACH = {"prepare"}
@@ -44,7 +53,7 @@ def start(monkeypatch):
     registry = vars(flags.FLAGS)  # Programs define their flags in it; those of other tests here would be in their way.
     for attribute, value in list(registry.items()):
         monkeypatch.setitem(registry, attribute, type(value)() if isinstance(value, (dict, set)) else value)
-    for name in tpu_environment._VARIABLES:  # estimate.py sets those that are not set; monkeypatch puts them back.
+    for name in aot_environment._VARIABLES:  # estimate.py sets those that are not set; monkeypatch puts them back.
         monkeypatch.setenv(name, os.environ.get(name, "cpu" if name == "JAX_PLATFORMS" else "1"))
 
     def start(name, *words):

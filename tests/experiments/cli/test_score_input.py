@@ -1,0 +1,78 @@
+"""Tests --mode=score --input as a user starts it: a file, a pipe that goes on, and mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import txl_jax
+from support import ROOT, drawn_run, tiny_run
+from txl_jax.config import CorpusName, DataConfig, TokenizerConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import read_corpus
+from txl_jax.interop import leaves, portable
+from txl_jax.jobs.pretrained import open_pretrained
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run with drawn parameters on characters."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text").write_text("the cat sat\n" * 100)
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"), tokenizer=TokenizerConfig(kind="char"))
+    config = config_tree.replace(tiny_run.CONFIG, {"data": data})
+    drawn_run.make(folder / "run", config, read_corpus(data, "nowhere", str(folder)))
+    return folder / "run"
+
+
+def start(*flags, **pipes):
+    command = [sys.executable, "-m", "experiments.text", "--mode=score", *flags]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **pipes)
+
+
+def test_lines_of_a_pipe_are_answered_as_they_come_up_to_a_mistake(workdir):
+    process = start(f"--workdir={workdir}", "--input=-", stdin=subprocess.PIPE)
+    for number, line in enumerate([b"the cat\n", b"\n", b"the hat\n"]):
+        process.stdin.write(line)
+        process.stdin.flush()
+        record = json.loads(process.stdout.readline())
+        assert (record["index"], record["tokens"]) == (number, max(len(line) - 2, 0))
+    out, err = process.communicate(b"caf\xe9\nthe\n", timeout=120)
+    assert process.returncode == 1 and out == b"" and b"Traceback" not in err
+    assert b"error: line 4 of standard input" in err and b"0xe9" in err
+
+
+def test_ctrl_c_ends_a_job_that_waits(workdir):
+    with start(f"--workdir={workdir}", "--input=-", "--per_token", stdin=subprocess.PIPE) as process:
+        process.stdin.write(b"the\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["token"] == "h"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == 128 + signal.SIGINT
+        assert b"stopped" in process.stderr.read() and process.stdout.read().count(b"\n") == 1
+
+
+def test_documents_of_a_file_and_mistakes_in_flags(workdir, tmp_path):
+    """The model is in a portable folder here."""
+    (tmp_path / "book.txt").write_text("the cat\nsat\n\n\nthe hat\n")
+    pretrained = open_pretrained(workdir)
+    step, params = pretrained.load_params(pretrained.assemble())
+    (tmp_path / "portable").mkdir()
+    info = portable.ModelInfo(pretrained.config, pretrained.vocabulary, step, "a model")
+    portable.write(tmp_path / "portable", info, leaves.from_tree(jax.device_get(params)))
+    flags = f"--input={tmp_path / 'book.txt'}", "--input_format=documents"
+    good = start(f"--workdir={tmp_path / 'portable'}", *flags)
+    missing = start(f"--workdir={workdir}", f"--input={tmp_path / 'none'}")
+    out, err = good.communicate(timeout=120)
+    assert good.returncode == 0, err
+    records = list(map(json.loads, out.splitlines()))
+    assert [record["tokens"] for record in records] == [10, 6]
+    nats = [total.nats for total in txl_jax.load(workdir).score(["the cat\nsat", "the hat"])]
+    assert [record["nats"] for record in records] == pytest.approx(nats, rel=1e-5)
+    out, err = missing.communicate(timeout=120)
+    assert missing.returncode == 1 and out == b"" and b"--input" in err and b"Traceback" not in err
