@@ -1,0 +1,113 @@
+"""Draws docs/skew.png: scores by distance, moved into place by the relative shift, causal and on both sides.
+
+    python docs/figures/skew.py
+
+The cells are moved by the library's own `by_key`, so that the picture shows what it does. Needs matplotlib (`plots`).
+"""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from txl_jax import Visibility
+from txl_jax.ops.attention.positions import by_key
+
+L = 4
+HIDDEN, INK, TILE = "#e8e8e8", "#1f2933", "#c2185b"
+# First query and key of the tile that is marked, and its queries and keys.
+FIRST_QUERY, FIRST_KEY, N_QUERY, N_KEY = 2, 1, 2, 3
+
+
+def columns_by_key(visibility: Visibility) -> np.ndarray:
+    """Returns the column of the scores by distance that each pair reads: int [L, K]."""
+    column_LxP = jnp.broadcast_to(jnp.arange(visibility.n_positions), (L, visibility.n_positions))
+    return np.asarray(by_key(column_LxP, visibility.n_keys))
+
+
+def draw_cell(
+    axes: Axes, row: int, column: int, distance: int, largest: int, *, is_used: bool, is_in_tile: bool
+) -> None:
+    """Draws one score, coloured by its distance."""
+    shade = colormaps["PuOr"](0.5 + 0.42 * (distance + 0.6) / (largest + 0.6))
+    color = shade if is_used else HIDDEN
+    axes.add_patch(Rectangle((column, row), 1, 1, facecolor=color, edgecolor="white", linewidth=1.5))
+    if is_used:
+        ink = "white" if np.mean(shade[:3]) < 0.62 else INK
+        weight = "bold" if is_in_tile else "normal"
+        place = {"ha": "center", "va": "center", "fontsize": 11}
+        axes.text(column + 0.5, row + 0.52, str(distance), color=ink, weight=weight, **place)
+
+
+def is_in_tile(query: int, key: int | None) -> bool:
+    """Returns whether a pair is in the tile that is marked; None: no key."""
+    return key is not None and 0 <= query - FIRST_QUERY < N_QUERY and 0 <= key - FIRST_KEY < N_KEY
+
+
+def draw_frame(axes: Axes, row: int, column: int, n_row: int, n_column: int) -> None:
+    """Draws the frame of a tile."""
+    inset = 0.05
+    size = n_column - 2 * inset, n_row - 2 * inset
+    axes.add_patch(Rectangle((column + inset, row + inset), *size, fill=False, edgecolor=TILE, linewidth=2.5, zorder=3))
+
+
+def label(axes: Axes, *, title: str, columns: list[str], below: str) -> None:
+    """Writes the names of rows and columns."""
+    axes.set_title(title, fontsize=11, color=INK, pad=22)
+    axes.set(xlim=(0, len(columns)), ylim=(L, 0), aspect="equal")
+    axes.set_xticks(np.arange(len(columns)) + 0.5, columns)
+    axes.set_yticks(np.arange(L) + 0.5, [f"query {i}" for i in range(L)])
+    axes.tick_params(length=0, labeltop=True, labelbottom=False, labelsize=9, colors=INK)
+    axes.set_xlabel(below, fontsize=9, color=INK, labelpad=8)
+    axes.spines[:].set_visible(False)
+
+
+def draw_pair(left: Axes, right: Axes, visibility: Visibility, *, name: str) -> None:
+    """Draws the scores of one kind of attention by distance, to the left, and by key."""
+    distances, source_LxK = np.asarray(visibility.distances()), columns_by_key(visibility)
+    visible_LxK, largest = np.asarray(visibility.mask()[0]), int(np.max(np.abs(distances)))
+    for i in range(L):
+        keys = np.flatnonzero(visible_LxK[i]).tolist()  # The other entries of the row are leftovers.
+        key_of = {int(source_LxK[i, j]): j for j in keys}
+        for p, distance in enumerate(distances.tolist()):
+            draw_cell(left, i, p, distance, largest, is_used=p in key_of, is_in_tile=is_in_tile(i, key_of.get(p)))
+        for j in range(visibility.n_keys):
+            distance = visibility.mem_len + i - j
+            assert j not in keys or distance == distances[source_LxK[i, j]]
+            draw_cell(right, i, j, distance, largest, is_used=j in keys, is_in_tile=is_in_tile(i, j))
+    first_column = L - N_QUERY - FIRST_QUERY + FIRST_KEY
+    draw_frame(left, FIRST_QUERY, first_column, N_QUERY, N_QUERY + N_KEY - 1)
+    draw_frame(right, FIRST_QUERY, FIRST_KEY, N_QUERY, N_KEY)
+    label(
+        left,
+        title=f"{name}: (q + v) · r, one column per distance",
+        columns=[str(distance) for distance in distances],
+        below=f"frame: the {N_QUERY} + {N_KEY} - 1 columns that the tile needs; bold: what it takes",
+    )
+    memory = [f"mem {j}" for j in range(visibility.mem_len)]
+    label(
+        right,
+        title=f"row i moved left by {L - 1} - i: one column per key",
+        columns=memory + [f"key {j}" for j in range(L)],
+        below=f"frame: a tile of {N_QUERY} queries and {N_KEY} keys; grey: not used",
+    )
+
+
+def draw(path: Path) -> None:
+    """Writes the picture."""
+    figure = Figure(figsize=(11, 6.6), dpi=110, facecolor="white")
+    (top_left, top_right), (left, right) = figure.subplots(2, 2, width_ratios=(1, 1))
+    none = jnp.zeros(1, jnp.int32)
+    draw_pair(top_left, top_right, Visibility(none + 3, L, 3), name=f"causal, L {L}, M 3")
+    draw_pair(left, right, Visibility(none, L, 0, causal=False), name=f"bidirectional, L {L}")
+    figure.tight_layout(w_pad=4, h_pad=3)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "skew.png")
