@@ -1,5 +1,7 @@
 """Settings, markers and fixtures of the whole suite."""
 
+import functools
+import gc
 import os
 import pathlib
 
@@ -59,8 +61,9 @@ QUICK = (
 )
 
 
+@functools.cache  # 5,000 tests are in 200 files.
 def marker_of(path: pathlib.Path) -> str:
-    """Returns the marker of a file's tests by its place in the tree; examples in docstrings are unit tests."""
+    """Returns the marker of a file's tests by its place in the tree."""
 
     def is_below(places: tuple[str, ...]) -> bool:
         return any(path.is_relative_to(pathlib.Path(__file__).parent / place) for place in places)
@@ -103,3 +106,11 @@ def compilation_cache(tmp_path_factory):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compilation_cache")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def free_executables():
+    """Frees what a file compiled. A few thousand programs exhaust the mappings of a process (vm.max_map_count)."""
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import graphlib
 import json
 import os
@@ -87,7 +88,10 @@ def imported_modules(path):
             yield name
 
 
-IMPORTS = {name: set(imported_modules(path)) for name, path in PATHS.items()}
+@functools.cache
+def imports():
+    """The modules that each module imports. Not made when tests are collected: it parses every file."""
+    return {name: set(imported_modules(path)) for name, path in PATHS.items()}
 
 
 def test_every_file_belongs_to_a_layer():
@@ -99,14 +103,14 @@ def test_every_file_belongs_to_a_layer():
 @pytest.mark.parametrize("name", [name for name in PATHS if name not in ROOT_MODULES])
 def test_imports_point_down(name):
     own = name.split(".")[1]
-    for other in sorted(IMPORTS[name]):
+    for other in sorted(imports()[name]):
         assert other not in ROOT_MODULES, f"{name} imports the public API"
         layer = other.split(".")[1]
         assert LAYER_OF[layer] <= LAYER_OF[own], f"{name} imports {other}, which is above it"
 
 
 def test_no_imports_in_a_circle():
-    list(graphlib.TopologicalSorter(IMPORTS).static_order())  # Raises CycleError with the modules of a cycle.
+    list(graphlib.TopologicalSorter(imports()).static_order())  # Raises CycleError with the modules of a cycle.
 
 
 def folder_of(path):
@@ -119,7 +123,7 @@ def test_no_circle_of_folders():
     """A folder inside another counts by itself: `data.batches` beside `data`."""
     folder = {name: folder_of(path) for name, path in PATHS.items()}
     graph = collections.defaultdict(set)
-    for name, others in IMPORTS.items():
+    for name, others in imports().items():
         if name not in ROOT_MODULES:
             graph[folder[name]] |= {folder[other] for other in others} - {folder[name], "txl_jax"}
     list(graphlib.TopologicalSorter(graph).static_order())
@@ -130,7 +134,7 @@ def test_a_self_contained_folder_imports_little(folder):
     allowed = (folder, *SELF_CONTAINED[folder])
     for name in PATHS:
         if name == folder or name.startswith(f"{folder}."):
-            for other in IMPORTS[name]:
+            for other in imports()[name]:
                 assert any(other == known or other.startswith(f"{known}.") for known in allowed), f"{name}: {other}"
 
 

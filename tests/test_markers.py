@@ -33,7 +33,6 @@ def test_every_place_exists_and_is_named_once(conftest):
         ("tests/experiments/cli/test_flag_tree.py", "unit"),
         ("tests/faults/test_kills.py", "faults"),
         ("tests/launch/test_sweep.py", "launch"),
-        ("txl_jax/metrics.py", "unit"),
     ],
 )
 def test_a_place_has_a_marker(conftest, path, marker):

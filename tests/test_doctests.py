@@ -1,0 +1,23 @@
+"""The examples in docstrings of the library."""
+
+import doctest
+import importlib
+
+import pytest
+
+from support import ROOT
+
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "txl_jax").rglob("*.py"))
+    if ">>>" in path.read_text()
+]
+
+
+def test_there_are_some():
+    assert len(MODULES) > 10
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
