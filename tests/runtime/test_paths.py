@@ -1,0 +1,58 @@
+"""Tests of `as_path`: what a user gives, a folder of this machine or a URL."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from txl_jax.errors import UserError
+from txl_jax.runtime import paths
+
+
+def test_a_local_path_is_absolute_with_its_home_and_links(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("runs")
+    for given in ("runs", "~/runs", "link", Path("runs"), f"file://{tmp_path}/runs", "x/../runs"):
+        assert paths.as_path(given) == Path(os.path.realpath(tmp_path / "runs"))
+        assert type(paths.as_path(given)) is type(Path("runs"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("memory://run", "memory://"),
+        ("gs://", "bucket"),
+        ("gs:/bucket/run", "gs://bucket"),
+        ("s3://bucket/run", "txl_jax[s3]"),
+    ],
+)
+def test_what_cannot_be_opened_is_refused(given, expected, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r".") as refused:
+        paths.as_path(given)
+    assert given in str(refused.value) and expected in str(refused.value)
+
+
+def test_files_of_this_machine(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "two").write_bytes(b"12")
+    (tmp_path / "a" / "one").write_bytes(b"1")
+    assert [path.name for path in paths.files_below(tmp_path)] == ["two", "one"]
+    assert paths.size(tmp_path / "a" / "b" / "two") == 2
+    assert paths.modified(tmp_path / "a" / "one") == (tmp_path / "a" / "one").stat().st_mtime
+    paths.remove_tree(tmp_path / "a")
+    paths.remove_tree(tmp_path / "a")
+    assert list(paths.files_below(tmp_path)) == []
+
+
+def test_a_url_is_joined_like_a_path():
+    pytest.importorskip("gcsfs")
+    run = paths.as_path("gs://bucket/runs//one/")
+    assert paths.is_remote(run) and paths.is_remote(run / "a") and not paths.is_remote("runs/one")
+    assert os.fspath(run / "a" / "b") == str(run / "a" / "b") == "gs://bucket/runs/one/a/b"
+    assert (run.name, str(run.parent)) == ("one", "gs://bucket/runs")
+    assert os.fspath((run / "a").with_name("b")) == "gs://bucket/runs/one/b"
+    assert type(run.parent / "x") is type(run)
+    assert paths.as_path(run) == run
