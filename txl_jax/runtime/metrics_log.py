@@ -1,10 +1,13 @@
 """The log of a run: `metrics.jsonl`, `log.txt` and TensorBoard files in its folder.
 
+On object storage the two texts are in parts (`append_file`), and there is a TensorBoard file for each checkpoint.
+
 A resumed run repeats the steps after its last checkpoint. Opening the log drops the records of those steps, so that
 `metrics.jsonl` reads as if the run had never stopped; `log.txt` keeps all lines. With several processes, process 0 has
 a `RunLog`, and the others a `NoLog`.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -14,7 +17,9 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from txl_jax.errors import LogError, UserError
-from txl_jax.runtime.files import replace_file, writing
+from txl_jax.runtime.append_file import AppendFile, read_appended, replace_appended
+from txl_jax.runtime.files import writing
+from txl_jax.runtime.paths import as_path
 from txl_jax.runtime.tensorboard import ScalarWriter
 
 METRICS = "metrics.jsonl"
@@ -29,6 +34,9 @@ class MetricsLog(Protocol):
     def print(self, line: str) -> None:
         """Takes one line for people."""
 
+    def seal(self) -> None:
+        """Keeps what was taken; called before a checkpoint or a result is written, which relies on it."""
+
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Reads the records of a run in the order written; empty if there are none. A torn last line is left out.
@@ -38,7 +46,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
       LogError: a line before the last is no record, or the file cannot be read.
     """
-    return list(_records(Path(workdir) / METRICS))
+    return list(_records(as_path(workdir) / METRICS))
 
 
 class RunLog:
@@ -54,12 +62,12 @@ class RunLog:
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, first_step: int = 0, redone: Collection[str] = ()):
-        self._workdir = Path(workdir)
+        self._workdir = as_path(workdir)
         with writing(self._workdir):
             self._workdir.mkdir(parents=True, exist_ok=True)
             _drop_repeated(self._workdir / METRICS, first_step, redone)
-            self._metrics = open(self._workdir / METRICS, "a", encoding="utf-8")  # noqa: SIM115
-            self._lines = open(self._workdir / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
+            self._metrics = AppendFile(self._workdir / METRICS)
+            self._lines = AppendFile(self._workdir / "log.txt")
             self._scalars = ScalarWriter(self._workdir / "tensorboard", first_step=first_step)
 
     def __enter__(self) -> Self:
@@ -110,6 +118,13 @@ class RunLog:
             self._lines.write(line + "\n")
             self._lines.flush()
 
+    def seal(self) -> None:
+        """Keeps what was written; on this machine it is kept already."""
+        with writing(self._workdir):
+            self._metrics.seal()
+            self._lines.seal()
+            self._scalars.seal()
+
 
 class NoLog:
     """A log that drops everything: with several processes the log of process 0 is that of all."""
@@ -128,11 +143,14 @@ class NoLog:
     def print(self, line: str) -> None:
         """Drops a line."""
 
+    def seal(self) -> None:
+        """Keeps nothing."""
+
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a file, without a torn last line."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_appended(path).splitlines(keepends=True)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -165,8 +183,9 @@ def _drop_repeated(path: Path, last_step: int, redone: Collection[str]) -> None:
         for record in _records(path)
         if record["step"] < last_step or (record["step"] == last_step and record["kind"] not in redone)
     )
-    if path.exists() and path.read_bytes() != kept.encode():
-        replace_file(path, [kept])
+    with contextlib.suppress(FileNotFoundError):
+        if read_appended(path) != kept.encode():
+            replace_appended(path, [kept])
 
 
 def _plain(number: float) -> float | str:

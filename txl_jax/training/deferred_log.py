@@ -41,3 +41,7 @@ class DeferredLog:
     def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
         """Adds a record to metrics.jsonl."""
         self._log.record(kind, step, values, member=member)
+
+    def seal(self) -> None:
+        """Keeps what was written, before a checkpoint or a result that relies on it."""
+        self._log.seal()

@@ -69,6 +69,7 @@ class Results:
             "eval": self._validation.eval_settings,
             **environment.describe(),
         }
+        log.seal()
         distributed.broadcast_from_primary(lambda: write_json(self.path, results))
         log.print(f"results   {self.path}")
         return results

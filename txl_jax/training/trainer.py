@@ -163,6 +163,7 @@ class Trainer:
 
     def _save(self, step: int, state: TrainState, progress: Progress) -> None:
         notes = {"running_totals": progress.state(), "evaluation_pending": self._validation.pending}
+        self._log.seal()  # The records up to here are not made again by a run that resumes from this checkpoint.
         self._checkpoints.save(step, state, notes)
 
     def _kept(self) -> str:

@@ -1,0 +1,42 @@
+"""Tests the log of a run on object storage: sealed records are there after a kill, repeated ones are dropped."""
+
+from tensorboardX.proto.event_pb2 import Event
+
+from txl_jax.runtime.append_file import read_appended
+from txl_jax.runtime.metrics_log import RunLog, read_metrics
+
+
+def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket):
+    killed = RunLog(bucket)
+    for step in (1, 2, 3):
+        killed.record("train", step, {"loss": step / 2})
+        killed.print(f"step {step}")
+        if step < 3:
+            killed.seal()
+    assert [record["step"] for record in read_metrics(str(bucket))] == [1, 2]
+    assert len(list((bucket / "tensorboard").iterdir())) == 2
+    with RunLog(bucket, first_step=1) as log:
+        assert [record["step"] for record in read_metrics(bucket)] == [1]
+        log.record("train", 2, {"loss": 1.5})
+        log.print("again")
+    assert read_metrics(bucket) == [
+        {"kind": "train", "step": 1, "loss": 0.5},
+        {"kind": "train", "step": 2, "loss": 1.5},
+    ]
+    assert read_appended(bucket / "log.txt") == b"step 1\nstep 2\nagain\n"
+    events = [list(_events(path.read_bytes())) for path in sorted((bucket / "tensorboard").iterdir())]
+    seen = [(event.step, bool(event.summary.value)) for file in events for event in file if not event.file_version]
+    assert seen == [(1, False), (1, True), (2, True), (2, False), (2, True)]
+    with RunLog(bucket, first_step=2):
+        pass
+    assert len(read_metrics(bucket)) == 2
+    killed._scalars._file.close()
+    killed._scalars._temporary.cleanup()
+
+
+def _events(data):
+    place = 0
+    while place < len(data):
+        length = int.from_bytes(data[place : place + 8], "little")
+        yield Event.FromString(data[place + 12 : place + 12 + length])
+        place += length + 16

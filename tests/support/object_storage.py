@@ -1,0 +1,168 @@
+"""Object storage on this machine: the packages' emulator of Google Cloud Storage, with preconditions and faults.
+
+The emulator ignores `ifGenerationMatch`; here it is answered with 412 where it does not fit, as by Google. Faults are
+answered before the emulator sees the request, or kill a process between two writes.
+"""
+
+import contextlib
+import http.server
+import os
+import re
+import signal
+import threading
+import time
+from functools import partial
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from gcp_storage_emulator import server as emulator
+from gcp_storage_emulator.exceptions import NotFound
+
+BUCKET = "bucket-one"
+_OBJECT = re.compile(r"(?:/upload)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
+
+
+class _Handler(emulator.RequestHandler):
+    def __init__(self, storage_server, *args):
+        self._server = storage_server
+        super().__init__(storage_server.storage, *args)
+
+    def _handle(self, method, serve):
+        if not self._server.is_up:
+            self.connection.shutdown(2)
+            return
+        with self._server.lock:
+            if status := self._server.intercepted(method, self.path):
+                self._drop_body()
+                self.send_response(status)
+                body = b'{"error": {"code": %d, "message": "made by a test"}}' % status
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+                return
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The client was killed.
+                serve()
+            if method != "GET":
+                time.sleep(0.001)  # The emulator numbers generations by the clock.
+
+    def _drop_body(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def do_GET(self):  # noqa: N802
+        self._handle("GET", super().do_GET)
+
+    def do_POST(self):  # noqa: N802
+        self._handle("POST", super().do_POST)
+
+    def do_PUT(self):  # noqa: N802
+        self._handle("PUT", super().do_PUT)
+
+    def do_DELETE(self):  # noqa: N802
+        self._handle("DELETE", super().do_DELETE)
+
+    def do_PATCH(self):  # noqa: N802
+        self._handle("PATCH", super().do_PATCH)
+
+
+class ObjectStorage:
+    """A server with one bucket, `BUCKET`. Use it as a context manager.
+
+    Attributes:
+      requests: (method, path with query) of all requests, in order.
+      errors: how many were answered by an injected error.
+      is_up: whether it answers at all.
+    """
+
+    def __init__(self):
+        self.storage = emulator.Storage(use_memory_fs=True)
+        emulator.buckets.create_bucket(BUCKET, self.storage)
+        self.lock, self.is_up = threading.Lock(), True
+        self.requests, self.errors = [], 0
+        self._http = http.server.ThreadingHTTPServer(("localhost", 0), partial(_Handler, self))
+        self._http.handle_error = lambda *unused: None  # Of clients that were killed.
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
+        self.calm()
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *unused):
+        self._http.shutdown()
+        self._http.server_close()
+
+    @property
+    def url(self):
+        return f"http://localhost:{self._http.server_address[1]}"
+
+    @property
+    def environment(self):
+        """Environment variables of a program that is to use this server, without a network."""
+        return {
+            "STORAGE_EMULATOR_HOST": self.url,
+            "TENSORSTORE_GCS_HTTP_URL": self.url,
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # It asks Google about the kind of bucket.
+            "GCE_METADATA_HOST": "localhost:1",
+            "GOOGLE_CLOUD_PROJECT": "test",
+        }
+
+    @property
+    def writes(self):
+        """The requests that change something."""
+        return [request for request in self.requests if request[0] != "GET"]
+
+    # Faults
+
+    def calm(self):
+        """Ends all faults."""
+        self._every, self._seen, self._status, self._refuse = 0, 0, 0, None
+        self._victim, self._kill_at, self.killed = None, -1, False
+
+    def fail_every(self, number, status=503):
+        """Answers each request of this number with an error."""
+        self._every, self._seen, self._status = number, 0, status
+
+    def refuse(self, pattern, status=403):
+        """Answers requests whose method and path fit a pattern with an error."""
+        self._refuse = re.compile(pattern), status
+
+    def kill_at_write(self, pid, number):
+        """Kills a process when its write of this number (from 0) arrives, which is not done any more."""
+        self._victim, self._kill_at = pid, len(self.writes) + number
+
+    def intercepted(self, method, path):
+        """The status of an answer that the emulator is not asked for; 0: it is."""
+        self.requests.append((method, unquote(path)))
+        if method != "GET" and self._victim and len(self.writes) > self._kill_at:
+            if not self.killed:
+                os.kill(self._victim, signal.SIGKILL)
+                self.killed = True
+            return 503
+        if self._refuse and self._refuse[0].search(f"{method} {unquote(path)}"):
+            return self._refuse[1]
+        self._seen += 1
+        if self._every and self._seen % self._every == 0:
+            self.errors += 1
+            return self._status
+        return 0 if self._fits(path) else 412
+
+    def _fits(self, path):
+        """Returns whether the generation is the one that the request asks for."""
+        parts = urlsplit(path)
+        query = parse_qs(parts.query)
+        match = _OBJECT.fullmatch(parts.path)
+        if "ifGenerationMatch" not in query or not match:
+            return True
+        name = unquote(match[2]) if match[2] else query["name"][0]
+        return query["ifGenerationMatch"][0] == self.generation(name)
+
+    def generation(self, name):
+        """The generation of an object as text; "0" if there is none."""
+        try:
+            return str(self.storage.get_file_obj(BUCKET, name)["generation"])
+        except NotFound:
+            return "0"
+
+    def names(self):
+        """All objects."""
+        return sorted(item["name"] for item in self.storage.get_file_list(BUCKET)[0])
