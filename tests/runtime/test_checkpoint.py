@@ -445,7 +445,9 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open
         checkpoints.save(2, make_state(), {})
 
 
-@pytest.mark.parametrize(("directory", "keep", "pattern"), [("x", 0, r"\bkeep\D*\b0\b"), ("gs://x/y", 1, "gs://x/y")])
+@pytest.mark.parametrize(
+    ("directory", "keep", "pattern"), [("x", 0, r"\bkeep\D*\b0\b"), ("memory://x/y", 1, "memory://x/y")]
+)
 def test_arguments_that_cannot_be(directory, keep, pattern):
     with pytest.raises(ValueError, match=pattern):
         Checkpointer(directory, keep=keep, log=print)

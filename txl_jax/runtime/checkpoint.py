@@ -9,6 +9,8 @@ fallback to an earlier step are added here, because a flipped byte in Orbax's fi
     <directory>/200.replaced-1/        the earlier 200, while a run that fell back past it writes 200 again
     <directory>/100.deleted/           a step that is being deleted
 
+On object storage, which has no rename, `step_folders` has other names for the last two.
+
 Old steps are deleted only after the new one has its digests, so at no time is there less to go back to than before the
 save. That is why Orbax's CheckpointManager is not used: it deletes right after the commit, and its list of steps goes
 stale when steps are replaced. Opening a directory and restoring from it write nothing: that is safe beside
@@ -18,30 +20,20 @@ a running job.
 import concurrent.futures
 import functools
 import os
-import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import orbax.checkpoint as ocp
 
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.runtime import distributed, integrity
+from txl_jax.runtime import distributed, integrity, step_folders
 from txl_jax.runtime import format as file_format
 from txl_jax.runtime.array_trees import describe_arrays, describe_difference, drop_empty, restore_empty
 from txl_jax.runtime.orbax_io import open_reader, open_writer, short_error
-
-_STEP_NAME = re.compile(r"(0|[1-9]\d*)(\.replaced-\d+)?")
-_LEFTOVERS = ("*.orbax-checkpoint-tmp*", "*.deleted")
-
-
-class _Candidate(NamedTuple):
-    """A step on disk; the same step may be there twice, once as replaced."""
-
-    step: int
-    path: Path
+from txl_jax.runtime.paths import as_path, is_remote
+from txl_jax.runtime.step_folders import StepFolder
 
 
 class Checkpointer:
@@ -50,20 +42,19 @@ class Checkpointer:
     `latest_step` and `notes` may be called by one process alone; all else must be called by all processes.
 
     Args:
-      directory: on a file system that all processes see; made by the first save.
+      directory: on a file system that all processes see, or a URL such as gs://bucket/run/checkpoints; made by the
+        first save.
       keep: how many of the newest steps are kept; at least 1.
       log: takes one line for people, such as why a step was skipped.
 
     Raises:
-      UserError: keep is below 1, or the directory is a URL.
+      UserError: keep is below 1, or nothing here can open such a URL.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int, log: Callable[[str], None]):
         if keep < 1:
             raise UserError(f"keep is {keep} and must be at least 1: the newest checkpoint always stays")
-        if "://" in str(directory):
-            raise UserError(f"the checkpoint directory {directory} is a URL; mount it and give the path")
-        self._directory = Path(os.path.abspath(directory))
+        self._directory = as_path(directory) if is_remote(directory) else Path(os.path.abspath(directory))
         self._keep = keep
         self._log = log
         self._writer: ocp.AsyncCheckpointer | None = None
@@ -115,24 +106,22 @@ class Checkpointer:
           RemoteProcessError: the same, in the other processes.
         """
         distributed.run_on_all(self.wait)
-        distributed.broadcast_from_primary(lambda: self._prepare_folder(step))
+        path = self._directory / distributed.broadcast_from_primary(lambda: self._prepare_folder(step))
         try:
             if self._writer is None:
                 self._writer = open_writer(self._directory.name)
             numbered = notes | {file_format.KEY: file_format.FORMAT}
             args = ocp.args.Composite(state=ocp.args.StandardSave(drop_empty(state)), notes=ocp.args.JsonSave(numbered))
-            self._writer.save(self._directory / str(step), args=args)
+            self._writer.save(os.fspath(path), args=args)
         except Exception as error:
             self._writer = None
             raise self._not_written(step, error) from error
-        self._pending = step, self._threads.submit(self._finish, self._writer, step)
+        self._pending = step, self._threads.submit(self._finish, self._writer, StepFolder(step, path))
 
     def sweep(self) -> None:
         """Deletes what killed runs left behind; only for the run that writes here, and not during a save."""
         if distributed.is_primary():
-            for pattern in _LEFTOVERS:
-                for path in self._directory.glob(pattern):
-                    shutil.rmtree(path, ignore_errors=True)
+            step_folders.sweep(self._directory)
 
     def wait(self) -> None:
         """Returns once the last save is on disk with its digests.
@@ -149,14 +138,14 @@ class Checkpointer:
             self._writer = None
             raise self._not_written(step, error) from error
 
-    def _prepare_folder(self, step: int) -> None:
-        """Deletes what killed runs left behind, and renames an earlier checkpoint of the same step."""
+    def _prepare_folder(self, step: int) -> str:
+        """Deletes what killed runs left behind, and returns the name of the folder for a step."""
         try:
-            self._clear_step(step)
+            return self._clear_step(step).name
         except (OSError, CheckpointError) as error:
             raise self._not_written(step, error) from error
 
-    def _clear_step(self, step: int) -> None:
+    def _clear_step(self, step: int) -> Path:
         self._directory.mkdir(parents=True, exist_ok=True)
         self.sweep()
         if newer := sorted({other.step for other in self._candidates() if other.step > step}):
@@ -164,26 +153,22 @@ class Checkpointer:
                 f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step} that "
                 "is being saved: they are of a run that was given up, and are deleted when the new one is verified"
             )
-        path = self._directory / str(step)
-        if path.exists():
-            taken = (int(other.name.rpartition("-")[2]) for other in self._directory.glob(f"{step}.replaced-*"))
-            path.rename(f"{path}.replaced-{max(taken, default=0) + 1}")
+        return step_folders.new(self._directory, step)
 
-    def _finish(self, writer: ocp.AsyncCheckpointer, step: int) -> None:
+    def _finish(self, writer: ocp.AsyncCheckpointer, written: StepFolder) -> None:
         """Waits for the commit, writes the digests, then deletes steps no longer kept; runs in the background."""
         writer.wait_until_finished()
         if not distributed.is_primary():
             return
-        path = self._directory / str(step)
-        integrity.write_digests(path)
-        older = [other for other in self._candidates() if other.step < step and other.path.name == str(other.step)]
+        integrity.write_digests(written.path)
+        found = [other for other in self._candidates() if not step_folders.is_replaced(other.path)]
+        older = {other.step: other for other in reversed(found) if other.step < written.step}
         # Steps without digests are deleted first.
-        older.sort(key=lambda other: (integrity.is_verified(other.path), other.step), reverse=True)
-        kept = {path, *(other.path for other in older[: self._keep - 1])}
+        best = sorted(older.values(), key=lambda other: (integrity.is_verified(other.path), other.step), reverse=True)
+        kept = {written.path, *(other.path for other in best[: self._keep - 1])}
         for other in self._candidates():
             if other.path not in kept:
-                # Renamed first: a kill halfway must not leave half a step under a step's name.
-                shutil.rmtree(other.path.rename(f"{other.path}.deleted"))
+                step_folders.delete(other.path)
 
     def _not_written(self, step: int, error: BaseException) -> CheckpointError:
         return CheckpointError(
@@ -236,11 +221,11 @@ class Checkpointer:
         # The steps that process 0 finds: all must try the same ones.
         found = distributed.broadcast_from_primary(lambda: [(each.step, each.path.name) for each in self._candidates()])
         candidates = [
-            _Candidate(step, self._directory / name) for step, name in found if before is None or step < before
+            StepFolder(step, self._directory / name) for step, name in found if before is None or step < before
         ]
         if not candidates:
             return None
-        unverified: list[_Candidate] = []
+        unverified: list[StepFolder] = []
         tried: list[str] = []
         for candidate in candidates:
             # It is enough that one process reads every byte, and all must restore the same step.
@@ -250,23 +235,23 @@ class Checkpointer:
                 self._log(f"checkpoint {candidate.path} is unverified ({damage}): verified ones are tried first")
             elif damage is not None:
                 self._skip(candidate, damage, tried)
-            elif restored := self._try_restore(candidate, abstract_state, tried):
+            elif restored := self._try_restore(candidate, abstract_state, tried, is_verified=True):
                 return restored
         for candidate in unverified:
             self._log(f"no verified checkpoint could be restored: trying the unverified {candidate.path}")
-            if restored := self._try_restore(candidate, abstract_state, tried):
+            if restored := self._try_restore(candidate, abstract_state, tried, is_verified=False):
                 return restored
         raise CheckpointError(
             f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)}); "
             "bring back a copy of one, or move them away to start anew"
         )
 
-    def _skip(self, candidate: _Candidate, damage: str, tried: list[str]) -> None:
+    def _skip(self, candidate: StepFolder, damage: str, tried: list[str]) -> None:
         tried.append(f"{candidate.path.name}: {damage}")
         self._log(f"checkpoint {candidate.path} is skipped, an older one is tried: {damage}")
 
     def _try_restore(
-        self, candidate: _Candidate, abstract_state: Any, tried: list[str]
+        self, candidate: StepFolder, abstract_state: Any, tried: list[str], *, is_verified: bool
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """Restores a step; None if Orbax cannot. Raises for another model's step: an older one would be no better."""
         if refused := distributed.broadcast_from_primary(functools.partial(_refused_format, candidate.path)):
@@ -275,14 +260,16 @@ class Checkpointer:
         wanted = drop_empty(abstract_state)
         restored, difference, failure = None, "", None
         try:
-            saved = reader.metadata(candidate.path).item_metadata.state.tree
+            saved = reader.metadata(os.fspath(candidate.path)).item_metadata.state.tree
             difference = describe_difference(describe_arrays(saved), describe_arrays(wanted))
             if not difference:
                 args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore())
-                restored = reader.restore(candidate.path, args=args)
+                restored = reader.restore(os.fspath(candidate.path), args=args)
         except Exception as error:  # noqa: BLE001 (damage shows as nearly any type)
             failure = short_error(error)
         if failure := distributed.first_error(failure):
+            if is_verified and is_remote(candidate.path):  # An older one would undo updates because of the network.
+                raise UserError(f"cannot read {candidate.path} ({failure}); start again once it can be reached")
             self._skip(candidate, f"Orbax cannot restore it ({failure})", tried)
             return None
         if restored is not None:
@@ -292,26 +279,15 @@ class Checkpointer:
             "use the configuration that it was saved with, or another directory"
         )
 
-    def _candidates(self) -> list[_Candidate]:
-        """The steps on disk, newest first; of one step, the committed before the replaced."""
-        try:
-            names = os.listdir(self._directory)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint directory {self._directory} cannot be read ({error.strerror}); "
-                "it must be a folder that this user may read"
-            ) from error
-        found = [(int(match[1]), match[2] or "", name) for name in names if (match := _STEP_NAME.fullmatch(name))]
-        found.sort(key=lambda entry: (-entry[0], entry[1]))
-        return [_Candidate(step, self._directory / name) for step, _, name in found]
+    def _candidates(self) -> list[StepFolder]:
+        """The steps on disk, newest first; of one step the one that was written last comes first."""
+        return step_folders.find(self._directory)
 
 
 def _read_notes(path: Path) -> dict[str, Any]:
     """Reads the notes of a step as they are on disk; this process alone."""
     notes: dict[str, Any] = (
-        open_reader(alone=True).restore(path, args=ocp.args.Composite(notes=ocp.args.JsonRestore())).notes
+        open_reader(alone=True).restore(os.fspath(path), args=ocp.args.Composite(notes=ocp.args.JsonRestore())).notes
     )
     return notes
 

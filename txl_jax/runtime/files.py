@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from txl_jax.errors import LogError, UserError
+from txl_jax.runtime.paths import as_path, files_below, is_remote
 
 _SECONDS_OF_A_TEST = 1.0
 
@@ -23,21 +25,30 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
       TypeError, ValueError: a value that JSON cannot hold (nan and infinities among them).
       LogError: the file cannot be written.
     """
-    replace_file(Path(path), [json.dumps(value, indent=2, allow_nan=False) + "\n"])
+    replace_file(_unresolved(path), [json.dumps(value, indent=2, allow_nan=False) + "\n"])
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Replaces the file at `path` by `text`, or leaves it as it was; raises `LogError` if it cannot be written."""
-    replace_file(Path(path), [text])
+    replace_file(_unresolved(path), [text])
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     """Replaces the file at `path` by lines, each with its newline; they may be too many for the memory."""
-    replace_file(Path(path), lines)
+    replace_file(_unresolved(path), lines)
 
 
 def replace_file(path: Path, parts: Iterable[str]) -> None:
-    """Writes a file under a temporary name in the same folder, syncs it to disk, then renames it."""
+    """Writes a file under a temporary name in the same folder, syncs it to disk, then renames it.
+
+    An object appears whole when its upload ends: it is written on this machine, then uploaded.
+    """
+    if is_remote(path):
+        with writing(path), tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+            file.writelines(parts)
+            file.flush()
+            path.upload(file.name)  # type: ignore[attr-defined]
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
@@ -69,7 +80,7 @@ def check_new_folder(folder: Path) -> None:
     """Raises `UserError` unless `folder` is missing or empty, so that it may be written."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
-    if folder.exists() or folder.is_symlink():
+    if folder.exists() or (not is_remote(folder) and folder.is_symlink()):
         what = "is there already and is not empty" if folder.is_dir() else "is no folder"
         raise UserError(f"{folder} {what}; nothing is written over, so give the path of a new folder")
 
@@ -79,12 +90,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty folder that takes the name of `folder` when the block ends: it is there whole or not at all.
 
     After an error nothing of it is left. A process that is killed leaves a hidden folder beside it, `.NAME.PID.tmp`.
+    On object storage the files are made on this machine and uploaded one by one when the block ends.
 
     Raises:
       UserError: `folder` is there already and is not empty.
       LogError: it cannot be written.
     """
     check_new_folder(folder)
+    if is_remote(folder):
+        with tempfile.TemporaryDirectory() as local, writing(folder):
+            yield Path(local)
+            for path in files_below(Path(local)):
+                (folder / path.relative_to(local)).upload(path)  # type: ignore[attr-defined]
+        return
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -100,6 +118,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
             raise
 
 
+def _unresolved(path: str | os.PathLike[str]) -> Path:
+    """The path as it was given: a local link is replaced and not what it points to."""
+    return as_path(path) if is_remote(path) else Path(path)
+
+
 def _sync_folder(folder: Path) -> None:
     """Makes a rename last through a power cut."""
     handle = os.open(folder, os.O_RDONLY)
@@ -110,7 +133,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
-    """Returns the sha256 of a file's bytes in hexadecimal."""
+    """Returns the sha256 of a file's bytes in hexadecimal; raises OSError if it cannot be read."""
+    if is_remote(path):
+        found = hashlib.sha256()
+        for block in as_path(path).blocks():  # type: ignore[attr-defined]
+            found.update(block)
+        return found.hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -22,6 +22,7 @@ from etils.epath.stat_utils import StatResult
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 120.0  # Of tries of one call; gcsfs tries six times within each, for about 20 s in all.
+_BLOCK_BYTES = 16 << 20
 _LONGEST_PAUSE_SECONDS = 15.0
 _PASSING_CODES = {408, 429, 500, 502, 503, 504}
 _PASSING_ERRORS = re.compile("Connect|Timeout|Disconnect|ProxyError|ClientOSError|ServerError|IncompleteRead|Payload")
@@ -37,15 +38,22 @@ class RemotePath(PosixGPath):
 
     def exists(self) -> bool:
         """Returns whether there is an object of this name, or one below it."""
-        return bool(_call(self, "exists"))
+        return self._kind() is not None
 
     def is_dir(self) -> bool:
         """Returns whether there are objects below this name."""
-        return bool(_call(self, "isdir"))
+        return self._kind() == "directory"
 
     def is_file(self) -> bool:
         """Returns whether there is an object of this name."""
-        return bool(_call(self, "isfile"))
+        return self._kind() == "file"
+
+    def _kind(self) -> str | None:
+        """Returns "file" or "directory"; None: there is nothing. fsspec's `exists` is False after other errors too."""
+        try:
+            return str(_call(self, "info")["type"])
+        except FileNotFoundError:
+            return None
 
     def iterdir(self) -> Iterator["RemotePath"]:
         """Yields what is in this folder.
@@ -92,6 +100,12 @@ class RemotePath(PosixGPath):
         """Replaces the object by text in UTF-8."""
         self.write_bytes(data.encode(encoding or "utf-8", errors or "strict"))
         return len(data)
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yields the object's bytes in blocks of 16 MB."""
+        length = _call(self, "info")["size"]
+        for start in range(0, length, _BLOCK_BYTES):
+            yield _call(self, "cat_file", start=start, end=min(start + _BLOCK_BYTES, length))
 
     def upload(self, local: str | os.PathLike[str]) -> None:
         """Replaces the object by a file of this machine."""

@@ -1,0 +1,135 @@
+"""Tests checkpoints on object storage: complete or not there, damage ends in an older step, an outage does not."""
+
+import asyncio
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from txl_jax.errors import UserError
+from txl_jax.runtime import integrity, remote_path, step_folders
+from txl_jax.runtime.checkpoint import Checkpointer
+
+STATE = {"a": jnp.arange(12.0), "b": {"c": jnp.ones((3, 4))}}
+ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)
+
+
+def scaled(step):
+    return jax.tree.map(lambda leaf: leaf * step, STATE)
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def checkpoints(bucket, lines):
+    with Checkpointer(bucket, keep=2, log=lines.append) as opened:
+        yield opened
+
+
+@pytest.fixture
+def saved(checkpoints):
+    for step in (100, 200, 300):
+        checkpoints.save(step, scaled(step), {"at": step})
+    checkpoints.wait()
+    return checkpoints
+
+
+def restored_step(checkpoints):
+    step, state, notes = checkpoints.restore(ABSTRACT)
+    np.testing.assert_array_equal(state["a"], STATE["a"] * notes["at"])
+    return step
+
+
+def names(folder):
+    return [path.name for path in folder.iterdir()]
+
+
+def test_what_is_saved_comes_back_and_old_steps_go(saved, bucket):
+    assert names(bucket) == ["200", "300"]
+    assert integrity.find_damage(bucket / "300") is None and integrity.is_verified(bucket / "300")
+    assert restored_step(saved) == 300 and saved.latest_step() == 300
+    assert restored_step(Checkpointer(str(bucket), keep=1, log=print)) == 300
+
+
+def test_damage_ends_in_the_step_before(saved, bucket, lines):
+    name, _ = max(json.loads((bucket / "300" / "digests.json").read_bytes()).items())
+    (bucket / "300" / name).write_bytes(b"damaged")
+    assert restored_step(saved) == 200
+    assert name in lines[-1]
+    (bucket / "300" / name).unlink()
+    assert restored_step(saved) == 200
+
+
+def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, bucket):
+    (bucket / "300" / step_folders.COMMIT).unlink()
+    assert saved.latest_step() == 200 and restored_step(saved) == 200
+    saved.sweep()
+    assert names(bucket) == ["200"]
+
+
+def test_a_step_without_digests_is_tried_last(saved, bucket, lines):
+    (bucket / "300" / integrity.DIGESTS).unlink()
+    assert restored_step(saved) == 200
+    assert any("unverified" in line for line in lines)
+
+
+def test_the_same_step_again_replaces_it_once_it_is_verified(saved, bucket):
+    saved.save(200, scaled(7), {"at": 7})
+    saved.wait()
+    assert names(bucket) == ["200.again-1"]
+    assert restored_step(saved) == 200
+    saved.save(200, scaled(8), {"at": 8})
+    saved.wait()
+    assert names(bucket) == ["200"]
+    assert saved.notes(200) == {"at": 8}
+
+
+def test_of_two_folders_of_a_step_the_later_counts(saved, bucket):
+    """As after a kill between the digests of the new one and the removal of the old."""
+    saved.save(300, scaled(5), {"at": 5})
+    saved.wait()
+    for path in list((bucket / "200").rglob("*")):
+        target = bucket / "300" / path.relative_to(bucket / "200")
+        target.write_bytes(path.read_bytes())
+    assert [each.path.name for each in step_folders.find(bucket)] == ["300.again-1", "300", "200"]
+    _, _, notes = saved.restore(ABSTRACT)
+    assert notes == {"at": 5}
+    assert saved.notes(300) == {"at": 5}
+
+
+def test_a_deletion_begins_with_the_commit(saved, bucket, storage):
+    storage.refuse("DELETE|batch")
+    with pytest.raises(PermissionError):
+        step_folders.delete(bucket / "300")
+    storage.calm()
+    assert saved.latest_step() == 300
+    (bucket / "300" / step_folders.COMMIT).unlink()
+    assert saved.latest_step() == 200
+
+
+def test_an_outage_is_no_damage(saved, storage, monkeypatch):
+    real = asyncio.sleep
+    monkeypatch.setattr("asyncio.sleep", lambda seconds, *rest: real(min(seconds, 0.01), *rest))
+    monkeypatch.setattr(remote_path, "PATIENCE_SECONDS", 0.3)
+    for pattern in ("digests.json", "state/manifest"):
+        storage.refuse(f"GET .*{pattern}", status=503)
+        with pytest.raises(UserError, match="start again"):
+            saved.restore(ABSTRACT)
+    storage.calm()
+    assert restored_step(saved) == 300
+
+
+@pytest.mark.slow
+def test_saving_goes_through_errors_that_pass(checkpoints, storage, bucket):
+    storage.fail_every(10)
+    for step in (100, 200):
+        checkpoints.save(step, scaled(step), {"at": step})
+    checkpoints.wait()
+    assert storage.errors > 4
+    storage.calm()
+    assert restored_step(checkpoints) == 200
