@@ -13,6 +13,8 @@ import hypothesis
 import jax
 import pytest
 
+from support.float64 import enable_x64
+
 # An array broadcast by accident is our likeliest bug: adding [L] to [B, L] raises in tests.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -96,7 +98,7 @@ def data_dir() -> pathlib.Path:
 @pytest.fixture
 def x64():
     """float64 for this test; the rest of the suite runs in float32."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         yield
 
 

@@ -7,7 +7,7 @@ settings alone import no jax.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from txl_jax.version import __version__
+from txl_jax.version import __version__, check_jax
 
 if TYPE_CHECKING:
     from txl_jax.config import (
@@ -151,6 +151,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'txl_jax' has no attribute {name!r}")
+    if name in _PLACES:
+        check_jax()
     module, attribute = _PLACES.get(name, ("txl_jax.config", name))
     return getattr(importlib.import_module(module), attribute)
 

@@ -1,3 +1,27 @@
-"""The version of the package."""
+"""The version of this package, and the oldest one of jax that it works with."""
+
+import re
+
+from txl_jax.errors import UserError
 
 __version__ = "0.2.0"
+OLDEST_JAX = "0.7"  # As in setup.cfg.
+
+
+def check_jax() -> None:
+    """Raises `UserError` if jax is missing or too old, without importing it: of an old one single imports may fail."""
+    import importlib.metadata  # Slow to import.
+
+    try:
+        found = importlib.metadata.version("jax")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(f"jax is not installed, and txl_jax needs {OLDEST_JAX} or newer; {_INSTALL}") from None
+    if _numbers(found) < _numbers(OLDEST_JAX):
+        raise UserError(f"jax is {found}, and txl_jax needs {OLDEST_JAX} or newer; {_INSTALL}")
+
+
+_INSTALL = f"install it with pip install -U 'jax>={OLDEST_JAX}'"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

@@ -21,7 +21,7 @@ from absl import flags
 
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
-from txl_jax.runtime import distributed
+from txl_jax.runtime import distributed, jax_versions
 
 FLAGS = flags.FLAGS
 
@@ -89,7 +89,7 @@ def join() -> None:
     _redirect_output(is_primary=True)  # Gloo's lines come before it is known which process this is.
     try:
         with _message_while_waiting(found):
-            jax.distributed.initialize(
+            jax_versions.initialize_distributed(
                 **found.arguments,
                 initialization_timeout=START_SECONDS,
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support import tiny
+from support.float64 import enable_x64
 from txl_jax import memory as memory_lib
 from txl_jax.config import AttentionWindow, CompatConfig, Encoding, MemoryStart, NormPlace
 
@@ -44,7 +45,7 @@ def split_case(name: str):
 def test_any_segmentation_gives_the_same_states(name, cuts):
     bounds = [0, *sorted(cuts), TEXT_LEN]
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    with jax.enable_x64(True):
+    with enable_x64(True):
         encode, variables, memory, whole = split_case(name)
         np.testing.assert_allclose(
             tiny.stream(encode, variables, tiny.text(TEXT_LEN), lengths, memory), whole, rtol=0, atol=1e-12

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support import oracles
+from support.float64 import enable_x64
 from txl_jax.ops import adaptive_softmax
 
 B, L, D, V = 2, 5, 6, 13
@@ -164,7 +165,7 @@ def test_any_distribution_of_targets(name, data):
     tokens = [token for c in sorted(used) for token in range(bounds[c], bounds[c + 1])]
     targets = data.draw(st.lists(st.sampled_from(tokens), min_size=B * L, max_size=B * L), label="targets")
     chunk_size = data.draw(st.sampled_from([None, 1, 2, 3, 128]), label="chunk_size")
-    with jax.enable_x64(True):
+    with enable_x64(True):
         check_gradients(name, np.reshape(targets, (B, L)), chunk_size=chunk_size)
 
 

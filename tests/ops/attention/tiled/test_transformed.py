@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support.attention_cases import CASES, assert_close, make, reference, tiled, value_and_gradients
+from support.float64 import enable_x64
 from txl_jax.ops.attention import Visibility
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.problem import Tile
@@ -28,7 +29,7 @@ def test_bfloat16(name):
 
 
 def test_float64():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         arrays, given, tile = make(CASES["all terms"], jnp.float64)
         expected = value_and_gradients(reference, arrays, **given)
         actual = jax.jit(lambda arrays: value_and_gradients(tiled, arrays, tile=tile, **given))(arrays)
