@@ -1,7 +1,12 @@
 # ---
 # jupyter:
+#   accelerator: TPU
+#   colab:
+#     gpuType: V5E1
+#     provenance: []
 #   jupytext:
 #     formats: ipynb,py:percent
+#     notebook_metadata_filter: accelerator,colab
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -12,81 +17,71 @@
 # ---
 
 # %% [markdown]
-# # A small Transformer-XL
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/TXL_JAX_OWNER/txl_jax/blob/main/launch/notebooks/train.ipynb)
 #
-# This notebook trains a small [Transformer-XL](https://arxiv.org/abs/1901.02860) on the bytes of a text, and then measures
-# how much its memory helps. It runs on a TPU, a GPU or a CPU.
+# # Train a small Transformer-XL and look inside
+#
+# This notebook trains a small [Transformer-XL](https://arxiv.org/abs/1901.02860) on the bytes of a text, measures how much
+# its memory helps, draws its attention weights, and generates text. It runs on a TPU, a GPU or a CPU, in Colab and in any
+# other Jupyter.
 #
 # Run the cells from top to bottom. A run that is interrupted resumes when its cell is run again.
 
-# %% [markdown]
-# ## Parameters
-
 # %% tags=["parameters"]
-TEXT = ""  # Your own text file to train on; "": the source text of Python's standard library.
-PROMPT = "def "  # The start of the generated text.
-WORKDIR = "runs/colab"  # Checkpoints, logs and figures; in Colab better a folder of a mounted Drive.
-PACKAGE = "txl_jax.zip"  # Only in Colab: the repository as an archive that you upload, or git+https://...
-SETTINGS: dict[str, object] = {}  # Flags of `experiments.quickstart`, for example {"train.steps": 5000}.
+# @title Parameters
+# @markdown Your own text file to train on; empty: the source text of Python's standard library.
+TEXT = ""  # @param {type:"string"}
+# @markdown The start of the generated text.
+PROMPT = "def "  # @param {type:"string"}
+# @markdown Folder of the runs: checkpoints, logs and figures. With `DRIVE` it is in Google Drive (only in Colab), and
+# @markdown a run resumes after Colab has taken the machine away.
+FOLDER = "runs"  # @param {type:"string"}
+DRIVE = False  # @param {type:"boolean"}
+# @markdown Show TensorBoard, if it is installed.
+TENSORBOARD = True  # @param {type:"boolean"}
+# @markdown What Colab installs: a git address, or an archive of the repository that you have uploaded.
+PACKAGE = "git+https://github.com/TXL_JAX_OWNER/txl_jax"  # @param {type:"string"}
+# @markdown Other flags of `experiments.quickstart`, for example `{"train.steps": 5000}`.
+SETTINGS = {}  # @param {type:"raw"}
 
 # %% [markdown]
 # ## Installation
 #
-# Only Colab needs this; elsewhere the notebook uses what is installed. First choose a TPU or a GPU under *Runtime → Change
-# runtime type*: jax has a package for each kind of device, and the one that Colab has installed is updated.
+# Only in Colab; elsewhere the notebook uses what is installed. The installed jax, which fits the device, stays as it is.
 
-# %%
+# %% tags=["installation"]
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.metadata import version
 from pathlib import Path
 
 if "google.colab" in sys.modules:
-    from google.colab import files
-
-    if not PACKAGE.startswith("git+") and not Path(PACKAGE).exists():
-        files.upload()  # Asks for the archive.
-    kinds = {"jax_cuda12_plugin": "jax[cuda12]", "jax_cuda13_plugin": "jax[cuda13]", "libtpu": "jax[tpu]"}
-    wanted = [kind for module, kind in kinds.items() if find_spec(module)]
-    wanted += [f"txl_jax[plots] @ {PACKAGE if PACKAGE.startswith('git+') else Path(PACKAGE).resolve().as_uri()}"]
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+    kept = [f"{name}=={version(name)}\n" for name in ("jax", "jaxlib", "flax", "numpy")]
+    Path("constraints.txt").write_text("".join(kept))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint=constraints.txt"]
+    subprocess.run([*pip, PACKAGE], check=True)
 
 # %% [markdown]
 # ## Device and model
 #
-# On a CPU the model is that of the quickstart, with 0.7 million parameters. A TPU or a GPU gets a wider and deeper one with
-# larger batches.
+# On a CPU the model is that of the quickstart, with 0.7 million parameters in float32. A TPU or a GPU gets a wider and deeper
+# one with larger batches, in bfloat16, whose rows are divided over all devices.
 
 # %%
-import jax
-
 from experiments import quickstart
+from launch import notebook
 from txl_jax.config import tree as config_tree
 
-platform = jax.devices()[0].platform
-print(f"{len(jax.devices())} x {jax.devices()[0].device_kind} ({platform})")
+folder = notebook.open_folder(FOLDER, drive=DRIVE)
+print(notebook.device_line())
 
-larger = {
-    "model.n_layer": 6,
-    "model.d_model": 512,
-    "model.n_head": 8,
-    "model.d_head": 64,
-    "model.d_inner": 2048,
-    "model.init_std": 0.02,
-    "optimizer.learning_rate": 5e-4,
-    "train.batch_size": 32,
-    "train.segment_len": 256,
-    "train.mem_len": 256,
-    "eval.segment_len": 256,
-    "eval.mem_len": 1024,
-}
-changes: dict[str, object] = {"generate.prompt": PROMPT}
-if platform != "cpu":
-    changes |= larger
+changes = {"generate.prompt": PROMPT, **notebook.device_settings()}
 if TEXT:
-    changes |= {"data.corpus": "text", "data.file": str(Path(TEXT).resolve())}
+    changes |= {"data.corpus": "text", "data.file": str(Path(TEXT).expanduser().resolve())}
 config = config_tree.from_dict(config_tree.to_dict(quickstart.DEFAULTS) | changes | SETTINGS)
 config.validate()
+for name in ("model.n_layer", "model.d_model", "model.dtype", "train.batch_size", "train.steps"):
+    print(f"{name:<18}{config_tree.get(config, name)}")
 
 # %% [markdown]
 # ## The text
@@ -98,8 +93,8 @@ config.validate()
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs.workdir import Workdir
 
-workdir = Workdir(Path(WORKDIR).resolve()).create()
-corpus = read_corpus(config.data, data_dir="", cache_dir=str(workdir.path / "prepared"))
+workdir = Workdir(folder / "train").create()
+corpus = read_corpus(config.data, data_dir="", cache_dir="prepared")
 print(corpus.description)
 print(corpus.vocabulary.decode(corpus.train[:400]).decode(errors="replace"))
 
@@ -128,6 +123,15 @@ print(corpus.vocabulary.decode(corpus.train[:400]).decode(errors="replace"))
 # score of query $i$ and key $j$ depends on their content and on the distance $i - j$.
 
 # %% [markdown]
+# ## TensorBoard
+#
+# It follows the run below while it trains.
+
+# %%
+if TENSORBOARD:
+    notebook.show_tensorboard(folder)
+
+# %% [markdown]
 # ## Training
 #
 # The text is split into the rows of a batch. Each row is read segment by segment, so that its memory always holds what came
@@ -137,8 +141,11 @@ print(corpus.vocabulary.decode(corpus.train[:400]).decode(errors="replace"))
 from txl_jax.jobs import train
 from txl_jax.runtime.preemption import StopRequest
 
+curve = notebook.live_curve(
+    workdir.path, every=config.train.log_every, steps=config.train.steps, title=f"Transformer-XL on {corpus.name}"
+)
 with StopRequest() as stop:
-    outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
+    outcome = train.run(config, corpus, workdir, hooks=[curve], stop_requested=lambda: stop)
 if outcome.results is None:
     raise SystemExit("Run this cell again to resume; the cells below need a finished run.")
 
@@ -149,22 +156,19 @@ if outcome.results is None:
 # The baselines are two compressors, which see the test text only.
 
 # %%
+from IPython.display import Image, display
+
 from txl_jax.jobs import compare_compressors
+from txl_jax.paper import plots
+from txl_jax.runtime.metrics_log import read_metrics
 
 rows = compare_compressors.run(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
 for name, bpc in rows.items():
     print(f"{name:<36}{bpc:.3f} bits per byte")
 
-# %%
-from IPython.display import Image, display
-
-from txl_jax.paper import plots
-from txl_jax.runtime.metrics_log import read_metrics
-
-compressors = {name: rows[name] for name in compare_compressors.COMPRESSORS}
-curve = workdir.path / "learning_curve.png"
-plots.learning_curve(read_metrics(workdir.path), curve, title=corpus.name, levels=compressors)
-display(Image(curve))
+picture = workdir.path / "learning_curve.png"
+plots.learning_curve(read_metrics(workdir.path), picture, title="Test text: model and compressors", levels=rows)
+display(Image(picture))
 
 # %% [markdown]
 # ## Attention
@@ -196,6 +200,14 @@ from txl_jax.jobs import generate
 samples = generate.run(config, corpus.vocabulary, workdir)
 
 # %% [markdown]
+# ## Download
+#
+# A zip of the weights as a portable folder: `txl_jax.load` opens it, unpacked, and `fine_tune.ipynb` takes it as `BASE`.
+
+# %%
+archive = notebook.download_model(workdir.path)
+
+# %% [markdown]
 # ## Next steps
 #
 # Everything above is also a program: `python -m experiments.quickstart` does the same as this notebook, and
@@ -203,6 +215,9 @@ samples = generate.run(config, corpus.vocabulary, workdir)
 # of this run works with all programs:
 #
 # ```
-# python -m experiments.text --mode=generate --workdir=runs/colab --generate.prompt='class '
-# python -m experiments.paper.context_length --workdir=runs/colab --lengths=64,128,256
+# python -m experiments.text --mode=generate --workdir=runs/train --generate.prompt='class '
+# python -m experiments.paper.context_length --workdir=runs/train --lengths=64,128,256
 # ```
+#
+# `fine_tune.ipynb` continues from this model on a text of yours; `own_model.ipynb` uses the memory in a Flax module of your
+# own.

@@ -1,0 +1,170 @@
+"""Parts that the notebooks of launch/notebooks share: folders, devices, a live curve, TensorBoard, the download.
+
+In Colab a folder can be one of Google Drive, and a result is a download of the browser. In any other Jupyter both are
+local.
+"""
+
+import importlib.util
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from txl_jax.errors import UserError
+from txl_jax.jobs.convert import convert
+from txl_jax.paper import plots
+from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.training.loop import Hook, HookContext
+
+DRIVE = Path("/content/drive")
+_REDRAW_SECONDS = 3.0  # At least, between two drawings of a live curve: one takes some tenths of a second.
+
+# A TPU or a GPU has time for a wider and deeper model than that of the quickstart, and for larger batches.
+_LARGER = {
+    "model.n_layer": 6,
+    "model.d_model": 512,
+    "model.n_head": 8,
+    "model.d_head": 64,
+    "model.d_inner": 2048,
+    "model.init_std": 0.02,
+    "optimizer.learning_rate": 5e-4,
+    "train.batch_size": 32,
+    "train.segment_len": 256,
+    "train.mem_len": 256,
+    "eval.segment_len": 256,
+    "eval.mem_len": 1024,
+}
+
+
+def in_colab() -> bool:
+    """Returns whether this Python is the kernel of a Colab notebook."""
+    return "google.colab" in sys.modules
+
+
+def open_folder(name: str, *, drive: bool) -> Path:
+    """Makes the folder of a notebook's runs and returns it, absolute; compiled programs are cached below it.
+
+    Args:
+      name: of the folder, relative to the current one, or to My Drive.
+      drive: mounts Google Drive first, which asks for permission. Outside Colab there is none, and nothing is mounted.
+    """
+    parent = Path.cwd()
+    if drive and in_colab():
+        from google.colab import drive as google_drive
+
+        google_drive.mount(str(DRIVE))
+        parent = DRIVE / "MyDrive"
+    folder = (parent / Path(name).expanduser()).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    # A kernel that is started again reads programs in place of compiling them.
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compilation"))
+    return folder
+
+
+def device_line() -> str:
+    """Describes the devices of jax for people: number, kind and platform."""
+    device = jax.devices()[0]
+    return f"{jax.device_count()} x {device.device_kind} ({device.platform})"
+
+
+def matmul_dtype() -> str:
+    """Returns the type that matrix products are fast in: bfloat16 on TPU and GPU, float32 on a CPU."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def device_settings() -> dict[str, object]:
+    """Returns the settings of a small model that devices change: none on a CPU; on TPU and GPU a larger, bfloat16 one.
+
+    The rows of a batch divide over one device as over eight.
+    """
+    return {} if jax.default_backend() == "cpu" else dict(_LARGER, **{"model.dtype": matmul_dtype()})
+
+
+def live_curve(workdir: Path, *, every: int, steps: int, title: str) -> Hook:
+    """Returns a hook that draws the learning curve below the cell, and again as training goes on.
+
+    The picture is `learning_curve.png` in the workdir. Without matplotlib or IPython nothing is drawn.
+
+    Args:
+      workdir: of the run, whose records are drawn.
+      every: updates between two readings of the records; `train.log_every`, as a curve has no more points.
+      steps: of the whole run; after the last one it is drawn in any case.
+      title: of the picture.
+    """
+    path = workdir / "learning_curve.png"
+    shown: Any = None
+    drawn_at = 0.0
+
+    def draw(context: HookContext) -> None:
+        nonlocal shown, drawn_at
+        if context.step < steps and time.monotonic() - drawn_at < _REDRAW_SECONDS:
+            return
+        from IPython.display import Image, display
+
+        plots.learning_curve(read_metrics(workdir), path, title=title, levels={})
+        if shown is None:
+            shown = display(Image(path), display_id=True)
+        elif shown:
+            shown.update(Image(path))
+        drawn_at = time.monotonic()
+
+    def nothing(context: HookContext) -> None:
+        del context
+
+    can_show = plots.can_draw() and importlib.util.find_spec("IPython") is not None
+    return Hook(every, draw if can_show else nothing)
+
+
+def show_tensorboard(folder: Path) -> None:
+    """Shows TensorBoard over all runs below a folder, in the notebook; prints one line where it is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        print("TensorBoard is not installed: pip install tensorboard")
+        return
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    shell.run_line_magic("load_ext", "tensorboard")
+    shell.run_line_magic("tensorboard", f"--logdir '{folder}'")
+
+
+def upload() -> Path:
+    """Asks for a file in the browser, saves it in the current folder, and returns its path; only in Colab.
+
+    Raises:
+      UserError: this is not Colab, or no file was chosen.
+    """
+    if not in_colab():
+        raise UserError("TEXT is 'upload', which only Colab can do; give the path of a file")
+    from google.colab import files
+
+    names = list(files.upload())
+    if not names:
+        raise UserError("no file was uploaded; run the cell again and choose one, or give the path of a file")
+    return Path(names[0]).resolve()
+
+
+def download_model(workdir: Path) -> Path:
+    """Packs the best weights of a run as a zip of a portable folder beside the run, and downloads it in Colab.
+
+    `txl_jax.load` opens the unpacked folder, and `--init_from` takes it. Returns the path of the archive.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        portable = Path(temporary) / workdir.name
+        convert(workdir, portable)
+        archive = Path(shutil.make_archive(str(workdir), "zip", temporary, workdir.name))
+    return download(archive)
+
+
+def download(path: Path) -> Path:
+    """Offers a file as a download of the browser in Colab, prints its path elsewhere, and returns it."""
+    if in_colab():
+        from google.colab import files
+
+        files.download(str(path))
+    else:
+        print(f"written {path}")
+    return path

@@ -1,0 +1,241 @@
+"""Tests the notebooks: the two files of each agree, Colab finds what it reads, and they run from top to bottom."""
+
+import os
+import re
+import subprocess
+import sys
+import types
+import zipfile
+from importlib.metadata import version
+
+import jax
+import jupytext
+import nbclient
+import nbformat
+import pytest
+
+import txl_jax
+from launch import notebook as shared
+from support import ROOT
+
+FOLDER = ROOT / "launch" / "notebooks"
+NAMES = ("train", "fine_tune", "own_model")
+TINY = {
+    "optimizer.warmup_steps": 5,
+    "model.n_layer": 1,
+    "model.d_model": 16,
+    "model.n_head": 2,
+    "model.d_head": 8,
+    "model.d_inner": 32,
+    "train.batch_size": 4,
+    "train.segment_len": 16,
+    "train.mem_len": 16,
+    "train.segments_per_call": 2,
+    "train.steps": 20,
+    "train.log_every": 10,
+    "train.eval_every": 10,
+    "train.checkpoint_every": 10,
+    "eval.batch_size": 2,
+    "eval.segment_len": 16,
+    "eval.mem_len": 32,
+    "eval.segments_per_call": 2,
+    "generate.length": 20,
+}
+WORDS = "one two three four five six seven " * 800
+
+
+def read(name):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def tagged(notebook, tag):
+    [cell] = [cell for cell in notebook.cells if tag in cell.metadata.get("tags", [])]
+    return cell
+
+
+def with_parameters(notebook, given):
+    """Adds a cell with other values after the parameters, all of which must be there."""
+    names = re.findall(r"^(\w+) = .*# @param \{type:\"\w+\"\}$", tagged(notebook, "parameters").source, re.MULTILINE)
+    assert given.keys() <= set(names)
+    cell = nbformat.v4.new_code_cell("\n".join(f"{name} = {value!r}" for name, value in given.items()))
+    notebook.cells.insert(notebook.cells.index(tagged(notebook, "parameters")) + 1, cell)
+    return notebook
+
+
+def in_a_kernel(name, given, folder, **environment):
+    """Runs a notebook as Jupyter does; returns what its cells printed, and the number of pictures."""
+    notebook = with_parameters(read(name), {"TENSORBOARD": False} | given)
+    client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}})
+    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+    outputs = [output for cell in code(notebook) for output in cell.outputs]
+    printed = "".join(output.get("text", "") for output in outputs)
+    return printed, sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch, tmp_path):
+    """A function that runs a notebook's code here, which takes a third of a kernel's time; returns its variables.
+
+    Displayed objects are in the variable `displayed`.
+    """
+    cache, displayed = jax.config.jax_compilation_cache_dir, []
+
+    def run(name, given):
+        variables = {"__name__": name, "displayed": displayed}
+        for cell in code(with_parameters(read(name), given)):
+            exec(compile(cell.source, f"{name}.ipynb", "exec"), variables)
+        return variables
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("IPython.display.display", lambda shown, **_: displayed.append(shown))
+    yield run
+    jax.config.update("jax_compilation_cache_dir", cache)
+
+
+@pytest.fixture
+def colab(monkeypatch, tmp_path):
+    """Colab's modules and pip, which record their calls: a namespace of lists."""
+    calls = types.SimpleNamespace(pip=[], mounted=[], downloads=[])
+
+    def upload():
+        (tmp_path / "book.txt").write_text(WORDS)
+        return {"book.txt": WORDS.encode()}
+
+    modules = types.SimpleNamespace(
+        drive=types.SimpleNamespace(mount=calls.mounted.append),
+        files=types.SimpleNamespace(upload=upload, download=calls.downloads.append),
+    )
+    monkeypatch.setitem(sys.modules, "google.colab", modules)
+    monkeypatch.setattr(subprocess, "run", lambda command, check: calls.pip.append(command))
+    monkeypatch.setattr(shared, "DRIVE", tmp_path / "drive")
+    return calls
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_and_its_text_agree(name):
+    """After a change run `jupytext --to ipynb launch/notebooks/*.py`."""
+
+    def content(notebook):
+        cells = [(cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in notebook.cells]
+        return cells, {key: notebook.metadata[key] for key in ("accelerator", "colab", "kernelspec")}
+
+    assert content(read(name)) == content(jupytext.read(FOLDER / f"{name}.py"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_output_is_committed(name):
+    assert code(read(name))
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code(read(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_colab_opens_it_on_a_tpu(name):
+    metadata = read(name).metadata
+    assert metadata.accelerator == "TPU" and metadata.colab.gpuType == "V5E1"
+    badge = read(name).cells[0].source.splitlines()[0]
+    assert badge == (
+        "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+        f"(https://colab.research.google.com/github/TXL_JAX_OWNER/txl_jax/blob/main/launch/notebooks/{name}.ipynb)"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_a_field(name):
+    """The form has a field for each line that assigns, and nothing else is assigned."""
+    source = tagged(read(name), "parameters").source
+    assigned = [line for line in source.splitlines() if not line.startswith("#")]
+    assert {"FOLDER", "DRIVE", "TENSORBOARD", "PACKAGE"} <= {line.split(" = ")[0] for line in assigned}
+    assert all(re.search(r'  # @param \{type:"(string|boolean|integer|number|raw)"\}$', line) for line in assigned)
+
+
+def test_all_install_alike():
+    assert len({tagged(read(name), "installation").source for name in NAMES}) == 1
+
+
+def test_train(in_this_process, tmp_path):
+    (tmp_path / "words.txt").write_text(WORDS)
+    found = in_this_process("train", {"TEXT": "words.txt", "PROMPT": "one ", "TENSORBOARD": False, "SETTINGS": TINY})
+    workdir = tmp_path / "runs" / "train"
+    assert "27,200 bytes" in found["corpus"].description
+    assert found["outcome"].step == 20 and (workdir / "results.json").exists()
+    assert found["rows"].keys() > {"zlib -9", "with a memory of 32"}
+    assert len(found["displayed"]) >= 4  # The live curve, the curve with the compressors, and two of attention.
+    assert found["archive"] == tmp_path / "runs" / "train.zip"
+    with zipfile.ZipFile(found["archive"]) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    assert txl_jax.load(tmp_path / "unpacked" / "train").step == found["outcome"].step
+
+
+def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
+    """With an uploaded text, in Google Drive, and with a download; the library is a small one."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "os.py").write_text("import sys\n\n\ndef name():\n    return sys.platform\n" * 300)
+    monkeypatch.setattr(os, "__file__", str(tmp_path / "lib" / "os.py"))
+    given = {"TEXT": "upload", "PROMPT": "import ", "DRIVE": True, "TENSORBOARD": False, "STEPS": 40}
+    sizes = {name: value for name, value in TINY.items() if name != "train.steps"} | {"train.log_every": 10}
+    found = in_this_process("fine_tune", given | {"SETTINGS": sizes | {"train.steps": 40}})
+    folder = tmp_path / "drive" / "MyDrive" / "runs"
+    assert colab.mounted == [str(tmp_path / "drive")]
+    assert {path.name for path in folder.iterdir()} >= {"base", "tuned", "source.txt", "tuned.zip"}
+    assert found["config"].init_from == str(folder / "base") and found["tuned"].step <= 40
+    assert found["text"] == tmp_path / "book.txt"
+    assert found["after"].nll < found["before"].nll
+    assert colab.downloads == [str(folder / "tuned.zip")]
+    [pip] = colab.pip
+    assert pip[1:4] == ["-m", "pip", "install"] and pip[-1] == "git+https://github.com/TXL_JAX_OWNER/txl_jax"
+    assert f"jax=={version('jax')}\n" in (tmp_path / "constraints.txt").read_text()
+
+
+def test_own_model(tmp_path):
+    printed, pictures = in_a_kernel("own_model", {"STEPS": 10}, tmp_path)
+    assert pictures == 2 and "largest change before the token: 0.0e+00" in printed
+    assert (tmp_path / "runs" / "own_model" / "own_model.npz").exists()
+
+
+def test_tensorboard_is_shown_where_it_is_installed(monkeypatch, capsys, tmp_path):
+    magics = []
+    shell = types.SimpleNamespace(run_line_magic=lambda *words: magics.append(words))
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    shared.show_tensorboard(tmp_path)
+    assert magics == [("load_ext", "tensorboard"), ("tensorboard", f"--logdir '{tmp_path}'")]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    shared.show_tensorboard(tmp_path)
+    assert len(magics) == 2 and "pip install tensorboard" in capsys.readouterr().out
+
+
+def test_without_colab_there_is_no_upload():
+    with pytest.raises(txl_jax.UserError, match="path of a file"):
+        shared.upload()
+
+
+def test_accelerators_get_a_larger_model_in_bfloat16(monkeypatch):
+    assert shared.device_settings() == {} and shared.matmul_dtype() == "float32"
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    settings = shared.device_settings()
+    assert settings["model.dtype"] == shared.matmul_dtype() == "bfloat16"
+    assert settings["train.batch_size"] % 8 == 0 and settings["model.d_model"] == 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_device", [1, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_in_a_kernel(name, n_device, tmp_path):
+    """Whole notebooks in Jupyter, on the default texts, over one device and over eight."""
+    tiny = {**TINY, "train.batch_size": 8, "eval.batch_size": 8, "eval.segments_per_call": 8, "eval.segment_len": 64}
+    given = {
+        "train": {"SETTINGS": tiny},
+        "fine_tune": {"SETTINGS": tiny},
+        "own_model": {"STEPS": 120},
+    }
+    devices = f"--xla_force_host_platform_device_count={n_device}"
+    printed, pictures = in_a_kernel(name, given[name], tmp_path, XLA_FLAGS=devices)
+    assert f"{n_device} x cpu" in printed
+    assert pictures == {"train": 4, "fine_tune": 2, "own_model": 2}[name]
+    if name == "own_model":
+        bits = {memory: float(value) for memory, value in re.findall(r"^(memory|no).* (\S+) bits per", printed, re.M)}
+        assert bits["memory"] < 0.9 and 2.7 < bits["no"] < 3.3
