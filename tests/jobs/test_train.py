@@ -129,6 +129,26 @@ def test_a_stopped_run_goes_on_exactly(finished, config, corpus, tmp_path, stops
         np.testing.assert_array_equal(resumed, undisturbed)
 
 
+def test_a_run_in_parts_that_end_after_given_updates_is_the_whole_run(finished, config, corpus, tmp_path):
+    """A second start with the same end changes nothing; a stop in the evaluation there is repeated, and ends there."""
+    whole, _ = finished
+    workdir = Workdir(tmp_path / "pieces")
+    assert not train.run(config, corpus, workdir, stop_after=8, stop_requested=StopAfter(5)).finished
+    for _ in range(2):
+        outcome = train.run(config, corpus, workdir, stop_after=8)
+        assert (outcome.finished, outcome.step) == (False, 8)
+        assert [r["step"] for r in read_metrics(workdir.path) if r["kind"] == "valid"] == [8]
+    assert train.run(config, corpus, workdir, stop_after=STEPS).finished
+    assert numbers(workdir) == numbers(whole)
+
+
+@pytest.mark.parametrize("stop_after", [0, -8, 12])
+def test_a_part_ends_where_the_run_is_evaluated(config, corpus, tmp_path, stop_after):
+    with pytest.raises(UserError, match=rf"{stop_after}\b.*eval_every.*\b8\b"):
+        train.run(config, corpus, Workdir(tmp_path / "run"), stop_after=stop_after)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_stop_during_evaluation_repeats_it(finished, config, corpus, tmp_path, monkeypatch):
     whole, _ = finished
     workdir = Workdir(tmp_path / "pieces")

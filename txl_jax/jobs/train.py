@@ -21,6 +21,7 @@ from typing import Any
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.attention_choice import AttentionChoice
 from txl_jax.config import ExperimentConfig, Order
+from txl_jax.config.settings import require
 from txl_jax.data.batches.segment_reader import SegmentReader, training_segments
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs import agreement, attention_record, report, restore, warm_start
@@ -44,12 +45,15 @@ def run(
     workdir: Workdir,
     *,
     hooks: Sequence[Hook] = (),
+    stop_after: int | None = None,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Outcome:
     """Trains to the end, or until a stop is requested; in a used workdir it resumes where that stopped.
 
     Args:
       hooks: of the caller's, run after evaluation and before the checkpoint of a step.
+      stop_after: the update after which this start ends, saved, for the next to go on from; a multiple of
+        `train.eval_every`, so that it is evaluated there as without the stop. None: the run's last.
 
     Raises:
       UserError: settings, text and workdir do not fit together, or the workdir cannot be used.
@@ -59,6 +63,7 @@ def run(
     """
     for hook in hooks:
         hook.check_interval(config.train.segments_per_call)
+    check_stop_after(config, stop_after)
     agreement.check(config, corpus)
     recorded = restore.recorded_attention(workdir, config)
 
@@ -76,7 +81,8 @@ def run(
         )
         workdir.check_shared()
         task = _task(components, corpus, reader, stop_requested, weights or warm_start.of_earlier_start(workdir))
-        return Trainer(task, workdir.path, hooks=hooks, stop_requested=stop_requested).run(changes)
+        trainer = Trainer(task, workdir.path, hooks=hooks, stop_requested=stop_requested, stop_after=stop_after)
+        return trainer.run(changes)
 
 
 def train(
@@ -108,6 +114,16 @@ def train(
     workdir = Workdir(Path(path).expanduser().resolve())
     corpus = distributed.run_on_all(lambda: warm_start.read_corpus(config, workdir, data_dir, cache_dir))
     return run(config, corpus, workdir, hooks=hooks)
+
+
+def check_stop_after(config: ExperimentConfig, stop_after: int | None) -> None:
+    """Raises `UserError` for an update to stop after that has no evaluation: one only there would change the run."""
+    every, steps = config.train.eval_every, config.train.steps
+    require(
+        stop_after is None or stop_after >= steps or (stop_after > 0 and stop_after % every == 0),
+        f"the run is to stop after update {stop_after}, and is evaluated every {every} updates (train.eval_every); "
+        f"give a multiple of {every}",
+    )
 
 
 def claim(

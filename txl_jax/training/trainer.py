@@ -40,13 +40,21 @@ class Trainer:
 
     Args:
       hooks: run after evaluation and before the checkpoint of a step, so a state that they return is saved.
+      stop_after: the update after which this start ends, saved; None: the run's last.
     """
 
     def __init__(
-        self, task: TrainTask, workdir: Path, *, stop_requested: Callable[[], Any], hooks: Sequence[Hook] = ()
+        self,
+        task: TrainTask,
+        workdir: Path,
+        *,
+        stop_requested: Callable[[], Any],
+        hooks: Sequence[Hook] = (),
+        stop_after: int | None = None,
     ):
         self._task = task
         self._config = task.config.train
+        self._until = self._config.steps if stop_after is None else min(stop_after, self._config.steps)
         self._workdir = workdir
         self._stop_requested = stop_requested
         self._user_hooks = tuple(hooks)
@@ -137,7 +145,7 @@ class Trainer:
                     train_step,
                     segments,
                     first_step=step,
-                    steps=config.steps,
+                    steps=self._until,
                     segments_per_call=config.segments_per_call,
                     progress=progress,
                     hooks=[*evaluation, *self._user_hooks, save],
