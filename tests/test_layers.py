@@ -34,6 +34,7 @@ LAYERS = (
     ("trained_model", "lm_eval_model"),
     ("bench",),
     ("paper",),
+    ("run_report",),
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 # The public API and `python -m txl_jax` are above all layers; nothing imports them.

@@ -29,6 +29,7 @@ PROGRAMS = {
         "experiments.convert": "weights from and to other formats (Hugging Face, the original release)",
         "experiments.ensemble": "train several runs of one model at once (seeds, learning rates, dropout)",
         "experiments.lm_eval": "a trained model on tasks of lm-evaluation-harness",
+        "experiments.report": "a page about one or several runs: curves, results, settings, time, samples",
         "experiments.temperature": "the softmax temperature that suits a trained run",
     },
     "Tables and figures of the paper": {

@@ -92,8 +92,8 @@ def _for_other_tokens(base: ExperimentConfig, chosen: dict[str, Any]) -> Experim
     return config_tree.replace(base, {name: config_tree.get(ExperimentConfig(), name) for name in reset})
 
 
-def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Parses a command line.
+def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, *, takes_words: bool = False) -> list[str]:
+    """Parses a command line; returns the words that are no flags, if the program takes such.
 
     Raises:
       UserError: an unknown flag (with the nearest names), a value of the wrong kind, a word that is no
@@ -106,8 +106,9 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> N
         raise UserError(f"there is no flag --{error.flagname}{near or '; --help lists all'}") from None
     except flags.Error as error:
         raise UserError(str(error)) from None
-    if len(rest) > 1:
+    if len(rest) > 1 and not takes_words:
         raise UserError(f"{rest[1]!r} is not a flag; flags are written --name=value")
+    return rest[1:]
 
 
 def find_flagfiles(argv: Sequence[str]) -> list[str]:

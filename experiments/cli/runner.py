@@ -80,7 +80,8 @@ def parse_or_exit(
     groups: Collection[str] | None = None,
     note: str = "",
     required: Collection[str] = (),
-) -> None:
+    takes_words: bool = False,
+) -> list[str]:
     """Parses the command line; on an error prints one sentence and exits with 2, on --help exits with 0.
 
     Args:
@@ -88,13 +89,17 @@ def parse_or_exit(
       groups: the groups of settings that the program reads, for --help; None: all.
       note: a line for --help above the flags.
       required: the flags that --help shows without their default, as the program does not use it.
+      takes_words: whether words that are no flags are the program's, and no error.
+
+    Returns:
+      These words.
     """
     argv = list(sys.argv if argv is None else argv)
     if asked := {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
         _print_help(None if "--helpfull" in asked else groups, note, required)
         sys.exit(0)
     try:
-        flag_tree.parse(argv)
+        return flag_tree.parse(argv, takes_words=takes_words)
     except UserError as error:
         fail(error)
         sys.exit(2)

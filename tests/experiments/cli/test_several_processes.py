@@ -33,6 +33,7 @@ ALONE = {
         "ensemble",
         "lm_eval",
         "quickstart",
+        "report",
         "bench.attention",
         "bench.estimate",
         "bench.softmax_speed",

@@ -1,0 +1,37 @@
+"""Tests the program that writes a report, as a user starts it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from support import ROOT, recorded_run
+
+
+def report(*words, cwd=ROOT):
+    command = [sys.executable, "-m", "experiments.report", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, text=True, capture_output=True, check=False)
+
+
+def test_it_writes_one_file_and_prints_its_path(tmp_path):
+    for seed in (1, 2):
+        recorded_run.make(tmp_path / "sweep" / f"seed={seed}", seed=seed)
+    out = tmp_path / "new" / "page.html"
+    done = report(tmp_path / "sweep", f"--out={out}")
+    assert (done.returncode, done.stderr) == (0, "") and str(out) in done.stdout and "2 runs" in done.stdout
+    assert out.read_text().startswith("<!doctype html>")
+    assert f"python -m experiments.report {tmp_path / 'sweep'} --out={out}" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        ([], 1, "python -m experiments.report"),
+        (["nowhere"], 1, "nowhere"),
+        (["--ot=a.html", "nowhere"], 2, "did you mean out?"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, words, code, expected):
+    done = report(*words)
+    assert done.returncode == code and done.stderr.startswith("error: ") and expected in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not done.stdout
