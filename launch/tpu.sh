@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs one command on every host of a Cloud TPU, and restarts it after preemptions.
+# Runs one command on every host of a Cloud TPU, and restarts it after preemptions and maintenance.
 #
 #   launch/tpu.sh COMMAND NAME --zone=ZONE [flags] [-- python -m experiments.PROGRAM ...]
 #
@@ -14,14 +14,20 @@
 #   delete    releases the TPU and removes the request
 #
 #   --zone=ZONE           for example us-central2-b
+#   --project=ID          default: that of gcloud's configuration
 #   --type=TYPE           accelerator type, for example v4-32, v5litepod-16, v5p-8, v6e-8
 #   --runtime=VERSION     software of the hosts; default: the one that Google recommends for JAX on that type
+#   --node-count=N        slices of this type that train together (multislice); default 1. Give it to every command
 #   --spot, --reserved    instead of on-demand
+#   --reservation=NAME    instead of those: a certain reservation, by its name or URL
+#   --network=NAME        VPC network; default: the project's network "default"
+#   --service-account=EMAIL   identity of the hosts, which reads and writes the bucket; default: Compute Engine's
+#   --existing            the TPU VM exists already, made without this script; it is used, and never created
 #   --git=URL@REVISION    install this instead of the repository in the current folder
-#   --bucket=NAME         Cloud Storage bucket to mount, or
-#   --nfs=HOST:/SHARE     an NFS share (Filestore)
-#   --mount=FOLDER        mount point; default /mnt/txl. The run's --workdir belongs there: all hosts share its checkpoints
-#   --worker=N            the host whose log is shown; default 0
+#   --bucket=NAME         Cloud Storage bucket to mount with gcsfuse, or
+#   --nfs=HOST:/SHARE     an NFS share (Filestore); neither is needed for a --workdir of gs://BUCKET/FOLDER
+#   --mount=FOLDER        mount point; default /mnt/txl
+#   --worker=N, --node=N  the host, and its slice, whose log is shown; default 0
 #   --follow              keep printing new lines
 #   --every=SECONDS       polling interval of wait and watch; default 60
 #   --dry_run             print the commands and run none
@@ -29,6 +35,7 @@ set -euo pipefail
 
 UNIT=txl # The systemd unit on the hosts.
 SAVING=143 # Exit code of a run that was asked to stop and has saved: 128 + SIGTERM.
+MAINTENANCE=http://metadata.google.internal/computeMetadata/v1/instance/maintenance-event
 MAX_CRASHES=5
 MAX_REFUSALS=5 # Consecutive requests that gcloud refuses.
 
@@ -52,22 +59,30 @@ parse_arguments() {
   [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
     usage_error "the name is '$name'; give the TPU's name after the command, in lower-case letters, digits and hyphens"
   shift 2
-  zone='' type='' runtime='' tier='' git='' bucket='' nfs='' mount=/mnt/txl worker=0 follow='' every=60 dry_run=''
+  zone='' project='' type='' runtime='' node_count=1 tier='' reservation='' network='' service_account='' existing=''
+  git='' bucket='' nfs='' mount=/mnt/txl worker=0 node=0 follow='' every=60 dry_run=''
   program=()
   while (($#)); do
     case $1 in
       --zone=*) zone=${1#*=} ;;
+      --project=*) project=${1#*=} ;;
       --type=*) type=${1#*=} ;;
       --runtime=*) runtime=${1#*=} ;;
       --spot | --reserved)
         [[ -z $tier ]] || usage_error "both $tier and $1 were given; a TPU is one or the other"
         tier=$1
         ;;
+      --node-count=*) node_count=${1#*=} ;;
+      --reservation=*) reservation=${1#*=} ;;
+      --network=*) network=${1#*=} ;;
+      --service-account=*) service_account=${1#*=} ;;
+      --existing) existing=1 ;;
       --git=*) git=${1#*=} ;;
       --bucket=*) bucket=${1#*=} bucket=${bucket#gs://} ;;
       --nfs=*) nfs=${1#*=} ;;
       --mount=*) mount=${1#*=} ;;
       --worker=*) worker=${1#*=} ;;
+      --node=*) node=${1#*=} ;;
       --follow) follow=--follow ;;
       --every=*) every=${1#*=} ;;
       --dry_run) dry_run=1 ;;
@@ -81,6 +96,12 @@ parse_arguments() {
     shift
   done
   [[ -n $zone ]] || usage_error "no zone was given; give the TPU's with --zone=ZONE"
+  place=(--zone="$zone" ${project:+--project="$project"})
+  [[ $node_count =~ ^[1-9][0-9]*$ ]] || usage_error "--node-count is '$node_count'; give the number of slices, 1 or more"
+  [[ -z $tier || -z $reservation ]] ||
+    usage_error "both $tier and --reservation were given; a reservation is named or not, and is never spot"
+  ((node_count == 1)) || [[ -z $existing ]] ||
+    usage_error "both --existing and --node-count=$node_count were given; several slices are one request, which this script makes"
   [[ $mount =~ ^(/[-A-Za-z0-9_.]+)+$ ]] || usage_error "--mount is '$mount'; give an absolute path of letters, digits, dots and hyphens"
   [[ -z $git || $git == *://*@?* || $git == *@*:*@?* ]] || usage_error "--git is '$git'; give URL@REVISION, as https://host/repository@main"
   [[ -z $bucket || -z $nfs ]] || usage_error "both --bucket and --nfs were given; one of them is mounted at $mount"
@@ -89,9 +110,14 @@ parse_arguments() {
 # ---- Commands ----
 
 do_create() {
+  [[ -z $existing ]] || usage_error "--existing was given to create; leave it out to make $name, or use install and run"
   check_type
-  execute gcloud compute tpus queued-resources create "$name" --node-id="$name" --zone="$zone" \
-    --accelerator-type="$type" --runtime-version="$runtime" ${tier:+"$tier"}
+  local nodes=(--node-id="$name") release=()
+  ((node_count == 1)) || nodes=(--node-count="$node_count" --node-prefix="$name")
+  [[ -z $reservation ]] || release=(alpha) # Only there a reservation has a name.
+  execute gcloud ${release[@]+"${release[@]}"} compute tpus queued-resources create "$name" "${nodes[@]}" "${place[@]}" \
+    --accelerator-type="$type" --runtime-version="$runtime" ${tier:+"$tier"} ${reservation:+--reservation="$reservation"} \
+    ${network:+--network="$network"} ${service_account:+--service-account="$service_account"}
 }
 
 do_wait() {
@@ -120,7 +146,7 @@ do_status() {
   else
     describe
   fi
-  on_host all "$(poll_script)"
+  on_host all all "$(poll_script)"
 }
 
 do_install() {
@@ -130,42 +156,48 @@ do_install() {
     local archive=${TMPDIR:-/tmp}/txl-$name.tar.gz
     execute bash -c "git ls-files -z --cached --others --exclude-standard |
   tar --create --gzip --file=$(quoted "$archive") --null --ignore-failed-read --files-from=-" || return
-    execute gcloud compute tpus tpu-vm scp "$archive" "$name:txl.tar.gz" --zone="$zone" --worker=all --quiet || return
+    to_hosts scp "$archive" "$name:txl.tar.gz" || return
   fi
-  on_host all "$(install_script)"
+  on_host all all "$(install_script)"
 }
 
 do_run() {
   check_program
-  on_host all "$(run_script)"
+  on_host all all "$(run_script)"
 }
 
 do_logs() {
-  on_host "$worker" "sudo journalctl --unit=$UNIT --output=cat --lines=200${follow:+ $follow}"
+  on_host "$worker" "$node" "sudo journalctl --unit=$UNIT --output=cat --lines=200${follow:+ $follow}"
 }
 
 do_stop() {
   # If SIGTERM kills a run before it handles signals, systemd reports a clean end: hence the file.
-  on_host all "mkdir -p txl && touch txl/stopped && sudo systemctl stop $UNIT"
+  on_host all all "mkdir -p txl && touch txl/stopped && sudo systemctl stop $UNIT"
 }
 
 do_delete() {
-  execute gcloud compute tpus queued-resources delete "$name" --zone="$zone" --force --quiet
+  if [[ -n $existing ]]; then
+    execute gcloud compute tpus tpu-vm delete "$name" "${place[@]}" --quiet
+  else
+    execute gcloud compute tpus queued-resources delete "$name" "${place[@]}" --force --quiet
+  fi
 }
 
 do_watch() {
-  check_type
+  [[ -n $existing ]] || check_type
   check_program
   check_outlives
   if [[ -n $dry_run ]]; then
     print_watch
     return
   fi
-  local asked='' begun='' crashes=0 refusals=0 now before=''
+  local asked='' begun='' maintained='' crashes=0 refusals=0 now before=''
   while :; do
     now=$(state)
     [[ $now == "$before" ]] || log "the request is $now"
     before=$now
+    [[ -z $existing || ! $now =~ ^(ABSENT|SUSPENDED|FAILED)$ ]] ||
+      fail "the TPU VM $name is $now, and --existing creates none; without it this script makes one when it is preempted"
     case $now in
       ABSENT)
         if do_create; then
@@ -177,7 +209,7 @@ do_watch() {
         ;;
       SUSPENDED | FAILED)
         [[ $now != FAILED || -z $asked ]] ||
-          fail "the request failed before it was served; see gcloud compute tpus queued-resources describe $name --zone=$zone"
+          fail "the request failed before it was served; see gcloud compute tpus queued-resources describe $name ${place[*]}"
         do_delete || log "it could not be deleted; trying again"
         ;;
       ACTIVE)
@@ -199,7 +231,7 @@ check_run() {
   esac
   case $now in
     finished)
-      log "the run has finished; the TPU still exists: launch/tpu.sh delete $name --zone=$zone"
+      log "the run has finished; the TPU still exists: launch/tpu.sh delete $name ${place[*]}"
       exit 0
       ;;
     failed)
@@ -215,7 +247,7 @@ check_run() {
     crashed)
       ((++crashes <= MAX_CRASHES)) || fail "the run crashed $crashes times; see launch/tpu.sh logs $name"
       log "the run crashed; restarting it"
-      on_host all "sudo systemctl stop $UNIT" || true
+      on_host all all "sudo systemctl stop $UNIT" || true
       begun=''
       ;;
     bare)
@@ -223,20 +255,26 @@ check_run() {
       ;;
     idle)
       if do_run; then
-        begun=1
+        begun=1 maintained=''
         log "the run has been started"
       else
         log "it could not be started; trying again"
       fi
+      ;;
+    maintenance)
+      [[ -n $maintained ]] || log "a host will be maintained, and the run has saved; it is started again afterwards"
+      begun='' maintained=1
       ;;
     unreachable) log "the hosts are unreachable" ;;
   esac
 }
 
 print_watch() {
-  echo "# If there is no request, or it was preempted or failed:"
-  do_delete
-  do_create
+  if [[ -z $existing ]]; then
+    echo "# If there is no request, or it was preempted or failed:"
+    do_delete
+    do_create
+  fi
   echo "# Every $every seconds, until it is ACTIVE:"
   describe
   echo "# When it is:"
@@ -244,7 +282,7 @@ print_watch() {
   do_run
   echo "# Every $every seconds, until the run has finished; after a preemption from the top:"
   describe
-  on_host all "$(poll_script)"
+  on_host all all "$(poll_script)"
 }
 
 # ---- Checks ----
@@ -255,17 +293,21 @@ check_type() {
 }
 
 check_program() {
-  ((${#program[@]})) || usage_error "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=$mount/runs/one"
+  ((${#program[@]})) || usage_error "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=gs://BUCKET/runs/one"
 }
 
 check_outlives() {
-  [[ -n $bucket || -n $nfs ]] ||
-    usage_error "watch was given neither --bucket nor --nfs; a run resumes from its workdir, which must outlive the TPU"
-  local word
+  local word workdir=''
   for word in "${program[@]}"; do
-    [[ $word != --workdir=* || $word == --workdir=$mount/* ]] ||
-      usage_error "$word is not in $mount, which alone outlives the TPU; give a --workdir there"
+    [[ $word != --workdir=* ]] || workdir=${word#*=}
   done
+  case $workdir in
+    gs://* | "$mount"/*) ;;
+    '') usage_error "watch was given a command without --workdir=FOLDER; a run resumes from its workdir, as gs://BUCKET/FOLDER" ;;
+    *) usage_error "--workdir=$workdir is neither gs://BUCKET/FOLDER nor in $mount, which alone outlive the TPU; give one of them" ;;
+  esac
+  [[ $workdir == gs://* || -n $bucket$nfs ]] ||
+    usage_error "--workdir=$workdir needs --bucket or --nfs, which is mounted at $mount; or give gs://BUCKET/FOLDER"
 }
 
 usual_runtime() { # https://cloud.google.com/tpu/docs/runtimes
@@ -294,7 +336,7 @@ install_script() {
 # The hosts' own Python is 3.10, which is too old: uv installs another.
 python3 -m pip install --quiet --user --upgrade uv
 "$HOME/.local/bin/uv" venv --quiet --allow-existing --seed --python=3.12 txl/venv
-txl/venv/bin/pip install --quiet './txl/source[plots]' 'jax[tpu]'
+txl/venv/bin/pip install --quiet './txl/source[plots,tpu,gcs]'
 END
   [[ -z $bucket$nfs ]] || mount_script
   echo "touch txl/installed"
@@ -305,7 +347,8 @@ mount_script() {
   local line
   if [[ -n $bucket ]]; then
     # Checkpoints are written under a temporary name and renamed: a flat bucket renames file by file, up to a limit.
-    line="$bucket $mount gcsfuse rw,_netdev,allow_other,implicit_dirs,rename_dir_limit=100000,uid=\$(id -u),gid=\$(id -g) 0 0"
+    # On hosts of v5e, v5p and v6e gcsfuse would cache names and sizes for ever, and so miss what other hosts write.
+    line="$bucket $mount gcsfuse rw,_netdev,allow_other,implicit_dirs,rename_dir_limit=100000,metadata_cache_ttl_secs=0,uid=\$(id -u),gid=\$(id -g) 0 0"
   else
     line="$nfs $mount nfs rw,_netdev,hard 0 0"
   fi
@@ -356,14 +399,14 @@ END
 
 poll_script() {
   cat <<END
-echo "run \$(systemctl show $UNIT --property=SubState --value) \$(systemctl show $UNIT --property=ExecMainStatus --value) \$(test -e txl/installed && echo installed || echo bare) \$(test -e txl/stopped && echo stopped || echo wanted)"
+echo "run \$(systemctl show $UNIT --property=SubState --value) \$(systemctl show $UNIT --property=ExecMainStatus --value) \$(test -e txl/installed && echo installed || echo bare) \$(test -e txl/stopped && echo stopped || echo wanted) \$(curl --silent --fail --max-time 5 --header 'Metadata-Flavor: Google' $MAINTENANCE || echo unknown)"
 END
 }
 
 # The state of the run over all hosts, in one word.
 poll() {
   local lines
-  lines=$(on_host all "$(poll_script)" 2>/dev/null) || {
+  lines=$(on_host all all "$(poll_script)" 2>/dev/null) || {
     echo unreachable
     return
   }
@@ -371,8 +414,10 @@ poll() {
     $1 != "run" { next }
     { hosts++ }
     $4 == "bare" { bare++ }
+    $6 ~ /^TERMINATE/ { ending++ }  # The run has had the same notice, and saves and stops.
     $2 == "exited" && $3 == 0 { finished++; next }
     $2 != "dead" && $2 != "exited" && $2 != "failed" { running++; next }
+    $5 == "stopped" { asked++ }
     $5 == "stopped" || ($2 == "failed" && $3 == saving) { stopped++; next }
     $2 == "dead" { idle++; next }
     $2 == "exited" { crashed++; next }  # By a signal that nobody sent on purpose; systemd calls it a clean end.
@@ -380,6 +425,7 @@ poll() {
     { crashed++ }
     END {
       if (!hosts) print "unreachable"
+      else if (ending && !running && !errors && finished != hosts && !asked) print "maintenance"
       else if (bare && !running) print "bare"
       else if (idle == hosts) print "idle"
       else if (finished == hosts) print "finished"
@@ -392,19 +438,40 @@ poll() {
 
 # ---- gcloud ----
 
-on_host() { # Host number or "all", script.
-  execute gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker="$1" --quiet --command="$2"
+on_host() { # Host number or "all", slice number or "all", script.
+  if ((node_count > 1)); then
+    execute gcloud compute tpus queued-resources ssh "$name" "${place[@]}" --node="$2" --worker="$1" --quiet --command="$3"
+  else
+    execute gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --worker="$1" --quiet --command="$3"
+  fi
+}
+
+to_hosts() { # "scp", file, destination.
+  if ((node_count > 1)); then
+    execute gcloud compute tpus queued-resources "$@" "${place[@]}" --node=all --worker=all --quiet
+  else
+    execute gcloud compute tpus tpu-vm "$@" "${place[@]}" --worker=all --quiet
+  fi
 }
 
 describe() {
-  execute gcloud compute tpus queued-resources describe "$name" --zone="$zone" --format='value(state.state)'
+  if [[ -n $existing ]]; then
+    execute gcloud compute tpus tpu-vm describe "$name" "${place[@]}" --format='value(state)'
+  else
+    execute gcloud compute tpus queued-resources describe "$name" "${place[@]}" --format='value(state.state)'
+  fi
 }
 
-# The state of the request; ABSENT if there is none, UNKNOWN if gcloud failed.
+# The state of the request; ABSENT if there is none, UNKNOWN if gcloud failed. That of a TPU VM in the same words.
 state() {
   local output
   if output=$(describe 2>&1); then
-    tail -n 1 <<<"$output"
+    output=$(tail -n 1 <<<"$output")
+    case $existing,$output in
+      1,READY) echo ACTIVE ;;
+      1,PREEMPTED | 1,TERMINATED | 1,STOPPED) echo SUSPENDED ;;
+      *) echo "$output" ;;
+    esac
   elif [[ $output == *NOT_FOUND* ]]; then
     echo ABSENT
   else

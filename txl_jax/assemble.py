@@ -216,7 +216,7 @@ class TrainingFunctions:
             )
             raise UserError(
                 f"train.batch_size is {train.batch_size} and the rows are split over {shards} devices "
-                f"(mesh.data x mesh.fsdp){in_microbatches}; choose a multiple of {multiple}, or fewer devices with "
+                f"(data x fsdp of the mesh){in_microbatches}; choose a multiple of {multiple}, or fewer devices with "
                 "--mesh.data"
             )
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 from absl import flags
 
-from experiments.cli import flag_tree, help_text, hosts, score_input, training_config
+from experiments.cli import flag_tree, google_cloud, help_text, hosts, score_input, training_config
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
@@ -115,6 +115,7 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) 
     quiet_orbax()
     try:
         begin()
+        google_cloud.stop_on_notice()
         return hosts.leave(job(), together=True)
     except BaseException as error:
         code = exit_code_for(error)

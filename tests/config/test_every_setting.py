@@ -162,6 +162,7 @@ SECOND = {
     "optimizer.weight_decay": ("train_step", 0.1),
     "optimizer.embedding_lr_multiplier": ("train_step", 2.0),
     "mesh.data": ("devices", 2),
+    "mesh.dcn_data": ("devices", 2),
     "mesh.fsdp": ("devices", 2),
     "mesh.tensor": ("devices", 2),
     "train.steps": ("train_step", 10),

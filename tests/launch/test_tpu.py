@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 FAKES = Path(__file__).parent / "fake"
 SCRIPT = str(ROOT / "launch" / "tpu.sh")
 RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=/mnt/txl/one", "--generate.prompt=it's"]
+IN_BUCKET = ["--", "python", "-m", "experiments.enwik8", "--workdir=gs://mine/one"]
 HOST_COMMANDS = [
     "sudo",
     "python3",
@@ -124,6 +125,46 @@ def asked_of_gcloud(cloud):
             ),
         ),
         (
+            [
+                "create",
+                "one",
+                "--zone=z",
+                "--type=v5p-16",
+                "--node-count=2",
+                "--project=p",
+                "--network=n",
+                "--spot",
+                "--service-account=a@p.iam.gserviceaccount.com",
+            ],
+            (
+                "gcloud compute tpus queued-resources create one --node-count=2 --node-prefix=one --zone=z "
+                "--project=p --accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --spot --network=n "
+                "--service-account=a@p.iam.gserviceaccount.com\n"
+            ),
+        ),
+        (
+            ["create", "one", "--zone=z", "--type=v6e-8", "--reservation=projects/p/reservations/r"],
+            (
+                "gcloud alpha compute tpus queued-resources create one --node-id=one --zone=z --accelerator-type=v6e-8 "
+                "--runtime-version=v2-alpha-tpuv6e --reservation=projects/p/reservations/r\n"
+            ),
+        ),
+        (
+            ["wait", "one", "--zone=z", "--project=p", "--existing"],
+            "gcloud compute tpus tpu-vm describe one --zone=z --project=p '--format=value(state)'\n",
+        ),
+        (
+            ["logs", "one", "--zone=z", "--node-count=2", "--node=1"],
+            (
+                "gcloud compute tpus queued-resources ssh one --zone=z --node=1 --worker=0 --quiet "
+                "'--command=sudo journalctl --unit=txl --output=cat --lines=200'\n"
+            ),
+        ),
+        (
+            ["delete", "one", "--zone=z", "--existing"],
+            "gcloud compute tpus tpu-vm delete one --zone=z --quiet\n",
+        ),
+        (
             ["wait", "one", "--zone=z"],
             "gcloud compute tpus queued-resources describe one --zone=z '--format=value(state.state)'\n",
         ),
@@ -158,22 +199,23 @@ def remote_scripts(out):
     return [word.removeprefix("--command=") for word in shlex.split(out) if word.startswith("--command=")]
 
 
-@pytest.mark.parametrize("share", ["--bucket=gs://mine", "--nfs=10.0.0.2:/share"])
+@pytest.mark.parametrize("share", ["--bucket=gs://mine", "--nfs=10.0.0.2:/share", ""])
 def test_the_script_for_the_hosts_is_valid_shell(cloud, share):
-    code, out, err = call(
-        cloud, "watch", "one", "--zone=z", "--type=v5p-8", share, "--git=https://h/r@v1", "--dry_run", *RUN
-    )
+    words = ["watch", "one", "--zone=z", "--type=v5p-8", *([share] if share else []), "--git=https://h/r@v1"]
+    code, out, err = call(cloud, *words, "--dry_run", *(RUN if share else IN_BUCKET))
     assert code == 0, err
     install, run, poll = remote_scripts(out)
     for script in (install, run, poll):
         assert not shell.findings(script)
     for line in ("git clone --quiet https://h/r txl/source", "git -C txl/source checkout --quiet v1"):
         assert line in install.splitlines()
-    assert "'./txl/source[plots]' 'jax[tpu]'" in install
+    assert "pip install --quiet './txl/source[plots,tpu,gcs]'" in install
     assert ("mine /mnt/txl gcsfuse" in install) == ("bucket" in share)
     assert ("10.0.0.2:/share /mnt/txl nfs" in install) == ("nfs" in share)
-    assert shlex.split(run.splitlines()[-1])[1:] == RUN[1:]
-    assert "RequiresMountsFor=/mnt/txl" in run and "--property=LimitMEMLOCK=infinity" in run
+    assert (",metadata_cache_ttl_secs=0," in install) == ("bucket" in share)
+    assert shlex.split(run.splitlines()[-1])[1:] == (RUN if share else IN_BUCKET)[1:]
+    assert ("RequiresMountsFor=/mnt/txl" in run) == bool(share) and "--property=LimitMEMLOCK=infinity" in run
+    assert ("/mnt/txl" in install) == bool(share)
 
 
 STEPS = """
@@ -226,6 +268,53 @@ def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(clou
     assert "mine " + str(cloud / "mnt") + " gcsfuse" in (cloud / "tee.log").read_text()
 
 
+def test_several_slices_are_one_request_whose_hosts_all_run_the_command(cloud):
+    program(cloud, 'echo "on $(basename "$HOME")"\n')
+    words = ["--zone=z", "--type=v5p-16", "--node-count=2", "--every=0.05"]
+    code, out, err = call(cloud, "watch", "one", *words, *IN_BUCKET)
+    assert code == 0, out + err
+    assert [(cloud / f"host{i}" / "journal").read_text() for i in range(2)] == ["on host0\n", "on host1\n"]
+    code, out, _ = call(cloud, "logs", "one", *words, "--node=1")
+    assert code == 0 and out == "on host1\n"
+    assert not (cloud / "tee.log").exists(), "nothing is mounted"
+
+
+def test_a_tpu_vm_that_exists_is_used_and_never_made(cloud):
+    program(cloud, "echo done\n")
+    for host in ("host0", "host1"):
+        (cloud / host).mkdir()
+    (cloud / "existing").write_text("READY\n")
+    words = ["watch", "one", "--zone=z", "--existing", "--every=0.05"]
+    code, out, err = call(cloud, *words, *IN_BUCKET)
+    assert code == 0, out + err
+    assert asked_of_gcloud(cloud) == ["scp"] and (cloud / "host1" / "journal").read_text() == "done\n"
+    (cloud / "existing").write_text("PREEMPTED\n")
+    code, _, err = call(cloud, *words, *IN_BUCKET)
+    assert code == 1 and "SUSPENDED" in err and "--existing" in err
+    assert asked_of_gcloud(cloud) == ["scp"]
+
+
+def test_watch_waits_while_a_host_is_maintained(cloud):
+    """The program has the same notice, saves and exits with 143; afterwards the host may have rebooted."""
+    program(cloud, "trap 'exit 143' TERM\nwhile [ ! -e \"$FAKE/over\" ]; do sleep 0.02; done\n")
+    watching = watch(cloud, wait=False)
+    wait_until(lambda: is_running(cloud), watching)
+    (cloud / "host1" / "maintenance").write_text("TERMINATE_ON_HOST_MAINTENANCE\n")
+    for host in ("host0", "host1"):
+        os.kill(int((cloud / host / "pid").read_text()), signal.SIGTERM)
+    log = cloud / "host.log"
+    begins = log.read_text().count("\nsystemd-run ")
+    polls = log.read_text().count("ExecMainStatus")
+    wait_until(lambda: log.read_text().count("ExecMainStatus") > polls + 8, watching)
+    assert log.read_text().count("\nsystemd-run ") == begins, "it is not started before the maintenance is over"
+    for name in ("pid", "status", "maintenance"):  # A reboot.
+        (cloud / "host1" / name).unlink()
+    (cloud / "over").touch()
+    out, err = watching.communicate(timeout=60)
+    assert watching.returncode == 0, out + err
+    assert log.read_text().count("\nsystemd-run ") == begins + 2 and "maintained" in out
+
+
 def test_watch_ends_when_the_run_is_stopped(cloud):
     program(cloud, "trap 'echo saved; exit 143' TERM\nwhile :; do sleep 0.02; done\n")
     watching = watch(cloud, wait=False)
@@ -250,7 +339,7 @@ def test_a_run_that_is_stopped_before_it_listens_stays_stopped(cloud):
     out, err = watching.communicate(timeout=60)
     assert watching.returncode == 143 and "watch" in err, out + err
     code, out, _ = call(cloud, "status", "one", "--zone=z")
-    assert code == 0 and out.splitlines()[1:] == ["run dead 0 installed stopped"] * 2
+    assert code == 0 and out.splitlines()[1:] == ["run dead 0 installed stopped NONE"] * 2
     program(cloud, "echo went on\n")
     assert watch(cloud)[0] == 0
 
@@ -279,7 +368,7 @@ def test_a_run_that_is_going_on_is_not_started_twice(cloud):
     assert call(cloud, "install", "one", "--zone=z")[0] == 0
     assert call(cloud, "run", "one", "--zone=z", *RUN)[0] == 0
     code, out, _ = call(cloud, "status", "one", "--zone=z")
-    assert code == 0 and out.splitlines() == ["one ACTIVE", *["run running 0 installed wanted"] * 2]
+    assert code == 0 and out.splitlines() == ["one ACTIVE", *["run running 0 installed wanted NONE"] * 2]
     code, _, err = call(cloud, "run", "one", "--zone=z", *RUN)
     assert code == 1 and re.search(r"(?m)^error: .*tpu\.sh stop\b", err)
     assert call(cloud, "stop", "one", "--zone=z")[0] == 0
@@ -346,7 +435,12 @@ def test_a_folder_that_is_no_clone_is_not_sent(cloud):
         (["install", "one", "--zone=z", "--mount=here"], "'here'"),
         (["install", "one", "--zone=z", "--git=https://h/r"], "URL@REVISION"),
         (["install", "one", "--zone=z", "--git=git@h:o/r"], "URL@REVISION"),
-        (["watch", "one", "--zone=z", "--type=v4-8", *RUN], "--bucket nor --nfs"),
+        (["watch", "one", "--zone=z", "--type=v4-8", *RUN], "--bucket or --nfs"),
+        (["watch", "one", "--zone=z", "--type=v4-8", "--", "python", "-m", "experiments.ptb"], "without --workdir"),
+        (["create", "one", "--zone=z", "--type=v4-8", "--node-count=0"], "'0'"),
+        (["create", "one", "--zone=z", "--type=v4-8", "--spot", "--reservation=r"], "--spot and --reservation"),
+        (["create", "one", "--zone=z", "--type=v4-8", "--existing"], "--existing"),
+        (["install", "one", "--zone=z", "--existing", "--node-count=2"], "--existing and --node-count=2"),
         (
             ["watch", "one", "--zone=z", "--type=v4-8", "--bucket=b", "--", "python", "--workdir=runs/x"],
             "--workdir=runs/x",
@@ -363,5 +457,5 @@ def test_mistakes_are_answered_in_one_sentence(cloud, words, expected):
 def test_help_names_every_command_and_flag(cloud):
     code, out, _ = call(cloud, "--help")
     assert code == 0
-    for word in ("create", "watch", "--bucket=NAME", "--dry_run"):
+    for word in ("create", "watch", "--bucket=NAME", "--dry_run", "--node-count=N", "--existing", "gs://"):
         assert word in out

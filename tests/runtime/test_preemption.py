@@ -2,10 +2,13 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
 from support import processes
+from support.metadata_server import MetadataServer
+from txl_jax.runtime import preemption
 from txl_jax.runtime.preemption import StopRequest
 
 NAMES = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
@@ -59,6 +62,25 @@ def test_ctrl_c_twice_interrupts():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
+    """The SIGTERM of a machine that is shut down after the notice is the first one, and the next acts as before."""
+    monkeypatch.setattr(preemption, "_requested", threading.Event())
+    if when == "before":
+        preemption.request_stop("preempted=TRUE")
+    with StopRequest() as stop:
+        if when == "within":
+            assert not stop
+            preemption.request_stop("preempted=TRUE")
+        assert stop and stop.signal_number == signal.SIGTERM
+        send(signal.SIGTERM)
+        assert stop and arrivals == []
+        send(signal.SIGTERM)
+        assert arrivals == [signal.SIGTERM]
+    with StopRequest() as stop:
+        assert stop, "for the rest of the process"
+
+
 SCRIPT = """
 import sys
 import time
@@ -67,11 +89,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments.cli import hosts
+from experiments.cli import google_cloud, hosts
 from txl_jax.runtime.preemption import StopRequest
 
 hosts._given = dict  # No flags here.
 hosts.join()
+if sys.argv[1:] == ["noticed"]:
+    google_cloud.stop_on_notice()
 with StopRequest() as stop:
     step = 0
     while not stop:
@@ -95,3 +119,17 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(name, number):
     assert [code for code, _, _ in ended] == [0, 0], ended
     steps = [int(err.splitlines()[-1]) for _, _, err in ended]
     assert steps[0] == steps[1] >= 3
+
+
+def test_a_notice_to_one_process_stops_all_at_the_same_step():
+    with MetadataServer(maintenance_event="NONE", preempted="FALSE") as server:
+        of_process = [(), ("noticed",)].__getitem__
+        started = processes.start("-c", SCRIPT, devices=1, of_process=of_process, GCE_METADATA_HOST=server.host)
+        while "ready" not in (line := started[1].stderr.readline()):
+            assert line, processes.finish(started)
+        server.change("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
+        ended = processes.finish(started)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    steps = [int(err.splitlines()[-1]) for _, _, err in ended]
+    assert steps[0] == steps[1] >= 3
+    assert "TERMINATE_ON_HOST_MAINTENANCE" in ended[1][2] and "TERMINATE" not in ended[0][2]

@@ -58,7 +58,13 @@ class MeshConfig(Config):
     """Devices along each axis of the mesh. They change no number but by rounding."""
 
     data: int | None = setting(
-        None, "Data-parallel replicas; none: all remaining devices.", at_least=1, free_on_resume=True
+        None, "Data-parallel replicas in each slice; none: all remaining devices.", at_least=1, free_on_resume=True
+    )
+    dcn_data: int | None = setting(
+        None,
+        "Data parallelism between slices of TPUs, over the data-centre network; none: as many as there are.",
+        at_least=1,
+        free_on_resume=True,
     )
     fsdp: int = setting(1, "FSDP: devices that share the parameters of a replica.", at_least=1, free_on_resume=True)
     tensor: int = setting(

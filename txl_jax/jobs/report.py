@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from txl_jax import sharding
 from txl_jax.assemble import Compilation, RunComponents
 from txl_jax.config import EvalConfig, ModelConfig, Network
 from txl_jax.data.batches.segment_reader import SegmentReader
@@ -41,6 +42,7 @@ def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) ->
         f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
         f"scoring   {_how_scored(components.config.eval)}",
         f"devices   {components.mesh.size} x {device_kind()} ({axes})"
+        + (f" in {slices} slices" if (slices := sharding.num_slices(components.mesh)) > 1 else "")
         + (f" in {jax.process_count()} processes" if distributed.is_multiprocess() else ""),
         *attention,
     ]

@@ -221,7 +221,7 @@ def _open(path: str) -> Pretrained:
 
 def _assemble_trained(trained: Pretrained, components: RunComponents) -> RunComponents:
     """Assembles the trained model on the mesh of the run that begins."""
-    ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
+    ours = ("mesh.data", "mesh.dcn_data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     defaults = {"eval.average_checkpoints": ExperimentConfig().eval.average_checkpoints}
     changed = defaults | {name: config_tree.get(components.config, name) for name in ours}
     config = config_tree.replace(trained.config, changed)

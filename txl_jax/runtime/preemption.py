@@ -1,8 +1,9 @@
-"""SIGTERM and Ctrl-C as a request to stop after the current step, in all processes at the same step."""
+"""SIGTERM, Ctrl-C or a notice as a request to stop after the current step, in all processes at the same step."""
 
 import itertools
 import os
 import signal
+import threading
 from types import FrameType
 from typing import Any, Self
 
@@ -14,6 +15,26 @@ from txl_jax.runtime import distributed
 # the same calls, so that the same number is the same point of the program in each.
 _sync_points = itertools.count(1)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_ALONE, _TOGETHER = "as soon as this step is done", "with all processes"
+_requested = threading.Event()  # Set by `request_stop`, for the rest of the process.
+
+
+def request_stop(reason: str) -> None:
+    """Makes the `StopRequest` that is active, or the next one, true, as SIGTERM would; from any thread.
+
+    It is not a signal, so that the SIGTERM of a machine that is shut down afterwards is the first one and does not end
+    the process while it saves.
+
+    Args:
+      reason: printed on the error stream, such as "preempted=TRUE".
+    """
+    _requested.set()
+    everywhere = distributed.is_multiprocess()
+    _print_now(
+        f"{reason}: saving and stopping {'with all processes' if everywhere else 'as soon as this step is done'}"
+    )
+    if everywhere:
+        os.kill(os.getpid(), signal.SIGTERM)  # jax's own handler, which may be called any number of times.
 
 
 class StopRequest:
@@ -50,25 +71,30 @@ class StopRequest:
             and multihost_utils.reached_preemption_sync_point(next(_sync_points))
         ):
             self.signal_number = signal.SIGTERM
+        if not self._is_multiprocess and not self.signal_number and _requested.is_set():
+            self.signal_number = signal.SIGTERM
         return self.signal_number != 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.signal_number = number
-        self._acknowledge(number, "as soon as this step is done")
+        self._acknowledge(number, _ALONE)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._acknowledge(number, "with all processes")
+        self._acknowledge(number, _TOGETHER)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _acknowledge(self, number: int, when: str) -> None:
         self._restore()
-        # Not print: the signal may have come in the middle of one.
-        name = signal.Signals(number).name
-        os.write(2, f"{name}: saving and stopping {when}; once more stops at once\n".encode())
+        _print_now(f"{signal.Signals(number).name}: saving and stopping {when}; once more stops at once")
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+
+def _print_now(line: str) -> None:
+    """Writes a line to the error stream. Not by print: a signal may have come in the middle of one."""
+    os.write(2, f"{line}\n".encode())

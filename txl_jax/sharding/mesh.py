@@ -5,10 +5,13 @@ devices that share the parameters of one replica) and `tensor` (tensor parallel:
 and vocabulary). Batch rows are sharded over `data` and `fsdp`. XLA inserts the collectives: an all-reduce of gradients
 over `data`; over `fsdp` an all-gather of each layer's weights and a reduce-scatter of gradients; over `tensor` an
 all-reduce of the outputs of attention and of the feed-forward layers.
+
+Slices of TPUs that only a data-centre network (DCN) connects (multislice) are replicas: the outermost part of `data` is
+over the slices, so that only the all-reduce of gradients and of a few numbers crosses them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -43,42 +46,102 @@ _MESH_AXES = {
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes the mesh over this run's devices; with `data` given, devices beyond the product stay idle.
 
-    Neighbours along an axis of the mesh are neighbours in the interconnect, where devices have coordinates.
+    Neighbours along an axis of the mesh are neighbours in the interconnect, where devices have coordinates. Devices of
+    one slice of TPUs are contiguous: of `data`, the slice is the outermost part.
 
     Args:
       config: the sizes of the axes.
       devices: None: those of this run; else others, such as those of a topology that is not attached.
 
     Raises:
-      UserError: the sizes need more devices than there are, or leave a remainder where `data` is None.
+      UserError: the sizes need more devices than there are, or leave a remainder where `data` is None; or the devices
+        are of another number of slices.
     """
     devices = jax.devices() if devices is None else devices
-    shape = _shape(config, len(devices))
-    try:  # As `jax.make_mesh`, which does not split physical axes.
-        grid = mesh_utils.create_device_mesh(shape, devices[: math.prod(shape)], allow_split_physical_axes=True)
-    except AssertionError:  # Such a number of chips is no box of the torus; any order works.
-        grid = np.asarray(devices[: math.prod(shape)]).reshape(shape)
-    return Mesh(grid, _NAMES, axis_types=(AxisType.Auto,) * 3)
+    slices = _slices(devices)
+    shape = _shape(config, len(devices), num_slices=len(slices), is_tpu=devices[0].platform == "tpu")
+    return Mesh(_device_grid(slices, shape), _NAMES, axis_types=(AxisType.Auto,) * 3)
 
 
-def abstract_mesh(config: MeshConfig, n_device: int) -> AbstractMesh:
+def abstract_mesh(config: MeshConfig, n_device: int, *, num_slices: int = 1) -> AbstractMesh:
     """Makes a mesh without devices, for shapes and shardings only.
+
+    Args:
+      config: the sizes of the axes.
+      n_device: devices in all slices.
+      num_slices: slices of TPUs that the devices are in.
 
     Raises:
       UserError: as `make_mesh`.
     """
-    return AbstractMesh(_shape(config, n_device), _NAMES, axis_types=(AxisType.Auto,) * 3)
+    shape = _shape(config, n_device, num_slices=num_slices, is_tpu=num_slices > 1)
+    return AbstractMesh(shape, _NAMES, axis_types=(AxisType.Auto,) * 3)
 
 
-def _shape(config: MeshConfig, n_device: int) -> tuple[int, int, int]:
+def num_slices(mesh: Mesh) -> int:
+    """Returns how many slices of TPUs a mesh is over; 1 for other devices."""
+    return len(_slices(mesh.devices.flat))
+
+
+def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, int]) -> np.ndarray:
+    """Lays devices over a mesh of this shape, each slice in the order of its interconnect.
+
+    Args:
+      slices: devices by slice, as many in each.
+      shape: data x fsdp x tensor over all slices, of which the number of slices divides `data`.
+
+    Returns:
+      Devices [data, fsdp, tensor].
+    """
+    data, fsdp, tensor = shape
+    in_slice = data // len(slices), fsdp, tensor
+    chosen = [device for one in slices for device in one[: math.prod(in_slice)]]
+    try:  # As `jax.make_mesh`, which does not split physical axes.
+        if len(slices) == 1:
+            return mesh_utils.create_device_mesh(shape, chosen, allow_split_physical_axes=True)
+        return mesh_utils.create_hybrid_device_mesh(
+            in_slice, (len(slices), 1, 1), chosen, allow_split_physical_axes=True
+        )
+    except AssertionError:  # Such a number of chips is no box of the torus; any order within a slice works.
+        return np.asarray(chosen).reshape(shape)
+
+
+def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
+    """Groups devices by slice of TPUs, in the order of the slices' indices; other devices are one group.
+
+    (jax gives GPUs a slice_index too, that of their host. Over those FSDP is usual, and remains a choice.)
+    """
+    found: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+        found.setdefault(index or 0, []).append(device)
+    return [found[index] for index in sorted(found)]
+
+
+def _shape(config: MeshConfig, n_device: int, *, num_slices: int, is_tpu: bool) -> tuple[int, int, int]:
+    """Returns data x fsdp x tensor over all slices."""
+    dcn_data = config.dcn_data or num_slices
+    if is_tpu and dcn_data != num_slices:
+        raise UserError(
+            f"mesh.dcn_data is {dcn_data} and the TPUs are of {num_slices} slice{'s' if num_slices > 1 else ''}; give "
+            f"--mesh.dcn_data={num_slices}, or none for as many as there are"
+        )
+    in_slice, rest = divmod(n_device, dcn_data)
+    if rest:
+        raise UserError(
+            f"mesh.dcn_data is {dcn_data} and there are {n_device} devices; it must divide them, as each slice has as "
+            "many"
+        )
     shared = config.fsdp * config.tensor
-    data = config.data or n_device // shared
-    if data * shared > n_device or (not config.data and data * shared != n_device):
+    data = config.data or in_slice // shared
+    if data * shared > in_slice or (not config.data and data * shared != in_slice):
+        where = f" in each of {dcn_data} slices (mesh.dcn_data)" if dcn_data > 1 else ""
         raise UserError(
             f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor} and "
-            f"there are {n_device} devices; the product must not exceed that, nor leave a remainder where data is none"
+            f"there are {in_slice} devices{where}; the product must not exceed that, nor leave a remainder where data "
+            "is none"
         )
-    return data, config.fsdp, config.tensor
+    return dcn_data * data, config.fsdp, config.tensor
 
 
 def spec(*names: str | None) -> PartitionSpec:

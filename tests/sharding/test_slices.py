@@ -1,0 +1,94 @@
+"""Tests that a mesh over several slices of TPUs crosses them along its outermost axis only."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import mesh_utils
+
+from txl_jax import sharding
+from txl_jax.config import MeshConfig
+from txl_jax.errors import UserError
+from txl_jax.sharding import mesh as mesh_module
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What jax asks of a TPU when it makes a mesh."""
+
+    id: int
+    slice_index: int
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    process_index: int = 0
+
+
+def chips(num_slices, side=4):
+    """Chips of `side` x `side` slices, with those of different slices mixed."""
+    places = [(x, y, 0) for y in range(side) for x in range(side)]
+    found = [
+        Chip(number * len(places) + index, number, place)
+        for index, place in enumerate(places)
+        for number in range(num_slices)
+    ]
+    return found[::-1]
+
+
+def grid(devices, **sizes):
+    slices = mesh_module._slices(devices)
+    shape = mesh_module._shape(MeshConfig(**sizes), len(devices), num_slices=len(slices), is_tpu=True)
+    return mesh_module._device_grid(slices, shape)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 16}, {"fsdp": 4, "tensor": 4}, {"fsdp": 2, "tensor": 4}])
+def test_only_data_crosses_slices(sizes):
+    found = np.vectorize(lambda chip: chip.slice_index)(grid(chips(2), **sizes))
+    assert found.shape[1:] == (sizes.get("fsdp", 1), sizes.get("tensor", 1)) and found.size == 32
+    half = len(found) // 2
+    assert (found[:half] == 0).all() and (found[half:] == 1).all()
+
+
+def test_within_a_slice_the_mesh_is_that_of_one_slice():
+    one = mesh_utils.create_device_mesh(
+        (2, 8, 1), sorted(chips(1), key=lambda chip: chip.id), allow_split_physical_axes=True
+    )
+    two = grid(sorted(chips(2), key=lambda chip: chip.id), fsdp=8)
+    places = np.vectorize(lambda chip: chip.coords[:2], otypes=[object])
+    assert (places(two[:2]) == places(one)).all() and (places(two[2:]) == places(one)).all()
+
+
+def test_chips_that_are_left_idle_and_are_no_box_are_those_of_each_slice():
+    found = grid(chips(2), data=7)
+    assert found.shape == (14, 1, 1)
+    assert [chip.slice_index for chip in found.flat] == [0] * 7 + [1] * 7
+    assert len({chip.id for chip in found.flat}) == 14
+
+
+@pytest.mark.parametrize(
+    ("num_slices", "sizes", "words"),
+    [
+        (2, {"dcn_data": 4}, r"mesh\.dcn_data is 4\b.*\b2 slices\b.*--mesh\.dcn_data=2"),
+        (1, {"dcn_data": 2}, r"mesh\.dcn_data is 2\b.*\b1 slice\b"),
+        (2, {"fsdp": 32}, r"\b32 x 1\b.*\b16 devices in each of 2 slices\b"),
+        (2, {"data": 2, "fsdp": 16}, r"\b2 x 16 x 1\b.*\b16 devices\b"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_slices_are_refused(num_slices, sizes, words):
+    with pytest.raises(UserError, match=words):
+        grid(chips(num_slices), **sizes)
+
+
+def test_other_devices_can_be_divided_as_if_they_were_slices():
+    assert tuple(sharding.abstract_mesh(MeshConfig(dcn_data=2, fsdp=2, tensor=2), 8).shape.values()) == (2, 2, 2)
+    assert tuple(sharding.abstract_mesh(MeshConfig(dcn_data=2, fsdp=2), 8).shape.values()) == (4, 2, 1)
+    assert tuple(sharding.abstract_mesh(MeshConfig(fsdp=4), 8, num_slices=2).shape.values()) == (2, 4, 1)
+    assert sharding.num_slices(sharding.make_mesh(MeshConfig())) == 1
+    with pytest.raises(UserError, match=r"mesh\.dcn_data is 3\b.*\b8 devices"):
+        sharding.abstract_mesh(MeshConfig(dcn_data=3), 8)
+    count = len(jax.devices())
+    with pytest.raises(UserError, match=re.escape(f"mesh.dcn_data is {count + 1} ")):
+        sharding.make_mesh(MeshConfig(dcn_data=count + 1))
