@@ -12,7 +12,7 @@ from txl_jax.runtime import maintenance
 CALM = {"maintenance_event": "NONE", "preempted": "FALSE"}
 
 
-def watched(server):
+def notices_of(server):
     """A queue of the notices."""
     notices: queue.Queue[str] = queue.Queue()
     maintenance.watch(server.host, notices.put)
@@ -41,7 +41,7 @@ def quick(monkeypatch):
 )
 def test_a_change_is_noticed_at_once(key, value, notice):
     with MetadataServer(**CALM) as server:
-        notices = watched(server)
+        notices = notices_of(server)
         until(lambda: len(server.asked) == 4)
         assert notices.empty()
         server.change(key, value)
@@ -57,7 +57,7 @@ def test_a_change_is_noticed_at_once(key, value, notice):
 
 def test_a_machine_that_migrates_goes_on():
     with MetadataServer(**CALM) as server:
-        notices = watched(server)
+        notices = notices_of(server)
         until(lambda: len(server.asked) == 4)
         server.change("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE")
         until(lambda: len(server.asked) == 5)
@@ -69,12 +69,12 @@ def test_a_machine_that_migrates_goes_on():
 
 def test_a_server_that_fails_for_a_while_is_asked_again():
     with MetadataServer(failures=3, maintenance_event="NONE", preempted="TRUE") as server:
-        assert watched(server).get(timeout=5) == "preempted=TRUE"
+        assert notices_of(server).get(timeout=5) == "preempted=TRUE"
         server.change("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
 
 
 def test_a_server_without_the_keys_is_left_alone():
     with MetadataServer() as server:
-        notices = watched(server)
+        notices = notices_of(server)
         until(lambda: not [one for one in threading.enumerate() if one.name.startswith("notice of")])
         assert len(server.asked) == 2 and notices.empty()

@@ -16,7 +16,7 @@ from txl_jax.sharding import mesh as mesh_module
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What jax asks of a TPU when it makes a mesh."""
+    """A TPU, as far as jax needs one to make a mesh."""
 
     id: int
     slice_index: int
