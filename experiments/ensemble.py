@@ -20,7 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.cli import flag_tree, programs, runner
+from experiments.cli import flag_tree, programs, runner, watch
 from txl_jax.config import ExperimentConfig
 from txl_jax.errors import UserError
 from txl_jax.jobs import ensemble, warm_start
@@ -35,6 +35,7 @@ def main() -> None:
     """Parses the flags, and trains the members or splits one off."""
     flags.DEFINE_enum("mode", "train", ("train", "split"), "Train all members, or split one off.")
     flags.DEFINE_string("workdir", None, "Folder of the ensemble: checkpoints, logs, results. Created if missing.")
+    watch.define_flags()
     runner.define_data_folders()
     flag_tree.define(ExperimentConfig())
     flags.DEFINE_multi_string(
@@ -57,12 +58,13 @@ def _run() -> int:
         split_off(folder, FLAGS.ensemble_member[0], _folder("to"))
         return 0
     workdir = Workdir(folder)
+    more = watch.given(workdir)
     config = programs.config_of_flags(workdir=workdir)
     members = [_parse_member(text) for text in FLAGS.ensemble_member]
     ensemble.member_configs(config, members)  # Before a text is read.
     corpus = warm_start.read_corpus(config, workdir, FLAGS.data_dir, FLAGS.cache_dir)
     with StopRequest() as stop:
-        outcome = ensemble.run(config, members, corpus, workdir, stop_requested=lambda: stop)
+        outcome = ensemble.run(config, members, corpus, workdir, stop_requested=lambda: stop, **more)
     return 128 + (stop.signal_number or 0) if stop and not outcome.finished else 0
 
 

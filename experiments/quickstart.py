@@ -12,7 +12,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.cli import flag_tree, runner, training_config
+from experiments.cli import compilation_cache, flag_tree, runner, training_config
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -77,7 +77,9 @@ def _run() -> int:
     config = training_config.with_absolute_paths(flag_tree.build(DEFAULTS))
     config.validate()
     workdir = Workdir(Path(FLAGS.workdir).expanduser().resolve())
-    corpus = read_corpus(config.data, data_dir="", cache_dir=str(workdir.create().path / "prepared"))
+    prepared = str(workdir.create().path / "prepared")
+    compilation_cache.enable(prepared)
+    corpus = read_corpus(config.data, data_dir="", cache_dir=prepared)
     print(f"{corpus.description}\nsha256 {corpus.digest}")
     with StopRequest() as stop:
         outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from txl_jax.modules.transformer_xl import TransformerXL
     from txl_jax.ops.attention import Visibility, attention, sinusoids
     from txl_jax.recurrence import scan_segments
+    from txl_jax.runtime.sinks.sink import Sink
     from txl_jax.segments import Segments
     from txl_jax.trained_model import LanguageModel, load
     from txl_jax.training.loop import Hook, HookContext
@@ -72,6 +73,7 @@ _PLACES = {
     "Outcome": ("txl_jax.training.trainer", "Outcome"),
     "SegmentReader": ("txl_jax.data.batches.segment_reader", "SegmentReader"),
     "Segments": ("txl_jax.segments", "Segments"),
+    "Sink": ("txl_jax.runtime.sinks.sink", "Sink"),
     "Totals": ("txl_jax.metrics", "Totals"),
     "TransformerXL": ("txl_jax.modules.transformer_xl", "TransformerXL"),
     "UserError": ("txl_jax.errors", "UserError"),
@@ -127,6 +129,7 @@ __all__ = [
     "SegmentReader",
     "Segments",
     "ShawTerms",
+    "Sink",
     "Tokenizer",
     "TokenizerConfig",
     "Totals",

@@ -61,6 +61,7 @@ def init(*, n_layer: int, batch_size: int, mem_len: int, d_model: int, dtype: jn
     )
 
 
+@jax.named_scope("memory")
 def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
     """Appends a segment's layer inputs [N, B, L, D] and drops the oldest rows."""
     mem_len, segment_len = memory.mem_len, layer_inputs.shape[2]
@@ -72,6 +73,7 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
     )
 
 
+@jax.named_scope("memory")
 def reset(memory: Memory, rows: jax.Array, start: MemoryStart = MemoryStart.MASKED) -> Memory:
     """Sets the rows marked in `rows` (bool [B]) back to the state of `init`."""
     hidden = memory.hidden

@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 import jax
 from absl import flags
 
-from experiments.cli import flag_tree, google_cloud, help_text, hosts, score_input, training_config
+from experiments.cli import (
+    compilation_cache,
+    flag_tree,
+    google_cloud,
+    help_text,
+    hosts,
+    score_input,
+    training_config,
+    watch,
+)
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
@@ -57,6 +66,7 @@ def define_flags(defaults: ExperimentConfig) -> None:
     define_workdir()
     flags.DEFINE_integer("stop_after", None, "Update after which training stops, saved; without it, it goes on.")
     score_input.define_flags()
+    watch.define_flags()
     define_data_folders()
     hosts.define_flags()
     flag_tree.define(defaults)
@@ -94,6 +104,7 @@ def parse_or_exit(
     Returns:
       These words.
     """
+    compilation_cache.define_flag()
     argv = list(sys.argv if argv is None else argv)
     if asked := {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
         _print_help(None if "--helpfull" in asked else groups, note, required)
@@ -116,6 +127,7 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) 
     try:
         begin()
         google_cloud.stop_on_notice()
+        compilation_cache.enable()
         return hosts.leave(job(), together=True)
     except BaseException as error:
         code = exit_code_for(error)
@@ -241,7 +253,7 @@ def _print_help(groups: Collection[str] | None, note: str, required: Collection[
 
 
 def _run_mode(defaults: ExperimentConfig) -> int:
-    own_flags = ("mode", "ensemble_member", "stop_after", *score_input.FLAG_NAMES)
+    own_flags = ("mode", "ensemble_member", "stop_after", *score_input.FLAG_NAMES, *watch.FLAG_NAMES)
     hosts.check_same({name: FLAGS[name].value for name in own_flags})
     workdir = distributed.run_on_all(given_workdir)
     if FLAGS.input is not None:
@@ -260,6 +272,8 @@ def _print_other_corpus(defaults: ExperimentConfig, workdir: Workdir) -> None:
 
 
 def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
+    more = distributed.run_on_all(lambda: watch.given(workdir))
+
     def prepare() -> tuple[ExperimentConfig, Corpus]:
         if workdir.member is not None:
             raise UserError(
@@ -274,7 +288,7 @@ def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
 
     config, corpus = distributed.run_on_all(prepare)
     with StopRequest() as stop:  # From here on: while a text is read a signal ends the process at once.
-        outcome = train.run(config, corpus, workdir, stop_after=FLAGS.stop_after, stop_requested=lambda: stop)
+        outcome = train.run(config, corpus, workdir, stop_after=FLAGS.stop_after, stop_requested=lambda: stop, **more)
     return 0 if outcome.finished else exit_code_of(stop)
 
 

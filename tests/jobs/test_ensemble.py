@@ -22,6 +22,7 @@ from txl_jax.jobs.split_off import split_off
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.sinks.sink import MEASURED
 from txl_jax.training.ensemble import Variation, make_ensemble_step
 from txl_jax.training.loop import Hook
 from txl_jax.training.run_checkpoints import RunCheckpoints
@@ -61,7 +62,7 @@ def run(base, folder, chosen=MEMBERS, **others):
 
 def records(path, member=None):
     """The records of a run, or those of one member, without what the clock decides."""
-    left_out = {"tokens_per_second", "member"}
+    left_out = {*MEASURED, "member"}
     found = read_metrics(path)
     return [{k: v for k, v in each.items() if k not in left_out} for each in found if each.get("member") == member]
 

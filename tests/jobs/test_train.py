@@ -29,6 +29,7 @@ from txl_jax.jobs.restore import load_parameters, load_state
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.sinks.sink import MEASURED
 from txl_jax.training import results
 from txl_jax.training.loop import Hook
 from txl_jax.training.run_checkpoints import RunCheckpoints
@@ -83,7 +84,7 @@ class StopAfter:
 
 def numbers(workdir):
     """The records of a run without what the clock decides."""
-    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(workdir.path)]
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(workdir.path)]
 
 
 def weights(config, corpus, workdir):

@@ -24,6 +24,7 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import evaluate, generate, train
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.sinks.sink import MEASURED
 
 STEPS = 40  # Of 18 a pass, so that sentences are shuffled three times.
 
@@ -78,7 +79,7 @@ def finished(config, corpus, folder):
 
 
 def numbers(workdir):
-    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(workdir.path)]
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(workdir.path)]
 
 
 class StopAfter:

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from txl_jax.runtime import integrity
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.sinks.sink import MEASURED
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
@@ -154,7 +155,7 @@ def finished(victim):
 
 def numbers(workdir):
     """The records of a run in order, without what the clock decides."""
-    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(workdir)]
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(workdir)]
 
 
 def result(workdir, name="results.json"):

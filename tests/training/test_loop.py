@@ -14,6 +14,7 @@ class Story:
 
     def __init__(self, *, bad_call: int | None = None):
         self.events: list[str] = []
+        self.waits: list[float] = []
         self._bad_call = bad_call
 
     def step(self, state, segments):
@@ -34,6 +35,9 @@ class Story:
     def exclude(self, seconds):
         assert seconds >= 0
         self.events.append("exclude")
+
+    def waited(self, seconds):
+        self.waits.append(seconds)
 
     def hook(self, name, every, *, stop_at=None):
         def action(context):
@@ -73,6 +77,13 @@ def test_metrics_are_fetched_one_call_late():
         *("call 4", "metrics 2"),
         "metrics 4",
     ]
+
+
+def test_waits_for_segments_are_timed(monkeypatch):
+    story, now = Story(), iter(range(0, 1000, 3))
+    monkeypatch.setattr("txl_jax.training.loop.time.monotonic", lambda: next(now))
+    story.run(3)
+    assert story.waits == [3, 3, 3, 3]  # The last asks for nothing.
 
 
 def test_hooks_run_in_order_at_multiples_and_at_the_end_after_all_metrics():
@@ -165,4 +176,7 @@ class _NoProgress:
         pass
 
     def exclude(self, seconds):
+        pass
+
+    def waited(self, seconds):
         pass

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from txl_jax.errors import NonFiniteError
+from txl_jax.metrics import Measure
 from txl_jax.runtime.environment import duration
+from txl_jax.runtime.sinks.sink import MEASURED
 from txl_jax.training.members import Members
-from txl_jax.training.progress import Progress
+from txl_jax.training.progress import Progress, StepCost
 from txl_jax.training.step import UpdateMetrics
 
 STEPS, LOG_EVERY, TOKENS = 8, 4, 21
@@ -51,7 +53,7 @@ def progress(log, running_totals=None, clock=None) -> Progress:
         log,
         steps=STEPS,
         log_every=LOG_EVERY,
-        tokens_per_step=TOKENS,
+        cost=StepCost(TOKENS),
         running_totals=running_totals,
         clock=clock or Clock(),
     )
@@ -72,12 +74,12 @@ def test_a_line_sums_up_its_updates():
     assert first["learning_rate"] == pytest.approx(0.1 - 3 / 1000)  # Of the last update.
     assert first["tokens_per_second"] == pytest.approx(4 * TOKENS / 1.0)
     assert second["loss"] == pytest.approx((64 + 65 + 66 + 67) / 80)
-    assert re.search(r"\b4/8\b.*\b0:00:01$", log.lines[0])
+    assert re.search(r"\b4/8\b.*\b1s$", log.lines[0])
 
 
 def test_the_last_update_is_reported_between_multiples():
     log = Log()
-    made = Progress(log, steps=3, log_every=2, tokens_per_step=TOKENS, clock=Clock())
+    made = Progress(log, steps=3, log_every=2, cost=StepCost(TOKENS), clock=Clock())
     for step in range(3):
         made.update(step, metrics(step))
     assert [record["step"] for record in log.records] == [2, 3]
@@ -98,7 +100,7 @@ def test_a_resumed_run_writes_the_same_lines(stopped_after):
 
     def timeless(log):
         return (
-            [{**record, "tokens_per_second": None} for record in log.records],
+            [{k: v for k, v in record.items() if k not in MEASURED} for record in log.records],
             [re.sub(r"  [^ ]+ tokens/s.*", "", line) for line in log.lines],
         )
 
@@ -138,6 +140,91 @@ def test_the_alarm_names_the_first_bad_update(changes):
     assert made.state()["updates"] == 1 and not log.records  # Nothing of that call is counted or reported.
 
 
+def measured_run(*, per_update=0.5, steps=STEPS, members=None, **cost):
+    """A log of updates on a clock: each takes as long, the last of an interval after a wait of a fifth of it."""
+    log, clock = Log(), Clock()
+    made = Progress(
+        log,
+        steps=steps,
+        log_every=LOG_EVERY,
+        cost=StepCost(TOKENS, **cost),
+        members=members or Members(),
+        clock=clock,
+        device_memory=lambda: 3_000_000_000 if cost else None,
+    )
+    for step in range(LOG_EVERY * 2):
+        clock.now += per_update
+        if step % LOG_EVERY == LOG_EVERY - 1:
+            made.waited(per_update * LOG_EVERY / 5)
+        of_one = metrics(step)
+        made.update(step, of_one if members is None else UpdateMetrics(*(np.stack([own, own]) for own in of_one)))
+    return log
+
+
+def test_what_a_record_measures():
+    """A step of 2e12 operations in half a second on a peak of 16e12."""
+    log = measured_run(flops=2e12, peak_flops=16e12)
+    for record in log.records:
+        assert {name: record[name] for name in MEASURED} == pytest.approx(
+            {
+                "tokens_per_second": TOKENS / 0.5,
+                "step_seconds": 0.5,
+                "host_wait_share": 0.2,
+                "model_flops_per_second": 4e12,
+                "peak_share": 0.25,
+                "device_memory_bytes": 3_000_000_000,
+            }
+        )
+    assert "  25% peak  host wait 20%  ETA" in log.lines[0]
+
+
+def test_what_is_unknown_is_left_out():
+    log = measured_run()
+    assert set(MEASURED) & log.records[0].keys() == {"tokens_per_second", "step_seconds", "host_wait_share"}
+    assert "peak" not in "".join(log.lines)
+
+
+def test_members_share_the_peak():
+    log = measured_run(members=Members(("a", "b")), flops=2e12, peak_flops=16e12)
+    assert [record["model_flops_per_second"] for record in log.records] == pytest.approx([4e12] * 4)
+    assert [record["peak_share"] for record in log.records] == pytest.approx([0.5] * 4)
+
+
+def test_a_line_fits_in_100_columns():
+    """With the numbers of the longest published run, and a peak."""
+    log, clock = Log(), Clock()
+    cost = StepCost(11_264, 4.2e12, 989e12)
+    made = Progress(log, steps=400_000, log_every=1, cost=cost, measure=Measure.PPL, clock=clock)
+    for first, seconds in ((123_455, 0.0517), (399_998, 86_399.0)):
+        clock.now += seconds
+        made.update(first, metrics(1, nats=[140], tokens=[20], grad_norm=[12.345]))
+    assert all(len(line) <= 100 for line in log.lines), log.lines
+    assert "ppl 1096.63" in log.lines[0] and log.lines[0].endswith("  8% peak  ETA 3h 58m")
+
+
+@pytest.mark.parametrize("per_update", [0.001, 2.0])
+def test_a_run_states_how_long_it_takes_once_its_first_steps_are_timed(per_update):
+    log = measured_run(per_update=per_update, steps=1000)
+    lines = [line for line in log.lines if line.startswith("time")]
+    if per_update * 7 < 3:  # Too short to time.
+        assert lines == []
+    else:  # The first update is left out, the next two take 4 s, and 997 are left.
+        [line] = lines
+        assert "2 s per step" in line and "33m 14s" in line and "997 steps" in line
+        assert log.lines.index(line) == 0
+
+
+def test_evaluation_does_not_lengthen_the_forecast():
+    log, clock = Log(), Clock()
+    made = Progress(log, steps=100, log_every=100, cost=StepCost(TOKENS), clock=clock)
+    for step in range(5):
+        clock.now += 2.0
+        made.update(step, metrics(step))
+        clock.now += 50.0
+        made.exclude(50.0)
+    assert "2 s per step" in log.lines[0] and "97 steps" in log.lines[0]
+
+
 def test_durations():
     assert duration(0.4) == "0:00:00"
     assert duration(59.6) == "0:01:00"
@@ -157,7 +244,7 @@ def test_members_have_a_record_each_and_share_a_line():
             log,
             steps=4,
             log_every=4,
-            tokens_per_step=TOKENS,
+            cost=StepCost(TOKENS),
             members=members,
             running_totals=running_totals,
             clock=Clock(),
@@ -175,6 +262,6 @@ def test_members_have_a_record_each_and_share_a_line():
 
 def test_the_alarm_names_the_member():
     bad = UpdateMetrics(*(np.stack([own, own * np.nan]) for own in metrics(0)))
-    made = Progress(Log(), steps=4, log_every=4, tokens_per_step=TOKENS, members=Members(("a", "b")), clock=Clock())
+    made = Progress(Log(), steps=4, log_every=4, cost=StepCost(TOKENS), members=Members(("a", "b")), clock=Clock())
     with pytest.raises(NonFiniteError, match=r"^b: "):
         made.update(0, bad)

@@ -30,7 +30,9 @@ from txl_jax.jobs.train import claim, score_or_stop, training_reader
 from txl_jax.jobs.warm_start import WarmStart
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
+from txl_jax.runtime import profiler
 from txl_jax.runtime.files import write_text
+from txl_jax.runtime.sinks.sink import Sink
 from txl_jax.segments import Segments
 from txl_jax.training import ensemble as ensemble_step
 from txl_jax.training.loop import Hook
@@ -50,6 +52,8 @@ def run(
     workdir: Workdir,
     *,
     hooks: Sequence[Hook] = (),
+    sinks: Sequence[Sink] = (),
+    profile_steps: tuple[int, int] | None = None,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Outcome:
     """Trains all members to the end, or until a stop is requested; the same call resumes where that stopped.
@@ -57,7 +61,7 @@ def run(
     results.json has an object `members` with the scores of each, and members.md has them as a table.
 
     Args:
-      hooks: as in `txl_jax.jobs.train.run`; states have the member axis.
+      hooks: as in `txl_jax.jobs.train.run`, and so are the others; states have the member axis.
 
     Raises:
       UserError: fewer than two members, two that are alike, a setting in which they cannot differ, more than one
@@ -66,6 +70,8 @@ def run(
     """
     members = [_in_order(member) for member in members]
     configs = member_configs(base, members)
+    if profile_steps is not None:
+        profiler.check_steps(*profile_steps, steps=base.train.steps)
     recorded = restore.recorded_attention(workdir, base)
     components = assemble(base, vocab_size=corpus.vocabulary.size, recorded_attention=recorded)
     if components.mesh.size != 1:
@@ -81,7 +87,15 @@ def run(
         )
         weights = weights or warm_start.of_earlier_start(workdir)
         task = _task(components, corpus, configs, readers, stop_requested, weights)
-        outcome = Trainer(task, workdir.path, hooks=hooks, stop_requested=stop_requested).run(changes)
+        trainer = Trainer(
+            task,
+            workdir.path,
+            hooks=hooks,
+            sinks=sinks,
+            profile_steps=profile_steps,
+            stop_requested=stop_requested,
+        )
+        outcome = trainer.run(changes)
     if outcome.results is not None:
         print(f"table     {_write_table(workdir.path, outcome.results, corpus.vocabulary.measure)}", flush=True)
     return outcome
@@ -166,6 +180,7 @@ def _task(
             *warm_start.opening(weights),
             f"ensemble  {'; '.join(members.names)}: one program, losses in this order",
         ],
+        cost=report.step_cost(components),
         segments_per_epoch=readers[0].n_segments,
         abstract_state=abstract_state,
         abstract_params=components.training.abstract_state.params,

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from txl_jax import sharding
+from txl_jax import flops, sharding
 from txl_jax.assemble import Compilation, RunComponents
 from txl_jax.config import EvalConfig, ModelConfig, Network
 from txl_jax.data.batches.segment_reader import SegmentReader
@@ -12,11 +12,29 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.jobs import attention_record
 from txl_jax.runtime import distributed
 from txl_jax.runtime.environment import bytes_on_device, device_kind, megabytes
+from txl_jax.training.progress import StepCost
 
 
 def facts(components: RunComponents, corpus: Corpus) -> dict[str, Any]:
     """Returns text and size of a run, as results.json begins."""
     return {"corpus": corpus.name, "text": corpus.description, "parameters": components.num_parameters}
+
+
+def step_cost(components: RunComponents) -> StepCost:
+    """Returns the work of one update of one run or member, and the peak of all devices of the mesh."""
+    train, peak = components.config.train, flops.device_peak(jax.devices()[0].device_kind)
+    per_token = flops.of_training(
+        components.config.model,
+        vocab_size=components.model.vocab_size,
+        segment_len=train.segment_len,
+        mem_len=train.mem_len,
+        same_length=train.same_length,
+    )
+    return StepCost(
+        tokens=train.batch_size * train.new_tokens,
+        flops=per_token * train.batch_size * train.segment_len,
+        peak_flops=None if peak is None else peak * components.mesh.size,
+    )
 
 
 def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) -> list[str]:

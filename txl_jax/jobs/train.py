@@ -29,7 +29,8 @@ from txl_jax.jobs.score import Interrupted, score
 from txl_jax.jobs.warm_start import WarmStart
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
-from txl_jax.runtime import distributed
+from txl_jax.runtime import distributed, profiler
+from txl_jax.runtime.sinks.sink import Sink
 from txl_jax.segments import Segments
 from txl_jax.training.loop import Hook
 from txl_jax.training.members import Members
@@ -46,6 +47,8 @@ def run(
     *,
     hooks: Sequence[Hook] = (),
     stop_after: int | None = None,
+    sinks: Sequence[Sink] = (),
+    profile_steps: tuple[int, int] | None = None,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Outcome:
     """Trains to the end, or until a stop is requested; in a used workdir it resumes where that stopped.
@@ -54,6 +57,8 @@ def run(
       hooks: of the caller's, run after evaluation and before the checkpoint of a step.
       stop_after: the update after which this start ends, saved, for the next to go on from; a multiple of
         `train.eval_every`, so that it is evaluated there as without the stop. None: the run's last.
+      sinks: of the caller's, beside metrics.jsonl and TensorBoard's files.
+      profile_steps: first and last update, counted from 1, of a profile in the workdir's `profile`; None: none.
 
     Raises:
       UserError: settings, text and workdir do not fit together, or the workdir cannot be used.
@@ -64,6 +69,8 @@ def run(
     for hook in hooks:
         hook.check_interval(config.train.segments_per_call)
     check_stop_after(config, stop_after)
+    if profile_steps is not None:
+        profiler.check_steps(*profile_steps, steps=config.train.steps)
     agreement.check(config, corpus)
     recorded = restore.recorded_attention(workdir, config)
 
@@ -81,7 +88,15 @@ def run(
         )
         workdir.check_shared()
         task = _task(components, corpus, reader, stop_requested, weights or warm_start.of_earlier_start(workdir))
-        trainer = Trainer(task, workdir.path, hooks=hooks, stop_requested=stop_requested, stop_after=stop_after)
+        trainer = Trainer(
+            task,
+            workdir.path,
+            hooks=hooks,
+            sinks=sinks,
+            profile_steps=profile_steps,
+            stop_after=stop_after,
+            stop_requested=stop_requested,
+        )
         return trainer.run(changes)
 
 
@@ -92,6 +107,8 @@ def train(
     data_dir: str = "data",
     cache_dir: str | None = None,
     hooks: Sequence[Hook] = (),
+    sinks: Sequence[Sink] = (),
+    profile_steps: tuple[int, int] | None = None,
 ) -> Outcome:
     """Trains a config as the programs do: reads its corpus, and starts or resumes the run in the folder `path`.
 
@@ -104,6 +121,8 @@ def train(
       data_dir: folder of the corpora's own files.
       cache_dir: folder for prepared tokens; None: `prepared` in `data_dir`.
       hooks: actions at intervals of updates, run after evaluation and before the checkpoint of a step.
+      sinks: receivers of settings, records and texts, beside metrics.jsonl and TensorBoard's files.
+      profile_steps: first and last update, counted from 1, of a profile in the workdir's `profile`; None: none.
 
     Raises:
       UserError: settings, text and workdir do not fit together, or a file cannot be read or written.
@@ -113,7 +132,7 @@ def train(
     config.validate()
     workdir = Workdir(Path(path).expanduser().resolve())
     corpus = distributed.run_on_all(lambda: warm_start.read_corpus(config, workdir, data_dir, cache_dir))
-    return run(config, corpus, workdir, hooks=hooks)
+    return run(config, corpus, workdir, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
 
 
 def check_stop_after(config: ExperimentConfig, stop_after: int | None) -> None:
@@ -201,6 +220,7 @@ def _task(
         measure=corpus.vocabulary.measure,
         facts=report.facts(components, corpus) | warm_start.facts(weights),
         opening=[*report.opening(components, corpus, reader), *warm_start.opening(weights)],
+        cost=report.step_cost(components),
         segments_per_epoch=reader.n_segments,
         abstract_state=components.training.abstract_state,
         abstract_params=components.training.abstract_state.params,

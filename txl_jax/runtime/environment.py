@@ -58,6 +58,45 @@ def bytes_on_device(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def device_memory_bytes() -> int | None:
+    """Returns the most memory that was in use so far on any device of this process; None: not reported (CPUs)."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
+
+
+def brief_number(number: float) -> str:
+    """Formats a positive number with three digits.
+
+    >>> brief_number(0.0517), brief_number(123_456), brief_number(1234.5), brief_number(2.0)
+    ('0.0517', '123k', '1.23k', '2')
+    """
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit * 0.9995:
+            return f"{_three_digits(number / limit)}{unit}"
+    return _three_digits(number)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def brief_duration(seconds: float) -> str:
+    """Formats seconds with the two largest units.
+
+    >>> brief_duration(45), brief_duration(3723), brief_duration(200000)
+    ('45s', '1h 2m', '2d 7h')
+    """
+    if not math.isfinite(seconds):
+        return "unknown"
+    rest = round(seconds)
+    found: list[str] = []
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, rest = divmod(rest, size)
+        if count or found:
+            found.append(f"{count}{unit}")
+    return " ".join(found[:2]) or "0s"
+
+
 def duration(seconds: float) -> str:
     """Formats seconds as h:mm:ss, with days before that.
 

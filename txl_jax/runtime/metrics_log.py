@@ -1,4 +1,4 @@
-"""The log of a run: `metrics.jsonl`, `log.txt` and TensorBoard files in its folder.
+"""The log of a run: `metrics.jsonl` and `log.txt` in its folder, and its sinks, TensorBoard among them.
 
 On object storage the two texts are in parts (`append_file`), and there is a TensorBoard file for each checkpoint.
 
@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -19,8 +19,10 @@ from typing import Any, Protocol, Self
 from txl_jax.errors import LogError, UserError
 from txl_jax.runtime.append_file import AppendFile, read_appended, replace_appended
 from txl_jax.runtime.files import writing
-from txl_jax.runtime.paths import as_path
-from txl_jax.runtime.tensorboard import ScalarWriter
+from txl_jax.runtime.paths import as_path, is_remote
+from txl_jax.runtime.sinks.fan_out import FanOut
+from txl_jax.runtime.sinks.sink import Sink
+from txl_jax.runtime.sinks.tensorboard import TensorBoardSink
 
 METRICS = "metrics.jsonl"
 
@@ -30,6 +32,9 @@ class MetricsLog(Protocol):
 
     def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
         """Takes one record; `member` names the member of an ensemble that it is about."""
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Takes a text, such as a sample, for the sinks."""
 
     def print(self, line: str) -> None:
         """Takes one line for people."""
@@ -50,25 +55,37 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class RunLog:
-    """Records, lines and TensorBoard scalars of one run. Use it as a context manager.
+    """Records and lines of one run. Use it as a context manager.
 
     Args:
       workdir: the run's folder; made if missing.
       first_step: the step that the run starts after (that of the checkpoint it resumes from). Records of later
         steps are dropped.
       redone: kinds of records that this start makes again at `first_step` itself; those are dropped too.
+      sinks: get everything too, beside TensorBoard's files in the folder.
 
-    Every method raises LogError when a file cannot be written.
+    Every method raises LogError when metrics.jsonl or log.txt cannot be written: a run decides by its own records. A
+    sink that fails is left out.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], *, first_step: int = 0, redone: Collection[str] = ()):
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        first_step: int = 0,
+        redone: Collection[str] = (),
+        sinks: Sequence[Sink] = (),
+    ):
         self._workdir = as_path(workdir)
         with writing(self._workdir):
             self._workdir.mkdir(parents=True, exist_ok=True)
             _drop_repeated(self._workdir / METRICS, first_step, redone)
             self._metrics = AppendFile(self._workdir / METRICS)
             self._lines = AppendFile(self._workdir / "log.txt")
-            self._scalars = ScalarWriter(self._workdir / "tensorboard", first_step=first_step)
+        tensorboard = TensorBoardSink(
+            self._workdir / "tensorboard", first_step=first_step, upload=is_remote(self._workdir)
+        )
+        self._sinks = FanOut([tensorboard, *sinks], self.print)
 
     def __enter__(self) -> Self:
         return self
@@ -82,16 +99,17 @@ class RunLog:
         """Closes the files; nothing happens the second time."""
         if self._metrics.closed:
             return
+        self._sinks.close()
         with writing(self._workdir):
             self._metrics.close()
             self._lines.close()
-            self._scalars.close()
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Passes settings by dotted names, and facts, on to the sinks."""
+        self._sinks.settings(values)
 
     def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
-        """Adds one record: a line `{"kind": kind, "step": step, **values}` and a scalar `kind/name` per value.
-
-        With `member`, of an ensemble, the line has it too, and the scalar is `member/kind/name`, in which TensorBoard
-        has "_" for "=".
+        """Adds one record: a line `{"kind": kind, "step": step, **values}`, with `member` if it is given.
 
         Raises:
           UserError: a value named "kind", "step" or "member".
@@ -102,12 +120,15 @@ class RunLog:
         # allow_nan=False: json would write NaN, which is no JSON, and other readers would stop at the line.
         record: dict[str, Any] = {"kind": kind, "step": int(step)} | ({} if member is None else {"member": member})
         record |= {name: _plain(number) for name, number in numbers.items()}
-        tag = kind if member is None else f"{member}/{kind}"
         line = json.dumps(record, allow_nan=False)
         with writing(self._workdir):
             self._metrics.write(line + "\n")
             self._metrics.flush()
-            self._scalars.write(int(step), {f"{tag}/{name}": number for name, number in numbers.items()})
+        self._sinks.record(kind, int(step), numbers, member)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Passes a text on to the sinks."""
+        self._sinks.text(step, tag, text)
 
     def print(self, line: str) -> None:
         """Prints a line and adds it to log.txt; after `close` it only prints."""
@@ -123,7 +144,7 @@ class RunLog:
         with writing(self._workdir):
             self._metrics.seal()
             self._lines.seal()
-            self._scalars.seal()
+        self._sinks.flush()
 
 
 class NoLog:
@@ -139,6 +160,12 @@ class NoLog:
 
     def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
         """Drops a record."""
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Drops settings."""
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Drops a text."""
 
     def print(self, line: str) -> None:
         """Drops a line."""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from txl_jax.runtime.metrics_log import NoLog, RunLog
 
@@ -45,3 +46,11 @@ class DeferredLog:
     def seal(self) -> None:
         """Keeps what was written, before a checkpoint or a result that relies on it."""
         self._log.seal()
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Passes settings on to the sinks."""
+        self._log.settings(values)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Passes a text on to the sinks."""
+        self._log.text(step, tag, text)

@@ -39,6 +39,10 @@ class HookContext:
         """Adds a record of this step to metrics.jsonl; `member` names the member of an ensemble that it is about."""
         self.run_log.record(kind, self.step, values, member=member)
 
+    def text(self, tag: str, text: str) -> None:
+        """Passes a text of this step, such as a sample, on to the sinks: TensorBoard shows it under TEXT."""
+        self.run_log.text(self.step, tag, text)
+
     def request_stop(self) -> None:
         """Ends training at this step, after the other hooks; everything is saved."""
         self.stopping = True
@@ -77,6 +81,9 @@ class Meter(Protocol):
     def exclude(self, seconds: float) -> None:
         """Leaves time spent on something else out of the next tokens/s."""
 
+    def waited(self, seconds: float) -> None:
+        """Takes time that the loop has waited for segments."""
+
 
 def train(
     state: TrainState,
@@ -103,13 +110,20 @@ def train(
     Returns:
       The number of updates done, and the state after them.
     """
+
+    def segments_at(step: int) -> Any:
+        began = time.monotonic()
+        found = segments(step) if step < steps else None
+        progress.waited(time.monotonic() - began)
+        return found
+
     step, stopping = first_step, False
     pending: tuple[int, UpdateMetrics] | None = None
-    upcoming: Any = segments(step) if step < steps else None
+    upcoming = segments_at(step)
     while step < steps:
         state, metrics = train_step(state, upcoming)
         # While the device works: the next segments, and the metrics of the call before.
-        upcoming = segments(step + segments_per_call) if step + segments_per_call < steps else None
+        upcoming = segments_at(step + segments_per_call)
         if pending is not None:
             progress.update(*_to_host(*pending))
         pending = step, metrics

@@ -9,12 +9,14 @@ import numpy as np
 
 from txl_jax.errors import NonFiniteError
 from txl_jax.metrics import Measure, Totals
-from txl_jax.runtime.environment import duration
+from txl_jax.runtime import environment
 from txl_jax.runtime.metrics_log import MetricsLog
 from txl_jax.training.members import Members
 from txl_jax.training.step import UpdateMetrics
 
 _ONE_RUN = Members()
+_WORTH_A_COLUMN = 0.05  # Of the time: waits that are shorter are left out of the lines, not of the records.
+_SECONDS_TO_TIME = 3.0  # Of the first steps, before a run states how long it takes.
 
 
 @dataclasses.dataclass
@@ -34,14 +36,30 @@ class RunningTotals:
         self.updates += len(metrics.nats)
 
 
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """The work of one update.
+
+    Attributes:
+      tokens: that one member reads for the first time.
+      flops: operations of one member by the formulas of `txl_jax.flops`; None: not counted.
+      peak_flops: peak FLOP/s of all devices together; None: unknown.
+    """
+
+    tokens: int
+    flops: float | None = None
+    peak_flops: float | None = None
+
+
 class Progress:
     """Sums up updates, and reports each time `log_every` of them are complete.
 
     Args:
       log: takes a record per member and one line for each report.
-      tokens_per_step: of one member.
+      cost: of an update.
       members: of an ensemble, whose metrics have a leading axis.
       running_totals: `state()` of an interrupted run.
+      device_memory: returns the bytes in use on a device, at most; None: unknown.
     """
 
     def __init__(
@@ -50,22 +68,26 @@ class Progress:
         *,
         steps: int,
         log_every: int,
-        tokens_per_step: int,
+        cost: StepCost,
         measure: Measure = Measure.BPC,
         members: Members = _ONE_RUN,
         running_totals: Any = None,
         clock: Callable[[], float] = time.monotonic,
+        device_memory: Callable[[], int | None] = environment.device_memory_bytes,
     ):
         self._totals = [RunningTotals(**(stored or {})) for stored in members.from_json(running_totals)]
         self._log = log
         self._steps = steps
         self._log_every = log_every
-        self._tokens_per_step = tokens_per_step
+        self._cost = cost
         self._measure = measure
         self._members = members
         self._clock = clock
+        self._device_memory = device_memory
         self._since = clock()
         self._timed_updates = 0  # Unlike the running totals', these were all made by this process.
+        self._waited = 0.0
+        self._forecast = _Forecast(steps)
 
     def state(self) -> Any:
         """Returns the running totals as JSON values, for a checkpoint."""
@@ -85,36 +107,96 @@ class Progress:
         count = len(of_members[0].nats)
         self._timed_updates += count
         done = first_step + count
+        if line := self._forecast.line(done, self._clock()):
+            memory = self._device_memory()
+            self._log.print(line if memory is None else f"{line}; {environment.megabytes(memory)} per device in use")
         if done % self._log_every == 0 or done == self._steps:
             self._report(done, [float(own.learning_rate[-1]) for own in of_members])
 
     def exclude(self, seconds: float) -> None:
         """Leaves time spent on something else out of the next tokens/s."""
         self._since += seconds
+        self._forecast.exclude(seconds)
+
+    def waited(self, seconds: float) -> None:
+        """Takes time that the loop has waited for segments, for `host_wait_share`."""
+        self._waited += seconds
 
     def _report(self, step: int, learning_rates: Sequence[float]) -> None:
         now = self._clock()
         seconds = max(now - self._since, 1e-9)
-        rate = self._timed_updates * self._tokens_per_step / seconds
-        remaining = (self._steps - step) * seconds / max(self._timed_updates, 1)
+        measured = self._measured(seconds)
         for label, running, learning_rate in zip(self._members.labels, self._totals, learning_rates, strict=True):
-            values = _values(running, learning_rate) | {"tokens_per_second": rate}
-            self._log.record("train", step, values, member=label)
-        self._log.print(
-            f"step {step:>{len(str(self._steps))}}/{self._steps}  {self._line(learning_rates[0])}  "
-            f"{rate * len(self._members):,.0f} tokens/s  ETA {duration(remaining)}"
-        )
+            self._log.record("train", step, _values(running, learning_rate) | measured, member=label)
+        self._log.print("  ".join(self._columns(step, measured)))
         self._totals = [RunningTotals() for _ in self._totals]
-        self._since, self._timed_updates = now, 0
+        self._since, self._timed_updates, self._waited = now, 0, 0.0
 
-    def _line(self, learning_rate: float) -> str:
+    def _measured(self, seconds: float) -> dict[str, float]:
+        """Returns the values of a record that this process has measured; the names are those of `MEASURED`."""
+        cost, updates = self._cost, self._timed_updates
+        found = {
+            "tokens_per_second": updates * cost.tokens / seconds,
+            "step_seconds": seconds / max(updates, 1),
+            "host_wait_share": min(self._waited / seconds, 1.0),
+        }
+        if cost.flops is not None:
+            found["model_flops_per_second"] = updates * cost.flops / seconds
+            if cost.peak_flops is not None:
+                found["peak_share"] = len(self._members) * found["model_flops_per_second"] / cost.peak_flops
+        if (memory := self._device_memory()) is not None:
+            found["device_memory_bytes"] = memory
+        return found
+
+    def _columns(self, step: int, measured: dict[str, float]) -> list[str]:
+        """Returns the parts of a progress line, which fit in 100 columns together."""
+        rate = environment.brief_number(measured["tokens_per_second"] * len(self._members))
+        columns = [f"step {step:>{len(str(self._steps))}}/{self._steps}", *self._losses(), f"{rate} tokens/s"]
+        if "peak_share" in measured:
+            columns.append(f"{measured['peak_share']:.0%} peak")
+        if measured["host_wait_share"] >= _WORTH_A_COLUMN:
+            columns.append(f"host wait {measured['host_wait_share']:.0%}")
+        remaining = (self._steps - step) * measured["step_seconds"]
+        return [*columns, f"ETA {environment.brief_duration(remaining)}"]
+
+    def _losses(self) -> list[str]:
         of_members = [Totals(running.nats, running.tokens) for running in self._totals]
         if self._members.names:
-            return f"losses {'  '.join(f'{totals.nll:.4f}' for totals in of_members)}"
+            return ["losses", *(f"{totals.nll:.4f}" for totals in of_members)]
         (totals,), (running,) = of_members, self._totals
+        grad_norm = running.grad_norm / running.updates
+        return [f"loss {totals.nll:.4f}", totals.format(self._measure), f"grad norm {grad_norm:.3f}"]
+
+
+class _Forecast:
+    """The line that states how long a run takes, once its first steps are timed.
+
+    The first call is left out: it fills buffers, and on GPUs loads kernels.
+    """
+
+    def __init__(self, steps: int):
+        self._steps = steps
+        self._first: tuple[int, float] | None = None  # Updates done, and when.
+        self._made = False
+
+    def exclude(self, seconds: float) -> None:
+        """Leaves time spent on something else out."""
+        if self._first is not None:
+            self._first = (self._first[0], self._first[1] + seconds)
+
+    def line(self, done: int, now: float) -> str | None:
+        """Returns the line once enough updates are timed; None: before that, and ever after."""
+        if self._first is None:
+            self._first = (done, now)
+        updates, seconds = done - self._first[0], now - self._first[1]
+        if self._made or seconds < _SECONDS_TO_TIME or updates == 0 or done == self._steps:
+            return None
+        self._made = True
+        each = seconds / updates
         return (
-            f"loss {totals.nll:.4f}  {totals.format(self._measure)}  "
-            f"grad norm {running.grad_norm / running.updates:.3f}  lr {learning_rate:.2e}"
+            f"time      {environment.brief_number(each)} s per step: about "
+            f"{environment.brief_duration((self._steps - done) * each)} for the other {self._steps - done:,} steps, "
+            "without evaluations"
         )
 
 

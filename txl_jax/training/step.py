@@ -63,10 +63,11 @@ def make_train_step(
         dropout_key = jax.random.fold_in(jax.random.key(seed), step)
         accumulation = GradAccumulation(train.grad_accum_steps, num_batch_shards())
         grads, nats, memory = accumulation.gradient(gradient, params, memory, segment, dropout_key, tokens)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        metrics = UpdateMetrics(nats, tokens, optax.tree.norm(grads), jnp.asarray(schedule(step), jnp.float32))
-        params = optax.apply_updates(params, updates)
-        average = weight_averaging.update(average, params, step, config.average)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            metrics = UpdateMetrics(nats, tokens, optax.tree.norm(grads), jnp.asarray(schedule(step), jnp.float32))
+            params = optax.apply_updates(params, updates)
+            average = weight_averaging.update(average, params, step, config.average)
         return (step + 1, params, opt_state, average), memory, metrics
 
     def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:

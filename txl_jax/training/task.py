@@ -8,6 +8,7 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.metrics import Measure, Totals
 from txl_jax.segments import Segments
 from txl_jax.training.members import Members
+from txl_jax.training.progress import StepCost
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep
 
@@ -29,6 +30,7 @@ class TrainTask:
       measure: the usual measure of the text.
       facts: come first in results.json.
       opening: lines that introduce the run in its log.
+      cost: of one update of one member.
       segments_per_epoch: S segments of one pass over the text.
       abstract_state: shapes, types and shardings of the state, with the member axis.
       abstract_params: those of the parameters of one member.
@@ -43,6 +45,7 @@ class TrainTask:
     measure: Measure
     facts: Mapping[str, Any]
     opening: Sequence[str]
+    cost: StepCost
     segments_per_epoch: int
     abstract_state: TrainState
     abstract_params: Any

@@ -5,10 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.prefetch import Prefetcher
 from txl_jax.errors import NonFiniteError
-from txl_jax.runtime import distributed
+from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.metrics_log import NoLog, RunLog
+from txl_jax.runtime.profiler import PROFILE, StepProfiler
+from txl_jax.runtime.sinks.sink import Sink
 from txl_jax.training.deferred_log import DeferredLog
 from txl_jax.training.loop import Hook, run_hooks, train
 from txl_jax.training.progress import Progress
@@ -41,6 +44,8 @@ class Trainer:
     Args:
       hooks: run after evaluation and before the checkpoint of a step, so a state that they return is saved.
       stop_after: the update after which this start ends, saved; None: the run's last.
+      sinks: get settings and records too.
+      profile_steps: first and last update of a profile; None: none.
     """
 
     def __init__(
@@ -51,6 +56,8 @@ class Trainer:
         stop_requested: Callable[[], Any],
         hooks: Sequence[Hook] = (),
         stop_after: int | None = None,
+        sinks: Sequence[Sink] = (),
+        profile_steps: tuple[int, int] | None = None,
     ):
         self._task = task
         self._config = task.config.train
@@ -58,6 +65,8 @@ class Trainer:
         self._workdir = workdir
         self._stop_requested = stop_requested
         self._user_hooks = tuple(hooks)
+        self._user_sinks = tuple(sinks)
+        self._profile_steps = profile_steps
         self._log = DeferredLog()
         self._checkpoints = RunCheckpoints(
             workdir, task.members, keep=self._config.keep_checkpoints, log=self._log.note
@@ -99,11 +108,12 @@ class Trainer:
         redone = {"valid"} if self._validation.pending else set()
         if self._results.on_disk(step) is None:
             redone.add("test")
-        return RunLog(self._workdir, first_step=step, redone=redone)
+        return RunLog(self._workdir, first_step=step, redone=redone, sinks=self._user_sinks)
 
     def _introduce(self, step: int) -> None:
         for line in self._task.opening:
             self._log.print(line)
+        self._log.settings(config_tree.to_dict(self._task.config) | dict(self._task.facts) | environment.describe())
         self._log.flush_notes()
         if step:
             epoch, index = divmod(step, self._task.segments_per_epoch)
@@ -117,7 +127,7 @@ class Trainer:
             self._log,
             steps=config.steps,
             log_every=config.log_every,
-            tokens_per_step=config.batch_size * config.new_tokens,
+            cost=self._task.cost,
             measure=self._task.measure,
             members=self._task.members,
             running_totals=notes.get("running_totals"),
@@ -136,17 +146,25 @@ class Trainer:
             state = self._repeat_evaluation(evaluation, save, step, state, progress)
             if self._must_end():
                 return step, state
+        per_call = config.segments_per_call
+        profiled = StepProfiler(
+            train_step,
+            self._workdir / PROFILE,
+            first_step=step,
+            segments_per_call=per_call,
+            profile_steps=self._profile_steps,
+            log=self._log.note,
+            exclude=progress.exclude,
+        )
         try:
-            with Prefetcher(
-                self._task.segments, segments_per_call=config.segments_per_call, steps=config.steps
-            ) as segments:
+            with profiled, Prefetcher(self._task.segments, segments_per_call=per_call, steps=config.steps) as segments:
                 return train(
                     state,
-                    train_step,
+                    profiled,
                     segments,
                     first_step=step,
                     steps=self._until,
-                    segments_per_call=config.segments_per_call,
+                    segments_per_call=per_call,
                     progress=progress,
                     hooks=[*evaluation, *self._user_hooks, save],
                     log=self._log,

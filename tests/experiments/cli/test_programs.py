@@ -16,6 +16,7 @@ import pytest
 from experiments.cli.flag_tree import flagfile_names
 from support import ROOT
 from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.sinks.sink import MEASURED
 
 TINY = [
     "--model.n_layer=2",
@@ -53,7 +54,7 @@ def finish(process):
 
 def numbers(workdir):
     records = read_metrics(workdir)
-    return {(r["kind"], r["step"]): {k: v for k, v in r.items() if k != "tokens_per_second"} for r in records}
+    return {(r["kind"], r["step"]): {k: v for k, v in r.items() if k not in MEASURED} for r in records}
 
 
 @pytest.fixture(scope="module")

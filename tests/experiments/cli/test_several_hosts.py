@@ -18,6 +18,7 @@ import pytest
 from experiments.cli import hosts
 from support import processes
 from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.sinks.sink import MEASURED
 
 STEPS = 16
 TINY = (
@@ -85,7 +86,7 @@ def assert_same_run(workdir, expected):
         (record["kind"], record["step"]) for record in wanted
     ]
     for record, other in zip(found, wanted, strict=True):
-        for name in record.keys() - {"kind", "tokens_per_second"}:
+        for name in record.keys() - {"kind", *MEASURED}:
             assert record[name] == pytest.approx(other[name], rel=TOLERANCE), (record["kind"], record["step"], name)
     results, others = (json.loads((folder / "results.json").read_text()) for folder in (workdir, expected))
     for name in ("best_valid", "test"):

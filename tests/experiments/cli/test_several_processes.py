@@ -45,7 +45,7 @@ EACH = {"prepare"}
 BEGIN = inspect.signature(runner.guarded).parameters["begin"].default
 
 # Folders may lie elsewhere on another host; that all reach the same workdir is checked when it is opened.
-FOLDERS = {"workdir", "data_dir", "cache_dir", "out"}
+FOLDERS = {"workdir", "data_dir", "cache_dir", "out", "compilation_cache"}
 
 
 @pytest.fixture

@@ -1,0 +1,150 @@
+"""Tests profiles of a few steps: which are profiled, the names in the trace, and that a failure ends nothing."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from support import tiny_run
+from txl_jax.errors import UserError
+from txl_jax.runtime import profiler
+from txl_jax.runtime.profiler import StepProfiler, check_steps
+from txl_jax.training.step import make_train_step
+
+SCOPES = ("attention", "feed_forward", "softmax", "memory", "optimizer")
+
+
+@jax.jit
+def add_one(state, segments):
+    with jax.named_scope("optimizer"):
+        return state + 1, jnp.sin(segments)
+
+
+def profiled(folder, window, *, first_step=0, per_call=5, calls=4):
+    """The lines of a run whose steps from first_step on are profiled in a window, and the excluded seconds."""
+    lines, seconds, state = [], [], jnp.zeros(())
+    with StepProfiler(
+        add_one,
+        folder,
+        first_step=first_step,
+        segments_per_call=per_call,
+        profile_steps=window,
+        log=lines.append,
+        exclude=seconds.append,
+    ) as step:
+        for _ in range(calls):
+            state, _ = step(state, jnp.ones(3))
+    assert state == calls
+    return lines, seconds
+
+
+def traces(folder):
+    return sorted(folder.rglob("*.xplane.pb"))
+
+
+def step_markers(path):
+    """The numbers of the steps in a trace, by jax's own reader."""
+    data = jax.profiler.ProfileData.from_file(str(path))
+    events = (event for plane in data.planes for line in plane.lines for event in line.events)
+    return sorted({dict(event.stats)["step_num"] for event in events if event.name == "train"})
+
+
+def test_the_calls_that_hold_the_updates_are_profiled(tmp_path):
+    lines, seconds = profiled(tmp_path, (7, 11))
+    [path] = traces(tmp_path)
+    assert path.parent.parent == tmp_path / "plugins" / "profile", "the place of TensorBoard's plugin"
+    assert step_markers(path) == [6, 11]  # Calls of 5: updates 6 to 10 and 11 to 15.
+    assert b"/optimizer/" in path.read_bytes()
+    assert lines == [f"profile of the updates 6 to 15 in {tmp_path}"]
+    assert len(seconds) == 2 and min(seconds) > 0
+
+
+def test_the_last_calls_and_a_run_that_ends_early(tmp_path):
+    profiled(tmp_path / "last", (20, 20))
+    assert step_markers(*traces(tmp_path / "last")) == [16]
+    lines, _ = profiled(tmp_path / "early", (7, 20), calls=2)
+    assert step_markers(*traces(tmp_path / "early")) == [6] and "6 to 10" in lines[0]
+
+
+def test_a_resumed_run_profiles_what_is_left(tmp_path):
+    lines, _ = profiled(tmp_path / "done", (3, 10), first_step=10)
+    assert not traces(tmp_path / "done") and len(lines) == 1 and "done already" in lines[0]
+    profiled(tmp_path / "left", (3, 12), first_step=10, calls=2)
+    assert step_markers(*traces(tmp_path / "left")) == [11]
+
+
+def test_no_window_no_trace(tmp_path):
+    assert profiled(tmp_path, None) == ([], []) and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("window", [(0, 3), (5, 4), (5, 101), (-1, -1)])
+def test_steps_outside_the_run_are_refused(window):
+    with pytest.raises(UserError, match=rf"{window[0]},{window[1]}.* 1 to 100"):
+        check_steps(*window, steps=100)
+    check_steps(1, 100, steps=100)
+
+
+@pytest.mark.parametrize("fails", ["start_trace", "stop_trace"])
+def test_a_trace_that_cannot_be_written_ends_nothing(fails, tmp_path, monkeypatch):
+    stop = jax.profiler.stop_trace
+
+    def fail(*unused, **also_unused):
+        if fails == "stop_trace":
+            stop()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profiler.jax.profiler, fails, fail)
+    lines, _ = profiled(tmp_path, (7, 11))
+    assert len(lines) == 1 and "No space left" in lines[0] and "goes on" in lines[0]
+
+
+def lowered_step():
+    """The train step of the tiny run before it is compiled."""
+    made = tiny_run.parts()
+    step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
+    segments = made.placement.abstract_segments(made.config.train)
+    return made.jit(step).lower(made.training.abstract_state, segments)
+
+
+def test_the_train_step_names_its_parts_and_no_name_changes_a_number(monkeypatch):
+    """The program that is compiled is the same without the names."""
+    step = lowered_step()
+    named = step.as_text(debug_info=True)
+    for scope in SCOPES:
+        assert re.search(rf"/{scope}[/.]", named), scope
+    monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
+    without = lowered_step()
+    assert "/optimizer/" not in without.as_text(debug_info=True)
+    assert without.as_text() == step.as_text()
+
+
+# Prints the steps that xprof finds, and whether its graph of the program names our scope.
+READ = """
+import glob, json, pathlib, sys
+from xprof.convert.raw_to_tool_data import xspace_to_tool_data
+paths = glob.glob(sys.argv[1] + "/plugins/profile/*/*.xplane.pb")
+tables = json.loads(xspace_to_tool_data(paths, "overview_page", {})[0])
+[steps] = [table for table in tables if any(column["id"] == "stepnum" for column in table.get("cols", []))]
+try:  # It extracts the programs, whatever the name.
+    xspace_to_tool_data(paths, "graph_viewer", {"graph_viewer_options": {"module_name": "", "type": "pbtxt"}})
+except ValueError:
+    pass
+[module] = pathlib.Path(paths[0]).parent.glob("jit_add_one*.hlo_proto.pb")
+options = {"module_name": module.name.removesuffix(".hlo_proto.pb"), "type": "pbtxt"}
+graph, _ = xspace_to_tool_data(paths, "graph_viewer", {"graph_viewer_options": options})
+print(json.dumps({"steps": [row["c"][0]["v"] for row in steps["rows"]], "named": "/optimizer/" in str(graph)}))
+"""
+
+
+@pytest.mark.slow
+def test_xprof_opens_the_trace(tmp_path):
+    pytest.importorskip("xprof", exc_type=ImportError)
+    profiled(tmp_path, (7, 11))
+    done = subprocess.run([sys.executable, "-c", READ, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == {"steps": ["6", "11"], "named": True}

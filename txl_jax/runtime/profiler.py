@@ -1,0 +1,108 @@
+"""A profile of some training steps: a trace that TensorBoard and xprof open."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from txl_jax.errors import UserError
+from txl_jax.runtime import distributed
+
+PROFILE = "profile"
+
+
+def check_steps(first: int, last: int, *, steps: int) -> None:
+    """Raises `UserError` unless a run of `steps` updates makes the updates `first` to `last`, counted from 1."""
+    if not 1 <= first <= last <= steps:
+        raise UserError(
+            f"--profile_steps is {first},{last} and the run makes updates 1 to {steps}; give the first and the last "
+            "update to profile, in this order"
+        )
+
+
+class StepProfiler:
+    """A train step that profiles some of its calls; a context manager, which ends a trace that is still open.
+
+    Each call is marked with the number of its first update, so that tools show the steps of a trace. Process 0 alone
+    writes one. A trace that cannot be written is reported, and the run goes on.
+
+    Args:
+      train_step: takes a state and segments; returns a state and metrics.
+      folder: gets the trace.
+      first_step: updates done before the first call.
+      segments_per_call: updates of a call.
+      profile_steps: first and last update, counted from 1; calls that hold one of them are profiled. None: none are.
+      log: takes one line.
+      exclude: takes the seconds that starting and writing a trace took.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[[Any, Any], tuple[Any, Any]],
+        folder: Path,
+        *,
+        first_step: int,
+        segments_per_call: int,
+        profile_steps: tuple[int, int] | None,
+        log: Callable[[str], None],
+        exclude: Callable[[float], None],
+    ):
+        self._train_step = train_step
+        self._folder = folder
+        self._done = first_step
+        self._count = segments_per_call
+        self._log = log
+        self._exclude = exclude
+        self._window = profile_steps if distributed.is_primary() else None
+        self._traced_from: int | None = None  # None: no trace is open.
+        if self._window is not None and self._window[1] <= first_step:
+            log(f"no profile in this start: update {self._window[1]} is done already")
+            self._window = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def __call__(self, state: Any, segments: Any) -> tuple[Any, Any]:
+        """Makes the updates of one call."""
+        first, self._done = self._done + 1, self._done + self._count
+        if self._window is not None and self._traced_from is None and self._window[0] <= self._done:
+            jax.block_until_ready(state)  # What was dispatched before is no part of the profile.
+            self._start(first)
+        with jax.profiler.StepTraceAnnotation("train", step_num=first):
+            state, metrics = self._train_step(state, segments)
+        if self._window is not None and self._window[1] <= self._done:
+            jax.block_until_ready(metrics)
+            self._stop()
+        return state, metrics
+
+    def _start(self, first: int) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # Each Python call, which is most of a trace and slows the run.
+        if self._attempt(lambda: jax.profiler.start_trace(str(self._folder), profiler_options=options)):
+            self._traced_from = first
+
+    def _stop(self) -> None:
+        first, self._window, self._traced_from = self._traced_from, None, None
+        if first is not None and self._attempt(jax.profiler.stop_trace):
+            self._log(f"profile of the updates {first} to {self._done} in {self._folder}")
+
+    def _attempt(self, act: Callable[[], None]) -> bool:
+        began = time.monotonic()
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 (jax raises RuntimeErrors of its own, and OSErrors)
+            self._window = None
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            self._log(f"no profile in {self._folder} ({reason}); the run goes on")
+            return False
+        finally:
+            self._exclude(time.monotonic() - began)
+        return True
