@@ -1,6 +1,8 @@
 """The text of `--help`: the flags in groups, one line each where it fits, those a program does not read left out."""
 
 import shutil
+import signal
+import sys
 import textwrap
 from collections.abc import Collection, Sequence
 
@@ -14,6 +16,24 @@ _PROGRAM, _HOSTS = "program", "several hosts"
 _FLAGFILE = ("--flagfile=NAME", "A published configuration (listed below) or a file with one flag per line.")
 # Flags outside of a group, and the group whose first they are; the last of a group is the first.
 _FIRST_OF = {"init_vocabulary": "train", "init_from": "train", "seed": "train", "compat": "model"}
+
+
+def print_help(
+    groups: Collection[str] | None, flag_values: flags.FlagValues, *, note: str, required: Collection[str]
+) -> None:
+    """Prints the docstring of the program and its flags; the arguments are those of `help_text`."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
+    by_module = flag_values.flags_by_module_dict().items()
+    ours = {flag.name for module, found in by_module if _is_ours(module) for flag in found}
+    own = [name for name in flag_values if name in ours]
+    print(sys.modules["__main__"].__doc__ or "")
+    print(help_text(own, groups, flag_values, note=note, required=required))
+
+
+def _is_ours(module: str) -> bool:
+    """Returns whether a module, as absl names it, belongs to this project."""
+    return module.partition(".")[0] in ("txl_jax", "experiments", "__main__") or module == sys.argv[0]
 
 
 def help_text(

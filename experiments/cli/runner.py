@@ -107,7 +107,7 @@ def parse_or_exit(
     compilation_cache.define_flag()
     argv = list(sys.argv if argv is None else argv)
     if asked := {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
-        _print_help(None if "--helpfull" in asked else groups, note, required)
+        help_text.print_help(None if "--helpfull" in asked else groups, FLAGS, note=note, required=required)
         sys.exit(0)
     try:
         return flag_tree.parse(argv, takes_words=takes_words)
@@ -241,17 +241,6 @@ def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
         )
 
 
-def _print_help(groups: Collection[str] | None, note: str, required: Collection[str]) -> None:
-    """Prints what the program does, and its flags."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
-    by_module = FLAGS.flags_by_module_dict().items()
-    ours = {flag.name for module, found in by_module if _is_ours(module) for flag in found}
-    print(sys.modules["__main__"].__doc__ or "")
-    own = [name for name in FLAGS if name in ours]
-    print(help_text.help_text(own, groups, FLAGS, note=note, required=required))
-
-
 def _run_mode(defaults: ExperimentConfig) -> int:
     own_flags = ("mode", "ensemble_member", "stop_after", *score_input.FLAG_NAMES, *watch.FLAG_NAMES)
     hosts.check_same({name: FLAGS[name].value for name in own_flags})
@@ -344,11 +333,6 @@ def _without_old_files(trained: ExperimentConfig) -> ExperimentConfig:
     if not other_corpus and not any(name in given for name in names):
         return trained
     return config_tree.replace(trained, {name: config_tree.get(ExperimentConfig(), name) for name in names})
-
-
-def _is_ours(module: str) -> bool:
-    """Returns whether a module, as absl names it, belongs to this project."""
-    return module.partition(".")[0] in ("txl_jax", "experiments", "__main__") or module == sys.argv[0]
 
 
 def _first_line(error: BaseException) -> str:
