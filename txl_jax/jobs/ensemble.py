@@ -32,6 +32,7 @@ from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime import profiler
 from txl_jax.runtime.files import write_text
+from txl_jax.runtime.run_lock import run_lock
 from txl_jax.runtime.sinks.sink import Sink
 from txl_jax.segments import Segments
 from txl_jax.training import ensemble as ensemble_step
@@ -81,9 +82,19 @@ def run(
         )
     readers = [training_reader(components, corpus, seed=config.seed) for config in configs.values()]
     weights = warm_start.load(components, corpus.vocabulary, workdir)
+    lock = run_lock(workdir.path)
+    stop_requested = lock.watched(stop_requested)
+    hooks = [*hooks, Hook(base.train.checkpoint_every, lambda context: lock.confirm())]
     with contextlib.ExitStack() as stack:
         changes = claim(
-            workdir, base, TextInfo.of(corpus), stack, members, attention=components.attention, weights=weights
+            workdir,
+            base,
+            TextInfo.of(corpus),
+            stack,
+            members,
+            attention=components.attention,
+            weights=weights,
+            lock=lock,
         )
         weights = weights or warm_start.of_earlier_start(workdir)
         task = _task(components, corpus, configs, readers, stop_requested, weights)

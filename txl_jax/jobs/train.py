@@ -15,7 +15,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from txl_jax.assemble import RunComponents, assemble
@@ -30,6 +29,8 @@ from txl_jax.jobs.warm_start import WarmStart
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
 from txl_jax.runtime import distributed, profiler
+from txl_jax.runtime.paths import as_path
+from txl_jax.runtime.run_lock import RunLock, run_lock
 from txl_jax.runtime.sinks.sink import Sink
 from txl_jax.segments import Segments
 from txl_jax.training.loop import Hook
@@ -82,16 +83,26 @@ def run(
     components, reader = distributed.run_on_all(prepare)
     attention_record.check_same_on_all(components.attention)
     weights = warm_start.load(components, corpus.vocabulary, workdir)
+    lock = run_lock(workdir.path)  # Process 0 takes it.
+    stop_requested = lock.watched(stop_requested)
     with contextlib.ExitStack() as stack:
         changes = distributed.broadcast_from_primary(
-            lambda: claim(workdir, config, TextInfo.of(corpus), stack, attention=components.attention, weights=weights)
+            lambda: claim(
+                workdir,
+                config,
+                TextInfo.of(corpus),
+                stack,
+                attention=components.attention,
+                weights=weights,
+                lock=lock,
+            )
         )
         workdir.check_shared()
         task = _task(components, corpus, reader, stop_requested, weights or warm_start.of_earlier_start(workdir))
         trainer = Trainer(
             task,
             workdir.path,
-            hooks=hooks,
+            hooks=[*hooks, Hook(config.train.checkpoint_every, lambda context: lock.confirm())],
             sinks=sinks,
             profile_steps=profile_steps,
             stop_after=stop_after,
@@ -130,7 +141,7 @@ def train(
     """
     config = config.resolved()
     config.validate()
-    workdir = Workdir(Path(path).expanduser().resolve())
+    workdir = Workdir(as_path(path))
     corpus = distributed.run_on_all(lambda: warm_start.read_corpus(config, workdir, data_dir, cache_dir))
     return run(config, corpus, workdir, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
 
@@ -154,14 +165,16 @@ def claim(
     *,
     attention: AttentionChoice | None = None,
     weights: WarmStart | None = None,
+    lock: RunLock | None = None,
 ) -> list[str]:
     """Locks the workdir until `stack` is closed, and records the run in it; returns a line for each change.
 
     Args:
+      lock: that of the workdir, if the caller has made it already.
       weights: those that the run begins with; None: random ones, or it resumes.
     """
     workdir.check_same_run(config, text, members)
-    stack.enter_context(workdir.create().lock())
+    lock = stack.enter_context(workdir.create().lock(lock))
     changes = workdir.check_same_run(config, text, members, attention)
     workdir.record(
         config,
@@ -170,7 +183,7 @@ def claim(
         attention=attention_record.to_json(attention),
         warm_start=warm_start.recorded(workdir) if weights is None else weights.record,
     )
-    return changes
+    return [*lock.notes, *changes]
 
 
 def training_reader(components: RunComponents, corpus: Corpus, *, seed: int | None = None) -> SegmentReader:

@@ -27,8 +27,10 @@ from txl_jax.errors import UserError
 from txl_jax.jobs import attention_record, changes
 from txl_jax.runtime import distributed
 from txl_jax.runtime import format as file_format
-from txl_jax.runtime.files import lock_now, write_json, write_text
+from txl_jax.runtime.files import write_json, write_text
 from txl_jax.runtime.metrics_log import METRICS
+from txl_jax.runtime.paths import is_remote, modified, remote_error
+from txl_jax.runtime.run_lock import RunLock, run_lock
 from txl_jax.training.members import Members
 from txl_jax.training.results import RESULTS
 from txl_jax.training.run_checkpoints import best_folder, latest_folder
@@ -116,11 +118,21 @@ class Workdir:
             probe.write_bytes(b"\0" * 4096)
             probe.unlink(missing_ok=True)  # Another run that holds the lock may have swept it.
         except OSError as error:
-            raise UserError(
-                f"cannot write to the workdir {self.path} ({error.strerror}); "
-                "give --workdir=... a folder that you may write to, on a disk with space"
-            ) from error
+            raise self._not_writable(error) from error
         return self
+
+    def _not_writable(self, error: OSError) -> UserError:
+        if is_remote(self.path):
+            return remote_error("write to", self.path, error)
+        advice = "give --workdir=... a folder that you may write to, on a disk with space"
+        return UserError(f"cannot write to the workdir {self.path} ({error.strerror}); {advice}")
+
+    def holds_run(self) -> bool:
+        """Returns whether a run was recorded here; raises `UserError` if object storage cannot be reached."""
+        try:
+            return self.config_file.exists()
+        except OSError as error:
+            raise remote_error("read", self.path, error) from error
 
     def check_shared(self) -> None:
         """Checks that all processes see the same folder; all call it, once the folder exists.
@@ -148,27 +160,22 @@ class Workdir:
                 )
             time.sleep(0.1)
 
-    def lock(self) -> Any:
-        """Returns an open file that keeps other runs out until it is closed or the process ends.
+    def lock(self, lock: RunLock | None = None) -> RunLock:
+        """Takes and returns a lock that keeps other runs out until it is closed or the process ends.
+
+        Args:
+          lock: that of this folder, if the caller has made it already.
 
         Raises:
           UserError: another run holds the lock.
         """
-        handle = open(self.path / ".lock", "a+")  # noqa: SIM115 (the caller closes it)
+        lock = lock or run_lock(self.path)
         try:
-            lock_now(handle)
-        except BlockingIOError as error:
-            handle.seek(0)
-            holder = handle.read().strip() or "unknown"
-            handle.close()
-            raise UserError(
-                f"another run (process {holder}) is training in {self.path}; stop it, or give another --workdir"
-            ) from error
-        handle.truncate(0)
-        handle.write(str(os.getpid()))
-        handle.flush()
+            lock.acquire()
+        except OSError as error:
+            raise self._not_writable(error) from error
         self._sweep()
-        return handle
+        return lock
 
     def _sweep(self) -> None:
         """Removes half-written files of killed runs; those of other programs may belong to one that is running."""
@@ -178,7 +185,7 @@ class Workdir:
                 path.unlink(missing_ok=True)
         for path in self.path.glob(".seen-by-all-*"):  # A scoring that is beginning may have one too.
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _SECONDS_OF_A_START:
+                if time.time() - modified(path) > _SECONDS_OF_A_START:
                     path.unlink()
 
     def record(
@@ -248,7 +255,7 @@ class Workdir:
 
     def attention(self, config: ExperimentConfig) -> dict[str, str]:
         """Returns the recorded implementations of attention that a start with `config` keeps; empty without a run."""
-        if not self.config_file.exists():
+        if not self.holds_run():
             return {}
         record = self.read()
         return attention_record.kept(record.attention, record.config, config)
@@ -264,6 +271,8 @@ class Workdir:
             ) from error
         except (ValueError, AttributeError) as error:
             raise self._damaged(error) from error
+        except OSError as error:
+            raise remote_error("read", self.config_file, error) from error
         if refused := file_format.refusal(number):  # Before anything else, which may mean something else there.
             raise UserError(f"{self.config_file} {refused}")
         try:
@@ -315,7 +324,7 @@ class Workdir:
         Raises:
           UserError: a setting that shapes the training, the members or the text differ; names every one.
         """
-        if not self.config_file.exists():
+        if not self.holds_run():
             return []
         old = self.read()
         allowed, refused = self._changes(old, config, members)
@@ -331,7 +340,7 @@ class Workdir:
 
     def check_same_settings(self, config: ExperimentConfig, members: changes.Members = ()) -> None:
         """Does the part of `check_same_run` that needs no text."""
-        if self.config_file.exists():
+        if self.holds_run():
             self._refuse(self._changes(self.read(), config, members)[1])
 
     def _changes(self, old: Record, config: ExperimentConfig, members: changes.Members) -> tuple[list[str], list[str]]:

@@ -83,3 +83,22 @@ def remove_tree(folder: Path) -> None:
         folder.rmtree(missing_ok=True)  # type: ignore[attr-defined]
     else:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remote_error(what: str, path: Path, error: OSError) -> UserError:
+    """Returns the sentence for an error of object storage.
+
+    Args:
+      what: what cannot be done, such as "read".
+    """
+    reason = error.strerror or str(error)
+    if isinstance(error, FileNotFoundError):
+        reason, advice = "no such bucket or object", "make the bucket, or give the name of one that is there"
+    elif isinstance(error, PermissionError):
+        advice = (
+            "log in with `gcloud auth application-default login`, or give the account of this machine the role Storage "
+            "Object User on the bucket"
+        )
+    else:
+        advice = "start again once it can be reached"
+    return UserError(f"cannot {what} {path} ({reason}); {advice}")

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 PATIENCE_SECONDS = 120.0  # Of tries of one call; gcsfs tries six times within each, for about 20 s in all.
 _BLOCK_BYTES = 16 << 20
+_ANSWER_SECONDS = 120
 _LONGEST_PAUSE_SECONDS = 15.0
 _PASSING_CODES = {408, 429, 500, 502, 503, 504}
 _PASSING_ERRORS = re.compile("Connect|Timeout|Disconnect|ProxyError|ClientOSError|ServerError|IncompleteRead|Payload")
@@ -110,7 +111,7 @@ class RemotePath(PosixGPath):
     def upload(self, local: str | os.PathLike[str]) -> None:
         """Replaces the object by a file of this machine."""
         url = os.fspath(self)
-        _patiently(lambda: _file_system(url.partition("://")[0]).put_file(os.fspath(local), url), url)
+        patiently(lambda: file_system(url.partition("://")[0]).put_file(os.fspath(local), url), url)
 
     def download(self, local: str | os.PathLike[str]) -> None:
         """Writes the object to a file of this machine."""
@@ -170,16 +171,19 @@ class RemotePath(PosixGPath):
 def _call(path: RemotePath, method: str, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of the file system of a path with its URL."""
     url = os.fspath(path)
-    return _patiently(lambda: getattr(_file_system(url.partition("://")[0]), method)(url, *args, **kwargs), url)
+    return patiently(lambda: getattr(file_system(url.partition("://")[0]), method)(url, *args, **kwargs), url)
 
 
 @functools.cache
-def _file_system(scheme: str) -> Any:
-    return fsspec.filesystem(scheme, use_listings_cache=False)
+def file_system(scheme: str) -> Any:
+    """Returns fsspec's file system of "gs" or "s3"."""
+    # A request without an answer is given up, and tried again.
+    limits = {"requests_timeout": _ANSWER_SECONDS} if scheme == "gs" else {}
+    return fsspec.filesystem(scheme, use_listings_cache=False, **limits)
 
 
-def _patiently(act: Callable[[], T], url: str) -> T:
-    """Runs `act`, again after an error that may pass."""
+def patiently(act: Callable[[], T], url: str) -> T:
+    """Runs `act`, again after an error that may pass, for `PATIENCE_SECONDS`; its errors become OSError."""
     until, pause = time.monotonic() + PATIENCE_SECONDS, 0.5
     while True:
         try:
