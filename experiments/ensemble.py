@@ -26,6 +26,7 @@ from txl_jax.errors import UserError
 from txl_jax.jobs import ensemble, warm_start
 from txl_jax.jobs.split_off import split_off
 from txl_jax.jobs.workdir import Workdir
+from txl_jax.runtime.paths import as_path
 from txl_jax.runtime.preemption import StopRequest
 
 FLAGS = flags.FLAGS
@@ -73,7 +74,7 @@ def _folder(flag: str) -> Path:
     path: str = FLAGS[flag].value or ""
     if not path:
         raise UserError(f"no folder was given; give --{flag}=PATH")
-    return Path(path).expanduser().resolve()
+    return as_path(path)
 
 
 def _parse_member(text: str) -> dict[str, float]:

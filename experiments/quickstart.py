@@ -8,7 +8,6 @@ the same command resumes.
 """
 
 import sys
-from pathlib import Path
 
 from absl import flags
 
@@ -29,6 +28,7 @@ from txl_jax.jobs import compare_compressors, generate, train
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.paper import plots
 from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.paths import as_path
 from txl_jax.runtime.preemption import StopRequest
 
 FLAGS = flags.FLAGS
@@ -76,7 +76,7 @@ def main() -> None:
 def _run() -> int:
     config = training_config.with_absolute_paths(flag_tree.build(DEFAULTS))
     config.validate()
-    workdir = Workdir(Path(FLAGS.workdir).expanduser().resolve())
+    workdir = Workdir(as_path(FLAGS.workdir))
     prepared = str(workdir.create().path / "prepared")
     compilation_cache.enable(prepared)
     corpus = read_corpus(config.data, data_dir="", cache_dir=prepared)

@@ -33,6 +33,7 @@ from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed
 from txl_jax.runtime.orbax_io import quiet_orbax
+from txl_jax.runtime.paths import as_path
 from txl_jax.runtime.preemption import StopRequest
 
 _MODES = ("train", "eval", "score", "generate")
@@ -170,7 +171,7 @@ def given_workdir() -> Workdir:
     """Returns the folder that the command line names; raises `UserError` if it names none."""
     if not FLAGS.workdir:
         raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
-    return Workdir(Path(FLAGS.workdir).expanduser().resolve(), member=FLAGS.ensemble_member)
+    return Workdir(as_path(FLAGS.workdir), member=FLAGS.ensemble_member)
 
 
 def score_trained(

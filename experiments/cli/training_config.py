@@ -10,6 +10,7 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.jobs import warm_start
 from txl_jax.jobs.workdir import Workdir
+from txl_jax.runtime.paths import is_remote
 
 Config = TypeVar("Config")
 
@@ -30,7 +31,7 @@ def build(
     begins_with = warm_start.with_trained_settings(defaults, trained, config.init_vocabulary)
     config = with_absolute_paths(flag_tree.build(begins_with, flag_values))
     config.validate()
-    if not workdir.config_file.exists():  # Else the settings are compared with those of the earlier start.
+    if not workdir.holds_run():  # Else the settings are compared with those of the earlier start.
         warm_start.check_model(config, trained.config)
     return config
 
@@ -45,4 +46,4 @@ def with_absolute_paths(config: Config) -> Config:
 def _absolute(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_absolute, value))
-    return value and os.path.abspath(os.path.expanduser(value))
+    return value and (value if is_remote(value) else os.path.abspath(os.path.expanduser(value)))

@@ -1,7 +1,7 @@
 """Object storage on this machine: the packages' emulator of Google Cloud Storage, with preconditions and faults.
 
-The emulator ignores `ifGenerationMatch`; here it is answered with 412 where it does not fit, as by Google. Faults are
-answered before the emulator sees the request, or kill a process between two writes.
+The emulator ignores `ifGenerationMatch`; here it is answered with 412 where it does not fit, as by Google, and what is
+read has its generation. Faults are answered before the emulator sees the request, or kill a process between two writes.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from gcp_storage_emulator import server as emulator
 from gcp_storage_emulator.exceptions import NotFound
 
 BUCKET = "bucket-one"
-_OBJECT = re.compile(r"(?:/upload)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
+_OBJECT = re.compile(r"(?:/upload|/download)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
 
 
 class _Handler(emulator.RequestHandler):
@@ -44,6 +44,12 @@ class _Handler(emulator.RequestHandler):
                 serve()
             if method != "GET":
                 time.sleep(0.001)  # The emulator numbers generations by the clock.
+
+    def end_headers(self):
+        """Adds the generation of what is read, which TensorStore relies on and the emulator leaves out."""
+        if self.command == "GET" and (match := _OBJECT.fullmatch(urlsplit(self.path).path)) and match[2]:
+            self.send_header("x-goog-generation", self._server.generation(unquote(match[2])))
+        super().end_headers()
 
     def _drop_body(self):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -15,6 +15,7 @@ from txl_jax.interop.leaves import Leaves
 from txl_jax.jobs import verify_conversion
 from txl_jax.jobs.weights_in import NATIVE, WeightsIn, open_foreign, open_weights
 from txl_jax.runtime.files import check_new_folder, new_folder
+from txl_jax.runtime.paths import as_path, size
 
 _GROUPS = ("model", "compat", "eval")  # What is printed.
 _LENGTHS = ("mem_len", "clamp_len", "same_length")  # Of `eval`, what other formats hold too.
@@ -52,7 +53,7 @@ def convert(
       UserError: the weights cannot be read or have parts that the format lacks, or `target` cannot be written.
     """
     began = time.monotonic()
-    source, target = (Path(path).expanduser().resolve() for path in (source, target))
+    source, target = as_path(source), as_path(target)
     check_new_folder(target)
     if target.is_relative_to(source):
         raise UserError(f"--to={target} lies in --from={source}; give a folder outside of it")
@@ -126,4 +127,4 @@ def _count(leaves: Leaves) -> int:
 
 
 def _size(folder: Path) -> str:
-    return f"{sum(path.stat().st_size for path in folder.iterdir()) / 1e6:,.1f} MB"
+    return f"{sum(map(size, folder.iterdir())) / 1e6:,.1f} MB"

@@ -18,6 +18,7 @@ from txl_jax.jobs.workdir import Workdir
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runtime import distributed
+from txl_jax.runtime.paths import as_path
 
 
 def run(
@@ -104,7 +105,7 @@ def read_prompt(config: GenerateConfig) -> bytes:
     if not config.prompt_file:
         return os.fsencode(config.prompt or "")  # As typed: the bytes need not be valid UTF-8.
     try:
-        return Path(config.prompt_file).read_bytes()
+        return as_path(config.prompt_file).read_bytes()
     except OSError as error:
         raise UserError(
             f"cannot read the prompt file {config.prompt_file} ({error.strerror}); check --generate.prompt_file"

@@ -14,6 +14,7 @@ from txl_jax.interop import portable, tensorflow
 from txl_jax.jobs.restore import assemble_trained, load_parameters
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.runtime import distributed
+from txl_jax.runtime.paths import as_path
 
 # Files of weights that other programs write.
 _FOREIGN_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".ckpt", ".h5")
@@ -81,7 +82,7 @@ def open_pretrained(path: str | os.PathLike[str], *, member: str | None = None) 
       UserError: there is no such run or member, or its files cannot be read; for a folder of another implementation
         the message has the command that converts it.
     """
-    folder = Path(path).expanduser().resolve()
+    folder = as_path(path)
     if portable.is_portable(folder):
         return _open_portable(folder, member)
     workdir = Workdir(folder, member)

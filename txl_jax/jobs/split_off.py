@@ -9,8 +9,9 @@ from txl_jax.assemble import assemble
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.jobs.restore import load_state
 from txl_jax.jobs.workdir import Workdir
+from txl_jax.runtime.append_file import replace_appended
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.files import write_json, write_lines
+from txl_jax.runtime.files import write_json
 from txl_jax.runtime.metrics_log import METRICS, read_metrics
 from txl_jax.training.results import RESULTS
 
@@ -28,7 +29,7 @@ def split_off(workdir: Path, member: str, target: Path, *, log: Callable[[str], 
     source, made = Workdir(workdir, member), Workdir(target)
     config, text = source.load()
     index, members = source.member_index(), source.members()
-    if made.config_file.exists():
+    if made.holds_run():
         raise UserError(f"{target} holds a run already; give another folder with --to=PATH")
     components = assemble(config, vocab_size=text.vocabulary.size)
     restored = load_state(components, source, log=log)
@@ -40,7 +41,7 @@ def split_off(workdir: Path, member: str, target: Path, *, log: Callable[[str], 
         _save(made.latest, step, state, own_notes, log)
         _copy_best(source, made, components.training.abstract_state.params, log)
         records = [record for record in read_metrics(workdir) if record.get("member") == member]
-        write_lines(target / METRICS, (json.dumps(_without_member(record)) + "\n" for record in records))
+        replace_appended(target / METRICS, [json.dumps(_without_member(record)) + "\n" for record in records])
         _copy_results(source, made, member)
         # Last: without config.json the folder holds no run.
         made.record(

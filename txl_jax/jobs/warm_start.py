@@ -63,7 +63,7 @@ def basis(path: str, workdir: Workdir) -> Basis:
     Raises:
       UserError: there are neither, or they cannot be read.
     """
-    if workdir.config_file.exists():
+    if workdir.holds_run():
         record = workdir.read()
         return Basis(record.config, record.text.vocabulary)
     found = _open(path)
@@ -167,7 +167,7 @@ def load(components: RunComponents, vocabulary: Vocabulary, workdir: Workdir) ->
 
 def recorded(workdir: Workdir) -> dict[str, Any] | None:
     """Returns the record of a workdir's warm start; None: there is no run, or it began with random weights."""
-    return workdir.read().warm_start if workdir.config_file.exists() else None
+    return workdir.read().warm_start if workdir.holds_run() else None
 
 
 def of_earlier_start(workdir: Workdir) -> WarmStart | None:

@@ -161,19 +161,13 @@ class Workdir:
             time.sleep(0.1)
 
     def lock(self, lock: RunLock | None = None) -> RunLock:
-        """Takes and returns a lock that keeps other runs out until it is closed or the process ends.
-
-        Args:
-          lock: that of this folder, if the caller has made it already.
+        """Takes a lock, a new one or that of the caller, which keeps other runs out until it is closed.
 
         Raises:
           UserError: another run holds the lock.
         """
         lock = lock or run_lock(self.path)
-        try:
-            lock.acquire()
-        except OSError as error:
-            raise self._not_writable(error) from error
+        lock.acquire()
         self._sweep()
         return lock
 
