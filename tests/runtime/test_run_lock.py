@@ -65,7 +65,7 @@ def test_a_holder_elsewhere_that_is_gone_is_waited_for_and_then_followed(bucket,
         with pytest.raises(UserError, match="taken it over"):
             first.confirm()
         with pytest.raises(UserError, match="taken it over"):
-            first.watched(lambda: False)()
+            first.checking(lambda: False)()
         first.close()  # Leaves the other's lock alone.
         second.confirm()
         assert json.loads((bucket / NAME).read_bytes())["token"] == second._record["token"]

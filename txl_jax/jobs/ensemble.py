@@ -83,7 +83,7 @@ def run(
     readers = [training_reader(components, corpus, seed=config.seed) for config in configs.values()]
     weights = warm_start.load(components, corpus.vocabulary, workdir)
     lock = run_lock(workdir.path)
-    stop_requested = lock.watched(stop_requested)
+    stop_requested = lock.checking(stop_requested)
     hooks = [*hooks, Hook(base.train.checkpoint_every, lambda context: lock.confirm())]
     with contextlib.ExitStack() as stack:
         changes = claim(

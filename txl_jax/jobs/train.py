@@ -84,7 +84,7 @@ def run(
     attention_record.check_same_on_all(components.attention)
     weights = warm_start.load(components, corpus.vocabulary, workdir)
     lock = run_lock(workdir.path)  # Process 0 takes it.
-    stop_requested = lock.watched(stop_requested)
+    stop_requested = lock.checking(stop_requested)
     with contextlib.ExitStack() as stack:
         changes = distributed.broadcast_from_primary(
             lambda: claim(

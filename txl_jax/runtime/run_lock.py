@@ -66,7 +66,7 @@ class RunLock:
     def close(self) -> None:
         """Releases the lock; nothing happens the second time."""
 
-    def watched(self, stop_requested: Callable[[], Any]) -> Callable[[], Any]:
+    def checking(self, stop_requested: Callable[[], Any]) -> Callable[[], Any]:
         """Returns `stop_requested` preceded by `check`."""
 
         def check_first() -> Any:
