@@ -107,3 +107,9 @@ def test_build_md_has_the_versions():
         for name in ("oldest", "colab", "newest")
     ]
     assert rows["Python"] == pythons
+
+
+def test_an_unknown_set_is_refused_with_the_names_of_all():
+    found = subprocess.run([ROOT / ".ci" / "versions", "old"], text=True, capture_output=True)
+    assert found.returncode == 2
+    assert all(name in found.stderr for name in SETS)
