@@ -30,8 +30,9 @@ def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket
     with RunLog(bucket, first_step=2):
         pass
     assert len(read_metrics(bucket)) == 2
-    killed._scalars._file.close()
-    killed._scalars._temporary.cleanup()
+    tensorboard = killed._sinks._sinks[0]
+    tensorboard._file.close()
+    tensorboard._temporary.cleanup()
 
 
 def _events(data):

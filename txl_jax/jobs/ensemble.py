@@ -86,16 +86,8 @@ def run(
     stop_requested = lock.checking(stop_requested)
     hooks = [*hooks, Hook(base.train.checkpoint_every, lambda context: lock.confirm())]
     with contextlib.ExitStack() as stack:
-        changes = claim(
-            workdir,
-            base,
-            TextInfo.of(corpus),
-            stack,
-            members,
-            attention=components.attention,
-            weights=weights,
-            lock=lock,
-        )
+        begin = functools.partial(claim, workdir, base, TextInfo.of(corpus), stack, members, lock=lock)
+        changes = begin(attention=components.attention, weights=weights)
         weights = weights or warm_start.of_earlier_start(workdir)
         task = _task(components, corpus, configs, readers, stop_requested, weights)
         trainer = Trainer(

@@ -86,20 +86,11 @@ def run(
     lock = run_lock(workdir.path)  # Process 0 takes it.
     stop_requested = lock.checking(stop_requested)
     with contextlib.ExitStack() as stack:
-        changes = distributed.broadcast_from_primary(
-            lambda: claim(
-                workdir,
-                config,
-                TextInfo.of(corpus),
-                stack,
-                attention=components.attention,
-                weights=weights,
-                lock=lock,
-            )
-        )
+        begin = functools.partial(claim, workdir, config, TextInfo.of(corpus), stack, lock=lock)
+        changes = distributed.broadcast_from_primary(lambda: begin(attention=components.attention, weights=weights))
         workdir.check_shared()
         task = _task(components, corpus, reader, stop_requested, weights or warm_start.of_earlier_start(workdir))
-        trainer = Trainer(
+        return Trainer(
             task,
             workdir.path,
             hooks=[*hooks, Hook(config.train.checkpoint_every, lambda context: lock.confirm())],
@@ -107,8 +98,7 @@ def run(
             profile_steps=profile_steps,
             stop_after=stop_after,
             stop_requested=stop_requested,
-        )
-        return trainer.run(changes)
+        ).run(changes)
 
 
 def train(
