@@ -16,6 +16,7 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import generate
 from txl_jax.jobs.restore import load_parameters
 from txl_jax.jobs.score import score
+from txl_jax.runtime.metrics_log import read_metrics
 
 TEXT = bytes(np.random.default_rng(3).choice(list(b"abcdefgh \n"), 1200).tolist())
 
@@ -110,6 +111,18 @@ def test_readme_trains_with_a_hook(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert all(f"\n{step} updates done\n" in out for step in (25, 50, 75, 100))
     assert float(out.splitlines()[-1]) < 2
+
+
+@pytest.mark.slow
+def test_the_page_on_observing_trains_with_a_sink(tmp_path, monkeypatch, capsys):
+    [example] = python_blocks("docs/watching.md")
+    (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 1000)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/watching.md", "exec"), {})
+    records = read_metrics("runs/observed")
+    assert [record["step"] for record in records if record["kind"] == "halfway"] == [10, 20]
+    lowest = min(record["loss"] for record in records if record["kind"] == "valid")
+    assert float(capsys.readouterr().out.splitlines()[-1]) == lowest
 
 
 def test_the_page_on_attention_runs_in_one_piece():

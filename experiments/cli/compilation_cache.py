@@ -30,7 +30,8 @@ def define_flag() -> None:
     flags.DEFINE_string(
         FLAG,
         None,
-        "Folder of compiled programs, which a second start reads; default: compilation in the cache_dir; off: none.",
+        "Folder of compiled programs, which a second start reads; default: compilation in the cache_dir, if there is "
+        "one; off: none.",
     )
 
 
@@ -61,7 +62,9 @@ def _folder(prepared: str | os.PathLike[str] | None) -> str | None:
         return None
     if prepared is None and "data_dir" in FLAGS:
         prepared = FLAGS["cache_dir"].value or os.path.join(str(FLAGS["data_dir"].value), "prepared")
-    return None if prepared is None else _of_this_processor(os.path.join(prepared, _FOLDER))
+    if prepared is None or "://" in str(prepared):  # Object storage is paid by the request.
+        return None
+    return _of_this_processor(os.path.join(prepared, _FOLDER))
 
 
 def _current() -> str | None:

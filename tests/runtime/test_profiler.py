@@ -79,6 +79,13 @@ def test_a_resumed_run_profiles_what_is_left(tmp_path):
     assert step_markers(*traces(tmp_path / "left")) == [11]
 
 
+def test_a_profile_on_object_storage(bucket):
+    lines, _ = profiled(bucket / "profile", (7, 11))
+    assert lines == [f"profile of the updates 6 to 15 in {bucket}/profile"]
+    names = [path.name for path in (bucket / "profile" / "plugins" / "profile").rglob("*")]
+    assert [name for name in names if name.endswith(".xplane.pb")]
+
+
 def test_no_window_no_trace(tmp_path):
     assert profiled(tmp_path, None) == ([], []) and os.listdir(tmp_path) == []
 

@@ -1,5 +1,6 @@
 """A profile of some training steps: a trace that TensorBoard and xprof open."""
 
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
+from txl_jax.runtime.paths import is_remote
 
 PROFILE = "profile"
 
@@ -58,6 +60,7 @@ class StepProfiler:
         self._exclude = exclude
         self._window = profile_steps if distributed.is_primary() else None
         self._traced_from: int | None = None  # None: no trace is open.
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None  # For object storage.
         if self._window is not None and self._window[1] <= first_step:
             log(f"no profile in this start: update {self._window[1]} is done already")
             self._window = None
@@ -84,14 +87,29 @@ class StepProfiler:
         return state, metrics
 
     def _start(self, first: int) -> None:
+        if self._attempt(self._start_trace):
+            self._traced_from = first
+
+    def _start_trace(self) -> None:
+        if is_remote(self._folder):
+            self._temporary = tempfile.TemporaryDirectory(prefix="profile-")
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Each Python call, which is most of a trace and slows the run.
-        if self._attempt(lambda: jax.profiler.start_trace(str(self._folder), profiler_options=options)):
-            self._traced_from = first
+        folder = self._folder if self._temporary is None else self._temporary.name
+        jax.profiler.start_trace(str(folder), profiler_options=options)
+
+    def _stop_trace(self) -> None:
+        jax.profiler.stop_trace()
+        if self._temporary is None:
+            return
+        with self._temporary as local:
+            for path in (path for path in Path(local).rglob("*") if path.is_file()):
+                target: Any = self._folder / path.relative_to(local).as_posix()
+                target.upload(path)
 
     def _stop(self) -> None:
         first, self._window, self._traced_from = self._traced_from, None, None
-        if first is not None and self._attempt(jax.profiler.stop_trace):
+        if first is not None and self._attempt(self._stop_trace):
             self._log(f"profile of the updates {first} to {self._done} in {self._folder}")
 
     def _attempt(self, act: Callable[[], None]) -> bool:

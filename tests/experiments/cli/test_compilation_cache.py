@@ -93,7 +93,6 @@ def given(monkeypatch):
         (["--data_dir=/a", "--cache_dir=/b"], "/b/compilation/"),
         (["--data_dir=/a", "--compilation_cache=/c"], "/c/"),
         (["--compilation_cache=gs://bucket/c"], "gs://bucket/c/"),
-        (["--data_dir=gs://bucket/a"], "gs://bucket/a/prepared/compilation/"),
     ],
 )
 def test_where_it_is(settings, given, words, folder):
@@ -103,9 +102,9 @@ def test_where_it_is(settings, given, words, folder):
     assert found.startswith(folder) and "/" not in found.removeprefix(folder), found
 
 
-@pytest.mark.parametrize("words", [["--compilation_cache=off"], ["--compilation_cache="]])
-def test_off(settings, given, words):
-    given(*words)
+@pytest.mark.parametrize("word", ["--compilation_cache=off", "--compilation_cache=", "--data_dir=gs://bucket/a"])
+def test_off(settings, given, word):
+    given(word)
     compilation_cache.enable()
     assert settings == {}
 

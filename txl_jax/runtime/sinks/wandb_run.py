@@ -19,7 +19,8 @@ class WandbSink(Sink):
 
     Args:
       project: made if missing.
-      workdir: of the run; its name is the run's, and wandb's own files go into its folder `wandb`.
+      workdir: of the run; its name is the run's, and wandb's own files go into its folder `wandb` (on object storage
+        into that of the current folder).
 
     Raises:
       UserError: wandb is not installed.
@@ -44,7 +45,7 @@ class WandbSink(Sink):
             name=self._workdir.name,
             id=hashlib.sha256(str(self._workdir).encode()).hexdigest()[:16],
             resume="allow",
-            dir=str(self._workdir),
+            dir=None if "://" in str(self._workdir) else str(self._workdir),
             config=dict(values),
             settings=wandb.Settings(console="off"),  # log.txt has the lines; wandb would replace sys.stdout.
         )
