@@ -2,6 +2,7 @@
 
     python -m launch.sweep sweep.toml --out=runs/sweep --jobs=2
     python -m launch.sweep sweep.toml --out=runs/sweep --table
+    python -m launch.sweep --table runs/one gs://bucket/runs/two
     python -m launch.sweep sweep.toml --out=runs/sweep --print=slurm --with="--gpus=8 --time=12:00:00" | sbatch
     python -m launch.sweep sweep.toml --out=/mnt/txl/sweep --print=tpu --with="--zone=us-east5-b --type=v6e-8"
 
@@ -19,11 +20,19 @@ The file (names are those of the program's flags; a setting that is off, or all,
     [[runs]]
     model.n_layer = 8
     name = "deep"                         # instead of the settings that differ
+    [random]                              # random search: each sample with every combination too
+    samples = 20
+    optimizer.learning_rate = { log = [1e-4, 1e-2] }
+    model.dropout.attention = { uniform = [0, 0.3] }
+    [halving]                             # successive halving: the best third goes on after 300 updates, after 900, ...
+    first = 300
+    factor = 3
 
 Each run has a folder in --out, named after the settings in which it differs; its output is in sweep.log there. The same
 command continues a sweep: finished runs are skipped, stopped runs are resumed, failed runs are tried again. Ctrl-C and
 SIGTERM are forwarded to the runs, which save and exit. At the end the table is printed and written to results.csv
-in --out.
+in --out; where runs differ in the seed alone, means and standard deviations follow, in means.csv. With --table and
+folders instead of a file, the table is that of the runs in them, wherever they were trained.
 """
 
 import contextlib
@@ -42,9 +51,11 @@ from typing import Any
 
 from absl import flags
 
-from launch import sweep_file, sweep_table
+from launch import sweep_file, sweep_halving, sweep_table
 from launch.sweep_file import Run, Sweep
+from launch.sweep_halving import Stage
 from txl_jax.errors import UserError
+from txl_jax.runtime.paths import as_path, is_remote
 from txl_jax.training.ensemble import VARYING
 
 
@@ -58,11 +69,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         files = given(argv)[1:]
+        if given.table and files and not any(name.endswith(".toml") or Path(name).is_file() for name in files):
+            return sweep_table.write_runs(files, as_path(given.out) if given.out else None)
         if len(files) != 1:
             raise UserError(f"{len(files)} files were given ({' '.join(files) or 'none'}); give one, as sweep.toml")
         if not given.out:
             raise UserError("no folder was given; give the folder of the runs with --out=PATH")
-        out = Path(given.out).expanduser()
+        out = as_path(given.out) if is_remote(given.out) else Path(given.out).expanduser()
         return _do(given, sweep_file.read(Path(files[0]), out), out)
     except (flags.Error, UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -88,18 +101,21 @@ def _flags() -> flags.FlagValues:
 def _do(given: flags.FlagValues, sweep: Sweep, out: Path) -> int:
     launcher_flags = shlex.split(given["with"].value)
     if given.print:
-        print(_launcher_text(sweep.unfinished, given.print, launcher_flags), end="")
+        print(_launcher_text(sweep_halving.stage(sweep), given.print, launcher_flags), end="")
         return 0
     if launcher_flags:
         raise UserError(
             "--with holds flags of the scripts that --print=slurm and --print=tpu name; give one of these too"
         )
     if given.dry_run:
-        for run in sweep.unfinished:
-            print(shlex.join(run.command))
+        stage = sweep_halving.stage(sweep)
+        for run in stage.waiting:
+            print(shlex.join(stage.command(run)))
         return 0
     if given.table:
         return sweep_table.write(sweep, out)
+    if is_remote(out):
+        raise UserError(f"--out is {out}, and runs of this machine need a folder of its own; give one, or --print")
     if hint := _ensemble_hint(sweep):
         print(hint)
     pool = _Pool(sweep, slots=given.gpus or [None] * given.jobs)
@@ -108,11 +124,12 @@ def _do(given: flags.FlagValues, sweep: Sweep, out: Path) -> int:
     return 128 + pool.signal_number if pool.signal_number else code
 
 
-def _launcher_text(runs: Sequence[Run], launcher: str, launcher_flags: list[str]) -> str:
-    """A batch script for all runs (slurm), or a line for each (tpu)."""
+def _launcher_text(stage: Stage, launcher: str, launcher_flags: list[str]) -> str:
+    """A batch script for all runs (slurm), or a line for each (tpu), as far as they are compared next."""
+    runs = stage.waiting
     if not runs:
         raise UserError("all runs have finished; there is nothing to start")
-    commands = [shlex.join(["python", *run.command[1:]]) for run in runs]
+    commands = [shlex.join(["python", *stage.command(run)[1:]]) for run in runs]
     if launcher == "tpu":
         lines = (
             f"launch/tpu.sh watch {_tpu_name(run.name)} {shlex.join(launcher_flags)} -- {command}\n"
@@ -156,10 +173,10 @@ class _Pool:
     """
 
     def __init__(self, sweep: Sweep, slots: Sequence[str | None]):
-        active = [run for run in sweep.unfinished if sweep_table.is_running(run)]
-        for run in active:
-            print(f"{run.name} is running already and is skipped")
-        self._waiting = [run for run in sweep.unfinished if run not in active]
+        self._sweep = sweep
+        self._stage = sweep_halving.stage(sweep)
+        self._waiting: list[Run] = []
+        self._failed: set[str] = set()  # They are not tried twice.
         self._free = list(slots)  # The number of a GPU each, or None: all devices.
         self._running: dict[subprocess.Popen[bytes], tuple[Run, str | None, float]] = {}
         self.signal_number = 0
@@ -167,7 +184,23 @@ class _Pool:
             print(f"{finished} of {len(sweep.runs)} runs have finished already")
 
     def run(self) -> None:
-        """Runs all runs; none outlives this call, whatever fails."""
+        """Runs all runs, from rung to rung; none outlives this call, whatever fails."""
+        while self._stage.waiting and not self.signal_number:
+            active = [run for run in self._stage.waiting if sweep_table.is_running(run)]
+            for run in active:
+                print(f"{run.name} is running already and is skipped")
+            self._waiting = [run for run in self._stage.waiting if run not in active]
+            tried = list(self._waiting)
+            if self._stage.rung is not None and tried:
+                print(f"rung      {self._stage.rung} updates: {len(self._stage.runs)} runs", flush=True)
+            self._run_waiting()
+            self._failed |= {run.name for run in tried if sweep_table.state_of(run).startswith("failed")}
+            before, self._stage = self._stage, sweep_halving.stage(self._sweep, failed=self._failed)
+            if self._stage.rung == before.rung:  # Some were stopped, or run elsewhere: nothing can be decided yet.
+                return
+            print(f"kept      {len(self._stage.runs)} of {len(before.runs)} runs", flush=True)
+
+    def _run_waiting(self) -> None:
         # SIGHUP: the terminal is gone.
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         previous = {number: signal.signal(number, self._forward) for number in signals}
@@ -194,7 +227,7 @@ class _Pool:
         with open(run.folder / "sweep.log", "a") as log:
             # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run without saving.
             process = subprocess.Popen(
-                run.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                self._stage.command(run), stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
         self._running[process] = (run, gpu, time.monotonic())
         print(f"started   {run.name}" + (f" on GPU {gpu}" if gpu is not None else ""), flush=True)
@@ -205,7 +238,10 @@ class _Pool:
         run, gpu, began = self._running.pop(process)
         self._free.append(gpu)
         sweep_table.note_end(run, seconds=time.monotonic() - began, code=process.returncode)
-        print(f"{sweep_table.state_of(run)}: {run.name}", flush=True)
+        reached = (
+            run not in sweep_halving.stage(self._sweep).waiting and process.returncode == 0 and run.results is None
+        )
+        print(f"{'compared' if reached else sweep_table.state_of(run)}: {run.name}", flush=True)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -14,18 +14,20 @@ from typing import Any
 from absl import flags
 
 from experiments.cli import flag_tree, runner, training_config
+from launch import sweep_draws, sweep_rungs
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.sources.corpora import program_of
 from txl_jax.errors import UserError
 from txl_jax.jobs.workdir import Workdir
+from txl_jax.runtime.paths import as_path
 from txl_jax.training.validation import with_defaults
 
 _DEFAULTS: dict[str, ExperimentConfig] = {
     program: importlib.import_module(f"experiments.{program}").DEFAULTS
     for program in dict.fromkeys(map(program_of, CorpusName))
 }
-_KEYS = ("program", "flagfile", "base", "grid", "runs")
+_KEYS = ("program", "flagfile", "base", "grid", "random", "runs", "halving")
 _FOLDERS = ("data_dir", "cache_dir")  # Flags of the programs that are not settings.
 
 
@@ -42,12 +44,12 @@ class Run:
     @property
     def workdir(self) -> Workdir:
         """The run's folder as a workdir."""
-        return Workdir(self.folder.resolve())
+        return Workdir(as_path(self.folder))
 
     @property
     def results(self) -> dict[str, Any] | None:
         """The content of results.json; None if the run has not finished with these settings, or the file is damaged."""
-        path = self.folder / "results.json"
+        path = self.workdir.path / "results.json"
         if not path.exists() or self.workdir.load()[0] != self.config:
             return None
         try:
@@ -67,6 +69,8 @@ class Sweep:
     program: str
     runs: tuple[Run, ...]
     names: tuple[str, ...]  # The flags in which runs differ, in the order of the file.
+    rungs: tuple[int, ...] = ()  # The updates after which runs are compared, for successive halving.
+    factor: int = 1  # One in so many goes on from a rung.
 
     @property
     def unfinished(self) -> list[Run]:
@@ -91,12 +95,13 @@ def read(path: Path, out: Path) -> Sweep:
     names = list(dict.fromkeys(name for point in points for name in point.differs))
     runs = [_run(program, common, point, names, out) for point in points]
     _check_apart(runs)
-    return Sweep(program, tuple(runs), tuple(names))
+    rungs, factor = sweep_rungs.of_table(content["halving"], program, runs) if "halving" in content else ((), 1)
+    return Sweep(program, tuple(runs), tuple(names), rungs, factor)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Point:
-    """One entry of [[runs]] with one point of the grid."""
+    """One entry of [[runs]] with one point of the grid, or one sample with one point of the grid."""
 
     name: str | None  # The entry's own name, if it has one.
     entry: dict[str, Any]
@@ -119,9 +124,12 @@ def _content(path: Path) -> dict[str, Any]:
         if key not in _KEYS:
             near = config_tree.did_you_mean(key, _KEYS)
             raise UserError(f"{path} has {key!r}, which is not known{near}; it may have {', '.join(_KEYS)}")
-    if not content.get("grid") and not content.get("runs"):
-        raise UserError(f"{path} has neither a grid nor runs; for one run start python -m experiments.PROGRAM itself")
-    for key, kind, example in (("base", dict, "[base]"), ("grid", dict, "[grid]"), ("runs", list, "[[runs]]")):
+    if not any(content.get(key) for key in ("grid", "random", "runs")):
+        raise UserError(
+            f"{path} has no grid, no random ranges and no runs; for one run start python -m experiments.PROGRAM itself"
+        )
+    tables = [(key, dict, f"[{key}]") for key in ("base", "grid", "random", "halving")]
+    for key, kind, example in (*tables, ("runs", list, "[[runs]]")):
         if not isinstance(content.get(key, kind()), kind):
             raise UserError(f"{key} is {content[key]!r}; write it as {example}, with a flag on each line")
     return content
@@ -133,8 +141,9 @@ def _flagfiles(content: dict[str, Any]) -> list[str]:
 
 
 def _points(content: dict[str, Any]) -> Iterator[_Point]:
-    """Every entry of [[runs]] with every point of the grid."""
+    """Every entry of [[runs]] with every sample of [random] and every point of the grid."""
     grid = _flat(content.get("grid", {}))
+    samples = sweep_draws.drawn(content["random"], _flat) if content.get("random") else [{}]
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"grid has {name} = {values!r}; give a list of the values to try, or move it to [base]")
@@ -143,12 +152,18 @@ def _points(content: dict[str, Any]) -> Iterator[_Point]:
             raise UserError(f"runs has {entry!r}; write each run as [[runs]], with a flag on each line")
         flat = _flat(entry)
         name = flat.pop("name", None)
-        if twice := sorted(flat.keys() & grid.keys()):
+        _check_once({"the grid": grid, "runs": flat, "random": samples[0]})
+        for sample, values in itertools.product(samples, itertools.product(*grid.values())):
+            yield _Point(name, flat, sample | dict(zip(grid, values, strict=True)))
+
+
+def _check_once(tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises `UserError` for a setting that is in two tables."""
+    for (first, one), (second, other) in itertools.combinations(tables.items(), 2):
+        if twice := sorted(one.keys() & other.keys()):
             raise UserError(
-                f"{', '.join(twice)} is in the grid and in runs, and a run has one value; take it out of one"
+                f"{', '.join(twice)} is in {first} and in {second}, and a run has one value; take it out of one"
             )
-        for values in itertools.product(*grid.values()):
-            yield _Point(name, flat, dict(zip(grid, values, strict=True)))
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -174,7 +189,7 @@ def _run(program: str, common: list[str], point: _Point, names: list[str], out: 
     arguments, folder = [*common, *_as_flags(point.differs)], out / name
     try:
         config = _config(program, arguments)
-        Workdir(folder.resolve()).check_same_settings(config)
+        Workdir(as_path(folder)).check_same_settings(config)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
     command = (sys.executable, "-m", f"experiments.{program}", *arguments, f"--workdir={folder}")

@@ -2,17 +2,21 @@
 
 import csv
 import fcntl
+import io
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from launch import sweep_halving, sweep_means
 from launch.sweep_file import Run, Sweep
 from txl_jax.config import tree as config_tree
 from txl_jax.metrics import Totals
+from txl_jax.run_report.run_records import RunRecords, read_runs, swept_settings
 from txl_jax.runtime.environment import duration
-from txl_jax.runtime.files import write_json
+from txl_jax.runtime.files import write_json, write_text
+from txl_jax.runtime.paths import is_remote
 
 _ENDED = "sweep.json"  # The exit code of a run's last process, and the seconds of all of them.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -25,17 +29,47 @@ def note_end(run: Run, *, seconds: float, code: int) -> None:
 
 def write(sweep: Sweep, out: Path) -> int:
     """Prints the table and writes results.csv; returns the exit code: 1 if a run has failed."""
-    rows = [_row(sweep, run) for run in sweep.runs]
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / "results.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["run", *sweep.names, *_MEASURED, "state"], restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-    print()
-    for line in _markdown(sweep, rows):
-        print(line)
-    print(f"\nresults   {out / 'results.csv'}", flush=True)
+    failed = [run.name for run in sweep.runs if state_of(run).startswith("failed")]
+    dropped = sweep_halving.stage(sweep, failed=failed).dropped
+    rows = [_row(sweep, run, dropped.get(run.name)) for run in sweep.runs]
+    _write(sweep.names, rows, out)
     return int(any(row["state"].startswith("failed") for row in rows))
+
+
+def write_runs(paths: Sequence[str], out: Path | None) -> int:
+    """Does the same for the runs in folders, wherever they were trained; without `out` it only prints.
+
+    Raises:
+      UserError: a folder holds no run.
+    """
+    runs = read_runs(paths)
+    names = swept_settings(runs)
+    _write(names, [_row_of_records(run, names) for run in runs], out)
+    return 0
+
+
+def _write(names: Sequence[str], rows: Sequence[dict[str, Any]], out: Path | None) -> None:
+    tables = {"results": (["run", *names, *_MEASURED, "state"], rows)}
+    if averaged := sweep_means.means(names, rows):
+        tables["means"] = (sweep_means.columns(names), averaged)
+    print()
+    for line in _markdown(names, rows):
+        print(line)
+    if averaged:
+        print()
+        for line in sweep_means.markdown(names, averaged):
+            print(line)
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    print()
+    for name, (columns, content) in tables.items():
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(content)
+        write_text(out / f"{name}.csv", text.getvalue())
+        print(f"{name:<10}{out / f'{name}.csv'}", flush=True)
 
 
 def state_of(run: Run) -> str:
@@ -54,28 +88,57 @@ def state_of(run: Run) -> str:
 _MEASURED = ("best_valid", "test", "measure", "steps", "seconds")
 
 
-def _row(sweep: Sweep, run: Run) -> dict[str, Any]:
+def _row(sweep: Sweep, run: Run, dropped: int | None) -> dict[str, Any]:
     """A line of results.csv."""
     in_effect = config_tree.to_dict(run.config) | dict(run.differs)
-    row = {"run": run.name, **{name: in_effect.get(name, "") for name in sweep.names}, "state": state_of(run)}
+    state = state_of(run)
+    if dropped is not None and not state.startswith("failed"):
+        state = f"dropped after step {dropped}"
+    row = {"run": run.name, **{name: in_effect.get(name, "") for name in sweep.names}, "state": state}
     if seconds := _ended(run).get("seconds"):
         row["seconds"] = round(seconds, 1)
-    results = run.results
-    if results is None:
+    found = read_runs([str(run.folder)])[0] if run.workdir.config_file.exists() else None
+    if found is None:
         return row
-    measure = run.workdir.load()[1].vocabulary.measure
-    scores = {"best_valid": results["best_valid"], "test": results["test"]}
-    values = {name: Totals(score["loss"], 1).value(measure) for name, score in scores.items() if score}
-    return row | values | {"measure": str(measure), "steps": results["steps"]}
+    if "seconds" not in row and found.training_seconds:  # Of a run that another machine has started.
+        row["seconds"] = round(found.training_seconds, 1)
+    if run.results is None:
+        return row | _best_so_far(found)
+    return row | _scores(found) | {"steps": run.results["steps"]}
 
 
-def _markdown(sweep: Sweep, rows: list[dict[str, Any]]) -> Iterator[str]:
+def _row_of_records(run: RunRecords, names: Sequence[str]) -> dict[str, Any]:
+    """The same for a run without a file that describes it."""
+    values = config_tree.to_dict(run.config)
+    row: dict[str, Any] = {
+        "run": run.name,
+        **{name: config_tree.format_value(values[name]) for name in names},
+        "state": run.state,
+    }
+    if run.training_seconds:
+        row["seconds"] = round(run.training_seconds, 1)
+    if run.results is None:
+        return row | _best_so_far(run)
+    return row | _scores(run) | {"steps": run.results.get("steps", run.last_step)}
+
+
+def _best_so_far(run: RunRecords) -> dict[str, Any]:
+    return {"best_valid": run.best_valid[1], "measure": str(run.measure)} if run.best_valid else {}
+
+
+def _scores(run: RunRecords) -> dict[str, Any]:
+    found = {name: (run.results or {}).get(name) for name in ("best_valid", "test")}
+    values = {name: Totals(score["loss"], 1).value(run.measure) for name, score in found.items() if score}
+    return values | {"measure": str(run.measure)}
+
+
+def _markdown(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The rows as a Markdown table."""
-    columns = ["run", *sweep.names, "best valid", "test", "steps", "time", "state"]
+    columns = ["run", *names, "best valid", "test", "steps", "time", "state"]
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for row in rows:
-        cells = [row["run"], *(row[name] for name in sweep.names)]
+        cells = [row["run"], *(row[name] for name in names)]
         cells += [_score(row, "best_valid"), _score(row, "test"), row.get("steps", "")]
         cells += [duration(row["seconds"]) if "seconds" in row else "", row["state"]]
         yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
@@ -99,6 +162,8 @@ def _saved_steps(run: Run) -> list[int]:
 
 def is_running(run: Run) -> bool:
     """Returns whether a process is training in the folder, here or on a host that shares the file system's locks."""
+    if is_remote(run.folder):  # Object storage has no locks.
+        return False
     try:
         with open(run.folder / ".lock") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -140,9 +140,9 @@ def _step_time(run: RunRecords) -> str:
 
 
 def settings(runs: Sequence[RunRecords]) -> str:
-    """Returns the settings in which runs differ; empty for one run, or for runs that are alike."""
+    """Returns the settings in which runs differ; empty if there are none that the results do not show."""
     names = swept_settings(runs, all_settings=True)
-    if not names:
+    if not names or (len(names) <= _MOST_SETTINGS and names == swept_settings(runs)):
         return ""
     by_run = [[config_tree.format_value(config_tree.get(run.config, name)) for name in names] for run in runs]
     if len(names) > len(runs):  # The longer side goes down the page.
