@@ -5,9 +5,10 @@ import gc
 import os
 import pathlib
 
+from support.xla_flags import xla_flags
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the suite's time goes into compiling; without LLVM's optimisations it takes two thirds.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", xla_flags())
 
 import hypothesis
 import jax

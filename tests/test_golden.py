@@ -37,8 +37,9 @@ KERNELS = {
     "tpu": Implementation("fused", "mosaic_roll", Tile(16, 128), interpret=True),
     "gpu": Implementation("fused", "triton", Tile(16, 16), interpret=True),
 }
-# Cases whose kernels are interpreted in every run of the tests; half a minute a case.
-QUICK = ("s01_base-empty", "s08_clamp-empty", "s20_odd_heads-empty")
+# Cases that tiles compute in every run of the tests, and those of kernels, which are interpreted: half a minute a case.
+QUICK = ("s01_base-empty", "s06_same_length-empty", "s08_clamp-empty", "s16_untie_r-empty", "s20_odd_heads-empty")
+QUICK_KERNELS = ("s01_base-empty",)
 ENCODINGS = {0: Encoding.RELATIVE, 1: Encoding.SHAW, 2: Encoding.VASWANI, 3: Encoding.AL_RFOU}
 
 
@@ -49,12 +50,20 @@ def runs():
             yield pytest.param(file, start, id=f"{file.stem}-{start}")
 
 
+def exact_runs():
+    """Every run with the reference, and with tiles; of these all but the quick ones are slow."""
+    for param in runs():
+        for path in EXACT:
+            is_quick = path == "reference" or param.id in QUICK
+            yield pytest.param(*param.values, path, id=f"{param.id}-{path}", marks=() if is_quick else pytest.mark.slow)
+
+
 def runs_of_kernels():
     """The runs with relative encodings; all but the quick ones are slow."""
     for param in runs():
         golden = json.loads(str(np.load(param.values[0])["config_json"]))
         if ENCODINGS[golden["attn_type"]] is Encoding.RELATIVE and not golden["ext_len"]:
-            marks = () if param.id in QUICK else pytest.mark.slow
+            marks = () if param.id in QUICK_KERNELS else pytest.mark.slow
             yield pytest.param(*param.values, id=param.id, marks=marks)
 
 
@@ -62,8 +71,7 @@ def test_the_folder_holds_reference_values():
     assert FILES, f"no .npz file in {FOLDER}: nothing was compared"
 
 
-@pytest.mark.parametrize("path", EXACT)
-@pytest.mark.parametrize(("file", "start"), list(runs()))
+@pytest.mark.parametrize(("file", "start", "path"), list(exact_runs()))
 def test_golden(file, start, path, x64):
     check_run(file, start, EXACT[path], DType.FLOAT64)
 
@@ -84,7 +92,7 @@ def check_run(file, start, implementation, dtype):
     library = {"original": original, "huggingface": huggingface}[golden["library"]]
     tensors = under(arrays, "param/")
     params = library.to_flax(tensors, config, vocab_size=golden["n_token"])
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
     model = TransformerXL(config, compat, golden["n_token"], attention=Implementations(implementation, implementation))
 
     prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
@@ -98,8 +106,7 @@ def check_run(file, start, implementation, dtype):
                 assert_close(gradients[name], value, f"gradient of {name}")
 
 
-@pytest.mark.parametrize("path", EXACT)
-@pytest.mark.parametrize(("file", "start"), list(runs()))
+@pytest.mark.parametrize(("file", "start", "path"), list(exact_runs()))
 def test_golden_with_kept_keys_and_values(file, start, path, x64):
     check_run_with_kv_cache(file, start, EXACT[path], DType.FLOAT64)
 
@@ -124,7 +131,7 @@ def check_run_with_kv_cache(file, start, implementation, dtype):
     config, compat = configs(golden, start, dtype)
     library = {"original": original, "huggingface": huggingface}[golden["library"]]
     params = library.to_flax(under(arrays, "param/"), config, vocab_size=golden["n_token"])
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
     model = TransformerXL(config, compat, golden["n_token"], attention=Implementations(implementation, implementation))
     sizes = {"segment_len": lengths.pop(), "mem_len": golden["mem_len"]}
     weights = forward.prepare_params(params, model, clamp_len=clamp_len(golden), **sizes)
@@ -133,10 +140,15 @@ def check_run_with_kv_cache(file, start, implementation, dtype):
     prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
     # Absolute positions: from the second segment on, the original adds more to what it has stored.
     n_segment = len(golden["seg_lens"]) if encoding_of(config).generates_by_token else 1
+
+    @jax.jit
+    def score(weights, memory, tokens, targets):
+        hidden, memory = forward.forward(weights, model, tokens, memory, window=window)
+        return hidden, memory, forward.nll(weights, model, hidden, targets)
+
     for k in range(n_segment):
         tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))
-        hidden, memory = forward.forward(weights, model, tokens, memory, window=window)
-        nll = forward.nll(weights, model, hidden, targets)
+        hidden, memory, nll = score(weights, memory, tokens, targets)
         assert_close(nll.T, arrays[f"{prefix}seg{k}/nll"], f"nll of segment {k}")
         assert_close(hidden.swapaxes(0, 1), arrays[f"{prefix}seg{k}/hidden"], f"hidden states of segment {k}")
 

@@ -421,7 +421,24 @@ def test_the_table_names_every_setting():
     assert set(SECOND) == {leaf.name for leaf in config_tree.leaves()}
 
 
-@pytest.mark.parametrize("name", SECOND)
+@functools.cache
+def of_many(probe, config):
+    """What a probe finds that reads no file: many settings are compared with the same first config."""
+    return PROBES[probe](config)
+
+
+def found(probe, config):
+    """What a probe finds of a config."""
+    return of_many(probe, config) if probe in ("init", "train_step", "eval_step", "batch") else PROBES[probe](config)
+
+
+def settings():
+    """The names of all settings. Those that show in whole runs only are slow; other tests run them too."""
+    for name, (probe, _) in SECOND.items():
+        yield pytest.param(name, marks=pytest.mark.slow if probe in ("files", "scored") else ())
+
+
+@pytest.mark.parametrize("name", settings())
 def test_a_second_value_changes_what_a_run_does(name):
     probe, value = SECOND[name]
     beside = {k: v for k, v in BESIDE.get(name, {}).items() if k != name}
@@ -431,7 +448,7 @@ def test_a_second_value_changes_what_a_run_does(name):
     after = config_tree.replace(before, {name: value})
     if name == "data.corpus":  # Without a file, own text has no legal first value.
         before = BASE
-    assert PROBES[probe](before) != PROBES[probe](after)
+    assert found(probe, before) != found(probe, after)
 
 
 def test_values_that_do_not_differ_change_nothing():

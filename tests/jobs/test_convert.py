@@ -13,6 +13,7 @@ import pytest
 
 import txl_jax
 from support import ROOT, drawn_run, trained
+from support.xla_flags import xla_flags
 from txl_jax.config import Encoding, NormPlace, Tokenizer
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import portable, safetensors_file
@@ -301,7 +302,7 @@ print(query.shape, query.addressable_shards[0].data.shape, len(query.sharding.de
 
 
 def test_each_device_of_a_mesh_reads_its_part(folder):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    flags = {"XLA_FLAGS": xla_flags(devices=4), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ON_FOUR_DEVICES, str(folder)]
     done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

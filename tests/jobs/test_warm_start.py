@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from support import ROOT, drawn_run, tiny_run
+from support.xla_flags import xla_flags
 from txl_jax.assemble import assemble
 from txl_jax.config import (
     CorpusName,
@@ -278,7 +279,7 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
 def test_a_mesh_has_the_same_weights():
     """Tables of odd sizes, sharded over eight devices."""
     command = [sys.executable, str(PROGRAM)]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]

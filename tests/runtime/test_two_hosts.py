@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from support import ROOT
+from support.xla_flags import xla_flags
 
 SCRIPT = """
 import dataclasses
@@ -53,7 +54,7 @@ def two_processes(*arguments):
         port = probe.getsockname()[1]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": xla_flags(devices=4),
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     }
     command = [sys.executable, "-c", SCRIPT, str(port)]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support import tiny
+from support.xla_flags import xla_flags
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.errors import UserError
@@ -103,8 +104,7 @@ print(json.dumps(found))
 
 
 def test_bound_functions_enter_their_mesh_on_any_thread():
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=True
     )

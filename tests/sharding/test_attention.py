@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from support.xla_flags import xla_flags
+
 PROGRAM = pathlib.Path(__file__).parents[1] / "support" / "attention_on_meshes.py"
 REPOSITORY = PROGRAM.parents[2]
 
@@ -15,7 +17,7 @@ REPOSITORY = PROGRAM.parents[2]
 @pytest.fixture(scope="module")
 def found():
     """The JSON of `support.attention_on_meshes`."""
-    variables = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    variables = {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = os.environ | variables | {"PYTHONPATH": path}
     result = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True, check=False)

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from support import tiny
+from support.xla_flags import xla_flags
 from txl_jax import sharding
 from txl_jax.config import MeshConfig, NormPlace
 from txl_jax.sharding import axes
@@ -89,8 +90,7 @@ def test_a_mesh_larger_than_the_devices_is_refused(config, numbers):
 
 def eight_devices(kind, **variables):
     """Runs `support.eight_devices`; returns its JSON."""
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # Half the time to compile.
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | variables
+    environment = os.environ | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"} | variables
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, PROGRAM, kind]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
