@@ -103,6 +103,7 @@ def test_readme_trains_with_a_loop_of_its_own(tmp_path, monkeypatch, capsys):
     assert len(bits) == 20 and bits[0] > 4 and bits[-1] < 1
 
 
+@pytest.mark.slow
 def test_readme_trains_with_a_hook(tmp_path, monkeypatch, capsys):
     [example] = [block for block in python_blocks() if "txl_jax.Hook(" in block]
     (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 1000)

@@ -187,7 +187,9 @@ def assert_same_ensembles(folder, expected):
     assert newest[0] == newest[1]
 
 
-@pytest.mark.parametrize("stops", [pytest.param([2, 2], marks=pytest.mark.slow), [3], [6]], ids=str)
+@pytest.mark.parametrize(
+    "stops", [[3], *(pytest.param(stops, marks=pytest.mark.slow) for stops in ([2, 2], [6]))], ids=str
+)
 def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path, stops):
     """After updates, and in the middle of the evaluation of one of them."""
     for calls in stops:
@@ -201,7 +203,7 @@ def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path, stops):
     assert run(base, tmp_path) == outcome  # And finished already.
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_kill_between_the_saves_of_members_is_made_good(base, whole, tmp_path, monkeypatch, count):
     """The best parameters of some members are written, those of the others and the checkpoint are not."""
 
@@ -223,6 +225,7 @@ def test_a_kill_between_the_saves_of_members_is_made_good(base, whole, tmp_path,
     assert_same_ensembles(tmp_path, whole[0])
 
 
+@pytest.mark.slow
 def test_a_stop_while_the_test_text_is_scored_is_made_good(base, whole, tmp_path, capsys):
     def stop():
         return len(capsys.readouterr().out) < 0 or (tmp_path / "checkpoints/latest/12/digests.json").exists()
@@ -271,6 +274,7 @@ def test_a_member_that_is_not_there_is_refused_with_the_names(base, whole, tmp_p
         Workdir(tmp_path, "seed=3").load()
 
 
+@pytest.mark.slow
 def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_path):
     """The state is the ensemble's, bit for bit; its updates from there on agree with the ensemble's up to rounding."""
     name = NAMES[1]
@@ -309,6 +313,7 @@ def test_a_member_of_a_finished_ensemble_is_finished_when_split_off(base, whole,
     assert records(made.path) == before == records(whole[0], name)
 
 
+@pytest.mark.slow
 def test_nt_asgd_begins_in_each_member_by_itself(base, tmp_path):
     changes = {"average.start_step": None, "average.nt_asgd_patience": 1, "train.steps": 24, RATE: 0.2}
     base = config_tree.replace(base[0], changes), base[1]

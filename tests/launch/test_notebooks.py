@@ -170,6 +170,7 @@ def test_train(in_this_process, tmp_path):
     assert txl_jax.load(tmp_path / "unpacked" / "train").step == found["outcome"].step
 
 
+@pytest.mark.slow
 def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
     """With an uploaded text, in Google Drive, and with a download; the library is a small one."""
     (tmp_path / "lib").mkdir()

@@ -106,6 +106,7 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path):
 SCORED = re.compile(r"length\D*\b4\b.*\bbpc\b")  # The line of a score at attention length 4.
 
 
+@pytest.mark.slow
 def test_a_stopped_job_goes_on(base, tmp_path):
     plan = plan_of(RECURRENT, AL_RFOU, lengths=(4, 12), stride=2)
     logged = []

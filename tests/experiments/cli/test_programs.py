@@ -142,6 +142,7 @@ def test_evaluation_and_generation_of_a_workdir(undisturbed, tmp_path):
     assert first[1] == second[1] and "one two" in first[1] and not re.search("(?m)^corpus ", first[1])
 
 
+@pytest.mark.slow
 def test_tokens_are_scored_and_context_lengths_compared_without_a_flagfile(undisturbed):
     workdir, _ = undisturbed
     code, _, err = finish(start("text", "--mode=score", f"--workdir={workdir}", "--eval.batch_size=3"))
@@ -171,6 +172,7 @@ def test_a_trained_run_is_studied_without_a_flagfile(undisturbed, tmp_path):
         assert made.exists() and str(made.parent) in out
 
 
+@pytest.mark.slow
 def test_a_group_of_runs_is_compared(undisturbed, text_file, tmp_path):
     workdir, _ = undisturbed
     short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
@@ -187,6 +189,7 @@ def test_a_group_of_runs_is_compared(undisturbed, text_file, tmp_path):
     assert "| LSTM | " in out and (tmp_path / "recl" / "recl.json").exists()
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_are_run(text_file, tmp_path):
     short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
     flags = [*TINY, *short, "--data.corpus=text", f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
@@ -196,6 +199,7 @@ def test_rows_of_a_table_are_run(text_file, tmp_path):
     assert "| no | shaw | half | " in out and (tmp_path / "none-shaw-half-seed1" / "ablation.json").exists()
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_trained_a_member_scored_and_split_off(text_file, tmp_path):
     short = ["--train.steps=2", "--train.log_every=2", "--train.eval_every=2", "--train.checkpoint_every=2"]
     flags = [*TINY, *short, "--data.corpus=text", f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
