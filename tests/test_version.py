@@ -20,13 +20,13 @@ ROOT = pathlib.Path(__file__).parent.parent
 SETS = ("colab", "newest", "oldest")
 
 
-@pytest.mark.parametrize("found", ["0.7.0", "0.7.2", "0.12.0.1", "0.10.0.dev20260101", "1.0"])
+@pytest.mark.parametrize("found", ["0.7.2", "0.8.0", "0.12.0.1", "0.10.0.dev20260101", "1.0"])
 def test_supported(monkeypatch, found):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
     check_jax()
 
 
-@pytest.mark.parametrize("found", ["0.6.2", "0.4.38"])
+@pytest.mark.parametrize("found", ["0.7.1", "0.6.2", "0.4.38"])
 def test_too_old(monkeypatch, found):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
     with pytest.raises(UserError, match=rf"{found}.*{OLDEST_JAX}"):

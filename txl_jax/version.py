@@ -5,7 +5,7 @@ import re
 from txl_jax.errors import UserError
 
 __version__ = "0.2.0"
-OLDEST_JAX = "0.7"  # As in setup.cfg.
+OLDEST_JAX = "0.7.2"  # As in setup.cfg. With 0.7.0 Orbax cannot save the arrays of several devices.
 
 
 def check_jax() -> None:
@@ -24,4 +24,4 @@ _INSTALL = f"install it with pip install -U 'jax>={OLDEST_JAX}'"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

@@ -12,7 +12,6 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from txl_jax.errors import UserError
-from txl_jax.runtime import jax_versions
 
 
 def use_mesh(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -20,8 +19,8 @@ def use_mesh(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextMana
     if mesh is None or mesh.size == 1:
         return contextlib.nullcontext()
     if isinstance(mesh, AbstractMesh):
-        return jax_versions.use_abstract_mesh(mesh)
-    return jax_versions.set_mesh(mesh)
+        return jax.sharding.use_abstract_mesh(mesh)
+    return jax.set_mesh(mesh)
 
 
 def ambient_mesh() -> AbstractMesh | None:
