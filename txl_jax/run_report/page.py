@@ -91,7 +91,8 @@ def _lead(runs: Sequence[RunRecords]) -> str:
         _range([run.last_step * run.tokens_per_step for run in runs]),
     )
     ended = sum(run.results is not None for run in runs)
-    state = "" if ended == len(runs) else f" {ended} of {len(runs)} have finished."
+    some = f" {ended} of {len(runs)} have finished." if len(runs) > 1 else " Not finished."
+    state = "" if ended == len(runs) else some
     return f"Models of {layers} layers and width {widths}, {steps} updates on {tokens} tokens.{state}"
 
 

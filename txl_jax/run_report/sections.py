@@ -29,7 +29,8 @@ def results(groups: Sequence[SeedGroup]) -> str:
         tables = " and ".join(sorted({f"{result.table}" for result in published}))
         notes.append(
             f"The paper's rows (Dai et al., 2019, table {tables}) are test scores on the whole of "
-            f"{' and '.join(dict.fromkeys(corpora[result.corpus] for result in published))}, of models of other sizes."
+            f"{' and '.join(dict.fromkeys(corpora[result.corpus] for result in published))}, of models of the sizes "
+            "given."
         )
     if any(len(group.runs) > 1 for group in groups):
         own = folded(f"All {len(runs)} runs", _by_run(runs, []), rows=len(runs))
@@ -175,7 +176,7 @@ def sources(runs: Sequence[RunRecords]) -> str:
     parts = [f"<p>{note}</p>"]
     for run in runs:
         parts += [
-            f"<details><summary>{breakable(run.name)}</summary>",
+            f"<details{' open' if len(runs) == 1 else ''}><summary>{breakable(run.name)}</summary>",
             f'<p class="path">{html.escape(run.path)}</p>',
             f"<pre>{html.escape(run.command)}</pre>",
             "</details>",
