@@ -3,7 +3,7 @@
 # ruff: noqa: E501
 import pytest
 
-from txl_jax.bench.collectives import collectives
+from txl_jax.bench.collectives import collectives, crossings
 
 # A loop of 5 rounds within a fusion's neighbour, with the rounds known to XLA; and one with the rounds in its condition.
 TEXT = """\
@@ -92,3 +92,36 @@ def test_bytes_that_a_device_sends(kind, expected):
 
 def test_a_program_for_one_device_sends_nothing():
     assert collectives("HloModule jit_f\n\nENTRY %main (a: f32[]) -> f32[] {\n}\n") == []
+
+
+# Of a step for two slices of v5e:4x4 (jax 0.10.2, libtpu 0.0.42.1), without what is not read. A slice has 16 partitions.
+SLICED = """\
+HloModule jit_step, is_scheduled=true, num_partitions=16
+
+%body.1 (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %all-gather.7 = bf16[1024,2048]{1,0:T(8,128)(2,1)S(1)} all-gather(%param), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}}, dimensions={0}
+  %send.1 = (bf16[128,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[]) send(%bitcast.1, %after-all), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.1_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2}x{0:15}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv.1 = (bf16[128,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[]) recv(%after-all), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.1_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2}x{0:15}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv-done.1 = (bf16[128,8,128]{2,1,0:T(8,128)(2,1)}, token[]) recv-done(%recv.1), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+}
+
+%limit.1 (p: (s32[], f32[4,8])) -> pred[] {
+  ROOT %compare.6 = pred[] compare(%i.2, %n.2), direction=LT
+}
+
+ENTRY %main.9 (Arg_0.1: f32[4,8]) -> f32[4,8] {
+  %while.1 = (s32[], f32[4,8]{1,0}) while(%t), condition=%limit.1, body=%body.1, backend_config={"known_trip_count":{"n":"12"}}
+}
+"""
+
+
+def test_what_crosses_slices_is_a_transfer_through_the_hosts():
+    [found] = crossings(SLICED, 2)
+    assert (found.kind, found.shape, found.n_bytes, found.devices) == ("all-reduce", "bf16[128,8,128]", 2 << 17, 2)
+    assert (found.loops, found.times, found.bytes_sent) == (1, 12, 2 << 17)
+    [within] = collectives(SLICED)
+    assert (within.kind, within.devices) == ("all-gather", 16)
+    [gathered] = crossings(SLICED.replace('type="ALL_REDUCE"', 'type="ALL_GATHER"'), 4)
+    assert (gathered.kind, gathered.devices) == ("all-gather", 4)
+    with pytest.raises(ValueError, match="one-to-one"):
+        crossings(SLICED.replace('type="ALL_REDUCE"', 'type="ONE_TO_ONE"'), 2)

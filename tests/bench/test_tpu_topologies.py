@@ -24,3 +24,13 @@ def test_a_generation_alone_is_all_its_slices_from_small_to_large():
     assert found[0] == "v4:2x2x1"
     assert [tpu_topologies.num_devices(name) for name in found] == [4, 8, 16, 32, 64, 128]
     assert tpu_topologies.num_devices("v3:2x2") == 8  # Two devices per chip.
+
+
+def test_several_slices_are_written_with_their_number():
+    assert tpu_topologies.split("2*v5e:4x8") == ("v5e", "4x8")
+    assert [tpu_topologies.count_slices(name) for name in ("2*v5e:4x8", "16*v4:2x2x4", "v5e:4x8")] == [2, 16, 1]
+    assert tpu_topologies.num_devices("2*v5e:4x8") == 64
+    assert tpu_topologies.slices("2*v5e:4x8") == ["2*v5e:4x8"]
+    for name in ("0*v5e:4x8", "2*v5e", "2x*v5e:4x8"):
+        with pytest.raises(UserError, match=r"\b2\*v5e:4x8\b"):
+            tpu_topologies.split(name)

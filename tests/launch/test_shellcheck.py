@@ -7,7 +7,7 @@ import pytest
 from support import shell
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [*(ROOT / "launch").glob("*.sh"), ROOT / ".ci" / "run", *(Path(__file__).parent / "fake").iterdir()]
+SCRIPTS = [*(ROOT / "launch").rglob("*.sh"), ROOT / ".ci" / "run", *(Path(__file__).parent / "fake").iterdir()]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from txl_jax import flops, sharding
 from txl_jax.assemble import RunComponents
-from txl_jax.bench.collectives import Collective, collectives
+from txl_jax.bench.collectives import Collective, collectives, crossings
 from txl_jax.bench.roofline import Work
 from txl_jax.config import Remat
 from txl_jax.errors import UserError
@@ -35,13 +35,15 @@ class Compiled:
       peak_bytes: peak memory.
       scratch_bytes: peak memory without arguments: activations, gradients, gathered weights.
       seconds: compile time.
-      collectives: those of one call.
+      collectives: those of one call, within a slice of TPUs where there are several.
+      crossings: what a call sends between slices.
     """
 
     peak_bytes: int
     scratch_bytes: int
     seconds: float
     collectives: list[Collective]
+    crossings: list[Collective]
 
 
 class DoesNotFitError(UserError):
@@ -53,7 +55,7 @@ def work_per_update(components: RunComponents, *, compiled: Compiled | None) -> 
 
     Operations: those of `txl_jax.flops`. Memory traffic: weights in the compute dtype once forward and once backward,
     parameters and moments read and written, gradients written and read, the segment memory read twice and written once,
-    scratch written and read. Sent: as compiled; 0 without `compiled`.
+    scratch written and read. Sent: as compiled, within a slice; 0 without `compiled`.
     """
     config, train = components.config, components.config.train
     lengths: Any = {"segment_len": train.segment_len, "mem_len": train.mem_len, "same_length": train.same_length}
@@ -81,7 +83,7 @@ def work_per_update(components: RunComponents, *, compiled: Compiled | None) -> 
 
 def compile_training(components: RunComponents, *, memory_bytes: float) -> Compiled:
     """Compiles the train step of S updates; raises `DoesNotFitError` if a device's memory is too small."""
-    return _compile(lambda: components.training.compile_step()[0], memory_bytes)
+    return _compile(components, lambda: components.training.compile_step()[0], memory_bytes)
 
 
 def compile_evaluation(components: RunComponents, *, memory_bytes: float) -> Compiled:
@@ -93,12 +95,14 @@ def compile_evaluation(components: RunComponents, *, memory_bytes: float) -> Com
         replicated = sharding.named_sharding(components.mesh)
         shapes = [(eval_config.batch_size, length) for length in (eval_config.segment_len, eval_config.stride)]
         tokens, targets = (jax.ShapeDtypeStruct(shape, "int32", sharding=replicated) for shape in shapes)
-        return _compile(lambda: evaluation.window_step.lower(params, tokens, targets).compile(), memory_bytes)
+        return _compile(
+            components, lambda: evaluation.window_step.lower(params, tokens, targets).compile(), memory_bytes
+        )
     weights = _abstract_result(evaluation.prepare_params, params)
     init = jax.jit(evaluation.scorer.init_memory, out_shardings=evaluation.memory_shardings)
     memory = _abstract_result(init, weights)
     segments = components.placement.abstract_segments(eval_config)
-    return _compile(lambda: evaluation.eval_step.lower(weights, memory, segments).compile(), memory_bytes)
+    return _compile(components, lambda: evaluation.eval_step.lower(weights, memory, segments).compile(), memory_bytes)
 
 
 def compile_generation(components: RunComponents, *, memory_bytes: float) -> Compiled:
@@ -125,7 +129,9 @@ def compile_generation(components: RunComponents, *, memory_bytes: float) -> Com
         return Context(memory, jnp.zeros(samples, jnp.int32), jnp.zeros(samples, bool))
 
     context = _abstract_result(jax.jit(start), weights)
-    return _compile(lambda: generator.write.lower(tokens, context, 0, BLOCK, count=BLOCK).compile(), memory_bytes)
+    return _compile(
+        components, lambda: generator.write.lower(tokens, context, 0, BLOCK, count=BLOCK).compile(), memory_bytes
+    )
 
 
 def _abstract_result(function: Any, *arguments: Any) -> Any:
@@ -138,7 +144,7 @@ def _abstract_result(function: Any, *arguments: Any) -> Any:
     )
 
 
-def _compile(compile_: Callable[[], Any], memory_bytes: float) -> Compiled:
+def _compile(components: RunComponents, compile_: Callable[[], Any], memory_bytes: float) -> Compiled:
     start = time.monotonic()
     try:
         compiled = compile_()
@@ -149,12 +155,14 @@ def _compile(compile_: Callable[[], Any], memory_bytes: float) -> Compiled:
     sizes = compiled.memory_analysis()
     if sizes.peak_memory_in_bytes > memory_bytes:  # The compiler for GPUs does not refuse what is too large.
         raise DoesNotFitError(f"needs {sizes.peak_memory_in_bytes / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB")
+    text, num_slices = compiled.as_text(), sharding.num_slices(components.mesh)
     return Compiled(
         # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
         peak_bytes=sizes.peak_memory_in_bytes,
         scratch_bytes=sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes,
         seconds=time.monotonic() - start,
-        collectives=collectives(compiled.as_text()),
+        collectives=collectives(text),
+        crossings=crossings(text, num_slices) if num_slices > 1 else [],
     )
 
 

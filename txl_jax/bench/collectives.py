@@ -2,6 +2,9 @@
 
 A collective in a loop's body runs once per iteration. XLA splits some collectives into pieces that overlap with
 arithmetic; the pieces share a channel and count once.
+
+Of a program for several slices of TPUs the text is that of one slice: its `replica_groups` are of the chips of a slice.
+What crosses slices are transfers through the hosts, over the data-centre network (`crossings`).
 """
 
 import math
@@ -16,6 +19,9 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 _SCATTERED = "all-reduce-scatter"
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
+# A transfer between slices, as the TPU's compiler writes its end: its kind, and the chips that take part.
+_TRANSFER = re.compile(r"= (.*?) recv\(.*_xla_host_transfer_handler_name=\"xla_megascale_runtime\"")
+_TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _ARRAY = re.compile(r"\b[a-z]+(\d+)?\w*\[([\d,]*)\]")
 
 
@@ -75,6 +81,33 @@ def collectives(text: str) -> list[Collective]:
     return list(found.values())
 
 
+def crossings(text: str, num_slices: int) -> list[Collective]:
+    """Returns what a compiled program for several slices of TPUs sends between them, over the data-centre network.
+
+    Args:
+      text: HLO text of one slice's program.
+      num_slices: slices that take part; `Collective.devices` is this number, and the sizes are those of one chip.
+
+    Raises:
+      ValueError: a kind of transfer that is no collective of `KINDS`.
+    """
+    computations = hlo_text.computations(text)
+    found = []
+    for name, loops, times in hlo_text.executed(computations, hlo_text.entry(text)):
+        for line in computations[name]:
+            if not (match := _TRANSFER.search(line)):
+                continue
+            written = _TRANSFER_TYPE.search(line)
+            kind = written[1].lower().replace("_", "-") if written else "unnamed"
+            if kind not in KINDS:
+                raise ValueError(f"a transfer between slices is {kind}, no collective: {line.strip()[:300]}")
+            arrays = [(_size(*array.groups()), array[0]) for array in _ARRAY.finditer(_without_layouts(match[1]))]
+            size, shape = max(arrays)
+            source = re.search(r'op_name="([^"]*)"', line)
+            found.append(Collective(kind, size, size, shape, num_slices, loops, times, source[1] if source else ""))
+    return found
+
+
 def _piece(line: str, name: str, number: int) -> tuple[str, str | int]:
     """Returns a key that the pieces of one collective share."""
     chain = re.search(r'chain_id="(\d+)"', line)
@@ -84,7 +117,7 @@ def _piece(line: str, name: str, number: int) -> tuple[str, str | int]:
 
 def _collective(match: re.Match[str], line: str, devices: int, loops: int, times: int) -> Collective:
     """Parses one instruction."""
-    kind, results = match[2], re.sub(r"\{[^}]*\}", "", match[1])
+    kind, results = match[2], _without_layouts(match[1])
     if match[3] and kind != "all-reduce":  # A tuple of operands, results, and maybe counters.
         results = _second(results)
     arrays = [(_size(*array.groups()), array[0]) for array in _ARRAY.finditer(results)]
@@ -92,6 +125,11 @@ def _collective(match: re.Match[str], line: str, devices: int, loops: int, times
     largest, shape = max(arrays)
     n_bytes = sum(size for size, _ in arrays)
     return Collective(kind, n_bytes, largest, shape, devices, loops, times, source[1] if source else "")
+
+
+def _without_layouts(results: str) -> str:
+    """Returns types such as f32[2,3]{1,0:T(8,128)} without what is in braces."""
+    return re.sub(r"\{[^}]*\}", "", results)
 
 
 def _second(tuple_: str) -> str:

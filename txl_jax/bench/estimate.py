@@ -7,7 +7,7 @@ Without it only the part that follows from the shapes of arrays is known.
 import collections
 import dataclasses
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from txl_jax import sharding
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench import aot_compile, topologies
 from txl_jax.bench.aot_compile import Compiled, DoesNotFitError
+from txl_jax.bench.collectives import Collective
 from txl_jax.bench.output import Log, print_line
 from txl_jax.bench.roofline import Bounds, Chip, lower_bounds
 from txl_jax.bench.synthetic_tokens import default_vocab_size
@@ -43,7 +44,8 @@ class Plan:
 
     topology: tuple[str, ...] = setting(
         (),
-        "TPU slice, such as v5e:4x8 or v4:2x2x4, or GPUs, such as h200 or h100x8. With --configs several, with commas; "
+        "TPU slice, such as v5e:4x8 or v4:2x2x4, several alike, such as 2*v5e:4x8, or GPUs, such as h200 or h100x8. "
+        "With --configs several, with commas; "
         "a generation or a GPU alone (v5e, h200) is then the smallest slice, or number, that training fits on.",
     )
     tasks: tuple[str, ...] = setting(tuple(TASKS), "Tasks to compile, with commas.")
@@ -125,7 +127,8 @@ def assemble_on(config: ExperimentConfig, topology: str, vocab_size: int | None)
     devices = topologies.devices(topology)
     mesh: Any
     if devices is None:
-        mesh = sharding.abstract_mesh(config.mesh, topologies.num_devices(topology))
+        num_slices = topologies.count_slices(topology)
+        mesh = sharding.abstract_mesh(config.mesh, topologies.num_devices(topology), num_slices=num_slices)
     else:
         mesh = sharding.make_mesh(config.mesh, devices)
     components = assemble(config, vocab_size=vocab_size or default_vocab_size(config.data.corpus), mesh=mesh)
@@ -153,6 +156,7 @@ def make_record(
         "scratch_bytes": compiled.scratch_bytes,
         "compile_seconds": compiled.seconds,
         "collectives": [one._asdict() for one in compiled.collectives],
+        "crossings": [one._asdict() for one in compiled.crossings],
     }
 
 
@@ -183,13 +187,18 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_collectives(compiled: Compiled) -> Iterator[str]:
-    """Formats a table of the collectives by kind and number of devices that exchange."""
+    """Formats a table of the collectives by kind and number of devices that exchange, and one of those of slices."""
+    yield from _format_table("collective | devices", compiled.collectives)
+    yield from _format_table("between slices | slices", compiled.crossings)
+
+
+def _format_table(head: str, found: Sequence[Collective]) -> Iterator[str]:
     groups = collections.defaultdict(list)
-    for one in compiled.collectives:
+    for one in found:
         groups[one.kind, one.devices].append(one)
     if not groups:
         return
-    yield "\n| collective | devices | per call | sent per device and call | largest array |"
+    yield f"\n| {head} | per call | sent per device and call | largest array |"
     yield "|---|---|---|---|---|"
     for (kind, devices), found in sorted(groups.items()):
         largest = max(found, key=lambda one: one.largest)
@@ -202,13 +211,15 @@ def format_roofline(components: RunComponents, bounds: Bounds, *, complete: bool
     """Formats the lower bounds of an update's time; `complete`: communication is known."""
     train = components.config.train
     tokens = train.batch_size * train.new_tokens
+    several = complete and sharding.num_slices(components.mesh) > 1
+    beyond = "\nThe network between slices is not counted." if several else ""
     links = f", collectives {1e3 * bounds.communication:.1f} ms" if complete else ""
     return (
         f"\nroofline: an update takes at least {1e3 * bounds.overlapped:.1f} ms "
         f"({tokens / bounds.overlapped:,.0f} tokens/s) with perfect overlap, {1e3 * bounds.serial:.1f} ms with none:\n"
         f"matrix products {1e3 * bounds.compute:.1f} ms, HBM {1e3 * bounds.hbm:.1f} ms{links}, at data sheet "
         "rates. Of the adaptive\nsoftmax only the head is counted, arrays as often as they must be moved, scratch once "
-        "each way."
+        f"each way.{beyond}"
     )
 
 

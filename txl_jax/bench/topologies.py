@@ -1,5 +1,6 @@
 """Devices that are not at hand, by name: slices of Cloud TPUs (`v5e:4x8`) and GPUs of NVIDIA (`h200x8`)."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,11 @@ def slices(topology: str) -> list[str]:
 def num_devices(topology: str) -> int:
     """Returns how many devices jax counts in a topology."""
     return _kind(topology).num_devices(topology)
+
+
+def count_slices(topology: str) -> int:
+    """Returns how many slices of TPUs a topology has; 1 for GPUs."""
+    return 1 if gpu_topologies.is_gpu(topology) else tpu_topologies.count_slices(topology)
 
 
 def devices(topology: str) -> Sequence[jax.Device] | None:
@@ -88,9 +94,10 @@ def _kind(topology: str) -> Any:
     """
     if gpu_topologies.is_gpu(topology):
         return gpu_topologies
-    if topology.partition(":")[0] in tpu_topologies.SLICES:
+    if re.sub(r"^[1-9]\d*\*", "", topology).partition(":")[0] in tpu_topologies.SLICES:
         return tpu_topologies
     raise UserError(
         f"the topology is {topology!r}; give a slice of TPUs ({', '.join(tpu_topologies.SLICES)}, and the chips along "
-        f"each axis: v5e:4x8 or v4:2x2x4) or GPUs ({', '.join(gpu_topologies.GPUS)}, and how many: h200 or h200x8)"
+        "each axis: v5e:4x8 or v4:2x2x4; two of them: 2*v5e:4x8) "
+        f"or GPUs ({', '.join(gpu_topologies.GPUS)}, and how many: h200 or h200x8)"
     )

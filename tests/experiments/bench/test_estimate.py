@@ -84,6 +84,31 @@ def test_programs_are_compiled_for_a_slice(tmp_path):
     assert max(one["largest"] for one in sent if one["kind"] == "all-gather") <= layer
 
 
+def test_without_a_compiler_the_devices_of_all_slices_are_counted(tmp_path):
+    flags = [*TINY, "--topology=2*v5e:2x2", "--mesh.fsdp=4", f"--json={tmp_path / 'e.json'}"]
+    code, _, err = estimate(*flags, without_compiler=True)
+    assert code == 0, err
+    [found] = json.loads((tmp_path / "e.json").read_text())["estimates"]
+    assert found["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("sizes", [["--mesh.fsdp=4"], ["--mesh.fsdp=2", "--mesh.tensor=2"]], ids=" ".join)
+def test_only_sums_of_gradients_cross_slices(tmp_path, sizes):
+    """Two slices of four chips: weights are gathered within a slice, and a chip sends its shard's gradient."""
+    flags = [*TINY, *sizes, "--topology=2*v5e:2x2", "--tasks=training", f"--json={tmp_path / 'e.json'}"]
+    code, out, err = estimate(*flags)
+    assert code == 0, err
+    [found] = json.loads((tmp_path / "e.json").read_text())["estimates"]
+    assert found["crossings"] and {one["kind"] for one in found["crossings"]} == {"all-reduce"}
+    assert {one["devices"] for one in found["crossings"]} == {2} and "| between slices |" in out
+    assert all(one["devices"] <= 4 for one in found["collectives"])
+    crossed = sum(one["n_bytes"] * one["times"] for one in found["crossings"])
+    assert found["parameters"] * 2 / 4 < crossed < found["parameters"] * 4, (
+        "gradients are sharded, in two or four bytes"
+    )
+
+
 @needs_libtpu
 def test_a_table_has_the_smallest_slice_that_fits():
     code, out, err = estimate(*TINY, "--configs=small", "--topology=v5e,v4:2x2x1")

@@ -1,0 +1,117 @@
+"""Tests of the image's files, its lock files, and the manifests of GKE and SkyPilot."""
+
+import configparser
+import fnmatch
+import re
+import shlex
+import subprocess
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from launch import sweep_file
+from support import ROOT
+
+CONTAINER = ROOT / "launch" / "container"
+DOCKERFILE = (CONTAINER / "Dockerfile").read_text()
+IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+
+
+def instructions():
+    """The instructions of the Dockerfile: (name, rest)."""
+    text = re.sub(r"(?m)^#.*\n", "", DOCKERFILE).replace("\\\n", " ")
+    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
+
+
+def is_sent(path):
+    """Returns whether a path is part of the build's context: the last pattern that fits decides."""
+    sent = True
+    for pattern in IGNORED:
+        bare = pattern.removeprefix("!").removeprefix("**/")
+        parts = path.split("/")
+        if bare == "*" or parts[0] == bare or any(fnmatch.fnmatch(part, bare) for part in parts if "**/" in pattern):
+            sent = pattern.startswith("!")
+    return sent
+
+
+def locked(accelerator):
+    """Versions by name of a lock file."""
+    text = (CONTAINER / f"{accelerator}.lock").read_text()
+    found = re.findall(r"(?m)^([\w.-]+)==(\S+)(?: ;[^\\\n]*)? \\\n((?: +--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text)
+    assert len(found) == len(re.findall(r"(?m)^\S", text)), "a line without a version or a hash"
+    return {name.lower().replace("_", "-"): version for name, version, _ in found}
+
+
+def check_command(words):
+    """Raises `UserError` for a command whose flags its program does not take."""
+    program = words.index("-m") + 1
+    given = [word for word in words[program + 1 :] if not word.startswith("--workdir=")]
+    sweep_file._config(words[program].removeprefix("experiments."), given)
+    assert any(word.startswith("--workdir=gs://") for word in words)
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "tpu", "cuda13"])
+def test_a_lock_file_has_what_setup_cfg_asks_for(accelerator):
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    versions = locked(accelerator)
+    for line in setup["options"]["install_requires"].split("\n"):
+        if line.strip():
+            needed = Requirement(line)
+            assert needed.specifier.contains(versions[needed.name.lower().replace("_", "-")]), line
+    assert {"gcsfs", "matplotlib", "sentencepiece"} <= versions.keys()
+    assert ("libtpu" in versions) == (accelerator == "tpu")
+    assert ("jax-cuda13-plugin" in versions) == (accelerator == "cuda13")
+
+
+def test_the_image_is_built_of_files_that_are_sent_and_runs_as_a_user():
+    found = instructions()
+    assert found[0] == ("FROM", "python:3.12-slim-bookworm")
+    copied = [rest.split()[0] for name, rest in found if name == "COPY"]
+    assert copied == ["launch/container/${ACCELERATOR}.lock", "."]
+    for path in ("setup.cfg", "README.md", "LICENSE", "launch/container/tpu.lock", "txl_jax/version.py"):
+        assert is_sent(path) and (ROOT / path).exists(), path
+    for path in (
+        "data/enwik8.zip",
+        "runs/one/config.json",
+        ".git/HEAD",
+        "txl_jax/__pycache__/a.pyc",
+        "tests/conftest.py",
+    ):
+        assert not is_sent(path), path
+    names = [name for name, _ in found]
+    assert ("USER", "txl") in found and names.index("USER") < names.index("CMD")
+    assert all("--require-hashes" in rest or "/tmp/source" in rest for name, rest in found if "pip install" in rest)
+    assert found[-1][1].startswith('["python",'), "no shell, which would not pass SIGTERM on"
+
+
+def test_the_lock_files_can_be_made_again():
+    done = subprocess.run([CONTAINER / "lock.sh", "--dry_run"], text=True, capture_output=True, check=True)
+    files = [shlex.split(line)[-1] for line in done.stdout.splitlines()]
+    assert files == [f"--output-file=launch/container/{name}.lock" for name in ("cpu", "tpu", "cuda13")]
+
+
+def test_the_manifest_of_gke_has_as_many_hosts_as_its_topology():
+    manifest = yaml.safe_load((CONTAINER / "jobset.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    [slices] = manifest["spec"]["replicatedJobs"]
+    job = slices["template"]["spec"]
+    pod = job["template"]["spec"]
+    [container] = pod["containers"]
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    sizes = [int(size) for size in pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")]
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert job["parallelism"] * chips == job["completions"] * chips == sizes[0] * sizes[1] == 16
+    assert slices["replicas"] == 2 and pod["restartPolicy"] == "Never" and job["backoffLimit"] == 0
+    assert "--mesh.fsdp=16" in container["command"], "a slice shares the parameters, and slices are replicas"
+    check_command(container["command"])
+
+
+def test_the_task_of_skypilot_runs_a_program():
+    task = yaml.safe_load((ROOT / "launch" / "sky.yaml").read_text())
+    assert task["envs"].keys() == {"BUCKET", "EXTRA"} and task["resources"]["use_spot"]
+    [command] = task["run"].replace("\\\n", " ").strip().splitlines()
+    assert command.startswith("exec "), "the shell would not pass SIGTERM on"
+    check_command(shlex.split(command))
+    assert '".[plots,gcs,$EXTRA]"' in task["setup"]
