@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from txl_jax.runtime import integrity
+from txl_jax.runtime import integrity, step_folders
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.runtime.sinks.sink import MEASURED
@@ -167,8 +167,9 @@ def arrays(folder):
     """Step and arrays of the newest checkpoint in a folder, which must be whole."""
     with Checkpointer(folder, keep=1, log=print) as checkpoints:
         step = checkpoints.latest_step()
-    assert integrity.find_damage(folder / str(step)) is None
-    tree = ocp.StandardCheckpointer().restore(folder / str(step) / "state")
+        newest = next(each.path for each in step_folders.find(folder) if each.step == step)
+    assert integrity.find_damage(newest) is None
+    tree = ocp.StandardCheckpointer().restore(os.fspath(newest / "state"))
     return step, {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves(tree)}
 
 

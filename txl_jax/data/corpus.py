@@ -16,12 +16,13 @@ import tqdm
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer
 from txl_jax.config.settings import setting_of
-from txl_jax.data.sources import local_files, published
-from txl_jax.data.sources.corpora import check_file
+from txl_jax.data.sources import fetched, local_files, published
+from txl_jax.data.sources.corpora import CORPORA, check_file
 from txl_jax.data.sources.text import File, Text
 from txl_jax.data.tokens import build_vocabulary, store
 from txl_jax.data.tokens.vocabulary import Vocabulary, digest
 from txl_jax.errors import UserError
+from txl_jax.runtime.paths import is_remote
 
 # Files that the ids depend on too; the store's name holds the digest of their contents.
 _NAMED_FILES = ("vocab_file", "sentencepiece_model")
@@ -50,8 +51,8 @@ def read_corpus(
 
     Args:
       config: the text and its tokens.
-      data_dir: folder of the published corpora's files.
-      cache_dir: folder for the prepared text and ids; None: `prepared` in `data_dir`.
+      data_dir: folder of the published corpora's files; on gs:// those of this corpus are copied into `cache_dir`.
+      cache_dir: folder of this machine for the prepared text and ids; None: `prepared` in `data_dir`.
       vocabulary: that of a trained run, to score another text; None: the text's own.
 
     Raises:
@@ -60,7 +61,9 @@ def read_corpus(
     """
     config.validate()
     check_file(config)
-    cache = Path(cache_dir or Path(data_dir, "prepared"))
+    fetched.check_cache(cache_dir, "" if config.file or config.train else data_dir)
+    cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
+    config = fetched.local_config(config, cache)
     text = _read_text(config, data_dir, str(cache))
     tokens = _tokens(config, text, cache / "tokens", vocabulary)
     return Corpus(
@@ -70,7 +73,7 @@ def read_corpus(
         vocabulary=tokens.vocabulary,
         **tokens.splits,
         sentences=tokens.sentences,
-        data_dir=os.path.abspath(data_dir),
+        data_dir=data_dir if is_remote(data_dir) else os.path.abspath(data_dir),
         cache_dir=os.path.abspath(cache),
     )
 
@@ -83,6 +86,8 @@ def _read_text(config: DataConfig, data_dir: str, cache_dir: str) -> Text:
             return local_files.read_python_stdlib(config, progress=_progress_bar)
     if config.file:
         return local_files.read_prefix(config, progress=_progress_bar)
+    if is_remote(data_dir):
+        data_dir = fetched.local_folder(CORPORA[config.corpus], data_dir, Path(cache_dir))
     return published.read(config.corpus, data_dir=data_dir, cache_dir=cache_dir, heldout=config.heldout)
 
 

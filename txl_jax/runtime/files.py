@@ -189,6 +189,7 @@ def lock_now(handle: IO[str]) -> None:
 
     Raises:
       BlockingIOError: another process holds the lock; one that only tests it holds it for a moment.
+      OSError: the file system has no locks.
     """
     until = time.monotonic() + _SECONDS_OF_A_TEST
     while True:

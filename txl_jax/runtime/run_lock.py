@@ -10,6 +10,7 @@ are differences of the server's times. A holder that was killed on the same mach
 import contextlib
 import datetime
 import email.utils
+import errno
 import json
 import os
 import secrets
@@ -94,6 +95,12 @@ class FileLock(RunLock):
             holder = handle.read().strip() or "unknown"
             handle.close()
             raise self._refused(f"process {holder}") from error
+        except OSError as error:  # As on a Google Drive that is mounted in Colab.
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            self.notes.append(
+                f"no lock protects this run, as the file system has none ({error.strerror}): start it once"
+            )
         handle.truncate(0)
         handle.write(str(os.getpid()))
         handle.flush()

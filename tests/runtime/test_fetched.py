@@ -1,0 +1,61 @@
+"""Tests remote texts: they are copied to this machine once, and again when they change."""
+
+import numpy as np
+import pytest
+
+from support import miniature
+from txl_jax.config import CorpusName, DataConfig
+from txl_jax.data.corpus import read_corpus
+from txl_jax.data.sources import fetched
+from txl_jax.data.sources.corpora import CORPORA
+from txl_jax.errors import UserError
+
+
+def read(data, cache, **settings):
+    return read_corpus(DataConfig(corpus=CorpusName.TEXT, **settings), str(data), str(cache))
+
+
+def test_own_text_in_a_bucket(bucket, tmp_path, storage):
+    text = bytes(range(32, 127)) * 40
+    (bucket / "book.txt").write_bytes(text)
+    first = read("data", tmp_path, file=str(bucket / "book.txt"))
+    assert np.concatenate([first.train, first.valid, first.test]).size == len(text)
+    requests = len(storage.requests)
+    again = read("data", tmp_path, file=str(bucket / "book.txt"))
+    assert again.digest == first.digest
+    assert not any("media" in path for _, path in storage.requests[requests:]), "it was downloaded again"
+    (bucket / "book.txt").write_bytes(text + b"more")
+    assert read("data", tmp_path, file=str(bucket / "book.txt")).digest != first.digest
+
+
+def test_patterns_and_lists(bucket, tmp_path):
+    for name in ("a.txt", "b.txt", "valid.dat"):
+        (bucket / name).write_bytes(name.encode() * 100)
+    valid = str(bucket / "valid.dat")
+    corpus = read("data", tmp_path, train=(str(bucket / "*.txt"),), valid=(valid,), test=(valid,))
+    assert bytes(corpus.vocabulary.decode(corpus.train[:5])) == b"a.txt" and corpus.train.size == 1000
+    with pytest.raises(UserError, match="no object matches"):
+        read("data", tmp_path, train=(str(bucket / "*.no"),), valid=(valid,), test=(valid,))
+
+
+def test_a_folder_of_corpora(bucket, tmp_path):
+    name = CorpusName.PTB
+    for folder in ("", "ptb"):
+        (bucket / folder / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
+    (bucket / "unrelated.bin").write_bytes(b"1")
+    local = fetched.local_folder(CORPORA[name], str(bucket), tmp_path)
+    found = sorted(str(path.relative_to(local)) for path in tmp_path.rglob("*") if path.is_file())
+    assert found == sorted([miniature.OFFICIAL[name], f"ptb/{miniature.OFFICIAL[name]}"])
+
+
+def test_what_cannot_be_read_is_one_sentence(bucket, tmp_path, storage):
+    with pytest.raises(UserError, match="cannot read gs://"):
+        read("data", tmp_path, file=str(bucket / "missing.txt"))
+    with pytest.raises(UserError, match="--cache_dir"):
+        read("data", bucket, file="book.txt")
+    with pytest.raises(UserError, match="--cache_dir"):
+        read_corpus(DataConfig(corpus=CorpusName.PTB), str(bucket))
+    (bucket / "secret.txt").write_bytes(b"1")
+    storage.refuse("GET .*secret")
+    with pytest.raises(UserError, match="gcloud"):
+        read("data", tmp_path, file=str(bucket / "secret.txt"))
