@@ -1,0 +1,49 @@
+"""Tests a workdir on object storage: what is recorded is loaded, and what cannot be used is one sentence."""
+
+import pytest
+
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer, TokenizerConfig
+from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.errors import UserError
+from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.runtime.paths import as_path
+from txl_jax.runtime.run_lock import NAME
+
+CONFIG = ExperimentConfig(
+    data=DataConfig(corpus=CorpusName.TEXT, file="a.txt", tokenizer=TokenizerConfig(kind=Tokenizer.WORD))
+)
+TEXT = TextInfo("text", "own text", "d" * 64, WordVocabulary(("<eos>", "the", "<unk>", "cat")))
+
+
+def test_what_was_recorded_is_loaded(bucket):
+    workdir = Workdir(bucket).create()
+    assert not workdir.holds_run() and workdir.check_same_run(CONFIG, TEXT) == []
+    with workdir.lock(), pytest.raises(UserError, match="another run"):
+        Workdir(bucket).lock()
+    workdir.record(CONFIG, TEXT)
+    assert workdir.holds_run() and workdir.load() == (CONFIG, TEXT)
+    assert sorted(path.name for path in bucket.iterdir()) == ["config.json", "vocabulary.txt"]
+    (bucket / ".probe-1").write_bytes(b"of a killed run")
+    with workdir.lock():
+        assert (bucket / NAME).exists() and not (bucket / ".probe-1").exists()
+
+
+def test_a_folder_without_a_run(bucket):
+    with pytest.raises(UserError, match="holds no run"):
+        Workdir(bucket).load()
+
+
+def test_a_bucket_that_is_absent(bucket):
+    with pytest.raises(UserError, match=r"gs://absent-bucket/run.*no such bucket"):
+        Workdir(as_path("gs://absent-bucket/run")).create()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_bucket_that_is_denied(bucket, storage, status):
+    storage.refuse("POST /upload", status=status)
+    with pytest.raises(UserError, match=r"cannot write to .*gcloud"):
+        Workdir(bucket).create()
+    storage.refuse("GET ", status=status)
+    for act in (Workdir(bucket).holds_run, Workdir(bucket).load):
+        with pytest.raises(UserError, match=r"cannot read .*gcloud"):
+            act()
