@@ -224,7 +224,7 @@ def test_the_best_go_on_and_are_trained_to_the_end(halving, capsys):
     assert "±" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stop_at", [1, 8, 9, 13])
+@pytest.mark.parametrize("stop_at", [8, 13, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 9))])
 def test_a_sweep_that_is_stopped_comes_to_the_same_rungs_and_decisions(halving, stop_at):
     found = halving(stop_at=stop_at)
     pool = sweep._Pool(found, slots=[None])
