@@ -179,7 +179,8 @@ class TinyModel(nn.Module):
 
 
 model = TinyModel()
-params = model.init(jax.random.key(0), jnp.zeros((1, SEGMENT), jnp.int32), model.init_memory(1, MEMORY))["params"]
+one_segment = jnp.zeros((1, SEGMENT), jnp.int32)
+params = jax.jit(model.init)(jax.random.key(0), one_segment, model.init_memory(1, MEMORY))["params"]
 print(f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters")
 
 # %% [markdown]
@@ -190,6 +191,7 @@ print(f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters")
 
 
 # %%
+@jax.jit
 def two_segments(tokens):
     empty = model.init_memory(1, MEMORY)
     first, after = model.apply({"params": params}, tokens[:, :SEGMENT], empty)
@@ -219,7 +221,7 @@ from txl_jax.paper import plots
 
 BATCH, CALL = 32, 10  # Rows; updates per call.
 train_tokens = stream(BATCH * SEGMENT * 500, seed=2)
-test_tokens = stream(BATCH * SEGMENT * 100, seed=3)
+test_tokens = stream(BATCH * SEGMENT * 40, seed=3)
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
 rows = sharding.named_sharding(mesh, None, sharding.axes.BATCH)  # Of arrays [S, B, ..] and [N, B, ..].
 row = sharding.named_sharding(mesh, sharding.axes.BATCH)
