@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import flags
 
+from experiments.cli import compilation_cache
 from txl_jax.errors import UserError
 from txl_jax.jobs.convert import convert
 from txl_jax.paper import plots
@@ -60,8 +62,9 @@ def open_folder(name: str, *, drive: bool) -> Path:
         parent = DRIVE / "MyDrive"
     folder = (parent / Path(name).expanduser()).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    # A kernel that is started again reads programs in place of compiling them.
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compilation"))
+    if compilation_cache.FLAG not in flags.FLAGS:
+        compilation_cache.define_flag()  # A notebook has no command line: the default of the programs is taken.
+    compilation_cache.enable(folder)
     return folder
 
 

@@ -70,7 +70,8 @@ def in_a_kernel(name, given, folder, **environment):
     """Runs a notebook as Jupyter does; returns what its cells printed, and the number of pictures."""
     notebook = with_parameters(read(name), {"TENSORBOARD": False} | given)
     client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}})
-    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+    given = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    client.execute(env=given | {"PYTHONPATH": str(ROOT)} | environment)
     outputs = [output for cell in code(notebook) for output in cell.outputs]
     printed = "".join(output.get("text", "") for output in outputs)
     return printed, sum("image/png" in output.get("data", {}) for output in outputs)
@@ -82,7 +83,7 @@ def in_this_process(monkeypatch, tmp_path):
 
     Displayed objects are in the variable `displayed`.
     """
-    cache, displayed = jax.config.jax_compilation_cache_dir, []
+    displayed = []
 
     def run(name, given):
         variables = {"__name__": name, "displayed": displayed}
@@ -92,8 +93,7 @@ def in_this_process(monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("IPython.display.display", lambda shown, **_: displayed.append(shown))
-    yield run
-    jax.config.update("jax_compilation_cache_dir", cache)
+    return run
 
 
 @pytest.fixture
@@ -194,7 +194,9 @@ def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
 def test_own_model(tmp_path):
     printed, pictures = in_a_kernel("own_model", {"STEPS": 10}, tmp_path)
     assert pictures == 2 and "largest change before the token: 0.0e+00" in printed
-    assert (tmp_path / "runs" / "own_model" / "own_model.npz").exists()
+    folder = tmp_path / "runs" / "own_model"
+    assert (folder / "own_model.npz").exists()
+    assert list(folder.glob("compilation/*/*"))  # Programs that a second start reads.
 
 
 def test_tensorboard_is_shown_where_it_is_installed(monkeypatch, capsys, tmp_path):
