@@ -44,7 +44,8 @@ def enable(prepared: str | os.PathLike[str] | None = None) -> None:
       prepared: folder of the prepared text; None: that of the program's flags, if it has them.
     """
     folder = _folder(prepared) if FLAG in FLAGS else None
-    if folder is None:
+    # All or none: the variable may be set on one host alone, and what follows is collective.
+    if distributed.first_error(None if folder else "off") or folder is None:
         return
     if reason := distributed.broadcast_from_primary(lambda: _unusable(folder)) or _not_shared(folder):
         print(f"note      compiled programs are not kept: {folder} {reason}; give --{FLAG}=PATH, or off", flush=True)
