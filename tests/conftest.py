@@ -14,6 +14,7 @@ import hypothesis
 import jax
 import pytest
 
+from support import tiny_run
 from support.float64 import enable_x64
 
 # An array broadcast by accident is our likeliest bug: adding [L] to [B, L] raises in tests.
@@ -117,3 +118,16 @@ def free_executables():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def usual_emitters():
+    """Compiles as outside of tests (`support.xla_flags`): then different programs round alike, to the last bit."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "fusion_emitters" in os.environ["XLA_FLAGS"]:
+            compile_quickly = jax.stages.Lowered.compile
+            options = {"xla_cpu_use_fusion_emitters": True}
+            patch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_quickly(lowered, options))
+        tiny_run.compiled.cache_clear()
+        yield
+        tiny_run.compiled.cache_clear()

@@ -423,12 +423,12 @@ def test_the_table_names_every_setting():
 
 @functools.cache
 def of_many(probe, config):
-    """What a probe finds that reads no file: many settings are compared with the same first config."""
+    """Runs a probe that reads no file once per config: many settings are compared with the same first one."""
     return PROBES[probe](config)
 
 
 def found(probe, config):
-    """What a probe finds of a config."""
+    """Runs a probe, or takes what it found before."""
     return of_many(probe, config) if probe in ("init", "train_step", "eval_step", "batch") else PROBES[probe](config)
 
 

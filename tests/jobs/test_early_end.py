@@ -36,7 +36,7 @@ CONFIG = ExperimentConfig(
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory):
+def given(tmp_path_factory, usual_emitters):
     """(config, corpus)."""
     path = tmp_path_factory.mktemp("text") / "words.txt"
     words = np.random.default_rng(0).choice(["one", "two", "three", "four"], 800)

@@ -36,7 +36,7 @@ def with_weights(segments, places, value):
 
 
 @pytest.fixture(scope="module")
-def trained():
+def trained(usual_emitters):
     """(state, metrics) of ten updates, one per call."""
     return tiny_run.train(tiny_run.STEPS)
 

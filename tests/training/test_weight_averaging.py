@@ -73,6 +73,7 @@ def test_it_is_due_when_validation_stops_improving(losses, due):
     assert weight_averaging.is_due(losses, 3) is due
 
 
+@pytest.mark.usefixtures("usual_emitters")
 @pytest.mark.parametrize("per_call", [1, 5])
 def test_the_step_keeps_the_mean_of_its_updates(per_call):
     changes = {"train__segments_per_call": per_call, "average__start_step": 4}

@@ -176,6 +176,11 @@ class ModelConfig(Config):
         return self.div_val > 1 or self.embed_width != self.d_model
 
     @property
+    def has_shaw_terms(self) -> bool:
+        """Returns whether `compat.shaw_terms` acts: whether the encoding is Shaw's."""
+        return self.encoding is Encoding.SHAW
+
+    @property
     def table_size(self) -> int:
         """Entries in the table of a learned encoding: `num_positions`, or a `UserError` if that is none."""
         require(

@@ -136,7 +136,7 @@ def _differences(config: ExperimentConfig, preset: str, name: str, *, without: C
     """Lists the settings of compatibility that differ from those of an implementation and change its numbers."""
     theirs = config_tree.apply_preset(config, preset).compat
     unused = {*without, "final_norm"}  # A model that has one is refused.
-    if not config.model.encoding.is_learned:
+    if not config.model.has_shaw_terms:
         unused.add("shaw_terms")
     if not config.eval.same_length:
         unused.add("same_length_window")

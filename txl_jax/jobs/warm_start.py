@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from txl_jax.assemble import RunComponents, assemble
-from txl_jax.config import Encoding, ExperimentConfig, InitVocabulary, NormPlace, TokenizerConfig
+from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, TokenizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.tree import Leaf
 from txl_jax.data import corpus as corpus_lib
@@ -252,7 +252,7 @@ def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
 def _is_read(name: str, config: ExperimentConfig) -> bool:
     """Returns whether the model has what the setting describes."""
     if name == "compat.shaw_terms":
-        return config.model.encoding is Encoding.SHAW
+        return config.model.has_shaw_terms
     return name != "compat.final_norm" or config.model.layer_norm is NormPlace.PRE
 
 

@@ -43,7 +43,7 @@ def start(monkeypatch):
             monkeypatch.setattr(flags, name, lambda *args, _d=define, **kw: _d(*args, **{"flag_values": values} | kw))
         for name in ("define", "define_plan", "build", "build_plan", "parse"):
             of_module = getattr(flag_tree, name)
-            monkeypatch.setattr(flag_tree, name, lambda arg, _f=of_module: _f(arg, values))
+            monkeypatch.setattr(flag_tree, name, lambda arg, _f=of_module, **kw: _f(arg, values, **kw))
         monkeypatch.setattr(sys, "argv", ["program", *words])
         with pytest.raises(SystemExit) as ended:
             entry(Plan, **options)
