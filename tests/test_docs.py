@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from experiments.cli import flag_tree
-from support import ROOT
+from support import ROOT, programs
 
 PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
 # Placeholders of the pages, not flags.
@@ -27,9 +27,7 @@ def commands(page):
 @functools.cache
 def flag_names(program):
     """The flags that a program has."""
-    done = subprocess.run(
-        [sys.executable, "-m", program, "--helpfull"], cwd=ROOT, text=True, capture_output=True, check=True
-    )
+    done = subprocess.run(programs.command(program, "--helpfull"), cwd=ROOT, text=True, capture_output=True, check=True)
     return set(re.findall(r"^ +--([\w.]+)", done.stdout, flags=re.MULTILINE))
 
 

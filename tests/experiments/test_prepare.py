@@ -1,33 +1,19 @@
 """Tests `python -m experiments.prepare`: that it does what the corpus's program will find done."""
 
-import os
 import re
 import subprocess
-import sys
 
 import pytest
 
 from experiments import prepare
-from support import ROOT, miniature
+from support import miniature, programs
 from txl_jax.config import CorpusName
-
-MAIN = (
-    "import runpy; from support import miniature; miniature.install(); "
-    "runpy.run_module('experiments.prepare', run_name='__main__')"
-)
 
 
 def run(*arguments):
     """The exit code, what was printed, and the errors."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = programs.command("support.prepare_miniatures", *arguments)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stdout, done.stderr
 
 

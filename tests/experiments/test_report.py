@@ -1,16 +1,16 @@
 """Tests the program that writes a report, as a user starts it."""
 
 import subprocess
-import sys
 
 import pytest
 
-from support import ROOT, recorded_run
+from support import ROOT, programs, recorded_run
 
 
 def report(*words, cwd=ROOT):
-    command = [sys.executable, "-m", "experiments.report", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, text=True, capture_output=True, check=False)
+    return subprocess.run(
+        programs.command("experiments.report", *words), cwd=cwd, text=True, capture_output=True, check=False
+    )
 
 
 def test_it_writes_one_file_and_prints_its_path(tmp_path):

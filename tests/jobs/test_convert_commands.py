@@ -3,14 +3,13 @@
 import os
 import pickle
 import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, foreign, torch_bytes, trained
+from support import ROOT, foreign, programs, torch_bytes, trained
 from txl_jax.config import NormPlace
 
 CHANGES = foreign.CONFIGS["div_val 2"]
@@ -18,7 +17,7 @@ CHANGES = foreign.CONFIGS["div_val 2"]
 
 def run(source, target, *arguments):
     """Runs the program; returns the exit code, the output and the errors."""
-    command = [sys.executable, "-m", "experiments.convert", f"--from={source}", f"--to={target}", *arguments]
+    command = programs.command("experiments.convert", f"--from={source}", f"--to={target}", *arguments)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout, done.stderr

@@ -2,13 +2,12 @@
 
 import os
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, trained
+from support import ROOT, programs, trained
 from txl_jax.config import GenerateConfig
 from txl_jax.jobs.convert import TargetFormat, convert
 from txl_jax.jobs.pretrained import open_pretrained
@@ -46,7 +45,7 @@ def library():
 
 def run(*arguments):
     """Runs the program; returns the exit code, the output and the errors."""
-    command = [sys.executable, "-m", "experiments.convert", *arguments]
+    command = programs.command("experiments.convert", *arguments)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout, done.stderr

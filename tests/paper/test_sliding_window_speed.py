@@ -6,13 +6,12 @@ import os
 import re
 import statistics
 import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-from support import ROOT, tiny
+from support import ROOT, programs, tiny
 from txl_jax import assemble
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig
 from txl_jax.paper import sliding_window_speed
@@ -23,7 +22,7 @@ SMALL = ["--model.n_layer=1", "--model.d_model=16", "--model.n_head=2", "--model
 
 
 def run(*flags):
-    command = [sys.executable, "-m", "experiments.paper.table9", *SMALL, *flags]
+    command = programs.command("experiments.paper.table9", *SMALL, *flags)
     return subprocess.run(
         command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False
     )

@@ -2,14 +2,13 @@
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 
-from support import ROOT
+from support import ROOT, programs
 from txl_jax.bench import gpu_topologies
 
 TINY = [
@@ -32,19 +31,15 @@ needs_libtpu = pytest.mark.skipif(
 needs_plugin = pytest.mark.skipif(
     gpu_topologies.plugin_version() is None, reason=f"needs jax's CUDA plugin: {gpu_topologies.INSTALL}"
 )
-COMPILERS = ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def estimate(*flags, without_compiler=False):
     """(exit code, output, errors) of the program."""
-    program = "import runpy, sys; sys.argv[0] = 'estimate'\n"
     if without_compiler:
-        program += "import importlib.util as u; find = u.find_spec\n"
-        program += f"u.find_spec = lambda name, *rest: None if name in {COMPILERS} else find(name, *rest)\n"
-    program += "runpy.run_module('experiments.bench.estimate', run_name='__main__', alter_sys=True)"
-    result = subprocess.run(
-        [sys.executable, "-c", program, *flags], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
-    )
+        command = programs.command("support.estimate_without_compilers", *flags)
+    else:  # It sets what compilers read when jax is imported.
+        command = [sys.executable, "-m", "experiments.bench.estimate", *flags]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return result.returncode, result.stdout, result.stderr
 
 

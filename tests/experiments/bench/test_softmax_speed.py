@@ -3,13 +3,12 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support import ROOT
+from support import ROOT, programs
 from txl_jax.bench import softmax_speed, synthetic_tokens
 from txl_jax.config import ModelConfig
 from txl_jax.errors import UserError
@@ -20,7 +19,7 @@ FULL = ModelConfig(d_model=32, tie_weight=False)
 
 
 def run(*flags):
-    command = [sys.executable, "-m", "experiments.bench.softmax_speed", *flags]
+    command = programs.command("experiments.bench.softmax_speed", *flags)
     return subprocess.run(
         command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False
     )

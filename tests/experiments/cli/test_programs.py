@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.cli.flag_tree import flagfile_names
-from support import ROOT
+from support import ROOT, programs
 from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.runtime.sinks.sink import MEASURED
 
@@ -41,7 +40,7 @@ TINY = [
 
 def start(program, *flags, **kwargs):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", f"experiments.{program}", *flags]
+    command = programs.command(f"experiments.{program}", *flags)
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs
     )

@@ -4,13 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 
 import jax
 import pytest
 
 import txl_jax
-from support import ROOT, drawn_run, tiny_run
+from support import ROOT, drawn_run, programs, tiny_run
 from txl_jax.config import CorpusName, DataConfig, TokenizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
@@ -30,7 +29,7 @@ def workdir(tmp_path_factory):
 
 
 def start(*flags, **pipes):
-    command = [sys.executable, "-m", "experiments.text", "--mode=score", *flags]
+    command = programs.command("experiments.text", "--mode=score", *flags)
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **pipes)
 
