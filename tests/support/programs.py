@@ -76,7 +76,7 @@ def serve(address: str) -> None:
 
 
 def _keep(connection: socket.socket) -> bool:
-    """Forks once more; waits for that fork, and tells the client how it ended. Returns True in the fork."""
+    """Forks once more; waits for that fork, and reports to the client how it ended. Returns True in the fork."""
     message, files, _, _ = socket.recv_fds(connection, 8, OPEN_FILES)
     request = json.loads(connection.makefile("rb").read(int.from_bytes(message, "big")))
     pid = os.fork()
