@@ -11,7 +11,6 @@ from txl_jax.inference.cache import cache_capacity
 from txl_jax.modules.positions import encoding_of
 from txl_jax.ops.attention import Implementation, Implementations, Problem, choice
 from txl_jax.ops.attention.cached import table_length
-from txl_jax.ops.attention.problem import REFERENCE
 
 
 class Chosen(NamedTuple):
@@ -112,8 +111,6 @@ def _if_position_keys(config: ExperimentConfig, n_positions: int) -> int:
 
 
 def _choose(kept: Implementation | str, path: str, problem: Problem) -> Chosen:
-    if problem.cached and problem.segment_len == 1:
-        return Chosen(REFERENCE, "one token at a time has nothing to tile")
     if isinstance(kept, Implementation) and path in (choice.AUTO, kept.path) and choice.can_serve(kept, problem):
         return Chosen(kept, "as the run was begun")
     return Chosen(*choice.choose(path, problem))

@@ -102,3 +102,17 @@ def test_an_earlier_choice_of_a_kernel_is_kept_where_that_kernel_can_serve():
         problem = dataclasses.replace(ON_GPU, **changes)
         assert not choice.can_serve(cudnn, problem)
         assert choice.resolve(cudnn, problem).kernel == "triton"
+
+
+@pytest.mark.parametrize("problem", [LARGE, ON_TPU, ON_GPU], ids=lambda problem: problem.platform)
+def test_one_token_over_a_cache_is_the_references_whatever_was_asked_for(problem):
+    one = dataclasses.replace(problem, segment_len=1, capacity=4096, n_keys=4097, n_positions=4097)
+    for path in ("auto", "reference", "tiled", "fused"):
+        assert choice.choose(path, one)[0].path == "reference"
+        assert (choice.refusal_of(path, one) is None) == (path == "reference")
+    for implementation in WRITTEN:
+        assert choice.resolve(implementation, one).path == "reference"
+        assert choice.can_serve(implementation, one) == (implementation.path == "reference")
+    with pytest.raises(UserError, match="'flash'"):
+        choice.choose("flash", one)
+    assert choice.refusal_of("tiled", dataclasses.replace(one, capacity=None)) is None

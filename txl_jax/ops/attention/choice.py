@@ -11,6 +11,8 @@ from txl_jax.ops.attention.tpu import limits as tpu
 
 AUTO = "auto"
 _MANY_PAIRS = 128 * 256
+# Reading the KV cache is all the work then, and the reference converts it while it reads.
+_ONE_TOKEN = "one token at a time has nothing to tile"
 _FUSED: dict[str, Any] = {"tpu": tpu, "gpu": gpu}
 
 
@@ -24,10 +26,12 @@ def choose(path: str, problem: Problem) -> tuple[Implementation, str]:
     Raises:
       UserError: an unknown path, or one that cannot serve this call.
     """
+    if path not in (AUTO, *PATHS):
+        raise UserError(f"the path of attention is {path!r}; it must be of {AUTO}, {', '.join(PATHS)}")
+    if problem.is_one_token:
+        return REFERENCE, _ONE_TOKEN
     if path == AUTO:
         return _choose_fastest(problem)
-    if path not in PATHS:
-        raise UserError(f"the path of attention is {path!r}; it must be of {AUTO}, {', '.join(PATHS)}")
     refusal = refusal_of(path, problem)
     if refusal is not None:
         what = "attention over a KV cache" if problem.cached else "attention"
@@ -41,8 +45,10 @@ def refusal_of(path: str, problem: Problem) -> str | None:
     """Returns why a path cannot serve a call: the limit and the given number; None: it can."""
     if path == "reference":
         return None
+    if problem.is_one_token:
+        return _ONE_TOKEN
     if path == "tiled":
-        return tiled.refusal(problem)
+        return None
     if problem.platform not in _FUSED:
         return f"its kernels are for TPU and GPU, and the platform is {problem.platform}"
     return _FUSED[problem.platform].refusal(problem)
@@ -50,9 +56,7 @@ def refusal_of(path: str, problem: Problem) -> str | None:
 
 def can_serve(implementation: Implementation, problem: Problem) -> bool:
     """Returns whether an earlier choice can serve a call, on the problem's own platform."""
-    if implementation.interpret:
-        return True
-    on_its_platform = implementation.platform in (None, problem.platform)
+    on_its_platform = implementation.interpret or implementation.platform in (None, problem.platform)
     return on_its_platform and _refusal_of_choice(implementation, problem) is None
 
 
@@ -67,16 +71,19 @@ def resolve(implementation: Implementation | str, problem: Problem) -> Implement
     """
     if not isinstance(implementation, Implementation):
         return choose(implementation, problem)[0]
-    if not implementation.interpret and _refusal_of_choice(implementation, _where(implementation, problem)) is not None:
+    if _refusal_of_choice(implementation, _where(implementation, problem)) is not None:
         return choose(AUTO, problem)[0]
     return implementation
 
 
 def _refusal_of_choice(implementation: Implementation, problem: Problem) -> str | None:
     """Returns why an earlier choice cannot serve a call: its path, or of the two kernels for GPUs its own."""
-    if implementation.kernel is not None and problem.platform == "gpu":
+    if implementation.interpret and not problem.is_one_token:
+        return None
+    refusal = refusal_of(implementation.path, problem)
+    if refusal is None and implementation.kernel is not None and problem.platform == "gpu":
         return gpu.refusal_of_kernel(implementation.kernel, problem)
-    return refusal_of(implementation.path, problem)
+    return refusal
 
 
 def _where(implementation: Implementation, problem: Problem) -> Problem:
@@ -97,9 +104,6 @@ def _choose_fastest(problem: Problem) -> tuple[Implementation, str]:
         instead = f"no kernel, as {not_fused}"
     else:
         instead = f"no kernels for the platform {problem.platform}"
-    not_tiled = refusal_of("tiled", problem)
-    if not_tiled is not None:
-        return REFERENCE, f"{instead}; no tiles, as {not_tiled}"
     if problem.platform in _FUSED:
         # Not measured there: whole scores of a few pairs are no burden, those of many are most of a layer's memory.
         if problem.segment_len * problem.n_keys < _MANY_PAIRS:

@@ -19,7 +19,7 @@ from txl_jax.ops.attention.cached import CachedVisibility
 from txl_jax.ops.attention.dot_product import dot_product_attention
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
-from txl_jax.ops.attention.problem import REFERENCE, Implementation, Problem
+from txl_jax.ops.attention.problem import Implementation, Problem
 from txl_jax.ops.attention.relative import relative_attention
 from txl_jax.ops.attention.shards import Shards, shards_of
 from txl_jax.sharding.activations import shard_map
@@ -111,9 +111,6 @@ def cached_attention(
       UserError: an unknown path, or one that cannot serve this call.
     """
     problem = describe_cached(query, ring, position, visibility)
-    if problem.segment_len == 1:
-        # One token is bound by reading the ring, which tiles do not change (`cached.py` converts it while it reads).
-        implementation = REFERENCE
     implementation = choice.resolve(implementation, problem)
     if implementation.path == "reference":
         return cached.cached_attention(query, key, value, ring, position, visibility)

@@ -61,6 +61,11 @@ class Problem:
         """Returns whether the memory is a KV cache."""
         return self.capacity is not None
 
+    @property
+    def is_one_token(self) -> bool:
+        """Returns whether a single token reads a KV cache, as in generation."""
+        return self.cached and self.segment_len == 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:

@@ -20,7 +20,6 @@ CACHED = dataclasses.replace(TRAINING, segment_len=128, capacity=3840, n_keys=39
         ({"device_kind": "AMD Instinct MI300X"}, "GPU is AMD"),
         ({"dtype": "float32"}, "type is float32"),
         ({"d_head": 160}, "head width is 160, above 128"),
-        ({"segment_len": 1, "capacity": 3840}, "segment has 1 token"),
     ],
 )
 def test_refusals_name_the_limit_and_the_number(changed, words):

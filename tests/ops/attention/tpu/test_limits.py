@@ -143,7 +143,6 @@ def test_evaluation_shapes_of_the_published_models_are_served(preset, tile, devi
 
 REFUSED_CACHES = {
     "reads a cache of float32 or bfloat16, and its type is float16": {"cache_dtype": "float16"},
-    "at least 2 tokens, and it has 1": {"segment_len": 1, "n_keys": 40000},
     "the head width is 320, above 256": {"d_head": 320},
     "no score per distance": {"has_position_score": True, "capacity": 768, "segment_len": 768},
     "32 queries and 160 keys are 5120 pairs, below 32768": {"segment_len": 32, "n_keys": 160},

@@ -57,8 +57,6 @@ def _of_both(problem: Problem) -> str | None:
     if problem.dtype not in _HALF:
         # A product of float32 in Triton is either TF32, of other values, or does not use the matrix units.
         return f"the type is {problem.dtype}, and the kernels are for {' and '.join(_HALF)}"
-    if problem.cached and problem.segment_len == 1:
-        return "the segment has 1 token, and the kernel over a KV cache needs 2"
     return None
 
 

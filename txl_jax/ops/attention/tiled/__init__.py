@@ -7,7 +7,7 @@
     cached.py    `tiled_cached_attention`, a KV cache in place of the memory, for inference
     ring.py      blocks of a KV cache and their position scores
     skew.py      the relative shift of one tile
-    limits.py    what it can serve, its tiles, and where it is faster
+    limits.py    its tiles, and where it is faster
 
 Letters as in `txl_jax.ops.attention`, and: G rows of a group, n queries and m keys of a block, W distances of a block.
 """

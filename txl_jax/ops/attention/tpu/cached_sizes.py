@@ -129,8 +129,6 @@ def refusal(problem: Problem, *, vmem: int) -> str | None:
     stored = problem.cache_dtype or problem.dtype
     if stored not in _ITEMSIZES:
         return f"the kernel reads a cache of {' or '.join(_ITEMSIZES)}, and its type is {stored}"
-    if problem.segment_len < 2:
-        return "the kernel needs a segment of at least 2 tokens, and it has 1 (reading the cache is all the work then)"
     if problem.d_head > _WIDEST_HEAD:
         return f"the head width is {problem.d_head}, above {_WIDEST_HEAD}"
     need, most = _sizes_of(problem).vmem_bytes(*_itemsizes(problem)), vmem - SPARE_VMEM
