@@ -23,6 +23,7 @@ from txl_jax.errors import UserError
 from txl_jax.jobs import changes, ensemble, evaluate, generate, train
 from txl_jax.jobs.split_off import split_off
 from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.runtime import format as file_format
 from txl_jax.runtime.format import FORMAT
 from txl_jax.runtime.metrics_log import read_metrics
 
@@ -94,6 +95,17 @@ def stopped(templates, tmp_path):
     return Workdir(shutil.copytree(templates[0].path, tmp_path / "run"))
 
 
+@pytest.fixture
+def older(config, corpus, tmp_path):
+    """A run of format 1 that was stopped after two updates."""
+    workdir = Workdir(tmp_path / "older")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(file_format, "FORMAT", 1)
+        train.run(config, corpus, workdir, stop_requested=StopAfter(1))
+    rewrite(workdir, format=None)
+    return workdir
+
+
 def start_again(workdir, config, corpus, members=()):
     """The part of a start that compares with the one before and records itself; returns the lines that it would log."""
     with contextlib.ExitStack() as stack:
@@ -107,14 +119,20 @@ def test_a_new_run_has_the_number_of_this_code_and_logs_nothing_when_it_resumes(
     assert start_again(finished, config, corpus) == []
 
 
-def test_an_older_run_with_other_draws_continues_and_logs_once_what_changed(stopped, config, corpus, capsys):
-    rewrite(stopped, format=None)
-    assert train.run(config, corpus, stopped).finished
+def test_an_older_run_with_other_draws_continues_and_logs_once_what_changed(older, config, corpus, capsys):
+    assert train.run(config, corpus, older).finished
     [line] = [line for line in capsys.readouterr().out.splitlines() if "format" in line]
     assert "the format was 1 and is now 2: dropout on attention probabilities draws other numbers" in line
-    assert line in (stopped.path / "log.txt").read_text() and recorded(stopped) == 2
-    assert start_again(stopped, config, corpus) == []
-    assert [record["step"] for record in read_metrics(stopped.path) if record["kind"] == "train"] == [2, 4, 6, 8]
+    assert line in (older.path / "log.txt").read_text()
+    assert start_again(older, config, corpus) == [] and recorded(older) == 2
+    assert [record["step"] for record in read_metrics(older.path) if record["kind"] == "train"] == [2, 4, 6, 8]
+
+
+def test_the_number_rises_with_the_first_checkpoint(older, config, corpus):
+    for _ in range(2):  # Starts that end without one.
+        assert len(start_again(older, config, corpus)) == 1 and recorded(older) == 1
+    shutil.rmtree(older.latest)  # Nothing that was drawn is left.
+    assert start_again(older, config, corpus) == [] and recorded(older) == 2
 
 
 def test_an_older_run_without_these_draws_logs_nothing_and_gets_the_number(config, corpus, tmp_path):
@@ -170,10 +188,12 @@ def test_draws_of_one_member_are_enough(config, rate, members, lines):
 
 def test_an_ensemble_logs_it_too_and_a_member_that_is_split_off_keeps_the_number(config, corpus, tmp_path):
     whole = Workdir(tmp_path / "ensemble")
-    ensemble.run(config, MEMBERS, corpus, whole, stop_requested=StopAfter(1))
-    assert recorded(whole) == FORMAT and set(recorded(whole, "attention")) == {"training", "evaluation"}
-    rewrite(whole, format=1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(file_format, "FORMAT", 1)
+        ensemble.run(config, MEMBERS, corpus, whole, stop_requested=StopAfter(1))
+    assert recorded(whole) == 1 and set(recorded(whole, "attention")) == {"training", "evaluation"}
     made = split_off(whole.path, "seed=1", tmp_path / "one", log=lambda line: None)
     assert recorded(made) == 1 and recorded(made, "attention") == recorded(whole, "attention")
-    [line] = start_again(whole, config, corpus, MEMBERS)
-    assert line.startswith("the format was 1 and is now 2: ") and recorded(whole) == 2
+    for workdir, members in ((whole, MEMBERS), (made, ())):
+        [line] = start_again(workdir, workdir.load()[0] if workdir is made else config, corpus, members)
+        assert line.startswith("the format was 1 and is now 2: ") and recorded(workdir) == 1

@@ -170,6 +170,7 @@ def claim(
         config,
         text,
         members,
+        format=workdir.format_of_draws(),
         attention=attention_record.to_json(attention),
         warm_start=warm_start.recorded(workdir) if weights is None else weights.record,
     )

@@ -243,9 +243,9 @@ class Workdir:
             raise UserError(f"--ensemble_member is {self.member!r} and {self.path} has none such; {there}")
         return by_name[self.member]
 
-    def format(self) -> int:
-        """Returns the number of the format that the run was recorded with."""
-        return self.read().format
+    def format_of_draws(self) -> int:
+        """Returns the format of the draws up to the newest checkpoint; without a run that of this code."""
+        return changes.format_of_draws(self.read().format, self.latest) if self.holds_run() else file_format.FORMAT
 
     def attention(self, config: ExperimentConfig) -> dict[str, str]:
         """Returns the recorded implementations of attention that a start with `config` keeps; empty without a run."""
@@ -329,7 +329,7 @@ class Workdir:
                 f"the vocabulary had {old.text.vocabulary.size:,} tokens and has {text.vocabulary.size:,}, or others"
             )
         self._refuse(refused)
-        of_draws = changes.of_draws(old.format, config, members)
+        of_draws = changes.of_draws(changes.format_of_draws(old.format, self.latest), config, members)
         return [*allowed, *of_draws, *attention_record.changes(old.attention, attention)]
 
     def check_same_settings(self, config: ExperimentConfig, members: changes.Members = ()) -> None:

@@ -99,7 +99,7 @@ class Checkpointer:
         Args:
           step: at least 0.
           state: a pytree of arrays, the same structure that will be restored.
-          notes: a small JSON object stored beside it.
+          notes: a small JSON object stored beside it; of a copy it may have the number of the format of the original.
 
         Raises:
           CheckpointError: this save cannot start, or the one before it failed.
@@ -110,7 +110,7 @@ class Checkpointer:
         try:
             if self._writer is None:
                 self._writer = open_writer(self._directory.name)
-            numbered = notes | {file_format.KEY: file_format.FORMAT}
+            numbered = {file_format.KEY: file_format.FORMAT} | notes
             args = ocp.args.Composite(state=ocp.args.StandardSave(drop_empty(state)), notes=ocp.args.JsonSave(numbered))
             self._writer.save(os.fspath(path), args=args)
         except Exception as error:
@@ -189,6 +189,13 @@ class Checkpointer:
         Raises:
           CheckpointError: there is no such step, or its notes cannot be read.
         """
+        return _unnumbered(self._numbered_notes(step))
+
+    def format(self, step: int) -> int:
+        """Returns the number of the format that a step was written in; raises as `notes`."""
+        return file_format.read_format(self._numbered_notes(step))
+
+    def _numbered_notes(self, step: int) -> dict[str, Any]:
         self.wait()
         candidates = self._candidates()
         path = next((candidate.path for candidate in candidates if candidate.step == step), None)
@@ -196,7 +203,7 @@ class Checkpointer:
             found = sorted({candidate.step for candidate in candidates})
             raise CheckpointError(f"there is no checkpoint of step {step} in {self._directory}; there are {found}")
         try:
-            return _unnumbered(_read_notes(path))
+            return _read_notes(path)
         except Exception as error:
             raise CheckpointError(
                 f"the notes of checkpoint {path} cannot be read ({short_error(error)}); use another step"
