@@ -85,7 +85,7 @@ def test_the_same_step_again_replaces_it_once_it_is_verified(saved, bucket):
     assert restored_step(saved) == 200
     saved.save(200, scaled(8), {"at": 8})
     saved.wait()
-    assert names(bucket) == ["200"]
+    assert names(bucket) == ["200.again-2"]
     assert saved.notes(200) == {"at": 8}
 
 
@@ -100,6 +100,19 @@ def test_of_two_folders_of_a_step_the_later_counts(saved, bucket):
     _, _, notes = saved.restore(ABSTRACT)
     assert notes == {"at": 5}
     assert saved.notes(300) == {"at": 5}
+
+
+def test_a_folder_is_never_named_before_one_that_is_there(bucket):
+    """After a kill between the digests of the new one and the removal of the old the new one must count."""
+    for name in ("200.again-1", "300"):
+        (bucket / name / step_folders.COMMIT).write_bytes(b"")
+    written = [step_folders.new(bucket, step).name for step in (100, 200, 300)]
+    assert written == ["100", "200.again-2", "300.again-1"]
+    for name in written:
+        (bucket / name / step_folders.COMMIT).write_bytes(b"")
+    assert [each.path.name for each in step_folders.find(bucket)] == [
+        *("300.again-1", "300", "200.again-2", "200.again-1", "100"),
+    ]
 
 
 def test_a_deletion_begins_with_the_commit(saved, bucket, storage):

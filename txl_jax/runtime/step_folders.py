@@ -64,9 +64,10 @@ def new(directory: Path, step: int) -> Path:
     """Returns where a step is to be written; on this machine an earlier one of that number is renamed."""
     path = directory / str(step)
     if is_remote(directory):
-        taken = {each.name for each in _steps(directory)}
-        names = (str(step), *(f"{step}.again-{number}" for number in range(1, len(taken) + 1)))
-        return directory / next(name for name in names if name not in taken)
+        found = (_NAME.fullmatch(each.name) for each in _steps(directory))
+        taken = [int(match[3] or 0) for match in found if match and int(match[1]) == step]
+        # Above all that are there: a free number below them would be the name of an earlier folder.
+        return directory / (f"{step}.again-{max(taken) + 1}" if taken else str(step))
     if path.exists():
         replaced = (int(other.name.rpartition("-")[2]) for other in directory.glob(f"{step}.replaced-*"))
         path.rename(f"{path}.replaced-{max(replaced, default=0) + 1}")
