@@ -1,5 +1,8 @@
 """Tests remote texts: they are copied to this machine once, and again when they change."""
 
+import pathlib
+import time
+
 import numpy as np
 import pytest
 
@@ -46,6 +49,20 @@ def test_a_folder_of_corpora(bucket, tmp_path):
     local = fetched.local_folder(CORPORA[name], str(bucket), tmp_path)
     found = sorted(str(path.relative_to(local)) for path in tmp_path.rglob("*") if path.is_file())
     assert found == sorted([miniature.OFFICIAL[name], f"ptb/{miniature.OFFICIAL[name]}"])
+
+
+def test_a_file_of_a_corpus_is_copied_again_when_it_changes(bucket, tmp_path, storage):
+    name = CorpusName.PTB
+    (bucket / miniature.OFFICIAL[name]).write_bytes(b"first text")
+    folder = fetched.local_folder(CORPORA[name], str(bucket), tmp_path)
+    copy = pathlib.Path(folder, miniature.OFFICIAL[name])
+    requests = len(storage.requests)
+    assert fetched.local_folder(CORPORA[name], str(bucket), tmp_path) == folder
+    assert not any("media" in path for _, path in storage.requests[requests:]), "it was downloaded again"
+    time.sleep(1.1)  # Times of objects are read in whole seconds.
+    (bucket / miniature.OFFICIAL[name]).write_bytes(b"other text")  # As long as the first.
+    fetched.local_folder(CORPORA[name], str(bucket), tmp_path)
+    assert copy.read_bytes() == b"other text"
 
 
 def test_what_cannot_be_read_is_one_sentence(bucket, tmp_path, storage):

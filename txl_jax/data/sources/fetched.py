@@ -1,8 +1,10 @@
 """Copies of remote texts on this machine: ids are memory-mapped, and archives are read at random, so files are local.
 
     <cache_dir>/fetched/<digest of URL, size and time>/<name>
+    <cache_dir>/fetched/<digest of data_dir>/                  a published corpus, its files in the folders of data_dir
 
-An object that was replaced is copied anew. Copies are not removed; the folder may be deleted at any time.
+An object that was replaced is copied anew. Copies of single objects are not removed; the folder may be deleted at any
+time.
 """
 
 import dataclasses
@@ -63,7 +65,7 @@ def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
         for place in places:
             for name in wanted & _names_in(place, wanted):
                 local = target / (place / name).relative_to(root)
-                if not local.exists() or local.stat().st_size != size(place / name):
+                if not _is_copy(local, place / name):
                     _fetch(place / name, local)
     except OSError as error:
         raise remote_error("read", root, error) from error
@@ -116,12 +118,22 @@ def _copy(url: Path, cache: Path) -> Path:
     return local
 
 
+def _is_copy(local: Path, url: Path) -> bool:
+    """Returns whether a file is what `_fetch` made of the object as it is now, by size and time."""
+    if not local.exists():
+        return False
+    found = local.stat()
+    return (found.st_size, found.st_mtime) == (size(url), modified(url))
+
+
 def _fetch(url: Path, local: Path) -> None:
-    """Downloads under a temporary name first."""
+    """Downloads under a temporary name first; the copy gets the object's time."""
     local.parent.mkdir(parents=True, exist_ok=True)
     part = local.with_name(f".{local.name}.{os.getpid()}.tmp")
     try:
+        time = modified(url)  # Before the download: an object that is replaced meanwhile is copied again.
         url.download(part)  # type: ignore[attr-defined]
+        os.utime(part, (time, time))
         os.replace(part, local)
     finally:
         part.unlink(missing_ok=True)
