@@ -8,6 +8,8 @@ from txl_jax.ops.attention.gpu import limits
 from txl_jax.ops.attention.problem import Problem, Tile
 
 TRAINING = Problem("gpu", "NVIDIA H200", "bfloat16", 4, 8, 768, 1536, 128, 1536)
+LARGE = ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA A100X", "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA B200")
+SMALL = ("NVIDIA GeForce RTX 4090", "NVIDIA RTX A1000", "NVIDIA RTX 2000 Ada Generation", "NVIDIA GeForce RTX 2050")
 CACHED = dataclasses.replace(TRAINING, segment_len=128, capacity=3840, n_keys=3968)
 
 
@@ -16,7 +18,7 @@ CACHED = dataclasses.replace(TRAINING, segment_len=128, capacity=3840, n_keys=39
     [
         ({"platform": "cpu", "device_kind": "cpu"}, "platform is cpu"),
         ({"device_kind": "Tesla T4"}, "GPU is Tesla T4"),
-        ({"device_kind": "NVIDIA GeForce RTX 2080 Ti"}, "capability 8.0"),
+        *(({"device_kind": f"NVIDIA {old}"}, "capability 8.0") for old in ("GeForce RTX 2080 Ti", "T4G", "T400 4GB")),
         ({"device_kind": "AMD Instinct MI300X"}, "GPU is AMD"),
         ({"dtype": "float32"}, "type is float32"),
         ({"d_head": 160}, "head width is 160, above 128"),
@@ -27,7 +29,7 @@ def test_refusals_name_the_limit_and_the_number(changed, words):
 
 
 @pytest.mark.parametrize("problem", [TRAINING, CACHED, dataclasses.replace(TRAINING, d_head=41, dropout=True)])
-@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", ""])
+@pytest.mark.parametrize("kind", [*LARGE, *SMALL, ""])
 def test_served_by_triton(problem, kind):
     problem = dataclasses.replace(problem, device_kind=kind)
     assert limits.refusal(problem) is None
@@ -61,7 +63,8 @@ def test_without_triton_by_cudnn(monkeypatch, changed, words):
         ({}, (128, 64)),
         ({"segment_len": 150}, (64, 64)),
         ({"segment_len": 20}, (32, 64)),
-        ({"device_kind": "NVIDIA GeForce RTX 4090"}, (64, 32)),
+        *(({"device_kind": kind}, (128, 64)) for kind in LARGE),
+        *(({"device_kind": kind}, (64, 32)) for kind in SMALL),
         ({"device_kind": "NVIDIA GeForce RTX 4090", "d_head": 64}, (64, 64)),
     ],
 )

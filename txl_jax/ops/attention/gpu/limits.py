@@ -1,6 +1,7 @@
 """Limits of the kernels: what they can serve, their tiles, and which of them serves a call."""
 
 import pathlib
+import re
 
 import jax
 
@@ -12,9 +13,9 @@ _WIDEST = {TRITON: 128, CUDNN: 128}  # Of a head.
 _HALF = ("bfloat16", "float16")
 # Before compute capability 8.0: no bfloat16 products, no asynchronous copies. jax does not know the capability of a
 # device that is only described, so by their names.
-_TOO_OLD = ("GTX", "RTX 20", "TITAN", "Tesla", "Quadro", "V100", "P100", "T4", "T1000")
+_TOO_OLD = re.compile(r"\b(GTX|RTX 20[678]0|TITAN|Tesla|Quadro|[VP]100|T\d+G?)\b")
 # Shared memory of 164 KiB and more per multiprocessor: 128 x 64 at E = 128 compiles for an A100.
-_LARGE = ("A100", "A800", "H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B300", "GB300")
+_LARGE = re.compile(r"\b(A100X?|A800|H20|G?H[1-8]00|G?B[1-3]00)\b")
 
 
 def refusal(problem: Problem) -> str | None:
@@ -42,7 +43,7 @@ def default_tile(problem: Problem) -> Tile:
     Compiled for an H200, of the kernels of training with 128 x 64 at E = 128 that of keys spills 24 bytes (with dropout
     104) and the others none, at E = 64 all none. Nothing was timed on a GPU. Few queries take a tile that they fill.
     """
-    large = any(name in problem.device_kind for name in _LARGE)
+    large = bool(_LARGE.search(problem.device_kind))
     most = 64 if problem.cached or not large or problem.segment_len < 256 else 128
     keys = 64 if large or problem.d_head <= 64 else 32
     return Tile(min(most, power_of_two(problem.segment_len)), keys)
@@ -52,7 +53,7 @@ def _of_both(problem: Problem) -> str | None:
     if problem.platform != "gpu":
         return f"the platform is {problem.platform}, and these kernels are for GPUs"
     kind = problem.device_kind
-    if kind and ("NVIDIA" not in kind or any(name in kind for name in _TOO_OLD)):
+    if kind and ("NVIDIA" not in kind or _TOO_OLD.search(kind)):
         return f"the GPU is {kind}, and the kernels need one of NVIDIA's with compute capability 8.0 or above"
     if problem.dtype not in _HALF:
         # A product of float32 in Triton is either TF32, of other values, or does not use the matrix units.
