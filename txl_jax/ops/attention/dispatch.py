@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from txl_jax.ops.attention import arguments, cached, choice, kernels
 from txl_jax.ops.attention.cached import CachedVisibility
+from txl_jax.ops.attention.device import default_device
 from txl_jax.ops.attention.dot_product import dot_product_attention
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
@@ -129,9 +130,10 @@ def describe(
     dropout: Dropout | None,
 ) -> Problem:
     """Returns the description of a call of `attention` on one device of the ambient mesh."""
-    batch, n_head = _on_one_device(query.shape[0], query.shape[1])
+    device, (batch, n_head) = default_device(), _on_one_device(query.shape[0], query.shape[1])
     return Problem(
-        **_default_device(),
+        platform=device.platform,
+        device_kind=device.device_kind,
         dtype=query.dtype.name,
         batch=batch,
         n_head=n_head,
@@ -150,10 +152,11 @@ def describe_cached(
     query: jax.Array, ring: tuple[jax.Array, jax.Array], position: Position, visibility: CachedVisibility
 ) -> Problem:
     """Returns the description of a call of `cached_attention` on one device of the ambient mesh."""
-    batch, n_head = _on_one_device(query.shape[0], query.shape[1])
+    device, (batch, n_head) = default_device(), _on_one_device(query.shape[0], query.shape[1])
     _, position_key, position_score = position or (None, None, None)
     return Problem(
-        **_default_device(),
+        platform=device.platform,
+        device_kind=device.device_kind,
         dtype=query.dtype.name,
         batch=batch,
         n_head=n_head,
@@ -166,14 +169,6 @@ def describe_cached(
         capacity=visibility.capacity,
         cache_dtype=ring[0].dtype.name,
     )
-
-
-def _default_device() -> dict[str, Any]:
-    """Returns platform and kind of the device that jax places arrays on."""
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if not isinstance(device, jax.Device):
-        device = jax.devices()[0]
-    return {"platform": device.platform, "device_kind": device.device_kind}
 
 
 def _on_one_device(batch: int, n_head: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from txl_jax.ops.attention.device import default_device
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.tiled.layout import Layout
 
@@ -178,7 +179,7 @@ def loop(arrays: Arrays, layout: Layout, body: Callable[[Place, Carry], Carry], 
 
 def rows_per_group(batch: int, layout: Layout) -> int:
     """Returns G, a divisor of B."""
-    if jax.default_backend() != "cpu":
+    if default_device().platform != "cpu":
         return batch
     largest = max(strip.n_query * strip.n_key for strip in layout.strips())
     return max(n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * largest <= _CPU_SCORES))
