@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny
 from txl_jax import flops
-from txl_jax.config import Encoding
+from txl_jax.config import Encoding, Network
 from txl_jax.inference import forward
 
 
@@ -31,6 +31,15 @@ def test_a_token_costs_what_xla_counts(encoding, same_length):
     lengths = {"segment_len": 1, "mem_len": 256, "same_length": same_length}
     expected = flops.of_inference(model.config, vocab_size=tiny.V, **lengths)
     assert expected < counted < 1.15 * expected
+
+
+def test_a_layer_of_a_qrnn_has_three_gates_and_the_first_reads_two_inputs():
+    config = tiny.model_config(network=Network.QRNN, n_layer=3)
+    lengths = {"segment_len": 4, "mem_len": 8, "same_length": True}
+    products = 2 * 3 * tiny.D * (2 * tiny.D + tiny.D + tiny.D)
+    inference = flops.of_inference(config, vocab_size=tiny.V, **lengths)
+    assert inference == products + 2 * tiny.V * tiny.D
+    assert flops.of_training(config, vocab_size=tiny.V, **lengths) == 3 * inference
 
 
 def test_an_update_costs_three_forward_passes_and_the_projections_of_memory_and_codes():

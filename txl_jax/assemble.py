@@ -24,7 +24,7 @@ from txl_jax.inference.cache import KVCache
 from txl_jax.inference.scorer import Scorer
 from txl_jax.memory import Memory
 from txl_jax.modules.language_model import LanguageModel
-from txl_jax.modules.lstm import LSTM
+from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import Implementations
 from txl_jax.segments import Segments
@@ -271,7 +271,7 @@ class EvaluationFunctions:
     def memory_shardings(self) -> Any:
         """Shardings of the evaluation memory."""
         config, mesh = self.components.config, self.components.mesh
-        if isinstance(self.components.model, LSTM):
+        if isinstance(self.components.model, RecurrentModel):
             return self.components.placement.memory_shardings(config.eval.batch_size)
         rows = sharding.batch_axes(mesh, config.eval.batch_size)
         named = self.components.placement.named
@@ -330,8 +330,8 @@ def assemble(
             raise UserError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
     model: LanguageModel
     attention = None
-    if config.model.network is Network.LSTM:
-        model = LSTM(config.model, config.compat, vocab_size, mesh.size)
+    if config.model.network is not Network.TRANSFORMER_XL:
+        model = RecurrentModel(config.model, config.compat, vocab_size, mesh.size)
     else:
         attention = choose_attention(config, mesh, recorded=recorded_attention)
         model = TransformerXL(config.model, config.compat, vocab_size, mesh.size, attention=attention.implementations)

@@ -37,6 +37,8 @@ def of_inference(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_
     """Returns the operations per token of inference, with a KV cache."""
     if config.network is Network.LSTM:  # Four gates, from inputs and from outputs.
         return config.n_layer * 16 * config.d_model**2 + _softmax(config, vocab_size)
+    if config.network is Network.QRNN:  # Three gates, from inputs; the first layer reads two of them.
+        return (config.n_layer + 1) * 6 * config.d_model**2 + _softmax(config, vocab_size)
     keys = mem_len if same_length else mem_len + (segment_len + 1) / 2
     return config.n_layer * (_per_position(config) + _per_key(config) * keys) + _softmax(config, vocab_size)
 
@@ -49,7 +51,7 @@ def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_l
     """
     lengths: dict[str, Any] = {"segment_len": segment_len, "mem_len": mem_len, "same_length": same_length}
     forward = of_inference(config, vocab_size=vocab_size, **lengths)
-    if config.network is Network.LSTM:
+    if config.network is not Network.TRANSFORMER_XL:
         return 3 * forward
     # Backward, the memory's projections and those of the codes have a gradient of the weights only.
     return 3 * forward + 2 * _of_memory(config, segment_len=segment_len, mem_len=mem_len)
@@ -59,7 +61,7 @@ def of_recomputing(config: ModelConfig, *, vocab_size: int, segment_len: int, me
     """Returns the operations per token that `remat=full` adds: all layers forward once more, not the softmax."""
     lengths: dict[str, Any] = {"segment_len": segment_len, "mem_len": mem_len}
     forward = of_inference(config, vocab_size=vocab_size, same_length=same_length, **lengths)
-    again = 0 if config.network is Network.LSTM else _of_memory(config, **lengths)
+    again = _of_memory(config, **lengths) if config.network is Network.TRANSFORMER_XL else 0
     return forward - _softmax(config, vocab_size) + again
 
 

@@ -10,11 +10,12 @@ import pytest
 from support import tiny, tiny_run
 from txl_jax.config import Network
 from txl_jax.inference.scorer import make_scorer
-from txl_jax.modules.lstm import LSTM
+from txl_jax.modules.recurrent import RecurrentModel
 
 MODELS = {
     Network.TRANSFORMER_XL: tiny.make(),
-    Network.LSTM: LSTM(dataclasses.replace(tiny.CONFIG, network=Network.LSTM), tiny.COMPAT, tiny.V),
+    Network.LSTM: RecurrentModel(dataclasses.replace(tiny.CONFIG, network=Network.LSTM), tiny.COMPAT, tiny.V),
+    Network.QRNN: RecurrentModel(dataclasses.replace(tiny.CONFIG, network=Network.QRNN), tiny.COMPAT, tiny.V),
 }
 
 

@@ -14,7 +14,7 @@ from txl_jax.config import DropoutConfig, DType, Network
 from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.feed_forward import FeedForward
-from txl_jax.modules.lstm import LSTM
+from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.training.state import init_params
 
@@ -151,7 +151,7 @@ def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
 @pytest.mark.parametrize("network", Network)
 def test_rates_of_input_and_output_may_differ_from_the_others(network):
     c = config(network=network, dropout__rate=0.3, dropout__input=0.6, dropout__output=0.5)
-    model = {Network.LSTM: LSTM, Network.TRANSFORMER_XL: TransformerXL}[network](c, tiny.COMPAT, tiny.V)
+    model = (TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel)(c, tiny.COMPAT, tiny.V)
     memory, seen = model.init_memory(batch_size=tiny.B, mem_len=0), []
     variables = {"params": nn.unbox(init_params(model, jax.random.key(0)))}
 
@@ -163,7 +163,7 @@ def test_rates_of_input_and_output_may_differ_from_the_others(network):
     options = {"clamp_len": None, "same_length": False, "deterministic": False}
     with nn.intercept_methods(interceptor):
         model.apply(variables, tiny.text(5), memory, rngs={"dropout": jax.random.key(0, impl="rbg")}, **options)
-    first = 1 if network is Network.LSTM else 2  # Codes and embedding.
+    first = 2 if network is Network.TRANSFORMER_XL else 1  # Codes and embedding.
     assert seen[:first] == [0.6] * first and seen[-1] == 0.5 and set(seen[first:-1]) == {0.3}
 
 
@@ -178,7 +178,7 @@ def test_rates_of_input_and_output_follow_the_rate_if_they_are_none():
 @pytest.mark.parametrize("network", Network)
 def test_rates_beside_the_config_are_those_of_the_config(network, x64):
     """Vmapped over models with other rates, each of all seven: what each would give whose config has them."""
-    build = {Network.LSTM: LSTM, Network.TRANSFORMER_XL: TransformerXL}[network]
+    build = TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel
     model = build(config(network=network, dtype=DType.FLOAT64, dropout__rate=0.9), tiny.COMPAT, tiny.V)
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)
     params = nn.unbox(init_params(model, jax.random.key(0)))
@@ -206,7 +206,7 @@ def test_scoring_leaves_nothing_out():
 
 
 def test_an_lstm_has_locked_dropout_too():
-    model = LSTM(config(network=Network.LSTM, dropout__rate=0.5, dropout__locked=True), tiny.COMPAT, tiny.V)
+    model = RecurrentModel(config(network=Network.LSTM, dropout__rate=0.5, dropout__locked=True), tiny.COMPAT, tiny.V)
     memory = model.init_memory(batch_size=tiny.B, mem_len=0)
     variables = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), memory)
     hidden, _ = tiny.encoder(model, deterministic=False)(variables, tiny.text(L), memory, RNGS)

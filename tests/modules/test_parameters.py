@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny
 from txl_jax.config import Network
-from txl_jax.modules.lstm import LSTM
+from txl_jax.modules.recurrent import RecurrentModel
 
 LAYERS = "stack/layers"
 # Of a post-norm Transformer-XL with tied tables: N = 2, D = 6, H = 4, E = 5, F = 10, V = 13.
@@ -69,5 +69,12 @@ def test_init_creates_all_parameters_of_an_lstm():
     cell |= {f"h{gate}/kernel": (6, 6) for gate in "ifgo"} | {f"h{gate}/bias": (6,) for gate in "ifgo"}
     cells = {f"layers_{n}/cell/{name}": shape for n in range(tiny.N) for name, shape in cell.items()}
     config = tiny.model_config(network=Network.LSTM)
-    found = shapes(LSTM(config, tiny.COMPAT, tiny.V))
+    found = shapes(RecurrentModel(config, tiny.COMPAT, tiny.V))
     assert found == {"embedding/table_0": (13, 6), "softmax/bias": (13,)} | cells
+
+
+def test_init_creates_all_parameters_of_a_qrnn():
+    found = shapes(RecurrentModel(tiny.model_config(network=Network.QRNN), tiny.COMPAT, tiny.V))
+    kernels = {"layers_0/gates/kernel": (12, 18), "layers_1/gates/kernel": (6, 18)}  # The first layer's window is 2.
+    biases = {f"layers_{n}/gates/bias": (18,) for n in range(tiny.N)}
+    assert found == {"embedding/table_0": (13, 6), "softmax/bias": (13,)} | kernels | biases

@@ -127,7 +127,7 @@ def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int | No
     """
     model, train, eval_config = config.model, config.train, config.eval
     require(
-        model.network is not Network.LSTM and model.encoding is Encoding.RELATIVE,
+        model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE,
         f"{name} has the network {model.network} with the encoding {model.encoding}; "
         "the benchmark is of attention with model.encoding=relative",
     )

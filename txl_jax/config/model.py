@@ -35,7 +35,9 @@ class Network(enum.StrEnum):
     """The layers between embedding and softmax."""
 
     TRANSFORMER_XL = "transformer_xl"
-    LSTM = "lstm"  # N layers of D cells, a baseline; it reads no setting of attention, and no length but L.
+    # Baselines, N layers of D cells; they read no setting of attention, and no length but L.
+    LSTM = "lstm"
+    QRNN = "qrnn"  # Its gates read inputs only (Bradbury et al., 2017).
 
 
 class NormPlace(enum.StrEnum):

@@ -10,7 +10,7 @@ training must. Here the cache holds keys and values, and position keys are compu
 the objects of `modules.positions`; the numbers are the same up to rounding (tests/inference/test_forward.py).
 
 Every encoding admits it: with relative positions (as the paper's and Shaw's) keys do not depend on their position, and
-absolute positions are in the stored states, which are reused as they are. An LSTM has no keys (`inference.scorer`).
+absolute positions are in the stored states, which are reused as they are. An RNN has no keys (`inference.scorer`).
 
 Layers are unrolled and not a `lax.scan`: a scan would slice each layer's parameters and cache out of stacked arrays,
 that is copy them, in every step. Compile time therefore grows with N (0.2 s a layer on a CPU).

@@ -1,4 +1,4 @@
-"""The functions with which streaming evaluation scores a model: a Transformer-XL with a KV cache, or an LSTM."""
+"""The functions with which streaming evaluation scores a model: a Transformer-XL with a KV cache, or an RNN."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from txl_jax.config import EvalConfig, MemoryStart
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 from txl_jax.modules.language_model import LanguageModel
-from txl_jax.modules.lstm import LSTM
+from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
 
 
@@ -28,7 +28,9 @@ class Scorer(NamedTuple):
 
 def make_scorer(model: LanguageModel, eval_config: EvalConfig) -> Scorer:
     """Returns the scorer of a model at the lengths of evaluation."""
-    return _of_lstm(model, eval_config) if isinstance(model, LSTM) else _of_transformer(model, eval_config)
+    if isinstance(model, RecurrentModel):
+        return _of_recurrent(model, eval_config)
+    return _of_transformer(model, eval_config)
 
 
 def memory_dtype(model: LanguageModel, eval_config: EvalConfig) -> jnp.dtype:
@@ -79,8 +81,8 @@ def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
     )
 
 
-def _of_lstm(model: LSTM, eval_config: EvalConfig) -> Scorer:
-    """Returns the scorer of an LSTM; nothing is prepared, the weights are the parameters."""
+def _of_recurrent(model: RecurrentModel, eval_config: EvalConfig) -> Scorer:
+    """Returns the scorer of an RNN; nothing is prepared, the weights are the parameters."""
 
     def step(params: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         found: Any = model.apply({"params": params}, tokens, memory)

@@ -80,7 +80,7 @@ def run(
 
 def check_can_generate(config: ExperimentConfig) -> None:
     """Raises `UserError` for a model that cannot generate token by token."""
-    if config.model.network is Network.LSTM:
+    if config.model.network is not Network.TRANSFORMER_XL:
         raise UserError(
             f"model.network is {config.model.network}, a baseline that can be scored and does not generate text"
         )

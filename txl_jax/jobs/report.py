@@ -79,8 +79,8 @@ def _how_scored(eval_config: EvalConfig) -> str:
 
 
 def _sizes(c: ModelConfig) -> str:
-    if c.network is Network.LSTM:
-        return f"{c.n_layer} LSTM layers of {c.d_model} cells"
+    if c.network is not Network.TRANSFORMER_XL:
+        return f"{c.n_layer} {c.network.upper()} layers of {c.d_model} cells"
     how = "" if c.encoding is type(c).encoding else f", positions as {c.encoding}"
     return f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}{how}"
 

@@ -155,7 +155,7 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
 
 def is_recurrent(config: ExperimentConfig) -> bool:
     """Returns whether the model was trained with a memory, and encodes positions relative to the query."""
-    attends = config.model.network is Network.TRANSFORMER_XL  # An LSTM's state reaches back however far it does.
+    attends = config.model.network is Network.TRANSFORMER_XL  # A recurrent state reaches back however far it does.
     return attends and encoding_of(config.model).generates_by_token and config.train.mem_len > 0
 
 

@@ -1,27 +1,30 @@
-"""LSTM language model, the baseline of the paper's first RECL group.
+"""Recurrent language models, LSTM or QRNN: the baselines of the paper's first RECL group.
 
 N layers of D cells between the same embedding and the same softmax, with dropout between layers and not in time
-(Zaremba et al., 2014). It has the interface of `TransformerXL`, so that one training loop serves both. Its memory
-holds the cells and outputs at the segment's end, in two slots. The arguments `clamp_len`, `same_length` and M are for
-attention and have no effect here.
+(Zaremba et al., 2014). They have the interface of `TransformerXL`, so that one training loop serves all. The memory
+holds each layer's state at the segment's end in two slots: cells, then outputs (LSTM) or the newest input (QRNN). The
+arguments `clamp_len`, `same_length` and M are for attention and have no effect here.
 """
+
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import CompatConfig, MemoryStart, ModelConfig
+from txl_jax.config import CompatConfig, MemoryStart, ModelConfig, Network
 from txl_jax.memory import Memory
 from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.intermediates import keep_last
+from txl_jax.modules.qrnn import QRNNLayer
 from txl_jax.modules.softmax import Softmax
 from txl_jax.sharding import check_ambient_mesh
 
 
-class LSTM(nn.Module):
-    """LSTM language model with the interface of `TransformerXL`."""
+class RecurrentModel(nn.Module):
+    """Language model of LSTM or QRNN layers with the interface of `TransformerXL`."""
 
     config: ModelConfig
     compat: CompatConfig
@@ -34,11 +37,7 @@ class LSTM(nn.Module):
         check_ambient_mesh(self.num_devices)
         c = self.config
         self.embedding = Embedding(c, self.vocab_size, self.rates)
-        dtype, param_dtype = jnp.dtype(c.dtype), jnp.result_type(float)
-        self.layers = [
-            nn.RNN(nn.OptimizedLSTMCell(c.d_model, dtype=dtype, param_dtype=param_dtype), return_carry=True)
-            for _ in range(c.n_layer)
-        ]
+        self.layers = [_make_layer(c, i) for i in range(c.n_layer)]
         self.softmax = Softmax(c, self.vocab_size)
         rates = self.rates or DropoutRates.of(c.dropout)
         self.drop = dropout(c, rates.rate)
@@ -96,3 +95,12 @@ class LSTM(nn.Module):
         c = self.config
         shape = {"n_layer": c.n_layer, "batch_size": batch_size, "mem_len": 2, "d_model": c.d_model}
         return memory_lib.init(**shape, dtype=jnp.dtype(c.dtype), start=MemoryStart.MASKED)
+
+
+def _make_layer(config: ModelConfig, number: int) -> nn.Module:
+    """Returns a layer: inputs [B, L, D] and a state of two [B, D] to the state after them and outputs [B, L, D]."""
+    types: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.result_type(float)}
+    if config.network is Network.QRNN:
+        # A window of 2 in the first layer and of 1 in the others, as Merity et al. (2018) use it for word models.
+        return QRNNLayer(config.d_model, window=1 if number else 2, **types)
+    return nn.RNN(nn.OptimizedLSTMCell(config.d_model, **types), return_carry=True)

@@ -1,0 +1,164 @@
+"""Tests of the recurrent baselines: against loops, across segments, and after a reset."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import tiny, tiny_run
+from txl_jax import memory as memory_lib
+from txl_jax.config import DType, MemoryStart, Network
+from txl_jax.modules.qrnn import QRNNLayer, fo_pool
+from txl_jax.modules.recurrent import RecurrentModel
+from txl_jax.training.state import init_params
+
+L = 4
+NETWORKS = (Network.LSTM, Network.QRNN)
+
+
+def make(network: Network, **changes) -> RecurrentModel:
+    return RecurrentModel(tiny.model_config(network=network, **changes), tiny.COMPAT, tiny.V)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def lstm_loop(params: dict, inputs: np.ndarray) -> np.ndarray:
+    """One LSTM layer from zeros, token by token: [B, L, D] -> [B, L, D]."""
+    cell, output = np.zeros_like(inputs[:, 0]), np.zeros_like(inputs[:, 0])
+    outputs = []
+    for i in range(inputs.shape[1]):
+        gates = {
+            name: inputs[:, i] @ params["cell"][f"i{name}"]["kernel"]
+            + output @ params["cell"][f"h{name}"]["kernel"]
+            + params["cell"][f"h{name}"]["bias"]
+            for name in "ifgo"
+        }
+        cell = sigmoid(gates["f"]) * cell + sigmoid(gates["i"]) * np.tanh(gates["g"])
+        output = sigmoid(gates["o"]) * np.tanh(cell)
+        outputs.append(output)
+    return np.stack(outputs, axis=1)
+
+
+def qrnn_loop(params: dict, inputs: np.ndarray) -> np.ndarray:
+    """One QRNN layer from zeros, token by token: [B, L, D] -> [B, L, D]; the kernel's height is its window."""
+    before, cell = np.zeros_like(inputs[:, 0]), np.zeros_like(inputs[:, 0])
+    kernel, bias = params["gates"]["kernel"], params["gates"]["bias"]
+    outputs = []
+    for i in range(inputs.shape[1]):
+        seen = np.concatenate([before, inputs[:, i]], axis=-1)[:, -len(kernel) :]
+        z, f, o = np.split(seen @ kernel + bias, 3, axis=-1)
+        cell = sigmoid(f) * cell + (1 - sigmoid(f)) * np.tanh(z)
+        outputs.append(sigmoid(o) * cell)
+        before = inputs[:, i]
+    return np.stack(outputs, axis=1)
+
+
+LOOPS = {Network.LSTM: lstm_loop, Network.QRNN: qrnn_loop}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_segment_matches_a_loop_over_tokens(network, x64):
+    model = make(network, dtype=DType.FLOAT64)
+    params = jax.tree.map(np.float64, tiny_run.params(model))
+    memory = model.init_memory(batch_size=tiny.B, mem_len=9)
+    found, after = tiny.encoder(model)({"params": params}, tiny.text(L), memory)
+    expected = params["embedding"]["table_0"][tiny.text(L)] * tiny.D**0.5
+    for i in range(tiny.N):
+        expected = LOOPS[network](params[f"layers_{i}"], expected)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert (after.hidden.shape, after.valid.tolist()) == ((tiny.N, tiny.B, 2, tiny.D), [2] * tiny.B)
+
+
+def test_pooling_matches_a_loop_with_its_gradients(x64):
+    rng = np.random.default_rng(0)
+    z, f = rng.normal(size=(2, 3, 37, 5))
+    f, cell, weight = sigmoid(f), rng.normal(size=(3, 5)), rng.normal(size=(3, 37, 5))
+
+    def by_loop(z, f, cell):
+        cells = []
+        for i in range(z.shape[1]):
+            cell = f[:, i] * cell + (1 - f[:, i]) * z[:, i]
+            cells.append(cell)
+        return jnp.sum(jnp.stack(cells, axis=1) * weight)
+
+    def by_scan(z, f, cell):
+        return jnp.sum(fo_pool(z, f, cell) * weight)
+
+    expected, found = (jax.value_and_grad(total, argnums=(0, 1, 2))(z, f, cell) for total in (by_loop, by_scan))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), found, expected)
+
+
+def test_cells_of_a_qrnn_in_bfloat16_are_pooled_in_float32():
+    """1,000 steps that keep 99.9 %: in bfloat16 the gate would be 1, and the cell would never move."""
+    layer = QRNNLayer(features=1, window=1, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    bias = jnp.asarray([10.0, 6.9, 10.0])  # z = 1, f = .999, o = 1.
+    params = {"gates": {"kernel": jnp.zeros((1, 3)), "bias": bias}}
+    state = jnp.zeros((1, 1), jnp.bfloat16), jnp.zeros((1, 1), jnp.bfloat16)
+    (cell, _), _ = layer.apply({"params": params}, jnp.zeros((1, 1000, 1), jnp.bfloat16), state)
+    kept = sigmoid(float(jnp.asarray(6.9, jnp.bfloat16)))
+    assert float(cell[0, 0]) == pytest.approx(1 - kept**1000, rel=2**-8)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_segments_read_on_where_the_one_before_ended(network, x64):
+    model = make(network, dtype=DType.FLOAT64)
+    variables, encode = {"params": tiny_run.params(model)}, tiny.encoder(model)
+    start = model.init_memory(batch_size=tiny.B, mem_len=0)
+    whole, _ = encode(variables, tiny.text(12), start)
+    parts = tiny.stream(encode, variables, tiny.text(12), [5, 1, 6], start)
+    np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", MemoryStart)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_row_that_is_reset_begins_anew(network, how):
+    model = make(network)
+    variables, encode = {"params": tiny_run.params(model)}, tiny.encoder(model)
+    start = model.init_memory(batch_size=tiny.B, mem_len=0)
+    fresh, memory = encode(variables, tiny.text(L), start)
+    memory = memory_lib.reset(memory, jnp.asarray([False, True, False]), how)
+    again, _ = encode(variables, tiny.text(L), memory)
+    np.testing.assert_array_equal(again[1], fresh[1])
+    assert np.abs(again[0] - fresh[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_no_gradient_goes_into_the_segment_before(network):
+    model = make(network)
+    params = tiny_run.params(model)
+
+    def last(table):
+        variables = {"params": params | {"embedding": {"table_0": table}}}
+        options = {"clamp_len": None, "same_length": False, "deterministic": True}
+        _, memory = model.apply(
+            variables, jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=0), **options
+        )
+        hidden, _ = model.apply(variables, jnp.ones((1, 2), jnp.int32), memory, **options)
+        return jnp.sum(hidden**2)
+
+    gradient = jax.grad(last)(jnp.asarray(params["embedding"]["table_0"]))
+    assert np.abs(gradient[1]).max() > 1e-3
+    assert not gradient[0].any()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_dropout_is_between_layers(network):
+    model = make(network, dropout__rate=0.5)
+    variables, memory = {"params": tiny_run.params(model)}, model.init_memory(batch_size=tiny.B, mem_len=0)
+    encode = tiny.encoder(model, deterministic=False)
+    a, b = (encode(variables, tiny.text(L), memory, {"dropout": jax.random.key(seed)})[0] for seed in (0, 1))
+    assert (a == 0).any() and (a != b).any()
+    assert init_params(model, jax.random.key(0)).keys() == {"embedding", "softmax", "layers_0", "layers_1"}
+
+
+def test_log_probabilities_are_the_losses_and_sum_to_one(x64):
+    model = make(Network.LSTM, dtype=DType.FLOAT64, cutoffs=(4, 9))
+    variables = {"params": tiny_run.params(model)}
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(tiny.B, L, tiny.D)))
+    log_p = model.apply(variables, hidden, method=model.log_probabilities)
+    np.testing.assert_allclose(jax.nn.logsumexp(log_p, axis=-1), 0, atol=1e-12)
+    targets = tiny.text(L)
+    nll = model.apply(variables, hidden, targets, method=model.nll)
+    np.testing.assert_allclose(nll, -np.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0], rtol=1e-12)
