@@ -37,8 +37,9 @@ KERNELS = {
     "tpu": Implementation("fused", "mosaic_roll", Tile(16, 128), interpret=True),
     "gpu": Implementation("fused", "triton", Tile(16, 16), interpret=True),
 }
-# Cases that tiles compute in every run of the tests, and those of kernels, which are interpreted: half a minute a case.
-QUICK = ("s01_base-empty", "s06_same_length-empty", "s08_clamp-empty", "s16_untie_r-empty", "s20_odd_heads-empty")
+# Cases that tiles compute in every run of the tests; those of stored keys and values; and those of kernels.
+QUICK = ("s06_same_length-empty", "s08_clamp-empty", "s20_odd_heads-empty")
+QUICK_CACHED = ("s03_mem_shorter-empty", "s06_same_length-empty", "s12_adaptive_div4_lm1b-empty", "s17_shaw-empty")
 QUICK_KERNELS = ("s01_base-empty",)
 ENCODINGS = {0: Encoding.RELATIVE, 1: Encoding.SHAW, 2: Encoding.VASWANI, 3: Encoding.AL_RFOU}
 
@@ -50,11 +51,11 @@ def runs():
             yield pytest.param(file, start, id=f"{file.stem}-{start}")
 
 
-def exact_runs():
-    """Every run with the reference, and with tiles; of these all but the quick ones are slow."""
+def exact_runs(quick):
+    """Every run with the reference, and with tiles; all but those of `quick`, by the name of the path, are slow."""
     for param in runs():
         for path in EXACT:
-            is_quick = path == "reference" or param.id in QUICK
+            is_quick = path not in quick or param.id in quick[path]
             yield pytest.param(*param.values, path, id=f"{param.id}-{path}", marks=() if is_quick else pytest.mark.slow)
 
 
@@ -71,7 +72,7 @@ def test_the_folder_holds_reference_values():
     assert FILES, f"no .npz file in {FOLDER}: nothing was compared"
 
 
-@pytest.mark.parametrize(("file", "start", "path"), list(exact_runs()))
+@pytest.mark.parametrize(("file", "start", "path"), list(exact_runs({"tiled": QUICK})))
 def test_golden(file, start, path, x64):
     check_run(file, start, EXACT[path], DType.FLOAT64)
 
@@ -106,13 +107,16 @@ def check_run(file, start, implementation, dtype):
                 assert_close(gradients[name], value, f"gradient of {name}")
 
 
-@pytest.mark.parametrize(("file", "start", "path"), list(exact_runs()))
+@pytest.mark.parametrize(
+    ("file", "start", "path"), list(exact_runs({"reference": QUICK_CACHED, "tiled": QUICK_CACHED[:1]}))
+)
 def test_golden_with_kept_keys_and_values(file, start, path, x64):
     check_run_with_kv_cache(file, start, EXACT[path], DType.FLOAT64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", KERNELS)
-@pytest.mark.parametrize(("file", "start"), list(runs_of_kernels()))
+@pytest.mark.parametrize(("file", "start"), [pytest.param(*run.values, id=run.id) for run in runs_of_kernels()])
 def test_golden_with_kept_keys_and_values_and_kernels(file, start, path):
     check_run_with_kv_cache(file, start, KERNELS[path], DType.FLOAT32)
 

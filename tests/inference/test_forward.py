@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support import tiny
+from support.cases import slow_but
 from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, ShawTerms
 from txl_jax.inference import cache as cache_lib
@@ -86,12 +87,16 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
 
 
 # Every length with the usual model, every model at the lengths where something may go wrong.
+QUICK = [
+    *(("post", name) for name in ("rounded up", "clamp", "clamp of one", "one token", "no memory")),
+    *((name, "clamp") for name in MODELS if name != "post"),
+]
 CASES = [("post", name) for name in LENGTHS] + [
     (name, lengths) for name in MODELS if name != "post" for lengths in ("rounded up", "clamp")
 ]
 
 
-@pytest.mark.parametrize(("model", "lengths"), CASES)
+@pytest.mark.parametrize(("model", "lengths"), slow_but(QUICK, CASES))
 def test_both_memories_agree_over_ten_segments(model, lengths, x64):
     model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[model]), LENGTHS[lengths]
     for found, expected in both(model, lengths, resets=(4,)):
@@ -101,16 +106,16 @@ def test_both_memories_agree_over_ten_segments(model, lengths, x64):
 
 
 @pytest.mark.parametrize("preset", ["tf", "hf", "pytorch"])
-@pytest.mark.parametrize("layer_norm", NormPlace)
+@pytest.mark.parametrize("layer_norm", slow_but([NormPlace.POST], NormPlace))
 def test_both_memories_agree_with_the_starts_and_windows_of_other_implementations(preset, layer_norm, x64):
     model = tiny.make(dtype=DType.FLOAT64, compat=tiny.compat_config(preset), layer_norm=layer_norm)
     for found, expected in both(model, LENGTHS["rounded up"], resets=(2, 7)):
         np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-def test_they_agree_in_float32(changes):
-    for found, expected in both(tiny.make(**changes), LENGTHS["clamp"]):
+@pytest.mark.parametrize("name", slow_but(["adaptive"], MODELS))
+def test_they_agree_in_float32(name):
+    for found, expected in both(tiny.make(**MODELS[name]), LENGTHS["clamp"]):
         np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-5)
 
 

@@ -1,6 +1,7 @@
 """Tests dropout: masks and who shares them, expectations, and rates given beside the config."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -23,6 +24,11 @@ L = 40
 
 
 config = tiny.model_config
+
+
+def first_params(model):
+    """The parameters that a run begins with, without axis names."""
+    return jax.jit(lambda: nn.unbox(init_params(model, jax.random.key(0))))()
 
 
 @pytest.mark.parametrize("locked", [False, True])
@@ -64,7 +70,7 @@ def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilitie
     memory, variables = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.variables(model)
     options = {"clamp_len": None, "same_length": False, "deterministic": False}
     with nn.intercept_methods(interceptor):
-        model.apply(variables, tiny.text(5), memory, rngs={"dropout": jax.random.key(0, impl="rbg")}, **options)
+        jax.eval_shape(lambda: model.apply(variables, tiny.text(5), memory, rngs=RNGS, **options))
     assert {dims for shape, dims in seen} == {(-2,), None}
     assert {dims for shape, dims in seen if shape is None} == {None}
     assert {shape[-1] for shape, _ in seen if shape} == {tiny.D, tiny.F}
@@ -83,7 +89,7 @@ def test_queries_keys_and_values_have_a_dropout_of_their_own(tied):
     memory, variables = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.variables(model)
     options = {"clamp_len": None, "same_length": False, "deterministic": False}
     with nn.intercept_methods(interceptor):
-        model.apply(variables, tiny.text(5), memory, rngs=RNGS, **options)
+        jax.eval_shape(lambda: model.apply(variables, tiny.text(5), memory, rngs=RNGS, **options))
     tokens = {(tiny.B, tiny.H, n, tiny.E) for n in (5, 8)}
     positions = {(tiny.H, n, tiny.E) for n in (8, 1)} if tied else set()
     assert set(seen) == {(shape, (-2,)) for shape in tokens | positions}
@@ -103,10 +109,10 @@ def test_whole_words_are_dropped_at_all_their_positions():
     # But where they begin a segment, they stay as they are.
     first = embedding.apply(variables, jnp.arange(tiny.V)[:, None], deterministic=False, rngs=RNGS)
     np.testing.assert_array_equal(first, jnp.broadcast_to(whole[0, 0, 0], first.shape))
-    many = [
-        embedding.apply(variables, tokens, deterministic=False, rngs={"dropout": key})
-        for key in jax.random.split(RNGS["dropout"], 200)
-    ]
+    apply = jax.jit(
+        jax.vmap(lambda key: embedding.apply(variables, tokens, deterministic=False, rngs={"dropout": key}))
+    )
+    many = apply(jax.random.split(RNGS["dropout"], 200))
     assert np.mean(many) == pytest.approx(float(whole.mean()), rel=0.05)
 
 
@@ -123,7 +129,7 @@ def test_weights_are_left_out_and_keep_their_expectation():
     whole = FeedForward(c, deterministic=True).apply({"params": params}, inputs)
     module = FeedForward(c, deterministic=False)
     keys = jax.random.split(jax.random.key(1), 4000)
-    apply = jax.vmap(lambda key: module.apply({"params": params}, inputs, rngs={"dropout": key}))
+    apply = jax.jit(jax.vmap(lambda key: module.apply({"params": params}, inputs, rngs={"dropout": key})))
     found, whole = np.asarray(apply(keys)), np.asarray(whole)
     # All positions meet the same weights.
     np.testing.assert_allclose(found, np.broadcast_to(found[:, :, :1], found.shape), rtol=1e-5, atol=1e-5)
@@ -135,17 +141,18 @@ def test_weights_are_left_out_and_keep_their_expectation():
 def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
     """An empty memory and biases of 0, as in the first update."""
     model = tiny.make(n_layer=16, dropout__embedding=0.9)
-    params = nn.unbox(init_params(model, jax.random.key(0)))
+    params = first_params(model)
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)
 
     @jax.jit
-    def loss(params, key):
+    @jax.grad
+    def gradient(params, key):
         options = {"clamp_len": None, "same_length": False, "deterministic": False}
         hidden, _ = model.apply({"params": params}, tiny.text(5), memory, rngs={"dropout": key}, **options)
         return model.apply({"params": params}, hidden, tiny.text(5, seed=1), method=model.nll).mean()
 
     for key in jax.random.split(jax.random.key(0), 3):
-        assert optax.tree.norm(jax.grad(loss)(params, key)) < 100
+        assert optax.tree.norm(gradient(params, key)) < 100
 
 
 @pytest.mark.parametrize("network", Network)
@@ -153,7 +160,7 @@ def test_rates_of_input_and_output_may_differ_from_the_others(network):
     c = config(network=network, dropout__rate=0.3, dropout__input=0.6, dropout__output=0.5)
     model = (TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel)(c, tiny.COMPAT, tiny.V)
     memory, seen = model.init_memory(batch_size=tiny.B, mem_len=0), []
-    variables = {"params": nn.unbox(init_params(model, jax.random.key(0)))}
+    variables = {"params": first_params(model)}
 
     def interceptor(call, args, kwargs, context):
         if isinstance(context.module, nn.Dropout) and context.method_name == "__call__":
@@ -162,7 +169,7 @@ def test_rates_of_input_and_output_may_differ_from_the_others(network):
 
     options = {"clamp_len": None, "same_length": False, "deterministic": False}
     with nn.intercept_methods(interceptor):
-        model.apply(variables, tiny.text(5), memory, rngs={"dropout": jax.random.key(0, impl="rbg")}, **options)
+        jax.eval_shape(lambda: model.apply(variables, tiny.text(5), memory, rngs=RNGS, **options))
     first = 2 if network is Network.TRANSFORMER_XL else 1  # Codes and embedding.
     assert seen[:first] == [0.6] * first and seen[-1] == 0.5 and set(seen[first:-1]) == {0.3}
 
@@ -181,7 +188,7 @@ def test_rates_beside_the_config_are_those_of_the_config(network, x64):
     build = TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel
     model = build(config(network=network, dtype=DType.FLOAT64, dropout__rate=0.9), tiny.COMPAT, tiny.V)
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)
-    params = nn.unbox(init_params(model, jax.random.key(0)))
+    params = first_params(model)
 
     def hidden(model):
         options = {"clamp_len": None, "same_length": False, "deterministic": False}
@@ -189,10 +196,11 @@ def test_rates_beside_the_config_are_those_of_the_config(network, x64):
 
     settings = [dict(zip(DropoutRates._fields, np.arange(7) / 10 + shift, strict=True)) for shift in (0.1, 0.2)]
     traced = jax.tree.map(lambda *numbers: jnp.asarray(numbers), *(DropoutRates(**rates) for rates in settings))
-    found = jax.vmap(lambda rates: hidden(model.clone(rates=rates)))(traced)
+    found = jax.jit(jax.vmap(lambda rates: hidden(model.clone(rates=rates))))(traced)
     for rates, own in zip(settings, found, strict=True):
         of_config = {f"dropout__{name}": float(rate) for name, rate in rates.items()}
-        expected = hidden(model.clone(config=config(network=network, dtype=DType.FLOAT64, **of_config)))
+        of_own = model.clone(config=config(network=network, dtype=DType.FLOAT64, **of_config))
+        expected = jax.jit(functools.partial(hidden, of_own))()
         np.testing.assert_allclose(own, expected, rtol=1e-12, atol=1e-12)
     assert np.abs(found[0] - found[1]).max() > 0.01
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from support import tiny
+from support.cases import slow_but
 from support.float64 import enable_x64
 from txl_jax import memory as memory_lib
 from txl_jax.config import AttentionWindow, CompatConfig, Encoding, MemoryStart, NormPlace
 
-TEXT_LEN = 6  # Every segment length is a compilation.
+TEXT_LEN = 5  # Every segment length is a compilation.
 ZEROS = CompatConfig(memory_start=MemoryStart.ZEROS)
 # name: (model changes, compat, encode options, memory length)
 SPLITS = {
@@ -52,8 +53,14 @@ def test_any_segmentation_gives_the_same_states(name, cuts):
         )
 
 
-@pytest.mark.parametrize("encoding", Encoding)
-@pytest.mark.parametrize("options", [{}, {"same_length": True}, {"clamp_len": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("encoding", "options"),
+    slow_but(
+        [(Encoding.RELATIVE, {"same_length": True}), *((encoding, {}) for encoding in Encoding)],
+        itertools.product(Encoding, ({}, {"same_length": True}, {"clamp_len": 2})),
+    ),
+    ids=str,
+)
 def test_the_future_has_exactly_no_influence(options, encoding):
     model, segment_len, mem_len = tiny.make(encoding=encoding), 5, 3
     variables, encode = tiny.variables(model), tiny.encoder(model, **options)
@@ -79,10 +86,19 @@ def test_rows_of_a_batch_do_not_see_each_other():
     assert np.any(before[0] != after[0], axis=-1).all()
 
 
-@pytest.mark.parametrize("encoding", Encoding)
-@pytest.mark.parametrize(("window", "n_key"), [(AttentionWindow.MEM_LEN, 3), (AttentionWindow.MEM_LEN_PLUS_ONE, 4)])
-def test_same_length_sees_so_many_keys(window, n_key, encoding):
+@pytest.mark.parametrize(
+    ("window", "encoding"),
+    slow_but(
+        [
+            *((AttentionWindow.MEM_LEN, encoding) for encoding in Encoding),
+            (AttentionWindow.MEM_LEN_PLUS_ONE, Encoding.RELATIVE),
+        ],
+        itertools.product(AttentionWindow, Encoding),
+    ),
+)
+def test_same_length_sees_so_many_keys(window, encoding):
     """One layer: a token changes the states of its own position and of the n_key - 1 after it."""
+    n_key = {AttentionWindow.MEM_LEN: 3, AttentionWindow.MEM_LEN_PLUS_ONE: 4}[window]
     model, changed_at = tiny.make(n_layer=1, encoding=encoding, compat=CompatConfig(same_length_window=window)), 2
     variables, encode = tiny.variables(model), tiny.encoder(model, same_length=True)
     memory, tokens = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.text(10)
@@ -93,8 +109,12 @@ def test_same_length_sees_so_many_keys(window, n_key, encoding):
     np.testing.assert_array_equal(np.any(before != after, axis=-1), [expected] * tiny.B)
 
 
-@pytest.mark.parametrize("mem_len", [0, 3, 4, 6, 8])
-@pytest.mark.parametrize("norm", NormPlace)
+@pytest.mark.parametrize(
+    ("norm", "mem_len"),
+    slow_but(
+        [(NormPlace.POST, 0), (NormPlace.PRE, 4), (NormPlace.POST, 6)], itertools.product(NormPlace, (0, 3, 4, 6, 8))
+    ),
+)
 def test_reach_in_whole_segments(norm, mem_len):
     """A segment depends on exactly N * ceil(M / L) segments before it, by the last token of the farthest.
 
@@ -143,8 +163,16 @@ def test_no_gradient_passes_through_the_memory(monkeypatch):
     assert gradient_through_memory(model) > 0.1
 
 
-@pytest.mark.parametrize("encoding", Encoding)
-@pytest.mark.parametrize("norm", NormPlace)
+@pytest.mark.parametrize(
+    ("norm", "encoding"),
+    slow_but(
+        [
+            (NormPlace.PRE, Encoding.RELATIVE),
+            *((NormPlace.POST, encoding) for encoding in Encoding if encoding is not Encoding.RELATIVE),
+        ],
+        itertools.product(NormPlace, Encoding),
+    ),
+)
 def test_unfilled_slots_are_not_there(norm, encoding):
     """Whatever they hold, values and gradients are the same bits, and those of no memory at all."""
     model, mem_len = tiny.make(layer_norm=norm, encoding=encoding), 4

@@ -1,5 +1,7 @@
 """A model small enough to compile in a second, with every size different from every other."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,13 @@ def compat_config(preset: str) -> CompatConfig:
 
 def variables(model: TransformerXL) -> dict:
     """Random parameters, biases and layer norms included, without axis names; `model.init` is only traced."""
+    return jax.tree.map(lambda leaf: leaf, _drawn(model, jax.config.jax_enable_x64))  # Dictionaries of its own.
+
+
+@functools.cache
+def _drawn(model: TransformerXL, x64: bool) -> dict:
+    """The parameters, which depend on whether there is float64."""
+    assert jax.config.jax_enable_x64 == x64
     tokens, memory = jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=1)
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, memory))
     rng = np.random.default_rng(1)
