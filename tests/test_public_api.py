@@ -39,14 +39,15 @@ def test_the_package_and_its_settings_import_no_jax():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """A workdir with drawn parameters, its config and its text."""
-    (tmp_path / "text").write_bytes(TEXT)
-    data = DataConfig(corpus=CorpusName.TEXT, file=str(tmp_path / "text"))
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text").write_bytes(TEXT)
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
     config = dataclasses.replace(tiny_run.CONFIG, data=data)
-    corpus = read_corpus(config.data, data_dir="", cache_dir=str(tmp_path / "cache"))
-    workdir, components = drawn_run.make(tmp_path / "run", config, corpus)
+    corpus = read_corpus(config.data, data_dir="", cache_dir=str(folder / "cache"))
+    workdir, components = drawn_run.make(folder / "run", config, corpus)
     return workdir, components, corpus
 
 
@@ -181,10 +182,9 @@ def test_the_page_on_attention_has_the_words_that_it_is_looked_for():
         (lambda model: txl_jax.training_segments(np.zeros(9), batch_size=1, segment_len=2), "float64"),
     ],
 )
-def test_mistakes_of_callers_are_sentences(run, mistake, words):
-    model = txl_jax.load(run[0].path)
+def test_mistakes_of_callers_are_sentences(mistake, words):
     with pytest.raises(txl_jax.UserError, match=words):
-        mistake(model)
+        mistake(tiny_model.make())
 
 
 def test_enums_may_be_given_by_name():

@@ -6,6 +6,7 @@ from jax._src import compiler
 
 import txl_jax
 from support import tiny_model
+from support.cases import slow_but
 from txl_jax.config import DType
 from txl_jax.data.tokens.text_stream import TextStream
 from txl_jax.errors import UserError
@@ -29,16 +30,15 @@ def alone(model, prompts, config):
     return texts
 
 
-@pytest.mark.parametrize(
-    ("changes", "drawing"),
-    [
-        ({}, {}),
-        ({"eval__clamp_len": 4, "eval__same_length": False}, {"temperature": 0.0}),
-        ({"compat__memory_start": "zeros", "model__layer_norm": "pre"}, {"top_k": 3, "top_p": 0.9}),
-        ({"model__cutoffs": (3, 7), "model__div_val": 2}, {}),
-    ],
-    ids=str,
-)
+MODELS_AND_DRAWING = [
+    ({}, {}),
+    ({"eval__clamp_len": 4, "eval__same_length": False}, {"temperature": 0.0}),
+    ({"compat__memory_start": "zeros", "model__layer_norm": "pre"}, {"top_k": 3, "top_p": 0.9}),
+    ({"model__cutoffs": (3, 7), "model__div_val": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(("changes", "drawing"), slow_but(MODELS_AND_DRAWING[1:3], MODELS_AND_DRAWING), ids=str)
 def test_each_prompt_gives_what_it_gives_alone(changes, drawing, x64):
     model = tiny_model.make(model__dtype=DType.FLOAT64, **changes)
     prompts, config = tiny_model.documents(LENGTHS), settings(**drawing)

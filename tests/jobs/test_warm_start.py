@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from support import ROOT, drawn_run, tiny_run
+from support.cases import slow_but
 from support.xla_flags import xla_flags
 from txl_jax.assemble import assemble
 from txl_jax.config import (
@@ -112,18 +113,17 @@ def words(folder, **changes):
     return (config_of(folder, name, kind=Tokenizer.WORD, **clusters) for name in ("old", "new"))
 
 
-@pytest.mark.parametrize(
-    "clusters",
-    [
-        {"model__cutoffs": (), "model__tie_weight": False},
-        {"model__div_val": 1},
-        {"model__div_val": 2, "model__tie_weight": False, "model__tie_projs": (True, False, True)},
-    ],
-    ids=["untied", "clusters", "widths"],
-)
-def test_words_are_matched_by_spelling(folder, tmp_path, clusters):
+CLUSTERS = {
+    "untied": {"model__cutoffs": (), "model__tie_weight": False},
+    "clusters": {"model__div_val": 1},
+    "widths": {"model__div_val": 2, "model__tie_weight": False, "model__tie_projs": (True, False, True)},
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["widths"], CLUSTERS))
+def test_words_are_matched_by_spelling(folder, tmp_path, name):
     """Each word's vectors are its own; a word that is new, or in a cluster of another width, has those of a new run."""
-    old, new = words(folder, **clusters)
+    old, new = words(folder, **CLUSTERS[name])
     _, parts = trained(folder, tmp_path / "old", old)
     config = dataclasses.replace(new, init_from=str(tmp_path / "old"))
     weights, state = first_state(folder, config, Workdir(tmp_path / "new"))
@@ -287,6 +287,7 @@ def test_a_mesh_has_the_same_weights():
     assert one == mixed and one["tokens"]["new"] and one["tokens"]["moved"]
 
 
+@pytest.mark.slow
 def test_fewer_updates_than_from_noise(folder, tmp_path):
     """Half as many updates reach a lower loss."""
     old = config_of(folder, "old", train__steps=60, train__eval_every=60, train__checkpoint_every=60)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.cases import slow_but
 from txl_jax.ops.attention import dispatch
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.gpu.attention import gpu_attention
@@ -71,7 +72,10 @@ def dropout_of(rate, n_head=2, **first):
 
 @pytest.mark.parametrize(
     ("L", "M", "E", "tile", "window"),
-    [(21, 34, 41, (16, 32), None), (16, 24, 16, (16, 16), None), (40, 5, 16, (32, 16), 9)],
+    slow_but(
+        [(21, 34, 41, (16, 32), None), (40, 5, 16, (32, 16), 9)],
+        [(21, 34, 41, (16, 32), None), (16, 24, 16, (16, 16), None), (40, 5, 16, (32, 16), 9)],
+    ),
 )
 def test_causal_with_memory(L, M, E, tile, window):
     """Two bands of queries and one; tiles that do not divide L and K; part-filled memories."""
@@ -88,10 +92,13 @@ def test_both_sides_with_memory_and_padding():
         assert not np.any(result[name][1]), name
 
 
-@pytest.mark.parametrize("given", [SHAW, PLAIN, SCORES, NAMES], ids=["shaw", "none", "scores", "all"])
-def test_encodings(given):
+ENCODINGS = {"shaw": SHAW, "none": PLAIN, "scores": SCORES, "all": NAMES}
+
+
+@pytest.mark.parametrize("name", slow_but(["none", "all"], ENCODINGS))
+def test_encodings(name):
     visibility = Visibility(jnp.asarray([12, 3]), 16, 12)
-    check(arguments(L=16, M=12, E=16, given=given), visibility, tile=Tile(16, 16))
+    check(arguments(L=16, M=12, E=16, given=ENCODINGS[name]), visibility, tile=Tile(16, 16))
 
 
 def test_chunks_of_rows_and_a_part_of_a_larger_batch():

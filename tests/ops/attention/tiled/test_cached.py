@@ -1,11 +1,14 @@
 """Tests of tiled attention over a KV cache: against the reference, which is tested against a loop over pairs."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from support import oracles
+from support.cases import slow_but
 from txl_jax.ops.attention import CachedVisibility, Visibility
 from txl_jax.ops.attention.cached import cached_attention, table_length
 from txl_jax.ops.attention.problem import Tile
@@ -48,14 +51,28 @@ def difference(given, visibility, tile):
     return jnp.max(jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32)))
 
 
-@pytest.mark.parametrize("tile", [ALL_HEADS, ONE_HEAD, ONE_BLOCK], ids=str)
-@pytest.mark.parametrize("clamp_len", [None, 0, 1, 3, 20, 43, 60])  # 43: below the longest distance, above the ring.
+VISIBLE = {  # Filled slots, window, where the next segment is written.
+    "full": ([R, R], None, 0),
+    "part-filled": ([R, 7], None, 18),
+    "window": ([R, R], R, 36),
+    "row-without-memory": ([33, 0], 34, 30),
+    "empty": ([0, 0], None, 6),
+    "window-within-segment": ([R, R], 4, 1),
+}
+TILES = (ALL_HEADS, ONE_HEAD, ONE_BLOCK)
+CLAMPS = (None, 0, 1, 3, 20, 43, 60)  # 43: below the longest distance, above the ring.
+QUICK = [
+    *((ONE_HEAD, clamp_len, name) for clamp_len in CLAMPS for name in ("full", "part-filled", "empty")),
+    *((ONE_HEAD, 20, name) for name in ("window", "row-without-memory", "window-within-segment")),
+    *((tile, 20, "row-without-memory") for tile in (ALL_HEADS, ONE_BLOCK)),
+]
+
+
 @pytest.mark.parametrize(
-    ("valid", "window", "write_index"),
-    [([R, R], None, 0), ([R, 7], None, 18), ([R, R], R, 36), ([33, 0], 34, 30), ([0, 0], None, 6), ([R, R], 4, 1)],
-    ids=["full", "part-filled", "window", "row-without-memory", "empty", "window-within-segment"],
+    ("tile", "clamp_len", "name"), slow_but(QUICK, itertools.product(TILES, CLAMPS, VISIBLE)), ids=str
 )
-def test_it_equals_the_reference(tile, clamp_len, valid, window, write_index):
+def test_it_equals_the_reference(tile, clamp_len, name):
+    valid, window, write_index = VISIBLE[name]
     visibility = visible(valid, write_index=write_index, window=window)
     assert difference(draw(clamp_len=clamp_len), visibility, tile) <= 5e-6
 
@@ -65,8 +82,9 @@ def test_blocks_that_run_over_the_end_of_the_ring(write_index):
     assert difference(draw(), visible([R, R], write_index=write_index), ALL_HEADS) <= 5e-6
 
 
-@pytest.mark.parametrize("clamp_len", [8, 12, 13, 20])
-@pytest.mark.parametrize("size", [1, 4, 7])
+@pytest.mark.parametrize(
+    ("clamp_len", "size"), slow_but([(8, 1), (13, 4), (20, 7)], itertools.product([8, 12, 13, 20], [1, 4, 7]))
+)
 def test_blocks_that_are_smaller_than_a_register(clamp_len, size):
     """They become 16 keys, which may be more than there are below the clamp."""
     assert difference(draw(clamp_len=clamp_len), visible([R, 9], write_index=18), Tile(12, size)) <= 5e-6
@@ -80,7 +98,7 @@ def test_more_slots_than_there_are_mean_all():
 
 @pytest.mark.parametrize("with_keys", [True, False], ids=["keys", "no-keys"])
 @pytest.mark.parametrize("with_scores", [True, False], ids=["scores", "no-scores"])
-@pytest.mark.parametrize("clamp_len", [None, 20])
+@pytest.mark.parametrize("clamp_len", slow_but([20], [None, 20]))
 def test_position_terms(with_keys, with_scores, clamp_len):
     *given, (position_query, key, score) = draw(clamp_len=clamp_len)
     position = (position_query, key if with_keys else None, score if with_scores else None)
@@ -101,7 +119,7 @@ def test_position_terms(with_keys, with_scores, clamp_len):
     ],
     ids=["one-token", "no-memory", "width-41", "ring-below-a-block", "rows-in-groups", "segment-above-a-block"],
 )
-@pytest.mark.parametrize("clamp_len", [None, 9])
+@pytest.mark.parametrize("clamp_len", slow_but([9], [None, 9]))
 def test_other_sizes(sizes, clamp_len):
     given = draw(clamp_len=clamp_len, **sizes)
     batch, capacity, n_query = sizes.get("batch", B), sizes.get("capacity", R), sizes.get("n_query", L)

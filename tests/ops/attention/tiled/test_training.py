@@ -4,9 +4,26 @@ import jax
 import pytest
 
 from support.attention_cases import CASES, assert_close, make, reference, tiled, value_and_gradients
+from support.cases import slow_but
+
+# One of each kind; the others join two of them, or tile them otherwise.
+QUICK = (
+    "one tile",
+    "part-filled, whole rows",
+    "window",
+    "window of one key",
+    "clamped distances",
+    "one query",
+    "no memory",
+    "odd head width",
+    "all terms",
+    "no positions",
+    "dropout",
+    "both sides, lengths",
+)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_values_and_gradients_equal_the_reference(name):
     arrays, given, tile = make(CASES[name])
     expected = value_and_gradients(reference, arrays, **given)
