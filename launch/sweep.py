@@ -4,7 +4,7 @@
     python -m launch.sweep sweep.toml --out=runs/sweep --table
     python -m launch.sweep --table runs/one gs://bucket/runs/two
     python -m launch.sweep sweep.toml --out=runs/sweep --print=slurm --with="--gpus=8 --time=12:00:00" | sbatch
-    python -m launch.sweep sweep.toml --out=/mnt/txl/sweep --print=tpu --with="--zone=us-east5-b --type=v6e-8"
+    python -m launch.sweep sweep.toml --out=gs://my-bucket/sweep --print=tpu --with="--zone=us-east5-b --type=v6e-8"
 
 The file (names are those of the program's flags; a setting that is off, or all, is "none"):
 
@@ -55,7 +55,7 @@ from launch import sweep_file, sweep_halving, sweep_table
 from launch.sweep_file import Run, Sweep
 from launch.sweep_halving import Stage
 from txl_jax.errors import UserError
-from txl_jax.runtime.paths import as_path, is_remote
+from txl_jax.runtime.paths import as_path, is_remote, shorten_storage_logs
 from txl_jax.training.ensemble import VARYING
 
 
@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         for flag in map(given.__getitem__, given):
             print(f"  --{flag.name}={(flag.default_as_str or '').strip(chr(39))}\n      {flag.help}")
         return 0
+    shorten_storage_logs()
     try:
         files = given(argv)[1:]
         if given.table and files and not any(name.endswith(".toml") or Path(name).is_file() for name in files):
