@@ -209,12 +209,13 @@ def effects(path):
             yield node.func.attr
 
 
-# Effects that a program asks for: `with StopRequest()` puts the handlers back, `quiet_orbax()` is for good.
+# Effects that a program asks for: `with StopRequest()` puts the handlers back, the two that change logs are for good.
 FOR_PROGRAMS = {
     "txl_jax/runtime/preemption.py": {"signal.signal"},
     "txl_jax/runtime/orbax_io.py": {"addFilter", "warnings.filterwarnings", "sys.unraisablehook"},
+    "txl_jax/runtime/paths.py": {"addFilter"},
 }
-ONLY_PROGRAMS_CALL = {"StopRequest", "quiet_orbax"}
+ONLY_PROGRAMS_CALL = {"StopRequest", "quiet_orbax", "shorten_storage_logs"}
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=lambda path: path.relative_to(ROOT).as_posix())

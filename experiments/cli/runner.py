@@ -33,7 +33,7 @@ from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed
 from txl_jax.runtime.orbax_io import quiet_orbax
-from txl_jax.runtime.paths import as_path
+from txl_jax.runtime.paths import as_path, shorten_storage_logs
 from txl_jax.runtime.preemption import StopRequest
 
 _MODES = ("train", "eval", "score", "generate")
@@ -125,6 +125,7 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) 
       begin: called first, for other hosts: `hosts.join`, `hosts.each`, or `hosts.alone`, which refuses them.
     """
     quiet_orbax()
+    shorten_storage_logs()
     try:
         begin()
         google_cloud.stop_on_notice()

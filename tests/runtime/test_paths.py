@@ -1,6 +1,7 @@
 """Tests of `as_path`: what a user gives, a folder of this machine or a URL."""
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 
@@ -45,6 +46,22 @@ def test_files_of_this_machine(tmp_path):
     paths.remove_tree(tmp_path / "a")
     paths.remove_tree(tmp_path / "a")
     assert list(paths.files_below(tmp_path)) == []
+
+
+def test_tries_that_fail_alike_are_one_line_without_a_traceback(caplog):
+    logger = logging.getLogger("gcsfs")
+    paths.shorten_storage_logs()
+    paths.shorten_storage_logs()
+    try:
+        for name in ("bucket-a", "bucket-b", "bucket-a"):
+            try:
+                raise OSError("no route")
+            except OSError:
+                logger.exception("cannot reach %s\nand more", name)
+    finally:
+        logger.removeFilter(paths._FIRST_TIME)
+    assert [record.getMessage() for record in caplog.records] == ["cannot reach bucket-a", "cannot reach bucket-b"]
+    assert "OSError" not in caplog.text
 
 
 def test_a_url_is_joined_like_a_path():

@@ -6,6 +6,7 @@ path of that scheme.
 """
 
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -58,6 +59,33 @@ def as_path(text: str | os.PathLike[str]) -> Path:
     from txl_jax.runtime.remote_path import RemotePath
 
     return cast(Path, RemotePath(name.rstrip("/")))
+
+
+class _FirstTime(logging.Filter):
+    """Passes the first line of each message once, without its traceback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        line = record.getMessage().partition("\n")[0]
+        is_new = line not in self._seen
+        self._seen.add(line)
+        record.msg, record.args, record.exc_info = line, None, None
+        return is_new
+
+
+_FIRST_TIME = _FirstTime()
+
+
+def shorten_storage_logs() -> None:
+    """Keeps what gcsfs and s3fs log to a line each time that is new: they log every try, with its traceback.
+
+    The error itself is an OSError. A program calls this once at its start; called again it changes nothing.
+    """
+    for module, _ in _SCHEMES.values():
+        logging.getLogger(module).addFilter(_FIRST_TIME)
 
 
 def size(path: Path) -> int:
