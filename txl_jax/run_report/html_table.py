@@ -37,6 +37,15 @@ def breakable(name: str) -> str:
     return html.escape(name).replace("+", "+<wbr>")
 
 
+def breakable_command(command: str) -> str:
+    """Escapes a command, which is broken into lines between its words rather than after a hyphen.
+
+    >>> breakable_command("python -m x")
+    '<span>python</span> <span>-m</span> <span>x</span>'
+    """
+    return " ".join(f"<span>{html.escape(word)}</span>" for word in command.split(" "))
+
+
 def folded(summary: str, content: str, *, rows: int) -> str:
     """Returns the content, folded behind a line if it is long.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from txl_jax.errors import UserError
 from txl_jax.run_report import sections
 from txl_jax.run_report.curves import learning_curves, small_charts
+from txl_jax.run_report.html_table import breakable_command
 from txl_jax.run_report.run_records import RunRecords
 from txl_jax.run_report.seed_groups import seed_groups
 from txl_jax.run_report.settings_charts import setting_charts
@@ -61,7 +62,7 @@ def make_page(runs: Sequence[RunRecords], *, command: str, date: str | None = No
 <p class="lead">{html.escape(_lead(runs))}</p>
 </header>
 {body}
-<footer><p>{html.escape(made)}:</p><pre>{html.escape(command)}</pre></footer>
+<footer><p>{html.escape(made)}:</p><pre>{breakable_command(command)}</pre></footer>
 </main>
 <script>
 {_resource("page.js")}</script>

@@ -9,7 +9,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.paper.published_results import PublishedResult, published_for
 from txl_jax.run_report.axis import with_prefix
 from txl_jax.run_report.curves import best_valid_score
-from txl_jax.run_report.html_table import breakable, folded, table
+from txl_jax.run_report.html_table import breakable, breakable_command, folded, table
 from txl_jax.run_report.run_records import RunRecords, swept_settings
 from txl_jax.run_report.seed_groups import SeedGroup, format_score
 from txl_jax.runtime.environment import duration, megabytes
@@ -178,7 +178,7 @@ def sources(runs: Sequence[RunRecords]) -> str:
         parts += [
             f"<details{' open' if len(runs) == 1 else ''}><summary>{breakable(run.name)}</summary>",
             f'<p class="path">{html.escape(run.path)}</p>',
-            f"<pre>{html.escape(run.command)}</pre>",
+            f"<pre>{breakable_command(run.command)}</pre>",
             "</details>",
         ]
     return "\n".join(parts)
