@@ -100,7 +100,7 @@ def _print_shorter(train_config: TrainConfig) -> None:
     """Prints the flags of a run that takes a quarter of the time; the run itself states how long it takes."""
     steps = train_config.steps // 4 // train_config.log_every * train_config.log_every
     if train_config.steps == DEFAULTS.train.steps:
-        print(f"in a quarter of the time (it is printed soon): --train.steps={steps} --workdir=runs/quick")
+        print(f"for a quarter of the time give --train.steps={steps} --workdir=runs/quick")
 
 
 def _draw(workdir: Workdir, rows: dict[str, float]) -> None:

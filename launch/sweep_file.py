@@ -88,7 +88,7 @@ def read(path: Path, out: Path) -> Sweep:
     program = content.get("program")
     if program not in _DEFAULTS:
         near = config_tree.did_you_mean(str(program), _DEFAULTS)
-        raise UserError(f"program is {program!r}{near}; it may be {', '.join(_DEFAULTS)}")
+        raise UserError(f"program is {program!r}; it may be {', '.join(_DEFAULTS)}{near}")
     common = [f"--flagfile={name}" for name in _flagfiles(content)]
     common += _as_flags(_flat(content.get("base", {})))
     points = list(_points(content))
@@ -123,7 +123,7 @@ def _content(path: Path) -> dict[str, Any]:
     for key in content:
         if key not in _KEYS:
             near = config_tree.did_you_mean(key, _KEYS)
-            raise UserError(f"{path} has {key!r}, which is not known{near}; it may have {', '.join(_KEYS)}")
+            raise UserError(f"{path} has {key!r}, which is not known; it may have {', '.join(_KEYS)}{near}")
     if not any(content.get(key) for key in ("grid", "random", "runs")):
         raise UserError(
             f"{path} has no grid, no random ranges and no runs; for one run start python -m experiments.PROGRAM itself"

@@ -105,10 +105,16 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, *, t
         near = config_tree.did_you_mean(error.flagname, list(flag_values))
         raise UserError(f"there is no flag --{error.flagname}{near or '; --help lists all'}") from None
     except flags.Error as error:
-        raise UserError(str(error)) from None
+        raise UserError(_in_plain_words(str(error))) from None
     if len(rest) > 1 and not takes_words:
         raise UserError(f"{rest[1]!r} is not a flag; flags are written --name=value")
     return rest[1:]
+
+
+def _in_plain_words(message: str) -> str:
+    """Returns absl's message about a value, without Python's words for a text that is no number."""
+    message = re.sub(r"invalid literal for int\(\).*", "give a whole number", message)
+    return re.sub(r"could not convert string to float.*", "give a number", message)
 
 
 def find_flagfiles(argv: Sequence[str]) -> list[str]:
@@ -137,8 +143,8 @@ def _flagfile_path(name: str) -> Path:
             return path
     known = flagfile_names()
     raise UserError(
-        f"there is no flagfile {name!r}, neither as a path nor by name{config_tree.did_you_mean(name, known)}; "
-        f"the names are: {', '.join(known)}"
+        f"there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"
+        f"{config_tree.did_you_mean(name, known)}"
     )
 
 
@@ -210,5 +216,5 @@ def _from_text(leaf: Leaf, text: str) -> Any:
     try:
         return _BOOLEANS[text.lower()] if leaf.type is bool else leaf.type(text)
     except (KeyError, ValueError):
-        kind = "true or false" if leaf.type is bool else f"of type {leaf.type.__name__}"
-        raise UserError(f"--{leaf.name} has an entry {text!r}; its entries are {kind}") from None
+        kinds = {bool: "true or false", int: "whole numbers", float: "numbers"}
+        raise UserError(f"--{leaf.name} has an entry {text!r}; its entries are {kinds[leaf.type]}") from None

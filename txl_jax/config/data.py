@@ -207,11 +207,11 @@ class DataConfig(Config):
         given = [f"data.{name}" for name, files in own.items() if files]
         missing = [f"data.{name}" for name, files in own.items() if not files]
         if self.corpus is CorpusName.TEXT:
+            both = f"data.file and {', '.join(given)} were both given" if given else "no text was given"
             require(
                 bool(self.file) != bool(given),
-                f"own text is one file (data.file is {self.file!r}) or three lists (given: "
-                f"{', '.join(given) or 'none'}); give exactly one of the two, "
-                "--data.file=PATH or --data.train=... --data.valid=... --data.test=...",
+                f"{both}; give one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
+                "--data.test=...",
             )
             require(not given or not missing, f"{', '.join(given)} given without {', '.join(missing)}")
             return

@@ -149,5 +149,5 @@ class ExperimentConfig(Config):
         require(
             optimizer.warmup_steps < ends,
             f"optimizer.warmup_steps is {optimizer.warmup_steps} and {name} is {ends}; "
-            "the warm-up must end before the rate has fallen",
+            "the warm-up must end before that: give a shorter one",
         )

@@ -116,8 +116,8 @@ def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[st
         if name not in ensemble_step.VARYING:
             near = config_tree.did_you_mean(name, ensemble_step.VARYING)
             raise UserError(
-                f"members cannot differ in {name}{near}; they can in {', '.join(ensemble_step.VARYING)}, which change "
-                "no shape"
+                f"members cannot differ in {name}; they can in {', '.join(ensemble_step.VARYING)}, which change no "
+                f"shape{near}"
             )
     if base.train.patience:
         raise UserError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import re
 
 import pytest
 from absl import flags
@@ -138,7 +139,8 @@ def test_a_plan_becomes_flags_without_prefix():
     [
         (["--model.n_layers=3"], r"--model\.n_layers\b.*\bmodel\.n_layer\b"),
         (["--nonsense=3"], "--nonsense"),
-        (["--model.n_layer=three"], "model.n_layer"),
+        (["--model.n_layer=three"], r"model\.n_layer=three\b"),
+        (["--optimizer.learning_rate=fast"], r"optimizer\.learning_rate=fast\b"),
         (["--model.layer_norm=middle"], "post"),
         (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),
         (["train"], "'train'"),
@@ -149,6 +151,7 @@ def test_mistakes_are_one_sentence(words, pattern):
     with pytest.raises(ValueError, match=pattern) as error:
         parsed(*words)
     assert "\n" not in str(error.value).strip()
+    assert not re.search(r"\b(int|float)\b|literal", str(error.value)), "a word of Python's"
 
 
 def test_a_flagfile_is_found_by_name_and_by_path_and_later_flags_win(tmp_path):
