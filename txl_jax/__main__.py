@@ -48,7 +48,7 @@ PROGRAMS = {
     },
     "Launchers": {
         "launch.local": "several processes of one run on this machine",
-        "launch.sweep": "runs of all combinations of some settings",
+        "launch.sweep": "sweeps: grids, random search, successive halving, and a table of results",
     },
 }
 

@@ -61,7 +61,7 @@ CONFLICTS = [
     ({"optimizer.embedding_lr_multiplier": 0.0}, ("optimizer.embedding_lr_multiplier", "0.0")),
     ({"compat.layer_norm_eps": 0.0}, ("compat.layer_norm_eps", "0.0")),
     ({"optimizer.min_lr_ratio": 1.5}, ("optimizer.min_lr_ratio", "1.5")),
-    ({"data.corpus": CorpusName.TEXT}, ("data.file", "None", "--data.file=PATH")),
+    ({"data.corpus": CorpusName.TEXT}, ("--data.file=PATH", "--data.train")),
     (
         {"data.tokenizer.kind": Tokenizer.WORD, "data.tokenizer.newlines": Newlines.DROP},
         ("data.tokenizer.newlines", "drop", "word", "byte"),

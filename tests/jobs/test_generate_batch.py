@@ -109,7 +109,7 @@ def test_texts_come_piece_by_piece():
 def test_generation_ends_with_the_last_text_that_goes_on():
     """After its stop string a row is ended on the device too: the longest text has a million tokens otherwise."""
     model, prompts = tiny_model.make(), tiny_model.documents([4, 9])
-    assert all(model.generate(prompts, settings(length=10**6), stop=list("abcdefghijk \n")) == [""] * 2 for _ in "ab")
+    assert model.generate(prompts, settings(length=10**6), stop=list("abcdefghijk \n")) == ["", ""]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])

@@ -46,7 +46,7 @@ def test_the_sweep_takes_what_is_shown(words, tmp_path, capsys):
     (tmp_path / "sweep.toml").write_text(blocks("toml")[0])
     words = [word.replace("sweep.toml", str(tmp_path / "sweep.toml")) for word in words[2:]]
     words += [] if any(word.startswith("--print") for word in words) else ["--dry_run"]
-    out = [f"--out={tmp_path / 'runs'}"] if "--out=runs/sweep" in words else []
+    out = [f"--out={tmp_path / 'runs'}"] if {"--out=runs/sweep", "--out=gs://my-bucket/sweep"} & set(words) else []
     assert sweep.main([*words, *out]) == 0
     out = capsys.readouterr().out
     assert out.count("experiments.ptb") == 12

@@ -49,17 +49,18 @@ def test_files_of_this_machine(tmp_path):
 
 
 def test_tries_that_fail_alike_are_one_line_without_a_traceback(caplog):
-    logger = logging.getLogger("gcsfs")
+    loggers = [logging.getLogger(name) for name in ("gcsfs", "s3fs", "google.auth._default")]
     paths.shorten_storage_logs()
     paths.shorten_storage_logs()
     try:
-        for name in ("bucket-a", "bucket-b", "bucket-a"):
+        for logger, name in zip((*loggers, loggers[0]), ("bucket-a", "bucket-b", "bucket-a", "bucket-b"), strict=True):
             try:
                 raise OSError("no route")
             except OSError:
                 logger.exception("cannot reach %s\nand more", name)
     finally:
-        logger.removeFilter(paths._FIRST_TIME)
+        for logger in loggers:
+            logger.removeFilter(paths._FIRST_TIME)
     assert [record.getMessage() for record in caplog.records] == ["cannot reach bucket-a", "cannot reach bucket-b"]
     assert "OSError" not in caplog.text
 

@@ -207,10 +207,10 @@ class DataConfig(Config):
         given = [f"data.{name}" for name, files in own.items() if files]
         missing = [f"data.{name}" for name, files in own.items() if not files]
         if self.corpus is CorpusName.TEXT:
-            both = f"data.file and {', '.join(given)} were both given" if given else "no text was given"
+            wrong = f"data.file is {self.file!r} and {', '.join(given)} was given too" if given else "no text was given"
             require(
                 bool(self.file) != bool(given),
-                f"{both}; give one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
+                f"{wrong}; give one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
                 "--data.test=...",
             )
             require(not given or not missing, f"{', '.join(given)} given without {', '.join(missing)}")

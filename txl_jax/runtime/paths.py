@@ -80,12 +80,12 @@ _FIRST_TIME = _FirstTime()
 
 
 def shorten_storage_logs() -> None:
-    """Keeps what gcsfs and s3fs log to a line each time that is new: they log every try, with its traceback.
+    """Shows what gcsfs, s3fs and Google's login log once, in a line: they log every try, gcsfs with its traceback.
 
     The error itself is an OSError. A program calls this once at its start; called again it changes nothing.
     """
-    for module, _ in _SCHEMES.values():
-        logging.getLogger(module).addFilter(_FIRST_TIME)
+    for name in (*(module for module, _ in _SCHEMES.values()), "google.auth._default"):
+        logging.getLogger(name).addFilter(_FIRST_TIME)
 
 
 def size(path: Path) -> int:
