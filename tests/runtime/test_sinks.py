@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import sys
+import time
 
 import pytest
 
@@ -187,7 +188,11 @@ def test_wandb_offline_holds_settings_records_and_texts(tmp_path, monkeypatch):
     for first_step in (0, 20):
         with RunLog(workdir, first_step=first_step, sinks=[WandbSink("project", workdir)]) as log:
             report_all(log)
-    records = list(offline_records(workdir))
+    for _ in range(300):  # wandb's own process writes the rest after `finish`: 0.1 s, more on a busy machine.
+        records = list(offline_records(workdir))
+        if sum(record.HasField("exit") for record in records) == 2:
+            break
+        time.sleep(0.1)
     runs = [record.run for record in records if record.HasField("run")]
     assert {(run.project, run.display_name) for run in runs} == {("project", "my-run")}
     assert len({run.run_id for run in runs}) == 1
