@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 import txl_jax
 from support import ROOT, drawn_run, tiny_model, tiny_run
+from tests.runtime.test_metrics_log import read_events
 from txl_jax.config import CorpusName, DataConfig
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import generate
@@ -123,6 +125,14 @@ def test_the_page_on_observing_trains_with_a_sink(tmp_path, monkeypatch, capsys)
     exec(compile(example, "docs/watching.md", "exec"), {})
     records = read_metrics("runs/observed")
     assert [record["step"] for record in records if record["kind"] == "halfway"] == [10, 20]
+    samples = {
+        event.step: value.tensor.string_val[0].decode()
+        for event in read_events(Path("runs/observed/tensorboard"))
+        for value in event.summary.value
+        if value.tag.startswith("sample")
+    }
+    assert samples.keys() == {10, 20} and all(text.strip().startswith("the ") for text in samples.values())
+    assert samples[10] != samples[20], "the same parameters"
     lowest = min(record["loss"] for record in records if record["kind"] == "valid")
     assert float(capsys.readouterr().out.splitlines()[-1]) == lowest
 
