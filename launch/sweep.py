@@ -161,7 +161,7 @@ def _ensemble_hint(sweep: Sweep) -> str:
     if len(sweep.runs) < 2 or not names <= set(VARYING):
         return ""
     return (
-        f"note: these runs differ only in {', '.join(sorted(names))}, which change no shapes: python -m "
+        f"note: these runs differ only in {', '.join(sorted(names))}, and their shapes are the same: python -m "
         "experiments.ensemble trains them as one vmapped program, which uses an accelerator better than one small model"
     )
 

@@ -10,9 +10,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from launch.sweep_file import Run, Sweep
+from txl_jax.run_report.seed_groups import SEED
 from txl_jax.runtime.metrics_log import read_metrics
-
-SEED = "seed"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-SEED = "seed"
+from txl_jax.run_report.seed_groups import SEED
+
 _SCORES = ("best_valid", "test")
 
 
@@ -48,17 +49,24 @@ def columns(names: Sequence[str]) -> list[str]:
 
 
 def markdown(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the means as a Markdown table."""
+    """Returns the lines of the means as a Markdown table."""
     others = [name for name in names if name != SEED]
-    heading = [*others, "best valid", "test", "seeds"]
-    yield f"| {' | '.join(heading)} |"
-    yield "|---" * len(heading) + "|"
+    return markdown_table(
+        [*others, "best valid", "test", "seeds"],
+        [[*(row[name] for name in others), *(score(row, name) for name in _SCORES), row["seeds"]] for row in rows],
+    )
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Yields the lines of a Markdown table."""
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
     for row in rows:
-        cells = [*(row[name] for name in others), *(_score(row, name) for name in _SCORES), row["seeds"]]
-        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
 
 
-def _score(row: Mapping[str, Any], name: str) -> str:
+def score(row: Mapping[str, Any], name: str) -> str:
+    """Returns a score of a row as text, with its deviation if the row has one; empty if it has no such score."""
     if name not in row:
         return ""
     digits = 2 if row["measure"] == "ppl" else 4

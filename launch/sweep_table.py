@@ -134,19 +134,19 @@ def _scores(run: RunRecords) -> dict[str, Any]:
 
 def _markdown(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The rows as a Markdown table."""
-    columns = ["run", *names, "best valid", "test", "steps", "time", "state"]
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
-    for row in rows:
-        cells = [row["run"], *(row[name] for name in names)]
-        cells += [_score(row, "best_valid"), _score(row, "test"), row.get("steps", "")]
-        cells += [duration(row["seconds"]) if "seconds" in row else "", row["state"]]
-        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def _score(row: dict[str, Any], name: str) -> str:
-    digits = 2 if row.get("measure") == "ppl" else 4
-    return f"{row['measure']} {row[name]:.{digits}f}" if name in row else ""
+    cells = [
+        [
+            row["run"],
+            *(row[name] for name in names),
+            sweep_means.score(row, "best_valid"),
+            sweep_means.score(row, "test"),
+            row.get("steps", ""),
+            duration(row["seconds"]) if "seconds" in row else "",
+            row["state"],
+        ]
+        for row in rows
+    ]
+    return sweep_means.markdown_table(["run", *names, "best valid", "test", "steps", "time", "state"], cells)
 
 
 def _ended(run: Run) -> dict[str, Any]:
