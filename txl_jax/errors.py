@@ -9,6 +9,10 @@ class UserError(ValueError):
     """A mistake in settings, files or input."""
 
 
+class MissingPackageError(UserError):
+    """An optional package is needed and not installed."""
+
+
 class LogError(UserError):
     """A file of a run (records, results, settings) cannot be written or read."""
 

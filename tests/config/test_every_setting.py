@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from support import drawn_run, miniature
+from support import drawn_run, hf_tokenizers, miniature
 from txl_jax.assemble import assemble
 from txl_jax.config import (
     AttentionPath,
@@ -147,6 +147,7 @@ SECOND = {
     "data.tokenizer.vocab_file": ("corpus", "prompt.txt"),
     "data.tokenizer.sentencepiece_model": ("corpus", "words.model"),
     "data.tokenizer.sentencepiece_vocab": ("corpus", 300),
+    "data.tokenizer.hf_file": ("corpus", "tokenizer.json"),
     "data.heldout": ("corpus", Heldout.PUBLISHED),
     "data.order": ("epochs", Order.SENTENCES),
     "data.roll": ("epochs", Roll.ROWS),
@@ -235,6 +236,7 @@ BESIDE = {
         "data.tokenizer.kind": Tokenizer.SENTENCEPIECE,
         "data.tokenizer.sentencepiece_vocab": 280,
     },
+    "data.tokenizer.hf_file": {"data.tokenizer.kind": Tokenizer.HF},
     "data.heldout": {"data.file": None, "data.corpus": CorpusName.LM1B, "data.tokenizer.kind": Tokenizer.WORD},
     "data.order": {"data.tokenizer.kind": Tokenizer.WORD},
     "eval.warmup_tokens": {"eval.valid_tokens": 20},
@@ -252,6 +254,7 @@ BESIDE = {
 FIRST = {
     "model.num_positions": 12,
     "average.nt_asgd_patience": 10**6,
+    "data.tokenizer.hf_file": "other.json",
     **{f"data.{split}": ("words.txt",) for split in ("train", "valid", "test")},
 }
 
@@ -272,6 +275,8 @@ def texts(tmp_path, monkeypatch):
         (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "Three"], 300)))
     (tmp_path / "trained.txt").write_text("three four\n" * 300)
     (tmp_path / "words.model").write_bytes(small_model())
+    for name, size in (("tokenizer.json", 290), ("other.json", 280)):
+        (tmp_path / name).write_text(hf_tokenizers.byte_level(size=size))
     (tmp_path / "empty-end.txt").write_text("one two\n" * 300 + "\n\n")
     monkeypatch.setitem(corpora.CORPORA, CorpusName.LM1B, miniature.corpus(CorpusName.LM1B))
     (tmp_path / miniature.OFFICIAL[CorpusName.LM1B]).write_bytes(miniature.official(CorpusName.LM1B))

@@ -136,19 +136,23 @@ def test_help_is_one_short_sentence_in_plain_words(leaf):
     assert not re.search(r"[.!?]\s", text), "one sentence"
     assert len(text) <= 110
     assert not VAGUE & set(re.findall(r"[a-z]+", text.lower()))
-    files = ("data.file", "generate.prompt_file")  # None: no file is read, which needs no words.
+    files = (
+        "data.file",
+        "data.tokenizer.hf_file",
+        "generate.prompt_file",
+    )  # None: no file is read, which needs no words.
     assert ("none: " in text) == (leaf.is_optional and leaf.name not in files), "the meaning of none is in the help"
 
 
 def test_there_are_few_enough_flags_to_read():
-    assert sum(leaf.setting.flag for leaf in config_tree.leaves()) <= 104
+    assert sum(leaf.setting.flag for leaf in config_tree.leaves()) <= 105
 
 
 def test_files_are_marked_as_paths():
     paths = {leaf.name for leaf in config_tree.leaves() if leaf.setting.path}
     assert paths == {
         *(f"data.{name}" for name in ("file", "train", "valid", "test")),
-        *(f"data.tokenizer.{name}" for name in ("vocab_file", "sentencepiece_model")),
+        *(f"data.tokenizer.{name}" for name in ("vocab_file", "sentencepiece_model", "hf_file")),
         "generate.prompt_file",
         "init_from",
     }

@@ -33,6 +33,7 @@ class Tokenizer(enum.StrEnum):
     CHAR = "char"  # A Unicode character of UTF-8 text.
     WORD = "word"  # Words between white space.
     SENTENCEPIECE = "sentencepiece"  # Pieces of words; needs the package sentencepiece.
+    HF = "hf"  # Those of a tokenizer.json of Hugging Face; needs the package tokenizers.
 
 
 class LineMark(enum.StrEnum):
@@ -127,6 +128,13 @@ class TokenizerConfig(Config):
         path=True,
         free_on_resume=True,
         only_with={"kind": (Tokenizer.SENTENCEPIECE,)},
+    )
+    hf_file: str | None = setting(
+        None,
+        "Hugging Face tokens: a tokenizer.json.",
+        path=True,
+        free_on_resume=True,
+        only_with={"kind": (Tokenizer.HF,)},
     )
     sentencepiece_vocab: int = setting(
         8000,

@@ -25,7 +25,7 @@ from txl_jax.errors import UserError
 from txl_jax.runtime.paths import is_remote
 
 # Files that the ids depend on too; the store's name holds the digest of their contents.
-_NAMED_FILES = ("vocab_file", "sentencepiece_model")
+_NAMED_FILES = ("vocab_file", "sentencepiece_model", "hf_file")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # Arrays have no single truth value; compare digests.
@@ -128,6 +128,8 @@ def _describe_tokens(config: DataConfig) -> str:
     """Describes the tokens, for people."""
     if config.tokenizer.kind is Tokenizer.BYTE:
         return f"newlines {'dropped' if config.tokenizer.newlines is Newlines.DROP else 'kept'}"
+    if config.tokenizer.kind is Tokenizer.HF:
+        return "as tokens of a tokenizer.json"
     kinds = {Tokenizer.CHAR: "characters", Tokenizer.WORD: "words", Tokenizer.SENTENCEPIECE: "pieces"}
     marks = {
         LineMark.EOS: ", a mark after each line",

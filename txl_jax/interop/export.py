@@ -13,15 +13,16 @@ import numpy as np
 
 from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace
 from txl_jax.config import tree as config_tree
-from txl_jax.data.tokens.vocabulary import MARKS, Vocabulary, dumps
+from txl_jax.data.tokens.hf_tokenizer import HFVocabulary
+from txl_jax.data.tokens.vocabulary import MARKS, Vocabulary
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import huggingface, original, safetensors_file
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop.leaves import Leaves
-from txl_jax.interop.portable import CONFIG, VOCABULARY, WEIGHTS, ModelInfo
+from txl_jax.interop.portable import CONFIG, VOCABULARY, WEIGHTS, ModelInfo, write_vocabulary
 from txl_jax.modules.positions import encoding_of
-from txl_jax.runtime.files import write_json, write_lines, write_text
+from txl_jax.runtime.files import write_json, write_lines
 
 _WORDS = "vocab.txt"
 _UNKNOWN = ("<UNK>", "<unk>")  # In the order in which TransfoXLTokenizer searches for them.
@@ -110,8 +111,10 @@ def _float32(leaves: Leaves) -> Leaves:
 
 
 def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
-    """Writes vocabulary.txt, and vocab.txt of words; returns notes about what cannot be read there."""
-    write_text(folder / VOCABULARY, dumps(vocabulary))
+    """Writes vocabulary.txt, and vocab.txt or tokenizer.json; returns notes about what cannot be read there."""
+    write_vocabulary(folder, vocabulary)
+    if isinstance(vocabulary, HFVocabulary):
+        return []
     if not isinstance(vocabulary, WordVocabulary):
         return [f"the tokens are of the kind {vocabulary.kind!r}, for which there is no tokenizer there: {VOCABULARY}"]
     write_lines(folder / _WORDS, (f"{word}\n" for word in vocabulary.words))

@@ -3,6 +3,7 @@
 config.json         sizes, ties and lengths, the training's settings, scores, and the sha256 of the next two
 model.safetensors   the parameters, float32, by their paths: "stack.layers.attention.query"
 vocabulary.txt      the tokens by id
+tokenizer.json      the same of Hugging Face tokens, for other programs; it is not read here
 README.md           the model card; may be edited
 
 The folder is written under another name and renamed. Each file but the card is checked against its sha256 when it is
@@ -21,8 +22,9 @@ import numpy as np
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.build_vocabulary import KINDS
+from txl_jax.data.tokens.hf_tokenizer import HFVocabulary
 from txl_jax.data.tokens.vocabulary import TITLE, Vocabulary, digest, dumps, loads
-from txl_jax.errors import CheckpointError, UserError
+from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import safetensors_file
 from txl_jax.interop.leaves import Leaf, Leaves
@@ -33,6 +35,7 @@ from txl_jax.runtime.array_trees import describe_arrays, describe_difference
 from txl_jax.runtime.files import file_sha256, write_json, write_text
 
 CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
+TOKENIZER = "tokenizer.json"
 _KIND, _KIND_VERSION = "txl_jax_model", 1  # The key that only a portable folder's config.json has.
 # The groups of settings that go along. Those of data and mesh belong to one machine.
 _GROUPS = ("seed", "model", "compat", "optimizer", "train", "regularization", "average", "eval", "generate")
@@ -77,7 +80,7 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> None:
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
     sha256 = safetensors_file.write(folder / WEIGHTS, named, metadata={"format": "txl_jax"})
-    write_text(folder / VOCABULARY, dumps(info.vocabulary))
+    write_vocabulary(folder, info.vocabulary)
     num_parameters = leaves_lib.num_bytes(leaves) // 4
     settings = _settings(info.config)
     write_text(folder / CARD, make_card(info.config, info.vocabulary, num_parameters, info.description, info.scores))
@@ -192,6 +195,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return found
 
 
+def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> None:
+    """Writes vocabulary.txt, and the tokenizer.json of Hugging Face tokens."""
+    write_text(folder / VOCABULARY, dumps(vocabulary))
+    if isinstance(vocabulary, HFVocabulary):
+        write_text(folder / TOKENIZER, vocabulary.content)
+
+
 def holds_vocabulary(folder: Path) -> bool:
     """Returns whether a folder has a vocabulary.txt in the format of txl_jax; other programs use the name too."""
     try:
@@ -206,5 +216,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     path = folder / VOCABULARY
     try:
         return loads(path.read_text(encoding="utf-8"), KINDS)
+    except MissingPackageError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); copy or convert the folder again") from error

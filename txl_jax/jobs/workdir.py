@@ -23,7 +23,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.tokens.build_vocabulary import KINDS
 from txl_jax.data.tokens.vocabulary import Vocabulary, digest, dumps, loads
-from txl_jax.errors import UserError
+from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.jobs import attention_record, changes
 from txl_jax.runtime import distributed
 from txl_jax.runtime import format as file_format
@@ -291,6 +291,8 @@ class Workdir:
     def _load_vocabulary(self, expected_sha256: str) -> Vocabulary:
         try:
             vocabulary = loads(self.vocabulary_file.read_text(encoding="utf-8"), KINDS)
+        except MissingPackageError:
+            raise
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{self.vocabulary_file} cannot be read ({error}); restore it: without it the run's ids mean nothing"

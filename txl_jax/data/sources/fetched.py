@@ -46,6 +46,7 @@ def local_config(config: DataConfig, cache: Path) -> DataConfig:
             tokenizer,
             vocab_file=one(tokenizer.vocab_file),
             sentencepiece_model=one(tokenizer.sentencepiece_model),
+            hf_file=one(tokenizer.hf_file),
         ),
     )
 

@@ -10,17 +10,19 @@ from txl_jax.data.sources.text import SPLITS, File, Progress, Text, no_progress
 from txl_jax.data.tokens import sentencepiece as pieces_lib
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary, distinct
 from txl_jax.data.tokens.character_vocabulary import UNKNOWN_CHARACTER, CharacterVocabulary
+from txl_jax.data.tokens.hf_tokenizer import HFVocabulary
 from txl_jax.data.tokens.id_vocabulary import IdVocabulary
 from txl_jax.data.tokens.utf8 import text_blocks
 from txl_jax.data.tokens.vocabulary import MARKS, Vocabulary
 from txl_jax.data.tokens.word_vocabulary import UNKNOWN_WORD, WordVocabulary
-from txl_jax.errors import UserError
+from txl_jax.errors import MissingPackageError, UserError
 
 KINDS: tuple[type[Vocabulary], ...] = (
     ByteVocabulary,
     CharacterVocabulary,
     WordVocabulary,
     pieces_lib.PieceVocabulary,
+    HFVocabulary,
     IdVocabulary,
 )
 
@@ -53,6 +55,8 @@ def make_vocabulary(config: DataConfig, text: Text, *, progress: Progress = no_p
                 line_mark=config.tokenizer.line_mark,
                 lower_case=config.tokenizer.lower_case,
             )
+        case Tokenizer.HF:
+            return given_tokenizer(config.tokenizer.hf_file)
     raise AssertionError(f"no vocabulary for {config.tokenizer.kind}")
 
 
@@ -108,6 +112,24 @@ def _given_pieces(config: DataConfig, model: bytes) -> pieces_lib.PieceVocabular
         raise UserError(
             f"--data.tokenizer.sentencepiece_model names {config.tokenizer.sentencepiece_model}, which is no "
             "SentencePiece model; give the .model file that its trainer wrote"
+        ) from error
+
+
+def given_tokenizer(path: str | None) -> HFVocabulary:
+    """Reads a tokenizer.json; raises `UserError` if none is named, or the file is none."""
+    if path is None:
+        raise UserError(
+            "data.tokenizer.kind is hf and data.tokenizer.hf_file is none; give --data.tokenizer.hf_file=tokenizer.json"
+        )
+    content = read_named(path, flag="--data.tokenizer.hf_file")
+    try:
+        return HFVocabulary(content.decode("utf-8"))
+    except MissingPackageError:
+        raise
+    except ValueError as error:
+        raise UserError(
+            f"--data.tokenizer.hf_file names {path}, which is no tokenizer of the package tokenizers ({error}); give "
+            "the tokenizer.json that its save() wrote"
         ) from error
 
 

@@ -17,7 +17,7 @@ from txl_jax.config import LineMark
 from txl_jax.data.sources.text import File
 from txl_jax.data.tokens.utf8 import text_blocks
 from txl_jax.data.tokens.vocabulary import check_ids, id_type, prompt_text
-from txl_jax.errors import UserError
+from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's own character for a space.
@@ -173,12 +173,12 @@ def package() -> ModuleType:
     """Imports the package sentencepiece.
 
     Raises:
-      UserError: it is not installed.
+      MissingPackageError: it is not installed.
     """
     try:
         import sentencepiece
     except ImportError as error:
-        raise UserError(
+        raise MissingPackageError(
             "--data.tokenizer.kind=sentencepiece needs the package sentencepiece; pip install '.[sentencepiece]'"
         ) from error
     return sentencepiece

@@ -1,7 +1,7 @@
 """Vocabularies: the interface of all kinds of tokens, and their saved form.
 
-The kinds: `byte_vocabulary`, `character_vocabulary`, `word_vocabulary`, `sentencepiece` and `id_vocabulary`, one file
-each.
+The kinds: `byte_vocabulary`, `character_vocabulary`, `word_vocabulary`, `sentencepiece`, `hf_tokenizer` and
+`id_vocabulary`, one file each.
 
 Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it; equally
 frequent ones keep the order of first occurrence, as in the original release. A vocabulary is saved as text: a title
@@ -17,7 +17,7 @@ import numpy as np
 
 from txl_jax.config import LineMark
 from txl_jax.data.sources.text import File
-from txl_jax.errors import UserError
+from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
 
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
@@ -87,7 +87,7 @@ def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
     """Parses the saved form of a vocabulary of one of `kinds`.
 
     Raises:
-      UserError: `text` is no saved vocabulary.
+      UserError: `text` is no saved vocabulary, or its kind needs a package that is not installed.
     """
     title, *lines = text.removesuffix("\n").split("\n")
     try:
@@ -96,6 +96,8 @@ def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
         kind, header = title.removeprefix(f"{TITLE} ").split(" ", 1)
         loader = {cls.kind: cls.load for cls in kinds}[kind]
         return loader(json.loads(header), lines)
+    except MissingPackageError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # Runtime: SentencePiece's own.
         raise UserError(
             f"a saved vocabulary has a line '{TITLE} KIND SETTINGS' and a line per token, but this one starts "

@@ -1,0 +1,183 @@
+"""Tests tokens of a tokenizer.json: the package's own ids, bytes of each token, and every file that cannot be used."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support import hf_tokenizers as made
+from txl_jax.data.sources.text import File
+from txl_jax.data.tokens.build_vocabulary import KINDS, given_tokenizer
+from txl_jax.data.tokens.hf_tokenizer import HFVocabulary
+from txl_jax.data.tokens.text_stream import TextStream
+from txl_jax.data.tokens.vocabulary import digest, dumps, loads
+from txl_jax.errors import MissingPackageError, UserError
+
+tokenizers = pytest.importorskip("tokenizers")
+
+END = "<|endoftext|>"
+LINES = (
+    "Once upon a time\n",
+    "the café  was\tshut.\n",
+    "\n",
+    "  indented\n",
+    "日本 😀\n",
+    f"{END}",
+    "\n\n\n",
+    "x" * 40,
+)
+
+
+def in_blocks(content, size, name="some.txt"):
+    """A file that comes in blocks of a size."""
+    return File(name, len(content), lambda: (content[i : i + size] for i in range(0, len(content), size)))
+
+
+@pytest.fixture(scope="module")
+def own():
+    return HFVocabulary(made.byte_level())
+
+
+@pytest.fixture(scope="module")
+def package():
+    """The package's tokenizer of the same file."""
+    return tokenizers.Tokenizer.from_str(made.byte_level())
+
+
+def test_the_ids_are_those_of_the_package(own, package):
+    text = "".join(LINES)
+    assert own.size == package.get_vocab_size() == made.SIZE
+    assert own.encode(text.encode()).tolist() == package.encode(text, add_special_tokens=False).ids
+    assert own.encode(b"").tolist() == [] and own.encode(b"one").dtype == np.uint16
+    assert (own.mark, own.unknown_id, own.kind) == (None, None, "hf")
+
+
+@given(lines=st.lists(st.sampled_from(LINES)), size=st.integers(1, 30))
+def test_blocks_do_not_change_the_ids(own, package, lines, size):
+    text = "".join(lines)
+    found = [token for block in own.blocks([in_blocks(text.encode(), size)]) for token in block.tolist()]
+    assert found == package.encode(text).ids
+
+
+@given(text=st.text())
+def test_every_text_comes_back_also_token_by_token(own, text):
+    ids = own.encode(text.encode())
+    assert own.decode(ids) == text.encode()
+    assert b"".join(own.decode([token]) for token in ids) == text.encode()
+
+
+def test_a_stream_holds_a_character_back_until_it_is_complete(own):
+    ids = own.encode("é日😀".encode())
+    stream = TextStream(own.decode, [])
+    pieces = [stream.add([token]) for token in ids]
+    assert len(ids) > 3 and "".join(pieces) == "é日😀" and set(pieces) == {"", "é", "日", "😀"}
+
+
+def test_a_special_token_in_the_text_is_that_token(own):
+    assert own.encode(f"a{END}b".encode()).tolist().count(0) == 1
+    assert own.names()[0] == END.encode() and own.decode([0]) == END.encode()
+    assert own.start.tolist() == [0]
+
+
+def test_what_is_for_other_uses_has_no_effect(own, package):
+    changed = tokenizers.Tokenizer.from_str(made.byte_level())
+    changed.enable_truncation(max_length=3)
+    changed.enable_padding(length=50)
+    changed.model.dropout = 0.9
+    changed.post_processor = tokenizers.processors.TemplateProcessing(f"{END} $A {END}", special_tokens=[(END, 0)])
+    text = "".join(LINES)
+    for _ in range(3):
+        assert HFVocabulary(changed.to_str()).encode(text.encode()).tolist() == package.encode(text).ids
+
+
+def test_pieces_of_words_are_spelt_as_they_stand_in_a_text():
+    for content, text, expected in (
+        (made.word_pieces(), b"banana do unseen", b" banana do [UNK]"),
+        (made.meta_space(), "ban é".encode(), " ban é".encode()),
+        (made.whole_words(), b"ba  do", b" ba do"),
+    ):
+        own = HFVocabulary(content)
+        assert own.decode(own.encode(text)) == expected
+        assert b"".join(own.decode([token]) for token in own.encode(text)) == expected
+
+
+def test_without_an_end_a_text_follows_a_newline_or_the_first_id():
+    assert HFVocabulary(made.byte_level(special=())).start.tolist() == [made.ALPHABET.index("Ċ")]
+    assert HFVocabulary(made.word_pieces()).start.tolist() == [0]
+
+
+def test_an_unknown_token_is_known():
+    own = HFVocabulary(made.word_pieces())
+    assert own.names()[own.unknown_id] == b" [UNK]"
+
+
+def test_ids_may_lack_a_token(own):
+    settings = json.loads(made.byte_level())
+    hole = settings["model"]["vocab"].pop("!")
+    gapped = HFVocabulary(json.dumps(settings))
+    assert gapped.size == made.SIZE and gapped.names()[hole] == gapped.decode([hole]) == b""
+    assert gapped.encode(b"one two").tolist() == own.encode(b"one two").tolist()
+    with pytest.raises(UserError, match=r"'!' \(U\+0021\)"):
+        gapped.encode(b"one!")
+
+
+# The saved form
+
+
+def test_the_saved_form_is_two_lines_and_keeps_the_file(own):
+    for content in (made.byte_level(), made.byte_level(pretty=True), made.byte_level().replace("<|", "\\u003c|")):
+        vocabulary = HFVocabulary(content)
+        text = dumps(vocabulary)
+        assert text.count("\n") == 2
+        assert loads(text, KINDS) == vocabulary and loads(text, KINDS).content == content
+    assert digest(own) != digest(HFVocabulary(made.byte_level(pretty=True)))
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "half"])
+def test_a_damaged_form_is_one_clear_error(own, damage):
+    title, content = dumps(own).splitlines()
+    with pytest.raises(UserError, match="'txl_jax vocabulary hf "):
+        loads(f"{title}\n{content[: len(content) // 2] if damage == 'half' else damage}\n", KINDS)
+
+
+# What cannot be used
+
+
+@pytest.mark.parametrize("content", [b"", b"no json", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"])
+def test_what_is_no_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file\b.*tokenizer\.json\b.*save\(\)") as error:
+        given_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_or_not_named(tmp_path):
+    with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file\b.*\bnowhere\b"):
+        given_tokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file=tokenizer\.json"):
+        given_tokenizer(None)
+
+
+def test_a_character_that_would_vanish_is_refused_with_the_file():
+    own = HFVocabulary(made.few_letters())
+    assert own.decode(own.encode(b"ab ba")) == b"abba"
+    with pytest.raises(UserError, match=r"'c' \(U\+0063\)"):
+        own.encode(b"abc")
+    with pytest.raises(UserError, match=r"^some\.txt: .*'é' \(U\+00E9\)"):
+        list(own.blocks([in_blocks("ab é".encode(), 3)]))
+
+
+def test_a_word_without_an_unknown_token_is_refused():
+    own = HFVocabulary(made.whole_words(unknown=None))
+    with pytest.raises(UserError, match=r"^some\.txt: .*UNK"):
+        list(own.blocks([in_blocks(b"ba zebra", 99)]))
+
+
+def test_without_the_package_the_command_is_named(monkeypatch, own):
+    saved = dumps(own)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingPackageError, match=r"--data\.tokenizer\.kind=hf.*'\.\[tokenizers\]'"):
+        loads(saved, KINDS)

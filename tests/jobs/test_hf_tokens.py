@@ -1,0 +1,87 @@
+"""Tests a run on tokens of a tokenizer.json: the file is kept, and all that reads the run works without a network."""
+
+import os
+import socket
+
+import numpy as np
+import pytest
+
+import txl_jax
+from support import trained
+from txl_jax.config import CorpusName, GenerateConfig, Tokenizer
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
+from txl_jax.jobs import train
+from txl_jax.jobs.convert import convert
+
+pytest.importorskip("tokenizers")
+from support import hf_tokenizers  # It needs the package.
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    (folder / "tokenizer.json").write_text(hf_tokenizers.byte_level())
+    changes = {"data__tokenizer__hf_file": str(folder / "tokenizer.json")}
+    workdir = trained.make(folder / "run", tokenizer=Tokenizer.HF, **changes)
+    (folder / "tokenizer.json").rename(folder / "elsewhere.json")  # The run has its own copy.
+    return workdir
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Any use of the network fails."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network was asked")
+
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, refuse)
+
+
+def test_a_run_and_its_portable_folder_are_loaded_without_a_network(workdir, tmp_path, offline):
+    target = tmp_path / "model"
+    convert(workdir.path, target, log=lambda line: None)
+    assert (target / "tokenizer.json").read_text() == hf_tokenizers.byte_level()
+    assert "tokenizer.json" in os.listdir(target)
+    run, model = txl_jax.load(workdir.path), txl_jax.load(target)
+    assert run.vocabulary == model.vocabulary and run.vocabulary.size == hf_tokenizers.SIZE
+    texts = ["one two three", "the café 😀"]
+    assert model.score(texts) == run.score(texts)
+    settings = GenerateConfig(length=30, temperature=1.0, seed=3)
+    pieces = [text for _, text in run.generate_stream(["the café"], settings)]
+    assert "".join(pieces) == run.generate(["the café"], settings)[0]
+    assert len(pieces) > 3
+
+
+def test_a_text_is_read_in_the_runs_tokens_though_the_file_is_gone(workdir, tmp_path):
+    config, text = workdir.load()
+    corpus = read_corpus(config.data, "nowhere", str(tmp_path), vocabulary=text.vocabulary)
+    assert corpus.vocabulary == text.vocabulary and corpus.sentences is None
+    splits = [corpus.train, corpus.valid, corpus.test]
+    assert b"".join(map(corpus.vocabulary.decode, splits)) == trained.TEXT
+    assert {split.dtype for split in splits} == {np.dtype(np.uint16)}
+
+
+def test_another_tokenizer_is_refused_when_a_run_goes_on(workdir, tmp_path):
+    (tmp_path / "other.json").write_text(hf_tokenizers.byte_level(size=280))
+    config, text = workdir.load()
+    changed = config_tree.replace(config, {"data.tokenizer.hf_file": str(tmp_path / "other.json")})
+    corpus = read_corpus(changed.data, "nowhere", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=rf"\b{text.vocabulary.size}\b.*\b280\b"):
+        train.run(changed, corpus, workdir)
+    # The same tokens at another place are the same run.
+    (tmp_path / "same.json").write_text(hf_tokenizers.byte_level())
+    moved = config_tree.replace(config, {"data.tokenizer.hf_file": str(tmp_path / "same.json")})
+    assert read_corpus(moved.data, "nowhere", str(tmp_path / "cache")).vocabulary == text.vocabulary
+
+
+def test_a_text_needs_the_file(tmp_path):
+    (tmp_path / "text").write_bytes(trained.TEXT)
+    data = config_tree.replace(
+        txl_jax.ExperimentConfig(),
+        {"data.corpus": CorpusName.TEXT, "data.file": str(tmp_path / "text"), "data.tokenizer.kind": Tokenizer.HF},
+    ).data
+    with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file=tokenizer\.json"):
+        read_corpus(data, "nowhere", str(tmp_path))
