@@ -21,7 +21,7 @@ def _corpora() -> dict[str, str]:
 PROGRAMS = {
     "Train, evaluate, score and generate (--mode)": {
         "experiments.quickstart": "a small model on Python's own source text, in under three minutes",
-        "experiments.text": "your own text: bytes, characters, words or SentencePiece pieces",
+        "experiments.text": "your own text: bytes, characters, words, pieces of words, or ready-made ids",
         **_corpora(),
     },
     "Helpers": {

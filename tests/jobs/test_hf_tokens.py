@@ -8,7 +8,7 @@ import pytest
 
 import txl_jax
 from support import trained
-from txl_jax.config import CorpusName, GenerateConfig, Tokenizer
+from txl_jax.config import CorpusName, Tokenizer
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
@@ -47,12 +47,8 @@ def test_a_run_and_its_portable_folder_are_loaded_without_a_network(workdir, tmp
     assert "tokenizer.json" in os.listdir(target)
     run, model = txl_jax.load(workdir.path), txl_jax.load(target)
     assert run.vocabulary == model.vocabulary and run.vocabulary.size == hf_tokenizers.SIZE
-    texts = ["one two three", "the café 😀"]
-    assert model.score(texts) == run.score(texts)
-    settings = GenerateConfig(length=30, temperature=1.0, seed=3)
-    pieces = [text for _, text in run.generate_stream(["the café"], settings)]
-    assert "".join(pieces) == run.generate(["the café"], settings)[0]
-    assert len(pieces) > 3
+    ids = model.encode("the café 😀")
+    assert model.decode(ids) == run.decode(ids) == "the café 😀"
 
 
 def test_a_text_is_read_in_the_runs_tokens_though_the_file_is_gone(workdir, tmp_path):
