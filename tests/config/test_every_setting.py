@@ -25,6 +25,7 @@ from txl_jax.config import (
     ExperimentConfig,
     GenerateConfig,
     Heldout,
+    IdType,
     InitVocabulary,
     LineMark,
     LossPart,
@@ -148,6 +149,8 @@ SECOND = {
     "data.tokenizer.sentencepiece_model": ("corpus", "words.model"),
     "data.tokenizer.sentencepiece_vocab": ("corpus", 300),
     "data.tokenizer.hf_file": ("corpus", "tokenizer.json"),
+    "data.tokenizer.vocab_size": ("corpus", 300),
+    "data.tokenizer.bin_type": ("corpus", IdType.UINT32),
     "data.heldout": ("corpus", Heldout.PUBLISHED),
     "data.order": ("epochs", Order.SENTENCES),
     "data.roll": ("epochs", Roll.ROWS),
@@ -237,6 +240,10 @@ BESIDE = {
         "data.tokenizer.sentencepiece_vocab": 280,
     },
     "data.tokenizer.hf_file": {"data.tokenizer.kind": Tokenizer.HF},
+    **{
+        f"data.tokenizer.{name}": {"data.tokenizer.kind": Tokenizer.ID, "data.file": "ids.bin"}
+        for name in ("vocab_size", "bin_type")
+    },
     "data.heldout": {"data.file": None, "data.corpus": CorpusName.LM1B, "data.tokenizer.kind": Tokenizer.WORD},
     "data.order": {"data.tokenizer.kind": Tokenizer.WORD},
     "eval.warmup_tokens": {"eval.valid_tokens": 20},
@@ -273,6 +280,7 @@ def texts(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     for name in ("words.txt", "other.txt"):
         (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "Three"], 300)))
+    (rng.integers(0, 200, 300) | 1).astype("<u2").tofile(tmp_path / "ids.bin")
     (tmp_path / "trained.txt").write_text("three four\n" * 300)
     (tmp_path / "words.model").write_bytes(small_model())
     for name, size in (("tokenizer.json", 290), ("other.json", 280)):

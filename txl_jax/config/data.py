@@ -34,6 +34,14 @@ class Tokenizer(enum.StrEnum):
     WORD = "word"  # Words between white space.
     SENTENCEPIECE = "sentencepiece"  # Pieces of words; needs the package sentencepiece.
     HF = "hf"  # Those of a tokenizer.json of Hugging Face; needs the package tokenizers.
+    ID = "id"  # Ready-made ids in .npy or .bin files.
+
+
+class IdType(enum.StrEnum):
+    """Types of the numbers in a .bin file, little-endian."""
+
+    UINT16 = "uint16"  # As nanoGPT's.
+    UINT32 = "uint32"
 
 
 class LineMark(enum.StrEnum):
@@ -131,10 +139,19 @@ class TokenizerConfig(Config):
     )
     hf_file: str | None = setting(
         None,
-        "Hugging Face tokens: a tokenizer.json.",
+        "Hugging Face tokens, or the text of ready-made ids: a tokenizer.json.",
         path=True,
         free_on_resume=True,
-        only_with={"kind": (Tokenizer.HF,)},
+        only_with={"kind": (Tokenizer.HF, Tokenizer.ID)},
+    )
+    vocab_size: int | None = setting(
+        None,
+        "Ready-made ids: vocabulary size; none: the largest id and one, or the size of the tokenizer.json.",
+        at_least=1,
+        only_with={"kind": (Tokenizer.ID,)},
+    )
+    bin_type: IdType = setting(
+        IdType.UINT16, "Ready-made ids: type of the numbers in .bin files.", only_with={"kind": (Tokenizer.ID,)}
     )
     sentencepiece_vocab: int = setting(
         8000,
@@ -161,6 +178,11 @@ class TokenizerConfig(Config):
             not self.vocab_file or self.min_count == 1,
             f"data.tokenizer.min_count is {self.min_count} and data.tokenizer.vocab_file is {self.vocab_file!r}; words "
             "are counted or given, not both",
+        )
+        require(
+            self.hf_file is None or self.vocab_size is None,
+            f"data.tokenizer.vocab_size is {self.vocab_size} and data.tokenizer.hf_file is {self.hf_file!r}, which has "
+            "a size of its own; give one of them",
         )
 
 
@@ -199,6 +221,11 @@ class DataConfig(Config):
             f"data.tokenizer.empty_end is {self.tokenizer.empty_end} and data.corpus is {self.corpus}; it goes with "
             f"{CorpusName.TEXT}",
         )
+        require(
+            self.tokenizer.kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT,
+            f"data.tokenizer.kind is {self.tokenizer.kind} and data.corpus is {self.corpus}; ready-made ids go with "
+            f"{CorpusName.TEXT}",
+        )
         has_marks = self.tokenizer.kind in _LINES and self.tokenizer.line_mark is not LineMark.NONE
         require(
             self.order is not Order.SENTENCES or has_marks,
@@ -221,6 +248,8 @@ class DataConfig(Config):
                 f"{wrong}; give one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
                 "--data.test=...",
             )
+            if self.tokenizer.kind is Tokenizer.ID and missing == ["data.test"]:
+                return  # The validation ids are the test text too.
             require(not given or not missing, f"{', '.join(given)} given without {', '.join(missing)}")
             return
         require(not given, f"{', '.join(given)} given, but data.corpus is {self.corpus}; they go with text")

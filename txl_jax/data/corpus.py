@@ -1,6 +1,7 @@
 """Entry point of the data: reads the text of a config as three memory-mapped splits of token ids.
 
 files -> Text (sources) -> Vocabulary (tokens/build_vocabulary) -> token store (tokens/store) -> Corpus
+files of ready-made ids (tokens/id_files) -> Corpus
 """
 
 import dataclasses
@@ -18,8 +19,9 @@ from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer
 from txl_jax.config.settings import setting_of
 from txl_jax.data.sources import fetched, local_files, published
 from txl_jax.data.sources.corpora import CORPORA, check_file
-from txl_jax.data.sources.text import File, Text
+from txl_jax.data.sources.text import SPLITS, File, Text
 from txl_jax.data.tokens import build_vocabulary, store
+from txl_jax.data.tokens.id_files import read_ids
 from txl_jax.data.tokens.vocabulary import Vocabulary, digest
 from txl_jax.errors import UserError
 from txl_jax.runtime.paths import is_remote
@@ -64,17 +66,28 @@ def read_corpus(
     fetched.check_cache(cache_dir, "" if config.file or config.train else data_dir)
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
     config = fetched.local_config(config, cache)
-    text = _read_text(config, data_dir, str(cache))
-    tokens = _tokens(config, text, cache / "tokens", vocabulary)
-    return Corpus(
-        name=text.name,
-        description=f"{text.description}, {_describe_tokens(config)}",
-        digest=text.digest,
-        vocabulary=tokens.vocabulary,
-        **tokens.splits,
-        sentences=tokens.sentences,
+    if config.tokenizer.kind is Tokenizer.ID:
+        ids = read_ids(config, vocabulary=vocabulary, progress=_progress_bar)
+        corpus = Corpus("ids", ids.description, ids.digest, ids.vocabulary, *(ids.splits[split] for split in SPLITS))
+    else:
+        corpus = _encoded(config, _read_text(config, data_dir, str(cache)), cache / "tokens", vocabulary)
+    return dataclasses.replace(
+        corpus,
         data_dir=data_dir if is_remote(data_dir) else os.path.abspath(data_dir),
         cache_dir=os.path.abspath(cache),
+    )
+
+
+def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary | None) -> Corpus:
+    """Returns the text as the ids of a store in `folder`."""
+    tokens = _tokens(config, text, folder, vocabulary)
+    return Corpus(
+        text.name,
+        f"{text.description}, {_describe_tokens(config)}",
+        text.digest,
+        tokens.vocabulary,
+        *(tokens.splits[split] for split in SPLITS),
+        sentences=tokens.sentences,
     )
 
 

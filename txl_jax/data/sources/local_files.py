@@ -16,6 +16,7 @@ from txl_jax.errors import UserError
 # Tests are more text than the library itself, and installed packages differ from machine to machine.
 STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
+_NPY_MAGIC = b"\x93NUMPY"  # How a .npy file begins.
 _BORDER_WINDOW = 1 << 16  # Bytes by which a border between splits may move to the beginning of a line.
 
 
@@ -25,22 +26,22 @@ def read_own_text(config: DataConfig, *, progress: Progress = no_progress) -> Te
     A name with * or ? matches any number of files, in the order of their names.
 
     Raises:
-      UserError: a name that no file has, a directory, an empty file, or empty lines at a file's end, each of which
-        would be a token.
+      UserError: a name that no file has, a directory, an empty file, an array of NumPy, or empty lines at a file's
+        end, each of which would be a token.
     """
     if config.file:
         path = _checked(config.file, flag="--data.file")
-        _check_end(config, [path])
+        _check_text(config, [path])
         return _split_text(
             "text", f"own text, {os.path.getsize(path):,} bytes of {Path(path).name}", [path], config, progress
         )
     lists = {
-        "train": _expanded(config.train, flag="--data.train"),
-        "valid": _expanded(config.valid, flag="--data.valid"),
-        "test": _expanded(config.test, flag="--data.test"),
+        "train": expanded(config.train, flag="--data.train"),
+        "valid": expanded(config.valid, flag="--data.valid"),
+        "test": expanded(config.test, flag="--data.test"),
     }
     for paths in lists.values():
-        _check_end(config, paths)
+        _check_text(config, paths)
     splits = {name: tuple(map(file_part, paths)) for name, paths in lists.items()}
     sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
     # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
@@ -140,8 +141,8 @@ def _line_start(paths: Sequence[str], sizes: Sequence[int], border: int) -> int:
     )
 
 
-def _expanded(names: Sequence[str], *, flag: str) -> list[str]:
-    """Returns the files of a list of names and patterns."""
+def expanded(names: Sequence[str], *, flag: str) -> list[str]:
+    """Returns the files of a list of names and patterns; raises `UserError` for one that is missing or empty."""
     paths = []
     for name in names:
         found = sorted(glob.glob(name)) if glob.has_magic(name) and not os.path.exists(name) else [name]
@@ -162,6 +163,18 @@ def _checked(path: str | None, *, flag: str) -> str:
     if not os.path.getsize(path):
         raise UserError(f"{flag} names {path}, which is empty; give a file that holds text")
     return path
+
+
+def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
+    """Raises `UserError` for a file of ids, and as `_check_end`."""
+    for path in paths:
+        with open(path, "rb") as file:
+            if file.read(len(_NPY_MAGIC)) == _NPY_MAGIC:
+                raise UserError(
+                    f"{path} is an array of NumPy and data.tokenizer.kind is {config.tokenizer.kind}; read ids with "
+                    "--data.tokenizer.kind=id"
+                )
+    _check_end(config, paths)
 
 
 def _check_end(config: DataConfig, paths: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Token ids as tokens, for weights that came without a vocabulary: the text "5 17" has the ids 5 and 17."""
+"""Token ids as tokens, for ids or weights that came without a vocabulary: the text "5 17" has the ids 5 and 17."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -74,7 +74,7 @@ class IdVocabulary:
         foreign = next((word for word in words if not (word.isascii() and word.isdecimal() and len(word) < 10)), None)
         if foreign is not None:
             raise UserError(
-                f"{foreign[:40]!r} is no token id; these weights came without a vocabulary, so that a text is ids from "
+                f"{foreign[:40]!r} is no token id; this model has ids and no vocabulary, so that a text is ids from "
                 f"0 to {self.size - 1} with spaces between them"
             )
         return check_ids(np.array(words, dtype=np.int64), self.size).astype(id_type(self.size))

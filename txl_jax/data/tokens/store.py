@@ -28,12 +28,11 @@ import numpy as np
 from txl_jax.config import LineMark
 from txl_jax.data.sources.text import SPLITS, Progress, Text, no_progress
 from txl_jax.data.tokens.build_vocabulary import KINDS
-from txl_jax.data.tokens.vocabulary import Vocabulary, dumps, id_type, loads
+from txl_jax.data.tokens.vocabulary import MIN_SPLIT_TOKENS, Vocabulary, dumps, id_type, loads
 from txl_jax.errors import UserError
 from txl_jax.runtime import files
 
 VERSION = 1  # Of the tokens: raise it whenever the same text and settings would give other ids.
-MIN_SPLIT_TOKENS = 2  # The first token is only an input, so fewer leave no target.
 _SUMMARY = "store.json"
 _SENTENCES = "sentences.npy"
 _VOCABULARY = "vocabulary.txt"

@@ -21,6 +21,7 @@ from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
 
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
+MIN_SPLIT_TOKENS = 2  # The first token of a split is only an input, so fewer leave no target.
 TITLE = "txl_jax vocabulary"  # The first words of a saved vocabulary.
 
 
