@@ -1,8 +1,9 @@
-r"""Train, evaluate and sample on your own text: bytes, characters, words, or pieces of words.
+r"""Train, evaluate and sample on your own text: bytes, characters, words, pieces of words, or ready-made ids.
 
     python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt
     python -m experiments.text --flagfile=small --workdir=runs/mine --tokenizer=word \
         --train='shards/*.txt' --valid=valid.txt --test=test.txt
+    python -m experiments.text --flagfile=small --workdir=runs/ids --tokenizer=id --train=train.bin --valid=val.bin
 
 One file is split 90/5/5 by position. Lists are joined in the order given, patterns in the order of
 names. --train, --valid, --test and --tokenizer are short for --data.train, .., and

@@ -68,7 +68,8 @@ def read_corpus(
     config = fetched.local_config(config, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         ids = read_ids(config, vocabulary=vocabulary, progress=_progress_bar)
-        corpus = Corpus("ids", ids.description, ids.digest, ids.vocabulary, *(ids.splits[split] for split in SPLITS))
+        train, valid, test = (ids.splits[split] for split in SPLITS)
+        corpus = Corpus("ids", ids.description, ids.digest, ids.vocabulary, train, valid, test)
     else:
         corpus = _encoded(config, _read_text(config, data_dir, str(cache)), cache / "tokens", vocabulary)
     return dataclasses.replace(
@@ -81,14 +82,9 @@ def read_corpus(
 def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary | None) -> Corpus:
     """Returns the text as the ids of a store in `folder`."""
     tokens = _tokens(config, text, folder, vocabulary)
-    return Corpus(
-        text.name,
-        f"{text.description}, {_describe_tokens(config)}",
-        text.digest,
-        tokens.vocabulary,
-        *(tokens.splits[split] for split in SPLITS),
-        sentences=tokens.sentences,
-    )
+    train, valid, test = (tokens.splits[split] for split in SPLITS)
+    described = f"{text.description}, {_describe_tokens(config)}"
+    return Corpus(text.name, described, text.digest, tokens.vocabulary, train, valid, test, tokens.sentences)
 
 
 def _read_text(config: DataConfig, data_dir: str, cache_dir: str) -> Text:

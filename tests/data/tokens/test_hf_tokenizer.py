@@ -93,7 +93,7 @@ def test_what_is_for_other_uses_has_no_effect(own, package):
         assert HFVocabulary(changed.to_str()).encode(text.encode()).tolist() == package.encode(text).ids
 
 
-def test_pieces_of_words_are_spelt_as_they_stand_in_a_text():
+def test_pieces_of_words_are_spelt_as_in_a_text():
     for content, text, expected in (
         (made.word_pieces(), b"banana do unseen", b" banana do [UNK]"),
         (made.meta_space(), "ban é".encode(), " ban é".encode()),

@@ -111,7 +111,7 @@ class HFVocabulary:
 
     @property
     def _may_drop(self) -> bool:
-        """Whether characters without a token vanish: byte pair encoding without an unknown token drops them."""
+        """Returns whether characters without a token vanish: byte pair encoding without an unknown token drops them."""
         model = self._settings["model"]
         return model.get("type") == "BPE" and model.get("unk_token") is None and not model.get("byte_fallback")
 
@@ -156,7 +156,7 @@ class HFVocabulary:
 
     @functools.cached_property
     def _byte_level(self) -> bool:
-        """Whether the characters of a token stand for bytes, as in GPT-2."""
+        """Returns whether the characters of a token encode bytes, as in GPT-2."""
         return '"ByteLevel"' in json.dumps([self._settings.get("decoder") or self._settings.get("pre_tokenizer")])
 
     @functools.cached_property
@@ -210,9 +210,9 @@ def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
 
 @functools.cache
 def _byte_characters() -> dict[str, int]:
-    """Returns the byte that each character of a byte-level token stands for.
+    """Returns the byte that each character of a byte-level token encodes.
 
-    Printable ASCII and Latin-1 stand for themselves; the others, in order, are the characters from U+0100 on.
+    Printable ASCII and Latin-1 are their own; the others, in order, are the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -220,7 +220,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 def _bytes_of(name: str) -> bytes:
-    """Returns the bytes of a byte-level token; a character that stands for no byte is text."""
+    """Returns the bytes of a byte-level token; a character that encodes none is text."""
     table = _byte_characters()
     return b"".join(bytes([table[c]]) if c in table else c.encode() for c in name)
 
