@@ -1,7 +1,7 @@
 """Tokens of a Hugging Face tokenizer.json: the pieces that the package tokenizers cuts a text into.
 
-The package is optional: `pip install '.[tokenizers]'`. Neither it nor this file asks the network. What the file says
-about padding, truncation, templates ("[CLS] ... [SEP]") and dropout is for other uses and has no effect here. A special
+The package is optional: `pip install '.[tokenizers]'`. Neither it nor this file asks the network. What the file has
+for padding, truncation, templates ("[CLS] ... [SEP]") and dropout has no effect here. A special
 token that is written in the text, such as <|endoftext|>, is that token.
 """
 
