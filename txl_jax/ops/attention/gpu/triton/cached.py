@@ -104,6 +104,7 @@ class _Place:
         self.row_head, self.valid = row * call.n_head + self.head, inputs.valid[row]
         self.first = pl.program_id(0) * call.tile.query
         self.i = (self.first + jnp.arange(call.tile.query))[:, None]
+        self.largest = 0.0 if inputs.table is None else float(jnp.finfo(inputs.table.dtype).max)
 
     def scores(self, query: jax.Array, key: jax.Array, distance: jax.Array, visible: jax.Array) -> jax.Array:
         """Returns scores [n, m] of queries [n, E] and keys [E, m] at distances [n, m], -inf where hidden."""
@@ -114,7 +115,9 @@ class _Place:
             column = call.n_positions - 1 - jnp.clip(distance, 0, call.n_positions - 1)
             query_row = self.first_in_table + jnp.minimum(self.i, call.segment_len - 1)
             index = query_row * call.pitch + column
-            scores += pltriton.load(self.inputs.table.at[self.head, index]).astype(jnp.float32)
+            position_scores = pltriton.load(self.inputs.table.at[self.head, index]).astype(jnp.float32)
+            # Above 65504 they are infinite in the table, which would become NaN in the softmax.
+            scores += jnp.minimum(position_scores, self.largest)
         if call.window is not None:
             visible &= distance < call.window
         return jnp.where(visible, scores, -jnp.inf)
