@@ -155,6 +155,43 @@ def test_a_refusal_names_the_kv_cache():
         cached_attention(*own, arrays((B, H, E, M), (B, H, M, E)), None, visibility, implementation="fused")
 
 
+def cached(**changes):
+    """Arguments of a call over a KV cache, some of them changed."""
+    names = ("query", "key", "value", "stored_key", "stored_value", "position_query", "position_key", "position_score")
+    shapes = [(B, H, L, E)] * 3 + [(B, H, E, M), (B, H, M, E), (B, H, L, E), (H, E, M + L), (H, M + L)]
+    given = dict(zip(names, arrays(*shapes), strict=True))
+    given["visibility"] = CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7)
+    given |= {name: new(given[name]) if callable(new) else new for name, new in changes.items()}
+    heads, ring, position = ([given[name] for name in names[a:b]] for a, b in ((0, 3), (3, 5), (5, 8)))
+    return (*heads, tuple(ring), tuple(position), given["visibility"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query": lambda old: old.tolist()}, r"query\b.*\blist\b"),
+        ({"query": lambda old: old[0]}, r"query\b.*\(3, 4, 5\)"),
+        ({"visibility": sees(segment_len=3)}, r"\(2, 3, 4, 5\).*segment_len is 3"),
+        ({"value": lambda old: old[..., 1:]}, r"value\b.*\(2, 3, 4, 4\).*\(2, 3, 4, 5\)"),
+        ({"stored_key": lambda old: old.swapaxes(2, 3)}, r"stored key\b.*\(2, 3, 6, 5\).*R 6.*\(2, 3, 5, 6\)"),
+        ({"visibility": sees(capacity=5)}, r"stored key\b.*R 5\b"),
+        ({"position_query": lambda old: old[:1]}, r"position query\b.*\(1, 3, 4, 5\)"),
+        ({"position_key": lambda old: old.swapaxes(1, 2)}, r"position key\b.*\(3, 10, 5\).*\(3, 5, 5\)"),
+        ({"position_score": lambda old: old[:, 1:]}, r"position score\b.*\(3, 9\).*\(3, 10\)"),
+        ({"position_key": as_type("bfloat16")}, r"position key\b.*\bbfloat16\b.*\bfloat32\b"),
+        ({"stored_value": as_type(int)}, r"stored value\b.*\bint32\b.*floating"),
+        ({"visibility": sees(valid=jnp.zeros(3, int))}, r"valid is int32 \[3\].*int32 \[2\]"),
+        ({"visibility": sees(write_index=0)}, r"write_index is int\b.*int32 \[\]"),
+        ({"visibility": sees(window=0)}, r"window is 0\b"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["reference", "tiled"])
+def test_what_does_not_fit_a_cache_is_refused_in_one_sentence(implementation, changes, words):
+    cached_attention(*cached(stored_key=as_type("bfloat16"), position_score=as_type("bfloat16")))
+    with pytest.raises(ValueError, match=words):
+        cached_attention(*cached(**changes), implementation=implementation)
+
+
 def test_a_seed_is_an_integer_of_any_kind():
     masked = [attention(**changed(), dropout=(0.5, seed)) for seed in (7, 7 - 2**32, np.uint32(7), jnp.int32(7))]
     for other in masked[1:]:

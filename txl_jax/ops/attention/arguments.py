@@ -1,16 +1,17 @@
-"""Checks of the arguments of `attention`: what does not fit is refused in one sentence, before any computation.
+"""Checks of the arguments of `attention` and `cached_attention`: what does not fit is refused before any computation.
 
 An implementation may then rely on shapes and types. Without these checks a wrong one ends in an error of XLA about
 shapes that the caller never wrote, or, as with integers, in numbers without a meaning.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from txl_jax.ops.attention.cached import CachedVisibility, Position
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
 
@@ -24,18 +25,61 @@ def check(arrays: Mapping[str, Any], visibility: Visibility) -> None:
       arrays: those of `attention` by name; None: not given.
       visibility: lengths of segment and memory, and what a query sees.
     """
-    given = {name: array for name, array in arrays.items() if array is not None}
-    for name, array in given.items():
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise ValueError(f"{name} is a {type(array).__name__}; it must be an array")
+    given = _given(arrays)
     biases = [name for name in ("content_bias", "position_bias") if name in given]
     if biases and "position_key" not in given:
         raise ValueError(
             f"{' and '.join(biases)} given and position_key is None; give position_key [H, P, E] too, or no bias"
         )
     _check_shapes(given, visibility)
-    _check_types(given)
-    _check_visibility(visibility, given["query"].shape[0])
+    _check_types(given, free=("position_score",))
+    batch = given["query"].shape[0]
+    _check_window(visibility.window)
+    _check_integers("valid", visibility.valid, (batch,))
+    if visibility.lengths is not None:
+        _check_integers("lengths", visibility.lengths, (batch,))
+
+
+def check_cached(
+    heads: Mapping[str, Any], ring: tuple[Any, Any], position: Position, visibility: CachedVisibility
+) -> None:
+    """Raises `ValueError` for arguments of `cached_attention` that do not fit each other.
+
+    Args:
+      heads: query, key and value by name.
+      ring: stored keys and values.
+      position: position queries, keys and scores.
+      visibility: lengths of segment and ring, and what a query sees.
+    """
+    position_query, position_key, position_score = position or (None, None, None)
+    if position is not None and position_key is None and position_score is None:
+        raise ValueError(
+            "position has neither keys nor scores; give keys [H, E, P], scores [H, P] or both, or position=None"
+        )
+    of_position = {"position query": position_query, "position key": position_key, "position score": position_score}
+    stored = dict(zip(("stored key", "stored value"), ring, strict=True))
+    given = _given({**heads, **stored, **of_position})
+    shape = given["query"].shape
+    _check_query(shape, visibility.segment_len)
+    (batch, n_head, _, width), capacity = shape, visibility.capacity
+    table = position_score if position_key is None else position_key
+    n_positions = 0 if table is None or not table.shape else table.shape[-1]
+    expected = {
+        **dict.fromkeys(("query", "key", "value", "position query"), shape),
+        "stored key": (batch, n_head, width, capacity),
+        "stored value": (batch, n_head, capacity, width),
+        "position key": (n_head, width, n_positions),
+        "position score": (n_head, n_positions),
+    }
+    for name, array in given.items():
+        if array.shape != expected[name]:
+            raise ValueError(
+                f"{name} has the shape {array.shape}; with query {shape} and R {capacity} it must be {expected[name]}"
+            )
+    _check_types(given, free=("stored key", "stored value", "position score"))
+    _check_window(visibility.window)
+    _check_integers("valid", visibility.valid, (batch,))
+    _check_integers("write_index", visibility.write_index, ())
 
 
 def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropout | None:
@@ -73,16 +117,28 @@ def _seed(seed: Any) -> jax.Array:
     return jnp.asarray(seed).astype(jnp.uint32)
 
 
-def _check_shapes(given: Mapping[str, Any], visibility: Visibility) -> None:
-    shape = given["query"].shape
+def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arrays that are not None; raises `ValueError` for what is no array."""
+    given = {name: array for name, array in arrays.items() if array is not None}
+    for name, array in given.items():
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise ValueError(f"{name} is a {type(array).__name__}; it must be an array")
+    return given
+
+
+def _check_query(shape: tuple[int, ...], segment_len: int) -> None:
     if len(shape) != 4 or 0 in shape:
         raise ValueError(f"query has the shape {shape}; it must be {_AXES}, none of them 0")
-    batch, n_head, segment_len, width = shape
-    if segment_len != visibility.segment_len:
+    if shape[2] != segment_len:
         raise ValueError(
-            f"query has the shape {shape}, {_AXES}, thus L {segment_len}; visibility.segment_len is "
-            f"{visibility.segment_len}"
+            f"query has the shape {shape}, {_AXES}, thus L {shape[2]}; visibility.segment_len is {segment_len}"
         )
+
+
+def _check_shapes(given: Mapping[str, Any], visibility: Visibility) -> None:
+    shape = given["query"].shape
+    _check_query(shape, visibility.segment_len)
+    batch, n_head, _, width = shape
     if visibility.mem_len < 0:
         raise ValueError(
             f"visibility.mem_len is {visibility.mem_len}; it must be at least 0: keys include the segment's"
@@ -105,26 +161,28 @@ def _check_shapes(given: Mapping[str, Any], visibility: Visibility) -> None:
             )
 
 
-def _check_types(given: Mapping[str, Any]) -> None:
-    """Checks that all have the query's type; scores of distances are added in at least float32 and may have another."""
+def _check_types(given: Mapping[str, Any], *, free: Sequence[str]) -> None:
+    """Checks that all have the query's type but those that are converted: scores of distances, and a ring."""
     of_query = given["query"].dtype
     for name, array in given.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} has the type {array.dtype.name}; it must be a floating-point type")
-        if array.dtype != of_query and name != "position_score":
+        if array.dtype != of_query and name not in free:
             raise ValueError(
                 f"{name} has the type {array.dtype.name} and query {of_query.name}; they must be the same: cast one "
                 "with .astype"
             )
 
 
-def _check_visibility(visibility: Visibility, batch: int) -> None:
-    if visibility.window is not None and visibility.window < 1:
-        raise ValueError(f"visibility.window is {visibility.window}; it must be at least 1, the query's own key")
-    for name, per_row in {"valid": visibility.valid, "lengths": visibility.lengths}.items():
-        if per_row is None and name == "lengths":
-            continue
-        shape, dtype = getattr(per_row, "shape", None), getattr(per_row, "dtype", None)
-        if shape != (batch,) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-            found = type(per_row).__name__ if dtype is None else f"{dtype.name} {list(shape or ())}"
-            raise ValueError(f"visibility.{name} is {found}; it must be int32 [{batch}], one number for each row")
+def _check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"visibility.window is {window}; it must be at least 1, the query's own key")
+
+
+def _check_integers(name: str, given: Any, shape: tuple[int, ...]) -> None:
+    """Checks an array of the visibility: one integer, or one for each row."""
+    found, dtype = getattr(given, "shape", None), getattr(given, "dtype", None)
+    if found != shape or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        text = type(given).__name__ if dtype is None else f"{dtype.name} {list(found or ())}"
+        each = ", one number for each row" if shape else ""
+        raise ValueError(f"visibility.{name} is {text}; it must be int32 {list(shape)}{each}")

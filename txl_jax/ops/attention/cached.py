@@ -15,6 +15,9 @@ import jax.numpy as jnp
 
 from txl_jax.ops.attention import positions
 
+# Queries [B, H, L, E], keys [H, E, P] or None, and scores [H, P] or None (`cached_attention`); None: no positions.
+Position = tuple[jax.Array, jax.Array | None, jax.Array | None] | None
+
 
 @flax.struct.dataclass
 class CachedVisibility:
@@ -69,7 +72,7 @@ def cached_attention(
     key: jax.Array,
     value: jax.Array,
     ring: tuple[jax.Array, jax.Array],
-    position: tuple[jax.Array, jax.Array | None, jax.Array | None] | None,
+    position: Position,
     visibility: CachedVisibility,
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E].
@@ -83,9 +86,6 @@ def cached_attention(
         divided by sqrt(E), or None; keys, scores or both, of the distances P - 1, .., 0, of which the largest is used
         for all beyond it. None: no relative positions.
       visibility: which keys a query sees.
-
-    Raises:
-      ValueError: `position` has neither keys nor scores.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
     stored_key, stored_value = ring
@@ -134,10 +134,7 @@ def _position_scores(
     """
     batch, n_head, n_query, width = query.shape
     if position_key is None:
-        if more is None:
-            raise ValueError(
-                "position has neither keys nor scores; give keys [H, E, P], scores [H, P] or both, or position=None"
-            )
+        assert more is not None, "refused: neither keys nor scores"
         return jnp.broadcast_to(more.astype(wide)[None, :, None, :], (1, n_head, n_query, more.shape[-1]))
     query_HxBLxE = query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)  # One product per head.
     scores = jnp.einsum("hne,hep->hnp", query_HxBLxE, position_key, preferred_element_type=wide)

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from txl_jax.ops.attention import arguments, cached, choice, kernels
-from txl_jax.ops.attention.cached import CachedVisibility
+from txl_jax.ops.attention.cached import CachedVisibility, Position
 from txl_jax.ops.attention.device import default_device
 from txl_jax.ops.attention.dot_product import dot_product_attention
 from txl_jax.ops.attention.dropout import Dropout
@@ -24,8 +24,6 @@ from txl_jax.ops.attention.problem import Implementation, Problem
 from txl_jax.ops.attention.relative import relative_attention
 from txl_jax.ops.attention.shards import Shards, shards_of
 from txl_jax.sharding.activations import shard_map
-
-Position = tuple[jax.Array, jax.Array | None, jax.Array | None] | None
 
 
 def attention(
@@ -108,9 +106,10 @@ def cached_attention(
       implementation: a path, or what was chosen before; a segment of one token is always the reference's.
 
     Raises:
-      ValueError: `position` has neither keys nor scores.
+      ValueError: shapes or types that do not fit each other; `position` has neither keys nor scores.
       UserError: an unknown path, or one that cannot serve this call.
     """
+    arguments.check_cached({"query": query, "key": key, "value": value}, ring, position, visibility)
     problem = describe_cached(query, ring, position, visibility)
     implementation = choice.resolve(implementation, problem)
     if implementation.path == "reference":

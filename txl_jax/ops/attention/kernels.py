@@ -31,18 +31,17 @@ def cached(implementation: Implementation) -> Callable[..., jax.Array]:
         from txl_jax.ops.attention.tiled.cached import tiled_cached_attention
 
         return functools.partial(tiled_cached_attention, tile=_tile(implementation))
-    options = _options(implementation)
     if implementation.platform == "tpu":
         from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
 
-        return functools.partial(tpu_cached_attention, **options)
+        return functools.partial(tpu_cached_attention, tile=_tile(implementation), interpret=implementation.interpret)
     from txl_jax.ops.attention.gpu.cached import gpu_cached_attention
 
-    return functools.partial(gpu_cached_attention, **options)
+    return functools.partial(gpu_cached_attention, **_options(implementation))
 
 
 def _tile(implementation: Implementation) -> Tile:
-    assert implementation.tile is not None, "tiled attention has a tile"
+    assert implementation.tile is not None, "it has a tile"
     return implementation.tile
 
 

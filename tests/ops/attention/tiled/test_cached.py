@@ -163,9 +163,3 @@ def test_no_array_of_all_scores_is_made():
     compute = jax.jit(tiled_cached_attention, static_argnames="tile")
     needed = compute.lower(*given, visibility, tile=Tile(32, 256)).compile().memory_analysis().temp_size_in_bytes
     assert needed < B * H * 32 * 2048 * 4 / 2
-
-
-def test_positions_without_keys_and_scores_are_refused():
-    query, key, value, ring, (position_query, _, _) = draw()
-    with pytest.raises(ValueError, match=r"neither keys nor scores; give keys"):
-        tiled_cached_attention(query, key, value, ring, (position_query, None, None), visible([R, R]), tile=ONE_HEAD)

@@ -8,7 +8,7 @@ queries; the ring is then split among further programs, whose sums are added at 
 import jax
 import jax.numpy as jnp
 
-from txl_jax.ops.attention.cached import CachedVisibility
+from txl_jax.ops.attention.cached import CachedVisibility, Position
 from txl_jax.ops.attention.gpu import cudnn
 from txl_jax.ops.attention.gpu.chunks import over_chunks, rows_per_chunk
 from txl_jax.ops.attention.gpu.padding import ALIGNMENT, pad, round_up, widen
@@ -19,8 +19,6 @@ from txl_jax.ops.attention.problem import Tile
 
 _PROGRAMS = 256  # Two for each of an H200's 132 multiprocessors.
 _TILES_PER_SPLIT = 4  # At least.
-
-Position = tuple[jax.Array, jax.Array | None, jax.Array | None] | None
 
 
 def gpu_cached_attention(
@@ -113,12 +111,7 @@ def _splits(programs: int, tiles: int) -> int:
 
 def _n_positions(position: tuple[jax.Array, jax.Array | None, jax.Array | None]) -> int:
     """Returns P, the last axis of position keys [H, E, P] and scores [H, P]."""
-    given = [x for x in position[1:] if x is not None]
-    if not given:
-        raise ValueError(
-            "position has neither keys nor scores; give keys [H, E, P], scores [H, P] or both, or position=None"
-        )
-    return given[0].shape[-1]
+    return next(x.shape[-1] for x in position[1:] if x is not None)
 
 
 def _position_keys(position: tuple[jax.Array, jax.Array | None, jax.Array | None], dtype: jnp.dtype) -> jax.Array:

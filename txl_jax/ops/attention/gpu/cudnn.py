@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.ops.attention import positions
-from txl_jax.ops.attention.cached import CachedVisibility
+from txl_jax.ops.attention.cached import CachedVisibility, Position
 from txl_jax.ops.attention.gpu.chunks import rows_per_chunk
 from txl_jax.ops.attention.masks import Visibility
 
@@ -56,7 +56,7 @@ def cached_attention(
     key: jax.Array,
     value: jax.Array,
     ring: tuple[jax.Array, jax.Array],
-    position: tuple[jax.Array, jax.Array | None, jax.Array | None] | None,
+    position: Position,
     visibility: CachedVisibility,
     *,
     interpret: bool = False,

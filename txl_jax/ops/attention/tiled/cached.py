@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from txl_jax.ops.attention.cached import CachedVisibility
+from txl_jax.ops.attention.cached import CachedVisibility, Position
 from txl_jax.ops.attention.problem import Tile
 from txl_jax.ops.attention.tiled.ring import Positions, Region, Stored, is_cut, regions
 
@@ -42,7 +42,7 @@ def tiled_cached_attention(
     key: jax.Array,
     value: jax.Array,
     ring: tuple[jax.Array, jax.Array],
-    position: tuple[jax.Array, jax.Array | None, jax.Array | None] | None,
+    position: Position,
     visibility: CachedVisibility,
     *,
     tile: Tile,
@@ -57,14 +57,7 @@ def tiled_cached_attention(
       position: as of `cached.cached_attention`.
       visibility: which keys a query sees.
       tile: rows of scores (those of all heads and rows of the batch count) and keys of a block, about.
-
-    Raises:
-      ValueError: `position` has neither keys nor scores.
     """
-    if position is not None and position[1] is None and position[2] is None:
-        raise ValueError(
-            "position has neither keys nor scores; give keys [H, E, P], scores [H, P] or both, or position=None"
-        )
     # The last block may run round the ring and read slots for the second time, at ages above R.
     visibility = dataclasses.replace(visibility, valid=jnp.minimum(visibility.valid, visibility.capacity))
     batch, n_head, n_query, _ = query.shape
@@ -112,7 +105,7 @@ def _attend(
     key: jax.Array,
     value: jax.Array,
     stored: Stored,
-    position: tuple[jax.Array, jax.Array | None, jax.Array | None] | None,
+    position: Position,
     visibility: CachedVisibility,
     n_key: int,
 ) -> jax.Array:

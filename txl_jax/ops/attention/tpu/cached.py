@@ -11,12 +11,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from txl_jax.ops.attention.cached import CachedVisibility
+from txl_jax.ops.attention.cached import CachedVisibility, Position
 from txl_jax.ops.attention.problem import Tile
 from txl_jax.ops.attention.tpu.cached_kernel import kernel as cached_kernel
 from txl_jax.ops.attention.tpu.cached_sizes import DEFAULT_VMEM, LANES, SPARE_VMEM, Sizes, make_sizes, round_up
-
-Position = tuple[jax.Array, jax.Array | None, jax.Array | None] | None
 
 
 def tpu_cached_attention(
@@ -28,7 +26,6 @@ def tpu_cached_attention(
     visibility: CachedVisibility,
     *,
     tile: Tile,
-    kernel: str = "mosaic_gather",
     interpret: bool = False,
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E]; arguments as of `ops.attention.cached.cached_attention`.
@@ -36,10 +33,8 @@ def tpu_cached_attention(
     Args:
       tile: queries and slots per tile; queries a multiple of 16 up to 128 or a multiple of 128, slots a multiple of
         128.
-      kernel: without effect; the gather serves all TPUs from v4 on.
       interpret: whether to interpret the kernel, on any device and slowly.
     """
-    del kernel
     position_query, table = None, None
     if position is not None:
         position_query, table, scores = position
