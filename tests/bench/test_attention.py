@@ -43,10 +43,11 @@ def test_sizes_are_those_of_the_configuration():
     assert evaluation.batch == 1 and evaluation.scores_size == 3 * 6 * 18
 
 
+@pytest.mark.parametrize("window", [None, 1, 18, 19, 21, 30])  # Of the segment, of a part of its queries, of none.
 @pytest.mark.parametrize(("task", "passes"), [("training", 3), ("evaluation", 1)])
-def test_operations_are_counted_on_visible_pairs(task, passes):
+def test_operations_are_counted_on_visible_pairs(task, passes, window):
     """Three products of the forward pass, and twice as many backward; without position keys two."""
-    sizes = case(task)
+    sizes = dataclasses.replace(case(task), window=window)
     distance = sizes.mem_len + np.arange(sizes.segment_len)[:, None] - np.arange(sizes.mem_len + sizes.segment_len)
     visible = np.sum((distance >= 0) & (distance < (sizes.window or 99)))
     pairs = sizes.batch * sizes.n_head * visible
@@ -127,6 +128,7 @@ def test_a_path_without_float32_is_checked_in_the_type_that_is_timed(monkeypatch
         ({"tasks": ("generation",)}, r"'generation'.*\bevaluation\b"),
         ({"configs": ()}, r"configs is empty.*enwik8_24l"),
         ({"topology": ("v5e", "h300")}, r"'h300'.*\bh200\b"),
+        ({"topology": ("h200",), "paths": ("cudnn",)}, r"paths is cudnn\b.*--topology\b"),
         ({"batch_size": 0}, r"batch_size is 0\b"),
     ],
 )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import flops
-from txl_jax.bench import attention_products, attention_topology, memory_traffic
+from txl_jax.bench import attention_products, attention_topology, memory_traffic, topologies
 from txl_jax.bench.attention_cases import (
     TASKS,
     Case,
@@ -79,7 +79,11 @@ class Plan:
                 near = config_tree.did_you_mean(one, known)
                 require(one in known, f"{name} has {one!r}; it must be of {', '.join(known)}{near}")
         for topology in self.topology:
-            attention_topology.check(topology)
+            topologies.slices(topology)
+        require(
+            not self.topology or set(self.paths) != {"cudnn"},
+            "paths is cudnn, which is only timed on a GPU at hand; leave --topology out, or give other paths",
+        )
 
     def cases(self, configs: Mapping[str, ExperimentConfig], *, dtype: str) -> Iterator[Case]:
         """Yields the cases: each task of each configuration."""

@@ -81,10 +81,9 @@ class Case:
 
     def flops(self, *, positions: bool = True) -> float:
         """Returns the operations on visible pairs: scores by content, by distance, and weighted values."""
-        visible = self.mem_len + (self.segment_len + 1) / 2
-        if self.window is not None:
-            visible = min(visible, self.window)
-        pairs = self.batch * self.n_head * self.segment_len * visible
+        seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)  # Keys that are not behind a query.
+        visible = sum(seen) if self.window is None else sum(min(keys, self.window) for keys in seen)
+        pairs = self.batch * self.n_head * visible
         return 2 * self.d_head * pairs * (3 if positions else 2) * self.passes
 
     @property

@@ -23,11 +23,6 @@ from txl_jax.runtime import environment
 _HEAD = "| configuration | task | rows x heads x queries x keys, width | device |"
 
 
-def check(topology: str) -> None:
-    """Raises `UserError` for an unknown topology."""
-    topologies.slices(topology)
-
-
 def run(
     cases: Sequence[Case], given: Sequence[str], paths: Sequence[str], log: Log
 ) -> tuple[dict[str, str], list[dict[str, Any]]]:
