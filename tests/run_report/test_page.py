@@ -120,7 +120,7 @@ def test_records_of_efficiency_are_shown_where_they_are(tmp_path):
     lines = [json.dumps(record | more) for record in read_metrics(folder)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     page = page_of(folder)
-    assert page.row("mine")[1][-3:] == ["3.21 T", "41.2 %", "3.1 %"] and "250.0 ms" in page.row("mine")[1]
+    assert page.row("mine")[1][-3:] == ["3.21T", "41.2 %", "3.1 %"] and "250.0 ms" in page.row("mine")[1]
     assert "device memory" not in page.of("th")
 
 

@@ -60,7 +60,7 @@ def of_draws(format: int, config: ExperimentConfig, members: Members) -> list[st
 
 def member_name(differences: Mapping[str, float]) -> str:
     """Returns the name of a member, also of its folders: "seed=2+learning_rate=0.001"; "base" if nothing differs."""
-    return "+".join(f"{_short(name)}={value}" for name, value in differences.items()) or "base"
+    return "+".join(f"{short_name(name)}={value}" for name, value in differences.items()) or "base"
 
 
 def by_name(members: Members) -> dict[str, Mapping[str, float]]:
@@ -68,6 +68,10 @@ def by_name(members: Members) -> dict[str, Mapping[str, float]]:
     return {member_name(each): each for each in members}
 
 
-def _short(name: str) -> str:
-    """Shortens a dotted name: "learning_rate", "seed", "dropout.rate"."""
-    return name.removeprefix("model.").removeprefix("optimizer.")
+def short_name(setting: str) -> str:
+    """Shortens a setting's dotted name.
+
+    >>> short_name("optimizer.learning_rate"), short_name("model.dropout.rate"), short_name("train.mem_len")
+    ('learning_rate', 'dropout.rate', 'train.mem_len')
+    """
+    return setting.removeprefix("model.").removeprefix("optimizer.")

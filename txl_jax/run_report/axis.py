@@ -99,18 +99,6 @@ def short(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def with_prefix(value: float) -> str:
-    """Formats a large number with the prefix of its unit.
-
-    >>> with_prefix(20_312.5), with_prefix(3.21e12), with_prefix(950)
-    ('20.3 k', '3.21 T', '950')
-    """
-    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {prefix}"
-    return f"{value:.3g}"
-
-
 def _ticks(low: float, high: float, count: int) -> list[float]:
     rough = (high - low) / max(count, 1)
     size = 10.0 ** (math.log10(rough) // 1)

@@ -142,10 +142,10 @@ def workdirs_in(path: str) -> list[Path]:
       UserError: neither the folder nor one below it holds a run.
     """
     folder = as_path(path)
-    if Workdir(folder).config_file.exists():
+    if Workdir(folder).holds_run():
         return [folder]
     below = sorted(folder.iterdir(), key=lambda each: each.name) if folder.is_dir() else []
-    if not (found := [each for each in below if Workdir(each).config_file.exists()]):
+    if not (found := [each for each in below if Workdir(each).holds_run()]):
         what = "no folder" if not folder.is_dir() else "a folder without a run (no config.json in it or right below)"
         raise UserError(f"{path} is {what}; give the --workdir of a run, or the --out of a sweep")
     return found

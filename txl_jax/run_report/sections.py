@@ -7,12 +7,11 @@ from typing import Any
 
 from txl_jax.config import tree as config_tree
 from txl_jax.paper.published_results import PublishedResult, published_for
-from txl_jax.run_report.axis import with_prefix
 from txl_jax.run_report.curves import best_valid_score
 from txl_jax.run_report.html_table import breakable, breakable_command, folded, table
 from txl_jax.run_report.run_records import RunRecords, swept_settings
 from txl_jax.run_report.seed_groups import SeedGroup, format_score
-from txl_jax.runtime.environment import duration, megabytes
+from txl_jax.runtime.environment import brief_number, duration, megabytes
 
 _MOST_IN_ORDER = 8  # Runs that are listed as they were given; more are listed by their scores.
 _MOST_SETTINGS = 4  # Columns of the table of results; the section on settings has all.
@@ -102,7 +101,7 @@ def efficiency(runs: Sequence[RunRecords]) -> str:
         "training time": lambda run: duration(run.training_seconds) if run.training_seconds else "",
         "tokens per second": lambda run: _median(run, "tokens_per_second", lambda value: f"{value:,.0f}"),
         "time per update": _step_time,
-        "FLOP/s": lambda run: _median(run, "model_flops_per_second", with_prefix),
+        "FLOP/s": lambda run: _median(run, "model_flops_per_second", brief_number),
         "of the peak": lambda run: _median(run, "peak_share", _percent),
         "waiting for the host": lambda run: _median(run, "host_wait_share", _percent),
         "device memory": lambda run: _median(run, "device_memory_bytes", megabytes),

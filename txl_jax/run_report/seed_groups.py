@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from txl_jax.config import tree as config_tree
+from txl_jax.jobs.changes import short_name
 from txl_jax.metrics import Measure
 from txl_jax.run_report.run_records import RunRecords, swept_settings
 
@@ -76,15 +77,6 @@ def seed_groups(runs: Sequence[RunRecords]) -> list[SeedGroup]:
         )
         for key, found in groups.items()
     ]
-
-
-def short_name(setting: str) -> str:
-    """Shortens a setting's dotted name.
-
-    >>> short_name("optimizer.learning_rate"), short_name("model.dropout.rate"), short_name("train.mem_len")
-    ('learning_rate', 'dropout.rate', 'train.mem_len')
-    """
-    return setting.removeprefix("model.").removeprefix("optimizer.")
 
 
 def format_score(value: float, measure: Measure) -> str:
