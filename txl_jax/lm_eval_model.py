@@ -22,10 +22,11 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from txl_jax.config import GenerateConfig
+from txl_jax.data.tokens import token_ids
 from txl_jax.data.tokens.vocabulary import digest
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
-from txl_jax.trained_model import LanguageModel, load
+from txl_jax.trained_model import load
 
 NAME = "txl_jax"
 _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed"}
@@ -67,7 +68,8 @@ class HarnessModel(LM):
         self._path = path
         self._batch_size = _parse_batch_size(batch_size, max_batch_size)
         self._max_gen_toks = max_gen_toks
-        self._first = first_token(self.model, first)
+        vocabulary = self.model.vocabulary
+        self._first = int((vocabulary.start if first is None else token_ids.one_token(vocabulary, first))[0])
 
     @property
     def tokenizer_name(self) -> str:
@@ -135,14 +137,6 @@ class HarnessModel(LM):
         for request, result in zip(requests, found, strict=True):
             self.cache_hook.add_partial(kind, request.args, result)
         return list(found)
-
-
-def first_token(model: LanguageModel, text: str | None) -> int:
-    """Returns the id of the token that precedes a document; raises `UserError` unless the text is one token."""
-    ids = model.vocabulary.start if text is None else model.encode(text)
-    if len(ids) != 1:
-        raise UserError(f"first is {text!r}, which is {len(ids)} tokens; give the text of one token")
-    return int(ids[0])
 
 
 def _parse_batch_size(given: int | str, most: int | None) -> int:

@@ -46,13 +46,15 @@ def make_eval_step(model: LanguageModel, config: EvalConfig) -> EvalStep:
         n_together = _segments_together(n_segment, shape, n_tail=len(model.config.cutoffs))
 
         def score(state: None, memory: Any, segment: Any) -> tuple[None, Any, jax.Array]:
+            """Returns the nats of a segment, or the hidden states that they are computed from together."""
             hidden, memory = scorer.forward(weights, memory, segment.inputs)
             return state, memory, hidden if n_together > 1 else scorer.nll(weights, hidden, segment.targets)
 
         reset = functools.partial(scorer.reset, weights)
-        _, memory, nll = recurrence.scan_segments(score, None, memory, segments, reset=reset)
-        if n_together > 1:  # What was collected are hidden states.
-            nll = _score_together(functools.partial(scorer.nll, weights), nll, targets, n_together)
+        _, memory, collected = recurrence.scan_segments(score, None, memory, segments, reset=reset)
+        nll = collected
+        if n_together > 1:
+            nll = _score_together(functools.partial(scorer.nll, weights), collected, targets, n_together)
         return memory, Scores(*jax.vmap(losses.weighted_sum)(nll, weight), nll)
 
     return eval_step

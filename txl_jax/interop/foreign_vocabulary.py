@@ -27,7 +27,6 @@ NAMES = (
 )
 _UNKNOWN = (UNKNOWN_WORD, UNKNOWN_WORD.upper())
 _SPACE_OF_TEXT8 = "_"
-_TITLE = b"txl_jax vocabulary"
 
 
 class Found(NamedTuple):
@@ -145,7 +144,7 @@ def _of_text(path: Path) -> Found:
         decoded = text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no UTF-8 at byte {error.start}; give a list of words in UTF-8") from error
-    if text.startswith(_TITLE):
+    if text.startswith(vocabulary_lib.TITLE.encode()):
         return Found(vocabulary_lib.loads(decoded, KINDS), None, [])
     fields = [line.split() for line in decoded.split("\n")]
     return of_symbols([words[0] for words in fields if words], lower_case=False, name=str(path))

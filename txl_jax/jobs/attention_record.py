@@ -91,7 +91,7 @@ def evaluation_lines(recorded: Implementations, choice: AttentionChoice | None) 
 
 
 def _by_name(choice: AttentionChoice | None) -> dict[str, Chosen]:
-    return {} if choice is None else {"training": choice.training, "evaluation": choice.evaluation}
+    return {} if choice is None else choice._asdict()
 
 
 def _with_reasons(clauses: Mapping[str, Chosen]) -> str:

@@ -1,4 +1,4 @@
-"""The paper's test scores on whole corpora (Dai et al., 2019, tables 1 to 5 and 7), beside which a run is shown."""
+"""The paper's test scores on whole corpora (Dai et al., 2019, tables 1 to 5), beside which a run is shown."""
 
 from typing import NamedTuple
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 from txl_jax.errors import LogError, UserError
 from txl_jax.runtime.paths import as_path, files_below, is_remote
 
-_SECONDS_OF_A_TEST = 1.0
+_SECONDS_TO_LOCK = 1.0  # A process that only tests a lock holds it for a moment.
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -191,7 +191,7 @@ def lock_now(handle: IO[str]) -> None:
       BlockingIOError: another process holds the lock; one that only tests it holds it for a moment.
       OSError: the file system has no locks.
     """
-    until = time.monotonic() + _SECONDS_OF_A_TEST
+    until = time.monotonic() + _SECONDS_TO_LOCK
     while True:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

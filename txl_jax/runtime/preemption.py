@@ -30,9 +30,7 @@ def request_stop(reason: str) -> None:
     """
     _requested.set()
     everywhere = distributed.is_multiprocess()
-    _print_now(
-        f"{reason}: saving and stopping {'with all processes' if everywhere else 'as soon as this step is done'}"
-    )
+    _print_now(f"{reason}: saving and stopping {_TOGETHER if everywhere else _ALONE}")
     if everywhere:
         os.kill(os.getpid(), signal.SIGTERM)  # jax's own handler, which may be called any number of times.
 

@@ -11,7 +11,7 @@ import jax
 
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
-from txl_jax.runtime.paths import is_remote
+from txl_jax.runtime.paths import files_below, is_remote
 
 PROFILE = "profile"
 
@@ -103,7 +103,7 @@ class StepProfiler:
         if self._temporary is None:
             return
         with self._temporary as local:
-            for path in (path for path in Path(local).rglob("*") if path.is_file()):
+            for path in files_below(Path(local)):
                 target: Any = self._folder / path.relative_to(local).as_posix()
                 target.upload(path)
 
