@@ -17,7 +17,9 @@ from txl_jax.config import (
     ModelConfig,
     Network,
     Newlines,
+    NormPlace,
     Order,
+    Residual,
     Roll,
     Tokenizer,
 )
@@ -162,6 +164,11 @@ CONFLICTS = [
     ({"average.lr_scale": 0.0, "average.start_step": 3}, ("average.lr_scale", "0.0")),
     ({"model.tie_positions": True, "model.untie_r": True}, ("tie_positions", "untie_r", "True")),
     ({"model.tie_positions": True, "model.encoding": Encoding.VASWANI}, ("tie_positions", "encoding", "vaswani")),
+    ({"model.residual": Residual.GATED}, ("model.residual", "gated", "layer_norm", "pre")),
+    (
+        {"model.residual": Residual.GATED, "model.layer_norm": NormPlace.PRE, "model.network": Network.LSTM},
+        ("model.residual", "gated", "lstm"),
+    ),
     ({"model.tie_positions": True, "model.network": Network.LSTM}, ("tie_positions", "True", "network", "lstm")),
     (
         {"train.stride": 4, "train.mem_len": 0, "model.network": Network.LSTM},

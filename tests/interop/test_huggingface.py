@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from support import tiny
-from txl_jax.config import CompatConfig, DType, Encoding, EvalConfig, ModelConfig, NormPlace
+from txl_jax.config import CompatConfig, DType, Encoding, EvalConfig, ModelConfig, NormPlace, Residual
 from txl_jax.interop import huggingface, original
 from txl_jax.modules.transformer_xl import TransformerXL
 
@@ -131,6 +131,12 @@ def test_absolute_positions_have_no_names():
 def test_tied_positions_have_no_names():
     with pytest.raises(ValueError, match=r"\bmodel\.tie_positions\b"):
         huggingface.from_flax({}, dataclasses.replace(tiny.CONFIG, tie_positions=True))
+
+
+def test_gated_residuals_have_no_names():
+    gated = dataclasses.replace(tiny.CONFIG, layer_norm=NormPlace.PRE, residual=Residual.GATED)
+    with pytest.raises(ValueError, match=r"\bmodel\.residual\b.*\bgated\b"):
+        huggingface.from_flax({}, gated)
 
 
 def test_config_of_holds_sizes_ties_and_lengths():

@@ -13,7 +13,7 @@ import pytest
 
 from support import tiny
 from support.cases import slow_but
-from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Remat, ShawTerms
+from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Remat, Residual, ShawTerms
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import Visibility, positions
@@ -214,6 +214,7 @@ ADAPTIVE = {"cutoffs": (4, 11), "d_embed": 16, "div_val": 2, "tie_projs": (False
 AXES_CASES = {
     "post": {},
     "pre, u and v per layer": {"layer_norm": NormPlace.PRE, "untie_r": True},
+    "gated": {"layer_norm": NormPlace.PRE, "residual": Residual.GATED},
     **{
         str(encoding): {"encoding": encoding} | ({"num_positions": 17} if encoding.is_learned else {})
         for encoding in Encoding
@@ -238,6 +239,8 @@ def test_every_parameter_names_its_axes(changes):
         axes.LAYERS: {tiny.N},
         axes.EMBED: {tiny.D},
         axes.NORM: {tiny.D},
+        axes.GATE: {tiny.D},
+        None: {2, 3},  # Gates side by side.
         axes.HEADS: {tiny.H},
         axes.HEAD_DIM: {tiny.E},
         axes.POSITIONS: {17},

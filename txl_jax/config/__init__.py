@@ -32,6 +32,7 @@ from txl_jax.config.model import (
     Network,
     NormPlace,
     Remat,
+    Residual,
     ShawTerms,
 )
 from txl_jax.config.training import (
@@ -75,6 +76,7 @@ __all__ = [
     "Order",
     "RegularizationConfig",
     "Remat",
+    "Residual",
     "Roll",
     "ScheduleOffset",
     "ShawTerms",

@@ -47,6 +47,13 @@ class NormPlace(enum.StrEnum):
     PRE = "pre"  # x + f(LN(x)).
 
 
+class Residual(enum.StrEnum):
+    """Residual connection around attention and around the feed-forward network."""
+
+    SUM = "sum"  # x + f(x), as the paper.
+    GATED = "gated"  # A GRU cell (GTrXL; Parisotto et al., 2019), for reinforcement learning.
+
+
 class Remat(enum.StrEnum):
     """Rematerialisation: values that the backward pass of a layer recomputes instead of keeping."""
 
@@ -123,6 +130,12 @@ class ModelConfig(Config):
     )
     dropout: DropoutConfig = DropoutConfig()
     layer_norm: NormPlace = setting(NormPlace.POST, "Place of the layer norm: post- or pre-norm.", shapes_params=True)
+    residual: Residual = setting(
+        Residual.SUM,
+        "Residual connection: a sum, or the gate of GTrXL, with layer_norm=pre.",
+        flag=False,
+        shapes_params=True,
+    )
     encoding: Encoding = setting(
         Encoding.RELATIVE, "Position encoding: the paper's (relative), or one it compares with.", shapes_params=True
     )
@@ -209,6 +222,11 @@ class ModelConfig(Config):
         check_fields(self, "model")
         check_fields(self.dropout, "model.dropout")
         require(self.d_model % 2 == 0, f"model.d_model is {self.d_model}; sinusoids come in pairs, so it must be even")
+        require(
+            self.residual is Residual.SUM or self.layer_norm is NormPlace.PRE,
+            f"model.residual is {self.residual} and model.layer_norm is {self.layer_norm}; a gate passes its input on "
+            "as it is, so take model.layer_norm=pre",
+        )
         self._validate_network()
         self._validate_encoding()
         self._validate_clusters()
@@ -224,6 +242,7 @@ class ModelConfig(Config):
             "dropout.qkv": self.dropout.qkv,
             "dropout.weight": self.dropout.weight,
             "tie_positions": self.tie_positions,
+            "residual": "" if self.residual is Residual.SUM else self.residual,
         }
         for name, value in given.items():
             require(not value, f"model.{name} is {value} and model.network is {self.network}, which has none")

@@ -32,6 +32,7 @@ from txl_jax.modules.block import layer_norm
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.positions.encoding import PositionKeys
+from txl_jax.modules.residual import ResidualConnection
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import CachedVisibility, cached_attention
@@ -49,6 +50,7 @@ class Layer(flax.struct.PyTreeNode):
     position_keys: PositionKeys | None  # None: absolute positions.
     position_vectors: jax.Array | None  # [L, D], added at the distances L - 1, .., 0 from the end; None: nothing.
     norms: tuple[Any, Any]  # Of attention and feed-forward part.
+    residuals: tuple[Any, Any]  # The same; empty where they are sums.
     feed_forward: Any
 
 
@@ -197,8 +199,9 @@ def _forward_layer(
         return _apply(feed_forward, layer.feed_forward, states)
 
     if pre:
-        middle = inputs + attended
-        return middle + inner(feed_forward_norm(middle)), key, value
+        join_attention, join_feed_forward = (_residual(model, params) for params in layer.residuals)
+        middle = join_attention(inputs, attended)
+        return join_feed_forward(middle, inner(feed_forward_norm(middle))), key, value
     middle = attention_norm(inputs + attended)
     return feed_forward_norm(middle + inner(middle)), key, value
 
@@ -221,6 +224,12 @@ def _norm(model: TransformerXL, scales: Any) -> Callable[[jax.Array], jax.Array]
     return lambda states: _apply(norm, scales, states)
 
 
+def _residual(model: TransformerXL, params: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the residual connection with these parameters."""
+    connection = ResidualConnection(model.config)
+    return lambda inputs, branch: _apply(connection, params, inputs, branch)
+
+
 def _prepare_layer(
     params: Any, shared: Any, model: TransformerXL, *, segment_len: int, capacity: int, clamp_len: int | None
 ) -> Layer:
@@ -235,6 +244,7 @@ def _prepare_layer(
         output=attention["output"].reshape(-1, c.d_model).astype(dtype),
         **terms._asdict(),
         norms=(params["attention_norm"], params["feed_forward_norm"]),
+        residuals=tuple(_cast(params.get(f"{part}_residual", {}), model) for part in ("attention", "feed_forward")),
         feed_forward=_cast(params["feed_forward"], model),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace
+from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace, Residual
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.hf_tokenizer import HFVocabulary
 from txl_jax.data.tokens.vocabulary import MARKS, Vocabulary
@@ -72,6 +72,8 @@ def write_original(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
       OSError, LogError: the files cannot be written.
     """
     config = info.config
+    if config.model.residual is not Residual.SUM:
+        raise UserError(f"model.residual is {config.model.residual}; the original PyTorch release has sums only")
     if encoding_of(config.model).original_type is None or config.model.tie_positions:
         raise UserError(
             f"model.encoding is {config.model.encoding} and model.tie_positions is {config.model.tie_positions}; the "

@@ -12,6 +12,7 @@ from txl_jax.modules.attention import Attention
 from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.positions import encoding_of
+from txl_jax.modules.residual import ResidualConnection
 from txl_jax.ops.attention import Implementation, Visibility
 from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
@@ -43,7 +44,7 @@ def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.Layer
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a residual path and a layer norm."""
+    """Attention and feed-forward, each with a residual connection and a layer norm."""
 
     config: ModelConfig
     compat: CompatConfig
@@ -75,8 +76,10 @@ class Block(nn.Module):
             outputs = feed_forward_norm(middle + feed_forward(middle))
         else:  # The memory holds values before the norm and is normalised with the segment.
             normed = attention_norm(jnp.concatenate([memory, inputs], axis=1))
-            middle = inputs + attend(normed[:, memory.shape[1] :], normed[:, : memory.shape[1]])
-            outputs = middle + feed_forward(feed_forward_norm(middle))
+            attended = attend(normed[:, memory.shape[1] :], normed[:, : memory.shape[1]])
+            middle = ResidualConnection(c, name="attention_residual")(inputs, attended)
+            fed = feed_forward(feed_forward_norm(middle))
+            outputs = ResidualConnection(c, name="feed_forward_residual")(middle, fed)
         return constrain(outputs, axes.BATCH, axes.LENGTH, None), inputs
 
 

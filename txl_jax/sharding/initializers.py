@@ -9,7 +9,7 @@ import flax.linen as nn
 Initializer = Callable[..., Any]
 
 
-def normal(stddev: float, *axis_names: str) -> Initializer:
+def normal(stddev: float, *axis_names: str | None) -> Initializer:
     """Returns an initializer N(0, stddev) for a parameter with these logical axes."""
     return _with_names(nn.initializers.normal(stddev), axis_names)
 
@@ -24,5 +24,10 @@ def ones(*axis_names: str) -> Initializer:
     return _with_names(nn.initializers.ones_init(), axis_names)
 
 
-def _with_names(initializer: Callable[..., Any], axis_names: tuple[str, ...]) -> Initializer:
+def constant(value: float, *axis_names: str) -> Initializer:
+    """Returns an initializer of one value for a parameter with these logical axes."""
+    return _with_names(nn.initializers.constant(value), axis_names)
+
+
+def _with_names(initializer: Callable[..., Any], axis_names: tuple[str | None, ...]) -> Initializer:
     return nn.with_logical_partitioning(initializer, axis_names)

@@ -40,6 +40,7 @@ _MESH_AXES = {
     axes.CLUSTERS: None,
     axes.POSITIONS: None,
     axes.NORM: None,
+    axes.GATE: None,
 }
 
 
