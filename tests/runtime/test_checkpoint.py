@@ -2,14 +2,9 @@
 
 import json
 import logging
-import os
 import re
-import resource
 import shutil
-import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -20,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.checkpoints import abstract, assert_same, make_state, step_names
 from txl_jax.errors import CheckpointError
-from txl_jax.runtime import checkpoint, distributed, integrity, orbax_io
+from txl_jax.runtime import integrity
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.integrity import DIGESTS
 
@@ -29,73 +25,9 @@ from txl_jax.runtime.integrity import DIGESTS
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-def make_state(seed=0):
-    """Every kind of leaf that a run has; the memory of a model without recurrence is the empty one."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    return {
-        "params": {"q": jax.random.normal(keys[0], (3, 5)), "layers": [jax.random.normal(keys[1], (2,)), jnp.ones(7)]},
-        "memory": {"hidden": jax.random.normal(keys[2], (2, 3, 4), jnp.bfloat16), "valid": jnp.arange(3) + seed},
-        "empty": jnp.zeros((2, 3, 0, 4), jnp.bfloat16),
-        "step": jnp.int32(seed),
-    }
-
-
-def abstract(state):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-
-
-def assert_same(got, wanted):
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-
-
 def process_wide_hooks():
     filters = [[*logging.getLogger(name).filters] for name in ("absl", "asyncio")]
     return filters, [*warnings.filters], sys.unraisablehook
-
-
-@pytest.fixture
-def quiet(monkeypatch):
-    """Orbax as programs have it; afterwards the hooks are as they were."""
-    for name in ("absl", "asyncio"):
-        logger = logging.getLogger(name)
-        monkeypatch.setattr(logger, "filters", [*logger.filters])
-    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
-    with warnings.catch_warnings():
-        orbax_io.quiet_orbax()
-        yield
-
-
-@pytest.fixture
-def lines():
-    return []
-
-
-@pytest.fixture
-def open_checkpoints(tmp_path, lines):
-    """Opens the directory of a test; the lines reported land in `lines`."""
-    return lambda keep=3: Checkpointer(tmp_path / "latest", keep=keep, log=lines.append)
-
-
-@pytest.fixture(scope="session")
-def two_steps_template(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("template") / "latest"
-    with Checkpointer(directory, keep=3, log=print) as checkpoints:
-        checkpoints.save(100, make_state(100), {"loss": 1.0})
-        checkpoints.save(200, make_state(200), {"loss": 2.0})
-    return directory
-
-
-@pytest.fixture
-def two_steps(two_steps_template, tmp_path):
-    """A directory with verified steps 100 and 200."""
-    return Path(shutil.copytree(two_steps_template, tmp_path / "latest"))
-
-
-def step_names(directory):
-    return sorted(path.name for path in directory.iterdir())
 
 
 # Whole
@@ -341,141 +273,9 @@ def test_notes_of_a_step_that_is_not_there(two_steps, open_checkpoints):
         checkpoints.notes(3)
 
 
-# Kills and full disks
-
-SAVE_FOR_EVER = """
-    import sys
-    import jax.numpy as jnp
-    from txl_jax.runtime.checkpoint import Checkpointer
-    with Checkpointer(sys.argv[1], keep=2, log=print) as checkpoints:
-        for step in range(1, 10_000):
-            checkpoints.save(step, {"x": jnp.full(3_000_000, step, jnp.float32)}, {"step": step})
-            print(step, flush=True)
-"""
-
-
-def test_kill_in_the_middle_of_a_save(tmp_path, open_checkpoints):
-    directory = tmp_path / "latest"
-    command = [sys.executable, "-c", textwrap.dedent(SAVE_FOR_EVER), str(directory)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
-        while process.stdout.readline().strip() != "3":
-            assert process.poll() is None
-        while not list(directory.glob("*.orbax-checkpoint-tmp*")):
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-    with open_checkpoints(keep=2) as checkpoints:
-        step, restored, notes = checkpoints.restore({"x": jnp.zeros(3_000_000)})
-        assert step >= 2 and notes == {"step": step}
-        assert np.all(np.asarray(restored["x"]) == step)
-        checkpoints.save(step + 1, restored, {})
-    assert all(name.isdigit() for name in step_names(directory)) and len(step_names(directory)) == 2
-
-
-@pytest.mark.usefixtures("quiet")
-def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
-    state = {"x": jax.random.normal(jax.random.key(0), (300_000,))}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with open_checkpoints() as checkpoints:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        try:
-            with pytest.raises(CheckpointError, match=r"\bstep 300\b.*latest.*\bFile too large\b"):  # noqa: PT012
-                checkpoints.save(300, state, {})
-                checkpoints.wait()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert checkpoints.restore(abstract(make_state()))[0] == 200
-        checkpoints.save(300, make_state(300), {})
-        checkpoints.wait()
-    assert step_names(two_steps) == ["100", "200", "300"]
-    messages = [record.getMessage() for record in caplog.records]
-    assert (messages, capfd.readouterr()) == ([], ("", "")), "the sentence is all that people see"
-    other = logging.LogRecord("absl", logging.ERROR, "/somewhere/else.py", 1, "a line of others", (), None)
-    assert logging.getLogger("absl").filter(other), "others' log lines are theirs"
-
-
-@pytest.fixture
-def beside_another(monkeypatch):
-    """Process 0 of two; the other has no trouble."""
-    monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
-    monkeypatch.setattr(distributed, "_gather_texts", lambda own: [own, ""])
-    monkeypatch.setattr(distributed, "_broadcast_text", lambda own: own)
-
-
-@pytest.mark.usefixtures("beside_another")
-def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
-    """Otherwise the others would wait in the next save, and report the disk or the network."""
-
-    def fail(path):
-        raise OSError(28, "No space left on device")
-
-    with open_checkpoints() as checkpoints:
-        with monkeypatch.context() as patch:
-            patch.setattr(integrity, "file_sha256", fail)
-            checkpoints.save(1, make_state(), {})
-            with pytest.raises(CheckpointError, match=r"\bstep 1\b.*\bNo space left\b") as late:
-                checkpoints.save(2, make_state(), {})
-        (tmp_path / "latest").rename(tmp_path / "elsewhere")
-        (tmp_path / "latest").write_text("a file")
-        with pytest.raises(CheckpointError, match=r"\bstep 3\b") as early:
-            checkpoints.save(3, make_state(), {})
-    assert distributed.is_known_to_all(late.value) and distributed.is_known_to_all(early.value)
-
-
-def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):
-    (tmp_path / "latest").write_text("a file")
-    with open_checkpoints() as checkpoints:
-        with pytest.raises(CheckpointError, match=r"\bstep 1\b.*latest.*\bFile exists\b"):
-            checkpoints.save(1, make_state(), {})
-        with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
-            checkpoints.restore(make_state())
-    assert (tmp_path / "latest").read_text() == "a file"
-
-
-def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open_checkpoints, lines, monkeypatch):
-    def fail(path):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(integrity, "file_sha256", fail)
-    with pytest.raises(KeyboardInterrupt), open_checkpoints() as checkpoints:  # noqa: PT012
-        checkpoints.save(1, make_state(), {})
-        raise KeyboardInterrupt
-    assert "No space left on device" in lines[-1]
-    with pytest.raises(CheckpointError, match="No space left"), open_checkpoints() as checkpoints:
-        checkpoints.save(2, make_state(), {})
-
-
 @pytest.mark.parametrize(
     ("directory", "keep", "pattern"), [("x", 0, r"\bkeep\D*\b0\b"), ("memory://x/y", 1, "memory://x/y")]
 )
 def test_arguments_that_cannot_be(directory, keep, pattern):
     with pytest.raises(ValueError, match=pattern):
         Checkpointer(directory, keep=keep, log=print)
-
-
-@pytest.mark.usefixtures("quiet")
-def test_writes_that_nobody_waits_for_fail_in_silence(caplog):
-    """Orbax waits for one of several writes to a full disk; asyncio would print a traceback for each of the others."""
-    for error, logged in ((ValueError("File too large [os_error_code='27']"), False), (ValueError("another"), True)):
-        exc_info = (type(error), error, None)
-        caplog.clear()
-        logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=exc_info)
-        assert ("never retrieved" in caplog.text) == logged
-
-
-def test_writes_that_were_not_begun_end_in_silence(quiet):
-    """Coroutines as Orbax has them left when another write fails first."""
-
-    async def async_serialize_from_host():
-        pass
-
-    async def another():
-        pass
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        orbax_io.quiet_orbax()
-        for write in (async_serialize_from_host, another):
-            write()  # And is dropped.
-    messages = [str(warning.message) for warning in caught if "never awaited" in str(warning.message)]
-    assert len(messages) == 1 and "another" in messages[0]

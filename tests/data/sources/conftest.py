@@ -1,0 +1,17 @@
+"""Miniatures in place of the published corpora."""
+
+import pytest
+import requests
+
+from support import miniature
+from support.published_corpora import refuse
+from txl_jax.data.sources.corpora import CORPORA
+
+
+@pytest.fixture
+def miniatures(monkeypatch):
+    """The table of the miniatures, and no network."""
+    for name in miniature.NAMES:
+        monkeypatch.setitem(CORPORA, name, miniature.corpus(name))
+    monkeypatch.setattr(requests, "head", refuse)
+    monkeypatch.setattr(requests.Session, "send", lambda *args, **kwargs: pytest.fail("the network was used"))

@@ -1,0 +1,245 @@
+"""Parts of a run in which settings show: shapes, lowered programs, batches, texts, files.
+
+Each probe takes a config and returns something that can be compared; `BASE` is a run in which every setting matters.
+"""
+
+import functools
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from support import drawn_run
+from txl_jax.assemble import assemble
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    DropoutConfig,
+    EvalConfig,
+    ExperimentConfig,
+    GenerateConfig,
+    InitVocabulary,
+    ModelConfig,
+    NormPlace,
+    OptimizerConfig,
+    TrainConfig,
+)
+from txl_jax.config import tree as config_tree
+from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
+from txl_jax.data.corpus import read_corpus
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.tokens.vocabulary import dumps
+from txl_jax.inference.generator import Generator
+from txl_jax.jobs import evaluate, train, warm_start
+from txl_jax.jobs.generate import read_prompt, read_stop
+from txl_jax.jobs.train import training_reader
+from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.training.state import init_state
+from txl_jax.training.step import make_train_step
+
+# Chosen so that every setting matters: clusters, pre layer norm, same_length, a clamp, a warm-up.
+BASE = ExperimentConfig(
+    model=ModelConfig(
+        n_layer=2,
+        d_model=12,
+        n_head=2,
+        d_head=5,
+        d_inner=14,
+        d_embed=16,
+        dropout=DropoutConfig(attention=0.1),
+        layer_norm=NormPlace.PRE,
+        cutoffs=(100, 200),
+        div_val=2,
+        tie_projs=(False, True, True),
+    ),
+    data=DataConfig(corpus=CorpusName.TEXT, file="words.txt"),
+    optimizer=OptimizerConfig(warmup_steps=2),
+    train=TrainConfig(
+        steps=8,
+        batch_size=2,
+        segment_len=7,
+        mem_len=5,
+        clamp_len=6,
+        same_length=True,
+        segments_per_call=2,
+        log_every=4,
+        eval_every=4,
+        checkpoint_every=4,
+    ),
+    eval=EvalConfig(batch_size=2, segment_len=6, mem_len=9, clamp_len=4, segments_per_call=2),
+    generate=GenerateConfig(length=4, top_k=10),
+)
+
+
+@functools.cache
+def parts_of(config):
+    return assemble(config, vocab_size=256)
+
+
+def shapes(config):
+    """Shapes and types of the parameters."""
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), parts_of(config).training.abstract_state.params)
+
+
+def init(config):
+    """The lowered initialisation: seeds and deviations."""
+    parts, span = parts_of(config), config.train
+    make = functools.partial(
+        init_state, parts.model, parts.optimizer, seed=config.seed, batch_size=span.batch_size, mem_len=span.mem_len
+    )
+    return jax.jit(lambda: nn.unbox(make())).lower().as_text()
+
+
+def first_weights(config):
+    """The vocabulary, and what is recorded of the weights that a run begins with; a trained run is made if need be."""
+    if config.init_from:
+        plain = {"init_from": None, "init_vocabulary": InitVocabulary.OWN, "data.file": "trained.txt"}
+        trained = config_tree.replace(config, plain)
+        drawn_run.make(Path(config.init_from), trained, read_corpus(trained.data, "."))
+    workdir = Workdir(Path("new-run"))
+    read = warm_start.read_corpus(config, workdir, ".", None)
+    parts = assemble(config, vocab_size=read.vocabulary.size)
+    weights = warm_start.load(parts, read.vocabulary, workdir)
+    return dumps(read.vocabulary), weights and weights.record
+
+
+def forward(config):
+    """The lowered losses of a segment in training."""
+    model, span = parts_of(config).model, config.train
+    options = {"clamp_len": span.clamp_len, "same_length": span.same_length, "deterministic": False}
+
+    def losses(params, tokens, memory):
+        hidden, _ = model.apply({"params": params}, tokens, memory, rngs={"dropout": jax.random.key(0)}, **options)
+        return model.apply({"params": params}, hidden, tokens, method=model.nll)
+
+    tokens = jax.ShapeDtypeStruct((span.batch_size, span.segment_len), "int32")
+    memory = jax.eval_shape(lambda: model.init_memory(batch_size=span.batch_size, mem_len=span.mem_len))
+    return jax.jit(losses).lower(parts_of(config).training.abstract_state.params, tokens, memory).as_text()
+
+
+def update(config):
+    """The lowered change of the parameters by gradients, and the learning rate."""
+    parts, params = parts_of(config), parts_of(BASE).training.abstract_state.params
+
+    def change(gradients, state, params, step):
+        return parts.optimizer.update(gradients, state, params), parts.schedule(step)
+
+    step = jax.ShapeDtypeStruct((), "int32")
+    return jax.jit(change).lower(params, jax.eval_shape(parts.optimizer.init, params), params, step).as_text()
+
+
+def train_step(config):
+    """The lowered update, gradients included."""
+    parts = parts_of(config)
+    step = make_train_step(parts.model, parts.optimizer, parts.schedule, config)
+    reader = training_segments(np.arange(200), batch_size=config.train.batch_size, segment_len=config.train.segment_len)
+    return jax.jit(step).lower(parts.training.abstract_state, reader.segments(0, 1)).as_text()
+
+
+def eval_step(config):
+    """The lowered scoring."""
+    parts = parts_of(config)
+    reader = evaluation_segments(np.arange(200), batch_size=config.eval.batch_size, segment_len=config.eval.segment_len)
+    weights = jax.eval_shape(parts.evaluation.prepare_params, parts.training.abstract_state.params)
+    return parts.evaluation.eval_step.lower(
+        weights, jax.eval_shape(parts.evaluation.init_memory, weights), reader.segments(0, 1)
+    ).as_text()
+
+
+def batch(config):
+    """Tokens read by the first calls of training and evaluation."""
+    tokens = np.arange(200)
+    first_train = training_segments(tokens, batch_size=config.train.batch_size, segment_len=config.train.segment_len)
+    first_eval = evaluation_segments(tokens, batch_size=config.eval.batch_size, segment_len=config.eval.segment_len)
+    calls = (
+        first_train.segments(0, config.train.segments_per_call),
+        first_eval.segments(0, config.eval.segments_per_call),
+    )
+    return jax.tree.map(np.ndarray.tolist, calls)
+
+
+def corpus(config):
+    """The text and its ids, or why it is refused."""
+    try:
+        read = read_corpus(config.data, ".")
+    except (ValueError, OSError) as error:
+        return str(error)
+    return read.digest, dumps(read.vocabulary), [split.tolist() for split in (read.train, read.valid, read.test)]
+
+
+def epochs(config):
+    """Segments of the first two epochs of training."""
+    read = read_corpus(config.data, ".")
+    reader = training_reader(parts_of(config), read)
+    return jax.tree.map(np.ndarray.tolist, reader.segments(0, 2 * reader.n_segments))
+
+
+def devices(config):
+    """The mesh, or, on one device, why there is none."""
+    try:
+        return parts_of(config).mesh.shape
+    except ValueError as error:
+        return str(error)
+
+
+def files(config):
+    """Records and files of a tiny run."""
+    workdir = Workdir(config_run_folder(config))
+    train.run(config, read_corpus(config.data, "."), workdir)
+    records = [
+        (record["kind"], record["step"], record["loss"], record.get("tokens")) for record in read_metrics(workdir.path)
+    ]
+    return records, sorted(path.name for path in workdir.latest.iterdir())
+
+
+def scored(config):
+    """Test scores of a run that has ended."""
+    trained = config_tree.replace(config, {"eval.average_checkpoints": None})
+    corpus, workdir = read_corpus(config.data, "."), Workdir(config_run_folder(trained))
+    train.run(trained, corpus, workdir)
+    return evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)["test"]
+
+
+def config_run_folder(config):
+    return Path.cwd() / f"run-{abs(hash(config))}"
+
+
+def prompt(config):
+    """The prompt of generation."""
+    return read_prompt(config.generate)
+
+
+def text(config):
+    """Generated text, by random weights that are large enough for peaked distributions."""
+    parts = parts_of(config)
+    params = jax.tree.map(
+        lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.training.abstract_state.params
+    )
+    stop = read_stop(config.generate, ByteVocabulary.all_bytes())
+    generator = Generator(parts.model, config.eval, config.generate, stop_token=stop)
+    blocks = generator.tokens(generator.prepare_params(params), np.arange(3))
+    return np.concatenate(list(blocks), axis=1).tolist()
+
+
+PROBES = {
+    probe.__name__: probe
+    for probe in (
+        shapes,
+        init,
+        first_weights,
+        forward,
+        update,
+        train_step,
+        eval_step,
+        batch,
+        corpus,
+        epochs,
+        devices,
+        files,
+        scored,
+        prompt,
+        text,
+    )
+}
