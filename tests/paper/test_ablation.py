@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -80,20 +81,29 @@ def test_every_row_is_a_legal_run_that_differs_as_declared(row):
         assert config.model.num_positions == config.train.segment_len + config.train.mem_len
 
 
-def test_rows_are_trained_scored_and_reported(base, tmp_path):
-    plan = plan_of(RECURRENT, VANILLA, seeds=(1, 2), lengths=(4, 12), stride=2)
-    found = run(base, plan, tmp_path)
+PLAN = plan_of(RECURRENT, VANILLA, seeds=(1, 2), lengths=(4, 12), stride=2)
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    """(folder, scores) of `PLAN`."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(base, PLAN, folder)
+
+
+def test_rows_are_trained_scored_and_reported(whole):
+    folder, found = whole
     assert list(found) == [RECURRENT.name, VANILLA.name] and all(len(scores) == 2 for scores in found.values())
     for row, trained in ((RECURRENT, L + M), (VANILLA, L)):
         for seed, score in zip((1, 2), found[row.name], strict=True):
-            kept = json.loads((tmp_path / f"{row.name}-seed{seed}" / "ablation.json").read_text())["scores"]
+            kept = json.loads((folder / f"{row.name}-seed{seed}" / "ablation.json").read_text())["scores"]
             assert {int(length): value for length, value in kept.items()} == score.at
             assert set(score.at) == {4, 12, trained}
             assert (score.init, score.best) == (score.at[trained], min(score.at.values()))
             assert score.at[score.length] <= score.best + 0.0005
-    record = json.loads((tmp_path / "ablation.json").read_text())
+    record = json.loads((folder / "ablation.json").read_text())
     assert len(record["scores"]) == 4 and record["seeds"] == [1, 2]
-    page = (tmp_path / "ablation.md").read_text()
+    page = (folder / "ablation.md").read_text()
     least = [[score.best for score in found[row.name]] for row in (RECURRENT, VANILLA)]
     beside = np.subtract(*reversed(least))
     assert f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | " in page
@@ -166,15 +176,14 @@ def test_the_whole_table_follows_from_a_base_with_tied_positions(base):
     assert [row_config(tied, row, 1).model.tie_positions for row in (RECURRENT, SHAW)] == [True, False]
 
 
-def test_scores_from_before_a_setting_of_evaluation_existed_are_kept(base, tmp_path, monkeypatch):
-    plan = plan_of(RECURRENT)
-    found = run(base, plan, tmp_path)
+def test_scores_from_before_a_setting_of_evaluation_existed_are_kept(base, whole, tmp_path, monkeypatch):
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     path = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
     kept = json.loads(path.read_text())
     assert kept["of"].pop("eval.stride") is None
     path.write_text(json.dumps(kept))
     monkeypatch.setattr(ablation.context_length, "run", None)  # Nothing is scored again.
-    assert run(base, plan, tmp_path) == found
+    assert run(base, PLAN, tmp_path) == whole[1]
 
 
 @pytest.mark.slow
