@@ -148,17 +148,23 @@ def compiled_with_dropout():
 
     @jax.jit
     def hidden(factors):
+        places.clear()  # Calls are counted from the beginning of a trace.
         with nn.intercept_methods(functools.partial(interceptor, factors)):
             return loss_of(model, deterministic=False)(variables, dropout_rngs(3))[1][0]
 
-    hidden({place: jnp.ones(()) for place, _, _ in DROPOUTS.values()})
+    hidden(factors_of(None))
     return hidden, places
+
+
+def factors_of(doubled):
+    """A factor for the output of each dropout: 2 for one, 1 for the others."""
+    return {place: np.float32(1 + (place == doubled)) for place, _, _ in DROPOUTS.values()}
 
 
 def hidden_with_dropout(change=None):
     """Hidden states; dropout `change` gives twice its output."""
     hidden, _ = compiled_with_dropout()
-    return hidden({place: jnp.asarray(1.0 + (place == change)) for place, _, _ in DROPOUTS.values()})
+    return hidden(factors_of(change))
 
 
 def test_dropout_is_applied_where_the_original_has_it():
