@@ -78,7 +78,8 @@ class TransformerXL(nn.Module):
 
         Args:
           tokens: int [B, L], below the vocabulary's size; as everywhere in jax larger ones are clipped, not refused. Or
-            floats [B, L, D] in place of their embeddings (`embed_tokens`).
+            floats [B, L, D] in place of their embeddings (`embed_tokens`); `init` with floats creates the layers only,
+            without embedding and softmax.
           memory: M slots before it.
           clamp_len: distances above this share one position code; None: off.
           same_length: every query sees the same number of keys, M (or M + 1, see `compat`).
@@ -102,13 +103,13 @@ class TransformerXL(nn.Module):
         hidden = self.finish(hidden)
         keep_last(self, hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
-        if self.is_initializing():
+        if self.is_initializing() and not _are_embeddings(tokens):
             self.nll(hidden, tokens)  # Creates the softmax's parameters.
         return hidden, memory_lib.update(memory, layer_inputs)
 
     def embed(self, tokens: jax.Array, *, clamp_len: int | None, deterministic: bool = True) -> jax.Array:
         """Computes the input of the first layer before dropout: int [B, L], or embeddings [B, L, D] -> [B, L, D]."""
-        if jnp.issubdtype(tokens.dtype, jnp.floating):
+        if _are_embeddings(tokens):
             embedded = tokens.astype(self.config.dtype)
         else:
             embedded = self.embed_tokens(tokens, deterministic=deterministic)
@@ -151,3 +152,8 @@ class TransformerXL(nn.Module):
             dtype=jnp.dtype(self.config.dtype),
             start=self.compat.memory_start,
         )
+
+
+def _are_embeddings(tokens: jax.Array) -> bool:
+    """Returns whether the inputs are vectors in place of token ids."""
+    return bool(jnp.issubdtype(tokens.dtype, jnp.floating))
