@@ -21,15 +21,15 @@ def _corpora() -> dict[str, str]:
 PROGRAMS = {
     "Train, evaluate, score and generate (--mode)": {
         "experiments.quickstart": "a small model on Python's own source text, in under three minutes",
-        "experiments.text": "your own text: bytes, characters, words, pieces of words, or ready-made ids",
+        "experiments.text": "your own text: bytes, characters, words, pieces, or ready-made ids",
         **_corpora(),
     },
     "Helpers": {
         "experiments.prepare": "read, check and encode a corpus ahead of a run",
-        "experiments.convert": "weights from and to other formats (Hugging Face, the original release)",
-        "experiments.ensemble": "train several runs of one model at once (seeds, learning rates, dropout)",
+        "experiments.convert": "weights from and to other formats (Hugging Face, the original)",
+        "experiments.ensemble": "several runs of one model at once (seeds, learning rates, dropout)",
         "experiments.lm_eval": "a trained model on tasks of lm-evaluation-harness",
-        "experiments.report": "a page about one or several runs: curves, results, settings, time, samples",
+        "experiments.report": "a page about runs: curves, results, settings, time, samples",
         "experiments.temperature": "the softmax temperature that suits a trained run",
     },
     "Tables and figures of the paper": {
@@ -43,12 +43,16 @@ PROGRAMS = {
     "Benchmarks": {
         "experiments.bench.speed": "tokens per second of training, evaluation and generation",
         "experiments.bench.softmax_speed": "time and memory of the adaptive softmax beside a full one",
-        "experiments.bench.attention": "attention of one layer: reference, tiles, fused kernels, plain attention",
+        "experiments.bench.attention": "attention of a layer: reference, tiles, fused kernels, plain",
         "experiments.bench.estimate": "memory, FLOPs and least time of a configuration on TPUs or GPUs",
+    },
+    "Other fields": {
+        "experiments.examples.memory_policy": "reinforcement learning: a policy that must remember",
+        "experiments.examples.speech_encoder": "speech-like input: a Conformer block that attends both ways",
     },
     "Launchers": {
         "launch.local": "several processes of one run on this machine",
-        "launch.sweep": "sweeps: grids, random search, successive halving, and a table of results",
+        "launch.sweep": "sweeps: grids, random search, successive halving, tables",
     },
 }
 

@@ -3,9 +3,9 @@
     python -m experiments.examples.memory_policy --out=runs/memory_policy
 
 The task is a T-maze (Bakker, 2001). The first observation shows a light, left or right. Then comes a corridor of 4 to
-12 steps that looks the same everywhere, and a junction where the reward is 1 for turning to the side of the light. The
-observation at the junction is the same in all episodes, so a policy without memory turns left with one probability p
-whatever the light was; half of the lights are left, so its mean reward is p / 2 + (1 - p) / 2 = 0.5 for every p.
+12 steps whose observations are all the same, and a junction where the reward is 1 for turning to the side of the
+light. The observation at the junction is the same in all episodes, so a policy without memory turns left with one
+probability p whatever the light was. Half of the lights are left: its mean reward is p / 2 + (1 - p) / 2 = 0.5.
 
 The policy is a Transformer-XL with gated residuals (GTrXL; Parisotto et al., 2019) that reads vectors in place of
 tokens. Rollouts are a `lax.scan` over single steps with the memory as carried state; rows whose episode has ended are
@@ -42,7 +42,7 @@ CONFIG = ModelConfig(
 )
 ROWS, STEPS, DISCOUNT = 64, 32, 0.97  # Episodes side by side, steps of a rollout.
 SHORTEST, LONGEST = 4, 12  # Steps in the corridor.
-MEM_LEN = LONGEST + 2  # The light, the corridor and the junction.
+MEM_LEN = LONGEST + 1  # From the junction back to the light.
 LEFT, RIGHT, CORRIDOR, JUNCTION = range(4)  # Observations, one-hot.
 
 FLAGS = flags.FLAGS
@@ -90,7 +90,7 @@ class Policy(nn.Module):
 
     def __call__(self, observation: jax.Array, memory: txl_jax.Memory) -> tuple[jax.Array, jax.Array, txl_jax.Memory]:
         """Computes logits [B, 2], values [B] and the memory after one observation [B, 4]."""
-        hidden, memory = self.core(self.observation(observation)[:, None], memory, same_length=True)
+        hidden, memory = self.core(self.observation(observation)[:, None], memory)
         heads = self.heads(hidden[:, 0])
         return heads[:, :2], heads[:, 2], memory
 
@@ -102,7 +102,7 @@ def act(params: Any, observation: jax.Array, memory: txl_jax.Memory) -> tuple[ja
 
 
 class Rollout(NamedTuple):
-    """What a rollout collects, each [STEPS, B]."""
+    """Arrays [STEPS, B] that a rollout collects."""
 
     log_prob: jax.Array  # Of the turns taken.
     entropy: jax.Array
