@@ -10,13 +10,13 @@ the token --first; docs/lm-eval.md has the details, and tasks on files of yours.
 
 import json
 import sys
-from pathlib import Path
 
 from absl import flags
 
 from experiments.cli import runner
 from txl_jax.errors import UserError
 from txl_jax.runtime.files import write_text
+from txl_jax.runtime.paths import as_path, is_remote
 
 FLAGS = flags.FLAGS
 
@@ -39,6 +39,9 @@ def main() -> None:
 def _run() -> int:
     if not FLAGS.model_path or not FLAGS.tasks:
         raise UserError("no model or no task was given; set --model_path=FOLDER and --tasks=NAME,NAME")
+    if is_remote(FLAGS.include_path or ""):
+        raise UserError(f"--include_path is {FLAGS.include_path}, and the harness reads folders of this machine alone")
+    output = as_path(FLAGS.output or "")  # An address that nothing can open is an error before the tasks run.
     try:
         from txl_jax import lm_eval_model
     except ImportError as error:
@@ -51,7 +54,7 @@ def _run() -> int:
         model, FLAGS.tasks, include_path=FLAGS.include_path, num_fewshot=FLAGS.num_fewshot, limit=limit
     )
     if FLAGS.output:
-        write_text(Path(FLAGS.output).expanduser(), json.dumps(results, indent=2, default=str) + "\n")
+        write_text(output, json.dumps(results, indent=2, default=str) + "\n")
         print(f"results   {FLAGS.output}")
     return 0
 

@@ -131,3 +131,38 @@ def usual_emitters():
         tiny_run.compiled.cache_clear()
         yield
         tiny_run.compiled.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def storage():
+    """A server of object storage; one for the session, as gcsfs keeps its address."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # Read when gcsfs is imported.
+        pytest.importorskip("gcsfs", reason="gs:// needs gcsfs (extra gcs)")
+        pytest.importorskip("gcp_storage_emulator", reason="gs:// is tested with gcp-storage-emulator (extra test)")
+        from support.object_storage import ObjectStorage
+
+        with ObjectStorage() as server:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
+            yield server
+
+
+@pytest.fixture(scope="module")
+def module_bucket(storage, request):
+    """A folder in the bucket for the tests of a file."""
+    from support.object_storage import BUCKET
+    from txl_jax.runtime.paths import as_path
+
+    return as_path(f"gs://{BUCKET}/{request.node.name.removesuffix('.py')}")
+
+
+@pytest.fixture
+def bucket(storage, request):
+    """A folder in the bucket for one test; faults end with it."""
+    from support.object_storage import BUCKET
+    from txl_jax.runtime.paths import as_path
+
+    yield as_path(f"gs://{BUCKET}/{request.node.name.partition('[')[0]}-{id(request)}")
+    storage.calm()
+    storage.is_up = True

@@ -10,7 +10,7 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.jobs import warm_start
 from txl_jax.jobs.workdir import Workdir
-from txl_jax.runtime.paths import is_remote
+from txl_jax.runtime.paths import as_path, is_remote
 
 Config = TypeVar("Config")
 
@@ -37,7 +37,11 @@ def build(
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Returns a config, or a study's plan, with absolute paths, so that it means the same in any folder."""
+    """Returns a config, or a study's plan, with absolute paths, so that it means the same in any folder.
+
+    Raises:
+      UserError: a URL that nothing here can open.
+    """
     leaves = [leaf for leaf in config_tree.leaves(type(config)) if leaf.setting.path]
     paths = {leaf.name: config_tree.get(config, leaf.name) for leaf in leaves}
     return config_tree.replace(config, {name: _absolute(value) for name, value in paths.items()})
@@ -46,4 +50,6 @@ def with_absolute_paths(config: Config) -> Config:
 def _absolute(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_absolute, value))
-    return value and (value if is_remote(value) else os.path.abspath(os.path.expanduser(value)))
+    if is_remote(value or ""):
+        return os.fspath(as_path(value))
+    return value and os.path.abspath(os.path.expanduser(value))

@@ -6,6 +6,7 @@ read has its generation. Faults are answered before the emulator sees the reques
 
 import contextlib
 import http.server
+import logging
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from gcp_storage_emulator import server as emulator
 from gcp_storage_emulator.exceptions import NotFound
 
+logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # An object that is missing is no error here.
 BUCKET = "bucket-one"
 _OBJECT = re.compile(r"(?:/upload|/download)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
 
@@ -121,16 +123,17 @@ class ObjectStorage:
 
     def calm(self):
         """Ends all faults."""
-        self._every, self._seen, self._status, self._refuse = 0, 0, 0, None
+        self._every, self._seen, self._status = 0, 0, 0
+        self._refuse, self._allowed = None, 0
         self._victim, self._kill_at, self.killed = None, -1, False
 
     def fail_every(self, number, status=503):
         """Answers each request of this number with an error."""
         self._every, self._seen, self._status = number, 0, status
 
-    def refuse(self, pattern, status=403):
-        """Answers requests whose method and path fit a pattern with an error."""
-        self._refuse = re.compile(pattern), status
+    def refuse(self, pattern, status=403, *, after=0):
+        """Answers requests whose method and path fit a pattern with an error, but for the first of them."""
+        self._refuse, self._allowed = (re.compile(pattern), status), after
 
     def kill_at_write(self, pid, number):
         """Kills a process when its write of this number (from 0) arrives, which is not done any more."""
@@ -145,7 +148,9 @@ class ObjectStorage:
                 self.killed = True
             return 503
         if self._refuse and self._refuse[0].search(f"{method} {unquote(path)}"):
-            return self._refuse[1]
+            self._allowed -= 1
+            if self._allowed < 0:
+                return self._refuse[1]
         self._seen += 1
         if self._every and self._seen % self._every == 0:
             self.errors += 1

@@ -9,7 +9,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -143,7 +142,7 @@ def run(configs: Mapping[str, ExperimentConfig], plan: Plan, log: Log = print_li
         for (path, reason), names in refused.items():
             log(f"\nno {path}: {reason} ({', '.join(names)})")
     if plan.json:
-        write_json(Path(plan.json), {**facts, "plan": config_tree.to_dict(plan), "rows": records})
+        write_json(plan.json, {**facts, "plan": config_tree.to_dict(plan), "rows": records})
         log(f"\nresults   {plan.json}")
     return records
 

@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import datetime
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -163,7 +162,7 @@ def make_record(
 def write_records(records: list[dict[str, Any]], plan: Plan, log: Log) -> None:
     """Writes the JSON file of a plan, if it names one."""
     if plan.json:
-        write_json(Path(plan.json), {**_versions(plan), "plan": config_tree.to_dict(plan), "estimates": records})
+        write_json(plan.json, {**_versions(plan), "plan": config_tree.to_dict(plan), "estimates": records})
         log(f"\nresults   {plan.json}")
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from txl_jax import flops
@@ -94,7 +93,7 @@ def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> dict[str
     settings = {"vocab_size": vocab_size, "config": config_tree.to_dict(config), "plan": config_tree.to_dict(plan)}
     record = facts | measure(components, plan, facts["device"], log) | settings
     if plan.json:
-        write_json(Path(plan.json), record)
+        write_json(plan.json, record)
         log(f"\nresults   {plan.json}")
     return record
 

@@ -134,7 +134,7 @@ def read_leaves(folder: Path) -> dict[str, Leaf]:
     """
     expected = _read_config(folder).get("sha256", {})
     tensors = SafeTensors(folder / WEIGHTS)
-    if file_sha256(folder / WEIGHTS) != expected.get(WEIGHTS):
+    if file_sha256(tensors.local) != expected.get(WEIGHTS):
         raise CheckpointError(
             f"{folder / WEIGHTS} is damaged (its sha256 is not the one in {CONFIG}); copy or convert the folder again"
         )
@@ -205,7 +205,7 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> None:
 def holds_vocabulary(folder: Path) -> bool:
     """Returns whether a folder has a vocabulary.txt in the format of txl_jax; other programs use the name too."""
     try:
-        with open(folder / VOCABULARY, "rb") as file:
+        with (folder / VOCABULARY).open("rb") as file:
             return file.read(len(TITLE)) == TITLE.encode()
     except OSError:
         return False

@@ -18,6 +18,7 @@ import numpy as np
 
 from txl_jax.errors import CheckpointError
 from txl_jax.interop.leaves import Leaf, Leaves
+from txl_jax.runtime.paths import as_given, local_copy
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # Bytes; the limit of the reference implementation.
@@ -43,10 +44,12 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 class SafeTensors(Mapping[str, np.ndarray]):
     """The tensors of a file by name.
 
-    Each access maps the tensor's bytes anew and read-only, so that the pages of one that is dropped are freed.
+    Each access maps the tensor's bytes anew and read-only, so that the pages of one that is dropped are freed. A file
+    on object storage is copied to this machine first.
 
     Attributes:
       path: the file.
+      local: the same, or the copy.
       metadata: the texts of its header.
       shapes: the shape of each tensor.
       dtypes: the type of each tensor.
@@ -58,9 +61,10 @@ class SafeTensors(Mapping[str, np.ndarray]):
         Raises:
           CheckpointError: the file cannot be read, is truncated, or is no safetensors file.
         """
-        self.path = Path(path)
+        self.path = as_given(path)
         try:
-            header, start, size = _read_header(self.path)
+            self.local = local_copy(self.path, self)
+            header, start, size = _read_header(self.local)
             self.metadata: dict[str, str] = _checked_metadata(header.pop(_METADATA, {}))
             entries = {name: _checked_entry(name, entry) for name, entry in header.items()}
             _check_ranges({name: (begin, end) for name, (_, _, begin, end) in entries.items()}, size - start)
@@ -79,7 +83,7 @@ class SafeTensors(Mapping[str, np.ndarray]):
         shape, dtype = self.shapes[name], self.dtypes[name]
         if not math.prod(shape):
             return np.empty(shape, dtype)
-        mapped = np.memmap(self.path, dtype, mode="r", offset=self._offsets[name], shape=shape)
+        mapped = np.memmap(self.local, dtype, mode="r", offset=self._offsets[name], shape=shape)
         return mapped.view(np.ndarray)
 
     def __iter__(self) -> Iterator[str]:

@@ -16,6 +16,7 @@ from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.jobs.pretrained import Pretrained, holds_other_weights, open_pretrained
 from txl_jax.jobs.workdir import Workdir
+from txl_jax.runtime.paths import is_remote
 from txl_jax.training.results import RESULTS
 
 NATIVE = "native"
@@ -63,8 +64,13 @@ def open_foreign(source: Path, from_format: str | None = None) -> WeightsIn:
     """Opens a file or folder of another implementation.
 
     Raises:
-      UserError: it cannot be read, or its parts contradict each other.
+      UserError: it cannot be read, is on object storage, or its parts contradict each other.
     """
+    if is_remote(source):
+        raise UserError(
+            f"{source} holds weights of another implementation, which are read at random; copy the folder to this "
+            "machine, and give the copy"
+        )
     found = formats.read(source, None if from_format is None else formats.Format(from_format))
     vocabulary, notes = found.vocabulary, list(found.notes)
     folder = source if source.is_dir() else source.parent

@@ -9,7 +9,6 @@ best of all, and the length beside it the shortest that reaches it.
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from txl_jax.config import EvalConfig, ExperimentConfig, Network
@@ -26,6 +25,7 @@ from txl_jax.paper.ablation_rows import TABLES, Row, Table, row_config, row_name
 from txl_jax.paper.equal_memory import with_equal_memory
 from txl_jax.runtime import distributed
 from txl_jax.runtime.files import write_json
+from txl_jax.runtime.paths import as_given
 
 # Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints it.
 _TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005}
@@ -105,7 +105,7 @@ def run(
     """
     plan.validate()
     plan.check(config)
-    rows, folder, measure = plan.chosen_rows, Path(plan.out or ""), corpus.vocabulary.measure
+    rows, folder, measure = plan.chosen_rows, as_given(plan.out or ""), corpus.vocabulary.measure
     if plan.equal_memory:
         rows = with_equal_memory(config, rows, corpus.vocabulary.size, log=log)
     settings = {"table": plan.table, "lengths": plan.lengths, "stride": plan.stride, "seeds": plan.seeds}

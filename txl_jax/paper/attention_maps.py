@@ -5,6 +5,7 @@ memory is not full yet are left out of the average.
 """
 
 import dataclasses
+import io
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,8 @@ from txl_jax.modules.positions import encoding_of
 from txl_jax.paper import attention_terms, plots
 from txl_jax.paper.study import Split
 from txl_jax.runtime import environment
-from txl_jax.runtime.files import write_json, write_text
+from txl_jax.runtime.files import write_bytes, write_json, write_text
+from txl_jax.runtime.paths import as_given
 from txl_jax.training.scores import with_duration
 
 _DEFAULT_HEADS = 3  # Heads of figures 6 and 7, as in the paper.
@@ -144,7 +146,7 @@ def run(
     progress = {"measure": corpus.vocabulary.measure, "log": log, "stop_requested": stop_requested}
     began = time.monotonic()
     average, queries = _read(parts, params, tokens, first_full, positions, progress)
-    folder = Path(plan.out) if plan.out else workdir.outputs / "attention"
+    folder = as_given(plan.out) if plan.out else workdir.outputs / "attention"
     folder.mkdir(parents=True, exist_ok=True)
     heads = plan.layer_heads or attention_terms.widest(average, _DEFAULT_HEADS)
     _write(folder, average, heads, queries, tokens, corpus, facts={"step": int(step), "split": plan.split}, log=log)
@@ -215,7 +217,9 @@ def _write(
     for query in queries:
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
-    np.savez_compressed(folder / "attention.npz", **arrays)
+    data = io.BytesIO()
+    np.savez_compressed(data, **arrays)
+    write_bytes(folder / "attention.npz", data.getvalue())
     names = [f"layer {layer + 1}, head {head + 1}" for layer, head in heads]
     chosen = [{"layer": layer, "head": head, "span": float(distances[layer, head])} for layer, head in heads]
     write_json(

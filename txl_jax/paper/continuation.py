@@ -6,7 +6,6 @@ The paper's prompts are parts of WikiText-103's test set; it sampled with top-k,
 import dataclasses
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from txl_jax.paper.detokenize import detokenize
 from txl_jax.paper.study import Split
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.files import write_text
+from txl_jax.runtime.paths import as_given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def run(
                 f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the "
                 f"{plan.split} text has {len(tokens):,}; the last possible start is {len(tokens) - context - length:,}"
             )
-    path = Path(plan.out) if plan.out else workdir.outputs / "continuation.md"
+    path = as_given(plan.out) if plan.out else workdir.outputs / "continuation.md"
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
     assert isinstance(parts.model, TransformerXL)  # As `check` found.
     generator = Generator(

@@ -1,6 +1,7 @@
 """Plots, as PNG files. matplotlib is an extra (`plots`) and is imported only when a plot is drawn."""
 
 import importlib.util
+import io
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from txl_jax.metrics import Measure
+from txl_jax.runtime.files import write_bytes
 
 
 def can_draw() -> bool:
@@ -46,7 +48,7 @@ def learning_curve(
     plot.set_ylim(bottom=max(0, min([*levels.values(), *_bpcs(records)]) - 0.3), top=min(max(_bpcs(records)), 5.5))
     plot.grid(alpha=0.25)
     plot.legend(frameon=False)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def context_curve(values: Mapping[int, float], path: Path, *, title: str, measure: Measure) -> None:
@@ -82,7 +84,7 @@ def context_curve(values: Mapping[int, float], path: Path, *, title: str, measur
     plot.set(title=title, xlabel="attention length (tokens)", ylabel=ylabel)
     plot.margins(x=0.06, y=0.14)
     plot.grid(alpha=0.25)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def curves(values: Mapping[str, Mapping[int, float]], path: Path, *, title: str, xlabel: str, ylabel: str) -> None:
@@ -103,7 +105,7 @@ def curves(values: Mapping[str, Mapping[int, float]], path: Path, *, title: str,
     plot.set(title=title, xlabel=xlabel, ylabel=ylabel)
     plot.grid(alpha=0.25)
     plot.legend(frameon=False)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def attention_average(average: np.ndarray, path: Path, *, title: str) -> None:
@@ -127,7 +129,7 @@ def attention_average(average: np.ndarray, path: Path, *, title: str) -> None:
     plot.set_yticks([(layer + 0.5) * n_head for layer in range(n_layer)], [str(layer + 1) for layer in range(n_layer)])
     plot.set(title=title, xlabel="distance of the key (tokens)", ylabel=f"layer, {n_head} heads each")
     figure.colorbar(image, label="probability")
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def attention_rows(
@@ -166,7 +168,14 @@ def attention_rows(
         panel.grid(alpha=0.2)
     panels[-1].set_xlabel("distance of the key (tokens)")
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Writes a figure in the format that the name of the file has."""
+    data = io.BytesIO()
+    figure.savefig(data, format=path.suffix.removeprefix("."))
+    write_bytes(path, data.getvalue())
 
 
 def _spaced(places: Sequence[int] | np.ndarray, least: float) -> list[int]:

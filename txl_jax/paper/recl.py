@@ -29,7 +29,8 @@ from txl_jax.metrics import Measure, Totals
 from txl_jax.paper import plots, recl_gains
 from txl_jax.paper.study import Split
 from txl_jax.runtime import environment
-from txl_jax.runtime.files import write_json, write_text
+from txl_jax.runtime.files import write_bytes, write_json, write_text
+from txl_jax.runtime.paths import as_given
 from txl_jax.training.scores import format_scores, with_duration
 
 # Table 8: r = 0.1, 0.5 and 1, of models trained on WikiText-103. The two groups are not comparable with each other.
@@ -98,7 +99,7 @@ class Plan:
             f"workdirs has {len(self.workdirs)} folders; a relative context length compares models, so give two or "
             "more",
         )
-        workdirs = [Workdir(Path(path)) for path in self.workdirs]
+        workdirs = [Workdir(as_given(path)) for path in self.workdirs]
         names = self.names or [workdir.path.name for workdir in workdirs]
         require(
             len(names) == len(workdirs),
@@ -162,7 +163,7 @@ def _losses_of(
 ) -> dict[int, np.ndarray]:
     """Returns the losses [n] of one model at every context length, from its files or computed."""
     parts, step, params = load_to_score(run.config, corpus, run.workdir, trained_on=run.trained_on, log=log)
-    own = Path(plan.out or "") / "losses" / run.name
+    own = as_given(plan.out or "") / "losses" / run.name
     identity = {
         "workdir": str(run.workdir.path),
         "step": int(step),
@@ -178,7 +179,7 @@ def _losses_of(
     for length in plan.contexts:
         path, name = own / f"{length}.npy", f"{run.name} from {length:,} tokens"
         if path.exists():
-            found[length] = np.load(path)
+            found[length] = np.load(io.BytesIO(path.read_bytes()))
             continue
         began = time.monotonic()
         measure = corpus.vocabulary.measure
@@ -219,18 +220,17 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> None:
 
 
 def _save(path: Path, values: np.ndarray) -> None:
-    """Writes an array atomically."""
-    part = path.with_suffix(".part")
-    with open(part, "wb") as file:
-        np.save(file, values)
-    part.replace(path)
+    """Writes an array."""
+    data = io.BytesIO()
+    np.save(data, values)
+    write_bytes(path, data.getvalue())
 
 
 def _write_results(
     names: Sequence[str], losses: dict[int, np.ndarray], corpus: Corpus, plan: Plan, *, log: Callable[[str], None]
 ) -> dict[str, list[int | None]]:
     """Writes gains, lengths and plots of the group's losses [models, n] per context length; returns the lengths."""
-    folder, measure = Path(plan.out or ""), corpus.vocabulary.measure
+    folder, measure = as_given(plan.out or ""), corpus.vocabulary.measure
     gains = {ratio: recl_gains.gains(losses, ratio=ratio) for ratio in plan.ratios}
     lengths = {
         name: [recl_gains.effective_length(gains[ratio][i], threshold=plan.threshold) for ratio in plan.ratios]
@@ -270,7 +270,7 @@ def _draw(
     if not plots.can_draw():
         log("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
         return
-    folder, step, title = Path(plan.out or ""), plan.lengths[2], f"{corpus.name} ({plan.split})"
+    folder, step, title = as_given(plan.out or ""), plan.lengths[2], f"{corpus.name} ({plan.split})"
     plots.curves(
         gains,
         folder / "gains.png",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from txl_jax.errors import LogError, UserError
-from txl_jax.runtime.paths import as_path, files_below, is_remote
+from txl_jax.runtime.paths import as_given, as_path, files_below, is_remote
 
 _SECONDS_TO_LOCK = 1.0  # A process that only tests a lock holds it for a moment.
 
@@ -25,35 +25,48 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
       TypeError, ValueError: a value that JSON cannot hold (nan and infinities among them).
       LogError: the file cannot be written.
     """
-    replace_file(_unresolved(path), [json.dumps(value, indent=2, allow_nan=False) + "\n"])
+    replace_file(as_given(path), [json.dumps(value, indent=2, allow_nan=False) + "\n"])
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Replaces the file at `path` by `text`, or leaves it as it was; raises `LogError` if it cannot be written."""
-    replace_file(_unresolved(path), [text])
+    replace_file(as_given(path), [text])
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replaces the file at `path` by bytes, or leaves it as it was; raises `LogError` if it cannot be written."""
+    with _replacement(as_given(path), "wb") as file:
+        file.write(data)
 
 
 def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     """Replaces the file at `path` by lines, each with its newline; they may be too many for the memory."""
-    replace_file(_unresolved(path), lines)
+    replace_file(as_given(path), lines)
 
 
 def replace_file(path: Path, parts: Iterable[str]) -> None:
-    """Writes a file under a temporary name in the same folder, syncs it to disk, then renames it.
+    """Replaces a file by parts of text, in UTF-8, or leaves it as it was; raises `LogError` if it cannot be written."""
+    with _replacement(path, "w", encoding="utf-8") as file:
+        file.writelines(parts)
+
+
+@contextlib.contextmanager
+def _replacement(path: Path, mode: str, encoding: str | None = None) -> Iterator[IO[Any]]:
+    """Yields a file under a temporary name in the same folder; when the block ends, syncs it to disk and renames it.
 
     An object appears whole when its upload ends: it is written on this machine, then uploaded.
     """
     if is_remote(path):
-        with writing(path), tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
-            file.writelines(parts)
+        with writing(path), tempfile.NamedTemporaryFile(mode, encoding=encoding) as file:
+            yield file
             file.flush()
             path.upload(file.name)  # type: ignore[attr-defined]
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.writelines(parts)
+            with open(temporary, mode, encoding=encoding) as file:
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -90,7 +103,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty folder that takes the name of `folder` when the block ends: it is there whole or not at all.
 
     After an error nothing of it is left. A process that is killed leaves a hidden folder beside it, `.NAME.PID.tmp`.
-    On object storage the files are made on this machine and uploaded one by one when the block ends.
+    On object storage the files are made on this machine and uploaded one by one when the block ends, in the order in
+    which they were made: what is made last tells that the folder is whole.
 
     Raises:
       UserError: `folder` is there already and is not empty.
@@ -100,7 +114,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     if is_remote(folder):
         with tempfile.TemporaryDirectory() as local, writing(folder):
             yield Path(local)
-            for path in files_below(Path(local)):
+            for path in sorted(files_below(Path(local)), key=lambda path: path.stat().st_mtime_ns):
                 (folder / path.relative_to(local)).upload(path)  # type: ignore[attr-defined]
         return
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -116,11 +130,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-
-
-def _unresolved(path: str | os.PathLike[str]) -> Path:
-    """The path as it was given: a local link is replaced and not what it points to."""
-    return as_path(path) if is_remote(path) else Path(path)
 
 
 def _sync_folder(folder: Path) -> None:

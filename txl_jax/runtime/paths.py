@@ -10,6 +10,8 @@ import logging
 import os
 import re
 import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -88,6 +90,11 @@ def shorten_storage_logs() -> None:
         logging.getLogger(name).addFilter(_FIRST_TIME)
 
 
+def as_given(text: str | os.PathLike[str]) -> Path:
+    """Returns what `as_path` does for a URL; a local path as it was given, relative, and itself if it is a link."""
+    return as_path(text) if is_remote(text) else Path(text)
+
+
 def size(path: Path) -> int:
     """Returns the bytes of a file; raises OSError if there is none."""
     found = path.stat()
@@ -103,6 +110,20 @@ def modified(path: Path) -> float:
 def files_below(folder: Path) -> Iterator[Path]:
     """Yields the files in a folder and in the folders below it, in the order of their names; none if it is missing."""
     yield from sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def local_copy(path: Path, owner: object) -> Path:
+    """Returns a copy of a remote file, made on this machine and removed with `owner`; a local path as it is.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    if not is_remote(path):
+        return path
+    folder = Path(tempfile.mkdtemp(prefix="txl_jax-"))
+    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    path.download(folder / path.name)  # type: ignore[attr-defined]
+    return folder / path.name
 
 
 def remove_tree(folder: Path) -> None:

@@ -4,10 +4,12 @@ import collections
 import enum
 import os
 import select
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from txl_jax.errors import UserError
+from txl_jax.runtime.paths import as_path, is_remote
 
 _BLOCK = 1 << 16  # Bytes.
 _SECONDS_BETWEEN_POLLS = 0.2
@@ -106,10 +108,18 @@ class InputReader:
 
 
 def open_input(path: str) -> int:
-    """Returns the descriptor of a file, or of the standard input for "-"; raises `UserError` if it cannot be read."""
+    """Returns the descriptor of a file, of a copy of a remote one, or of the standard input for "-".
+
+    Raises:
+      UserError: it cannot be read.
+    """
     if path == "-":
         return 0
     try:
+        if is_remote(path):
+            with tempfile.NamedTemporaryFile() as copy:  # Its name goes; its bytes go with the descriptor.
+                as_path(path).download(copy.name)  # type: ignore[attr-defined]
+                return os.open(copy.name, os.O_RDONLY)
         if os.path.isdir(path):
             raise IsADirectoryError(None, "it is a folder")
         return os.open(path, os.O_RDONLY)

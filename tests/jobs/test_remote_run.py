@@ -1,0 +1,134 @@
+"""Tests a whole run in a bucket: stopped, resumed, profiled, scored, read, converted, and begun from."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import txl_jax
+from support import drawn_run, tiny_run
+from txl_jax.assemble import assemble
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
+from txl_jax.interop.portable import is_portable
+from txl_jax.jobs import evaluate, generate, score_tokens, train, warm_start
+from txl_jax.jobs.convert import TargetFormat, convert
+from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.run_report.page import make_page
+from txl_jax.run_report.run_records import read_runs
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.sinks.sink import MEASURED
+
+TRAIN = {"train.steps": 8, "train.log_every": 2, "train.eval_every": 4, "train.checkpoint_every": 4}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """(config, corpus): bytes, of which the validation text has 55."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
+    config: ExperimentConfig = config_tree.replace(tiny_run.CONFIG, {"data": data, "generate.length": 5})
+    return config, read_corpus(data, "nowhere", str(folder))
+
+
+def numbers(workdir):
+    """The records without what the clock decides."""
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(workdir.path)]
+
+
+def weights(config, corpus, workdir):
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    with Checkpointer(workdir.latest, keep=2, log=print) as latest:
+        step, state, _ = latest.restore(parts.training.abstract_state)
+    return step, state
+
+
+def test_a_run_that_was_stopped_ends_with_the_numbers_of_one_on_a_disk(text, bucket, tmp_path):
+    config, corpus = text
+    config = config_tree.replace(config, TRAIN)
+    local, remote = Workdir(tmp_path / "run"), Workdir(bucket)
+    train.run(config, corpus, local)
+    questions = iter(range(100))
+    assert not train.run(config, corpus, remote, stop_requested=lambda: next(questions) > 4).finished
+    assert not (bucket / ".lock").exists() and not (bucket / "results.json").exists()
+    outcome = train.run(config, corpus, remote, profile_steps=(7, 8))
+    assert outcome.finished and outcome.step == TRAIN["train.steps"]
+    assert numbers(remote) == numbers(local)
+    (step, found), (_, expected) = (weights(config, corpus, workdir) for workdir in (remote, local))
+    assert step == TRAIN["train.steps"]
+    tiny_run.assert_equal(jax.device_get(found), jax.device_get(expected))
+    assert any(path.name.endswith(".xplane.pb") for path in (bucket / "profile").rglob("*"))
+    assert make_page(read_runs([str(bucket)]), command="") and len(read_runs([str(bucket)])) == 1
+
+
+@pytest.fixture(scope="module")
+def drawn(text, module_bucket, tmp_path_factory):
+    """The same run with drawn parameters, in a bucket and on this machine: two workdirs."""
+    return [drawn_run.make(place / "run", *text)[0] for place in (module_bucket, tmp_path_factory.mktemp("drawn"))]
+
+
+def test_scores_and_samples_are_written_beside_the_run(text, drawn):
+    config, corpus = text
+    remote, local = drawn
+    for workdir in drawn:
+        evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)
+        score_tokens.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)
+        generate.run(config, corpus.vocabulary, workdir, log=str)
+    names = {path.name for path in local.path.iterdir() if path.is_file()}
+    assert {"evaluation.json", "scores-valid.tsv", "scores-test.tsv"} < names
+    for name in names - {"config.json", "evaluation.json"}:
+        assert (remote.path / name).read_bytes() == (local.path / name).read_bytes(), name
+    scores = [json.loads((workdir.path / "evaluation.json").read_bytes()) for workdir in drawn]
+    assert scores[0]["valid"] == scores[1]["valid"] and scores[0]["test"] == scores[1]["test"]
+
+
+def test_a_run_and_its_conversion_are_loaded_from_a_bucket(drawn, bucket, tmp_path):
+    remote, local = drawn
+    expected = txl_jax.load(local.path).score(["the cat", "a hat"])
+    assert txl_jax.load(str(remote.path)).score(["the cat", "a hat"]) == expected
+    convert(str(remote.path), str(bucket / "portable"), log=str)
+    assert txl_jax.load(str(bucket / "portable")).score(["the cat", "a hat"]) == expected
+    convert(str(bucket / "portable"), tmp_path / "back", log=str)
+    for name in ("model.safetensors", "vocabulary.txt"):
+        assert (tmp_path / "back" / name).read_bytes() == (bucket / "portable" / name).read_bytes()
+    with pytest.raises(UserError, match="not empty"):
+        convert(local.path, str(bucket / "portable"), log=str)
+
+
+def test_a_conversion_that_was_killed_is_no_portable_folder(drawn, bucket, storage):
+    storage.refuse("POST", after=2)
+    with pytest.raises(UserError, match="cannot write to gs://"):
+        convert(drawn[1].path, str(bucket), log=str)
+    storage.calm()
+    assert sorted(path.name for path in bucket.iterdir()) == ["model.safetensors", "vocabulary.txt"]
+    assert not is_portable(bucket)
+
+
+def test_weights_of_another_implementation_are_refused_in_a_bucket(drawn, bucket):
+    convert(drawn[1].path, str(bucket / "theirs"), to_format=TargetFormat.ORIGINAL, log=str)
+    with pytest.raises(UserError, match="copy the folder to this machine"):
+        convert(str(bucket / "theirs"), str(bucket / "back"), log=str)
+    with pytest.raises(UserError, match=r"experiments\.convert"):
+        txl_jax.load(str(bucket / "theirs"))
+
+
+def test_training_begins_with_weights_of_a_bucket(text, drawn, bucket, tmp_path):
+    config, corpus = text
+    convert(drawn[1].path, str(bucket / "portable"), log=str)
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    expected = warm_state(parts, drawn[1].path, corpus, tmp_path)
+    for source in (drawn[0].path, bucket / "portable"):
+        tiny_run.assert_equal(warm_state(parts, source, corpus, tmp_path), expected)
+
+
+def warm_state(parts, source, corpus, folder):
+    """The parameters that a new run in `folder` begins with."""
+    begun = dataclasses.replace(parts, config=dataclasses.replace(parts.config, init_from=str(source)))
+    initial = jax.device_put(tiny_run.params(parts.model))
+    return jax.device_get(warm_start.load(begun, corpus.vocabulary, Workdir(folder)).state(initial).params)
