@@ -41,7 +41,7 @@ def _run() -> int:
         raise UserError("no model or no task was given; set --model_path=FOLDER and --tasks=NAME,NAME")
     if is_remote(FLAGS.include_path or ""):
         raise UserError(f"--include_path is {FLAGS.include_path}, and the harness reads folders of this machine alone")
-    output = as_path(FLAGS.output or "")  # An address that nothing can open is an error before the tasks run.
+    output = as_path(FLAGS.output or "")  # A URL that nothing can open is refused before the tasks run.
     try:
         from txl_jax import lm_eval_model
     except ImportError as error:

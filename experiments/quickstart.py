@@ -24,11 +24,12 @@ from txl_jax.config import (
     TrainConfig,
 )
 from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
 from txl_jax.jobs import compare_compressors, generate, train
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.paper import plots
 from txl_jax.runtime.metrics_log import read_metrics
-from txl_jax.runtime.paths import as_path
+from txl_jax.runtime.paths import as_path, is_remote
 from txl_jax.runtime.preemption import StopRequest
 
 FLAGS = flags.FLAGS
@@ -74,6 +75,8 @@ def main() -> None:
 
 
 def _run() -> int:
+    if is_remote(FLAGS.workdir):
+        raise UserError(f"--workdir is {FLAGS.workdir}, and the quick start keeps its text there; give a local folder")
     config = training_config.with_absolute_paths(flag_tree.build(DEFAULTS))
     config.validate()
     workdir = Workdir(as_path(FLAGS.workdir))

@@ -15,7 +15,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
 from txl_jax.interop.portable import is_portable
-from txl_jax.jobs import evaluate, generate, score_tokens, train, warm_start
+from txl_jax.jobs import evaluate, score_tokens, train, warm_start
 from txl_jax.jobs.convert import TargetFormat, convert
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.run_report.page import make_page
@@ -24,7 +24,13 @@ from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.runtime.sinks.sink import MEASURED
 
-TRAIN = {"train.steps": 8, "train.log_every": 2, "train.eval_every": 4, "train.checkpoint_every": 4}
+TRAIN = {
+    "model.n_layer": 1,
+    "train.steps": 4,
+    "train.log_every": 2,
+    "train.eval_every": 4,
+    "train.checkpoint_every": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,7 @@ def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
     data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
-    config: ExperimentConfig = config_tree.replace(tiny_run.CONFIG, {"data": data, "generate.length": 5})
+    config: ExperimentConfig = config_tree.replace(tiny_run.CONFIG, {"data": data})
     return config, read_corpus(data, "nowhere", str(folder))
 
 
@@ -55,9 +61,9 @@ def test_a_run_that_was_stopped_ends_with_the_numbers_of_one_on_a_disk(text, buc
     local, remote = Workdir(tmp_path / "run"), Workdir(bucket)
     train.run(config, corpus, local)
     questions = iter(range(100))
-    assert not train.run(config, corpus, remote, stop_requested=lambda: next(questions) > 4).finished
+    assert not train.run(config, corpus, remote, stop_requested=lambda: next(questions) > 2).finished
     assert not (bucket / ".lock").exists() and not (bucket / "results.json").exists()
-    outcome = train.run(config, corpus, remote, profile_steps=(7, 8))
+    outcome = train.run(config, corpus, remote, profile_steps=(3, 4))
     assert outcome.finished and outcome.step == TRAIN["train.steps"]
     assert numbers(remote) == numbers(local)
     (step, found), (_, expected) = (weights(config, corpus, workdir) for workdir in (remote, local))
@@ -73,13 +79,12 @@ def drawn(text, module_bucket, tmp_path_factory):
     return [drawn_run.make(place / "run", *text)[0] for place in (module_bucket, tmp_path_factory.mktemp("drawn"))]
 
 
-def test_scores_and_samples_are_written_beside_the_run(text, drawn):
+def test_scores_are_written_beside_the_run(text, drawn):
     config, corpus = text
     remote, local = drawn
     for workdir in drawn:
         evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)
         score_tokens.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)
-        generate.run(config, corpus.vocabulary, workdir, log=str)
     names = {path.name for path in local.path.iterdir() if path.is_file()}
     assert {"evaluation.json", "scores-valid.tsv", "scores-test.tsv"} < names
     for name in names - {"config.json", "evaluation.json"}:

@@ -18,6 +18,11 @@ def test_a_learning_curve_is_a_png(tmp_path, kinds):
     assert plain.read_bytes() != picture
 
 
+def test_a_plot_in_a_bucket(bucket):
+    plots.curves({"a": {1: 2.0, 2: 1.0}}, bucket / "curves.png", title="a title", xlabel="x", ylabel="y")
+    assert (bucket / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
 def drawn(monkeypatch, tmp_path, values, measure):
     """The axes of a context curve, and its PNG."""
     figures, make = [], plots._figure

@@ -86,3 +86,13 @@ def test_what_cannot_be_opened_is_a_sentence(tmp_path):
         with pytest.raises(UserError, match=rf"{path} .*--input"):
             open_input(str(path))
     assert open_input("-") == 0
+
+
+def test_an_input_in_a_bucket(bucket):
+    (bucket / "input.txt").write_bytes(b"one\ntwo")
+    descriptor = open_input(str(bucket / "input.txt"))
+    reader = InputReader(descriptor, InputFormat.LINES)
+    assert [reader.next(wait=True).text for _ in range(2)] == [b"one", b"two"]
+    os.close(descriptor)
+    with pytest.raises(UserError, match="gs://.*--input"):
+        open_input(str(bucket / "missing.txt"))
