@@ -28,10 +28,10 @@ def test_a_report_in_a_bucket_of_runs_in_a_bucket(monkeypatch, bucket, tmp_path)
 
 def test_paths_that_must_be_local_are_refused(monkeypatch):
     given(monkeypatch, quickstart, workdir="gs://bucket/run")
-    with pytest.raises(UserError, match="gs://bucket/run.*local"):
+    with pytest.raises(UserError, match=r"gs://bucket/run.*local"):
         quickstart._run()
     given(monkeypatch, lm_eval, model_path="m", tasks=["t"], include_path="gs://bucket/tasks", output=None)
-    with pytest.raises(UserError, match="--include_path.*gs://bucket/tasks"):
+    with pytest.raises(UserError, match=r"--include_path.*gs://bucket/tasks"):
         lm_eval._run()
 
 

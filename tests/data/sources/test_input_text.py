@@ -94,5 +94,5 @@ def test_an_input_in_a_bucket(bucket):
     reader = InputReader(descriptor, InputFormat.LINES)
     assert [reader.next(wait=True).text for _ in range(2)] == [b"one", b"two"]
     os.close(descriptor)
-    with pytest.raises(UserError, match="gs://.*--input"):
+    with pytest.raises(UserError, match=r"gs://.*--input"):
         open_input(str(bucket / "missing.txt"))
