@@ -64,7 +64,7 @@ def killed_at(storage, started, victim, number):
     until = time.monotonic() + PATIENCE
     while not storage.killed and time.monotonic() < until and started[victim].poll() is None:
         time.sleep(0.05)
-    assert storage.killed
+    assert storage.killed, ended(started)
     storage.calm()  # What the other one writes is done.
     return ended(started)
 
