@@ -104,7 +104,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
     After an error nothing of it is left. A process that is killed leaves a hidden folder beside it, `.NAME.PID.tmp`.
     On object storage the files are made on this machine and uploaded one by one when the block ends, in the order in
-    which they were made: what is made last tells that the folder is whole.
+    which they were made: the last one is there once all are.
 
     Raises:
       UserError: `folder` is there already and is not empty.
