@@ -24,13 +24,7 @@ from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.runtime.sinks.sink import MEASURED
 
-TRAIN = {
-    "model.n_layer": 1,
-    "train.steps": 4,
-    "train.log_every": 2,
-    "train.eval_every": 4,
-    "train.checkpoint_every": 2,
-}
+TRAIN = {"train.steps": 8, "train.log_every": 2, "train.eval_every": 4, "train.checkpoint_every": 4}
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +55,9 @@ def test_a_run_that_was_stopped_ends_with_the_numbers_of_one_on_a_disk(text, buc
     local, remote = Workdir(tmp_path / "run"), Workdir(bucket)
     train.run(config, corpus, local)
     questions = iter(range(100))
-    assert not train.run(config, corpus, remote, stop_requested=lambda: next(questions) > 2).finished
+    assert not train.run(config, corpus, remote, stop_requested=lambda: next(questions) > 4).finished
     assert not (bucket / ".lock").exists() and not (bucket / "results.json").exists()
-    outcome = train.run(config, corpus, remote, profile_steps=(3, 4))
+    outcome = train.run(config, corpus, remote, profile_steps=(7, 8))
     assert outcome.finished and outcome.step == TRAIN["train.steps"]
     assert numbers(remote) == numbers(local)
     (step, found), (_, expected) = (weights(config, corpus, workdir) for workdir in (remote, local))

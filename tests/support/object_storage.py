@@ -72,6 +72,10 @@ class _Handler(emulator.RequestHandler):
         self._handle("PATCH", super().do_PATCH)
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 256  # More than a run connects at once: what is beyond it is lost, and its client waits.
+
+
 class ObjectStorage:
     """A server with one bucket, `BUCKET`. Use it as a context manager.
 
@@ -86,7 +90,7 @@ class ObjectStorage:
         emulator.buckets.create_bucket(BUCKET, self.storage)
         self.lock, self.is_up = threading.Lock(), True
         self.requests, self.errors = [], 0
-        self._http = http.server.ThreadingHTTPServer(("localhost", 0), partial(_Handler, self))
+        self._http = _Server(("localhost", 0), partial(_Handler, self))
         self._http.handle_error = lambda *unused: None  # Of clients that were killed.
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
         self.calm()
