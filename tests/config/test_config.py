@@ -8,6 +8,7 @@ import pytest
 from txl_jax.config import (
     COMPAT_PRESETS,
     CorpusName,
+    DType,
     EmptyEnd,
     Encoding,
     ExperimentConfig,
@@ -18,6 +19,7 @@ from txl_jax.config import (
     Network,
     Newlines,
     NormPlace,
+    OptimizerName,
     Order,
     Residual,
     Roll,
@@ -138,6 +140,17 @@ CONFLICTS = [
         for name in ("learning_rate", "adam_eps", "clip_norm")
     ),
     *(({f"optimizer.{name}": 1.0}, (f"optimizer.{name}", "1.0")) for name in ("adam_b1", "adam_b2")),
+    ({"optimizer.weight_decay": 0.1}, ("optimizer.weight_decay", "0.1", "optimizer.name", "adam", "adamw")),
+    ({"optimizer.name": OptimizerName.ADAMW}, ("optimizer.name", "adamw", "optimizer.weight_decay", "0.0", "adam")),
+    *(
+        ({"optimizer.name": name, f"optimizer.{setting}": value}, (f"optimizer.{setting}", f"{value}", f"is {name}"))
+        for name, setting, value in (
+            (OptimizerName.ADAFACTOR, "mu_dtype", DType.BFLOAT16),
+            (OptimizerName.ADAFACTOR, "adam_b1", 0.8),
+            (OptimizerName.LION, "adam_b2", 0.9),
+            (OptimizerName.MUON, "l2", 0.1),
+        )
+    ),
     ({"optimizer.warmup_steps": -1}, ("optimizer.warmup_steps", "-1")),
     ({"optimizer.warmup_steps": 600, "train.steps": 400}, ("warmup_steps", "600", "train.steps", "400")),
     ({"optimizer.warmup_steps": 60, "optimizer.decay_steps": 50}, ("warmup_steps", "60", "decay_steps", "50")),

@@ -6,7 +6,16 @@ import json
 
 import pytest
 
-from txl_jax.config import COMPAT_PRESETS, DType, Encoding, ExperimentConfig, ModelConfig, NormPlace, TrainConfig
+from txl_jax.config import (
+    COMPAT_PRESETS,
+    DType,
+    Encoding,
+    ExperimentConfig,
+    ModelConfig,
+    NormPlace,
+    OptimizerConfig,
+    TrainConfig,
+)
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import setting
 from txl_jax.errors import UserError
@@ -42,6 +51,13 @@ def test_every_setting_round_trips_through_json():
             assert type(config_tree.get(again, name)) is type(config_tree.get(config, name)), name
     found = [(leaf.name, before, after) for leaf, before, after in config_tree.differences(default, changed)]
     assert found == [(name, config_tree.get(default, name), config_tree.get(changed, name)) for name in names]
+
+
+def test_a_weight_decay_from_before_optimizers_had_names_is_adamws():
+    old = {"optimizer.weight_decay": 0.1}
+    assert config_tree.from_dict(old).optimizer == OptimizerConfig(name="adamw", weight_decay=0.1)
+    assert config_tree.from_dict(old | {"optimizer.name": "lion"}).optimizer.name == "lion"
+    assert config_tree.from_dict({"optimizer.weight_decay": 0.0}).optimizer == OptimizerConfig()
 
 
 def test_settings_left_out_of_a_dict_keep_their_defaults():

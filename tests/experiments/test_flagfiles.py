@@ -45,6 +45,8 @@ FLAGFILES = {
     "text8_24l": Row("text8", TEXT8, 277_050_395),
     "wt103_base": Row("wikitext103", WT103, 151_107_538),
     "wt103_large": Row("wikitext103", WT103, 285_170_506),
+    "wt103_base_nvidia": Row("wikitext103", WT103, 191_950_298),
+    "wt103_large_nvidia": Row("wikitext103", WT103, 285_167_482),
     "wt103_128m": Row("wikitext103", WT103, 128e6, 0.01),
     "lm1b_base": Row("lm1b", LM1B, 469.0e6, 0.005),
     "lm1b_base_script": Row("lm1b", LM1B, 357.8e6, 0.005),

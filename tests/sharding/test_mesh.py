@@ -257,3 +257,26 @@ def test_what_does_not_fit_eight_devices_is_refused_with_both_numbers(found):
         "width": r"model\.d_model\D*\b18\b.*mesh\.fsdp\D*\b4\b",
     }.items():
         assert re.search(numbers, refusals[kind]), refusals[kind]
+
+
+@pytest.mark.parametrize("name", ["lamb", "nvidia", "adafactor", "muon"])
+def test_updates_by_whole_tensors_are_those_of_one_device(found, name):
+    assert found["optimizers"][name]["error"] < 1e-9
+
+
+# Of [2, 128, 8, 17] a device has a half of the width (fsdp) and of the heads (tensor); of [2, 128 x 136] Adafactor's
+# v_row keeps the width and v_col the heads.
+MOMENT, PLACEHOLDER = [2, 64, 4, 17], [2, 1]
+STATE_OF_QUERY = {
+    "lamb": {"mu": MOMENT, "nu": MOMENT},
+    "nvidia": {"mu": MOMENT, "nu": MOMENT},
+    "muon": {"mu": MOMENT},
+    "adafactor": {"v_row": [2, 64], "v_col": [2, 68], "v": PLACEHOLDER},
+}
+
+
+@pytest.mark.parametrize("name", STATE_OF_QUERY)
+def test_the_state_of_an_optimizer_is_sharded_as_its_parameter(found, name):
+    of = found["optimizers"][name]
+    assert of["query_per_device"] == STATE_OF_QUERY[name]
+    assert of["bytes_per_device"] < (0.6 if name == "adafactor" else 0.4) * of["bytes"]  # Its columns of V are whole.

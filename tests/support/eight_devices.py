@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from txl_jax import sharding
 from txl_jax.assemble import RunComponents, assemble
@@ -23,9 +24,11 @@ from txl_jax.config import (
     DType,
     EvalConfig,
     ExperimentConfig,
+    LambRule,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    OptimizerName,
     TrainConfig,
 )
 from txl_jax.config import tree as config_tree
@@ -262,6 +265,53 @@ def uneven_vocabulary() -> dict:
     }
 
 
+def optimizers() -> dict[str, Any]:
+    """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device; and their state."""
+    sizes = {"model__d_model": 128, "model__d_head": 17, "model__d_inner": 144, "model__n_layer": 2}
+    found: dict[str, Any] = {}
+    for kind in ("lamb", "nvidia", "adafactor", "muon"):
+        name = OptimizerName.LAMB if kind == "nvidia" else kind
+        changes = sizes | {"optimizer__name": name, "optimizer__weight_decay": 0.1}
+        changes |= {"compat__lamb": LambRule.NVIDIA} if kind == "nvidia" else {}
+        one, mixed = (
+            updated(assemble(config(MESHES[mesh], **changes, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"]))
+            for mesh in ("one", "mixed")
+        )
+        moved = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (one[0], one[1])), strict=True)]
+        errors = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (one[1], mixed[1])), strict=True)]
+        found[kind] = {
+            "error": max(error / size for error, size in zip(errors, moved, strict=True)),
+            "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(mixed[2])),
+            "bytes_per_device": on_one_device(mixed[2]),
+            "query_per_device": {
+                [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-1]: shard_of(leaf)
+                for path, leaf in jax.tree.leaves_with_path(mixed[2])
+                if path[-1] == jax.tree_util.DictKey("query")
+            },
+        }
+    return found
+
+
+def updated(parts: RunComponents) -> tuple[Any, Any, Any]:
+    """Parameters before and after two updates by drawn gradients, on the host, and the optimizer's state."""
+    abstract, rng = parts.training.abstract_state, np.random.default_rng(0)
+
+    def draw() -> Any:
+        return jax.tree.map(lambda leaf: jax.device_put(rng.normal(size=leaf.shape), leaf.sharding), abstract.params)
+
+    def update(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, opt_state = parts.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (abstract.params, abstract.opt_state))
+    params = before = draw()
+    opt_state = parts.jit(parts.optimizer.init, out_shardings=shardings[1])(params)
+    step = parts.jit(update, out_shardings=shardings)
+    for _ in range(2):
+        params, opt_state = step(params, opt_state, draw())
+    return jax.device_get(before), jax.device_get(params), opt_state
+
+
 def refusal(mesh: MeshConfig, **changes: Any) -> str:
     """Returns the error message of settings that do not fit."""
     try:
@@ -288,6 +338,7 @@ def exact() -> dict[str, Any]:
     found["differences"] = differences()
     found["uneven"] = uneven_vocabulary()
     found["tail"] = tail_work()
+    found["optimizers"] = optimizers()
     found["refusals"] = {
         "batch": refusal(MESHES["mixed"], train__batch_size=6),
         "microbatches": refusal(MESHES["mixed"], train__grad_accum_steps=8),

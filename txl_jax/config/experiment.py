@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
-from txl_jax.config.model import AttentionWindow, CompatConfig, MemoryStart, ModelConfig, Network, ShawTerms
+from txl_jax.config.model import AttentionWindow, CompatConfig, LambRule, MemoryStart, ModelConfig, Network, ShawTerms
 from txl_jax.config.settings import Config, check_fields, require, setting
 from txl_jax.config.training import (
     AverageConfig,
@@ -43,6 +43,13 @@ COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
         },
         # Hugging Face's TransfoXLLMHeadModel.
         "hf": {"compat.memory_start": MemoryStart.ZEROS, "compat.final_norm": False},
+        # NVIDIA's DeepLearningExamples: the authors' PyTorch model, a cosine after the warm-up, and LAMB of their own.
+        "nvidia": {
+            "compat.shaw_terms": ShawTerms.ORIGINAL,
+            "compat.final_norm": False,
+            "compat.lamb": LambRule.NVIDIA,
+            "optimizer.adam_eps": 1e-6,
+        },
     }
 )
 

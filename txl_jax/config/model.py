@@ -292,6 +292,13 @@ class ModelConfig(Config):
             )
 
 
+class LambRule(enum.StrEnum):
+    """Variant of LAMB."""
+
+    PAPER = "paper"  # Bias-corrected moments, and one norm for each of our tensors in each layer: optax.lamb.
+    NVIDIA = "nvidia"  # No bias correction, norms of weights up to 10, one norm for each of NVIDIA's tensors.
+
+
 @dataclasses.dataclass(frozen=True)
 class CompatConfig(Config):
     """Differences between implementations of the same model; `COMPAT_PRESETS` names the combinations."""
@@ -309,6 +316,7 @@ class CompatConfig(Config):
     final_norm: bool = setting(
         True, "With model.layer_norm=pre: a layer norm after the last layer.", flag=False, shapes_params=True
     )
+    lamb: LambRule = setting(LambRule.PAPER, "With optimizer.name=lamb: variant of LAMB.", flag=False)
 
     def window(self, mem_len: int, *, same_length: bool) -> int | None:
         """Returns the keys that a query sees at most, itself included; None: as many as there are."""

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from txl_jax.config.lengths import validate_lengths
+from txl_jax.config.model import DType
 from txl_jax.config.settings import Config, check_fields, require, setting
 
 
@@ -21,28 +22,60 @@ class ScheduleOffset(enum.StrEnum):
     ORIGINAL = "original"  # At step 0, so the rate jumps down where the warm-up ends.
 
 
+class OptimizerName(enum.StrEnum):
+    """Rule by which a clipped gradient becomes an update."""
+
+    ADAM = "adam"
+    ADAMW = "adamw"  # Adam with decoupled weight decay.
+    LAMB = "lamb"  # Adam, with each tensor's step as long as the tensor (You et al., 2020); see `compat.lamb`.
+    ADAFACTOR = "adafactor"  # Second moments by row and column, no first moment (Shazeer and Stern, 2018).
+    LION = "lion"  # The sign of a momentum; b1 0.9, b2 0.99 (Chen et al., 2023).
+    MUON = "muon"  # Layers' matrices by orthogonalized momentum (Jordan et al., 2024), all else by Adam.
+
+
+# Optimizers that hold Adam's two moments, of all parameters or of some.
+_WITH_ADAM = (OptimizerName.ADAM, OptimizerName.ADAMW, OptimizerName.LAMB, OptimizerName.MUON)
+_WITH_DECAY = tuple(name for name in OptimizerName if name is not OptimizerName.ADAM)
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Config):
-    """Adam with linear warm-up, cosine decay and clipping by the global norm."""
+    """The optimizer, with linear warm-up, cosine decay and clipping by the global norm."""
 
+    name: OptimizerName = setting(OptimizerName.ADAM, "Optimizer; muon: of the layers' matrices, with Adam elsewhere.")
     learning_rate: float = setting(2.5e-4, "Peak learning rate.", above=0)
     warmup_steps: int = setting(0, "Updates of linear warm-up.", at_least=0)
     schedule_offset: ScheduleOffset = setting(
         ScheduleOffset.AFTER_WARMUP, "Step at which the cosine starts.", flag=False
     )
-    adam_b1: float = setting(0.9, "Adam beta 1: decay of the first moment.", at_least=0, below=1)
-    adam_b2: float = setting(0.999, "Adam beta 2: decay of the second moment.", at_least=0, below=1)
+    adam_b1: float = setting(
+        0.9, "Adam beta 1: decay of the first moment.", at_least=0, below=1, only_with={"name": _WITH_ADAM}
+    )
+    adam_b2: float = setting(
+        0.999, "Adam beta 2: decay of the second moment.", at_least=0, below=1, only_with={"name": _WITH_ADAM}
+    )
     adam_eps: float = setting(1e-8, "Adam epsilon: added to the root of the second moment.", above=0, flag=False)
+    mu_dtype: DType | None = setting(
+        None,
+        "Type of the first moment (momentum): bfloat16 halves its memory; none: that of the parameters.",
+        only_with={"name": (*_WITH_ADAM, OptimizerName.LION)},
+    )
     clip_norm: float = setting(0.25, "Gradient clipping: largest global norm.", above=0)
     decay_steps: int | None = setting(
         None, "Updates after which the rate stays at its minimum; none: train.steps.", at_least=1
     )
     min_lr_ratio: float = setting(0.0, "Minimum learning rate, as a fraction of the peak.", at_least=0, at_most=1)
     l2: float = setting(
-        0.0, "L2 penalty: this times the parameters is added to the clipped gradient (PyTorch's Adam).", at_least=0
+        0.0,
+        "L2 penalty: this times the parameters is added to the clipped gradient (PyTorch's Adam).",
+        at_least=0,
+        only_with={"name": (OptimizerName.ADAM, OptimizerName.ADAMW)},
     )
     weight_decay: float = setting(
-        0.0, "Decoupled weight decay of matrices (AdamW), times the learning rate.", at_least=0
+        0.0,
+        "Decoupled weight decay of matrices (AdamW), times the learning rate.",
+        at_least=0,
+        only_with={"name": _WITH_DECAY},
     )
     embedding_lr_multiplier: float = setting(
         1.0, "Peak learning rate of the embedding, as a multiple of the others'.", above=0
@@ -51,6 +84,11 @@ class OptimizerConfig(Config):
     def validate(self) -> None:
         """Raises `UserError` for a field out of its range."""
         check_fields(self, "optimizer")
+        require(
+            self.name is not OptimizerName.ADAMW or self.weight_decay,
+            f"optimizer.name is {self.name} and optimizer.weight_decay is {self.weight_decay}, which is adam; give a "
+            "weight decay, as --optimizer.weight_decay=0.01, or --optimizer.name=adam",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from txl_jax.config.experiment import COMPAT_PRESETS, ExperimentConfig
 from txl_jax.config.settings import FieldType, Setting, field_types, setting_of
+from txl_jax.config.training import OptimizerName
 from txl_jax.errors import UserError
 
 Config = TypeVar("Config")
@@ -87,6 +88,8 @@ def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
     for name in values:
         if name not in known:
             raise UserError(f"no setting is called {name!r}{did_you_mean(name, known)}")
+    if values.get("optimizer.weight_decay") and "optimizer.name" not in values:
+        values = {**values, "optimizer.name": OptimizerName.ADAMW}  # A run from before optimizers had names.
     return replace(ExperimentConfig(), {name: _convert(known[name], value) for name, value in values.items()})
 
 

@@ -1,4 +1,4 @@
-"""The optimizer: Adam (AdamW, L2), gradient clipping, and the learning-rate schedule (warm-up, cosine decay)."""
+"""The optimizer: gradient clipping, an update rule, weight decays, and the learning-rate schedule (warm-up, cosine)."""
 
 from typing import Any
 
@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from txl_jax.config import ExperimentConfig, ScheduleOffset
+from txl_jax.training.param_axes import names_of
+from txl_jax.training.state_axes import with_axis_names
+from txl_jax.training.update_rules import update_rule
 
 
 def learning_rate(
@@ -40,32 +43,34 @@ def learning_rate(
 
 
 def make_optimizer(config: ExperimentConfig, *, peak: float | jax.Array | None = None) -> optax.GradientTransformation:
-    """Returns clipping by the global norm over all devices, then Adam, with the config's weight decays and rates.
+    """Returns clipping by the global norm over all devices, then the update rule, with weight decays and rates.
 
     Args:
+      config: the settings.
       peak: as in `learning_rate`.
     """
-    adam, schedule = config.optimizer, learning_rate(config, peak=peak)
+    optimizer, schedule = config.optimizer, learning_rate(config, peak=peak)
     # Transformations that are off are left out, so that checkpoints of runs without them have no state of theirs.
-    decays = [optax.add_decayed_weights(adam.l2)] if adam.l2 else []
-    after = [optax.add_decayed_weights(adam.weight_decay, mask=_matrices)] if adam.weight_decay else []
+    l2 = [optax.add_decayed_weights(optimizer.l2)] if optimizer.l2 else []
+    decay = [optax.add_decayed_weights(optimizer.weight_decay, mask=_decayed)] if optimizer.weight_decay else []
     rates = [optax.scale_by_learning_rate(schedule)]
-    if adam.embedding_lr_multiplier != 1:
-        of_embedding = learning_rate(config, peak=peak, multiple=adam.embedding_lr_multiplier)
+    if optimizer.embedding_lr_multiplier != 1:
+        of_embedding = learning_rate(config, peak=peak, multiple=optimizer.embedding_lr_multiplier)
         by_group = {
             "embedding": optax.scale_by_learning_rate(of_embedding),
             "others": optax.scale_by_learning_rate(schedule),
         }
         rates = [optax.partition(by_group, _group)]
-    scale = optax.scale_by_adam(b1=adam.adam_b1, b2=adam.adam_b2, eps=adam.adam_eps)
-    return optax.chain(optax.clip_by_global_norm(adam.clip_norm), *decays, scale, *after, *rates)
+    rule = update_rule(config)
+    clip = optax.clip_by_global_norm(optimizer.clip_norm)
+    return with_axis_names(optax.chain(clip, *l2, *rule.before, *decay, *rule.after, *rates))
 
 
-def _matrices(params: Any) -> Any:
+def _decayed(params: Any) -> Any:
     """Returns True for all parameters but biases, u and v among them, and the scales of norms."""
 
     def is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
-        names = _names(path)
+        names = names_of(path)
         return not names[-1].endswith(("bias", "scale", "content")) and "biases" not in names
 
     return jax.tree.map_with_path(is_matrix, params)
@@ -74,10 +79,5 @@ def _matrices(params: Any) -> Any:
 def _group(params: Any) -> Any:
     """Returns the group of each parameter that shares a learning rate."""
     return jax.tree.map_with_path(
-        lambda path, leaf: "embedding" if _names(path)[0] == "embedding" else "others", params
+        lambda path, leaf: "embedding" if names_of(path)[0] == "embedding" else "others", params
     )
-
-
-def _names(path: tuple[Any, ...]) -> list[str]:
-    """Returns the names along a path, without the boxes that a parameter may be in."""
-    return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]

@@ -1,0 +1,105 @@
+"""Tests that training by NVIDIA's flagfiles, scaled down, makes the updates of NVIDIA's own LAMB."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl import flags
+
+from experiments import wikitext103
+from experiments.cli import flag_tree
+from txl_jax.assemble import assemble
+from txl_jax.config import LambRule
+from txl_jax.data.batches.segment_reader import training_segments
+from txl_jax.interop import original
+
+B, L, V, WARMUP = 4, 6, 40, 50
+SCALED_DOWN = (
+    "--model.n_layer=2",
+    "--model.d_model=16",
+    "--model.n_head=2",
+    "--model.d_head=6",
+    "--model.d_inner=20",
+    "--model.cutoffs=9,15,27",
+    "--model.init_std=0.6",  # So that norms lie on both sides of 10.
+    "--model.dtype=float64",
+    f"--train.batch_size={B}",
+    f"--train.segment_len={L}",
+    "--train.mem_len=5",
+    "--train.steps=300",
+    f"--optimizer.warmup_steps={WARMUP}",
+)
+
+
+def resolved(name, *more):
+    values = flags.FlagValues()
+    flag_tree.define(wikitext103.DEFAULTS, values)
+    flag_tree.parse(["program", f"--flagfile={name}", *SCALED_DOWN, *more], values)
+    return flag_tree.build(wikitext103.DEFAULTS, values)
+
+
+def tensors_of(params, model):
+    """NVIDIA's tensors, each once."""
+    shared = {*original.aliases(model), original.FREQUENCIES}
+    found = original.from_flax(jax.device_get(params), model)
+    return {name: tensor for name, tensor in found.items() if name not in shared}
+
+
+class Oracle:
+    """LAMB as in lamb.py of DeepLearningExamples, after clipping, over a dict of tensors."""
+
+    def __init__(self, tensors):
+        self.tensors = {name: tensor.copy() for name, tensor in tensors.items()}
+        self.first = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+        self.second = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+        self.norms = []
+
+    def step(self, grads, rate, *, clip=0.25, beta1=0.9, beta2=0.999, eps=1e-6):
+        size = np.sqrt(sum(np.sum(grad**2) for grad in grads.values()))
+        for name, weight in self.tensors.items():
+            grad = grads[name] * min(1, clip / size)
+            self.first[name] = beta1 * self.first[name] + (1 - beta1) * grad
+            self.second[name] = beta2 * self.second[name] + (1 - beta2) * grad**2
+            step = self.first[name] / (np.sqrt(self.second[name]) + eps)
+            weight_norm, step_norm = np.linalg.norm(weight), np.linalg.norm(step)
+            self.norms.append(weight_norm)
+            ratio = min(weight_norm, 10) / (step_norm + eps) if weight_norm and step_norm else 1
+            self.tensors[name] = weight - rate * ratio * step
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "more"),
+    [("wt103_base_nvidia", 300, ()), ("wt103_large_nvidia", 40, ("--model.div_val=2",))],  # Of 16, 4 leaves no width.
+)
+def test_updates_are_those_of_nvidias_lamb(name, steps, more, x64):
+    config = resolved(name, *more)
+    assert (config.compat.lamb, config.optimizer.adam_eps) == (LambRule.NVIDIA, 1e-6)
+    made = assemble(config, vocab_size=V)
+    model, optimizer = made.model, made.optimizer
+
+    def loss(params, memory, segment):
+        variables = {"params": params}
+        hidden, memory = model.apply(variables, segment.inputs[0], memory)
+        return jnp.mean(model.apply(variables, hidden, segment.targets[0], method=model.nll)), memory
+
+    @jax.jit
+    def train_step(params, state, memory, segment):
+        grads, memory = jax.grad(loss, has_aux=True)(params, memory, segment)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, memory, grads
+
+    state = made.training.init_state()
+    params, opt_state, memory = state.params, state.opt_state, state.memory
+    oracle = Oracle(tensors_of(params, config.model))
+    text = training_segments(np.random.default_rng(0).integers(V, size=B * L * 8 + 1), batch_size=B, segment_len=L)
+    for count in range(steps):
+        params, opt_state, memory, grads = train_step(params, opt_state, memory, text.segments(count, 1))
+        oracle.step(tensors_of(grads, config.model), float(made.schedule(count)))
+        for tensor, found in tensors_of(params, config.model).items():
+            np.testing.assert_allclose(
+                found, oracle.tensors[tensor], rtol=1e-9, atol=1e-12, err_msg=f"{count} {tensor}"
+            )
+    norms = np.array(oracle.norms)
+    assert 0.01 < np.mean(norms > 10) < 0.99 and (norms == 0).any()
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float64"}

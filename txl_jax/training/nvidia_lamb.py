@@ -1,0 +1,105 @@
+"""LAMB as NVIDIA's DeepLearningExamples have it for Transformer-XL (lamb.py, classes Lamb and JITLamb).
+
+It differs from `optax.lamb` in four ways:
+
+- The moments have no bias correction: m / (sqrt(v) + eps), in which a first update is 3.2 times as large (the trust
+  ratio takes most of that away).
+- The norm of the weights counts up to 10. A larger tensor, such as an embedding, moves by less.
+- eps is added to the norm of the step too.
+- A norm is over a tensor of NVIDIA's model. Query, key and value of a layer are one there; with div_val > 1 the bias of
+  the softmax is one for each cluster.
+"""
+
+import collections
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from txl_jax.config import ModelConfig, Network, OptimizerConfig
+from txl_jax.modules.positions import encoding_of
+from txl_jax.training.param_axes import is_stacked, names_of
+
+LARGEST_NORM = 10.0
+
+
+class _Part(NamedTuple):
+    """A part of a parameter that lies in one of NVIDIA's tensors, or with layers in one for each layer."""
+
+    tensor: tuple[Any, ...]
+    rows: slice | None  # None: all of it.
+
+
+def scale_by_moments(optimizer: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns m / (sqrt(v) + eps) with Adam's moments, not corrected for their bias; the state is Adam's."""
+    b1, b2, eps = optimizer.adam_b1, optimizer.adam_b2, optimizer.adam_eps
+    init = optax.scale_by_adam(b1, b2, eps, mu_dtype=optimizer.mu_dtype).init
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment(updates, state.nu, b2, 2)
+        steps = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
+        return steps, state._replace(
+            count=optax.safe_increment(state.count), mu=optax.tree.cast(mu, optimizer.mu_dtype), nu=nu
+        )
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns the step times min(|w|, 10) / (|step| + eps) for each of NVIDIA's tensors; times 1 where a norm is 0."""
+    eps, joined = optimizer.adam_eps, _joined_projections(model)
+
+    def norms(tree: Any) -> dict[tuple[Any, ...], jax.Array]:
+        squares: dict[tuple[Any, ...], Any] = collections.defaultdict(float)
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            own_axes = tuple(range(is_stacked(names_of(path)), leaf.ndim))
+            for part in _parts(names_of(path), leaf.shape, model, joined):
+                rows = leaf if part.rows is None else leaf[part.rows]
+                squares[part.tensor] += jnp.sum(jnp.square(rows), axis=own_axes)
+        return {tensor: jnp.sqrt(square) for tensor, square in squares.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        of_step, of_weight = norms(updates), norms(params)
+        ratio = {
+            tensor: jnp.where(
+                (norm == 0) | (of_weight[tensor] == 0), 1, jnp.minimum(of_weight[tensor], LARGEST_NORM) / (norm + eps)
+            )
+            for tensor, norm in of_step.items()
+        }
+
+        def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            parts = list(_parts(names_of(path), leaf.shape, model, joined))
+            if parts[0].rows is not None:
+                return jnp.concatenate([leaf[part.rows] * ratio[part.tensor] for part in parts])
+            factor = ratio[parts[0].tensor]
+            return leaf * factor.reshape(factor.shape + (1,) * (leaf.ndim - factor.ndim))
+
+        return jax.tree.map_with_path(scaled, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _joined_projections(model: ModelConfig) -> dict[str, str]:
+    """Returns the tensor that holds each projection of attention; one that is left out is a tensor by itself."""
+    if model.network is Network.LSTM:
+        return {}
+    nets = encoding_of(model).original_projections
+    return {projection: net for net, projections in nets.items() for projection in projections}
+
+
+def _parts(
+    names: tuple[str, ...], shape: tuple[int, ...], model: ModelConfig, joined: dict[str, str]
+) -> Iterator[_Part]:
+    """Yields the parts of a parameter."""
+    if names == ("softmax", "bias") and model.div_val > 1:
+        for start, end in itertools.pairwise([0, *model.cutoffs, shape[0]]):
+            yield _Part((*names, start), slice(start, end))
+    elif names[-2:-1] == ("attention",) and names[-1] in joined:
+        yield _Part((*names[:-1], joined[names[-1]]), None)
+    else:
+        yield _Part(names, None)
