@@ -44,6 +44,7 @@ INTEGRATION = (
     "modules/test_transformer_xl.py",
     "paper",
     "runtime/test_two_hosts.py",
+    "serving",
     "sharding/test_mesh.py",
     "test_docs.py",
     "test_golden.py",
@@ -61,6 +62,8 @@ QUICK = (
     "paper/test_detokenize.py",
     "paper/test_plots.py",
     "paper/test_recl_gains.py",
+    "serving/test_protocol.py",
+    "serving/test_sessions.py",
     "training/test_weight_averaging.py",
 )
 

@@ -32,6 +32,7 @@ LAYERS = (
     ("assemble", "attention_choice"),
     ("jobs",),
     ("trained_model", "lm_eval_model"),
+    ("serving",),
     ("bench",),
     ("paper",),
     ("run_report",),
@@ -209,6 +210,10 @@ def effects(path):
             yield node.func.attr
 
 
+# Packages without which a module cannot be imported.
+OPTIONAL = {"lm_eval", "matplotlib", "prometheus_client", "sentencepiece", "starlette", "tokenizers", "torch"}
+OPTIONAL |= {"transformers"}
+
 # Effects that a program asks for: `with StopRequest()` puts the handlers back, the two that change logs are for good.
 FOR_PROGRAMS = {
     "txl_jax/runtime/preemption.py": {"signal.signal"},
@@ -273,11 +278,4 @@ def test_importing_the_library_changes_no_setting_of_jax_and_starts_no_device():
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["changed"] == {} and found["backends"] == []
-    assert set(found["skipped"]) <= {
-        "lm_eval",
-        "matplotlib",
-        "sentencepiece",
-        "tokenizers",
-        "torch",
-        "transformers",
-    }  # Optional.
+    assert set(found["skipped"]) <= OPTIONAL

@@ -30,6 +30,7 @@ PROGRAMS = {
         "experiments.ensemble": "several runs of one model at once (seeds, learning rates, dropout)",
         "experiments.lm_eval": "a trained model on tasks of lm-evaluation-harness",
         "experiments.report": "a page about runs: curves, results, settings, time, samples",
+        "experiments.serve": "an HTTP server over a trained model: OpenAI's completions, sessions",
         "experiments.temperature": "the softmax temperature that suits a trained run",
     },
     "Tables and figures of the paper": {

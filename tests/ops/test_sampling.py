@@ -186,3 +186,17 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p, expected):
 def test_rows_are_restricted_each_by_itself_and_ties_stay():
     logits = jnp.log(jnp.asarray([UNEVEN, [0.9, 0.04, 0.03, 0.02, 0.01], [0.2, 0.4, 0.2, 0.1, 0.1]]))
     assert (sampling.mask_top_p(logits, 0.5) > -jnp.inf).sum(axis=-1).tolist() == [2, 1, 3]
+
+
+@pytest.mark.parametrize("cutoffs", [CUTOFFS, ()])
+def test_limits_by_row_draw_what_the_same_limits_draw_for_all(cutoffs):
+    limits = [(0.0, 1.0), (1.0, 1.0), (0.7, 1.0), (1.0, 0.5), (1.4, 0.9), (0.0, 0.3)]
+    clusters, hidden = make_clusters(2.0, cutoffs), hidden_states(60)
+    keys = jax.random.split(jax.random.key(3), 60)
+    temperature, top_p = (jnp.asarray(each, jnp.float32) for each in zip(*limits * 10, strict=True))
+    found = jax.jit(lambda *of: sampling.sample_rows(*of[:2], clusters, temperature=of[2], top_p=of[3]))(
+        keys, hidden, temperature, top_p
+    )
+    for kind, (of_kind, p_of_kind) in enumerate(limits):
+        expected = sampling.sample(keys, hidden, clusters, temperature=of_kind, top_k=None, top_p=p_of_kind)
+        np.testing.assert_array_equal(found[kind::6], expected[kind::6])

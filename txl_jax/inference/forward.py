@@ -17,7 +17,7 @@ that is copy them, in every step. Compile time therefore grows with N (0.2 s a l
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import flax.struct
@@ -63,6 +63,14 @@ class DecodeParams(flax.struct.PyTreeNode):
     initial: InitialKeyValue  # Keys and values of an empty cache.
     clamp_len: int | None = flax.struct.field(pytree_node=False)  # Argument of `TransformerXL.embed`.
     max_keys: int = flax.struct.field(pytree_node=False)  # Slots of the cache and tokens of a segment, at most.
+
+
+class SegmentStates(NamedTuple):
+    """States of a segment, of which nothing is in the cache yet."""
+
+    hidden: jax.Array  # [B, L, D], of the last layer, before `finish`.
+    keys: Sequence[jax.Array]  # Per layer [B, H, L, E].
+    values: Sequence[jax.Array]  # Per layer [B, H, L, E].
 
 
 def prepare_params(
@@ -143,17 +151,30 @@ def forward(
             f"the segment has {segment_len} tokens and the cache a ring of {cache.capacity} slots, which segments must "
             "fill evenly; make the cache for this segment length"
         )
+    states = apply_layers(params, model, tokens, cache, window=window)
+    return finish(params, model, states.hidden), cache_lib.write(cache, states.keys, states.values, after=states.hidden)
+
+
+def apply_layers(
+    params: DecodeParams, model: TransformerXL, tokens: jax.Array, cache: KVCache, *, window: int | None
+) -> SegmentStates:
+    """Computes what `forward` does without writing to the cache, whose index may be any; `finish` has what follows."""
+    segment_len = tokens.shape[1]
     visibility = CachedVisibility(cache.valid, cache.write_index, segment_len, cache.capacity, window)
-    embed_and_norm = params.embed_and_norm
-    hidden = _apply(model, embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed)
+    hidden = _apply(model, params.embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed)
     keys, values = [], []
     for layer, stored_keys, stored_values in zip(params.layers, cache.keys, cache.values, strict=True):
         hidden, key, value = _forward_layer(layer, model, hidden, (stored_keys, stored_values), visibility)
         hidden = constrain(hidden, axes.BATCH, axes.LENGTH, None)
         keys.append(key)
         values.append(value)
-    cache = cache_lib.write(cache, keys, values, after=hidden)
-    return _apply(model, embed_and_norm, hidden, method=model.finish), cache
+    return SegmentStates(hidden, keys, values)
+
+
+def finish(params: DecodeParams, model: TransformerXL, hidden: jax.Array) -> jax.Array:
+    """Computes the softmax's inputs of the last layer's states: [B, L, D] -> [B, L, D]."""
+    found: jax.Array = _apply(model, params.embed_and_norm, hidden, method=model.finish)
+    return found
 
 
 def nll(params: DecodeParams, model: TransformerXL, hidden: jax.Array, targets: jax.Array) -> jax.Array:

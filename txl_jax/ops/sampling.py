@@ -48,6 +48,44 @@ def sample(
     return _categorical(keys, mask_top_p(log_p / temperature, top_p))
 
 
+def sample_rows(
+    keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster], *, temperature: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """Samples one token per row, each row by limits of its own: keys [B] and hidden states [B, D] -> int32 [B].
+
+    A row gets what `sample` draws with its limits and without top-k, whatever the other rows' limits are: greedy rows,
+    plain ones (temperature and top_p 1) and all others are drawn apart, each kind only if there is a row of it.
+
+    Args:
+      keys: one per row.
+      hidden: [B, D].
+      clusters: as of `sample`.
+      temperature: float [B]; 0: greedy.
+      top_p: float [B], above 0; 1: all tokens.
+    """
+    greedy = temperature == 0
+    plain = (temperature == 1) & (top_p == 1)
+
+    def likeliest() -> jax.Array:
+        return top_k_tokens(hidden, clusters, 1)[1][:, 0]
+
+    def from_all() -> jax.Array:
+        log_p = adaptive_softmax.log_probabilities(hidden, clusters, None)
+        divisor = jnp.where(greedy, 1, temperature)[:, None].astype(log_p.dtype)
+        return _categorical(keys, mask_top_p(log_p / divisor, top_p))
+
+    drawn = jnp.zeros(hidden.shape[:1], jnp.int32)
+    kinds = (
+        (greedy, likeliest),
+        (plain, lambda: _sample_cluster_first(keys, hidden, clusters)),
+        (~greedy & ~plain, from_all),
+    )
+    nothing = drawn
+    for rows, draw in kinds:
+        drawn = jnp.where(rows, jax.lax.cond(jnp.any(rows), draw, lambda: nothing), drawn)
+    return drawn
+
+
 def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tuple[jax.Array, jax.Array]:
     """Returns log probabilities [B, k], the largest first, and tokens int32 [B, k] of the k likeliest after [B, D].
 
@@ -71,12 +109,14 @@ def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tupl
     return found
 
 
-def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
+def mask_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
     """Applies the top-p (nucleus) filter: -inf for all but the likeliest that together reach `top_p`, [B, n] -> [B, n].
 
-    The likeliest always stays; ties at the border all stay.
+    The likeliest always stays; ties at the border all stay. `top_p` is one number, or an array [B].
     """
-    if top_p == 1:
+    if isinstance(top_p, jax.Array):
+        top_p = jnp.where(top_p < 1, top_p, jnp.inf)[:, None]  # The sum of all may be rounded to 1 before the last.
+    elif top_p == 1:
         return logits
     sorted_logits = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
     probabilities = jax.nn.softmax(sorted_logits, axis=-1)

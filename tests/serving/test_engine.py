@@ -1,0 +1,132 @@
+"""Tests the engine without HTTP: many jobs against each alone, sessions, stop strings, jobs that are ended."""
+
+import numpy as np
+import pytest
+
+from support.serving import engine, ids, make_store, run, submit
+from txl_jax.serving.requests import Choice, Limits, RequestError, Sampling
+from txl_jax.serving.sessions import EMPTY
+
+NOTHING = np.zeros(0, np.int32)
+
+
+@pytest.fixture(scope="module")
+def made():
+    with engine() as started:
+        yield started
+
+
+def choices(count):
+    """Choices of mixed lengths, limits, seeds and wishes."""
+    rng = np.random.default_rng(4)
+    limits = [(1.0, 1.0), (0.0, 1.0), (0.8, 0.9), (1.3, 1.0)]
+    return [
+        Choice(
+            prompt=ids(int(rng.integers(1, 90)), seed=number),
+            max_tokens=int(rng.integers(1, 24)),
+            sampling=Sampling(*limits[number % 4], seed=int(rng.integers(1 << 62)), sample=number % 3),
+            logprobs=number % 3 == 0,
+            echo=number % 2 == 0,
+        )
+        for number in range(count)
+    ]
+
+
+def content(result):
+    """All that a result has, to the last bit."""
+    scores = [each for piece in result.pieces if piece.scores for each in piece.scores.nats.tolist()]
+    return result.tokens(), result.tokens(prompt=True), result.text, result.end, scores
+
+
+def test_many_jobs_get_what_each_gets_alone(made):
+    given = choices(14)
+    together = [submit(made, choice)[1] for choice in given]
+    found = [content(result.wait()) for result in together]
+    assert found == [content(run(made, choice)) for choice in given]
+    assert [len(each[0]) for each in found] == [choice.max_tokens for choice in given]
+    assert made.num_busy == made.num_waiting == 0
+
+
+def test_a_prompt_that_is_only_scored(made):
+    result = run(made, Choice(ids(40), 0, logprobs=True, echo=True))
+    assert result.tokens() == [] and result.tokens(prompt=True) == ids(40).tolist()
+    assert len(result.scores(prompt=True).nats) == 39 and result.end == "length"
+
+
+def test_a_session_goes_on_as_if_it_were_one_text(made):
+    store, greedy = made.store, Sampling(temperature=0.0)
+    session = store.create("me")
+    first, second = ids(50), ids(20, seed=9)
+    written = run(made, Choice(first, 17, greedy), store.begin(session.name, "me")).tokens()
+    assert session.state.tokens == 67 and not session.busy
+    scored = run(made, Choice(second, 0, logprobs=True, echo=True), store.begin(session.name, "me"))
+    assert scored.tokens(prompt=True) == second.tolist()
+    more = run(made, Choice(NOTHING, 9, greedy), store.begin(session.name, "me")).tokens()
+    whole = np.concatenate([first, written, second]).astype(np.int32)
+    alone = run(made, Choice(whole, 9, greedy, logprobs=True, echo=True))
+    assert more == alone.tokens() and session.state.tokens == 96
+    np.testing.assert_allclose(scored.scores(prompt=True).nats, alone.scores(prompt=True).nats[-20:], rtol=1e-4)
+
+
+def test_a_stop_string_ends_text_and_memory(made):
+    """At the token that completes it, in the middle of a call."""
+    free = run(made, Choice(ids(9), 40, Sampling(seed=2)))
+    stop = free.text[17:19]
+    at = free.text.index(stop)
+    session = made.store.begin(made.store.create("me").name, "me")
+    result = run(made, Choice(ids(9), 40, Sampling(seed=2), stop=("never there", stop), logprobs=True), session)
+    assert result.end == "stop" and result.text == free.text[:at]
+    assert result.tokens() == free.tokens()[: at + 2] and len(result.scores().nats) == at + 2
+    assert session.state.tokens == 9 + at + 2 and session.state.pending == free.tokens()[at + 1]
+    more = run(made, Choice(NOTHING, 6, Sampling(temperature=0.0)), made.store.begin(session.name, "me")).tokens()
+    whole = np.concatenate([ids(9), result.tokens()]).astype(np.int32)
+    assert more == run(made, Choice(whole, 6, Sampling(temperature=0.0))).tokens()
+
+
+def test_a_job_that_is_cancelled_leaves_its_session_and_its_neighbours(made):
+    session = made.store.begin(made.store.create("me").name, "me")
+    neighbour = submit(made, Choice(ids(5), 60, Sampling(seed=1)))[1]
+    job, result = submit(made, Choice(ids(30), 4000), session)
+    result.next()
+    made.cancel([job])
+    with pytest.raises(RequestError) as raised:
+        result.wait()
+    assert raised.value.code == "cancelled" and session.state is EMPTY and not session.busy
+    assert content(neighbour.wait()) == content(run(made, Choice(ids(5), 60, Sampling(seed=1))))
+
+
+def test_a_job_without_time_is_ended(made):
+    session = made.store.begin(made.store.create("me").name, "me")
+    with pytest.raises(RequestError) as raised:
+        submit(made, Choice(ids(30), 4000), session, seconds=0.05)[1].wait()
+    assert raised.value.status == 504 and session.state is EMPTY and not session.busy
+
+
+def test_too_many_jobs_are_refused_and_the_end_is_answered():
+    with engine(store=make_store(), limits=Limits(waiting=2)) as made:
+        results = [submit(made, Choice(ids(5), 4000))[1] for _ in range(6)]
+        with pytest.raises(RequestError) as raised:
+            submit(made, Choice(ids(5), 1))
+        assert raised.value.status == 429
+        results[0].next()
+        made.stop()
+        for result in results:
+            with pytest.raises(RequestError) as raised:
+                result.wait()
+            assert raised.value.status == 503
+        with pytest.raises(RequestError):
+            submit(made, Choice(ids(5), 1))
+
+
+def test_a_failure_of_the_device_is_answered(monkeypatch, capsys):
+    with engine() as made:
+
+        def broken(*unused):
+            raise RuntimeError("no device")
+
+        run(made, Choice(ids(5), 1))
+        monkeypatch.setattr(made.step, "write", broken)
+        with pytest.raises(RequestError) as raised:
+            run(made, Choice(ids(5), 1))
+        assert raised.value.status == 503 and not made.ready
+    assert "no device" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""Tests the compiled programs of serving against the library's own scoring and generation, and rows against rows."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from support import tiny_model
+from support.serving import BLOCK, ROWS, ids
+from txl_jax.config import GenerateConfig
+from txl_jax.serving.row_step import TOP, Rows, Step
+
+PROMPT = ids(90)  # A whole segment of 64, one of 16, and 9 tokens of another; the memory has 9.
+
+
+@functools.cache
+def programs(**changes):
+    """The programs of the tiny model, prepared parameters, and the model."""
+    model = tiny_model.make(**changes)
+    step = Step(model.components, batch_size=ROWS, block=BLOCK)
+    return step, step.prepare_params(model.params), model
+
+
+def read(step, weights, rings, row, tokens, *, position=0):
+    """The rings, the row's position and the scores of all tokens but the first."""
+    found = []
+    while len(tokens) > 1:
+        rings, scores = step.read(weights, rings, row, position, tokens, scored=True)
+        tokens, position = tokens[len(scores.nats) :], position + len(scores.nats)
+        found.append(scores)
+    return rings, position, found
+
+
+def write(step, weights, rings, row, last, position, length, *, others=None, seed=5, temperature=1.0, top_p=1.0):
+    """The rings, `length` tokens that the row draws, and their nats; `others` changes the arguments of other rows."""
+    tokens, nats = [], []
+    while len(tokens) < length:
+        rows = Rows.idle(ROWS)
+        if others is not None:
+            others(rows)
+        values = {"last": tokens[-1] if tokens else last, "position": position + len(tokens), "number": len(tokens)}
+        values |= {"steps": min(BLOCK, length - len(tokens)), "seed": seed, "scored": True}
+        for name, value in (values | {"temperature": temperature, "top_p": top_p}).items():
+            getattr(rows, name)[row] = value
+        rings, drawn, scores = step.write(weights, rings, rows)
+        tokens += drawn[row, : values["steps"]].tolist()
+        nats += scores.nats[row, : values["steps"]].tolist()
+    return rings, tokens, nats
+
+
+@pytest.mark.parametrize("changes", [{}, {"compat__memory_start": "zeros"}], ids=["masked", "zeros"])
+def test_a_prompt_has_the_scores_of_the_library_and_draws_its_tokens(changes):
+    step, weights, model = programs(**changes)
+    rings = step.init_rings(weights)
+    # What an earlier request left in the row.
+    rings, _, _ = read(step, weights, rings, 2, ids(70, seed=8))
+    if (beginning := step.empty_row(weights)) is not None:
+        rings = step.put(rings, 2, beginning)
+    rings, position, found = read(step, weights, rings, 2, PROMPT)
+    nats = np.concatenate([scores.nats for scores in found])
+    np.testing.assert_allclose(nats, model.score([PROMPT], per_token=True)[0], rtol=1e-5)
+    assert [len(scores.nats) for scores in found] == [64, 16, 9] and position == 89
+    for limits in ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}):
+        rings, drawn, of_drawn = write(step, weights, rings, 2, PROMPT[-1], position, 23, **limits)
+        settings = GenerateConfig(length=23, top_k=None, seed=5, **limits)
+        assert drawn == model.encode(model.generate([PROMPT], settings)[0]).tolist()
+        whole = model.score([np.concatenate([PROMPT, drawn])], per_token=True)[0]
+        np.testing.assert_allclose(of_drawn, whole[-23:], rtol=1e-4)
+
+
+def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_do():
+    step, weights, _ = programs()
+
+    def busy(rows):
+        for row in range(ROWS):
+            rows.last[row], rows.position[row], rows.steps[row] = row, 3 + 7 * row, BLOCK - row
+            rows.seed[row], rows.temperature[row], rows.top_p[row] = row, row / 2, 1 - row / 5
+
+    found = []
+    for row, others in ((0, None), (3, None), (1, busy), (2, busy)):
+        rings, position, scores = read(step, weights, step.init_rings(weights), row, PROMPT[:30])
+        if others:  # The neighbour reads while this row writes.
+            rings, _, _ = read(step, weights, rings, (row + 1) % ROWS, PROMPT)
+        _, tokens, nats = write(step, weights, rings, row, PROMPT[29], position, 60, others=others)
+        found.append((tokens, nats, np.concatenate([each.nats for each in scores]).tolist()))
+    assert all(each == found[0] for each in found)
+
+
+def test_a_row_that_goes_back_draws_the_same_again():
+    """By as many tokens as the rings have slots beside the memory."""
+    step, weights, _ = programs()
+    rings, position, _ = read(step, weights, step.init_rings(weights), 0, PROMPT)
+    rings, first, nats = write(step, weights, rings, 0, PROMPT[-1], position, step.slack)
+    _, second, again = write(step, weights, rings, 0, PROMPT[-1], position, step.slack)
+    assert first == second and nats == again
+
+
+def test_a_row_taken_out_goes_on_elsewhere():
+    """Far beyond the ring's length, at the smallest position of the same slots."""
+    step, weights, _ = programs()
+    rings, position, _ = read(step, weights, step.init_rings(weights), 0, ids(400))
+    state, other = step.take(rings, 0), step.normal_position(position)
+    assert other < position and other % step.capacity == position % step.capacity
+    _, expected, _ = write(step, weights, rings, 0, 3, position, 30)
+    rings = step.put(step.init_rings(weights), 3, state)
+    assert write(step, weights, rings, 3, 3, other, 30)[1] == expected
+
+
+def test_the_likeliest_tokens_are_those_of_the_probabilities():
+    step, weights, model = programs()
+    _, _, found = read(step, weights, step.init_rings(weights), 1, PROMPT[:9])
+    logprobs, _ = model.log_probabilities(PROMPT[None, :8], model.init_memory(1))
+    order = np.argsort(-np.asarray(logprobs[0]), axis=-1)[:, :TOP]
+    np.testing.assert_array_equal(found[0].top_tokens, order)
+    expected = np.take_along_axis(np.asarray(logprobs[0]), order, axis=-1)
+    np.testing.assert_allclose(found[0].top_logprobs, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,60 @@
+"""A server over the tiny model in a thread of the test, and plain requests to it."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from support.serving import SECONDS
+from txl_jax.serving.app import Settings, make_app
+from txl_jax.serving.engine import Engine
+
+
+@contextlib.contextmanager
+def served(made: Engine, settings: Settings | None = None) -> Iterator[int]:
+    """The port of a server with an engine that is not started."""
+    config = uvicorn.Config(
+        make_app(made, settings or Settings("tiny")), port=0, log_level="warning", timeout_graceful_shutdown=5
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    thread.start()
+    until = time.monotonic() + SECONDS
+    while not (server.started and made.ready):
+        assert thread.is_alive() and time.monotonic() < until
+        time.sleep(0.02)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def ask(
+    port: int,
+    path: str,
+    body: Any = None,
+    *,
+    method: str | None = None,
+    key: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, Any]:
+    """Status and body of a response, as JSON where it is; a body that is no bytes is sent as JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    sent = {
+        "Content-Type": "application/json",
+        **({"Authorization": f"Bearer {key}"} if key else {}),
+        **(headers or {}),
+    }
+    connection.request(method or ("GET" if body is None else "POST"), path, raw, sent)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    is_json = (response.getheader("content-type") or "").startswith("application/json")
+    return response.status, json.loads(content) if is_json else content.decode()

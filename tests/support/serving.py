@@ -1,0 +1,104 @@
+"""An engine over the tiny model, and requests to it without HTTP."""
+
+import contextlib
+import queue
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from support import tiny_model
+from txl_jax.serving.engine import Engine, Job
+from txl_jax.serving.requests import Choice, Event, Limits, RequestError, joined_scores
+from txl_jax.serving.row_step import Scores, Step
+from txl_jax.serving.sessions import Session, SessionStore
+from txl_jax.trained_model import LanguageModel
+
+ROWS, BLOCK = 4, 5
+SECONDS = 300.0  # Longer is a hang.
+
+
+def make_store(**changes: Any) -> SessionStore:
+    """An empty store of sessions."""
+    return SessionStore(**{"limit": 8, "seconds": 1000.0, "folder": None, "model_digest": "tiny", **changes})
+
+
+@contextlib.contextmanager
+def engine(
+    model: LanguageModel | None = None,
+    *,
+    store: SessionStore | None = None,
+    limits: Limits | None = None,
+    start: bool = True,
+) -> Iterator[Engine]:
+    """An engine, running unless `start` is false, of the tiny model, with 4 rows that write 5 tokens per call."""
+    model = model or tiny_model.make()
+    step = Step(model.components, batch_size=ROWS, block=BLOCK)
+    made = Engine(step, model.params, model.vocabulary, make_store() if store is None else store, limits)
+    if start:
+        made.start()
+    yield made
+    made.stop()
+
+
+class Result:
+    """The events of a job."""
+
+    def __init__(self) -> None:
+        self._events: queue.Queue[Event] = queue.Queue()
+        self.sink = self._events.put
+        self.pieces: list[Any] = []
+
+    def next(self) -> Event:
+        """The next event; it is kept, unless it is an error."""
+        event = self._events.get(timeout=SECONDS)
+        if not isinstance(event, RequestError):
+            self.pieces.append(event)
+        return event
+
+    def wait(self) -> "Result":
+        """Itself when the job has ended; raises the error that ended it."""
+        while not self.pieces or self.pieces[-1].end is None:
+            event = self.next()
+            if isinstance(event, RequestError):
+                raise event
+        return self
+
+    @property
+    def text(self) -> str:
+        """All text."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def end(self) -> str:
+        """The reason of its end."""
+        return self.pieces[-1].end
+
+    def tokens(self, *, prompt: bool = False) -> list[int]:
+        """The tokens that were written, or those of the prompt that came back."""
+        return [int(token) for piece in self.pieces if piece.is_prompt is prompt for token in piece.tokens]
+
+    def scores(self, *, prompt: bool = False) -> Scores:
+        """The scores of `tokens`; of a prompt's without the first that follows nothing."""
+        return joined_scores([each.scores for each in self.pieces if each.is_prompt is prompt and each.scores])
+
+
+def submit(
+    made: Engine, choice: Choice, session: Session | None = None, *, seconds: float = SECONDS
+) -> tuple[Any, Result]:
+    """The job of a choice, and its result to wait for."""
+    result = Result()
+    job = Job(choice, result.sink, session=session, until=time.monotonic() + seconds)
+    made.submit([job])
+    return job, result
+
+
+def run(made: Engine, choice: Choice, session: Session | None = None) -> Result:
+    """The result of a choice when it has ended."""
+    return submit(made, choice, session)[1].wait()
+
+
+def ids(length: int, *, seed: int = 3) -> np.ndarray:
+    """Random token ids of the tiny model."""
+    return tiny_model.documents([length], seed=seed)[0].astype(np.int32)
