@@ -321,6 +321,11 @@ def assemble(
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)
+    if config.data.reset_at is not None and config.model.end_token is None:  # It would act nowhere.
+        raise UserError(
+            f"data.reset_at is {config.data.reset_at!r} and model.end_token is none; training takes the id from the "
+            "text's vocabulary: give it as model.end_token, or leave data.reset_at out"
+        )
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     if jnp.zeros((), config.model.dtype).dtype != config.model.dtype:
         raise UserError(f"model.dtype is {config.model.dtype} and jax runs without it; set JAX_ENABLE_X64=1")

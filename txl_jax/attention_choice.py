@@ -102,6 +102,7 @@ def _of_model(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
         n_keys=1,
         d_head=model.d_head,
         has_position_score=encoding_of(model, config.compat).has_position_score,
+        documents=model.end_token is not None,
     )
 
 

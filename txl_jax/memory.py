@@ -7,6 +7,8 @@ recurrence is in `update`.
 Inference keeps the keys and values of those inputs instead: `inference.cache.KVCache`.
 """
 
+from typing import NamedTuple
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -71,6 +73,34 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
         hidden=jnp.concatenate([kept, new], axis=2),
         valid=jnp.minimum(memory.valid + segment_len, mem_len),
     )
+
+
+class Documents(NamedTuple):
+    """Where documents begin in a segment of each row, from the tokens that end them.
+
+    With the end token e, `a e b c e d` has the starts 0 0 2 2 2 5: the end token belongs to the document that it ends.
+
+    Attributes:
+      start: int32 [B, L], the position at which the document of each position begins; 0: at the segment's first one,
+        or before it, in the memory.
+      last: int32 [B], the position after the last end token; 0: there is none.
+    """
+
+    start: jax.Array
+    last: jax.Array
+
+    def valid(self, valid: jax.Array) -> jax.Array:
+        """Returns the filled slots [B] of the memory after the segment, at most `valid`: those of the last document."""
+        return jnp.where(self.last > 0, jnp.minimum(valid, self.start.shape[1] - self.last), valid)
+
+
+def documents(tokens: jax.Array, end_token: int | None) -> Documents | None:
+    """Returns the documents of a segment of tokens [B, L]; None: there is no end token, or these are embeddings."""
+    if end_token is None or jnp.issubdtype(tokens.dtype, jnp.floating):
+        return None
+    after = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)
+    begun = jax.lax.cummax(jnp.where(tokens == end_token, after[None, :], 0), axis=1)
+    return Documents(start=jnp.pad(begun[:, :-1], ((0, 0), (1, 0))), last=begun[:, -1])
 
 
 @jax.named_scope("memory")

@@ -102,6 +102,8 @@ SECOND = {
     "data.tokenizer.hf_file": ("corpus", "tokenizer.json"),
     "data.tokenizer.vocab_size": ("corpus", 300),
     "data.tokenizer.bin_type": ("corpus", IdType.UINT32),
+    "data.reset_at": ("end_token", "\\n"),
+    "model.end_token": ("train_step", 3),
     "data.heldout": ("corpus", Heldout.PUBLISHED),
     "data.order": ("epochs", Order.SENTENCES),
     "data.roll": ("epochs", Roll.ROWS),

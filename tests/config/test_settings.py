@@ -145,7 +145,7 @@ def test_help_is_one_short_sentence_in_plain_words(leaf):
 
 
 def test_there_are_few_enough_flags_to_read():
-    assert sum(leaf.setting.flag for leaf in config_tree.leaves()) <= 109
+    assert sum(leaf.setting.flag for leaf in config_tree.leaves()) <= 110
 
 
 def test_files_are_marked_as_paths():
@@ -169,7 +169,7 @@ def test_a_resumed_run_may_change_what_leaves_the_trajectory_alone():
     assert {name for name in free if name.startswith("train.")} == {
         f"train.{name}" for name in ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "patience")
     }
-    assert {name for name in free if name.startswith("model.")} == {"model.attention"}
+    assert {name for name in free if name.startswith("model.")} == {"model.attention", "model.end_token"}
     for group in ("compat", "optimizer", "regularization", "average"):
         assert not any(name.startswith(f"{group}.") for name in free)
 
@@ -177,4 +177,4 @@ def test_a_resumed_run_may_change_what_leaves_the_trajectory_alone():
 def test_a_trained_run_keeps_what_makes_its_token_ids():
     shaping = {leaf.name for leaf in config_tree.leaves() if leaf.setting.shapes_tokens}
     names = ("kind", "newlines", "lower_case", "line_mark", "min_count", "sentencepiece_vocab")
-    assert shaping == {f"data.tokenizer.{name}" for name in names}
+    assert shaping == {f"data.tokenizer.{name}" for name in names} | {"data.reset_at"}

@@ -169,6 +169,11 @@ def corpus(config):
     return read.digest, dumps(read.vocabulary), [split.tolist() for split in (read.train, read.valid, read.test)]
 
 
+def end_token(config):
+    """The id of the token that ends a document."""
+    return train.with_end_token(config, read_corpus(config.data, ".")).model.end_token
+
+
 def epochs(config):
     """Segments of the first two epochs of training."""
     read = read_corpus(config.data, ".")
@@ -235,6 +240,7 @@ PROBES = {
         eval_step,
         batch,
         corpus,
+        end_token,
         epochs,
         devices,
         files,

@@ -202,6 +202,11 @@ class DataConfig(Config):
     valid: tuple[str, ...] = setting((), "Own text: validation files.", path=True, free_on_resume=True)
     test: tuple[str, ...] = setting((), "Own text: test files.", path=True, free_on_resume=True)
     tokenizer: TokenizerConfig = TokenizerConfig()
+    reset_at: str | None = setting(
+        None,
+        "Documents are kept apart: text of the token that ends one and resets the memory; none: they are not.",
+        shapes_tokens=True,
+    )
     heldout: Heldout = setting(
         Heldout.SEPARATE,
         "One Billion Word: held-out shard for validation.",

@@ -101,11 +101,24 @@ class ExperimentConfig(Config):
         self._validate_softmax()
         self._validate_schedule()
         self._validate_warm_start()
+        self._validate_documents()
         require(
             self.model.network is Network.TRANSFORMER_XL or not self.train.stride,
             f"train.stride is {self.train.stride} and model.network is {self.model.network}, whose state has read "
             "already what would be read again; leave it out",
         )
+
+    def _validate_documents(self) -> None:
+        if self.data.reset_at is None and self.model.end_token is None:
+            return
+        for name, value, needed in (
+            ("model.network", self.model.network, Network.TRANSFORMER_XL),
+            ("compat.memory_start", self.compat.memory_start, MemoryStart.MASKED),
+        ):
+            require(
+                value is needed,
+                f"data.reset_at is {self.data.reset_at!r} and {name} is {value}; it goes with {needed}",
+            )
 
     def _validate_warm_start(self) -> None:
         if self.init_vocabulary is InitVocabulary.OWN:

@@ -170,6 +170,13 @@ class ModelConfig(Config):
     attention: AttentionPath = setting(
         AttentionPath.AUTO, "Implementation of attention; all give the same numbers.", free_on_resume=True
     )
+    end_token: int | None = setting(
+        None,
+        "Id of the token that data.reset_at names: attention sees nothing before it; none: there is no such token.",
+        at_least=0,
+        free_on_resume=True,  # It follows from data.reset_at and the vocabulary, which are compared.
+        flag=False,
+    )
     remat: Remat = setting(
         Remat.NONE,
         "Rematerialisation (activation checkpointing): values recomputed in the backward pass to save memory.",
@@ -283,7 +290,11 @@ class ModelConfig(Config):
         )
 
     def validate_vocabulary(self, vocab_size: int) -> None:
-        """Raises `UserError` if the clusters do not fit a vocabulary of `vocab_size` tokens."""
+        """Raises `UserError` if the clusters or the end token do not fit a vocabulary of `vocab_size` tokens."""
+        require(
+            self.end_token is None or self.end_token < vocab_size,
+            f"model.end_token is {self.end_token} and the vocabulary has {vocab_size} tokens, from 0 on",
+        )
         if self.cutoffs:
             require(
                 self.cutoffs[-1] < vocab_size,

@@ -24,6 +24,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from txl_jax import memory as memory_lib
 from txl_jax.config import NormPlace
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
@@ -152,7 +153,10 @@ def forward(
             "fill evenly; make the cache for this segment length"
         )
     states = apply_layers(params, model, tokens, cache, window=window)
-    return finish(params, model, states.hidden), cache_lib.write(cache, states.keys, states.values, after=states.hidden)
+    cache = cache_lib.write(cache, states.keys, states.values, after=states.hidden)
+    if (documents := memory_lib.documents(tokens, model.config.end_token)) is not None:
+        cache = cache.replace(valid=documents.valid(cache.valid))
+    return finish(params, model, states.hidden), cache
 
 
 def apply_layers(
@@ -160,7 +164,9 @@ def apply_layers(
 ) -> SegmentStates:
     """Computes what `forward` does without writing to the cache, whose index may be any; `finish` has what follows."""
     segment_len = tokens.shape[1]
-    visibility = CachedVisibility(cache.valid, cache.write_index, segment_len, cache.capacity, window)
+    documents = memory_lib.documents(tokens, model.config.end_token)
+    start = None if documents is None else documents.start
+    visibility = CachedVisibility(cache.valid, cache.write_index, segment_len, cache.capacity, window, start)
     hidden = _apply(model, params.embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed)
     keys, values = [], []
     for layer, stored_keys, stored_values in zip(params.layers, cache.keys, cache.values, strict=True):

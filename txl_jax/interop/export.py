@@ -145,7 +145,8 @@ def _differences(config: ExperimentConfig, preset: str, name: str, *, without: C
         unused.add("shaw_terms")
     if not config.eval.same_length:
         unused.add("same_length_window")
-    return [
+    apart = f"documents are kept apart here, by the token {config.model.end_token}, and not by {name}"
+    return [apart] * (config.model.end_token is not None) + [
         f"{name} has compat.{leaf.name} {config_tree.format_value(there)}, and these weights were read with "
         f"{config_tree.format_value(here)}: it gives other losses"
         for leaf, here, there in config_tree.differences(config.compat, theirs)

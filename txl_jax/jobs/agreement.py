@@ -9,7 +9,7 @@ from txl_jax.data.tokens.vocabulary import digest
 from txl_jax.runtime import distributed
 
 # Hosts may keep their files in different places; the contents are compared.
-_PLACES = {f"data.{name}" for name in ("file", "train", "valid", "test", "vocab_file", "sentencepiece_model")}
+_PLACES = {leaf.name for leaf in config_tree.leaves() if leaf.setting.path and leaf.name.startswith("data.")}
 
 
 def check(config: ExperimentConfig, corpus: Corpus) -> None:

@@ -26,7 +26,7 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.jobs import report, restore, warm_start
 from txl_jax.jobs.changes import member_name
-from txl_jax.jobs.train import claim, score_or_stop, training_reader
+from txl_jax.jobs.train import claim, score_or_stop, training_reader, with_end_token
 from txl_jax.jobs.warm_start import WarmStart
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
@@ -69,6 +69,7 @@ def run(
         device; or as `txl_jax.jobs.train.run`.
       NonFiniteError: a loss of one of them was not finite; it is named.
     """
+    base = with_end_token(base, corpus)
     members = [_in_order(member) for member in members]
     configs = member_configs(base, members)
     if profile_steps is not None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
-from txl_jax.data.tokens.vocabulary import Vocabulary, unescape
+from txl_jax.data.tokens import token_ids
+from txl_jax.data.tokens.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.inference.generator import Generator
 from txl_jax.jobs import agreement
@@ -115,26 +116,12 @@ def read_prompt(config: GenerateConfig) -> bytes:
 def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> int | None:
     """Returns the id of the stop token; None if none was given.
 
-    The token that ends a line is given as a newline or as its own word, `<eos>`.
-
     Raises:
       UserError: the text is not exactly one token of the vocabulary.
     """
     if not config.stop:
         return None
-    text, names = os.fsencode(unescape(config.stop)), vocabulary.names()
-    # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower case for a word.
-    if vocabulary.mark is not None and text in (b"\n", names[vocabulary.mark]):
-        return vocabulary.mark
-    ids = _encode(vocabulary, text, what="generate.stop").tolist()
-    if len(ids) == 1 and ids[0] != vocabulary.unknown_id:
-        return ids[0]
-    became = "its unknown token" if ids == [vocabulary.unknown_id] else f"{len(ids)} tokens"
-    found = ", ".join(repr(names[token].decode(errors="backslashreplace")) for token in ids[:8])
-    raise UserError(
-        f"generate.stop is {config.stop!r}, which this model reads as {became} ({found or 'nothing'}); give the text "
-        "of one token of its vocabulary"
-    )
+    return token_ids.find_token(vocabulary, config.stop, name="generate.stop")
 
 
 def _stream(

@@ -20,9 +20,11 @@ from typing import Any
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.attention_choice import AttentionChoice
 from txl_jax.config import ExperimentConfig, Order
+from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import require
 from txl_jax.data.batches.segment_reader import SegmentReader, training_segments
 from txl_jax.data.corpus import Corpus
+from txl_jax.data.tokens import token_ids
 from txl_jax.jobs import agreement, attention_record, report, restore, warm_start
 from txl_jax.jobs.score import Interrupted, score
 from txl_jax.jobs.warm_start import WarmStart
@@ -72,6 +74,7 @@ def run(
     check_stop_after(config, stop_after)
     if profile_steps is not None:
         profiler.check_steps(*profile_steps, steps=config.train.steps)
+    config = with_end_token(config, corpus)
     agreement.check(config, corpus)
     recorded = restore.recorded_attention(workdir, config)
 
@@ -134,6 +137,18 @@ def train(
     workdir = Workdir(as_path(path))
     corpus = distributed.run_on_all(lambda: warm_start.read_corpus(config, workdir, data_dir, cache_dir))
     return run(config, corpus, workdir, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
+
+
+def with_end_token(config: ExperimentConfig, corpus: Corpus) -> ExperimentConfig:
+    """Returns the config with the id of the token that ends a document, as `data.reset_at` names it.
+
+    Raises:
+      UserError: the text is not one token of the vocabulary.
+    """
+    text, end_token = config.data.reset_at, None
+    if text is not None:
+        end_token = token_ids.find_token(corpus.vocabulary, text, name="data.reset_at")
+    return config_tree.replace(config, {"model.end_token": end_token})
 
 
 def check_stop_after(config: ExperimentConfig, stop_after: int | None) -> None:

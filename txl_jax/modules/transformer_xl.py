@@ -96,7 +96,9 @@ class TransformerXL(nn.Module):
         drop = functools.partial(self.drop_input, deterministic=deterministic)
         codes = self.encoding.shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)
         window = self.compat.window(mem_len, same_length=same_length)
-        visibility = Visibility(memory.valid, segment_len, mem_len, window)
+        documents = memory_lib.documents(tokens, self.config.end_token)
+        start = None if documents is None else documents.start
+        visibility = Visibility(memory.valid, segment_len, mem_len, window, document_start=start)
         context = LayerContext(codes, visibility, implementation=self.implementations.training)
         embedded = self.embed(tokens, clamp_len=clamp_len, deterministic=deterministic)
         hidden, layer_inputs = self.stack(drop(embedded), memory.hidden, context, deterministic=deterministic)
@@ -105,7 +107,10 @@ class TransformerXL(nn.Module):
         hidden = self.drop_output(hidden, deterministic=deterministic)
         if self.is_initializing() and not _are_embeddings(tokens):
             self.nll(hidden, tokens)  # Creates the softmax's parameters.
-        return hidden, memory_lib.update(memory, layer_inputs)
+        memory = memory_lib.update(memory, layer_inputs)
+        if documents is not None:
+            memory = Memory(memory.hidden, documents.valid(memory.valid))
+        return hidden, memory
 
     def embed(self, tokens: jax.Array, *, clamp_len: int | None, deterministic: bool = True) -> jax.Array:
         """Computes the input of the first layer before dropout: int [B, L], or embeddings [B, L, D] -> [B, L, D]."""

@@ -73,6 +73,10 @@ class Plan:
             f"train.mem_len is {config.train.mem_len} and eval.mem_len {config.eval.mem_len}; a model without memory "
             "attends to none",
         )
+        require(
+            model.end_token is None,
+            "the run keeps documents apart (data.reset_at), and the window of these plots reaches over their ends",
+        )
         for layer, head in self.layer_heads:
             require(
                 0 <= layer < model.n_layer and 0 <= head < model.n_head,

@@ -86,8 +86,13 @@ class Step:
           block: K, tokens of a row per call, at most.
 
         Raises:
-          UserError: a mesh of several devices.
+          UserError: a mesh of several devices, or a model that keeps documents apart.
         """
+        if components.config.model.end_token is not None:  # A row's filled slots follow from its position here.
+            raise UserError(
+                f"the model keeps documents apart (data.reset_at, token {components.config.model.end_token}), which the "
+                "server does not; generate with txl_jax.load"
+            )
         if components.mesh.size > 1:
             raise UserError(
                 f"the mesh has {components.mesh.size} devices and rows are served by one; start the server where JAX "

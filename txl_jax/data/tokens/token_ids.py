@@ -1,11 +1,12 @@
 """Token ids of documents that callers give: texts, or ids that are checked."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from txl_jax.data.tokens.vocabulary import Vocabulary
+from txl_jax.data.tokens.vocabulary import Vocabulary, unescape
 from txl_jax.errors import UserError
 
 Document = str | bytes | Sequence[int] | np.ndarray  # A text (bytes: UTF-8, or any for a model of bytes), or ids [T].
@@ -53,6 +54,36 @@ def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
     if len(ids) != 1:
         raise UserError(f"first is {token!r}, which this model reads as {len(ids)} tokens; give one token")
     return ids
+
+
+def find_token(vocabulary: Vocabulary, text: str, *, name: str) -> int:
+    r"""Returns the id of the token that a setting names by its text.
+
+    The token that ends a line is given as a newline or as its own word, `<eos>`.
+
+    Args:
+      text: with \n and \r for line ends, as `escape` writes them.
+      name: of the setting.
+
+    Raises:
+      UserError: the text is not exactly one token of the vocabulary.
+    """
+    content, names = os.fsencode(unescape(text)), vocabulary.names()
+    # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower case for a word.
+    if vocabulary.mark is not None and content in (b"\n", names[vocabulary.mark]):
+        return vocabulary.mark
+    try:
+        ids = vocabulary.encode(content).tolist()
+    except ValueError as error:
+        raise UserError(f"{name} cannot be read by this model: {error}") from None
+    if len(ids) == 1 and ids[0] != vocabulary.unknown_id:
+        return int(ids[0])
+    became = "its unknown token" if ids == [vocabulary.unknown_id] else f"{len(ids)} tokens"
+    found = ", ".join(repr(names[token].decode(errors="backslashreplace")) for token in ids[:8])
+    raise UserError(
+        f"{name} is {text!r}, which this model reads as {became} ({found or 'nothing'}); give the text of one token of "
+        "its vocabulary"
+    )
 
 
 def joined(vocabulary: Vocabulary, context: Document, continuation: Document) -> tuple[np.ndarray, int]:

@@ -38,6 +38,7 @@ def check(arrays: Mapping[str, Any], visibility: Visibility) -> None:
     _check_integers("valid", visibility.valid, (batch,))
     if visibility.lengths is not None:
         _check_integers("lengths", visibility.lengths, (batch,))
+    _check_documents(visibility, batch)
 
 
 def check_cached(
@@ -80,6 +81,7 @@ def check_cached(
     _check_window(visibility.window)
     _check_integers("valid", visibility.valid, (batch,))
     _check_integers("write_index", visibility.write_index, ())
+    _check_documents(visibility, batch)
 
 
 def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropout | None:
@@ -179,10 +181,15 @@ def _check_window(window: int | None) -> None:
         raise ValueError(f"visibility.window is {window}; it must be at least 1, the query's own key")
 
 
+def _check_documents(visibility: Visibility | CachedVisibility, batch: int) -> None:
+    if visibility.document_start is not None:
+        _check_integers("document_start", visibility.document_start, (batch, visibility.segment_len))
+
+
 def _check_integers(name: str, given: Any, shape: tuple[int, ...]) -> None:
-    """Checks an array of the visibility: one integer, or one for each row."""
+    """Checks an array of the visibility: one integer, or one for each row or query."""
     found, dtype = getattr(given, "shape", None), getattr(given, "dtype", None)
     if found != shape or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         text = type(given).__name__ if dtype is None else f"{dtype.name} {list(found or ())}"
-        each = ", one number for each row" if shape else ""
+        each = ("", ", one number for each row", ", one number for each query")[len(shape)]
         raise ValueError(f"visibility.{name} is {text}; it must be int32 {list(shape)}{each}")

@@ -29,6 +29,8 @@ class CachedVisibility:
       segment_len: L.
       capacity: R.
       window: keys that a query sees at most, itself included; None: no limit but `valid`.
+      document_start: int32 [B, L], the position of the segment from which each query sees keys; 0: from the slots on.
+        None: 0.
     """
 
     valid: jax.Array
@@ -36,6 +38,7 @@ class CachedVisibility:
     segment_len: int = flax.struct.field(pytree_node=False)
     capacity: int = flax.struct.field(pytree_node=False)
     window: int | None = flax.struct.field(pytree_node=False, default=None)
+    document_start: jax.Array | None = None
 
     def age(self) -> jax.Array:
         """Returns the age of each slot, int32 [R]; 1 is the position just before the segment."""
@@ -50,15 +53,19 @@ class CachedVisibility:
         stored_BxLxR = jnp.broadcast_to((age_R[None, :] <= self.valid[:, None])[:, None, :], shape)
         if self.window is not None:
             stored_BxLxR &= (row_L[:, None] + age_R[None, :] < self.window)[None]
+        if self.document_start is not None:
+            stored_BxLxR &= (self.document_start == 0)[:, :, None]
         return stored_BxLxR
 
     def own_mask(self) -> jax.Array:
-        """Returns the visible pairs within the segment, bool [L, L]."""
+        """Returns the visible pairs within the segment, bool [B, L, L]; [1, L, L] where rows do not differ."""
         row_L = jnp.arange(self.segment_len, dtype=jnp.int32)
         own_LxL = row_L[:, None] >= row_L[None, :]
         if self.window is not None:
             own_LxL &= row_L[:, None] - row_L[None, :] < self.window
-        return own_LxL
+        if self.document_start is None:
+            return own_LxL[None]
+        return own_LxL[None] & (row_L[None, None, :] >= self.document_start[:, :, None])
 
 
 def table_length(*, segment_len: int, capacity: int, clamp_len: int | None) -> int:
@@ -93,7 +100,7 @@ def cached_attention(
     if position is not None:
         table = _position_scores(*position, wide)
         own += _own_positions(table)
-    own = jnp.where(visibility.own_mask()[None, None], own, -jnp.inf)
+    own = jnp.where(visibility.own_mask()[:, None], own, -jnp.inf)
     top = jnp.max(own, axis=-1, keepdims=True)
     capacity = stored_key.shape[3]
     if capacity:

@@ -13,6 +13,7 @@ AUTO = "auto"
 _MANY_PAIRS = 128 * 256
 # Reading the KV cache is all the work then, and the reference converts it while it reads.
 _ONE_TOKEN = "one token at a time has nothing to tile"
+_DOCUMENTS = "documents that are kept apart (data.reset_at) are masked by the reference alone"
 _FUSED: dict[str, Any] = {"tpu": tpu, "gpu": gpu}
 
 
@@ -45,6 +46,8 @@ def refusal_of(path: str, problem: Problem) -> str | None:
     """Returns why a path cannot serve a call: the limit and the given number; None: it can."""
     if path == "reference":
         return None
+    if problem.documents:
+        return _DOCUMENTS
     if problem.is_one_token:
         return _ONE_TOKEN
     if path == "tiled":
@@ -78,7 +81,7 @@ def resolve(implementation: Implementation | str, problem: Problem) -> Implement
 
 def _refusal_of_choice(implementation: Implementation, problem: Problem) -> str | None:
     """Returns why an earlier choice cannot serve a call: its path, or of the two kernels for GPUs its own."""
-    if implementation.interpret and not problem.is_one_token:
+    if implementation.interpret and not problem.is_one_token and not problem.documents:
         return None
     refusal = refusal_of(implementation.path, problem)
     if refusal is None and implementation.kernel is not None and problem.platform == "gpu":
@@ -95,6 +98,8 @@ def _where(implementation: Implementation, problem: Problem) -> Problem:
 
 
 def _choose_fastest(problem: Problem) -> tuple[Implementation, str]:
+    if problem.documents:
+        return REFERENCE, _DOCUMENTS
     if problem.dtype == "float64":
         return REFERENCE, "float64 is for checks, and this is what others are checked against"
     if problem.platform in _FUSED:

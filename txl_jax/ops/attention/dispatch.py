@@ -144,6 +144,7 @@ def describe(
         causal=visibility.causal,
         window=visibility.window,
         dropout=dropout is not None,
+        documents=visibility.document_start is not None,
     )
 
 
@@ -167,6 +168,7 @@ def describe_cached(
         window=visibility.window,
         capacity=visibility.capacity,
         cache_dtype=ring[0].dtype.name,
+        documents=visibility.document_start is not None,
     )
 
 

@@ -26,6 +26,8 @@ class Visibility:
       window: keys that a query sees at most, itself included (`same_length`), on each side; None: no limit.
       causal: whether keys behind the query are hidden.
       lengths: int32 [B], tokens of each row's segment; what is behind them is padding that no query sees. None: L.
+      document_start: int32 [B, L], the position of the segment from which each query sees keys; 0: from the memory on.
+        None: 0.
     """
 
     valid: jax.Array
@@ -34,6 +36,7 @@ class Visibility:
     window: int | None = flax.struct.field(pytree_node=False, default=None)
     causal: bool = flax.struct.field(pytree_node=False, default=True)
     lengths: jax.Array | None = None
+    document_start: jax.Array | None = None
 
     @property
     def n_keys(self) -> int:
@@ -78,7 +81,11 @@ class Visibility:
             near_LxK &= distance_LxK >= 0
         if self.window is not None:
             near_LxK &= jnp.abs(distance_LxK) < self.window
-        return near_LxK[None, :, :] & in_range_BxK[:, None, :]
+        visible_BxLxK = near_LxK[None, :, :] & in_range_BxK[:, None, :]
+        if self.document_start is None:
+            return visible_BxLxK
+        first_BxL = jnp.where(self.document_start > 0, self.mem_len + self.document_start, 0)
+        return visible_BxLxK & (key_K[None, None, :] >= first_BxL[:, :, None])
 
 
 def attention_mask(valid: jax.Array, *, segment_len: int, mem_len: int, window: int | None = None) -> jax.Array:

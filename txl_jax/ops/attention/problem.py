@@ -38,6 +38,7 @@ class Problem:
       dropout: whether there is dropout on the probabilities.
       capacity: R, slots of the KV cache; None: training, with memory and segment in one array.
       cache_dtype: type of the stored keys and values; None: `dtype`.
+      documents: whether documents are kept apart within a segment (`Visibility.document_start`).
     """
 
     platform: str
@@ -55,6 +56,7 @@ class Problem:
     dropout: bool = False
     capacity: int | None = None
     cache_dtype: str | None = None
+    documents: bool = False
 
     @property
     def cached(self) -> bool:

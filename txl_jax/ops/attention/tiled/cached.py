@@ -147,7 +147,7 @@ def _own(
     scores = jnp.einsum("bhle,bhke->bhlk", query, key, preferred_element_type=wide)
     if position is not None:
         scores += position.own()
-    scores = jnp.where(visibility.own_mask()[None, None], scores, -jnp.inf)
+    scores = jnp.where(visibility.own_mask()[:, None], scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
     summed = jnp.einsum("bhlk,bhke->bhle", weights.astype(value.dtype), value, preferred_element_type=wide)

@@ -1,0 +1,202 @@
+"""Tests documents that are kept apart: every loss is the one of the document read alone, from an empty memory."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import tiny, tiny_run
+from support.float64 import enable_x64
+from txl_jax.config import CompatConfig, DType, MemoryStart, ModelConfig, Network, NormPlace
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
+from txl_jax.inference import forward
+from txl_jax.ops.attention import Visibility, attention, choice
+from txl_jax.ops.attention.cached import CachedVisibility
+from txl_jax.segments import Segments
+
+END, SEGMENTS = 4, 9
+# L, M, same_length. Memories longer than the text, and cut off. Few lengths of segments: each is compiled.
+LENGTHS = {"long": (3, 40, False), "cut": (3, 4, True)}
+MODELS = {"post": {}, "pre": {"layer_norm": NormPlace.PRE}}
+
+
+def text(segment_len):
+    """Rows with ends inside segments, at their first and last positions, side by side, and with none."""
+    length = segment_len * SEGMENTS
+    tokens = tiny.text(length + 1, rows=4, seed=2)
+    tokens[tokens == END] = END + 1
+    for row, ends in enumerate(
+        [(0, 7, 8, 9, 21), (segment_len - 1, 3 * segment_len), (2 * segment_len - 1, 2 * segment_len, length - 1), ()]
+    ):
+        tokens[row, list(ends)] = END
+    return tokens
+
+
+def alone(model, variables, tokens, lengths):
+    """Nats [B, T] of a loop over rows and documents, each read by itself from an empty memory, cut where segments end.
+
+    The model has no end token: nothing of what is tested is used.
+    """
+    segment_len, mem_len, same_length = lengths
+    plain = tiny.make(**{**model, "end_token": None})
+
+    @jax.jit
+    def nats_of(tokens, targets, memory):
+        hidden, memory = plain.apply(variables, tokens, memory, same_length=same_length)
+        return plain.apply(variables, hidden, targets, method=plain.nll), memory
+
+    found = np.zeros((len(tokens), tokens.shape[1] - 1))
+    for row, ids in enumerate(tokens):
+        memory = None
+        for first in range(len(ids) - 1):
+            begins = first == 0 or ids[first - 1] == END
+            if begins:
+                memory = plain.init_memory(batch_size=1, mem_len=mem_len)
+            if begins or first % segment_len == 0:
+                after = first
+                while True:  # To the end of the segment or of the document.
+                    after += 1
+                    if after % segment_len == 0 or ids[after - 1] == END:
+                        break
+                nats, memory = nats_of(ids[None, first:after], ids[None, first + 1 : after + 1], memory)
+                found[row, first:after] = nats[0]
+    return found
+
+
+def streamed(made, variables, tokens, lengths):
+    """Nats [B, T] of the training model, over segments with a memory."""
+    segment_len, mem_len, same_length = lengths
+
+    @jax.jit
+    def read(tokens, targets, memory):
+        hidden, memory = made.apply(variables, tokens, memory, same_length=same_length)
+        return made.apply(variables, hidden, targets, method=made.nll), memory
+
+    return over_segments(read, made.init_memory(batch_size=len(tokens), mem_len=mem_len), tokens, segment_len)
+
+
+def cached(made, variables, tokens, lengths):
+    """Nats [B, T] of inference, over segments with a KV cache."""
+    segment_len, mem_len, same_length = lengths
+    sizes = {"segment_len": segment_len, "mem_len": mem_len}
+    window = made.compat.window(mem_len, same_length=same_length)
+    weights = jax.jit(functools.partial(forward.prepare_params, model=made, clamp_len=None, **sizes))(
+        variables["params"]
+    )
+
+    @jax.jit
+    def read(tokens, targets, cache):
+        hidden, cache = forward.forward(weights, made, tokens, cache, window=window)
+        return forward.nll(weights, made, hidden, targets), cache
+
+    cache = forward.init_cache(weights, made, batch_size=len(tokens), **sizes)
+    return over_segments(read, cache, tokens, segment_len)
+
+
+def over_segments(read, memory, tokens, segment_len):
+    found = []
+    for first in range(0, tokens.shape[1] - 1, segment_len):
+        end = first + segment_len
+        nats, memory = read(tokens[:, first:end], tokens[:, first + 1 : end + 1], memory)
+        found.append(nats)
+    return np.concatenate(found, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "kind"),
+    [("post", "long", "float32"), ("pre", "cut", "float32"), ("post", "cut", "float64")],
+)
+def test_every_loss_is_that_of_the_document_alone(name, lengths, kind):
+    with enable_x64(True) if kind == "float64" else contextlib.nullcontext():
+        model = MODELS[name] | {"dtype": DType(kind), "end_token": END}
+        made, tokens = tiny.make(**model), text(LENGTHS[lengths][0])
+        variables = tiny.variables(made)
+        expected = alone(model, variables, tokens, LENGTHS[lengths])
+        tolerance = {"float32": 1e-6, "float64": 1e-10}[kind]
+        for read in (streamed, cached):
+            np.testing.assert_allclose(
+                read(made, variables, tokens, LENGTHS[lengths]), expected, rtol=tolerance, atol=tolerance
+            )
+        if kind == "float64":
+            return
+        without = streamed(tiny.make(**{**model, "end_token": None}), variables, tokens, LENGTHS[lengths])
+        differs = np.abs(without - expected).max(axis=1) > 1e-3
+        assert differs.tolist() == [True, True, True, False], "the end token acts, where there is one"
+
+
+def test_a_step_of_training_has_the_losses_of_documents_alone():
+    changes = {"model__end_token": END, "model__dropout__rate": 0.0}
+    made, step, _ = tiny_run.compiled(**changes)
+    before = tiny_run.state(made)
+    tokens = tiny.text(tiny_run.L + 1, seed=5)
+    tokens[0, [2, 3]], tokens[1, tiny_run.L - 1] = END, END
+    segments = Segments(
+        tokens[None, :, :-1], tokens[None, :, 1:], np.ones((1, *tokens[:, 1:].shape), np.float32), np.ones((1, 3), bool)
+    )
+    after, metrics = tiny_run.call(made, step, before, segments)
+    model = {"end_token": END}
+    expected = alone(model, {"params": before.params}, tokens, (tiny_run.L, tiny_run.M, made.config.train.same_length))
+    assert metrics.nats[0] == pytest.approx(expected.sum(), rel=1e-6)
+    # Filled slots: what came after the last end, nothing where it is the last token.
+    last = [int(np.flatnonzero(row == END).max(initial=-1)) for row in tokens[:, :-1]]
+    assert after.memory.valid.tolist() == [tiny_run.L - 1 - at for at in last]
+
+
+# Which keys are seen
+
+
+def test_the_mask_by_hand():
+    # L = 3, M = 2; a document ends at position 0 of the first row, and at none of the second.
+    start = jnp.array([[0, 1, 1], [0, 0, 0]])
+    mask = Visibility(jnp.array([2, 1]), 3, 2, document_start=start).mask().astype(int).tolist()
+    assert mask[0] == [[1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+    assert mask[1] == [[0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
+    visibility = CachedVisibility(jnp.array([2, 1]), jnp.int32(0), 3, 3, document_start=start)
+    assert visibility.own_mask().astype(int).tolist() == [[row[2:] for row in rows] for rows in mask]
+    assert visibility.stored_mask().sum(-1).tolist() == [[2, 0, 0], [1, 1, 1]]
+
+
+def test_no_other_path_takes_documents():
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(1, 2, n, 4)), jnp.float32) for n in (3, 3, 3))
+    visibility = Visibility(jnp.zeros(1, jnp.int32), 3, 0, document_start=jnp.zeros((1, 3), jnp.int32))
+    for path in ("tiled", "fused"):
+        with pytest.raises(UserError, match=r"\bdata\.reset_at\b.*\breference\b"):
+            attention(query, key, value, visibility=visibility, implementation=path)
+    attention(query, key, value, visibility=visibility)
+    wrong = visibility.replace(document_start=jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(ValueError, match=r"document_start is int32 \[1, 2\].*\[1, 3\]"):
+        attention(query, key, value, visibility=wrong)
+
+
+def test_a_run_chooses_the_reference_and_says_why():
+    found = tiny_run.parts(model__end_token=END).attention
+    for chosen in found:
+        assert chosen.implementation == choice.REFERENCE and "data.reset_at" in chosen.reason
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"model.network": Network.LSTM}, r"'x'.*model\.network is lstm.*transformer_xl"),
+        ({"compat.memory_start": MemoryStart.ZEROS}, r"'x'.*compat\.memory_start is zeros.*masked"),
+    ],
+)
+def test_what_cannot_go_together(changes, pattern):
+    with pytest.raises(UserError, match=pattern):
+        config_tree.replace(tiny_run.CONFIG, {"data.reset_at": "x", **changes}).validate()
+
+
+def test_an_end_that_would_not_act_is_refused():
+    with pytest.raises(UserError, match=r"data\.reset_at is 'x' and model\.end_token is none"):
+        tiny_run.parts(data__reset_at="x")
+    with pytest.raises(UserError, match=rf"model\.end_token is {tiny.V}\b.*\b{tiny.V} tokens"):
+        tiny_run.parts(model__end_token=tiny.V)
+    assert ModelConfig().end_token is None and CompatConfig().memory_start is MemoryStart.MASKED
