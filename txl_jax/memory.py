@@ -76,7 +76,7 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
 
 
 class Documents(NamedTuple):
-    """Where documents begin in a segment of each row, from the tokens that end them.
+    """The places where documents begin in a segment of each row, from the tokens that end them.
 
     With the end token e, `a e b c e d` has the starts 0 0 2 2 2 5: the end token belongs to the document that it ends.
 

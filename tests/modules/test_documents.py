@@ -17,6 +17,7 @@ from txl_jax.inference import forward
 from txl_jax.ops.attention import Visibility, attention, choice
 from txl_jax.ops.attention.cached import CachedVisibility
 from txl_jax.segments import Segments
+from txl_jax.training import step as step_lib
 
 END, SEGMENTS = 4, 9
 # L, M, same_length. Memories longer than the text, and cut off. Few lengths of segments: each is compiled.
@@ -128,22 +129,21 @@ def test_every_loss_is_that_of_the_document_alone(name, lengths, kind):
         assert differs.tolist() == [True, True, True, False], "the end token acts, where there is one"
 
 
-def test_a_step_of_training_has_the_losses_of_documents_alone():
-    changes = {"model__end_token": END, "model__dropout__rate": 0.0}
-    made, step, _ = tiny_run.compiled(**changes)
-    before = tiny_run.state(made)
+def test_the_loss_of_training_is_that_of_documents_alone():
+    made = tiny_run.parts(model__end_token=END, model__dropout__rate=0.0)
+    params, train = tiny_run.params(made.model), made.config.train
     tokens = tiny.text(tiny_run.L + 1, seed=5)
     tokens[0, [2, 3]], tokens[1, tiny_run.L - 1] = END, END
-    segments = Segments(
-        tokens[None, :, :-1], tokens[None, :, 1:], np.ones((1, *tokens[:, 1:].shape), np.float32), np.ones((1, 3), bool)
-    )
-    after, metrics = tiny_run.call(made, step, before, segments)
-    model = {"end_token": END}
-    expected = alone(model, {"params": before.params}, tokens, (tiny_run.L, tiny_run.M, made.config.train.same_length))
-    assert metrics.nats[0] == pytest.approx(expected.sum(), rel=1e-6)
+    segment = Segments(tokens[:, :-1], tokens[:, 1:], np.ones(tokens[:, 1:].shape, np.float32), np.ones(3, bool))
+    memory = made.model.init_memory(batch_size=3, mem_len=train.mem_len)
+    loss = jax.jit(step_lib._make_loss(made.model, made.config))
+    mean, (nats, memory) = loss(params, memory, segment, jax.random.key(0), segment.weights.sum())
+    expected = alone({"end_token": END}, {"params": params}, tokens, (tiny_run.L, tiny_run.M, train.same_length)).sum()
+    assert nats == pytest.approx(expected, rel=1e-6)
+    assert mean == pytest.approx(expected / segment.weights.sum(), rel=1e-6)
     # Filled slots: what came after the last end, nothing where it is the last token.
     last = [int(np.flatnonzero(row == END).max(initial=-1)) for row in tokens[:, :-1]]
-    assert after.memory.valid.tolist() == [tiny_run.L - 1 - at for at in last]
+    assert memory.valid.tolist() == [tiny_run.L - 1 - at for at in last]
 
 
 # Which keys are seen
@@ -173,7 +173,7 @@ def test_no_other_path_takes_documents():
         attention(query, key, value, visibility=wrong)
 
 
-def test_a_run_chooses_the_reference_and_says_why():
+def test_a_run_chooses_the_reference_for_a_reason():
     found = tiny_run.parts(model__end_token=END).attention
     for chosen in found:
         assert chosen.implementation == choice.REFERENCE and "data.reset_at" in chosen.reason
