@@ -90,7 +90,7 @@ class Step:
         """
         if components.config.model.end_token is not None:  # A row's filled slots follow from its position here.
             raise UserError(
-                f"the model keeps documents apart (data.reset_at, token {components.config.model.end_token}), which the "
+                f"the model keeps documents apart by the token {components.config.model.end_token}, which the "
                 "server does not; generate with txl_jax.load"
             )
         if components.mesh.size > 1:
