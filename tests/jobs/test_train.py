@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from support.cases import slow_but
 from txl_jax.assemble import assemble
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import NonFiniteError, UserError
@@ -62,7 +63,7 @@ def test_a_run_leaves_results_metrics_and_checkpoints(finished, config, corpus):
     assert valid[-1]["loss"] < np.log(256)  # It learned something.
 
 
-@pytest.mark.parametrize("stops", [[3], [4, 5], [1, 1, 1, 1]])
+@pytest.mark.parametrize("stops", slow_but([[4, 5]], [[3], [4, 5], [1, 1, 1, 1]]), ids=str)
 def test_a_stopped_run_goes_on_exactly(finished, config, corpus, tmp_path, stops):
     whole, _ = finished
     workdir = Workdir(tmp_path / "pieces")
