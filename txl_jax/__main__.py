@@ -43,6 +43,7 @@ PROGRAMS = {
     },
     "Benchmarks": {
         "experiments.bench.speed": "tokens per second of training, evaluation and generation",
+        "experiments.bench.serving": "tokens per second of a server's rows beside one request at a time",
         "experiments.bench.softmax_speed": "time and memory of the adaptive softmax beside a full one",
         "experiments.bench.attention": "attention of a layer: reference, tiles, fused kernels, plain",
         "experiments.bench.estimate": "memory, FLOPs and least time of a configuration on TPUs or GPUs",

@@ -222,8 +222,7 @@ def generation(components: RunComponents, params: Any, *, every_tail: bool = Fal
         for every token. With untrained weights hardly any is.
     """
     if every_tail:
-        params = jax.tree.map(lambda leaf: leaf, params)  # A tree of its own; the arrays are the same.
-        params["softmax"]["tail_bias"] = params["softmax"]["tail_bias"] + _TAIL_BIAS
+        params = with_every_tail(params)
     eval_config, config = components.config.eval, components.config.generate
     generator = Generator(
         cast(TransformerXL, components.model),
@@ -259,6 +258,13 @@ def generation(components: RunComponents, params: Any, *, every_tail: bool = Fal
         ),
         first_token_seconds=_first_token_seconds(generator, weights, prompt),
     )
+
+
+def with_every_tail(params: Any) -> Any:
+    """Returns parameters with which greedy and top-k sampling read every tail of the softmax for every token."""
+    params = jax.tree.map(lambda leaf: leaf, params)  # A tree of its own; the arrays are the same.
+    params["softmax"]["tail_bias"] = params["softmax"]["tail_bias"] + _TAIL_BIAS
+    return params
 
 
 def random_segments(

@@ -5,6 +5,7 @@
     POST, GET /v1/sessions          makes one, lists one's own
     GET, DELETE /v1/sessions/ID
     POST /v1/sessions/ID/save       writes it to disk now
+    GET  /tokenizer_info, POST /tokenize, /detokenize
     GET  /healthz, /readyz, /metrics, /
 
 Every error has a body of OpenAI's form with one sentence; what is not foreseen is logged and answered without a
@@ -62,6 +63,9 @@ def make_app(engine: Engine, settings: Settings) -> Starlette:
         Route(f"{one_session}/save", server.answer(server.save_session), methods=["POST"]),
         Route(one_session, server.answer(server.show_session), methods=["GET"]),
         Route(one_session, server.answer(server.delete_session), methods=["DELETE"]),
+        Route("/tokenizer_info", server.answer(server.tokenizer_info)),
+        Route("/tokenize", server.answer(server.tokenize), methods=["POST"]),
+        Route("/detokenize", server.answer(server.detokenize), methods=["POST"]),
         Route("/healthz", lambda request: PlainTextResponse("ok\n")),
         Route("/readyz", server.readiness),
         Route("/metrics", server.metrics_text),
@@ -144,6 +148,23 @@ class _Server:
                 f"there is no model {given[:80]!r} here, only {name!r}", status=404, code="model_not_found"
             )
         return JSONResponse(model)
+
+    async def tokenizer_info(self, request: Request, owner: str) -> Response:
+        """Describes the vocabulary, in the form of vLLM's server."""
+        del request, owner
+        return JSONResponse(protocol.tokenizer_info(self._engine.vocabulary))
+
+    async def tokenize(self, request: Request, owner: str) -> Response:
+        """Returns the token ids of a text."""
+        del owner
+        body = await self._json(request)
+        tokens = await asyncio.to_thread(protocol.tokenize, body, self._engine.vocabulary)
+        return JSONResponse({"tokens": tokens, "count": len(tokens)})
+
+    async def detokenize(self, request: Request, owner: str) -> Response:
+        """Returns the text of token ids."""
+        del owner
+        return JSONResponse({"prompt": protocol.detokenize(await self._json(request), self._engine.vocabulary)})
 
     async def make_session(self, request: Request, owner: str) -> Response:
         """Makes a session."""

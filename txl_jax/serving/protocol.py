@@ -112,6 +112,31 @@ def parse_completion(body: dict[str, Any], vocabulary: Vocabulary, limits: Limit
     )
 
 
+def tokenizer_info(vocabulary: Vocabulary) -> dict[str, Any]:
+    """Returns the text of the token that texts begin after, if it has one; no token ends a text."""
+    text = vocabulary.decode(vocabulary.start).decode(errors="replace")
+    is_its_text = np.array_equal(_ids(text, vocabulary), vocabulary.start)
+    return {
+        "bos_token": text if is_its_text else None,
+        "bos_token_id": int(vocabulary.start[0]),
+        "eos_token": None,
+        "vocab_size": vocabulary.size,
+    }
+
+
+def tokenize(body: dict[str, Any], vocabulary: Vocabulary) -> list[int]:
+    """Returns the ids of `prompt`; raises `RequestError`."""
+    check_known(body, {"model", "prompt", "add_special_tokens"})
+    ids: list[int] = _ids(_field(body, "prompt", str, ""), vocabulary).tolist()
+    return ids
+
+
+def detokenize(body: dict[str, Any], vocabulary: Vocabulary) -> str:
+    """Returns the text of `tokens`; raises `RequestError`."""
+    check_known(body, {"model", "tokens"})
+    return vocabulary.decode(_ids(_field(body, "tokens", list, []), vocabulary)).decode(errors="replace")
+
+
 class ChoiceWriter:
     """Makes the JSON of one choice's pieces."""
 
@@ -155,18 +180,21 @@ class ChoiceWriter:
                 self._offset += 0 if name.startswith(_BYTES) else len(name)
                 scores = piece.scores
                 found["token_logprobs"].append(None if scores is None else -float(scores.nats[place]))
-                found["top_logprobs"].append(None if scores is None else self._top(scores, place))
+                found["top_logprobs"].append(None if scores is None else self._top(scores, place, token))
         return found
 
-    def _top(self, scores: Any, place: int) -> dict[str, float]:
-        """Returns the likeliest tokens in place of one, by their texts."""
+    def _top(self, scores: Any, place: int, own: int) -> dict[str, float]:
+        """Returns the likeliest tokens in place of one, by their texts.
+
+        The logprob of that one itself is the one beside it, to the last bit: lm-evaluation-harness compares them.
+        """
         count = min(self._completion.logprobs or 0, self._vocabulary.size)
         found: dict[str, float] = {}
         for token, logprob in zip(
             scores.top_tokens[place, :count].tolist(), scores.top_logprobs[place, :count].tolist(), strict=True
         ):
             if math.isfinite(logprob):
-                found.setdefault(self._name(token), logprob)
+                found.setdefault(self._name(token), -float(scores.nats[place]) if token == own else logprob)
         return found
 
     def _name(self, token: int) -> str:

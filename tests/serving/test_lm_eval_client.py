@@ -1,0 +1,61 @@
+"""Tests lm-evaluation-harness' own client for completions against the server; needs the extra `lm-eval`."""
+
+import numpy as np
+import pytest
+
+from support import tiny_model
+from support.http_server import served
+from support.serving import engine
+from txl_jax.serving.app import Settings
+
+pytest.importorskip("lm_eval", reason="lm-eval, the harness, is not installed (extra lm-eval)")
+pytest.importorskip("tenacity", reason="tenacity, of the harness' extra api, is not installed")
+from lm_eval.api.instance import Instance
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+DOCUMENTS = ["abc def gab", "a", "bad cafe fade " * 6]
+PAIRS = [("abc", " def"), ("", "gab"), ("ab\ncd", "abcdef")]
+
+
+def requests(kind, *arguments):
+    return [Instance(kind, {}, arguments=each, idx=index) for index, each in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module")
+def harness():
+    with engine(start=False) as made, served(made, Settings("tiny")) as port:
+        yield LocalCompletionsAPI(
+            model="tiny",
+            base_url=f"http://127.0.0.1:{port}/v1/completions",
+            tokenizer_backend="remote",
+            batch_size=2,
+            max_length=10_000,
+            custom_prefix_token_id=0,  # The harness reads the id 0 of `bos_token` as none.
+            max_gen_toks=9,
+        )
+
+
+def test_log_likelihoods_are_those_of_the_library(harness):
+    model = tiny_model.make()
+    first = int(model.vocabulary.start[0])
+    found = harness.loglikelihood_rolling(requests("loglikelihood_rolling", *((text,) for text in DOCUMENTS)))
+    np.testing.assert_allclose(found, [-each.nats for each in model.score(DOCUMENTS, first=first)], rtol=1e-5)
+    greedy = [(text, model.generate([text], settings())[0]) for text in ("abc", "g")]
+    found = harness.loglikelihood(requests("loglikelihood", *PAIRS, *greedy))
+    expected = model.score_continuations([*PAIRS, *greedy])
+    np.testing.assert_allclose([each[0] for each in found], [each.logprob for each in expected], rtol=1e-5)
+    assert [each[1] for each in found] == [each.is_greedy for each in expected] == [False] * 3 + [True] * 2
+
+
+def settings(**changes):
+    from txl_jax.config import GenerateConfig
+
+    return GenerateConfig(**{"length": 9, "temperature": 0.0, "top_k": None, **changes})
+
+
+def test_generation_stops_at_its_strings(harness):
+    model = tiny_model.make()
+    stop = model.generate(["abc"], settings())[0][3:5]
+    arguments = [("abc", {"until": [stop], "max_gen_toks": 9}), ("abc", {"until": [], "temperature": 0.0})]
+    found = harness.generate_until(requests("generate_until", *arguments))
+    assert found == [model.generate(["abc"], settings(), stop=[stop])[0], model.generate(["abc"], settings())[0]]

@@ -1,0 +1,99 @@
+"""Tests the page in a browser: a text streams into it, goes on in a session, stops; errors are shown."""
+
+import shutil
+import time
+
+import pytest
+
+from support.http_server import ask, served
+from support.serving import engine
+from txl_jax.serving.app import Settings
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path"), pytest.mark.slow]
+SWITCHES = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+MILLISECONDS = 120_000
+
+
+@pytest.fixture(scope="module")
+def port():
+    with engine(start=False) as made, served(made, Settings("tiny", keys=("secret",))) as number:
+        yield number
+
+
+@pytest.fixture
+def page(port):
+    """The page with its key typed in; it has logged no error at the end."""
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        found = browser.new_page()
+        found.set_default_timeout(MILLISECONDS)
+        errors = []
+        found.on("pageerror", lambda error: errors.append(str(error)))
+        found.goto(f"http://127.0.0.1:{port}/")
+        found.fill("#key", "secret")
+        yield found
+        assert errors == []
+        browser.close()
+
+
+def until(page, condition):
+    """Waits for a condition in JavaScript; the page's policy allows no polling of strings in itself."""
+    end = time.monotonic() + MILLISECONDS / 1000
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, page.text_content("#state")
+        page.wait_for_timeout(50)
+
+
+def write(page, prompt, **settings):
+    page.fill("#prompt", prompt)
+    for name, value in settings.items():
+        page.fill(f"#{name}", str(value))
+    page.click("#write")
+
+
+def test_texts_stream_and_go_on_in_a_session(page, port):
+    write(page, "abc", max_tokens=30, temperature=0, top_p=1)
+    until(page, "document.querySelector('#state').textContent === '30 tokens'")
+    write(page, "")
+    until(page, "document.querySelector('.written').textContent.length === 60")
+    until(page, "!document.querySelector('#write').disabled")
+    body = {"prompt": "abc", "max_tokens": 60, "temperature": 0}
+    expected = ask(port, "/v1/completions", body, key="secret")[1]["choices"][0]["text"]
+    assert page.text_content("#text") == "abc" + expected
+    assert [each["tokens"] for each in ask(port, "/v1/sessions", key="secret")[1]["data"]] == [63]
+    page.click("#new")
+    until(page, "document.querySelector('#text').textContent === ''")
+
+
+def test_pieces_are_shown_while_more_come_and_stop_ends_them(page, port):
+    write(page, "abc", max_tokens=4000, temperature=1)
+    until(page, "document.querySelectorAll('.written').length > 0")
+    assert page.text_content("#state") == "writing"
+    page.click("#stop")
+    until(page, "document.querySelector('#state').textContent.startsWith('stopped')")
+    shown = len(page.text_content(".written"))
+    assert 0 < shown < 4000
+    page.wait_for_timeout(500)
+    assert len(page.text_content(".written")) == shown and "txl_rows_busy 0.0" in ask(port, "/metrics")[1]
+
+
+def test_errors_are_shown(page):
+    page.fill("#key", "wrong")
+    write(page, "abc")
+    until(page, "document.querySelector('#state.error') !== null")
+    assert "API key" in page.text_content("#state")
+    page.fill("#key", "secret")
+    write(page, "letters THAT it lacks")
+    until(page, "document.querySelector('#state').textContent.includes('cannot be read')")
+    assert page.text_content("#text") == ""
+
+
+@pytest.mark.parametrize("width", [320, 1100])
+def test_nothing_is_wider_than_the_screen(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,0 +1,169 @@
+"""Tests the program as a process: start, requests, SIGTERM, kill -9 while sessions are written, refusals."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from support import ROOT, drawn_run, tiny_run
+from support.http_server import ask
+from support.own_text import own_text
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import read_corpus
+
+TEXT = "the cat sat on the mat and the dog ran\n"
+SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The workdir of a run with drawn weights."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text").write_text(TEXT * 50)
+    config = config_tree.replace(tiny_run.CONFIG, {"data": own_text(file=str(folder / "text"))})
+    drawn_run.make(folder / "mine", config, read_corpus(config.data, "nowhere", str(folder)))
+    return folder / "mine"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Environment of the processes, which compile once."""
+    return os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+class Program:
+    """A running server."""
+
+    def __init__(self, run, environment, *flags, **variables):
+        command = [sys.executable, "-m", "experiments.serve", f"--model={run}", "--port=0", "--rows=2", *flags]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment | variables, **pipes)
+        lines = iter(self.process.stdout.readline, "")
+        address = next((line for line in lines if line.startswith("listening")), None)
+        assert address, self.process.stderr.read()
+        self.port = int(address.rpartition(":")[2])
+        until = time.monotonic() + SECONDS
+        while ask(self.port, "/readyz")[0] != 200:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+    def end(self, number):
+        """The exit code and what it has printed on the error stream, after a signal."""
+        self.process.send_signal(number)
+        errors = self.process.communicate(timeout=SECONDS)[1]
+        return self.process.returncode, errors
+
+
+def complete(port, session, *, tokens, prompt=""):
+    body = {"prompt": prompt, "session": session, "max_tokens": tokens, "temperature": 0}
+    return ask(port, "/v1/completions", body)[1]["choices"][0]["text"]
+
+
+def test_a_request_and_sigterm(run, compiled):
+    server = Program(run, compiled)
+    status, found = ask(server.port, "/v1/completions", {"prompt": "the cat ", "max_tokens": 3})
+    assert status == 200 and len(found["choices"][0]["text"]) == 3
+    assert server.end(signal.SIGTERM) == (0, "")
+
+
+@pytest.mark.slow
+def test_sigterm_lets_requests_end_and_a_restart_goes_on(run, compiled, tmp_path):
+    sessions = f"--sessions_dir={tmp_path}"
+    server = Program(run, compiled, sessions, TXL_API_KEYS="")
+    assert ask(server.port, "/v1/models")[1]["data"][0]["id"] == "mine"
+    name = ask(server.port, "/v1/sessions", {})[1]["id"]
+    texts = [complete(server.port, name, tokens=10, prompt="the cat ")]
+    running = threading.Thread(target=lambda: texts.append(complete(server.port, name, tokens=2000)))
+    running.start()
+    while "txl_rows_busy 1.0" not in ask(server.port, "/metrics")[1]:
+        time.sleep(0.02)
+    code, errors = server.end(signal.SIGTERM)
+    running.join()
+    assert (code, errors) == (0, "") and len(texts[1]) == 2000
+    server = Program(run, compiled, sessions)
+    assert ask(server.port, f"/v1/sessions/{name}")[1]["tokens"] == 2018
+    texts.append(complete(server.port, name, tokens=10))
+    body = {"prompt": "the cat ", "max_tokens": 2020, "temperature": 0}
+    assert ask(server.port, "/v1/completions", body)[1]["choices"][0]["text"] == "".join(texts)
+    assert server.end(signal.SIGINT)[0] == 0
+
+
+@pytest.mark.slow
+def test_what_takes_too_long_is_cut_off(run, compiled):
+    server = Program(run, compiled, "--drain_seconds=0.5", "--max_new_tokens=100000000")
+    found = []
+    body = {"prompt": "the", "max_tokens": 100_000_000}
+    running = threading.Thread(target=lambda: found.append(ask(server.port, "/v1/completions", body)))
+    running.start()
+    while "txl_rows_busy 1.0" not in ask(server.port, "/metrics")[1]:
+        time.sleep(0.02)
+    assert server.end(signal.SIGTERM)[0] == 0
+    running.join()
+    assert found[0][0] == 503 and found[0][1]["error"]["code"] == "unavailable"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--model="], "--model"),
+        (["--model=/nowhere"], "/nowhere"),
+        (["--host=0.0.0.0"], "TXL_API_KEYS"),
+        (["--rows=0"], "rows"),
+    ],
+)
+def test_refusals_are_one_sentence(run, compiled, flags, named):
+    command = [sys.executable, "-m", "experiments.serve", f"--model={run}", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=compiled, capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 2) and named in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_kill_while_sessions_are_written_leaves_each_old_or_new(run, compiled, tmp_path):
+    """Ten kills at random moments of saving; the tokens of a session show which of its states it is."""
+    rng, sessions = random.Random(int(os.environ.get("TXL_FAULT_SEED") or time.time_ns())), f"--sessions_dir={tmp_path}"
+    server = Program(run, compiled, sessions)
+    names = [ask(server.port, "/v1/sessions", {})[1]["id"] for _ in range(4)]
+    history = dict.fromkeys(names, "")
+    for name in names:
+        history[name] = complete(server.port, name, prompt="the cat ", tokens=5)
+        assert ask(server.port, f"/v1/sessions/{name}/save", b"")[0] == 200
+    saved = dict.fromkeys(names, 5)
+    for _ in range(10):
+        for name in names:
+            history[name] += complete(server.port, name, tokens=5)
+
+        def save(port=server.port):
+            for name in names:
+                try:
+                    ask(port, f"/v1/sessions/{name}/save", b"")
+                except OSError:  # It was killed.
+                    return
+
+        saving = threading.Thread(target=save)
+        saving.start()
+        time.sleep(rng.uniform(0, 0.05))
+        assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
+        saving.join()
+        server = Program(run, compiled, sessions)
+        for name in names:
+            tokens = ask(server.port, f"/v1/sessions/{name}")[1]["tokens"] - 8
+            assert tokens in (saved[name], saved[name] + 5)
+            history[name] = history[name][:tokens]
+            more = complete(server.port, name, tokens=5)
+            body = {"prompt": "the cat ", "max_tokens": tokens + 5, "temperature": 0}
+            assert ask(server.port, "/v1/completions", body)[1]["choices"][0]["text"] == history[name] + more
+            history[name] += more
+            assert ask(server.port, f"/v1/sessions/{name}/save", b"")[0] == 200
+            saved[name] = tokens + 5
+    assert server.end(signal.SIGTERM)[0] == 0
