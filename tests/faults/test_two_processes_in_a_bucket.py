@@ -1,0 +1,101 @@
+"""Tests two processes of four devices whose workdir is in a bucket: one is killed between two writes, both resume.
+
+What nothing happened to is the same run in a folder: equal to the last bit, as sums are made in the same order.
+"""
+
+import random
+import signal
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from support import processes
+from support.faults import PATIENCE, numbers, result
+from support.object_storage import BUCKET
+from txl_jax.runtime import step_folders
+from txl_jax.runtime.paths import as_path
+
+STEPS = 12
+TINY = (
+    "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 "
+    "--model.dropout.rate=0.2 --train.batch_size=8 --train.segment_len=16 --train.mem_len=16 "
+    f"--train.segments_per_call=2 --train.steps={STEPS} --train.log_every=2 --train.eval_every=6 "
+    "--train.checkpoint_every=4 --eval.batch_size=8 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=none"
+).split()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory, storage):
+    """Starts a run, or resumes it, in two processes that have eight devices together."""
+    folder = tmp_path_factory.mktemp("text")
+    text = folder / "words.txt"
+    text.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 2_000)))
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+    def start(workdir):
+        flags = [*TINY, f"--data.file={text}", f"--cache_dir={folder}", f"--workdir={workdir}"]
+        return processes.start("-m", "experiments.text", *flags, **cache, **storage.environment)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    assert [code for code, _, _ in ended(start(workdir))] == [0, 0]
+    return workdir
+
+
+def ended(started):
+    """Exit code, output and errors of each; a hang fails."""
+    return processes.finish(started, seconds=PATIENCE)
+
+
+def killed_at(storage, started, victim, number):
+    """Kills one of the processes at the write of this number that either makes; returns how the processes ended."""
+    storage.kill_at_write(started[victim].pid, number)
+    until = time.monotonic() + PATIENCE
+    while not storage.killed and time.monotonic() < until and started[victim].poll() is None:
+        time.sleep(0.05)
+    assert storage.killed, ended(started)
+    storage.calm()  # What the other one writes is done.
+    return ended(started)
+
+
+def arrays(workdir):
+    """The arrays of the last checkpoint by their names."""
+    newest = step_folders.find(workdir / "checkpoints" / "latest")[0]
+    assert newest.step == STEPS and (newest.path / "digests.json").exists()
+    reader, path = ocp.PyTreeCheckpointer(), as_path(newest.path / "state")
+    tree = reader.metadata(path).item_metadata.tree
+    on_host = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    leaves = jax.tree.leaves_with_path(reader.restore(path, restore_args=on_host))
+    return {jax.tree_util.keystr(place): np.asarray(leaf) for place, leaf in leaves}
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_is_killed(start, undisturbed, storage, fault_seed):
+    """Each process once, at a drawn write; the third start ends."""
+    rng = random.Random(fault_seed)
+    workdir = as_path(f"gs://{BUCKET}/two-processes")
+    for victim in (1, 0):
+        number = rng.randrange(20, 100)
+        codes = [code for code, _, _ in killed_at(storage, start(workdir), victim, number)]
+        assert codes[victim] == -signal.SIGKILL and codes[1 - victim] not in (0, -signal.SIGKILL)
+        steps = [each.step for each in step_folders.find(workdir / "checkpoints" / "latest")]
+        print(f"process {victim} killed at write {number}; the other ended with {codes[1 - victim]}; steps {steps}")
+    assert [code for code, _, _ in ended(start(workdir))] == [0, 0]
+    assert numbers(workdir) == numbers(undisturbed)
+    assert result(workdir) == result(undisturbed)
+    found, expected = arrays(workdir), arrays(undisturbed)
+    assert found.keys() == expected.keys() and len(found) > 10
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), name
+    assert not (workdir / ".lock").exists()
