@@ -62,7 +62,6 @@ QUICK = (
     "paper/test_detokenize.py",
     "paper/test_plots.py",
     "paper/test_recl_gains.py",
-    "serving/test_protocol.py",
     "serving/test_sessions.py",
     "training/test_weight_averaging.py",
 )
