@@ -27,6 +27,7 @@ PROGRAMS = {
     "Helpers": {
         "experiments.prepare": "read, check and encode a corpus ahead of a run",
         "experiments.convert": "weights from and to other formats (Hugging Face, the original)",
+        "experiments.export": "a trained model for other programs (jax.export, StableHLO)",
         "experiments.ensemble": "several runs of one model at once (seeds, learning rates, dropout)",
         "experiments.lm_eval": "a trained model on tasks of lm-evaluation-harness",
         "experiments.report": "a page about runs: curves, results, settings, time, samples",

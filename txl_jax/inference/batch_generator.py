@@ -88,8 +88,7 @@ class BatchGenerator:
         self._eval_config = eval_config
         self._limits: dict[str, Any] = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
         self._memory_dtype = memory_dtype
-        limit = model.compat.window(eval_config.mem_len, same_length=eval_config.same_length)
-        self._window = eval_config.mem_len + 1 if limit is None else limit
+        self._window = forward.generation_window(model, eval_config)
 
         def jit(function: Any, **options: Any) -> Any:
             return bind_mesh(mesh, jax.jit(function, **options))

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import NormPlace
+from txl_jax.config import EvalConfig, NormPlace
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.cache import InitialKeyValue, KVCache
@@ -181,6 +181,12 @@ def finish(params: DecodeParams, model: TransformerXL, hidden: jax.Array) -> jax
     """Computes the softmax's inputs of the last layer's states: [B, L, D] -> [B, L, D]."""
     found: jax.Array = _apply(model, params.embed_and_norm, hidden, method=model.finish)
     return found
+
+
+def generation_window(model: TransformerXL, eval_config: EvalConfig) -> int:
+    """Returns the keys that a query sees while text is generated: as many at every position of its segment."""
+    limit = model.compat.window(eval_config.mem_len, same_length=eval_config.same_length)
+    return eval_config.mem_len + 1 if limit is None else limit
 
 
 def nll(params: DecodeParams, model: TransformerXL, hidden: jax.Array, targets: jax.Array) -> jax.Array:

@@ -72,9 +72,7 @@ class Generator:
         self._memory_dtype = memory_dtype
         self._stop_token = stop_token
         self._mesh = mesh
-        # Every query sees the same number of keys, at every position of its segment.
-        limit = model.compat.window(eval_config.mem_len, same_length=eval_config.same_length)
-        self._window = eval_config.mem_len + 1 if limit is None else limit
+        self._window = forward.generation_window(model, eval_config)
         self.prepare_segment = self._jit(self._prepare)
         self._init_memory = self._jit(self.empty)
         self._read = self._jit(self._read_segment, donate_argnums=1)

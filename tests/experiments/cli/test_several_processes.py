@@ -31,6 +31,7 @@ ALONE = {
     *(
         "convert",
         "ensemble",
+        "export",
         "lm_eval",
         "quickstart",
         "report",

@@ -1,0 +1,188 @@
+"""Tests of exported models: the numbers of the model in a process without this project, and what is refused."""
+
+import json
+import runpy
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import txl_jax
+from support import ROOT, links, programs, trained
+from txl_jax.config import GenerateConfig, Tokenizer
+from txl_jax.errors import CheckpointError, UserError
+from txl_jax.interop import exported_folder
+from txl_jax.jobs import export_model as job
+from txl_jax.jobs.export_model import export_model
+
+EXAMPLE = ROOT / "docs" / "examples" / "run_exported.py"
+# What jax needs, and the two packages of the example.
+PACKAGES = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy", "flatbuffers", "safetensors")
+FILES = ["generate.jax_export", "manifest.json", "manifest.sha256", "score.jax_export", "tokens.json"]
+FILES += ["weights.safetensors"]
+COUNT = 50
+
+RUN = """
+import json, pathlib, runpy, sys
+sys.path.append(sys.argv[1])
+import numpy as np
+example, folder, ids = runpy.run_path(sys.argv[2]), pathlib.Path(sys.argv[3]), json.loads(sys.argv[4])
+manifest, weights, memory, functions = example["load"](folder)
+used = {name: np.full_like(array, manifest["segment_len"]) for name, array in memory.items()}  # The reset empties it.
+model = manifest, weights, used, functions
+print(json.dumps({
+    "nats": example["score"](model, ids).tolist(),
+    "ids": example["generate"](model, ids[:12], int(sys.argv[5])) if "generate" in functions else None,
+    "imported": sorted({name.partition(".")[0] for name in sys.modules} & {"txl_jax", "flax", "experiments"}),
+}))
+"""
+
+
+def run_elsewhere(folder, ids, tmp_path):
+    """Runs the example in a process whose packages are `PACKAGES` alone."""
+    path = links.link(tmp_path / "packages", *PACKAGES)
+    words = map(str, (path, EXAMPLE, folder, json.dumps(ids.tolist()), COUNT))
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", RUN, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_same_numbers(found, model, ids, folder):
+    """Compares what the example printed with the library's results."""
+    assert found["imported"] == []
+    [expected] = model.score([ids], per_token=True)
+    np.testing.assert_allclose(found["nats"], expected, rtol=1e-6, atol=1e-6)
+    [text] = model.generate([ids[:12]], GenerateConfig(length=COUNT, temperature=0.0))
+    pieces = json.loads((folder / "tokens.json").read_bytes())
+    assert b"".join(bytes.fromhex(pieces[i]) for i in found["ids"]).decode(errors="replace") == text
+    assert len(set(found["ids"])) > 3
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return trained.make(tmp_path_factory.mktemp("runs") / "run", tokenizer=Tokenizer.BYTE, model__n_layer=1)
+
+
+@pytest.fixture(scope="module")
+def folder(workdir, tmp_path_factory):
+    """The exported model, of two rows."""
+    target = tmp_path_factory.mktemp("exported") / "model"
+    export_model(workdir.path, target, rows=2, log=lambda line: None)
+    return target
+
+
+def test_another_process_computes_what_the_model_does(workdir, folder, tmp_path):
+    model = txl_jax.load(workdir.path)
+    ids = model.encode(trained.TEXT[:28])  # Six segments; the memory of 9 fills up in the second.
+    assert_same_numbers(run_elsewhere(folder, ids, tmp_path), model, ids, folder)
+
+
+def test_the_manifest_describes_the_files(workdir, folder):
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    manifest, weights, functions = exported_folder.read(folder)
+    assert manifest["platforms"] == ["cpu", "tpu", "cuda"] and manifest["versions"]["jax"] == jax.__version__
+    assert (manifest["rows"], manifest["segment_len"], manifest["mem_len"]) == (2, 5, 9)
+    assert manifest["vocabulary"]["size"] == txl_jax.load(workdir.path).vocabulary.size
+    for name, function in functions.items():
+        assert function.platforms == ("cpu", "tpu", "cuda") and function.nr_devices == 1
+        described = manifest["functions"][name]["arguments"].values()
+        shapes = [(list(array.shape), str(array.dtype)) for array in function.in_avals[-len(described) :]]
+        assert shapes == [(each["shape"], each["dtype"]) for each in described]
+    assert {name: str(array.dtype) for name, array in weights.items()} == {
+        name: each["dtype"] for name, each in manifest["weights"].items()
+    }
+    assert "clusters.0.table" not in weights  # It is the embedding's.
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_file_is_refused(folder, name):
+    load = runpy.run_path(str(EXAMPLE))["load"]
+    path = folder / name
+    whole = path.read_bytes()
+    try:
+        for place in (0, len(whole) // 2, len(whole) - 1):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(CheckpointError, match=name.replace("sha256", "json")):
+                exported_folder.read(folder)
+            with pytest.raises(ValueError, match="not as it was exported"):
+                load(folder)
+    finally:
+        path.write_bytes(whole)
+
+
+def test_a_file_too_many_or_too_few_is_refused(folder):
+    more = folder / "more"
+    more.touch()
+    with pytest.raises(CheckpointError, match="more"):
+        exported_folder.read(folder)
+    more.unlink()
+    kept = (folder / "tokens.json").rename(folder.parent / "tokens.json")
+    with pytest.raises(CheckpointError, match="tokens"):
+        exported_folder.read(folder)
+    kept.rename(folder / "tokens.json")
+    with pytest.raises(UserError, match="manifest"):
+        exported_folder.read(folder.parent)
+
+
+def test_other_numbers_than_the_models_are_refused(workdir, folder):
+    config = txl_jax.load(workdir.path).config
+    components = job._on_one_device(config, 2, vocab_size=256)
+    model = job._flat(components, txl_jax.load(workdir.path).params, print)
+    name = "layers.0.output"
+    other = model._replace(weights=model.weights | {name: model.weights[name] * 1.001})
+    with pytest.raises(CheckpointError, match="score"):
+        job._verify(folder, other, 256)
+
+
+def test_a_network_that_does_not_generate_is_scored_only(tmp_path):
+    made = trained.make(tmp_path / "lstm", tokenizer=Tokenizer.BYTE, model__n_layer=1, model__network="lstm")
+    model = txl_jax.load(made.path)
+    lines = []
+    flat = job._flat(job._on_one_device(model.config, 1, vocab_size=256), model.params, lines.append)
+    assert list(flat.functions) == ["score"] and "lstm" in lines[0]
+
+
+def test_bad_input_is_refused_and_nothing_is_written(workdir, tmp_path, monkeypatch):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    out = tmp_path / "out"
+    for source, target, rows, expected in (
+        (tmp_path / "none", out, 1, "none"),
+        (workdir.path, tmp_path / "full", 1, "full"),
+        (workdir.path, workdir.path / "inside", 1, "inside"),
+        (workdir.path, out, 0, "--rows=0"),
+    ):
+        with pytest.raises(UserError, match=expected) as raised:
+            export_model(source, target, rows=rows, log=lambda line: None)
+        assert "\n" not in str(raised.value)
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    with pytest.raises(UserError, match="flatbuffers"):
+        export_model(workdir.path, out, log=lambda line: None)
+    assert not out.exists()
+
+
+def test_the_page_shows_the_example():
+    assert EXAMPLE.read_text() in (ROOT / "docs" / "export.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [trained.WT103, {"model__dtype": "bfloat16"}, {"model__network": "lstm"}])
+def test_the_program_exports_other_models(tmp_path, changes):
+    made = trained.make(tmp_path / "run", **changes)
+    target = tmp_path / "out"
+    command = programs.command("experiments.export", f"--from={made.path}", f"--to={target}")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    model = txl_jax.load(made.path)
+    ids = model.encode(trained.TEXT[:150])
+    found = run_elsewhere(target, ids, tmp_path)
+    if model.config.model.dtype == "float32" and found["ids"]:
+        assert_same_numbers(found, model, ids, target)
+    else:
+        [expected] = model.score([ids], per_token=True)
+        rounding = 1e-6 if model.config.model.dtype == "float32" else 2**-8
+        np.testing.assert_allclose(found["nats"], expected, rtol=rounding, atol=rounding)
