@@ -35,11 +35,14 @@ ALONE = {
         "lm_eval",
         "quickstart",
         "report",
+        "serve",
         "bench.attention",
         "bench.estimate",
+        "bench.serving",
         "bench.softmax_speed",
         "bench.speed",
     ),
+    *("examples.memory_policy", "examples.speech_encoder"),
     *("paper.attention", "paper.recl", "paper.table9"),
 }
 EACH = {"prepare"}
