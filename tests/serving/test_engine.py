@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from support import tiny_model
 from support.serving import engine, ids, make_store, run, submit
 from txl_jax.serving.requests import Choice, Limits, RequestError, Sampling
 from txl_jax.serving.sessions import EMPTY
@@ -45,6 +46,18 @@ def test_many_jobs_get_what_each_gets_alone(made):
     assert found == [content(run(made, choice)) for choice in given]
     assert [len(each[0]) for each in found] == [choice.max_tokens for choice in given]
     assert made.num_busy == made.num_waiting == 0
+
+
+@pytest.mark.slow
+def test_a_row_that_reads_is_not_overwritten_by_those_that_write():
+    """With a memory that is longer than the segments, so that the first slots are seen while more is read."""
+    with engine(tiny_model.make(eval__mem_len=200)) as made:
+        reader = Choice(ids(190, seed=1), 0, logprobs=True, echo=True)
+        alone = content(run(made, reader))
+        writer = submit(made, Choice(ids(2), 400))[1]
+        writer.next()
+        assert content(run(made, reader)) == alone and not writer.pieces[-1].end
+        writer.wait()
 
 
 def test_a_prompt_that_is_only_scored(made):

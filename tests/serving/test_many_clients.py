@@ -102,6 +102,8 @@ class Client(threading.Thread):
             self.asked.append((body, answer(self.port, body)))
             if self.leaves and len(self.asked) == 1:
                 leave(self.port, body)
+                while self.session and ask(self.port, f"/v1/sessions/{self.session}")[1]["busy"]:
+                    time.sleep(0.02)
             if time.monotonic() > self.until:
                 return
 

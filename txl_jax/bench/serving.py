@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+import time
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from txl_jax.runtime import environment
 from txl_jax.serving.row_step import Rows, Step
 
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
-_HEAD = "| rows | tokens/s | slowest | fastest | tokens/s of a row |\n|---|---|---|---|---|"
+_HEAD = "| rows | tokens/s | slowest | fastest | processor time per token |\n|---|---|---|---|---|"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +53,12 @@ def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> float:
     log(f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}\n")
     steps = [Step(components, batch_size=rows) for rows in (plan.rows, 1)]
     weights = steps[0].prepare_params(params)
-    tasks = [_task(components, step, weights) for step in steps]
+    processor: list[list[float]] = [[] for _ in steps]
+    tasks = [_task(components, step, weights, own) for step, own in zip(steps, processor, strict=True)]
     found = throughput.measure_interleaved(tasks, warmup=plan.warmup, calls=plan.calls)
     log(_HEAD)
-    for step, measured in zip(steps, found, strict=True):
-        log(_format_row(step.batch_size, measured))
+    for step, measured, seconds in zip(steps, found, processor, strict=True):
+        log(_format_row(step.batch_size, measured, statistics.median(seconds[plan.warmup :])))
     speedup = statistics.median(
         many / one for many, one in zip(*(each.tokens_per_second for each in found), strict=True)
     )
@@ -64,22 +66,25 @@ def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> float:
     return speedup
 
 
-def _task(components: RunComponents, step: Step, weights: Weights) -> Task:
-    """Returns the task of drawing K tokens of every row."""
+def _task(components: RunComponents, step: Step, weights: Weights, processor: list[float]) -> Task:
+    """Returns the task of drawing K tokens of every row; appends the processor seconds of each call."""
     rows, rings = Rows.idle(step.batch_size), step.init_rings(weights)
     rows.position[:], rows.steps[:] = 2 * step.capacity, step.block
     rows.last[:] = np.arange(step.batch_size) % components.model.vocab_size
     held = [rings]
 
     def call() -> None:
+        start = time.process_time()
         held[0], _, _ = step.write(weights, held[0], rows)
+        processor.append(time.process_time() - start)
 
     shape, tokens = f"{step.batch_size} x 1", step.batch_size * step.block
     return Task(name="serving", shape=shape, mem_len=step.mem_len, tokens=tokens, call=call)
 
 
-def _format_row(rows: int, measured: Throughput) -> str:
+def _format_row(rows: int, measured: Throughput, processor: float) -> str:
     rates = measured.tokens_per_second
     return (
-        f"| {rows} | {measured.median:,.4g} | {min(rates):,.4g} | {max(rates):,.4g} | {measured.median / rows:,.4g} |"
+        f"| {rows} | {measured.median:,.4g} | {min(rates):,.4g} | {max(rates):,.4g} | "
+        f"{processor / measured.task.tokens * 1e3:.3g} ms |"
     )
