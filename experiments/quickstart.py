@@ -42,9 +42,10 @@ DEFAULTS = ExperimentConfig(
         n_layer=3, d_model=128, n_head=4, d_head=32, d_inner=512, dropout=DropoutConfig(rate=0.0), init_std=0.07
     ),
     optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, clip_norm=1.0),
-    # 16 x 64 = 1,024 tokens per step; 4,000 steps = 4.1e6 tokens, a third of the text: the fewest, in steps of 400, with
-    # which the test text takes fewer bits than with zlib -9 (1.918): 1.894, after 3,600 steps 1.926. Of 2,400 steps a
-    # learning rate of 3e-3 gave 1.984 instead of 1.958, a memory of 128 in training and 256 in evaluation the same.
+    # 16 x 64 = 1,024 tokens per step; 4,000 steps = 4.1e6 tokens, a third of the text: the fewest, in steps of 400,
+    # with which the test text takes fewer bits than with zlib -9 (1.918): 1.894, after 3,600 steps 1.926. Of 2,400
+    # steps a learning rate of 3e-3 gave 1.984 instead of 1.958; a memory of 128 in training and 256 in evaluation the
+    # same 1.958.
     train=TrainConfig(
         steps=4000,
         batch_size=16,
