@@ -19,9 +19,9 @@ PLACEHOLDERS = {"FLAGS", "...", "NAME"}
 def commands(page):
     """Yields the words of each command that starts a program of this project, without what follows a pipe."""
     text = page.read_text().replace("\\\n", " ")
-    for line in re.findall(r"python -m ((?:experiments|launch)\.[^\n`|#]*)", text):
+    for line in re.findall(r"python -m ((?:experiments|launch)\.[^\n`#]*)", text):
         if "$" not in line:
-            yield shlex.split(line.split(" 2>")[0])
+            yield shlex.split(re.split(r" 2>| \|", line)[0])
 
 
 @functools.cache

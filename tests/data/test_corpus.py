@@ -140,9 +140,7 @@ def test_the_ids_are_memory_mapped(kind, poem, read):
 
 
 def test_an_unfinished_config_is_refused(read):
-    with pytest.raises(
-        ValueError, match=r"data\.file\b.*None.*--data\.file\b.*--data\.train\b.*--data\.valid\b.*--data\.test\b"
-    ):
+    with pytest.raises(UserError, match=r"--data\.file\b.*--data\.train\b.*--data\.valid\b.*--data\.test\b"):
         read(own_text())
 
 

@@ -44,7 +44,9 @@ def compat_config(preset: str) -> CompatConfig:
 
 def variables(model: TransformerXL) -> dict:
     """Random parameters, biases and layer norms included, without axis names; `model.init` is only traced."""
-    return jax.tree.map(lambda leaf: leaf, _drawn(model, jax.config.jax_enable_x64))  # Dictionaries of its own.
+    with jax.ensure_compile_time_eval():  # Where this is called in a traced function, arrays are kept, not tracers.
+        drawn = _drawn(model, jax.config.jax_enable_x64)
+    return jax.tree.map(lambda leaf: leaf, drawn)  # Dictionaries of its own.
 
 
 @functools.cache
