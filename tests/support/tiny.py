@@ -44,9 +44,7 @@ def compat_config(preset: str) -> CompatConfig:
 
 def variables(model: TransformerXL) -> dict:
     """Random parameters, biases and layer norms included, without axis names; `model.init` is only traced."""
-    with jax.ensure_compile_time_eval():  # Where this is called in a traced function, arrays are kept, not tracers.
-        drawn = _drawn(model, jax.config.jax_enable_x64)
-    return jax.tree.map(lambda leaf: leaf, drawn)  # Dictionaries of its own.
+    return jax.tree.map(lambda leaf: leaf, _drawn(model, jax.config.jax_enable_x64))  # Dictionaries of its own.
 
 
 @functools.cache
@@ -62,7 +60,8 @@ def _drawn(model: TransformerXL, x64: bool) -> dict:
             return jnp.asarray(1 + 0.1 * rng.normal(size=leaf.shape), leaf.dtype)
         return jnp.asarray(CONFIG.init_std * rng.normal(size=leaf.shape), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    with jax.ensure_compile_time_eval():  # What is kept are arrays also where this is called in a traced function.
+        return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def text(length: int, *, rows: int = B, seed: int = 0) -> np.ndarray:
