@@ -1,4 +1,4 @@
-"""Train a small Transformer-XL on the source of Python's standard library, in under three minutes.
+"""Train a small Transformer-XL on the source of Python's standard library, in minutes.
 
     python -m experiments.quickstart
 

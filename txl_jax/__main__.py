@@ -20,7 +20,7 @@ def _corpora() -> dict[str, str]:
 # The one list of programs and their descriptions. A test compares it with the files.
 PROGRAMS = {
     "Train, evaluate, score and generate (--mode)": {
-        "experiments.quickstart": "a small model on Python's own source text, in under three minutes",
+        "experiments.quickstart": "a small model on Python's own source text, in minutes",
         "experiments.text": "your own text: bytes, characters, words, pieces, or ready-made ids",
         **_corpora(),
     },
