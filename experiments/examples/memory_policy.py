@@ -25,10 +25,8 @@ from absl import flags
 
 import txl_jax
 from experiments.cli import runner
+from experiments.examples import comparison
 from txl_jax import CompatConfig, ModelConfig, NormPlace, Residual
-from txl_jax.paper import plots
-from txl_jax.runtime.files import write_json
-from txl_jax.runtime.paths import as_path
 
 CONFIG = ModelConfig(
     n_layer=2,
@@ -191,26 +189,17 @@ def main() -> None:
 
 
 def _run() -> int:
-    out = as_path(FLAGS.out)
-    out.mkdir(parents=True, exist_ok=True)
-    rewards = {}
-    for name, mem_len in (("with memory", MEM_LEN), ("without memory", 0)):
-        curve = train(mem_len, updates=FLAGS.updates, seed=FLAGS.seed, log=print)
-        rewards[name] = {10 * (number + 1): reward for number, reward in enumerate(curve)}
-    write_json(out / "rewards.json", rewards)
-    last = {name: float(np.mean(list(curve.values())[-3:])) for name, curve in rewards.items()}
-    print("\nmean reward of the last 30 updates (best possible: 1, without memory: 0.5)")
-    for name, reward in last.items():
-        print(f"  {name:<16} {reward:.3f}")
-    if plots.can_draw():
-        plots.curves(
-            rewards,
-            out / "rewards.png",
-            title="Turning to the light seen 5 to 13 steps ago",
-            xlabel="updates",
-            ylabel="reward",
-        )
-        print(f"picture {out / 'rewards.png'}")
+    rewards = {
+        name: train(mem_len, updates=FLAGS.updates, seed=FLAGS.seed, log=print)
+        for name, mem_len in (("with memory", MEM_LEN), ("without memory", 0))
+    }
+    comparison.write(
+        FLAGS.out,
+        rewards,
+        measure="reward",
+        bounds="best possible 1, without memory 0.5",
+        title="Turning to the light seen 5 to 13 steps ago",
+    )
     return 0
 
 

@@ -18,15 +18,12 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from absl import flags
 
 import txl_jax
 from experiments.cli import runner
-from txl_jax.paper import plots
-from txl_jax.runtime.files import write_json
-from txl_jax.runtime.paths import as_path
+from experiments.examples import comparison
 
 KINDS, BANDS = 8, 16  # Kinds of syllables; bands of the spectrum.
 ROWS, FRAMES = 16, 128
@@ -189,20 +186,17 @@ def main() -> None:
 
 
 def _run() -> int:
-    out = as_path(FLAGS.out)
-    out.mkdir(parents=True, exist_ok=True)
-    shares = {}
-    for name, causal in (("both sides", False), ("past only", True)):
-        curve = train(causal=causal, updates=FLAGS.updates, seed=FLAGS.seed, log=print)
-        shares[name] = {10 * (number + 1): share for number, share in enumerate(curve)}
-    write_json(out / "frames.json", shares)
-    print("\nframes whose next syllable is named, last 30 updates (with the past only 0.125 at best)")
-    for name, share_at in shares.items():
-        print(f"  {name:<12} {np.mean(list(share_at.values())[-3:]):.3f}")
-    if plots.can_draw():
-        title = "Naming the syllable that comes next"
-        plots.curves(shares, out / "frames.png", title=title, xlabel="updates", ylabel="share of frames")
-        print(f"picture {out / 'frames.png'}")
+    shares = {
+        name: train(causal=causal, updates=FLAGS.updates, seed=FLAGS.seed, log=print)
+        for name, causal in (("both sides", False), ("past only", True))
+    }
+    comparison.write(
+        FLAGS.out,
+        shares,
+        measure="share of right frames",
+        bounds="with the past only 0.125 at best",
+        title="Naming the syllable that comes next",
+    )
     return 0
 
 

@@ -46,7 +46,7 @@ def matrix_axes(names: tuple[str, ...]) -> MatrixAxes | None:
         if last == "output":
             return MatrixAxes(reduction_axis=(-3, -2), output_axis=(-1,))
     is_dense = names[:-1] == (*_LAYERS, "feed_forward") and last.endswith("kernel")
-    is_recurrent = "cell" in names and last == "kernel"
+    is_recurrent = ("cell" in names or "gates" in names) and last == "kernel"  # Of an LSTM, of a QRNN.
     return MatrixAxes(reduction_axis=(-2,), output_axis=(-1,)) if is_dense or is_recurrent else None
 
 

@@ -1,0 +1,36 @@
+"""Learning curves of a model and of the same one without the part in question: a file, a table and a picture."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from txl_jax.paper import plots
+from txl_jax.runtime.files import write_json
+from txl_jax.runtime.paths import as_path
+
+UPDATES_PER_POINT = 10
+
+
+def write(out: str, curves: Mapping[str, Sequence[float]], *, measure: str, bounds: str, title: str) -> None:
+    """Writes curves.json and curves.png, and prints the mean of each curve's last three points.
+
+    Args:
+      out: folder, made if missing.
+      curves: by name, the measure of every `UPDATES_PER_POINT` updates.
+      measure: its name.
+      bounds: what is the best possible.
+      title: of the picture.
+    """
+    folder = as_path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    points = {
+        name: {UPDATES_PER_POINT * number: value for number, value in enumerate(curve, start=1)}
+        for name, curve in curves.items()
+    }
+    write_json(folder / "curves.json", points)
+    print(f"\n{measure}, mean of the last {3 * UPDATES_PER_POINT} updates ({bounds})")
+    for name, curve in curves.items():
+        print(f"  {name:<16} {np.mean(curve[-3:]):.3f}")
+    if plots.can_draw():
+        plots.curves(points, folder / "curves.png", title=title, xlabel="updates", ylabel=measure)
+        print(f"picture {folder / 'curves.png'}")
