@@ -90,6 +90,15 @@ def test_it_generates_what_the_program_does(run):
     assert len(found) == 3 and all(found)
 
 
+def test_weights_are_quantized_on_request(run):
+    workdir, *_ = run
+    plain, quantized = txl_jax.load(workdir.path), txl_jax.load(workdir.path, weight_dtype="int8")
+    [a], [b] = (model.score(["abba cab dab"]) for model in (plain, quantized))
+    assert 0 < abs(a.nats - b.nats) < 0.02 * a.nats
+    with pytest.raises(txl_jax.UserError, match=r"int4.*int8"):
+        txl_jax.load(workdir.path, weight_dtype="int4")
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(txl_jax.UserError, match=re.escape(str(tmp_path))):
         txl_jax.load(tmp_path)

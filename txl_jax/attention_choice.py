@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from txl_jax import sharding
-from txl_jax.config import ExperimentConfig
+from txl_jax.config import CacheDType, ExperimentConfig
 from txl_jax.inference.cache import cache_capacity
 from txl_jax.modules.positions import encoding_of
 from txl_jax.ops.attention import Implementation, Implementations, Problem, choice
@@ -85,7 +85,7 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
         n_positions=_if_position_keys(config, n_positions),
         window=config.compat.window(lengths.mem_len, same_length=lengths.same_length),
         capacity=capacity,
-        cache_dtype=str(lengths.cache_dtype or config.model.dtype),
+        cache_dtype=None if lengths.cache_dtype is CacheDType.INT8 else str(lengths.cache_dtype or config.model.dtype),
     )
 
 

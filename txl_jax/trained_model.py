@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from os import PathLike
 from typing import Any, Literal, overload
 
 import jax
@@ -40,17 +40,18 @@ from txl_jax.runtime import distributed
 _BATCH_SIZE = 8  # Documents read side by side.
 
 
-def load(path: str | os.PathLike[str], *, member: str | None = None) -> "LanguageModel":
+def load(path: str | PathLike[str], *, member: str | None = None, weight_dtype: str | None = None) -> "LanguageModel":
     """Loads a portable folder, or the best parameters of a run, or the latest where nothing was evaluated yet.
 
     Args:
       path: the run's workdir, or a folder that `python -m experiments.convert` wrote.
       member: the member of an ensemble, as "seed=2"; None: the run is none.
+      weight_dtype: "int8" for quantized weights (`eval.weight_dtype`); None: as the model was saved.
 
     Raises:
-      UserError: there is no such run, member or checkpoint, or it cannot be read.
+      UserError: there is no such run, member, checkpoint or type, or it cannot be read.
     """
-    pretrained = open_pretrained(path, member=member)
+    pretrained = open_pretrained(path, member=member, weight_dtype=weight_dtype)
     components = pretrained.assemble()
     step, params = pretrained.load_params(components)
     return LanguageModel(components, pretrained.vocabulary, params, step)
@@ -62,8 +63,7 @@ class LanguageModel:
 
     A document is a text (str, or bytes of UTF-8; a model of bytes takes any bytes) or a sequence of token ids. Each
     starts from an empty memory, and its results are those that it has alone. `batch_size` documents are read side by
-    side, in one compiled program whatever their number and lengths are; each needs a KV cache of `config.eval.mem_len`
-    positions. A single long document is read faster with `batch_size=1`.
+    side, in one compiled program for any number and lengths; each needs a KV cache of `config.eval.mem_len` slots.
 
     Attributes:
       components: the config, the Flax module and the mesh.

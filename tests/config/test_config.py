@@ -24,6 +24,7 @@ from txl_jax.config import (
     Residual,
     Roll,
     Tokenizer,
+    WeightDType,
 )
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
@@ -196,6 +197,14 @@ CONFLICTS = [
     (
         {"train.stride": 4, "train.mem_len": 0, "train.loss": LossPart.HALF},
         ("train.stride", "4", "train.loss", "half"),
+    ),
+    (
+        {"eval.stride": 4, "eval.mem_len": 0, "eval.same_length": False, "eval.weight_dtype": WeightDType.INT8},
+        ("eval.stride", "4", "eval.weight_dtype", "int8"),
+    ),
+    (
+        {"model.network": Network.LSTM, "eval.weight_dtype": WeightDType.INT8},
+        ("eval.weight_dtype", "int8", "model.network", "lstm"),
     ),
     (
         {"eval.stride": 4, "eval.mem_len": 0, "eval.same_length": False, "eval.warmup_tokens": 5},

@@ -11,6 +11,7 @@ from support.setting_probes import BASE, PROBES, parts_of
 from txl_jax.config import (
     AttentionPath,
     AttentionWindow,
+    CacheDType,
     CorpusName,
     DType,
     EmptyEnd,
@@ -34,6 +35,7 @@ from txl_jax.config import (
     ScheduleOffset,
     ShawTerms,
     Tokenizer,
+    WeightDType,
 )
 from txl_jax.config import tree as config_tree
 from txl_jax.data.sources import corpora
@@ -151,7 +153,8 @@ SECOND = {
     "eval.clamp_len": ("eval_step", 5),
     "eval.same_length": ("eval_step", False),
     "eval.segments_per_call": ("batch", 3),
-    "eval.cache_dtype": ("eval_step", DType.BFLOAT16),
+    "eval.cache_dtype": ("eval_step", CacheDType.BFLOAT16),
+    "eval.weight_dtype": ("eval_step", WeightDType.INT8),
     "eval.average_checkpoints": ("scored", 2),
     "eval.temperature": ("eval_step", 1.1),
     "eval.warmup_tokens": ("files", 4),

@@ -8,7 +8,7 @@ import pytest
 
 from txl_jax.config import (
     COMPAT_PRESETS,
-    DType,
+    CacheDType,
     Encoding,
     ExperimentConfig,
     ModelConfig,
@@ -27,7 +27,7 @@ def other_value(leaf):
     """Some other value of the same type."""
     value = leaf.default
     if value is None:
-        return {DType: DType.BFLOAT16, int: 3, float: 0.5, str: "x"}[leaf.type]
+        return {int: 3, float: 0.5, str: "x"}.get(leaf.type) or next(iter(leaf.type))
     if isinstance(value, enum.Enum):
         return next(other for other in type(value) if other is not value)
     if isinstance(value, bool):
@@ -87,7 +87,7 @@ def test_leaves_have_the_declared_type_without_none_and_without_tuple():
     assert found["model.cutoffs"] == (int, True, False)
     assert found["model.tie_projs"] == (bool, True, False)
     assert found["data.train"] == (str, True, False)
-    assert found["eval.cache_dtype"] == (DType, False, True)
+    assert found["eval.cache_dtype"] == (CacheDType, False, True)
     assert {leaf.type for leaf in LEAVES.values() if not issubclass(leaf.type, enum.Enum)} == {int, float, bool, str}
 
 
@@ -110,7 +110,7 @@ def test_values_from_json_have_the_types_of_their_settings():
         "eval.cache_dtype": "bfloat16",
     }
     config = config_tree.from_dict(values)
-    assert config.model.encoding is Encoding.SHAW and config.eval.cache_dtype is DType.BFLOAT16
+    assert config.model.encoding is Encoding.SHAW and config.eval.cache_dtype is CacheDType.BFLOAT16
     assert config.model.d_embed is None and config.model.cutoffs == (5, 9)
     assert type(config.model.dropout.rate) is float
 

@@ -7,9 +7,9 @@ import pytest
 
 from support import drawn_run, tiny_run
 from txl_jax.config import (
+    CacheDType,
     CorpusName,
     DataConfig,
-    DType,
     Encoding,
     GenerateConfig,
     LineMark,
@@ -99,7 +99,7 @@ def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypat
     config, corpus, workdir = run
     made, real = [], generate.Generator
     monkeypatch.setattr(generate, "Generator", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
-    config = config_tree.replace(config, {"eval.cache_dtype": DType.BFLOAT16, "generate.length": 1})
+    config = config_tree.replace(config, {"eval.cache_dtype": CacheDType.BFLOAT16, "generate.length": 1})
     generate.run(config, corpus.vocabulary, workdir, log=str, write=str)
     assert [kwargs["memory_dtype"] for kwargs in made] == [jnp.bfloat16]
 

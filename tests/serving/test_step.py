@@ -1,13 +1,16 @@
 """Tests the compiled programs of serving against the library's own scoring and generation, and rows against rows."""
 
+import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 from support import tiny_model
-from support.serving import BLOCK, ROWS, ids
-from txl_jax.config import GenerateConfig
+from support.serving import ROWS, ids, step_of
+from txl_jax.config import CacheDType, GenerateConfig, WeightDType
+from txl_jax.errors import UserError
 from txl_jax.serving.row_step import TOP, Rows, Step
 
 PROMPT = ids(90)  # A whole segment of 64, one of 16, and 9 tokens of another; the memory has 9.
@@ -17,7 +20,7 @@ PROMPT = ids(90)  # A whole segment of 64, one of 16, and 9 tokens of another; t
 def programs(**changes):
     """The programs of the tiny model, prepared parameters, and the model."""
     model = tiny_model.make(**changes)
-    step = Step(model.components, batch_size=ROWS, block=BLOCK)
+    step = step_of(model)
     return step, step.prepare_params(model.params), model
 
 
@@ -39,7 +42,7 @@ def write(step, weights, rings, row, last, position, length, *, others=None, see
         if others is not None:
             others(rows)
         values = {"last": tokens[-1] if tokens else last, "position": position + len(tokens), "number": len(tokens)}
-        values |= {"steps": min(BLOCK, length - len(tokens)), "seed": seed, "scored": True}
+        values |= {"steps": min(step.block, length - len(tokens)), "seed": seed, "scored": True}
         for name, value in (values | {"temperature": temperature, "top_p": top_p}).items():
             getattr(rows, name)[row] = value
         rings, drawn, scores = step.write(weights, rings, rows)
@@ -68,12 +71,34 @@ def test_a_prompt_has_the_scores_of_the_library_and_draws_its_tokens(changes):
         np.testing.assert_allclose(of_drawn, whole[-23:], rtol=1e-4)
 
 
+def test_int8_weights_have_the_scores_of_the_library():
+    """Other segments round elsewhere: what weights of int8 are multiplied with keeps 16 bits."""
+    step, weights, model = programs(eval__weight_dtype=WeightDType.INT8)
+    assert step.init_rings(weights).keys[0].dtype == "float32"
+    _, _, found = read(step, weights, step.init_rings(weights), 2, PROMPT)
+    nats, plain = np.concatenate([scores.nats for scores in found]), programs()[2].score([PROMPT], per_token=True)[0]
+    np.testing.assert_allclose(nats, model.score([PROMPT], per_token=True)[0], rtol=0, atol=5e-3)
+    assert np.abs(nats - plain).max() > 0.02
+
+
+def test_rings_of_int8_move_scores_a_little():
+    found = []
+    for changes in ({}, {"eval__cache_dtype": CacheDType.INT8}):
+        step, weights, _ = programs(**changes)
+        rings, position, scores = read(step, weights, step.init_rings(weights), 1, PROMPT)
+        rings, _, nats = write(step, weights, rings, 1, PROMPT[-1], position, 12, temperature=0.0)
+        found.append(np.concatenate([*(each.nats for each in scores), nats]))
+        stored = {leaf.dtype.name for leaf in jax.tree.leaves(step.take(rings, 1))}
+    assert stored == {"int8", "float32"}  # Numbers and scales.
+    assert 1e-4 < np.abs(found[0] - found[1]).max() < 0.2
+
+
 def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_do():
     step, weights, _ = programs()
 
     def busy(rows):
         for row in range(ROWS):
-            rows.last[row], rows.position[row], rows.steps[row] = row, 3 + 7 * row, BLOCK - row
+            rows.last[row], rows.position[row], rows.steps[row] = row, 3 + 7 * row, step.block - row
             rows.seed[row], rows.temperature[row], rows.top_p[row] = row, row / 2, 1 - row / 5
 
     found = []
@@ -114,3 +139,12 @@ def test_the_likeliest_tokens_are_those_of_the_probabilities():
     np.testing.assert_array_equal(found[0].top_tokens, order)
     expected = np.take_along_axis(np.asarray(logprobs[0]), order, axis=-1)
     np.testing.assert_allclose(found[0].top_logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_several_devices_and_documents_kept_apart_are_refused():
+    components = tiny_model.make().components
+    mesh = jax.sharding.AbstractMesh((4, 2, 1), ("data", "fsdp", "tensor"))
+    with pytest.raises(UserError, match="mesh has 8 devices"):
+        Step(dataclasses.replace(components, mesh=mesh), batch_size=ROWS)
+    with pytest.raises(UserError, match="token 3"):
+        Step(tiny_model.make(model__end_token=3).components, batch_size=ROWS)

@@ -5,6 +5,7 @@ B = 3, H = 4, E = 5, D = 6, L = 7, M = 8, F = 10, V = 13, N = 2.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -59,10 +60,11 @@ def params(model: TransformerXL) -> Any:
     """Parameters on the host, large enough for every path to leave a mark; nothing is compiled for them."""
     rng = np.random.default_rng(1)
     shapes = nn.unbox(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
+    wide = 0.5 * min(1.0, math.sqrt(12 / model.config.d_model))  # Sums over D are as large at each width from 12 on.
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         mean = {"scale": 1.0}.get(path[-1].key, 0.0)
-        spread = {"bias": 0.0}.get(path[-1].key, 0.5)  # A large one always favours the same token.
+        spread = {"bias": 0.0}.get(path[-1].key, wide)  # A large one always favours the same token.
         return rng.normal(mean, spread, leaf.shape).astype(leaf.dtype)
 
     return jax.tree.map_with_path(draw, shapes)

@@ -15,7 +15,7 @@ from txl_jax.bench import throughput
 from txl_jax.bench.huggingface_model import HuggingFaceModel
 from txl_jax.bench.synthetic_tokens import draw_tokens
 from txl_jax.bench.throughput import Task, Throughput
-from txl_jax.config import DType, EvalConfig, ExperimentConfig, MemoryStart, TrainConfig
+from txl_jax.config import CacheDType, EvalConfig, ExperimentConfig, MemoryStart, TrainConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import require
 from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
@@ -108,7 +108,7 @@ def effect_of_cache_dtype(components: RunComponents, params: Any) -> float:
     return float(np.abs(as_computed - as_stored).max())
 
 
-def _score(components: RunComponents, params: Any, cache_dtype: DType | None) -> tuple[np.ndarray, np.ndarray]:
+def _score(components: RunComponents, params: Any, cache_dtype: CacheDType | None) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens and the nats of all but the first, from zeros in the memory."""
     eval_config = dataclasses.replace(components.config.eval, cache_dtype=cache_dtype, batch_size=1)
     model = components.model.clone(compat=config_tree.apply_preset(components.config, "hf").compat)

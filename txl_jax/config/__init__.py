@@ -18,7 +18,7 @@ from txl_jax.config.data import (
     Tokenizer,
     TokenizerConfig,
 )
-from txl_jax.config.evaluation import EvalConfig, GenerateConfig
+from txl_jax.config.evaluation import CacheDType, EvalConfig, GenerateConfig, WeightDType
 from txl_jax.config.experiment import COMPAT_PRESETS, ExperimentConfig, InitVocabulary
 from txl_jax.config.model import (
     AttentionPath,
@@ -52,6 +52,7 @@ __all__ = [
     "AttentionPath",
     "AttentionWindow",
     "AverageConfig",
+    "CacheDType",
     "CompatConfig",
     "CorpusName",
     "DType",
@@ -87,4 +88,5 @@ __all__ = [
     "Tokenizer",
     "TokenizerConfig",
     "TrainConfig",
+    "WeightDType",
 ]

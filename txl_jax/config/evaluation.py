@@ -1,10 +1,25 @@
 """Settings of evaluation and generation."""
 
 import dataclasses
+import enum
 
 from txl_jax.config.lengths import validate_lengths
-from txl_jax.config.model import DType
 from txl_jax.config.settings import Config, check_fields, require, setting
+
+
+class CacheDType(enum.StrEnum):
+    """Type of the stored keys and values."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"
+    INT8 = "int8"  # With a scale per row, head and slot.
+
+
+class WeightDType(enum.StrEnum):
+    """Type of the weights that every token is multiplied with."""
+
+    INT8 = "int8"  # With a scale per channel.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +42,15 @@ class EvalConfig(Config):
     )
     same_length: bool = setting(True, "Every query sees the same number of keys.", free_on_resume=True)
     segments_per_call: int = setting(8, "S, segments per dispatch.", at_least=1, free_on_resume=True)
-    cache_dtype: DType | None = setting(
-        None, "Type of the KV cache, bfloat16 for half the size of float32; none: as computed.", free_on_resume=True
+    cache_dtype: CacheDType | None = setting(
+        None,
+        "Type of the KV cache: bfloat16 or int8 for a half or a quarter of float32's size; none: as computed.",
+        free_on_resume=True,
+    )
+    weight_dtype: WeightDType | None = setting(
+        None,
+        "Quantization: int8 for weights of a quarter of float32's size, on one device; none: as computed.",
+        free_on_resume=True,
     )
     average_checkpoints: int | None = setting(
         None,
@@ -57,6 +79,11 @@ class EvalConfig(Config):
             not (self.stride and self.warmup_tokens),
             f"eval.stride is {self.stride} and eval.warmup_tokens is {self.warmup_tokens}; windows have no cold start "
             "but the text's own, so leave them out",
+        )
+        require(
+            not (self.stride and self.weight_dtype),
+            f"eval.stride is {self.stride} and eval.weight_dtype is {self.weight_dtype}, which is for evaluation with "
+            "a memory; leave one of them out",
         )
 
 

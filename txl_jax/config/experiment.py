@@ -107,6 +107,11 @@ class ExperimentConfig(Config):
             f"train.stride is {self.train.stride} and model.network is {self.model.network}, whose state has read "
             "already what would be read again; leave it out",
         )
+        require(
+            self.model.network is Network.TRANSFORMER_XL or self.eval.weight_dtype is None,
+            f"eval.weight_dtype is {self.eval.weight_dtype} and model.network is {self.model.network}, whose weights "
+            "are not quantized; leave it out",
+        )
 
     def _validate_documents(self) -> None:
         if self.data.reset_at is None and self.model.end_token is None:

@@ -49,7 +49,7 @@ class OptimizerConfig(Config):
         ScheduleOffset.AFTER_WARMUP, "Step at which the cosine starts.", flag=False
     )
     adam_b1: float = setting(
-        0.9, "Adam beta 1: decay of the first moment.", at_least=0, below=1, only_with={"name": _WITH_ADAM}
+        0.9, "Adam beta 1: decay of the first moment.", at_least=0, below=1, only_with={"name": _WITH_ADAM}, flag=False
     )
     adam_b2: float = setting(
         0.999, "Adam beta 2: decay of the second moment.", at_least=0, below=1, only_with={"name": _WITH_ADAM}

@@ -1,5 +1,6 @@
 """The KV cache of inference, in a ring of slots."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from txl_jax.config import MemoryStart
 from txl_jax.memory import start_valid
+from txl_jax.ops.quantized import Int8, quantize
 
 
 class KVCache(flax.struct.PyTreeNode):
@@ -23,15 +25,15 @@ class KVCache(flax.struct.PyTreeNode):
     both laid out as the values).
 
     Attributes:
-      keys: per layer [B, H, E, R].
-      values: per layer [B, H, R, E].
+      keys: per layer [B, H, E, R]; int8 has a scale per row, head and slot.
+      values: per layer [B, H, R, E]; the same.
       valid: int32 [B], how many of the newest slots may be seen; at most M.
       write_index: int32 [], the oldest slot: where the next segment goes.
       mem_len: M.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: tuple[jax.Array | Int8, ...]
+    values: tuple[jax.Array | Int8, ...]
     valid: jax.Array
     write_index: jax.Array
     mem_len: int = flax.struct.field(pytree_node=False)
@@ -62,16 +64,22 @@ def init_cache(
     capacity = cache_capacity(mem_len=mem_len, segment_len=segment_len)
     lead = (batch_size, *rows.keys[0].shape)
 
-    def fill(row: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(row.astype(dtype)[None, :, :, None], (*lead, capacity))
+    def fill(row: jax.Array, axis: int) -> jax.Array | Int8:
+        ring = jnp.broadcast_to(jnp.expand_dims(row[None], axis), (*lead[:axis], capacity, *lead[axis:]))
+        return as_stored(ring, dtype, axis=5 - axis)
 
     return KVCache(
-        keys=tuple(fill(row) for row in rows.keys),
-        values=tuple(fill(row).swapaxes(2, 3) for row in rows.values),
+        keys=tuple(fill(row, 3) for row in rows.keys),
+        values=tuple(fill(row, 2) for row in rows.values),
         valid=jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32),
         write_index=jnp.zeros((), jnp.int32),
         mem_len=mem_len,
     )
+
+
+def as_stored(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Array | Int8:
+    """Returns keys or values in the type of the cache; `axis` is that of E."""
+    return quantize(states, axis=axis) if dtype == jnp.int8 else states.astype(dtype)
 
 
 def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array) -> KVCache:
@@ -88,8 +96,7 @@ def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array]
     zero = jnp.minimum(jnp.abs(after.reshape(-1)[0]).astype(jnp.int32), 0)  # Always 0, which XLA cannot prove.
     index = cache.write_index + zero
 
-    def write_ring(ring: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        new = new.astype(ring.dtype)
+    def write_array(axis: int, ring: jax.Array, new: jax.Array) -> jax.Array:
         if ring.dtype != jnp.bfloat16:
             return jax.lax.dynamic_update_slice_in_dim(ring, new, index, axis)
         # As bits: XLA's CPU backend would turn the ring to float32 for it and back (12 layers with M = 2100, a token:
@@ -97,6 +104,11 @@ def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array]
         ring_bits, new_bits = (jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (ring, new))
         written = jax.lax.dynamic_update_slice_in_dim(ring_bits, new_bits, index, axis)
         return jax.lax.bitcast_convert_type(written, ring.dtype)
+
+    def write_ring(ring: jax.Array | Int8, new: jax.Array, axis: int) -> jax.Array | Int8:
+        stored = as_stored(new, ring.dtype, axis=5 - axis)
+        found: jax.Array | Int8 = jax.tree.map(functools.partial(write_array, axis), ring, stored)
+        return found
 
     return cache.replace(
         keys=tuple(write_ring(ring, new.swapaxes(2, 3), 3) for ring, new in zip(cache.keys, keys, strict=True)),
@@ -112,15 +124,17 @@ def reset_cache(cache: KVCache, marked: jax.Array, rows: InitialKeyValue, start:
     if start is MemoryStart.MASKED:  # Masked slots need no clearing.
         return cache.replace(valid=valid)
 
-    def clear(rings: tuple[jax.Array, ...], fills: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def clear(rings: tuple[Any, ...], fills: tuple[jax.Array, ...], axis: int) -> tuple[Any, ...]:
         here = marked[:, None, None, None]
-        return tuple(jnp.where(here, fill.astype(ring.dtype), ring) for ring, fill in zip(rings, fills, strict=True))
+        stored = tuple(as_stored(fill, ring.dtype, axis=axis) for ring, fill in zip(rings, fills, strict=True))
+        found: tuple[Any, ...] = jax.tree.map(lambda ring, fill: jnp.where(here, fill, ring), rings, stored)
+        return found
 
     def clear_both(_: int, rings: tuple[Any, Any]) -> tuple[Any, Any]:
         keys, values = rings
         return (
-            clear(keys, tuple(row[None, :, :, None] for row in rows.keys)),
-            clear(values, tuple(row[None, :, None, :] for row in rows.values)),
+            clear(keys, tuple(row[None, :, :, None] for row in rows.keys), 2),
+            clear(values, tuple(row[None, :, None, :] for row in rows.values), 3),
         )
 
     # Almost always no row is marked, and the rings are gigabytes: a loop of no iterations does not copy them.
@@ -132,12 +146,12 @@ def unrotate(cache: KVCache) -> KVCache:
     """Returns the cache for segments of one token: M slots, the oldest first."""
     mem_len, capacity = cache.mem_len, cache.capacity
 
-    def turn(ring: jax.Array, axis: int) -> jax.Array:
+    def turn(axis: int, ring: jax.Array) -> jax.Array:
         turned = jnp.roll(ring, -cache.write_index, axis)
         return jax.lax.slice_in_dim(turned, capacity - mem_len, capacity, axis=axis)
 
     return cache.replace(
-        keys=tuple(turn(ring, 3) for ring in cache.keys),
-        values=tuple(turn(ring, 2) for ring in cache.values),
+        keys=jax.tree.map(functools.partial(turn, 3), cache.keys),
+        values=jax.tree.map(functools.partial(turn, 2), cache.values),
         write_index=jnp.zeros((), jnp.int32),
     )

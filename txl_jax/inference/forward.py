@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import EvalConfig, NormPlace
+from txl_jax.config import EvalConfig, NormPlace, WeightDType
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.cache import InitialKeyValue, KVCache
+from txl_jax.inference.weight_quantization import quantize_cluster, quantize_layer
 from txl_jax.modules.block import layer_norm
-from txl_jax.modules.feed_forward import FeedForward
+from txl_jax.modules.feed_forward import Dense, feed_forward
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.positions.encoding import PositionKeys
 from txl_jax.modules.residual import ResidualConnection
@@ -43,16 +44,16 @@ from txl_jax.sharding.activations import constrain
 
 
 class Layer(flax.struct.PyTreeNode):
-    """Prepared parameters of one layer, in the compute type."""
+    """Prepared parameters of one layer, in the compute type; matrices may be int8."""
 
-    query_key_value: jax.Array  # [D, 3, H, E]; the query's part is divided by sqrt(E).
-    output: jax.Array  # [H * E, D]
+    query_key_value: Any  # [D, 3, H, E]; the query's part is divided by sqrt(E).
+    output: Any  # [H * E, D]
     content_bias: jax.Array | None  # u, [H, E], divided by sqrt(E); None: the encoding has none.
     position_keys: PositionKeys | None  # None: absolute positions.
     position_vectors: jax.Array | None  # [L, D], added at the distances L - 1, .., 0 from the end; None: nothing.
     norms: tuple[Any, Any]  # Of attention and feed-forward part.
     residuals: tuple[Any, Any]  # The same; empty where they are sums.
-    feed_forward: Any
+    feed_forward: tuple[Dense, Dense]
 
 
 class DecodeParams(flax.struct.PyTreeNode):
@@ -75,19 +76,37 @@ class SegmentStates(NamedTuple):
 
 
 def prepare_params(
-    params: Any, model: TransformerXL, *, segment_len: int, mem_len: int, clamp_len: int | None
+    params: Any,
+    model: TransformerXL,
+    *,
+    segment_len: int,
+    mem_len: int,
+    clamp_len: int | None,
+    weight_dtype: WeightDType | None = None,
 ) -> DecodeParams:
-    """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory; to be jitted."""
+    """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory; to be jitted.
+
+    `weight_dtype` is that of matrices which every token is multiplied with; None: the model's.
+
+    Raises:
+      UserError: int8 for a mesh of several devices.
+    """
     capacity = cache_lib.cache_capacity(mem_len=mem_len, segment_len=segment_len)
     lengths: dict[str, Any] = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
     stacked, shared = params["stack"]["layers"], params["stack"].get("biases")
     each = [jax.tree.map(lambda stack, i=i: stack[i], stacked) for i in range(model.config.n_layer)]
     layers = tuple(_prepare_layer(layer, shared, model, **lengths) for layer in each)
+    clusters = tuple(_apply(model, params, method=model.clusters))
+    initial = _initial_key_value(layers, model)
+    if weight_dtype is WeightDType.INT8:
+        if model.num_devices > 1:  # The scales of a sharded table would need specs of their own.
+            raise UserError(f"eval.weight_dtype is int8 and the mesh has {model.num_devices} devices; use one")
+        layers, clusters = tuple(map(quantize_layer, layers)), tuple(map(quantize_cluster, clusters))
     return DecodeParams(
         embed_and_norm=_cast({name: part for name, part in params.items() if name not in ("stack", "softmax")}, model),
         layers=layers,
-        clusters=tuple(_apply(model, params, method=model.clusters)),
-        initial=_initial_key_value(layers, model),
+        clusters=clusters,
+        initial=initial,
         clamp_len=clamp_len,
         max_keys=capacity + segment_len,
     )
@@ -100,7 +119,8 @@ def for_single_tokens(params: DecodeParams, *, mem_len: int) -> DecodeParams:
         keys = layer.position_keys
         if keys is None:
             return layer
-        key, score = (None if table is None else table[..., -(mem_len + 1) :] for table in (keys.key, keys.score))
+        tables = jax.tree.map(lambda table: table[..., -(mem_len + 1) :], (keys.key, keys.score))
+        key, score = tables
         return layer.replace(position_keys=keys.replace(key=key, score=score))
 
     return params.replace(layers=tuple(shorten(layer) for layer in params.layers), max_keys=mem_len + 1)
@@ -199,7 +219,7 @@ def _forward_layer(
     layer: Layer,
     model: TransformerXL,
     inputs: jax.Array,
-    ring: tuple[jax.Array, jax.Array],
+    ring: tuple[Any, Any],
     visibility: CachedVisibility,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Applies one layer, as `modules.block.Block` does.
@@ -226,17 +246,12 @@ def _forward_layer(
     )
     batch, _, segment_len, _ = attended.shape
     attended = project(attended.swapaxes(1, 2).reshape(batch, segment_len, -1), layer.output)
-    feed_forward = FeedForward(model.config, deterministic=True)
-
-    def inner(states: jax.Array) -> jax.Array:
-        return _apply(feed_forward, layer.feed_forward, states)
-
     if pre:
         join_attention, join_feed_forward = (_residual(model, params) for params in layer.residuals)
         middle = join_attention(inputs, attended)
-        return join_feed_forward(middle, inner(feed_forward_norm(middle))), key, value
+        return join_feed_forward(middle, feed_forward(feed_forward_norm(middle), *layer.feed_forward)), key, value
     middle = attention_norm(inputs + attended)
-    return feed_forward_norm(middle + inner(middle)), key, value
+    return feed_forward_norm(middle + feed_forward(middle, *layer.feed_forward)), key, value
 
 
 def _biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -278,8 +293,12 @@ def _prepare_layer(
         **terms._asdict(),
         norms=(params["attention_norm"], params["feed_forward_norm"]),
         residuals=tuple(_cast(params.get(f"{part}_residual", {}), model) for part in ("attention", "feed_forward")),
-        feed_forward=_cast(params["feed_forward"], model),
+        feed_forward=(_dense(params["feed_forward"], "inner", dtype), _dense(params["feed_forward"], "outer", dtype)),
     )
+
+
+def _dense(params: Any, name: str, dtype: jnp.dtype) -> Dense:
+    return Dense(params[f"{name}_kernel"].astype(dtype), params[f"{name}_bias"].astype(dtype))
 
 
 def _initial_key_value(layers: Sequence[Layer], model: TransformerXL) -> InitialKeyValue:

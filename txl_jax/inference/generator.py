@@ -154,7 +154,7 @@ class Generator:
     def _prepare(self, params: Any) -> DecodeParams:
         c = self._eval_config
         lengths: dict[str, Any] = {"segment_len": c.segment_len, "mem_len": c.mem_len, "clamp_len": c.clamp_len}
-        return forward.prepare_params(params, self._model, **lengths)
+        return forward.prepare_params(params, self._model, weight_dtype=c.weight_dtype, **lengths)
 
     def empty(self, weights: DecodeParams) -> KVCache:
         """Returns the cache of one row before the prompt."""

@@ -66,7 +66,11 @@ def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
 
     return Scorer(
         prepare_params=functools.partial(
-            forward.prepare_params, model=model, clamp_len=eval_config.clamp_len, **lengths
+            forward.prepare_params,
+            model=model,
+            clamp_len=eval_config.clamp_len,
+            weight_dtype=eval_config.weight_dtype,
+            **lengths,
         ),
         init_memory=functools.partial(
             forward.init_cache,

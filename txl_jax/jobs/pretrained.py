@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from txl_jax.assemble import RunComponents, assemble
-from txl_jax.config import ExperimentConfig
+from txl_jax.config import ExperimentConfig, WeightDType
+from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import portable, tensorflow
@@ -71,17 +72,32 @@ class Pretrained:
         return self.source.step, portable.place(leaves, components.training.abstract_state.params)
 
 
-def open_pretrained(path: str | os.PathLike[str], *, member: str | None = None) -> Pretrained:
+def open_pretrained(
+    path: str | os.PathLike[str], *, member: str | None = None, weight_dtype: str | None = None
+) -> Pretrained:
     """Opens the folder of a trained model: a run's workdir, or a portable folder (see `interop.portable`).
 
     Args:
       path: the folder; "~" is the home folder.
       member: the member of an ensemble, as "seed=2"; None: the run is none.
+      weight_dtype: `eval.weight_dtype` in place of the saved one; None: as saved.
 
     Raises:
       UserError: there is no such run or member, or its files cannot be read; for a folder of another implementation
-        the message has the command that converts it.
+        the message has the command that converts it. Or the model is none whose weights can have that type.
     """
+    found = _open(path, member)
+    if weight_dtype is None:
+        return found
+    types = [str(each) for each in WeightDType]
+    if weight_dtype not in types:
+        raise UserError(f"weight_dtype is {weight_dtype!r}; it must be {' or '.join(types)}, or left out")
+    config = config_tree.replace(found.config, {"eval.weight_dtype": WeightDType(weight_dtype)})
+    config.validate()
+    return dataclasses.replace(found, config=config)
+
+
+def _open(path: str | os.PathLike[str], member: str | None) -> Pretrained:
     folder = as_path(path)
     if portable.is_portable(folder):
         return _open_portable(folder, member)

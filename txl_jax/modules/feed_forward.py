@@ -1,6 +1,7 @@
 """The position-wise feed-forward network of a layer."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -11,6 +12,21 @@ from txl_jax.modules.dropout import DropoutRates, dropout, weight_dropout
 from txl_jax.ops.matmul import project
 from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
+
+
+class Dense(NamedTuple):
+    """Parameters of x W + b."""
+
+    kernel: Any  # [n, m], an array; at inference perhaps `Int8`.
+    bias: jax.Array  # [m]
+
+
+def feed_forward(
+    inputs: jax.Array, inner: Dense, outer: Dense, drop: Callable[[jax.Array], jax.Array] = lambda states: states
+) -> jax.Array:
+    """Computes drop(drop(ReLU(x W + b)) W' + b'): [B, L, D] -> [B, L, D]."""
+    hidden = constrain(_dense(inputs, inner), axes.BATCH, axes.LENGTH, axes.INNER)
+    return drop(_dense(drop(nn.relu(hidden)), outer))
 
 
 class FeedForward(nn.Module):
@@ -25,27 +41,31 @@ class FeedForward(nn.Module):
         """Applies the network: [B, L, D] -> [B, L, D]."""
         c, rates = self.config, self.rates or DropoutRates.of(self.config.dropout)
         drop_weights = weight_dropout(rates.weight, deterministic=self.deterministic)
-        inner = self._dense("inner", inputs, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER), drop_weights)
-        inner = constrain(inner, axes.BATCH, axes.LENGTH, axes.INNER)
-        inner = dropout(c, rates.rate, deterministic=self.deterministic)(nn.relu(inner))
-        outer = self._dense("outer", inner, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED), drop_weights)
-        return dropout(c, rates.rate, deterministic=self.deterministic)(outer)
+        inner = self._parameters("inner", inputs.dtype, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER), drop_weights)
+        outer = self._parameters("outer", inputs.dtype, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED), drop_weights)
 
-    def _dense(
+        def drop(states: jax.Array) -> jax.Array:
+            return dropout(c, rates.rate, deterministic=self.deterministic)(states)
+
+        return feed_forward(inputs, inner, outer, drop)
+
+    def _parameters(
         self,
         name: str,
-        inputs: jax.Array,
+        dtype: jnp.dtype,
         rows: tuple[int, str],
         columns: tuple[int, str],
         drop_weights: Callable[[jax.Array], jax.Array],
-    ) -> jax.Array:
-        """Computes x W + b.
-
-        The parameters are `name`_kernel and `name`_bias; `rows` and `columns` are (size, logical axis).
-        """
+    ) -> Dense:
+        """Creates `name`_kernel and `name`_bias; `rows` and `columns` are (size, logical axis)."""
         (n_row, row_axis), (n_column, column_axis) = rows, columns
         init = initializers.normal(self.config.init_std, row_axis, column_axis)
-        kernel = drop_weights(self.param(f"{name}_kernel", init, (n_row, n_column))).astype(inputs.dtype)
-        bias = self.param(f"{name}_bias", initializers.zeros(column_axis), (n_column,)).astype(inputs.dtype)
-        outputs = project(inputs, kernel)
-        return outputs + jnp.broadcast_to(bias, outputs.shape)
+        kernel = drop_weights(self.param(f"{name}_kernel", init, (n_row, n_column))).astype(dtype)
+        bias = self.param(f"{name}_bias", initializers.zeros(column_axis), (n_column,)).astype(dtype)
+        return Dense(kernel, bias)
+
+
+def _dense(inputs: jax.Array, parameters: Dense) -> jax.Array:
+    """Computes x W + b: [..., n] -> [..., m]."""
+    outputs = project(inputs, parameters.kernel)
+    return outputs + jnp.broadcast_to(parameters.bias, outputs.shape)

@@ -18,16 +18,18 @@ import optax
 from jax.sharding import PartitionSpec
 
 from txl_jax import sharding
+from txl_jax.ops import quantized
 from txl_jax.ops.chunked_apply import chunked_apply
+from txl_jax.ops.quantized import Int8Table
 from txl_jax.sharding.activations import batch_spec, shard_map
 
 
 class Cluster(NamedTuple):
     """The weights of one cluster."""
 
-    table: jax.Array  # [rows, width]
+    table: Any  # [rows, width], an array; at inference perhaps `Int8Table`.
     bias: jax.Array | None  # [rows]; None on the input side.
-    projection: jax.Array | None  # [width, D]; None: width is D.
+    projection: Any  # [width, D], the same; None: width is D.
 
 
 class TailEntries(NamedTuple):
@@ -272,6 +274,14 @@ def logits(hidden: jax.Array, cluster: Cluster) -> jax.Array:
     assert cluster.bias is not None, "a cluster of a softmax has a bias"
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     if cluster.projection is not None:
-        hidden = jnp.einsum("...d,wd->...w", hidden, cluster.projection)
-    products = jnp.einsum("...w,vw->...v", hidden, cluster.table, preferred_element_type=wide)
+        hidden = _by_rows(hidden, cluster.projection, hidden.dtype)
+    products = _by_rows(hidden, cluster.table, wide)
     return products + jnp.broadcast_to(cluster.bias.astype(wide), products.shape)
+
+
+def _by_rows(states: jax.Array, table: jax.Array | Int8Table, dtype: jnp.dtype) -> jax.Array:
+    """Multiplies with the rows of a table: [..., w] x [v, w] -> [..., v] of type `dtype`."""
+    if not isinstance(table, Int8Table):
+        return jnp.einsum("...w,vw->...v", states, table, preferred_element_type=dtype)
+    flat = quantized.multiply(states.reshape(-1, states.shape[-1]), table.columns)
+    return flat.astype(dtype).reshape(*states.shape[:-1], -1)

@@ -28,7 +28,7 @@ from txl_jax.assemble import RunComponents
 from txl_jax.config import MemoryStart
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.inference.cache import KVCache, cache_capacity
+from txl_jax.inference.cache import KVCache, as_stored, cache_capacity
 from txl_jax.inference.forward import DecodeParams
 from txl_jax.inference.generator import Weights
 from txl_jax.memory import start_valid
@@ -105,6 +105,7 @@ class Step:
         self.batch_size, self.block = batch_size, block
         self.mem_len = eval_config.mem_len
         self._clamp_len = eval_config.clamp_len
+        self._weight_dtype = eval_config.weight_dtype
         self.slack = max(*WIDTHS, block)
         self.capacity = cache_capacity(mem_len=self.mem_len + self.slack, segment_len=max(WIDTHS))
         limit = self._model.compat.window(self.mem_len, same_length=eval_config.same_length)
@@ -186,7 +187,7 @@ class Step:
 
     def _prepare_params(self, params: Any) -> DecodeParams:
         lengths: dict[str, Any] = {"segment_len": max(WIDTHS), "mem_len": self.capacity, "clamp_len": self._clamp_len}
-        return forward.prepare_params(params, self._model, **lengths)
+        return forward.prepare_params(params, self._model, weight_dtype=self._weight_dtype, **lengths)
 
     def _init_rings(self, weights: DecodeParams, batch_size: int) -> Rings:
         lengths = {"mem_len": self.capacity, "segment_len": max(WIDTHS)}
@@ -296,14 +297,17 @@ def _unbits(array: jax.Array, dtype: Any) -> jax.Array:
 
 def _each(rings: Rings, keys: Sequence[jax.Array], values: Sequence[jax.Array], write: Any, count: Any) -> Rings:
     """Runs `write(i, ring, new, is_key)` for i < count on the bits of each ring with its new keys [.., L, E]."""
-    of_keys = [_bits(new.astype(ring.dtype)) for ring, new in zip(rings.keys, keys, strict=True)]
-    of_values = [_bits(new.astype(ring.dtype)) for ring, new in zip(rings.values, values, strict=True)]
+    of_keys, of_values = (
+        tuple(as_stored(new, ring.dtype, axis=-1) for ring, new in zip(own, news, strict=True))
+        for own, news in ((rings.keys, keys), (rings.values, values))
+    )
+    of_keys, of_values = jax.tree.map(_bits, (of_keys, of_values))
 
     def body(i: jax.Array, carry: Any) -> Any:
         key_rings, value_rings = carry
         return (
-            tuple(write(i, ring, new, True) for ring, new in zip(key_rings, of_keys, strict=True)),
-            tuple(write(i, ring, new, False) for ring, new in zip(value_rings, of_values, strict=True)),
+            jax.tree.map(lambda ring, new: write(i, ring, new, True), key_rings, of_keys),
+            jax.tree.map(lambda ring, new: write(i, ring, new, False), value_rings, of_values),
         )
 
     written = jax.lax.fori_loop(0, count, body, jax.tree.map(_bits, tuple(rings)))

@@ -49,7 +49,7 @@ class PositionKeys(flax.struct.PyTreeNode):
     """
 
     bias: jax.Array | None  # v, [H, E], added to the query before its product with `key`; divided by sqrt(E).
-    key: jax.Array | None  # [H, E, P], not divided: the query is.
+    key: Any  # [H, E, P], not divided: the query is; perhaps `Int8`.
     score: jax.Array | None  # [H, P], what the softmax is to see: `PositionTerms.position_score` divided by sqrt(E).
 
 

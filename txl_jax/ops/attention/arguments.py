@@ -14,6 +14,7 @@ import numpy as np
 from txl_jax.ops.attention.cached import CachedVisibility, Position
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
+from txl_jax.ops.quantized import Int8
 
 _AXES = "[B, H, L, E]"
 
@@ -77,7 +78,8 @@ def check_cached(
             raise ValueError(
                 f"{name} has the shape {array.shape}; with query {shape} and R {capacity} it must be {expected[name]}"
             )
-    _check_types(given, free=("stored key", "stored value", "position score"))
+    floating = {name: array for name, array in given.items() if not isinstance(array, Int8)}
+    _check_types(floating, free=("stored key", "stored value", "position score"))
     _check_window(visibility.window)
     _check_integers("valid", visibility.valid, (batch,))
     _check_integers("write_index", visibility.write_index, ())

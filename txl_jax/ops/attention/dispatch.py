@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from txl_jax.ops.attention import arguments, cached, choice, kernels
-from txl_jax.ops.attention.cached import CachedVisibility, Position
+from txl_jax.ops.attention.cached import CachedVisibility, Position, Ring
 from txl_jax.ops.attention.device import default_device
 from txl_jax.ops.attention.dot_product import dot_product_attention
 from txl_jax.ops.attention.dropout import Dropout
@@ -23,6 +23,7 @@ from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.problem import Implementation, Problem
 from txl_jax.ops.attention.relative import relative_attention
 from txl_jax.ops.attention.shards import Shards, shards_of
+from txl_jax.ops.quantized import Int8
 from txl_jax.sharding.activations import shard_map
 
 
@@ -88,7 +89,7 @@ def cached_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    ring: tuple[jax.Array, jax.Array],
+    ring: Ring,
     position: Position,
     visibility: CachedVisibility,
     *,
@@ -100,7 +101,7 @@ def cached_attention(
       query: [B, H, L, E], with u added and divided by sqrt(E).
       key: [B, H, L, E], of the segment.
       value: [B, H, L, E].
-      ring: stored keys [B, H, E, R] and values [B, H, R, E], of any type.
+      ring: stored keys [B, H, E, R] and values [B, H, R, E], of any type, int8 with a scale per slot included.
       position: as of `cached.cached_attention`.
       visibility: which keys a query sees.
       implementation: a path, or what was chosen before; a segment of one token is always the reference's.
@@ -115,6 +116,11 @@ def cached_attention(
     if implementation.path == "reference":
         return cached.cached_attention(query, key, value, ring, position, visibility)
     compute = kernels.cached(implementation)
+    ring, position = jax.tree.map(  # The other implementations multiply floating-point numbers only.
+        lambda array: array.dequantize(query.dtype) if isinstance(array, Int8) else array,
+        (ring, position),
+        is_leaf=lambda array: isinstance(array, Int8),
+    )
     shards = shards_of(query.shape[0], query.shape[1])
     if shards is None:
         return compute(query, key, value, ring, position, visibility)
@@ -148,9 +154,7 @@ def describe(
     )
 
 
-def describe_cached(
-    query: jax.Array, ring: tuple[jax.Array, jax.Array], position: Position, visibility: CachedVisibility
-) -> Problem:
+def describe_cached(query: jax.Array, ring: Ring, position: Position, visibility: CachedVisibility) -> Problem:
     """Returns the description of a call of `cached_attention` on one device of the ambient mesh."""
     device, (batch, n_head) = default_device(), _on_one_device(query.shape[0], query.shape[1])
     _, position_key, position_score = position or (None, None, None)
@@ -167,7 +171,7 @@ def describe_cached(
         has_position_score=position_score is not None,
         window=visibility.window,
         capacity=visibility.capacity,
-        cache_dtype=ring[0].dtype.name,
+        cache_dtype=None if isinstance(ring[0], Int8) else ring[0].dtype.name,
         documents=visibility.document_start is not None,
     )
 

@@ -1,0 +1,124 @@
+"""Tests inference with int8 weights and an int8 KV cache against the same numbers in float64."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import tiny
+from support.cases import slow_but
+from txl_jax.config import DType, EvalConfig, GenerateConfig, NormPlace, WeightDType
+from txl_jax.errors import UserError
+from txl_jax.inference import forward
+from txl_jax.inference.generator import Generator
+from txl_jax.ops.quantized import Int8, Int8Table
+
+MODELS = {
+    "post": {},
+    "pre": {"layer_norm": NormPlace.PRE},
+    "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
+    "shaw": {"encoding": "shaw", "num_positions": 9},
+}
+LENGTHS = {"segments": (4, 10), "one token": (1, 6)}
+
+
+def prepared(model, segment_len, mem_len, weight_dtype=WeightDType.INT8):
+    return forward.prepare_params(
+        tiny.variables(model)["params"],
+        model,
+        segment_len=segment_len,
+        mem_len=mem_len,
+        clamp_len=None,
+        weight_dtype=weight_dtype,
+    )
+
+
+def dequantized(params):
+    """The same parameters as arrays of float64."""
+
+    def dense(leaf):
+        if isinstance(leaf, Int8Table):
+            return leaf.columns.dequantize(jnp.float64).T
+        return leaf.dequantize(jnp.float64) if isinstance(leaf, Int8) else leaf
+
+    return jax.tree.map(dense, params, is_leaf=lambda leaf: isinstance(leaf, Int8 | Int8Table))
+
+
+def scores(model, weights, segment_len, mem_len, *, cache_dtype=None):
+    """Nats [B, 8 L] of a text, and the last cache."""
+    text = tiny.text(8 * segment_len + 1)
+    memory = forward.init_cache(
+        weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len, dtype=cache_dtype
+    )
+
+    @jax.jit
+    def read(weights, tokens, targets, memory):
+        hidden, memory = forward.forward(weights, model, tokens, memory, window=mem_len)
+        return forward.nll(weights, model, hidden, targets), memory
+
+    found = []
+    for start in range(0, 8 * segment_len, segment_len):
+        tokens, targets = (text[:, i : i + segment_len] for i in (start, start + 1))
+        nats, memory = read(weights, tokens, targets, memory)
+        found.append(nats)
+    return np.concatenate(found, axis=1), memory
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    slow_but(
+        [("post", "one token"), ("adaptive", "segments")], [(name, lengths) for name in MODELS for lengths in LENGTHS]
+    ),
+)
+def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths, x64):
+    model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[name]), LENGTHS[lengths]
+    weights = prepared(model, *lengths)
+    tables = [
+        table for cluster in weights.clusters for table in (cluster.table, cluster.projection) if table is not None
+    ]
+    n_int8 = sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(weights))
+    assert n_int8 == 5 * len(weights.layers) + len(tables)
+    found, _ = scores(model, weights, *lengths)
+    expected, _ = scores(model, dequantized(weights), *lengths)
+    plain, _ = scores(model, prepared(model, *lengths, weight_dtype=None), *lengths)
+    rounding, quantization = np.abs(found - expected).max(), np.abs(expected - plain).max()
+    assert 0 < rounding < 1e-3 < quantization < 0.3
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_an_int8_cache_moves_scores_a_little(lengths, x64):
+    model, lengths = tiny.make(dtype=DType.FLOAT64), LENGTHS[lengths]
+    weights = prepared(model, *lengths, weight_dtype=None)
+    found, memory = scores(model, weights, *lengths, cache_dtype=jnp.int8)
+    expected, _ = scores(model, weights, *lengths)
+    assert all(ring.values.dtype == jnp.int8 for ring in (*memory.keys, *memory.values))
+    assert 1e-5 < np.abs(found - expected).max() < 0.1
+
+
+def test_generation_holds_no_wider_copy_of_its_weights():
+    """In the compiled step no floating-point array has the shape of a matrix."""
+    model = tiny.make(d_model=24, n_head=2, d_head=12, d_inner=88)
+    lengths = EvalConfig(segment_len=4, mem_len=8, clamp_len=None, weight_dtype=WeightDType.INT8)
+    generator = Generator(model, lengths, GenerateConfig(length=4, temperature=0))
+    weights = generator.prepare_params(tiny.variables(model)["params"])
+    context = generator.read(weights, np.arange(5))
+    text = generator.write.lower(weights.token, context, 0, 4, count=4).compile().as_text()
+    sizes = {24 * 72, 24 * 24, 24 * 88}
+
+    def wide(text):
+        shapes = re.findall(r"\b(?:f16|bf16|f32|f64)\[([\d,]+)\]", text)
+        return {shape for shape in shapes if np.prod([int(n) for n in shape.split(",")]) in sizes}
+
+    assert "s8[24,88]" in text and not wide(text)
+    plain = Generator(model, EvalConfig(segment_len=4, mem_len=8, clamp_len=None), GenerateConfig(length=4))
+    weights = plain.prepare_params(tiny.variables(model)["params"])
+    context = plain.read(weights, np.arange(5))
+    assert wide(plain.write.lower(weights.token, context, 0, 4, count=4).compile().as_text())
+
+
+def test_a_mesh_of_several_devices_is_refused():
+    model = tiny.make().clone(num_devices=2)
+    with pytest.raises(UserError, match="2 devices"):
+        prepared(model, 4, 8)

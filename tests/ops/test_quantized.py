@@ -1,0 +1,61 @@
+"""Tests int8 matrices: what is stored, and products with them, against products in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from txl_jax.ops import quantized
+from txl_jax.ops.matmul import project
+from txl_jax.ops.quantized import Int8
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def test_each_channel_has_its_own_steps(x64):
+    array = random(40, 6) * [1e-3, 1, 50, 0, 1, 1]
+    found = quantized.quantize(jnp.asarray(array), axis=0)
+    most = np.abs(array).max(axis=0)
+    assert found.values.dtype == jnp.int8 and found.scale.shape == (1, 6)
+    np.testing.assert_allclose(found.scale[0], most / 127, rtol=1e-12)
+    off = np.abs(found.dequantize(jnp.float64) - array).max(axis=0)
+    assert np.all(off <= most / 254 * (1 + 1e-9)) and np.all(off[most > 0] > most[most > 0] / 1000)
+
+
+@pytest.mark.parametrize("channel", ["columns", "rows"])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_products_keep_sixteen_bits_of_what_is_multiplied(channel, rows, x64):
+    """Beside the product with the same int8 numbers in float64; batched as in attention."""
+    inputs, array = random(3, rows, 70), random(3, 70, 9, seed=1)
+    matrix = quantized.quantize(jnp.asarray(array), axis=1 if channel == "columns" else 2)
+    found = quantized.multiply(jnp.asarray(inputs), matrix)
+    expected = inputs @ np.asarray(matrix.dequantize(jnp.float64))
+    # Each of 70 terms is off by at most half a step of the row, 1 / (2 * 254 * 127) of its largest.
+    bound = 70 * np.abs(inputs).max() * np.abs(array).max() ** (1 if channel == "columns" else 2) / (2 * 254 * 127)
+    assert 0 < np.abs(found - expected).max() < bound / 4
+
+
+def test_rows_of_zeros_give_zeros_and_nan_stays_nan():
+    matrix = quantized.quantize(jnp.asarray(random(8, 3), jnp.float32), axis=0)
+    inputs = jnp.zeros((3, 8)).at[1, 2].set(jnp.nan).at[2].set(1.0)
+    found = np.asarray(quantized.multiply(inputs, matrix))
+    assert np.all(found[0] == 0) and np.all(np.isnan(found[1])) and np.all(np.isfinite(found[2]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_project_takes_int8_of_any_shape(dtype):
+    inputs, kernel = jnp.asarray(random(2, 1, 16), dtype), jnp.asarray(random(16, 3, 2, 4, seed=1), jnp.float32)
+    matrix = quantized.quantize(kernel, axis=0)
+    found = project(inputs, matrix)
+    assert found.shape == (2, 1, 3, 2, 4) and found.dtype == dtype
+    expected = np.tensordot(np.asarray(inputs, np.float64), np.asarray(matrix.dequantize(jnp.float32), np.float64), 1)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), expected, rtol=0, atol=1e-3 if dtype == jnp.float32 else 0.05
+    )
+
+
+def test_more_terms_than_int32_holds_are_refused():
+    wide = Int8(jnp.zeros((140_000, 1), jnp.int8), jnp.ones((1, 1)))
+    with pytest.raises(AssertionError):
+        quantized.multiply(jnp.ones((1, 140_000)), wide)
