@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import ipaddress
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 from absl import flags
 
 from experiments.cli import runner
+from txl_jax.config import WeightDType
 from txl_jax.data.tokens.vocabulary import digest
 from txl_jax.errors import UserError
 from txl_jax.jobs.generate import check_can_generate
@@ -39,6 +41,9 @@ def main() -> None:
     usual = Limits()
     flags.DEFINE_string("model", None, "Workdir of a run, or folder of converted weights.")
     flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, by name.")
+    flags.DEFINE_enum(
+        "weight_dtype", None, [str(each) for each in WeightDType], "Quantized weights; default: as saved."
+    )
     flags.DEFINE_string("host", "127.0.0.1", f"Address to listen on; others than loopback need {_KEYS}.")
     flags.DEFINE_integer("port", 8000, "Port; 0: a free one, which is printed.", lower_bound=0, upper_bound=65535)
     flags.DEFINE_integer("rows", 8, "Texts that are written side by side; each needs a KV cache.", lower_bound=1)
@@ -65,6 +70,7 @@ def _run() -> int:
         raise UserError(f"the server is not installed ({error}); run pip install '.[serve]'") from None
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(_KEYS, "").split(","))))
     _check_host(FLAGS.host, keys)
+    listening = _listen(FLAGS.host, FLAGS.port)  # Before the model is read, which takes longer.
     limits = Limits(
         prompt_tokens=FLAGS.max_prompt_tokens,
         new_tokens=FLAGS.max_new_tokens,
@@ -95,8 +101,6 @@ def _run() -> int:
 
     config = uvicorn.Config(
         make_app(engine, settings),
-        host=FLAGS.host,
-        port=FLAGS.port,
         log_level="warning",
         backlog=1024,
         timeout_keep_alive=30,
@@ -104,13 +108,32 @@ def _run() -> int:
     )
     loop = asyncio.new_event_loop()
     server = Server(config)
-    loop.run_until_complete(server.serve())
+    loop.run_until_complete(server.serve(sockets=[listening]))
     return 0 if server.started else 1
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Returns a socket bound to the address; raises `UserError` for one that cannot be had."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        raise UserError(
+            f"--host={host} --port={port} cannot be listened on ({error.strerror}); give another port, as --port=0 for "
+            "a free one, or another address of this machine"
+        ) from None
+    return found
 
 
 def _engine(limits: Limits) -> Engine:
     """Returns the engine of the model that the flags name, with its sessions restored."""
-    model = load(FLAGS.model, member=FLAGS.ensemble_member)
+    model = load(FLAGS.model, member=FLAGS.ensemble_member, weight_dtype=FLAGS.weight_dtype)
     check_can_generate(model.config)
     step = Step(model.components, batch_size=FLAGS.rows)
     folder = Path(FLAGS.sessions_dir).expanduser() if FLAGS.sessions_dir else None
@@ -129,7 +152,8 @@ def _engine(limits: Limits) -> Engine:
 def _digest(model: LanguageModel, step: Step) -> str:
     """Returns a digest of all that a session's memory depends on: weights, tokens and lengths."""
     found = hashlib.sha256(f"{digest(model.vocabulary)} {model.config.model} {model.config.compat}".encode())
-    found.update(f"{model.config.eval.mem_len} {step.capacity} {model.config.eval.cache_dtype}".encode())
+    lengths = model.config.eval
+    found.update(f"{lengths.mem_len} {step.capacity} {lengths.cache_dtype} {lengths.weight_dtype}".encode())
     for leaf in jax.tree.leaves(model.params):
         found.update(np.ascontiguousarray(leaf).tobytes())
     return found.hexdigest()

@@ -140,6 +140,7 @@ def test_a_full_disk_is_one_sentence_and_the_session_stays(port, made, monkeypat
 
 
 MISTAKES = {
+    "an empty body": (b"", 400, "malformed_json"),
     "no json": (b"{", 400, "malformed_json"),
     "no object": (b"[1]", 400, "malformed_json"),
     "no utf-8": (b'{"prompt": "\xff"}', 400, "malformed_json"),
@@ -186,8 +187,14 @@ def test_mistakes_get_their_status_and_one_sentence(port, name):
 
 
 def test_other_paths_methods_and_types(port):
-    assert ask(port, "/v1/chat/completions", {})[0] == 404
-    assert ask(port, "/v1/completions", method="GET")[1]["error"]["code"] == "not_found"
+    status, found = ask(port, "/v1/chat/completions", {})
+    assert (status, found["error"]["code"]) == (404, "not_found") and "/v1/completions" in found["error"]["message"]
+    status, found = ask(port, "/v1/completions", method="GET")
+    assert (status, found["error"]["code"]) == (405, "method_not_allowed")
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/v1/completions")
+    assert connection.getresponse().getheader("Allow") == "POST"
+    connection.close()
     assert ask(port, "/v1/completions", {"prompt": "a"}, headers={"Content-Type": "text/plain"})[0] == 415
     assert ask(port, "/v1/models/other")[0] == 404 and ask(port, "/v1/models/tiny")[1]["id"] == "tiny"
     assert ask(port, "/healthz") == (200, "ok\n") and ask(port, "/readyz") == (200, "ready\n")

@@ -20,7 +20,11 @@ from txl_jax.serving.engine import Engine
 def served(made: Engine, settings: Settings | None = None) -> Iterator[int]:
     """The port of a server with an engine that is not started."""
     config = uvicorn.Config(
-        make_app(made, settings or Settings("tiny")), port=0, log_level="warning", timeout_graceful_shutdown=5
+        make_app(made, settings or Settings("tiny")),
+        port=0,
+        log_level="warning",
+        timeout_keep_alive=SECONDS,  # A client of a busy machine may take long to its next request.
+        timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)

@@ -1,6 +1,7 @@
 """An engine over the tiny model, and requests to it without HTTP."""
 
 import contextlib
+import functools
 import gc
 import os
 import queue
@@ -19,12 +20,19 @@ from txl_jax.serving.sessions import Session, SessionStore
 from txl_jax.trained_model import LanguageModel
 
 ROWS, BLOCK = 4, 5
+FEW = Limits(body_bytes=5000, prompt_tokens=100, new_tokens=20, choices=6)  # For requests at random.
 SECONDS = 300.0  # Longer is a hang.
 
 
 def make_store(**changes: Any) -> SessionStore:
     """An empty store of sessions."""
     return SessionStore(**{"limit": 8, "seconds": 1000.0, "folder": None, "model_digest": "tiny", **changes})
+
+
+@functools.cache
+def step_of(model: LanguageModel) -> Step:
+    """The programs of a model, for 4 rows that write 5 tokens per call; engines share what is compiled."""
+    return Step(model.components, batch_size=ROWS, block=BLOCK)
 
 
 @contextlib.contextmanager
@@ -37,8 +45,7 @@ def engine(
 ) -> Iterator[Engine]:
     """An engine, running unless `start` is false, of the tiny model, with 4 rows that write 5 tokens per call."""
     model = model or tiny_model.make()
-    step = Step(model.components, batch_size=ROWS, block=BLOCK)
-    made = Engine(step, model.params, model.vocabulary, make_store() if store is None else store, limits)
+    made = Engine(step_of(model), model.params, model.vocabulary, make_store() if store is None else store, limits)
     if start:
         made.start()
     yield made

@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from txl_jax.serving import protocol
 from txl_jax.serving.completion_run import CompletionRun
@@ -129,9 +130,7 @@ class _Server:
             self._engine, completion, session, model=self._settings.model, seconds=self._settings.limits.seconds
         )
         if completion.stream:
-            return StreamingResponse(
-                self._timed(run.stream()), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-            )
+            return _Stream(run, self._timed(run.stream()))
         with self._metrics.seconds.time():
             return JSONResponse(await run.whole(request))
 
@@ -280,6 +279,20 @@ class _Server:
             _log.error("%s", error)
 
 
+class _Stream(StreamingResponse):
+    """A stream of a run, which ends with it: its iterator does not even begin if the client has left before."""
+
+    def __init__(self, run: CompletionRun, parts: AsyncIterator[str]):
+        super().__init__(parts, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._run.cancel()
+
+
 def _error(error: RequestError) -> JSONResponse:
     headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
     if error.status == 401:
@@ -289,9 +302,14 @@ def _error(error: RequestError) -> JSONResponse:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """Answers for routes and methods that there are none of."""
-    what = "no such path" if error.status_code == 404 else str(error.detail)
-    message = f"{what}: {request.method[:10]} {request.url.path[:80]}"
-    return _error(RequestError(message, status=error.status_code, code="not_found"))
+    method, path = request.method[:10], request.url.path[:80]
+    if error.status_code == 405:
+        message, code = f"{path} takes no {method}", "method_not_allowed"
+    else:
+        message, code = f"no such path: {method} {path}; texts are continued at POST /v1/completions", "not_found"
+    response = _error(RequestError(message, status=error.status_code, code=code))
+    response.headers.update(error.headers or {})  # Those that are allowed.
+    return response
 
 
 def _digest(key: str) -> str:

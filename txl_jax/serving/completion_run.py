@@ -67,12 +67,12 @@ class CompletionRun:
         finally:
             collecting.cancel()
             leaving.cancel()
-            self._engine.cancel(self._jobs)
+            self.cancel()
         choices = [writer.json_of(own) for writer, own in zip(self._writers, pieces, strict=True)]
         return self._envelope(choices) | {"usage": self._usage()}
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yields server-sent events."""
+        """Yields server-sent events; whoever reads them calls `cancel` at the end."""
         try:
             async for index, piece in self._pieces():
                 if piece.text or piece.end or self._completion.logprobs is not None or piece.is_prompt:
@@ -84,8 +84,10 @@ class CompletionRun:
             yield "data: [DONE]\n\n"
         except RequestError as error:
             yield _event(protocol.error_json(error))
-        finally:
-            self._engine.cancel(self._jobs)
+
+    def cancel(self) -> None:
+        """Ends the jobs that have not ended."""
+        self._engine.cancel(self._jobs)
 
     async def _collect(self, pieces: list[list[Piece]]) -> None:
         async for index, piece in self._pieces():

@@ -35,6 +35,8 @@ def error_json(error: RequestError) -> dict[str, Any]:
 
 def parse_json(body: bytes) -> dict[str, Any]:
     """Returns the object of a body; raises `RequestError` for anything else."""
+    if not body:
+        raise RequestError("the body is empty; send a JSON object", code="malformed_json")
     try:
         found = json.loads(body.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
