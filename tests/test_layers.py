@@ -45,7 +45,7 @@ ROOT_MODULES = ("txl_jax", "txl_jax.__main__")
 SELF_CONTAINED = {
     "txl_jax.data.batches": ("txl_jax.config", "txl_jax.errors", "txl_jax.segments"),
     "txl_jax.data.sources": ("txl_jax.config", "txl_jax.errors", "txl_jax.runtime", "txl_jax.version"),
-    "txl_jax.ops.attention": ("txl_jax.config", "txl_jax.errors", "txl_jax.sharding"),
+    "txl_jax.ops.attention": ("txl_jax.config", "txl_jax.errors", "txl_jax.ops.quantized", "txl_jax.sharding"),
     "txl_jax.config": ("txl_jax.errors",),
     "txl_jax.runtime": ("txl_jax.errors", "txl_jax.version"),
 }
@@ -266,7 +266,8 @@ for name in json.loads(sys.argv[1]):
         importlib.import_module(name)
     except ImportError as error:
         skipped.append(error.name)
-changed = {name: [before.get(name), value] for name, value in state().items() if before.get(name) != value}
+# A setting may be new: jax 0.7 declares those of Pallas when that is imported.
+changed = {name: [before[name], value] for name, value in state().items() if before.get(name, value) != value}
 from jax._src import xla_bridge
 print(json.dumps({"changed": changed, "skipped": skipped, "backends": list(xla_bridge._backends)}))
 """

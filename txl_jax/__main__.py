@@ -31,7 +31,7 @@ PROGRAMS = {
         "experiments.ensemble": "several runs of one model at once (seeds, learning rates, dropout)",
         "experiments.lm_eval": "a trained model on tasks of lm-evaluation-harness",
         "experiments.report": "a page about runs: curves, results, settings, time, samples",
-        "experiments.serve": "an HTTP server over a trained model: OpenAI's completions, sessions",
+        "experiments.serve": "an HTTP server of a trained model: OpenAI's completions, sessions",
         "experiments.temperature": "the softmax temperature that suits a trained run",
     },
     "Tables and figures of the paper": {
@@ -50,6 +50,7 @@ PROGRAMS = {
         "experiments.bench.estimate": "memory, FLOPs and least time of a configuration on TPUs or GPUs",
     },
     "Other fields": {
+        "experiments.examples.document_embeddings": "long documents: embeddings of passages, in constant memory",
         "experiments.examples.memory_policy": "reinforcement learning: a policy that must remember",
         "experiments.examples.speech_encoder": "speech-like input: a Conformer block that attends both ways",
     },

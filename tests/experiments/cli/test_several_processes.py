@@ -42,7 +42,7 @@ ALONE = {
         "bench.softmax_speed",
         "bench.speed",
     ),
-    *("examples.memory_policy", "examples.speech_encoder"),
+    *("examples.document_embeddings", "examples.memory_policy", "examples.speech_encoder"),
     *("paper.attention", "paper.recl", "paper.table9"),
 }
 EACH = {"prepare"}
