@@ -15,8 +15,10 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
 from txl_jax.interop.portable import is_portable
-from txl_jax.jobs import evaluate, score_tokens, warm_start
+from txl_jax.jobs import ensemble, evaluate, score_tokens, warm_start
 from txl_jax.jobs.convert import TargetFormat, convert
+from txl_jax.jobs.export_model import export_model
+from txl_jax.jobs.split_off import split_off
 from txl_jax.jobs.workdir import TextInfo, Workdir
 
 
@@ -70,6 +72,27 @@ def test_a_conversion_that_was_killed_is_no_portable_folder(drawn, bucket, stora
     storage.calm()
     assert sorted(path.name for path in bucket.iterdir()) == ["model.safetensors", "vocabulary.txt"]
     assert not is_portable(bucket)
+
+
+@pytest.mark.slow
+def test_an_export_in_a_bucket(drawn, bucket, tmp_path):
+    export_model(drawn[0].path, str(bucket / "exported"), log=str)
+    export_model(drawn[1].path, tmp_path / "exported", log=str)
+    assert {path.name for path in (bucket / "exported").iterdir()} == {
+        path.name for path in (tmp_path / "exported").iterdir()
+    }
+    for name in ("weights.safetensors", "tokens.json"):
+        assert (bucket / "exported" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_member_of_an_ensemble_is_split_off_in_a_bucket(text, bucket):
+    config, corpus = text
+    results = ensemble.run(config, [{"seed": 1}, {"seed": 2}], corpus, Workdir(bucket / "both")).results
+    split_off(bucket / "both", "seed=2", bucket / "second", log=str)
+    own = json.loads((bucket / "second" / "results.json").read_bytes())
+    assert own["test"] == results["members"]["seed=2"]["test"]
+    assert txl_jax.load(str(bucket / "second")).step == config.train.steps
 
 
 def test_weights_of_another_implementation_are_refused_in_a_bucket(drawn, bucket):

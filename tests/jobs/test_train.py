@@ -12,7 +12,7 @@ from support.cases import slow_but
 from txl_jax.assemble import assemble
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import NonFiniteError, UserError
-from txl_jax.jobs import train
+from txl_jax.jobs import evaluate, train
 from txl_jax.jobs.restore import load_state
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime.checkpoint import Checkpointer
@@ -148,6 +148,29 @@ def test_a_damaged_newest_checkpoint_falls_back_and_is_logged(finished, config, 
     printed = capsys.readouterr().out
     assert str(newest) in printed and re.search(r"resum\w+\D*\b12\b", printed)
     assert numbers(workdir) == numbers(whole)
+
+
+def test_a_run_in_a_bucket_is_that_in_a_folder(finished, config, corpus, bucket):
+    """An error ends it between two checkpoints; it resumes, and is scored once more."""
+    (local, outcome), remote = finished, Workdir(bucket / "run")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(context):
+        if context.step == 16:  # The last checkpoint is of 12.
+            raise Killed
+
+    with pytest.raises(Killed):
+        train.run(config, corpus, remote, hooks=[Hook(4, kill)])
+    assert read_metrics(remote.path)[-1]["step"] == 16  # Written again, and not twice.
+    assert train.run(config, corpus, remote).results == outcome.results
+    assert numbers(remote) == numbers(local)
+    for one, other in zip(weights(config, corpus, remote)[1], weights(config, corpus, local)[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+    facts = {"trained_on": TextInfo.of(corpus), "log": str}
+    scores = [evaluate.run(config, corpus, workdir, **facts) for workdir in (remote, local)]
+    assert scores[0]["valid"] == scores[1]["valid"] and scores[0]["test"] == scores[1]["test"]
 
 
 def test_settings_that_do_not_touch_training_may_change(config, corpus, tmp_path, capsys):

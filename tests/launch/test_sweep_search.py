@@ -327,7 +327,8 @@ def test_a_table_of_runs_on_object_storage(tmp_path, capsys, monkeypatch):
             run = recorded_run.make(tmp_path / f"seed={seed}", seed=seed)
             for file in run.iterdir():
                 (folder / f"seed={seed}" / file.name).write_bytes(file.read_bytes())
-        assert sweep.main(["sweep", "--table", str(folder)]) == 0
+        assert sweep.main(["sweep", "--table", str(folder), f"--out={folder}/tables"]) == 0
         out = capsys.readouterr().out
+        assert (folder / "tables" / "results.csv").read_text().count("finished") == 2
         for run in read_runs([str(tmp_path)]):
             assert re.search(rf"\| {run.name} .*ppl {run.test:.2f} .*finished", out)

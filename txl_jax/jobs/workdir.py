@@ -261,7 +261,7 @@ class Workdir:
             number = file_format.read_format(saved)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
-                f"{self.path} holds no run (no {self.config_file.name}); give the --workdir of a run that was trained"
+                f"{self.path} holds no run (no {self.config_file.name}); give the workdir of a run that was trained"
             ) from error
         except (ValueError, AttributeError) as error:
             raise self._damaged(error) from error

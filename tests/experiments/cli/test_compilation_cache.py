@@ -32,12 +32,12 @@ sys.exit(runner.guarded(job))
 """
 
 
-def start(*words):
+def start(*words, **environment):
     """Starts a program that compiles one function; returns the function's value, "hit" or "miss", and the errors."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *words],
-        env=kept | {"PYTHONPATH": str(ROOT)},
+        env=kept | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -50,6 +50,14 @@ def test_a_second_start_reads_what_the_first_compiled(tmp_path):
     value, found, _ = start(f"--data_dir={tmp_path}")
     assert found == "miss" and list((tmp_path / "prepared" / "compilation").rglob("*-cache"))
     assert start(f"--data_dir={tmp_path}") == (value, "hit", "")
+
+
+@pytest.mark.slow
+def test_it_may_be_in_a_bucket(bucket, storage):
+    flag = f"--compilation_cache={bucket}"
+    value, found, _ = start(flag, **storage.environment)
+    assert found == "miss" and any(name.endswith("-cache") for name in storage.names())
+    assert start(flag, **storage.environment) == (value, "hit", "")
 
 
 @pytest.mark.slow
