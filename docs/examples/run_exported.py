@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax import export
 from safetensors.numpy import load_file
 
 
@@ -24,7 +25,7 @@ def load(folder):
         raise ValueError(f"a file of {folder} is not as it was exported")
     functions = {}
     for name, function in manifest["functions"].items():
-        exported = jax.export.deserialize(bytearray((folder / function["file"]).read_bytes()))
+        exported = export.deserialize(bytearray((folder / function["file"]).read_bytes()))
         functions[name] = jax.jit(exported.call, donate_argnums=1)
     memory = {name: np.zeros(of["shape"], of["dtype"]) for name, of in manifest["memory"].items()}
     return manifest, jax.device_put(load_file(folder / "weights.safetensors")), memory, functions

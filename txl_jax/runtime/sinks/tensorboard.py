@@ -7,6 +7,7 @@ resumed after the clock went back would be read before it. Hence the number in t
 file is written on this machine and uploaded when it is flushed.
 """
 
+import contextlib
 import re
 import tempfile
 import time
@@ -82,7 +83,13 @@ class TensorBoardSink(Sink):
         """Closes the file."""
         self.flush()
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError:
+                # It leaves its file open then, which Python 3.13 reports on standard error.
+                with contextlib.suppress(OSError):
+                    self._file._py_recordio_writer.close()  # noqa: SLF001
+                raise
         if self._temporary is not None:
             self._temporary.cleanup()
 
