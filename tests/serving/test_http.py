@@ -196,6 +196,10 @@ def test_other_paths_methods_and_types(port):
     assert connection.getresponse().getheader("Allow") == "POST"
     connection.close()
     assert ask(port, "/v1/completions", {"prompt": "a"}, headers={"Content-Type": "text/plain"})[0] == 415
+    headers = {"Sec-Fetch-Site": "cross-site"}
+    status, found = ask(port, "/v1/sessions", b"", headers=headers)
+    assert (status, found["error"]["code"]) == (403, "cross_site")
+    assert ask(port, "/v1/models", headers=headers)[0] == 200
     assert ask(port, "/v1/models/other")[0] == 404 and ask(port, "/v1/models/tiny")[1]["id"] == "tiny"
     assert ask(port, "/healthz") == (200, "ok\n") and ask(port, "/readyz") == (200, "ready\n")
 

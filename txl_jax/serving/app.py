@@ -105,6 +105,7 @@ class _Server:
 
         async def route(request: Request) -> Response:
             try:
+                _refuse_other_sites(request)
                 response = await handle(request, self._owner(request))
             except RequestError as error:
                 response = _error(error)
@@ -291,6 +292,17 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._run.cancel()
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """Raises `RequestError` (403) for what a browser sends for a page of another site, which could make sessions."""
+    site = request.headers.get("sec-fetch-site", "none")  # Programs other than browsers send none.
+    if request.method != "GET" and site not in ("same-origin", "none"):
+        raise RequestError(
+            f"a page of another site ({site[:20]!r}) may not use this server; open its own page at /",
+            status=403,
+            code="cross_site",
+        )
 
 
 def _error(error: RequestError) -> JSONResponse:
