@@ -145,7 +145,14 @@ def _engine(limits: Limits) -> Engine:
     )
     for clause in store.restore():
         print(f"left out  session {clause}", file=sys.stderr)
-    print(f"model     {FLAGS.model}, step {model.step}; {FLAGS.rows} rows, {store.num_sessions} sessions restored")
+    types = "".join(
+        f", {kind} {name}"
+        for name, kind in (("weights", model.config.eval.weight_dtype), ("cache", model.config.eval.cache_dtype))
+        if kind
+    )
+    print(
+        f"model     {FLAGS.model}, step {model.step}{types}; {FLAGS.rows} rows, {store.num_sessions} sessions restored"
+    )
     return Engine(step, model.params, model.vocabulary, store, limits)
 
 

@@ -117,6 +117,9 @@ def test_a_job_without_time_is_ended(made):
 
 def test_too_many_jobs_are_refused_and_the_end_is_answered():
     with engine(store=make_store(), limits=Limits(waiting=2)) as made:
+        with pytest.raises(RequestError) as raised:  # However long one waits.
+            made.submit([None] * 7)
+        assert raised.value.status == 400
         results = [submit(made, Choice(ids(5), 4000))[1] for _ in range(6)]
         with pytest.raises(RequestError) as raised:
             submit(made, Choice(ids(5), 1))

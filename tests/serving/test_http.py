@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import threading
 import time
 
@@ -152,6 +153,10 @@ MISTAKES = {
     "text for a number": ({"max_tokens": "many"}, 400, "invalid_request"),
     "a part of a token": ({"max_tokens": 1.5}, 400, "invalid_request"),
     "true for a number": ({"n": True}, 400, "invalid_request"),
+    "a number for text": ({"session": 5}, 400, "invalid_request"),
+    "text for true": ({"echo": "yes"}, 400, "invalid_request"),
+    "null in place of an object": (b"null", 400, "malformed_json"),
+    "a list of options": ({"stream_options": []}, 400, "invalid_request"),
     "too many tokens": ({"max_tokens": 4001}, 400, "invalid_request"),
     "nothing": ({"max_tokens": 0}, 400, "invalid_request"),
     "negative temperature": ({"temperature": -1}, 400, "invalid_request"),
@@ -184,6 +189,7 @@ def test_mistakes_get_their_status_and_one_sentence(port, name):
     assert (found[0], found[1]["error"]["code"]) == (status, code)
     message = found[1]["error"]["message"]
     assert 10 < len(message) < 400 and "Traceback" not in message and "\n" not in message
+    assert not re.search(r"\b(NoneType|str|dict|bool|True|False|None)\b", message), "the words of JSON"
 
 
 def test_other_paths_methods_and_types(port):

@@ -82,6 +82,39 @@ def test_pieces_are_shown_while_more_come_and_stop_ends_them(page, port):
     assert len(page.text_content(".written")) == shown and "txl_rows_busy 0.0" in ask(port, "/metrics")[1]
 
 
+def test_a_new_text_ends_the_one_that_is_written(page, port):
+    before = sessions(port)
+    write(page, "abc", max_tokens=4000, temperature=1)
+    until(page, "document.querySelectorAll('.written').length > 0")
+    assert len(sessions(port) - before) == 1
+    page.click("#new")
+    until(page, "!document.querySelector('#write').disabled")
+    page.wait_for_timeout(500)
+    assert page.text_content("#text") == ""
+    none_is_left(port, before)
+
+
+def test_a_page_that_is_left_keeps_no_session(page, port):
+    before = sessions(port)
+    write(page, "abc", max_tokens=5)
+    until(page, "document.querySelector('#state').textContent === '5 tokens'")
+    assert len(sessions(port) - before) == 1
+    page.reload()
+    none_is_left(port, before)
+
+
+def sessions(port):
+    """The ids of the key's sessions, those of pages that were closed in the tests before included."""
+    return {each["id"] for each in ask(port, "/v1/sessions", key="secret")[1]["data"]}
+
+
+def none_is_left(port, before):
+    until = time.monotonic() + 30
+    while sessions(port) - before:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
 def test_errors_are_shown(page):
     page.fill("#key", "wrong")
     write(page, "abc")

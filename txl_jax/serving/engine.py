@@ -105,11 +105,16 @@ class Engine:
         self._thread.start()
 
     def submit(self, jobs: list[Job]) -> None:
-        """Makes jobs wait for rows; raises `RequestError` (429, 503) and takes none if there are too many."""
+        """Makes jobs wait for rows; raises `RequestError` (400, 429, 503) and takes none if there are too many."""
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal
-            if len(self._waiting) + len(jobs) > self.limits.waiting + len(self._rows):
+            most = self.limits.waiting + len(self._rows)
+            if len(jobs) > most:
+                raise RequestError(
+                    f"the request has {len(jobs)} choices and this server takes {most} at a time; send fewer", param="n"
+                )
+            if len(self._waiting) + len(jobs) > most:
                 raise RequestError(
                     f"{len(self._waiting)} choices are waiting and at most {self.limits.waiting} may; try again later",
                     status=429,

@@ -42,7 +42,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is no JSON ({str(error)[:100]})", code="malformed_json") from None
     if not isinstance(found, dict):
-        raise RequestError(f"the body is JSON of type {type(found).__name__}; give an object", code="malformed_json")
+        raise RequestError(f"the body is {_kind(found)}; give an object", code="malformed_json")
     return found
 
 
@@ -235,7 +235,7 @@ def _field(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
     if value is None:
         return default
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise RequestError(f"{name} is of type {type(value).__name__}; give {kind.__name__}", param=name)
+        raise RequestError(f"{name} is {_kind(value)}; give {_KINDS[kind]}", param=name)
     return value
 
 
@@ -246,13 +246,26 @@ def _number(body: dict[str, Any], name: str, kind: type, default: Any, least: fl
         return default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or (kind is int and isinstance(value, float) and not value.is_integer()):
-        raise RequestError(f"{name} is {str(value)[:40]!r}; give {_KINDS[kind]}", param=name)
+        raise RequestError(f"{name} is {json.dumps(value)[:40]}; give {_KINDS[kind]}", param=name)
     if not least <= value <= most:
         raise RequestError(f"{name} is {str(value)[:40]}; give {_KINDS[kind]} from {least:g} to {most:g}", param=name)
     return kind(value)
 
 
-_KINDS: dict[type, str] = {int: "an integer", float: "a number"}
+_KINDS: dict[type, str] = {
+    type(None): "null",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+
+
+def _kind(value: Any) -> str:
+    """Returns the name of a value's type in JSON."""
+    return _KINDS[type(value)]
 
 
 def _stop(body: dict[str, Any], limits: Limits) -> tuple[str, ...]:

@@ -279,7 +279,7 @@ def _load(path: Path, model_digest: str) -> Session:
     line, _, _ = content.partition(b"\n")
     header = json.loads(line)
     if header["format"] != _FORMAT or header["model"] != model_digest:
-        raise ValueError("it is of another model, or of other lengths of evaluation")
+        raise ValueError("it is of other weights, or of other lengths or types of evaluation")
     arrays, at = [], len(line) + 1
     for name, shape in header["arrays"]:
         dtype = jnp.dtype(name)
