@@ -22,6 +22,7 @@ from txl_jax.evaluation.streaming import EvalStep, make_eval_step
 from txl_jax.inference import scorer
 from txl_jax.inference.cache import KVCache
 from txl_jax.inference.scorer import Scorer
+from txl_jax.inference.weight_quantization import check_devices
 from txl_jax.memory import Memory
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.modules.recurrent import RecurrentModel
@@ -38,8 +39,7 @@ from txl_jax.training.step import TrainStep, make_train_step
 class RunComponents:
     """Model, optimizer, schedule and mesh of one config.
 
-    The compiled functions, shapes and shardings that follow from them are grouped by use: `training`, `evaluation`,
-    and `placement` for batches on devices.
+    Their compiled functions, shapes and shardings are grouped by use: `training`, `evaluation`, `placement` of batches.
     """
 
     config: ExperimentConfig
@@ -323,10 +323,10 @@ def assemble(
     config.model.validate_vocabulary(vocab_size)
     if config.data.reset_at is not None and config.model.end_token is None:  # It would act nowhere.
         raise UserError(
-            f"data.reset_at is {config.data.reset_at!r} and model.end_token is none; training takes the id from the "
-            "text's vocabulary: give it as model.end_token, or leave data.reset_at out"
+            f"data.reset_at is {config.data.reset_at!r} and model.end_token is none; give model.end_token its id"
         )
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
+    check_devices(config.eval.weight_dtype, mesh.size)
     if jnp.zeros((), config.model.dtype).dtype != config.model.dtype:
         raise UserError(f"model.dtype is {config.model.dtype} and jax runs without it; set JAX_ENABLE_X64=1")
     for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.TENSOR), ("d_inner", sharding.TENSOR)):

@@ -9,7 +9,9 @@ import pytest
 
 from support import tiny
 from support.cases import slow_but
-from txl_jax.config import DType, EvalConfig, GenerateConfig, NormPlace, WeightDType
+from txl_jax import sharding
+from txl_jax.assemble import assemble
+from txl_jax.config import DType, EvalConfig, ExperimentConfig, GenerateConfig, NormPlace, WeightDType
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.generator import Generator
@@ -118,7 +120,8 @@ def test_generation_holds_no_wider_copy_of_its_weights():
     assert wide(plain.write.lower(weights.token, context, 0, 4, count=4).compile().as_text())
 
 
-def test_a_mesh_of_several_devices_is_refused():
-    model = tiny.make().clone(num_devices=2)
-    with pytest.raises(UserError, match="2 devices"):
-        prepared(model, 4, 8)
+def test_a_mesh_of_several_devices_is_refused_before_anything_is_compiled():
+    mesh = jax.sharding.AbstractMesh((2, 1, 1), (sharding.DATA, sharding.FSDP, sharding.TENSOR))
+    config = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(weight_dtype=WeightDType.INT8))
+    with pytest.raises(UserError, match=r"2 devices.*mesh\.data=1"):
+        assemble(config, vocab_size=tiny.V, mesh=mesh)

@@ -21,6 +21,7 @@ from txl_jax import sharding
 from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench.collectives import collectives
 from txl_jax.config import (
+    CacheDType,
     DropoutConfig,
     DType,
     EvalConfig,
@@ -147,28 +148,35 @@ def largest_parts(parts: RunComponents) -> dict[str, int]:
 
 
 def scored(parts: RunComponents, params: Any) -> dict:
-    """Scores of a short text in one row and in sixteen."""
+    """Scores of a short text in one row and in sixteen, and of a longer one in sixteen, with an int8 cache too."""
+
+    def with_settings(**changes: Any) -> RunComponents:
+        span = dataclasses.replace(parts.config.eval, **changes)
+        return dataclasses.replace(parts, config=dataclasses.replace(parts.config, eval=span))
+
     totals, keys_per_device = score(parts, params)
-    many_rows = dataclasses.replace(parts.config, eval=dataclasses.replace(parts.config.eval, batch_size=B))
-    of_rows, keys_of_rows = score(dataclasses.replace(parts, config=many_rows), params)
+    of_rows, keys_of_rows = score(with_settings(batch_size=B), params)
+    longer = [score(with_settings(batch_size=B, cache_dtype=of), params, 12 * B) for of in (None, CacheDType.INT8)]
     return {
         "score": totals.nats,
         "scored": totals.tokens,
         "score_of_rows": of_rows.nats,
+        "score_of_longer": longer[0][0].nats,
+        "score_in_int8": longer[1][0].nats,
         "keys_per_device": {"one row": keys_per_device, "sixteen rows": keys_of_rows},
     }
 
 
-def score(parts: RunComponents, params: Any) -> tuple[Totals, tuple[int, ...]]:
-    """The totals of a short text, and the shape of a layer's stored keys on a device."""
+def score(parts: RunComponents, params: Any, n_target: int = 49) -> tuple[Totals, tuple[int, ...]]:
+    """The totals of a text, and the shape of a layer's stored keys on a device."""
     span, weights = parts.config.eval, parts.evaluation.prepare_params(params)
     memory = parts.evaluation.init_memory(weights)
-    keys_per_device = shard_of(memory.keys[0])  # Before the memory is donated.
+    keys_per_device = shard_of(jax.tree.leaves(memory.keys[0])[0])  # Before the memory is donated.
     totals = evaluate(
         parts.evaluation.eval_step,
         weights,
         memory,
-        evaluation_segments(TOKENS[:50], batch_size=span.batch_size, segment_len=span.segment_len),
+        evaluation_segments(TOKENS[: n_target + 1], batch_size=span.batch_size, segment_len=span.segment_len),
         segments_per_call=span.segments_per_call,
         place=parts.placement.place,
     )

@@ -86,10 +86,8 @@ def prepare_params(
 ) -> DecodeParams:
     """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory; to be jitted.
 
-    `weight_dtype` is that of matrices which every token is multiplied with; None: the model's.
-
-    Raises:
-      UserError: int8 for a mesh of several devices.
+    `weight_dtype` is that of matrices which every token is multiplied with; None: the model's. For int8
+    `weight_quantization.check_devices` has to allow the mesh.
     """
     capacity = cache_lib.cache_capacity(mem_len=mem_len, segment_len=segment_len)
     lengths: dict[str, Any] = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
@@ -99,8 +97,6 @@ def prepare_params(
     clusters = tuple(_apply(model, params, method=model.clusters))
     initial = _initial_key_value(layers, model)
     if weight_dtype is WeightDType.INT8:
-        if model.num_devices > 1:  # The scales of a sharded table would need specs of their own.
-            raise UserError(f"eval.weight_dtype is int8 and the mesh has {model.num_devices} devices; use one")
         layers, clusters = tuple(map(quantize_layer, layers)), tuple(map(quantize_cluster, clusters))
     return DecodeParams(
         embed_and_norm=_cast({name: part for name, part in params.items() if name not in ("stack", "softmax")}, model),

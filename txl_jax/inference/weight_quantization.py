@@ -8,11 +8,21 @@ from typing import Any, TypeVar
 
 import jax
 
+from txl_jax.errors import UserError
 from txl_jax.modules.feed_forward import Dense
 from txl_jax.ops.adaptive_softmax import Cluster
 from txl_jax.ops.quantized import Int8Table, quantize
 
 LayerT = TypeVar("LayerT", bound=Any)  # `inference.forward.Layer`, which imports this.
+
+
+def check_devices(weight_dtype: str | None, num_devices: int) -> None:
+    """Raises `UserError` for int8 on several devices: the scales of a sharded table would need specs of their own."""
+    if weight_dtype is not None and num_devices > 1:
+        raise UserError(
+            f"eval.weight_dtype is {weight_dtype} and the mesh has {num_devices} devices; use one (--mesh.data=1), or "
+            "leave the type out"
+        )
 
 
 def quantize_layer(layer: LayerT) -> LayerT:
