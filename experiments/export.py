@@ -6,7 +6,7 @@ r"""Exports a trained model with jax.export, for programs without this project, 
 --from is a run's workdir or a portable folder. --to is a new folder: scoring of segments and a generation step as
 StableHLO, with the memory as argument and result, the weights as safetensors, and a manifest. The lengths are those of
 eval in the run's settings. What was written is read back and compared with the model before the folder gets its name.
-docs/export.md has a program that runs it with jax, numpy and safetensors alone.
+docs/export.md has a program that runs it with jax, numpy, safetensors and flatbuffers alone.
 """
 
 import sys

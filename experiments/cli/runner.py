@@ -27,6 +27,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.sources.corpora import check_file, program_of
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
+from txl_jax.interop.portable import is_portable
 from txl_jax.jobs import evaluate, generate, score_tokens, train, warm_start
 from txl_jax.jobs.pretrained import Pretrained, open_pretrained
 from txl_jax.jobs.score import Interrupted
@@ -251,6 +252,11 @@ def _run_mode(defaults: ExperimentConfig) -> int:
         return score_input.run(FLAGS.mode, lambda: _pretrained(workdir))
     if FLAGS.mode == "train":
         return _train(defaults, workdir)
+    if distributed.run_on_all(lambda: is_portable(workdir.path)):
+        raise UserError(
+            f"{workdir.path} is a portable folder and --mode={FLAGS.mode} reads a run; give --mode=score with --input, "
+            "begin a run with --init_from, or use experiments.serve or txl_jax.load"
+        )
     _print_other_corpus(defaults, workdir)
     return {"eval": _evaluate, "score": _score_tokens, "generate": _generate}[FLAGS.mode](workdir)
 

@@ -75,7 +75,7 @@ def export_model(
         exported_folder.write(folder, model, pretrained.vocabulary, facts)
         difference = _verify(folder, model, pretrained.vocabulary.size)
         log(f"written   {', '.join(model.functions)}: {sum(map(size, folder.iterdir())) / 1e6:,.1f} MB")
-    log(f"verified  read back, equal to {difference:.1g} on {jax.default_backend()}")
+    log(f"verified  read back, largest difference {difference:.1g} on {jax.default_backend()}")
     log(f"to        {target}, for {', '.join(exported_folder.PLATFORMS)}")
 
 

@@ -66,6 +66,7 @@ def test_documents_of_a_file_and_mistakes_in_flags(workdir, tmp_path):
     portable.write(tmp_path / "portable", info, leaves.from_tree(jax.device_get(params)))
     flags = f"--input={tmp_path / 'book.txt'}", "--input_format=documents"
     good = start(f"--workdir={tmp_path / 'portable'}", *flags)
+    no_run = start(f"--workdir={tmp_path / 'portable'}", "--mode=generate")
     missing = start(f"--workdir={workdir}", f"--input={tmp_path / 'none'}")
     out, err = good.communicate(timeout=120)
     assert good.returncode == 0, err
@@ -73,5 +74,7 @@ def test_documents_of_a_file_and_mistakes_in_flags(workdir, tmp_path):
     assert [record["tokens"] for record in records] == [10, 6]
     nats = [total.nats for total in txl_jax.load(workdir).score(["the cat\nsat", "the hat"])]
     assert [record["nats"] for record in records] == pytest.approx(nats, rel=1e-5)
+    out, err = no_run.communicate(timeout=120)
+    assert no_run.returncode == 1 and b"portable folder" in err and err.count(b"\n") == 1
     out, err = missing.communicate(timeout=120)
     assert missing.returncode == 1 and out == b"" and b"--input" in err and b"Traceback" not in err
