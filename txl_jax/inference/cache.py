@@ -28,7 +28,7 @@ class KVCache(flax.struct.PyTreeNode):
       keys: per layer [B, H, E, R]; int8 has a scale per row, head and slot.
       values: per layer [B, H, R, E]; the same.
       valid: int32 [B], how many of the newest slots may be seen; at most M.
-      write_index: int32 [], the oldest slot: where the next segment goes.
+      write_index: int32 [], the oldest slot: where the next segment goes; [B] where rows are at places of their own.
       mem_len: M.
     """
 

@@ -195,12 +195,12 @@ class Step:
         return Rings(cache.keys, cache.values)
 
     def _cache(self, rings: Rings, position: jax.Array) -> KVCache:
-        """Returns the cache of one row, with rings [1, ..]."""
+        """Returns the cache of rows at positions [B], or of one row, with rings [1, ..], at a position []."""
         valid = jnp.minimum(start_valid(self.mem_len, self._start) + position, self.mem_len)
         return KVCache(
             keys=rings.keys,
             values=rings.values,
-            valid=valid[None].astype(jnp.int32),
+            valid=jnp.atleast_1d(valid).astype(jnp.int32),
             write_index=position % self.capacity,
             mem_len=self.mem_len,
         )
@@ -210,20 +210,16 @@ class Step:
         keys = jax.vmap(lambda seed, sample: jax.random.fold_in(jax.random.key(seed), sample))(rows.seed, rows.sample)
         limits = {"temperature": rows.temperature, "top_p": rows.top_p}
 
-        def of_row(token: jax.Array, keys: Any, values: Any, position: jax.Array) -> Any:
-            own = jax.tree.map(lambda ring: ring[None], Rings(keys, values))
-            states = forward.apply_layers(
-                weights, self._model, token[None, None], self._cache(own, position), window=self._window
-            )
-            return forward.finish(weights, self._model, states.hidden)[0, 0], states.keys, states.values
-
         def write(i: jax.Array, carry: Any) -> Any:
             rings, last, tokens, scores = carry
             active = i < rows.steps
             position = rows.position + jnp.minimum(i, rows.steps)
-            hidden, new_keys, new_values = jax.vmap(of_row)(last, rings.keys, rings.values, position)
+            states = forward.apply_layers(
+                weights, self._model, last[:, None], self._cache(rings, position), window=self._window
+            )
+            hidden = forward.finish(weights, self._model, states.hidden)[:, 0]
             slots = _after(position % self.capacity, hidden)
-            rings = _write_tokens(rings, new_keys, new_values, slots)
+            rings = _write_tokens(rings, states.keys, states.values, slots)
             token_keys = jax.vmap(jax.random.fold_in)(keys, rows.number + i)
             drawn = sampling.sample_rows(token_keys, hidden, weights.clusters, **limits)
             found = jax.lax.cond(
@@ -315,10 +311,10 @@ def _each(rings: Rings, keys: Sequence[jax.Array], values: Sequence[jax.Array], 
 
 
 def _write_tokens(rings: Rings, keys: Any, values: Any, slots: jax.Array) -> Rings:
-    """Writes keys and values, per layer [B, 1, H, 1, E], of one token of each row."""
+    """Writes keys and values, per layer [B, H, 1, E], of one token of each row."""
 
     def write(row: jax.Array, ring: jax.Array, new: jax.Array, is_key: bool) -> jax.Array:
-        column = jax.lax.dynamic_index_in_dim(new, row, 0, keepdims=False)  # [1, H, 1, E]
+        column = jax.lax.dynamic_slice_in_dim(new, row, 1)  # [1, H, 1, E]
         if is_key:
             return jax.lax.dynamic_update_slice(ring, column.swapaxes(2, 3), (row, 0, 0, slots[row]))
         return jax.lax.dynamic_update_slice(ring, column, (row, 0, slots[row], 0))
