@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from experiments.cli import runner
-from txl_jax.config import WeightDType
+from txl_jax.config import CacheDType, WeightDType
 from txl_jax.data.tokens.vocabulary import digest
 from txl_jax.errors import UserError
 from txl_jax.jobs.generate import check_can_generate
@@ -44,6 +44,7 @@ def main() -> None:
     flags.DEFINE_enum(
         "weight_dtype", None, [str(each) for each in WeightDType], "Quantized weights; default: as saved."
     )
+    flags.DEFINE_enum("cache_dtype", None, [str(each) for each in CacheDType], "Type of KV caches; default: as saved.")
     flags.DEFINE_string("host", "127.0.0.1", f"Address to listen on; others than loopback need {_KEYS}.")
     flags.DEFINE_integer("port", 8000, "Port; 0: a free one, which is printed.", lower_bound=0, upper_bound=65535)
     flags.DEFINE_integer("rows", 8, "Texts that are written side by side; each needs a KV cache.", lower_bound=1)
@@ -133,7 +134,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _engine(limits: Limits) -> Engine:
     """Returns the engine of the model that the flags name, with its sessions restored."""
-    model = load(FLAGS.model, member=FLAGS.ensemble_member, weight_dtype=FLAGS.weight_dtype)
+    types = {"weight_dtype": FLAGS.weight_dtype, "cache_dtype": FLAGS.cache_dtype}
+    model = load(FLAGS.model, member=FLAGS.ensemble_member, **types)
     check_can_generate(model.config)
     step = Step(model.components, batch_size=FLAGS.rows)
     folder = Path(FLAGS.sessions_dir).expanduser() if FLAGS.sessions_dir else None
@@ -145,13 +147,13 @@ def _engine(limits: Limits) -> Engine:
     )
     for clause in store.restore():
         print(f"left out  session {clause}", file=sys.stderr)
-    types = "".join(
+    named = "".join(
         f", {kind} {name}"
         for name, kind in (("weights", model.config.eval.weight_dtype), ("cache", model.config.eval.cache_dtype))
         if kind
     )
     print(
-        f"model     {FLAGS.model}, step {model.step}{types}; {FLAGS.rows} rows, {store.num_sessions} sessions restored"
+        f"model     {FLAGS.model}, step {model.step}{named}; {FLAGS.rows} rows, {store.num_sessions} sessions restored"
     )
     return Engine(step, model.params, model.vocabulary, store, limits)
 

@@ -99,6 +99,15 @@ def test_weights_are_quantized_on_request(run):
         txl_jax.load(workdir.path, weight_dtype="int4")
 
 
+def test_a_cache_is_quantized_on_request(run):
+    workdir, *_ = run
+    plain, quantized = txl_jax.load(workdir.path), txl_jax.load(workdir.path, cache_dtype="int8")
+    [a], [b] = (model.score(["abba cab dab"]) for model in (plain, quantized))
+    assert 0 < abs(a.nats - b.nats) < 0.02 * a.nats
+    with pytest.raises(txl_jax.UserError, match=r"float16.*bfloat16.*int8"):
+        txl_jax.load(workdir.path, cache_dtype="float16")
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(txl_jax.UserError, match=re.escape(str(tmp_path))):
         txl_jax.load(tmp_path)

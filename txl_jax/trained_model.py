@@ -24,6 +24,7 @@ from txl_jax.jobs.document_reader import (
     check_batch_size,
     checked_embeddings,
     make_embed,
+    make_log_probabilities,
     read_all,
     source_of,
     to_read,
@@ -40,18 +41,25 @@ from txl_jax.runtime import distributed
 _BATCH_SIZE = 8  # Documents read side by side.
 
 
-def load(path: str | PathLike[str], *, member: str | None = None, weight_dtype: str | None = None) -> "LanguageModel":
+def load(
+    path: str | PathLike[str],
+    *,
+    member: str | None = None,
+    weight_dtype: str | None = None,
+    cache_dtype: str | None = None,
+) -> "LanguageModel":
     """Loads a portable folder, or the best parameters of a run, or the latest where nothing was evaluated yet.
 
     Args:
       path: the run's workdir, or a folder that `python -m experiments.convert` wrote.
       member: the member of an ensemble, as "seed=2"; None: the run is none.
       weight_dtype: "int8" for quantized weights (`eval.weight_dtype`); None: as the model was saved.
+      cache_dtype: "bfloat16" or "int8" for the KV cache (`eval.cache_dtype`); None: as the model was saved.
 
     Raises:
       UserError: there is no such run, member, checkpoint or type, or it cannot be read.
     """
-    pretrained = open_pretrained(path, member=member, weight_dtype=weight_dtype)
+    pretrained = open_pretrained(path, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
     components = pretrained.assemble()
     step, params = pretrained.load_params(components)
     return LanguageModel(components, pretrained.vocabulary, params, step)
@@ -313,16 +321,7 @@ class LanguageModel:
 
     @functools.cached_property
     def _log_probabilities(self) -> Any:
-        model: Any = self.components.model  # `apply` returns what its method does.
-        eval_config = self.config.eval
-
-        def log_probabilities(params: Any, tokens: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
-            variables = {"params": params}
-            lengths = {"clamp_len": eval_config.clamp_len, "same_length": eval_config.same_length}
-            hidden, memory = model.apply(variables, tokens, memory, **lengths)
-            return model.apply(variables, hidden, method=model.log_probabilities), memory
-
-        return self.components.jit(log_probabilities)
+        return make_log_probabilities(self.components)
 
     @functools.cached_property
     def _embed(self) -> Any:

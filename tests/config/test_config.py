@@ -7,6 +7,7 @@ import pytest
 
 from txl_jax.config import (
     COMPAT_PRESETS,
+    CacheDType,
     CorpusName,
     DType,
     EmptyEnd,
@@ -205,6 +206,14 @@ CONFLICTS = [
     (
         {"model.network": Network.LSTM, "eval.weight_dtype": WeightDType.INT8},
         ("eval.weight_dtype", "int8", "model.network", "lstm"),
+    ),
+    (
+        {"model.network": Network.LSTM, "eval.cache_dtype": CacheDType.INT8},
+        ("eval.cache_dtype", "int8", "model.network", "lstm"),
+    ),
+    (
+        {"eval.mem_len": 0, "eval.same_length": False, "eval.cache_dtype": CacheDType.INT8},
+        ("eval.cache_dtype", "int8", "eval.mem_len", "0"),
     ),
     (
         {"eval.stride": 4, "eval.mem_len": 0, "eval.same_length": False, "eval.warmup_tokens": 5},

@@ -100,20 +100,22 @@ def test_an_int8_cache_moves_scores_a_little(lengths, x64):
 
 
 def test_generation_holds_no_wider_copy_of_its_weights():
-    """In the compiled step no floating-point array has the shape of a matrix."""
-    model = tiny.make(d_model=24, n_head=2, d_head=12, d_inner=88)
+    """In the compiled step no floating-point array has the shape of a matrix, nor do parts of them add up to one."""
+    model = tiny.make(d_model=64, n_head=2, d_head=32, d_inner=256)
     lengths = EvalConfig(segment_len=4, mem_len=8, clamp_len=None, weight_dtype=WeightDType.INT8)
     generator = Generator(model, lengths, GenerateConfig(length=4, temperature=0))
     weights = generator.prepare_params(tiny.variables(model)["params"])
     context = generator.read(weights, np.arange(5))
-    text = generator.write.lower(weights.token, context, 0, 4, count=4).compile().as_text()
-    sizes = {24 * 72, 24 * 24, 24 * 88}
+    compiled = generator.write.lower(weights.token, context, 0, 4, count=4).compile()
+    text = compiled.as_text()
+    sizes = {64 * 192, 64 * 64, 64 * 256}
 
     def wide(text):
         shapes = re.findall(r"\b(?:f16|bf16|f32|f64)\[([\d,]+)\]", text)
         return {shape for shape in shapes if np.prod([int(n) for n in shape.split(",")]) in sizes}
 
-    assert "s8[24,88]" in text and not wide(text)
+    assert "s8[64,256]" in text and not wide(text)
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 256
     plain = Generator(model, EvalConfig(segment_len=4, mem_len=8, clamp_len=None), GenerateConfig(length=4))
     weights = plain.prepare_params(tiny.variables(model)["params"])
     context = plain.read(weights, np.arange(5))

@@ -23,9 +23,21 @@ def test_each_channel_has_its_own_steps(x64):
     assert np.all(off <= most / 254 * (1 + 1e-9)) and np.all(off[most > 0] > most[most > 0] / 1000)
 
 
+@pytest.mark.parametrize("terms", [1, 32, 33, 64, 70])
+def test_a_row_is_multiplied_as_numbers_of_its_own_type(terms, x64):
+    """Whatever the number of terms is: those of the last slab that belong to the one before count once."""
+    inputs, array = random(3, 1, terms), random(3, terms, 9, seed=1)
+    for axis in (1, 2):
+        matrix = quantized.quantize(jnp.asarray(array), axis=axis)
+        expected = inputs @ np.asarray(matrix.dequantize(jnp.float64))
+        np.testing.assert_allclose(quantized.multiply(jnp.asarray(inputs), matrix), expected, rtol=0, atol=1e-13)
+        found = quantized.multiply(jnp.asarray(inputs, jnp.float32), matrix)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("channel", ["columns", "rows"])
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_products_keep_sixteen_bits_of_what_is_multiplied(channel, rows, x64):
+@pytest.mark.parametrize("rows", [2, 5])
+def test_products_of_several_rows_keep_sixteen_bits_of_what_is_multiplied(channel, rows, x64):
     """Beside the product with the same int8 numbers in float64; batched as in attention."""
     inputs, array = random(3, rows, 70), random(3, 70, 9, seed=1)
     matrix = quantized.quantize(jnp.asarray(array), axis=1 if channel == "columns" else 2)

@@ -85,6 +85,10 @@ class EvalConfig(Config):
             f"eval.stride is {self.stride} and eval.weight_dtype is {self.weight_dtype}, which is for evaluation with "
             "a memory; leave one of them out",
         )
+        require(
+            bool(self.mem_len) or self.cache_dtype is None,
+            f"eval.cache_dtype is {self.cache_dtype} and eval.mem_len is 0: there is no cache; leave one of them out",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

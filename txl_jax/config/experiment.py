@@ -107,11 +107,14 @@ class ExperimentConfig(Config):
             f"train.stride is {self.train.stride} and model.network is {self.model.network}, whose state has read "
             "already what would be read again; leave it out",
         )
-        require(
-            self.model.network is Network.TRANSFORMER_XL or self.eval.weight_dtype is None,
-            f"eval.weight_dtype is {self.eval.weight_dtype} and model.network is {self.model.network}, whose weights "
-            "are not quantized; leave it out",
-        )
+        for name, given, what in (
+            ("weight_dtype", self.eval.weight_dtype, "whose weights are not quantized"),
+            ("cache_dtype", self.eval.cache_dtype, "which has no KV cache"),
+        ):
+            require(
+                self.model.network is Network.TRANSFORMER_XL or given is None,
+                f"eval.{name} is {given} and model.network is {self.model.network}, {what}; leave it out",
+            )
 
     def _validate_documents(self) -> None:
         if self.data.reset_at is None and self.model.end_token is None:

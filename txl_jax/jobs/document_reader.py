@@ -13,6 +13,7 @@ from txl_jax.assemble import RunComponents
 from txl_jax.data.batches.document_rows import Document, DocumentRows, End, Source
 from txl_jax.errors import UserError
 from txl_jax.evaluation.documents import Collect, make_document_step, read_documents
+from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import sampling
@@ -178,6 +179,20 @@ def make_embed(components: RunComponents) -> Callable[[Any, Any], jax.Array]:
     """
     model = _takes_embeddings(components)
     return components.jit(lambda params, ids: model.apply({"params": params}, ids, method=model.embed_tokens))
+
+
+def make_log_probabilities(components: RunComponents) -> Callable[[Any, Any, Memory], tuple[jax.Array, Memory]]:
+    """Returns the compiled (parameters, ids [B, L], memory) -> log probabilities [B, L, V] and the new memory."""
+    model: Any = components.model  # `apply` returns what its method does.
+    eval_config = components.config.eval
+
+    def log_probabilities(params: Any, tokens: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+        variables = {"params": params}
+        lengths = {"clamp_len": eval_config.clamp_len, "same_length": eval_config.same_length}
+        hidden, memory = model.apply(variables, tokens, memory, **lengths)
+        return model.apply(variables, hidden, method=model.log_probabilities), memory
+
+    return components.jit(log_probabilities)
 
 
 def _takes_embeddings(components: RunComponents) -> TransformerXL:

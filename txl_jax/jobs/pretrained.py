@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_jax.assemble import RunComponents, assemble
-from txl_jax.config import ExperimentConfig, WeightDType
+from txl_jax.config import CacheDType, ExperimentConfig, WeightDType
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.vocabulary import Vocabulary
 from txl_jax.errors import UserError
@@ -73,7 +73,11 @@ class Pretrained:
 
 
 def open_pretrained(
-    path: str | os.PathLike[str], *, member: str | None = None, weight_dtype: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    member: str | None = None,
+    weight_dtype: str | None = None,
+    cache_dtype: str | None = None,
 ) -> Pretrained:
     """Opens the folder of a trained model: a run's workdir, or a portable folder (see `interop.portable`).
 
@@ -81,18 +85,23 @@ def open_pretrained(
       path: the folder; "~" is the home folder.
       member: the member of an ensemble, as "seed=2"; None: the run is none.
       weight_dtype: `eval.weight_dtype` in place of the saved one; None: as saved.
+      cache_dtype: `eval.cache_dtype`, likewise.
 
     Raises:
       UserError: there is no such run or member, or its files cannot be read; for a folder of another implementation
-        the message has the command that converts it. Or the model is none whose weights can have that type.
+        the message has the command that converts it. Or the model can have no such weights or cache.
     """
     found = _open(path, member)
-    if weight_dtype is None:
+    changes = {}
+    for name, given, kind in (("weight_dtype", weight_dtype, WeightDType), ("cache_dtype", cache_dtype, CacheDType)):
+        if given is not None:
+            types = [str(each) for each in kind]
+            if given not in types:
+                raise UserError(f"{name} is {given!r}; it must be {' or '.join(types)}, or left out")
+            changes[f"eval.{name}"] = kind(given)
+    if not changes:
         return found
-    types = [str(each) for each in WeightDType]
-    if weight_dtype not in types:
-        raise UserError(f"weight_dtype is {weight_dtype!r}; it must be {' or '.join(types)}, or left out")
-    config = config_tree.replace(found.config, {"eval.weight_dtype": WeightDType(weight_dtype)})
+    config = config_tree.replace(found.config, changes)
     config.validate()
     return dataclasses.replace(found, config=config)
 
