@@ -3,18 +3,14 @@
 import contextlib
 import http.client
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from support import ROOT
-from support.http_server import ask, served
+from support.http_server import ask, served, wait_idle
+from support.serve_tiny import in_its_own_process, resident_mib
 from support.serving import FEW, SECONDS, engine, make_store
 from txl_jax.serving.app import Settings
 
@@ -68,26 +64,6 @@ def in_this_process(folder):
         yield port
 
 
-@contextlib.contextmanager
-def in_its_own_process(folder):
-    """Port of a server, and its process."""
-    command = [sys.executable, "-m", "support.serve_tiny", str(SESSIONS), str(folder)]
-    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield int(process.stdout.readline()), process
-    finally:
-        process.communicate(timeout=SECONDS)
-    assert process.returncode == 0
-
-
-def resident_mib(process):
-    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
-
-
 def check(method, path, status, content):
     """Refuses an answer that no client should get."""
     assert status < 500 and b"Traceback" not in content, content
@@ -131,10 +107,7 @@ def fuzz(port, examples):
 
 def check_idle(port, sessions):
     """Waits until all rows are free; then no session may be in use."""
-    until = time.monotonic() + SECONDS
-    while not {"txl_rows_busy 0.0", "txl_choices_waiting 0.0"} <= set(ask(port, "/metrics")[1].splitlines()):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_idle(port)
     assert ask(port, "/readyz")[0] == 200
     found = ask(port, "/v1/sessions")[1]["data"]
     assert [each["id"] for each in found] == sessions and not any(each["busy"] for each in found)
@@ -150,7 +123,7 @@ def test_requests_at_random(tmp_path):
 
 @pytest.mark.slow
 def test_many_requests_at_random(tmp_path):
-    with in_its_own_process(tmp_path) as (port, process):
+    with in_its_own_process(tmp_path, num_sessions=SESSIONS, limits=FEW) as (port, process):
         fuzz(port, 1000)
         before, start = resident_mib(process), time.monotonic()
         statuses = fuzz(port, 10_000)

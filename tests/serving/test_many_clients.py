@@ -6,12 +6,12 @@ import random
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from support import tiny_model
-from support.http_server import ask, served
-from support.serving import SECONDS, engine, make_store, resident_bytes
+from support.http_server import ask, metrics, served, wait_idle
+from support.serve_tiny import in_its_own_process, resident_mib
+from support.serving import SECONDS, engine, make_store
 from txl_jax.serving.app import Settings
 from txl_jax.serving.requests import Limits
 
@@ -108,13 +108,6 @@ class Client(threading.Thread):
                 return
 
 
-def wait_idle(made):
-    until = time.monotonic() + SECONDS
-    while made.num_busy or made.num_waiting or any(each.busy for each in made.store.of_owner("")):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def check(port, clients):
     """Asks everything again, one request at a time; a session's requests go to a new session."""
     for client in clients:
@@ -127,41 +120,39 @@ def check(port, clients):
             assert ask(port, f"/v1/sessions/{name}", method="DELETE")[0] == 200
 
 
-def run_clients(port, made, *, count, seconds, longest, num_leaving):
+def run_clients(port, *, count, seconds, longest, num_leaving):
     until = time.monotonic() + seconds
     clients = [Client(port, n, until, longest=longest, leaves=n % 20 < num_leaving) for n in range(count)]
     for client in clients:
         client.start()
     for client in clients:
         client.join()
-    wait_idle(made)
+    wait_idle(port)
     return clients
 
 
 def test_clients_at_once_get_what_each_gets_alone():
     with engine(store=make_store(limit=8), start=False) as made, served(made, Settings("tiny")) as port:
-        clients = run_clients(port, made, count=12, seconds=0, longest=12, num_leaving=2)
+        clients = run_clients(port, count=12, seconds=0, longest=12, num_leaving=2)
         check(port, clients)
         assert made.store.num_sessions == 0 and sum(len(client.asked) for client in clients) == 12
 
 
 @pytest.mark.slow
-def test_200_clients_for_two_minutes():
-    """Sessions among them; ten leave in the middle. Then everything again alone, and the memory is as before."""
-    with (
-        engine(store=make_store(limit=64), limits=Limits(waiting=2000), start=False) as made,
-        served(made, Settings("tiny")) as port,
-    ):
-        run_clients(port, made, count=200, seconds=5, longest=60, num_leaving=1)
-        for session in made.store.of_owner(""):
-            made.store.delete(session.name, "")
-        before = resident_bytes()
-        clients = run_clients(port, made, count=200, seconds=120, longest=60, num_leaving=1)
-        total = sum(len(client.asked) for client in clients)
-        tokens = made.counters.written
-        assert made.counters.ended["cancelled"] >= 10
+def test_200_clients_for_two_minutes(tmp_path):
+    """Sessions among them; ten leave in the middle. Then all again alone; the server's memory is as before."""
+    limits = Limits(waiting=2000)
+    with in_its_own_process(tmp_path, num_sessions=64, limits=limits) as (port, process):
+        for client in run_clients(port, count=200, seconds=5, longest=60, num_leaving=1):
+            if client.session:
+                assert ask(port, f"/v1/sessions/{client.session}", method="DELETE")[0] == 200
+        before, cancelled = resident_mib(process), metrics(port)['txl_choices_ended_total{reason="cancelled"}']
+        clients = run_clients(port, count=200, seconds=120, longest=60, num_leaving=1)
+        figures = metrics(port)
+        assert figures['txl_choices_ended_total{reason="cancelled"}'] >= cancelled + 10
         check(port, clients)
-        after = resident_bytes()
-        print(f"{total} requests of 200 clients, {tokens} tokens; resident {before >> 20} MiB, then {after >> 20} MiB")
-        assert after <= 1.05 * before and np.all([len(client.asked) for client in clients])
-        assert made.store.num_sessions == 0
+        after = resident_mib(process)
+        print(sum(len(client.asked) for client in clients), "requests of 200 clients,", end=" ")
+        print(f"{figures['txl_tokens_written_total']:.0f} tokens; the server's memory {before} MiB, then {after} MiB")
+        assert after <= 1.05 * before and all(client.asked for client in clients)
+        assert metrics(port)["txl_sessions"] == 0

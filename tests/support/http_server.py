@@ -62,3 +62,23 @@ def ask(
     connection.close()
     is_json = (response.getheader("content-type") or "").startswith("application/json")
     return response.status, json.loads(content) if is_json else content.decode()
+
+
+def metrics(port: int) -> dict[str, float]:
+    """The figures of a server, as Prometheus reads them."""
+    lines = ask(port, "/metrics")[1].splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+def wait_idle(port: int) -> None:
+    """Waits until all rows are free and no session is in use."""
+    until = time.monotonic() + SECONDS
+
+    def busy() -> bool:
+        found = metrics(port)
+        sessions = ask(port, "/v1/sessions")[1]["data"]
+        return bool(found["txl_rows_busy"] or found["txl_choices_waiting"] or any(each["busy"] for each in sessions))
+
+    while busy():
+        assert time.monotonic() < until
+        time.sleep(0.02)

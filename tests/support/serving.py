@@ -2,12 +2,9 @@
 
 import contextlib
 import functools
-import gc
-import os
 import queue
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,12 +104,6 @@ def submit(
 def run(made: Engine, choice: Choice, session: Session | None = None) -> Result:
     """The result of a choice when it has ended."""
     return submit(made, choice, session)[1].wait()
-
-
-def resident_bytes() -> int:
-    """The resident memory of this process."""
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def ids(length: int, *, seed: int = 3) -> np.ndarray:
