@@ -62,8 +62,12 @@ def generate(model, ids, count, temperature=0.0, seed=0):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4 or not all(word.isdigit() for word in sys.argv[2:]):
+        sys.exit("give a folder and two or more ids")
     model, ids = load(Path(sys.argv[1])), [int(word) for word in sys.argv[2:]]
     pieces = json.loads((Path(sys.argv[1]) / model[0]["vocabulary"]["file"]).read_bytes())
+    if max(ids) >= len(pieces):
+        sys.exit(f"{max(ids)} is no id; the vocabulary has those from 0 to {len(pieces) - 1}")
     print("nats", score(model, ids).tolist())
     if "generate" in model[3]:
         text = b"".join(bytes.fromhex(pieces[i]) for i in generate(model, ids, 50))

@@ -165,6 +165,13 @@ def test_bad_input_is_refused_and_nothing_is_written(workdir, tmp_path, monkeypa
     assert not out.exists()
 
 
+@pytest.mark.parametrize(("ids", "named"), [(["5"], "two or more ids"), (["5", "x"], "ids"), (["5", "9999"], "9999")])
+def test_the_example_refuses_what_are_no_ids(folder, monkeypatch, ids, named):
+    monkeypatch.setattr("sys.argv", [str(EXAMPLE), str(folder), *ids])
+    with pytest.raises(SystemExit, match=named):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
 def test_the_page_shows_the_example():
     assert EXAMPLE.read_text() in (ROOT / "docs" / "export.md").read_text()
 

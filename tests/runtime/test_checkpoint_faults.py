@@ -51,6 +51,18 @@ def test_kill_in_the_middle_of_a_save(tmp_path, open_checkpoints):
     assert all(name.isdigit() for name in step_names(directory)) and len(step_names(directory)) == 2
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "OUT_OF_RANGE: Error writing \"x/0\": File too large [os_error_code='27']",
+        "OUT_OF_RANGE: File too large [source locations='a.cc:666\\nb.cc:134'] [os_error_code='27']",  # jax 0.7
+        f"OUT_OF_RANGE: {'path/' * 99}: File too large [os_error_code=27]",
+    ],
+)
+def test_an_error_is_the_systems_reason_alone(text):
+    assert orbax_io.short_error(ValueError(text)) == "File too large"
+
+
 @pytest.mark.usefixtures("quiet")
 def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
     state = {"x": jax.random.normal(jax.random.key(0), (300_000,))}

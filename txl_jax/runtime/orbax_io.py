@@ -40,8 +40,8 @@ def open_reader(*, alone: bool = False) -> ocp.Checkpointer:
 
 def short_error(error: BaseException) -> str:
     """An error in one line: Orbax's go on for pages, and name the system's reason far behind the paths."""
-    if reason := re.search(r": ([^:]+) \[os_error_code=", str(error)):
-        return reason[1]
+    if code := re.search(r"\[os_error_code='?(\d+)", str(error)):
+        return os.strerror(int(code[1]))
     line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
 
