@@ -45,7 +45,13 @@ ROOT_MODULES = ("txl_jax", "txl_jax.__main__")
 SELF_CONTAINED = {
     "txl_jax.data.batches": ("txl_jax.config", "txl_jax.errors", "txl_jax.segments"),
     "txl_jax.data.sources": ("txl_jax.config", "txl_jax.errors", "txl_jax.runtime", "txl_jax.version"),
-    "txl_jax.ops.attention": ("txl_jax.config", "txl_jax.errors", "txl_jax.ops.quantized", "txl_jax.sharding"),
+    "txl_jax.ops.attention": (
+        "txl_jax.config",
+        "txl_jax.errors",
+        "txl_jax.ops.quantized",
+        "txl_jax.ops.row_product",
+        "txl_jax.sharding",
+    ),
     "txl_jax.config": ("txl_jax.errors",),
     "txl_jax.runtime": ("txl_jax.errors", "txl_jax.version"),
 }

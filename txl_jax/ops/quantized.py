@@ -17,15 +17,13 @@ for XLA. With the matrix converted to float32 it is ten (the copy is written fir
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from txl_jax.ops.row_product import row_product
 
 _MOST = 127  # The largest int8 that has a negative.
 _STEPS = 2 * _MOST  # Of `low` between two neighbours of `high`.
 # Terms of a sum of products up to 127 * 127 that int32 can hold.
 _MOST_TERMS = (2**31 - 1) // _MOST**2
-# Terms that are added in one loop over a matrix. 8 to 64 take the same time within a fifth; compilation takes n times
-# as long with n terms.
-_TERMS = 32
 
 
 class Int8(flax.struct.PyTreeNode):
@@ -92,34 +90,10 @@ def multiply(rows: jax.Array, matrix: Int8) -> jax.Array:
     if not by_column:
         wide *= matrix.scale.swapaxes(-1, -2).astype(wide.dtype)
     if rows.shape[-2] == 1:
-        products = jax.lax.platform_dependent(wide, matrix.values, cpu=_multiply_row, default=_multiply_split)
+        products = row_product(wide, matrix.values, otherwise=_multiply_split)
     else:
         products = _multiply_split(wide, matrix.values)
     return products * matrix.scale.astype(products.dtype) if by_column else products
-
-
-def _multiply_row(row: jax.Array, values: jax.Array) -> jax.Array:
-    """Computes [..., 1, n] x [..., n, m] in the type of `row`.
-
-    The matrix is cut into slabs of c rows, the first number of each is a term of the first of c sums, and so on: one
-    loop for XLA, which reads the matrix once, converts it in registers and writes n / c times fewer numbers.
-    """
-    # Or else, in a loop over tokens, XLA converts a matrix that stays the same before it: a copy in float32.
-    row, values = jax.lax.optimization_barrier((row, values))
-    n_term = values.shape[-2]
-    height = -(-n_term // _TERMS)  # c
-    column = row.swapaxes(-1, -2)
-    sums = jnp.zeros((), row.dtype)
-    for start in range(0, n_term, height):
-        first = min(start, n_term - height)  # The last slab begins with rows of the one before, which count once.
-        factors = column[..., first : first + height, :]
-        if first < start:
-            factors = jnp.where((np.arange(height) < start - first)[:, None], 0, factors)
-        sums += factors * values[..., first : first + height, :].astype(row.dtype)
-    # A product with ones: a sum would become a part of the loop, and make it slower than one in float32. The ones come
-    # from the row: if `vmap` saw a constant it would move its rows to the columns of the product, a copy of the sums.
-    ones = jnp.where(jnp.isnan(row[..., :height]), jnp.ones((), row.dtype), 1)
-    return ones @ sums if height > 1 else sums
 
 
 def _multiply_split(rows: jax.Array, values: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from txl_jax.ops import quantized
 from txl_jax.ops.attention import positions
 from txl_jax.ops.quantized import Int8
+from txl_jax.ops.row_product import row_product
 
 # Queries [B, H, L, E], keys [H, E, P] or None, and scores [H, P] or None (`cached_attention`); None: no positions.
 # Keys, and what is stored, may be `Int8`.
@@ -137,7 +138,13 @@ def _by_stored(rows: jax.Array, stored: jax.Array | Int8, wide: jnp.dtype) -> ja
         return quantized.multiply(rows, stored).astype(wide)
     if rows.shape[2] == 1 and stored.dtype != rows.dtype:
         return jnp.sum(stored.astype(wide) * rows.astype(wide).swapaxes(2, 3), axis=2, keepdims=True)
-    return jnp.einsum("bhln,bhnm->bhlm", rows, stored.astype(rows.dtype), preferred_element_type=wide)
+
+    def products(rows: jax.Array, stored: jax.Array) -> jax.Array:
+        return jnp.einsum("bhln,bhnm->bhlm", rows, stored.astype(rows.dtype), preferred_element_type=wide)
+
+    if rows.shape[2] == 1 and rows.dtype == wide:
+        return row_product(rows, stored, otherwise=products)
+    return products(rows, stored)
 
 
 def _position_scores(
