@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ def offline(monkeypatch):
     """Any use of the network fails."""
 
     def refuse(*args, **kwargs):
-        raise AssertionError("the network was asked")
+        # A program that an earlier test ran in this process may still ask for Google Cloud's notices every 10 seconds.
+        is_left_over = threading.current_thread().name.startswith("notice of")
+        raise OSError if is_left_over else AssertionError("the network was asked")
 
     for name in ("getaddrinfo", "create_connection"):
         monkeypatch.setattr(socket, name, refuse)
