@@ -90,22 +90,16 @@ def test_it_generates_what_the_program_does(run):
     assert len(found) == 3 and all(found)
 
 
-def test_weights_are_quantized_on_request(run):
+@pytest.mark.parametrize(
+    ("name", "wrong", "types"), [("weight_dtype", "int4", "int8"), ("cache_dtype", "float16", "bfloat16.*int8")]
+)
+def test_weights_and_cache_are_quantized_on_request(run, name, wrong, types):
     workdir, *_ = run
-    plain, quantized = txl_jax.load(workdir.path), txl_jax.load(workdir.path, weight_dtype="int8")
+    plain, quantized = txl_jax.load(workdir.path), txl_jax.load(workdir.path, **{name: "int8"})
     [a], [b] = (model.score(["abba cab dab"]) for model in (plain, quantized))
     assert 0 < abs(a.nats - b.nats) < 0.02 * a.nats
-    with pytest.raises(txl_jax.UserError, match=r"int4.*int8"):
-        txl_jax.load(workdir.path, weight_dtype="int4")
-
-
-def test_a_cache_is_quantized_on_request(run):
-    workdir, *_ = run
-    plain, quantized = txl_jax.load(workdir.path), txl_jax.load(workdir.path, cache_dtype="int8")
-    [a], [b] = (model.score(["abba cab dab"]) for model in (plain, quantized))
-    assert 0 < abs(a.nats - b.nats) < 0.02 * a.nats
-    with pytest.raises(txl_jax.UserError, match=r"float16.*bfloat16.*int8"):
-        txl_jax.load(workdir.path, cache_dtype="float16")
+    with pytest.raises(txl_jax.UserError, match=f"{name}.*{wrong}.*{types}"):
+        txl_jax.load(workdir.path, **{name: wrong})
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

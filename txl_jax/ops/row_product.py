@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Terms that are added in one loop over a matrix. 8 to 64 take the same time within a fifth; compilation takes n times
-# as long with n terms.
+# Terms that are added in one loop over a matrix. With 16, 32 and 64 the time is the same within a tenth (512 x 2048 of
+# int8), and that of compilation 0.8, 1.4 and 2.4 s for 24 products.
 _TERMS = 32
 
 
