@@ -15,6 +15,7 @@ from txl_jax.config import GenerateConfig, Tokenizer
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import exported_folder
 from txl_jax.jobs import export_model as job
+from txl_jax.jobs.convert import convert
 from txl_jax.jobs.export_model import export_model
 
 EXAMPLE = ROOT / "docs" / "examples" / "run_exported.py"
@@ -163,6 +164,13 @@ def test_bad_input_is_refused_and_nothing_is_written(workdir, tmp_path, monkeypa
     with pytest.raises(UserError, match="flatbuffers"):
         export_model(workdir.path, out, log=lambda line: None)
     assert not out.exists()
+
+
+def test_an_exported_model_is_no_source_of_weights(folder, tmp_path):
+    for read in (txl_jax.load, lambda path: convert(path, tmp_path / "out", log=lambda line: None)):
+        with pytest.raises(UserError, match="is an exported model"):
+            read(folder)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("ids", "named"), [(["5"], "two or more ids"), (["5", "x"], "ids"), (["5", "9999"], "9999")])

@@ -146,6 +146,7 @@ MISTAKES = {
     "no object": (b"[1]", 400, "malformed_json"),
     "no utf-8": (b'{"prompt": "\xff"}', 400, "malformed_json"),
     "nan": (b'{"temperature": NaN}', 400, "malformed_json"),
+    "a key twice": (b'{"max_tokens": 1, "prompt": "a", "max_tokens": 2}', 400, "malformed_json"),
     "deep": (b"[" * 15_000, 400, "malformed_json"),
     "too long": (b" " * 30_000, 413, "body_too_large"),
     "unknown field": ({"promt": "a"}, 400, "unknown_parameter"),

@@ -100,6 +100,11 @@ def write(folder: Path, model: FlatModel, vocabulary: Vocabulary, facts: Mapping
     write_text(folder / MANIFEST_DIGEST, _digest_line((folder / MANIFEST).read_bytes()))
 
 
+def is_exported(path: Path) -> bool:
+    """Returns whether a path is the folder of an exported model, by the names of its files."""
+    return (path / MANIFEST).is_file() and (path / MANIFEST_DIGEST).is_file()
+
+
 def read(folder: Path) -> ExportedModel:
     """Reads an exported model whose files are all as they were written.
 

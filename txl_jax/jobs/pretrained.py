@@ -11,7 +11,7 @@ from txl_jax.config import CacheDType, ExperimentConfig, WeightDType
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.vocabulary import Vocabulary
 from txl_jax.errors import UserError
-from txl_jax.interop import portable, tensorflow
+from txl_jax.interop import exported_folder, portable, tensorflow
 from txl_jax.jobs.restore import assemble_trained, load_parameters
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.runtime import distributed
@@ -111,6 +111,7 @@ def _open(path: str | os.PathLike[str], member: str | None) -> Pretrained:
     if portable.is_portable(folder):
         return _open_portable(folder, member)
     workdir = Workdir(folder, member)
+    check_not_exported(folder)
     if holds_other_weights(folder):
         raise UserError(
             f"{folder} holds no run of txl_jax but other files of weights; convert them with "
@@ -119,6 +120,15 @@ def _open(path: str | os.PathLike[str], member: str | None) -> Pretrained:
     config, text = workdir.load()
     description = f"the run {folder}{f' ({member})' if member else ''}, trained on {text.description}"
     return Pretrained(folder, config, text.vocabulary, description, workdir)
+
+
+def check_not_exported(path: Path) -> None:
+    """Raises `UserError` for the folder of an exported model: its programs run as they are."""
+    if exported_folder.is_exported(path):
+        raise UserError(
+            f"{path} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; give the "
+            "run or the folder of weights that it was exported from"
+        )
 
 
 def holds_other_weights(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """OpenAI's JSON of `/v1/completions`: to a request, and results back to JSON."""
 
+import collections
 import json
 import math
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not body:
         raise RequestError("the body is empty; send a JSON object", code="malformed_json")
     try:
-        found = json.loads(body.decode(), parse_constant=_refuse_constant)
+        found = json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is no JSON ({str(error)[:100]})", code="malformed_json") from None
     if not isinstance(found, dict):
@@ -62,12 +63,8 @@ def parse_completion(body: dict[str, Any], vocabulary: Vocabulary, limits: Limit
     _check_without_effect(body)
     given_model = _field(body, "model", str, None)
     if given_model not in (None, model):
-        raise RequestError(
-            f"there is no model {given_model[:80]!r} here, only {model!r}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+        missing = f"there is no model {given_model[:80]!r} here, only {model!r}"
+        raise RequestError(missing, status=404, param="model", code="model_not_found")
     n = _number(body, "n", int, 1, 1, limits.choices)
     if (best_of := _number(body, "best_of", int, n, 1, limits.choices)) != n:
         raise RequestError(f"best_of is {best_of} and n is {n}; they must be the same", param="best_of")
@@ -216,6 +213,14 @@ def usage(completion: Completion, written: int) -> dict[str, int]:
     """Returns the numbers of tokens: of each prompt once, and of all samples."""
     prompt = sum(len(choice.prompt) for choice in completion.choices if choice.sampling.sample == 0)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object; raises `ValueError` for a key that it has twice."""
+    for name, times in collections.Counter(name for name, _ in pairs).most_common(1):
+        if times > 1:
+            raise ValueError(f"{name[:40]!r} is given {times} times")
+    return dict(pairs)
 
 
 def _refuse_constant(name: str) -> None:
