@@ -177,5 +177,5 @@ class ExperimentConfig(Config):
         require(
             optimizer.warmup_steps < ends,
             f"optimizer.warmup_steps is {optimizer.warmup_steps} and {name} is {ends}; "
-            "the warm-up must end before that: give a shorter one",
+            "the warm-up must end before that: give a shorter --optimizer.warmup_steps",
         )
