@@ -82,6 +82,17 @@ def test_another_process_computes_what_the_model_does(workdir, folder, tmp_path)
     assert_same_numbers(run_elsewhere(folder, ids, tmp_path), model, ids, folder)
 
 
+def test_int8_is_exported_where_it_is_asked_for(workdir, tmp_path):
+    """Equal but for roundings to int8 and to 16 bits that fall on the other side; far nearer than float32 is."""
+    target, int8 = tmp_path / "int8", {"weight_dtype": "int8", "cache_dtype": "int8"}
+    export_model(workdir.path, target, **int8, log=lambda line: None)
+    models = [txl_jax.load(workdir.path, **types) for types in (int8, {})]
+    ids = models[0].encode(trained.TEXT[:150])
+    found = run_elsewhere(target, ids, tmp_path)["nats"]
+    off, effect = (np.abs(found - model.score([ids], per_token=True)[0]).max() for model in models)
+    assert off < effect / 20, (off, effect)
+
+
 def test_the_manifest_describes_the_files(workdir, folder):
     assert sorted(path.name for path in folder.iterdir()) == FILES
     manifest, weights, functions = exported_folder.read(folder)

@@ -32,6 +32,8 @@ def export_model(
     *,
     rows: int = 1,
     member: str | None = None,
+    weight_dtype: str | None = None,
+    cache_dtype: str | None = None,
     log: Callable[[str], None] = print,
 ) -> None:
     """Writes a trained model's scoring and generation step, reads them back and compares them with the model.
@@ -45,6 +47,8 @@ def export_model(
       target: a folder that is missing or empty.
       rows: B, rows of a batch, fixed in what is exported.
       member: the member of an ensemble, if `source` is one's workdir.
+      weight_dtype: `eval.weight_dtype` in place of the saved one; None: as saved.
+      cache_dtype: `eval.cache_dtype`, likewise.
 
     Raises:
       UserError: the model cannot be read, `target` cannot be written, there is no flatbuffers, or rows below 1.
@@ -55,7 +59,7 @@ def export_model(
         raise UserError(f"--rows={rows}; give the number of rows of a batch, at least 1")
     target = as_path(target)
     check_new_folder(target)
-    pretrained = open_pretrained(source, member=member)
+    pretrained = open_pretrained(source, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
     if target.is_relative_to(pretrained.path):
         raise UserError(f"--to={target} lies in --from={pretrained.path}; give a folder outside of it")
     components = _on_one_device(pretrained.config, rows, vocab_size=pretrained.vocabulary.size)
