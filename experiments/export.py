@@ -13,8 +13,7 @@ import sys
 
 from absl import flags
 
-from experiments.cli import runner
-from txl_jax.config import CacheDType, WeightDType
+from experiments.cli import runner, stored_types
 from txl_jax.errors import UserError
 from txl_jax.jobs.export_model import export_model
 
@@ -27,18 +26,14 @@ def main() -> None:
     flags.DEFINE_string("to", None, "The new folder.")
     flags.DEFINE_integer("rows", 1, "Rows of a batch, fixed in what is exported.")
     flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, if --from is the workdir of one.")
-    flags.DEFINE_enum(
-        "weight_dtype", None, [str(each) for each in WeightDType], "Quantized weights; default: as saved."
-    )
-    flags.DEFINE_enum("cache_dtype", None, [str(each) for each in CacheDType], "Type of KV caches; default: as saved.")
+    stored_types.define()
     runner.parse_or_exit(groups=(), required=("from", "to"))
     sys.exit(runner.guarded(_run))
 
 
 def _run() -> int:
     source, target = (_given(name) for name in ("from", "to"))
-    types = {"weight_dtype": FLAGS.weight_dtype, "cache_dtype": FLAGS.cache_dtype}
-    export_model(source, target, rows=FLAGS.rows, member=FLAGS.ensemble_member, **types)
+    export_model(source, target, rows=FLAGS.rows, member=FLAGS.ensemble_member, **stored_types.given())
     return 0
 
 

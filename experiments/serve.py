@@ -21,8 +21,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments.cli import runner
-from txl_jax.config import CacheDType, WeightDType
+from experiments.cli import runner, stored_types
 from txl_jax.data.tokens.vocabulary import digest
 from txl_jax.errors import UserError
 from txl_jax.jobs.generate import check_can_generate
@@ -41,10 +40,7 @@ def main() -> None:
     usual = Limits()
     flags.DEFINE_string("model", None, "Workdir of a run, or folder of converted weights.")
     flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, by name.")
-    flags.DEFINE_enum(
-        "weight_dtype", None, [str(each) for each in WeightDType], "Quantized weights; default: as saved."
-    )
-    flags.DEFINE_enum("cache_dtype", None, [str(each) for each in CacheDType], "Type of KV caches; default: as saved.")
+    stored_types.define()
     flags.DEFINE_string("host", "127.0.0.1", f"Address to listen on; others than loopback need {_KEYS}.")
     flags.DEFINE_integer("port", 8000, "Port; 0: a free one, which is printed.", lower_bound=0, upper_bound=65535)
     flags.DEFINE_integer("rows", 8, "Texts that are written side by side; each needs a KV cache.", lower_bound=1)
@@ -134,8 +130,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _engine(limits: Limits) -> Engine:
     """Returns the engine of the model that the flags name, with its sessions restored."""
-    types = {"weight_dtype": FLAGS.weight_dtype, "cache_dtype": FLAGS.cache_dtype}
-    model = load(FLAGS.model, member=FLAGS.ensemble_member, **types)
+    model = load(FLAGS.model, member=FLAGS.ensemble_member, **stored_types.given())
     check_can_generate(model.config)
     step = Step(model.components, batch_size=FLAGS.rows)
     folder = Path(FLAGS.sessions_dir).expanduser() if FLAGS.sessions_dir else None

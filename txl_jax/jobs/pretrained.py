@@ -111,7 +111,11 @@ def _open(path: str | os.PathLike[str], member: str | None) -> Pretrained:
     if portable.is_portable(folder):
         return _open_portable(folder, member)
     workdir = Workdir(folder, member)
-    check_not_exported(folder)
+    if exported_folder.is_exported(folder):
+        raise UserError(
+            f"{folder} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; give "
+            "the run or the folder of weights that it was exported from"
+        )
     if holds_other_weights(folder):
         raise UserError(
             f"{folder} holds no run of txl_jax but other files of weights; convert them with "
@@ -122,20 +126,11 @@ def _open(path: str | os.PathLike[str], member: str | None) -> Pretrained:
     return Pretrained(folder, config, text.vocabulary, description, workdir)
 
 
-def check_not_exported(path: Path) -> None:
-    """Raises `UserError` for the folder of an exported model: its programs run as they are."""
-    if exported_folder.is_exported(path):
-        raise UserError(
-            f"{path} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; give the "
-            "run or the folder of weights that it was exported from"
-        )
-
-
 def holds_other_weights(path: Path) -> bool:
     """Returns whether a path is a file of weights of another implementation by its name, or a folder with one."""
     if path.is_file():
         return path.suffix in _FOREIGN_SUFFIXES
-    if (path / "checkpoints").exists():
+    if (path / "checkpoints").exists() or exported_folder.is_exported(path):
         return False
     if tensorflow.find(path):
         return True

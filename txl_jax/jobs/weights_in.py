@@ -14,7 +14,7 @@ from txl_jax.interop import formats, portable
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.portable import ModelInfo
-from txl_jax.jobs.pretrained import Pretrained, check_not_exported, holds_other_weights, open_pretrained
+from txl_jax.jobs.pretrained import Pretrained, holds_other_weights, open_pretrained
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.runtime.paths import is_remote
 from txl_jax.training.results import RESULTS
@@ -52,7 +52,6 @@ def open_weights(
     Raises:
       UserError: there are none of that format, or they cannot be read.
     """
-    check_not_exported(source)
     is_foreign = holds_other_weights(source) and not portable.is_portable(source)
     if from_format == NATIVE or (from_format is None and not is_foreign):
         return _open_native(source, member, log)
