@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from txl_jax import sharding
 from txl_jax.ops import quantized
 from txl_jax.ops.chunked_apply import chunked_apply
+from txl_jax.ops.matmul import multiply_by_rows
 from txl_jax.ops.quantized import Int8Table
 from txl_jax.sharding.activations import batch_spec, shard_map
 
@@ -282,6 +283,6 @@ def logits(hidden: jax.Array, cluster: Cluster) -> jax.Array:
 def _by_rows(states: jax.Array, table: jax.Array | Int8Table, dtype: jnp.dtype) -> jax.Array:
     """Multiplies with the rows of a table: [..., w] x [v, w] -> [..., v] of type `dtype`."""
     if not isinstance(table, Int8Table):
-        return jnp.einsum("...w,vw->...v", states, table, preferred_element_type=dtype)
+        return multiply_by_rows(states, table, dtype)
     flat = quantized.multiply(states.reshape(-1, states.shape[-1]), table.columns)
     return flat.astype(dtype).reshape(*states.shape[:-1], -1)

@@ -1,5 +1,6 @@
 """Matrix products, in the form that is fastest for the number of rows."""
 
+import functools
 import math
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 
 from txl_jax.ops import quantized
 from txl_jax.ops.quantized import Int8
+
+_MOST_STATES = 256  # With 512 both sides take the same time (512 x 2048 and the like).
 
 
 def project(inputs: jax.Array, kernel: jax.Array | Int8) -> jax.Array:
@@ -28,3 +31,28 @@ def project(inputs: jax.Array, kernel: jax.Array | Int8) -> jax.Array:
     else:
         outputs = inputs @ flat
     return outputs.reshape(*inputs.shape[:-1], *columns)
+
+
+def multiply_by_rows(states: jax.Array, table: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Multiplies with the rows of a table: [..., n] x [m, n] -> [..., m] of type `dtype`.
+
+    On a CPU several states, up to `_MOST_STATES`, are the right side of the product. Tables of wt103_base's softmax
+    (267,738 x 410, two cores of an AMD EPYC, jax 0.10.2) take 32 ms with 16 states, and 48 with them on the left.
+    """
+    n_state = states.size // table.shape[1]
+    everywhere = functools.partial(jnp.einsum, "...n,mn->...m", preferred_element_type=dtype)
+    if dtype != states.dtype or dtype != table.dtype or n_state > _MOST_STATES:
+        return everywhere(states, table)
+    return jax.lax.platform_dependent(states, table, cpu=_multiply_few, default=everywhere)
+
+
+def _multiply_few(states: jax.Array, table: jax.Array) -> jax.Array:
+    """Multiplies a few states with the rows of a table: [..., n] x [m, n] -> [..., m]."""
+    flat = states.reshape(-1, states.shape[-1])
+    # A barrier, or else XLA turns the sides round again; and with one state it would make one loop of the product and
+    # the sum with a bias, which takes 24 ms for the tables above, not 15.
+    if len(flat) == 1:
+        products = jax.lax.optimization_barrier(flat @ table.T)
+    else:
+        products = jax.lax.optimization_barrier(table @ flat.T).T
+    return products.reshape(*states.shape[:-1], -1)
