@@ -31,6 +31,7 @@ from txl_jax.inference import forward
 from txl_jax.inference.cache import KVCache, as_stored, cache_capacity
 from txl_jax.inference.forward import DecodeParams
 from txl_jax.inference.generator import Weights
+from txl_jax.inference.weight_layout import transpose_layers
 from txl_jax.memory import start_valid
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import sampling
@@ -106,6 +107,7 @@ class Step:
         self.mem_len = eval_config.mem_len
         self._clamp_len = eval_config.clamp_len
         self._weight_dtype = eval_config.weight_dtype
+        self._transposed = batch_size > 1 and components.mesh.devices.flat[0].platform == "cpu"
         self.slack = max(*WIDTHS, block)
         self.capacity = cache_capacity(mem_len=self.mem_len + self.slack, segment_len=max(WIDTHS))
         limit = self._model.compat.window(self.mem_len, same_length=eval_config.same_length)
@@ -187,7 +189,8 @@ class Step:
 
     def _prepare_params(self, params: Any) -> DecodeParams:
         lengths: dict[str, Any] = {"segment_len": max(WIDTHS), "mem_len": self.capacity, "clamp_len": self._clamp_len}
-        return forward.prepare_params(params, self._model, weight_dtype=self._weight_dtype, **lengths)
+        prepared = forward.prepare_params(params, self._model, weight_dtype=self._weight_dtype, **lengths)
+        return transpose_layers(prepared) if self._transposed else prepared
 
     def _init_rings(self, weights: DecodeParams, batch_size: int) -> Rings:
         lengths = {"mem_len": self.capacity, "segment_len": max(WIDTHS)}
