@@ -9,6 +9,7 @@ docs/serving.md has the requests and the limits. SIGTERM: no new requests are ta
 """
 
 import asyncio
+import functools
 import hashlib
 import ipaddress
 import os
@@ -85,6 +86,9 @@ def _run() -> int:
             engine.refuse("the server is shutting down")
             seconds = 0.0 if self.should_exit else FLAGS.drain_seconds
             loop.call_soon_threadsafe(loop.call_later, seconds, engine.cut_off)
+            if not self.should_exit:  # Not printed here: the signal may have come in the midst of another print.
+                line = f"stopping  running requests have {seconds:g} s to end; a second signal ends them now"
+                loop.call_soon_threadsafe(functools.partial(print, line, flush=True))
             self.should_exit = True
 
         should_exit = False
@@ -106,6 +110,7 @@ def _run() -> int:
     loop = asyncio.new_event_loop()
     server = Server(config)
     loop.run_until_complete(server.serve(sockets=[listening]))
+    print("stopped", flush=True)
     return 0 if server.started else 1
 
 

@@ -191,6 +191,12 @@ def test_the_example_refuses_what_are_no_ids(folder, monkeypatch, ids, named):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
+def test_the_example_refuses_another_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(EXAMPLE), str(tmp_path), "5", "6"])
+    with pytest.raises(SystemExit, match=r"manifest\.sha256"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
 def test_the_page_shows_the_example():
     assert EXAMPLE.read_text() in (ROOT / "docs" / "export.md").read_text()
 

@@ -61,7 +61,7 @@ class Program:
     def end(self, number):
         """The exit code and what it has printed on the error stream, after a signal."""
         self.process.send_signal(number)
-        errors = self.process.communicate(timeout=SECONDS)[1]
+        self.last_lines, errors = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, errors
 
 
@@ -75,6 +75,7 @@ def test_a_request_and_sigterm(run, compiled):
     status, found = ask(server.port, "/v1/completions", {"prompt": "the cat ", "max_tokens": 3})
     assert status == 200 and found["usage"]["completion_tokens"] == 3
     assert server.end(signal.SIGTERM) == (0, "")
+    assert [line.split()[0] for line in server.last_lines.splitlines()] == ["stopping", "stopped"]
 
 
 @pytest.mark.slow
