@@ -45,7 +45,7 @@ from txl_jax.sharding.activations import constrain
 
 
 class Layer(flax.struct.PyTreeNode):
-    """Prepared parameters of one layer, in the compute type; matrices may be int8."""
+    """Prepared parameters of one layer, in the compute type; matrices may be `Int8` or `Transposed`."""
 
     query_key_value: Any  # [D, 3, H, E]; the query's part is divided by sqrt(E).
     output: Any  # [H * E, D]

@@ -17,7 +17,7 @@ from txl_jax.sharding.activations import constrain
 class Dense(NamedTuple):
     """Parameters of x W + b."""
 
-    kernel: Any  # [n, m], an array; at inference perhaps `Int8`.
+    kernel: Any  # [n, m], an array; at inference perhaps `Int8` or `Transposed`.
     bias: jax.Array  # [m]
 
 
