@@ -4,8 +4,8 @@ r"""Serves a trained model over HTTP: OpenAI's completions, and sessions that ke
     python -m experiments.serve --model=runs/mine --port=8000
     TXL_API_KEYS=secret python -m experiments.serve --model=runs/mine --host=0.0.0.0 --sessions_dir=sessions
 
-docs/serving.md has the requests and the limits. SIGTERM: no new requests are taken, those that run may end for
---drain_seconds, then the rest are cut off and sessions are saved.
+docs/serving.md has the requests and the limits. SIGTERM or Ctrl-C: no new requests are taken, those that run may end
+for --drain_seconds, then the rest are cut off and sessions are saved; a second signal cuts them off at once.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _KEYS = "TXL_API_KEYS"  # Environment variable: keys, with commas.
 def main() -> None:
     """Parses the flags, and serves until a signal."""
     usual = Limits()
-    flags.DEFINE_string("model", None, "Workdir of a run, or folder of converted weights.")
+    flags.DEFINE_string("model", None, "Workdir of a run, or portable folder. Required.")
     flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, by name.")
     stored_types.define()
     flags.DEFINE_string("host", "127.0.0.1", f"Address to listen on; others than loopback need {_KEYS}.")

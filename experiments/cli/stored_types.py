@@ -12,9 +12,17 @@ FLAGS = flags.FLAGS
 def define() -> None:
     """Defines the flags."""
     flags.DEFINE_enum(
-        "weight_dtype", None, [str(each) for each in WeightDType], "Quantized weights; default: as saved."
+        "weight_dtype",
+        None,
+        [str(each) for each in WeightDType],
+        "Quantized type of the weights, in place of the saved one.",
     )
-    flags.DEFINE_enum("cache_dtype", None, [str(each) for each in CacheDType], "Type of KV caches; default: as saved.")
+    flags.DEFINE_enum(
+        "cache_dtype",
+        None,
+        [str(each) for each in CacheDType],
+        "Type of KV caches, in place of the saved one.",
+    )
 
 
 def given() -> dict[str, Any]:
