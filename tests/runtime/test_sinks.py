@@ -141,7 +141,7 @@ def test_tensorboard_has_the_table_of_settings(tmp_path):
 
     with RunLog(tmp_path) as log:
         log.settings(SETTINGS)
-        events = read_events(tmp_path / "tensorboard")
+    events = read_events(tmp_path / "tensorboard")
     assert isinstance(events[0], Event)
     values = {value.tag: value for event in events for value in event.summary.value}
     start = HParamsPluginData.FromString(values["_hparams_/session_start_info"].metadata.plugin_data.content)

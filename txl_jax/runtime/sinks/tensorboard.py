@@ -42,18 +42,12 @@ class TensorBoardSink(Sink):
         self._upload = upload
         self._number = 0  # Of the newest file; 0: nothing was written yet.
         self._file: Any = None
+        self._settings: Mapping[str, Any] | None = None  # Not written yet.
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Adds the settings twice: as a text, and for the table of settings (HPARAMS)."""
-        from tensorboardX import summary
-
-        rows = "".join(f"| {name} | {value} |\n" for name, value in values.items())
-        # The plugin takes numbers, booleans and strings.
-        plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
-        experiment, start, _ = summary.hparams(plain, dict.fromkeys(_RESULTS, 0.0))
-        found = (summary.text("settings", f"| setting | value |\n|---|---|\n{rows}"), experiment, start)
-        self._write(self._first_step, *found)
+        """Keeps the settings until there is something else to write, so that a run's first step waits for no import."""
+        self._settings = values
 
     def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
         """Adds a scalar for each value; "=" in the name of a member becomes "_", as TensorBoard wants it."""
@@ -70,7 +64,8 @@ class TensorBoardSink(Sink):
         self._write(step, summary.text(tag, indented))
 
     def flush(self) -> None:
-        """Uploads what was written, to object storage; a local file is written already."""
+        """Writes the settings, and uploads what was written to object storage; a local file is written already."""
+        self._write_settings()
         if self._temporary is None or self._file is None:
             return
         self._file.close()
@@ -93,7 +88,22 @@ class TensorBoardSink(Sink):
         if self._temporary is not None:
             self._temporary.cleanup()
 
+    def _write_settings(self) -> None:
+        """Adds the settings twice: as a text, and for the table of settings (HPARAMS)."""
+        values, self._settings = self._settings, None
+        if values is None:
+            return
+        from tensorboardX import summary
+
+        rows = "".join(f"| {name} | {value} |\n" for name, value in values.items())
+        # The plugin takes numbers, booleans and strings.
+        plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
+        experiment, start, _ = summary.hparams(plain, dict.fromkeys(_RESULTS, 0.0))
+        found = (summary.text("settings", f"| setting | value |\n|---|---|\n{rows}"), experiment, start)
+        self._write(self._first_step, *found)
+
     def _write(self, step: int, *summaries: Any) -> None:
+        self._write_settings()
         from tensorboardX.proto import event_pb2
 
         event = event_pb2.Event(wall_time=time.time(), step=step)
