@@ -16,6 +16,7 @@ import pytest
 
 from support import tiny_run
 from support.float64 import enable_x64
+from txl_jax.runtime import executable_cache
 
 # An array broadcast by accident is our likeliest bug: adding [L] to [B, L] raises in tests.
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -112,6 +113,13 @@ def compilation_cache(tmp_path_factory):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compilation_cache")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True)
+def no_executables_are_kept():
+    """Turns off what a program turned on in this process: its key knows of no function that a test replaces."""
+    yield
+    executable_cache.use(None)
 
 
 @pytest.fixture(autouse=True, scope="module")

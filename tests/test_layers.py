@@ -29,7 +29,7 @@ LAYERS = (
     ("inference", "interop", "flops"),
     ("training",),
     ("evaluation",),
-    ("assemble", "attention_choice"),
+    ("assemble", "attention_choice", "placement"),
     ("jobs",),
     ("trained_model", "lm_eval_model"),
     ("serving",),

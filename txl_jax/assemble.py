@@ -2,20 +2,19 @@
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from txl_jax import sharding
 from txl_jax.attention_choice import AttentionChoice, choose_attention
-from txl_jax.config import EvalConfig, ExperimentConfig, Network, TrainConfig
+from txl_jax.config import ExperimentConfig, Network
+from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
 from txl_jax.evaluation.streaming import EvalStep, make_eval_step
@@ -23,16 +22,21 @@ from txl_jax.inference import scorer
 from txl_jax.inference.cache import KVCache
 from txl_jax.inference.scorer import Scorer
 from txl_jax.inference.weight_quantization import check_devices
-from txl_jax.memory import Memory
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import Implementations
-from txl_jax.segments import Segments
+from txl_jax.placement import Placement
+from txl_jax.runtime import executable_cache
+from txl_jax.runtime.executable_cache import Compilation
 from txl_jax.sharding import axes
 from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.state import TrainState, init_state, state_from_params
 from txl_jax.training.step import TrainStep, make_train_step
+
+T = TypeVar("T")
+
+_TRAIN_STEP = "train_step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +54,7 @@ class RunComponents:
     attention: AttentionChoice | None = None  # None: the network has none.
 
     @functools.cached_property
-    def placement(self) -> "Placement":
+    def placement(self) -> Placement:
         """Shardings of batches and memories, and the transfer to the devices."""
         return Placement(self.mesh)
 
@@ -73,78 +77,29 @@ class RunComponents:
         """Returns the jitted function; it enters the mesh whenever it is called or lowered, on any thread."""
         return sharding.bind_mesh(self.mesh, jax.jit(function, **options))
 
+    def compile_or_load(self, name: str, lower: Callable[[], jax.stages.Lowered], **more: Any) -> Compilation:
+        """Returns a compiled program of this run; a collective. `more` is what it depends on beside the components."""
+        return executable_cache.compile_or_load(lower, lambda: self._parts(name, more), list(self.mesh.devices.flat))
 
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Shardings of batches and memories over a mesh, and the transfer to the devices."""
+    def prefetch(self, name: str) -> None:
+        """Begins to read a program that `compile_or_load` will be asked for."""
+        executable_cache.prefetch(lambda: self._parts(name, {}), list(self.mesh.devices.flat))
 
-    mesh: Mesh
+    def compute_or_load(self, name: str, compute: Callable[[], T]) -> T:
+        """Returns a value that tracing finds, such as shapes."""
+        return executable_cache.compute_or_load(compute, lambda: self._parts(name, {}))
 
-    def own_rows(self, batch_size: int) -> np.ndarray:
-        """Returns the row numbers of a batch that this process's devices hold, ascending: those that it must read.
-
-        They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a tile of it.
-
-        Raises:
-          UserError: they hold none, as the mesh does not include them.
-        """
-        placed = sharding.named_sharding(self.mesh, sharding.batch_axes(self.mesh, batch_size))
-        own = placed.addressable_devices_indices_map((batch_size,))
-        if not own:
-            raise UserError(
-                f"no device of process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}; start fewer "
-                "processes, or use all devices with --mesh.data=none"
-            )
-        return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
-
-    def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
-        """Transfers segments to the devices, with the rows sharded like those of the memory.
-
-        Args:
-          segments: the rows that this process reads (see `own_rows`).
-          batch_size: B, over all processes; None: this process has read all rows.
-        """
-        own = np.arange(segments.inputs.shape[1]) if batch_size is None else self.own_rows(batch_size)
-        batch_size = batch_size or len(own)
-
-        def put(placed: NamedSharding, array: np.ndarray) -> jax.Array:
-            def of_device(index: Any) -> Any:
-                rows = np.arange(batch_size)[index[1]]
-                return array[:, np.searchsorted(own, rows)]
-
-            return jax.make_array_from_callback((array.shape[0], batch_size, *array.shape[2:]), placed, of_device)
-
-        return jax.tree.map(put, self.segment_shardings(batch_size), segments)
-
-    def memory_shardings(self, batch_size: int) -> Memory:
-        """Returns the shardings of a training memory."""
-        rows = sharding.batch_axes(self.mesh, batch_size)
-        return Memory(hidden=self.named(axes.LAYERS, rows, axes.LENGTH, None), valid=self.named(rows))
-
-    def segment_shardings(self, batch_size: int) -> Segments:
-        """Returns the shardings of S segments."""
-        rows = sharding.batch_axes(self.mesh, batch_size)
-        tokens = self.named(None, rows, axes.LENGTH)
-        return Segments(inputs=tokens, targets=tokens, weights=tokens, reset=self.named(None, rows))
-
-    def named(self, *logical_axes: Any) -> Any:
-        """Returns the sharding of an array by its logical axes, in place of the array in trees of shardings."""
-        return sharding.named_sharding(self.mesh, *logical_axes)
-
-    def abstract_segments(self, lengths: TrainConfig | EvalConfig) -> Segments:
-        """Returns shapes, types and shardings of the segments that one call of the train or eval step takes."""
-        shape = (lengths.segments_per_call, lengths.batch_size, lengths.segment_len)
-        shardings: Any = self.segment_shardings(lengths.batch_size)
-
-        def abstract(name: str, shape: tuple[int, ...], dtype: str) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(shardings, name))
-
-        return Segments(
-            inputs=abstract("inputs", shape, "int32"),
-            targets=abstract("targets", shape, "int32"),
-            weights=abstract("weights", shape, "float32"),
-            reset=abstract("reset", shape[:2], "bool"),
-        )
+    def _parts(self, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what decides a program of this run, beside code and versions."""
+        return {
+            "program": name,
+            "config": config_tree.to_dict(self.config),
+            "vocab_size": self.model.vocab_size,
+            "attention": repr(self.attention and self.attention.implementations),
+            "mesh": dict(self.mesh.shape),
+            "devices": [device.id for device in self.mesh.devices.flat],
+            **more,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +113,7 @@ class TrainingFunctions:
         """Shapes, types and shardings of the training state; nothing is allocated."""
         config, mesh = self.components.config, self.components.mesh
         with sharding.use_mesh(mesh):
-            boxed = jax.eval_shape(self._init_boxed)
+            boxed = self.components.compute_or_load("state_shapes", lambda: jax.eval_shape(self._init_boxed))
         shardings = sharding.param_shardings(mesh, boxed)
         shardings = shardings.replace(memory=self.components.placement.memory_shardings(config.train.batch_size))
         return jax.tree.map(
@@ -170,7 +125,9 @@ class TrainingFunctions:
     def init_state(self) -> TrainState:
         """Returns the state before the first update, initialized in place on the devices."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        return self.components.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
+        jitted = self.components.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)
+        state: TrainState = self.components.compile_or_load("init_state", jitted.lower).program()
+        return state
 
     def state_from_params(self, params: Any) -> TrainState:
         """Returns the state before the first update of training that begins with these parameters."""
@@ -192,8 +149,8 @@ class TrainingFunctions:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state.params)
         return self.components.jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
 
-    def compile_step(self) -> tuple[TrainStep, "Compilation"]:
-        """Compiles the train step of S updates; returns it with its compile time and memory."""
+    def compile_step(self) -> tuple[TrainStep, Compilation]:
+        """Compiles the train step of S updates, or reads it; returns it with the time that it took and its memory."""
         self.check_batch_size()
         components = self.components
         step = make_train_step(components.model, components.optimizer, components.schedule, components.config)
@@ -202,7 +159,12 @@ class TrainingFunctions:
         shardings = state_shardings, sharding.named_sharding(components.mesh)
         jitted = components.jit(step, donate_argnums=0, out_shardings=shardings)
         segments = components.placement.abstract_segments(components.config.train)
-        return Compilation.of(jitted.lower(self.abstract_state, segments))
+        found = self.components.compile_or_load(_TRAIN_STEP, lambda: jitted.lower(self.abstract_state, segments))
+        return found.program, found
+
+    def prefetch_step(self) -> None:
+        """Begins to read the compiled train step, if an earlier start has kept it."""
+        self.components.prefetch(_TRAIN_STEP)
 
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
@@ -284,23 +246,6 @@ class EvaluationFunctions:
         return scorer.memory_dtype(self.components.model, self.components.config.eval)
 
 
-@dataclasses.dataclass(frozen=True)
-class Compilation:
-    """Compile time and scratch memory of a step."""
-
-    seconds: float
-    temporary_bytes: int | None  # Activations and other scratch, per device; None: the backend does not report it.
-
-    @staticmethod
-    def of(lowered: jax.stages.Lowered) -> tuple[Any, "Compilation"]:
-        """Compiles; returns the compiled function and these facts."""
-        began = time.monotonic()
-        compiled = lowered.compile()
-        analysis = compiled.memory_analysis()
-        seconds = time.monotonic() - began
-        return compiled, Compilation(seconds, None if analysis is None else analysis.temp_size_in_bytes)
-
-
 def assemble(
     config: ExperimentConfig,
     *,
@@ -327,7 +272,7 @@ def assemble(
         )
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     check_devices(config.eval.weight_dtype, mesh.size)
-    if jnp.zeros((), config.model.dtype).dtype != config.model.dtype:
+    if jax.dtypes.canonicalize_dtype(config.model.dtype) != config.model.dtype:
         raise UserError(f"model.dtype is {config.model.dtype} and jax runs without it; set JAX_ENABLE_X64=1")
     for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.TENSOR), ("d_inner", sharding.TENSOR)):
         size, devices = getattr(config.model, name), mesh.shape[axis]

@@ -1,7 +1,8 @@
 """The persistent compilation cache of JAX: a program that was compiled once is read from disk at the next start.
 
-On unless the user turns it off. It never ends a run: entries that cannot be read or written are JAX's to warn of, and
-a folder that cannot be used is one line.
+The train step is kept as an executable too, below the same folder (`txl_jax.runtime.executable_cache`). On unless the
+user turns it off. It never ends a run: entries that cannot be read or written are warnings, and a folder that cannot be
+used is one line.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from txl_jax.runtime import distributed
+from txl_jax.runtime import distributed, executable_cache
 
 FLAGS = flags.FLAGS
 FLAG = "compilation_cache"
@@ -45,20 +46,38 @@ def enable(prepared: str | os.PathLike[str] | None = None) -> None:
     """
     folder = _folder(prepared) if FLAG in FLAGS else None
     # All or none: the variable may be set on one host alone, and what follows is collective.
-    if distributed.first_error(None if folder else "off") or folder is None:
+    if distributed.first_error(None if folder else "off") is None and folder is not None:
+        if reason := distributed.broadcast_from_primary(lambda: _unusable(folder)) or _not_shared(folder):
+            print(
+                f"note      compiled programs are not kept: {folder} {reason}; give --{FLAG}=PATH, or off", flush=True
+            )
+            return
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
+    _keep_executables(None if _is_off() else _current())
+
+
+def _keep_executables(folder: str | None) -> None:
+    """Keeps executables in the folder of JAX's cache, if all processes have one."""
+    if distributed.first_error(None if folder else "off") is not None or folder is None:
+        executable_cache.use(None)
         return
-    if reason := distributed.broadcast_from_primary(lambda: _unusable(folder)) or _not_shared(folder):
-        print(f"note      compiled programs are not kept: {folder} {reason}; give --{FLAG}=PATH, or off", flush=True)
-        return
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
+    options = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    # The folder of the environment's variable may be one that several kinds of machines share.
+    executable_cache.use(os.path.join(folder, "executables"), options=options | {"processor": _processor()})
+
+
+def _is_off() -> bool:
+    return FLAG in FLAGS and FLAGS[FLAG].value in ("", "off", "none")
 
 
 def _folder(prepared: str | os.PathLike[str] | None) -> str | None:
     """Returns the folder; None: the cache is off, or is not ours to set."""
+    if _is_off():
+        return None
     given: str | None = FLAGS[FLAG].value
     if given is not None:
-        return None if given in ("", "off", "none") else _of_this_processor(given)
+        return _of_this_processor(given)
     if _current():
         return None
     if prepared is None and "data_dir" in FLAGS:
@@ -80,11 +99,15 @@ def _of_this_processor(folder: str) -> str:
     XLA compiles for the processor that it finds, and JAX's keys do not name it: on a disk that machines share, one
     would read programs with instructions that it lacks.
     """
+    inner = f"{folder}/{_processor()}"
+    return inner if "://" in folder else os.path.abspath(os.path.expanduser(inner))
+
+
+def _processor() -> str:
+    """Returns a name for the instructions of this processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    digest = hashlib.sha256(features.encode()).hexdigest()[:8]
-    inner = f"{platform.machine()}-{digest}"
-    return f"{folder}/{inner}" if "://" in folder else os.path.abspath(os.path.expanduser(f"{folder}/{inner}"))
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
 def _unusable(folder: str) -> str | None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from support import tiny_run
-from txl_jax.assemble import Compilation, assemble
+from txl_jax.assemble import assemble
 from txl_jax.config import CorpusName, DataConfig, DType
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
@@ -20,6 +20,7 @@ from txl_jax.jobs import ensemble, evaluate, train
 from txl_jax.jobs.restore import load_parameters, load_state
 from txl_jax.jobs.split_off import split_off
 from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.runtime import executable_cache
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.runtime.sinks.sink import MEASURED
@@ -164,7 +165,7 @@ def test_a_finished_ensemble_is_not_scored_again(base, whole, tmp_path, monkeypa
     shutil.copytree(whole[0], folder)
     before = contents(folder)
     monkeypatch.setattr(ensemble, "score_or_stop", score)
-    monkeypatch.setattr(Compilation, "of", pytest.fail)  # Nor is anything compiled.
+    monkeypatch.setattr(executable_cache, "compile_or_load", pytest.fail)  # Nor is anything compiled.
     outcome = run(base, folder)
     assert outcome.finished and outcome.results == whole[1].results
     assert contents(folder) == before

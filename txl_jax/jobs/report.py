@@ -5,13 +5,14 @@ from typing import Any
 import jax
 
 from txl_jax import flops, sharding
-from txl_jax.assemble import Compilation, RunComponents
+from txl_jax.assemble import RunComponents
 from txl_jax.config import EvalConfig, ModelConfig, Network
 from txl_jax.data.batches.segment_reader import SegmentReader
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs import attention_record
 from txl_jax.runtime import distributed
 from txl_jax.runtime.environment import bytes_on_device, device_kind, megabytes
+from txl_jax.runtime.executable_cache import Compilation
 from txl_jax.training.progress import StepCost
 
 
@@ -99,12 +100,12 @@ def device_bytes(components: RunComponents) -> dict[str, int]:
 
 
 def memory_line(components: RunComponents, compilation: Compilation, *, count: int = 1) -> str:
-    """Describes the estimated memory per device and the compile time; `count` is the number of ensemble members."""
+    """Describes the estimated memory per device and the time of compilation; `count`: ensemble members."""
     sizes = {name: count * size for name, size in device_bytes(components).items()}
     if compilation.temporary_bytes is not None:
         sizes["activations and gradients"] = compilation.temporary_bytes
     by_kind = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
     return (
         f"memory    {megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
-        f"(compiled in {compilation.seconds:.1f} s)"
+        f"({'read from the cache' if compilation.was_kept else 'compiled'} in {compilation.seconds:.1f} s)"
     )

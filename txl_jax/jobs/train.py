@@ -84,6 +84,7 @@ def run(
         return components, training_reader(components, corpus)
 
     components, reader = distributed.run_on_all(prepare)
+    components.training.prefetch_step()
     attention_record.check_same_on_all(components.attention)
     weights = warm_start.load(components, corpus.vocabulary, workdir)
     lock = run_lock(workdir.path)  # Process 0 takes it.

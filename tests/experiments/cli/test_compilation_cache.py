@@ -9,7 +9,7 @@ from absl import flags
 
 from experiments.cli import compilation_cache
 from support import ROOT, processes
-from txl_jax.runtime import distributed
+from txl_jax.runtime import distributed, executable_cache
 
 PROGRAM = """
 import sys
@@ -74,8 +74,16 @@ def settings(monkeypatch):
     """Keeps this process's own cache, and returns what `enable` sets."""
     found = {}
     monkeypatch.setattr(compilation_cache.jax.config, "update", lambda name, value: found.update({name: value}))
-    monkeypatch.setattr(compilation_cache, "_current", lambda: None)
+    monkeypatch.setattr(compilation_cache, "_current", lambda: found.get("jax_compilation_cache_dir"))
     return found
+
+
+@pytest.fixture(autouse=True)
+def executables(monkeypatch):
+    """Returns the folders that executables would be kept in, and the other reasons to compile anew."""
+    used = []
+    monkeypatch.setattr(executable_cache, "use", lambda folder, *, options=None: used.append((folder, options)))
+    return used
 
 
 @pytest.fixture
@@ -111,10 +119,26 @@ def test_where_it_is(settings, given, words, folder):
 
 
 @pytest.mark.parametrize("word", ["--compilation_cache=off", "--compilation_cache=", "--data_dir=gs://bucket/a"])
-def test_off(settings, given, word):
+def test_off(settings, given, word, executables):
     given(word)
     compilation_cache.enable()
-    assert settings == {}
+    assert settings == {} and executables == [(None, None)]
+
+
+def test_executables_are_beside_it(settings, given, executables, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--one")
+    given("--data_dir=/a")
+    compilation_cache.enable()
+    [(folder, options)] = executables
+    assert folder == f"{settings['jax_compilation_cache_dir']}/executables" and options["XLA_FLAGS"] == "--one"
+
+
+@pytest.mark.parametrize(("words", "kept"), [([], "/of/the/user/executables"), (["--compilation_cache=off"], None)])
+def test_executables_are_beside_the_cache_of_the_environment(words, kept, settings, given, executables, monkeypatch):
+    monkeypatch.setattr(compilation_cache, "_current", lambda: "/of/the/user")
+    given(*words)
+    compilation_cache.enable()
+    assert settings == {} and [folder for folder, _ in executables] == [kept]
 
 
 def test_a_program_without_a_text_has_none_unless_it_is_given(settings, given, tmp_path):
@@ -173,7 +197,7 @@ def test_a_folder_that_another_process_does_not_see_is_not_used(seen, settings, 
     monkeypatch.setattr(distributed, "is_primary", lambda: True)
     monkeypatch.setattr(distributed, "broadcast_from_primary", lambda find: find())
     answers = iter([None, None if seen else "process 1: missing"])
-    monkeypatch.setattr(distributed, "first_error", lambda own: next(answers))
+    monkeypatch.setattr(distributed, "first_error", lambda own: next(answers, None))
     given(f"--compilation_cache={tmp_path}")
     compilation_cache.enable()
     assert bool(settings) is seen and not list(tmp_path.rglob(".seen*"))
