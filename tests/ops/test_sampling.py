@@ -68,9 +68,29 @@ def test_the_likeliest_are_those_of_the_full_distribution(k, rows, seed, strengt
 def test_the_largest_of_many_are_found_in_groups(n, k):
     """Groups that the numbers fill and do not fill, one per place, and more asked for than there are."""
     numbers = np.random.default_rng(0).permutation(3 * n).reshape(3, n).astype(np.float32)
-    found, places = sampling._top(jnp.asarray(numbers), 7, k)
+    found, places = sampling._Groups.of(jnp.asarray(numbers), k).top(k)
     np.testing.assert_array_equal(found, -np.sort(-numbers, axis=1)[:, :k])
-    np.testing.assert_array_equal(np.take_along_axis(numbers, np.asarray(places) - 7, axis=1), found)
+    np.testing.assert_array_equal(np.take_along_axis(numbers, np.asarray(places), axis=1), found)
+
+
+def test_of_equal_numbers_the_first_is_the_likeliest():
+    """Equal in one group, in two groups, and in the last group, which is shorter."""
+    numbers = np.zeros((3, 98), np.float32)
+    numbers[0, [23, 25]] = numbers[1, [15, 71]] = numbers[2, [95, 97]] = 1
+    _, places = sampling._Groups.of(jnp.asarray(numbers), 1).top(1)
+    assert np.ravel(places).tolist() == [23, 15, 95]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("n_other", [0, 2])
+def test_what_is_found_is_normalized_by_all(rows, n_other):
+    numbers = np.random.default_rng(1).normal(scale=5, size=(rows, 97 + n_other))
+    log_p = numbers - np.log(np.exp(numbers).sum(axis=1, keepdims=True))
+    given = jnp.asarray(numbers, jnp.float32)
+    found, places, others = sampling._top_log_p(given[:, :97], 4, given[:, 97:])
+    np.testing.assert_allclose(found, -np.sort(-log_p[:, :97], axis=1)[:, :4], rtol=0, atol=3e-6)
+    np.testing.assert_allclose(np.take_along_axis(log_p, np.asarray(places), axis=1), found, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(others, log_p[:, 97:], rtol=0, atol=3e-6)
 
 
 def test_a_tail_is_computed_only_if_its_bound_reaches_the_kth_word(monkeypatch):

@@ -76,7 +76,9 @@ def test_a_prompt_has_the_scores_of_the_library_and_draws_its_tokens(changes):
     nats = np.concatenate([scores.nats for scores in found])
     np.testing.assert_allclose(nats, model.score([PROMPT], per_token=True)[0], rtol=1e-5)
     assert [len(scores.nats) for scores in found] == [64, 16, 9] and position == 89
+    state = step.take(rings, 2)
     for limits in ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}):
+        rings = step.put(rings, 2, state)
         rings, drawn, of_drawn = write(step, weights, rings, 2, PROMPT[-1], position, 23, **limits)
         settings = GenerateConfig(length=23, top_k=None, seed=5, **limits)
         assert drawn == model.encode(model.generate([PROMPT], settings)[0]).tolist()

@@ -18,7 +18,7 @@ import numpy as np
 from txl_jax.data.tokens.text_stream import TextStream
 from txl_jax.data.tokens.vocabulary import Vocabulary
 from txl_jax.serving.requests import Choice, Event, Limits, Piece, RequestError
-from txl_jax.serving.row_step import Rings, Rows, Scores, Step
+from txl_jax.serving.row_step import WIDTHS, Rings, Rows, Scores, Step
 from txl_jax.serving.sessions import EMPTY, Session, SessionStore, State
 
 
@@ -188,7 +188,7 @@ class Engine:
         """Runs every program once."""
         idle = Rows.idle(self.step.batch_size)
         self._rings, _, _ = self.step.write(self._weights, self._rings, idle)
-        for width in sorted({self.step.width(length) for length in range(1, self.step.slack + 1)}):
+        for width in WIDTHS:
             tokens = np.zeros(width + 1, np.int32)
             self._rings, _ = self.step.read(self._weights, self._rings, 0, 0, tokens, scored=False)
         if self._beginning is not None:

@@ -11,10 +11,11 @@ a row computes depends on its own tokens alone, to the last bit, whenever it joi
   widths; which one follows from what is left of the row's own tokens.
 - Draws depend on the request's seed, the number of its sample and the number of the token, never on the row.
 
-A ring has R = M + `slack` slots or more, of which the newest M can be seen. The others may hold anything. So a row that
-has nothing to do needs no branch: it computes from its last token and overwrites its oldest slot, which cannot be seen,
-at a position that does not move. For the same reason a row can go back by up to `slack` tokens, exactly: its position
-is set back, and that is all. The host keeps the positions; the device has the rings and nothing else.
+A ring has R = M + `slack` slots or more, of which the newest M can be seen; `slack` is K, the tokens of a row that a
+call writes. The others may hold anything. So a row that has nothing to do needs no branch: it computes from its last
+token and overwrites its oldest slot, which cannot be seen, at a position that does not move. For the same reason a row
+can go back by up to `slack` tokens, exactly: its position is set back, and that is all. The host keeps the positions;
+the device has the rings and nothing else.
 """
 
 from collections.abc import Sequence
@@ -108,8 +109,8 @@ class Step:
         self._clamp_len = eval_config.clamp_len
         self._weight_dtype = eval_config.weight_dtype
         self._transposed = batch_size > 1 and components.mesh.devices.flat[0].platform == "cpu"
-        self.slack = max(*WIDTHS, block)
-        self.capacity = cache_capacity(mem_len=self.mem_len + self.slack, segment_len=max(WIDTHS))
+        self.slack = block
+        self.capacity = cache_capacity(mem_len=self.mem_len + self.slack, segment_len=min(WIDTHS))
         limit = self._model.compat.window(self.mem_len, same_length=eval_config.same_length)
         self._window = self.mem_len + 1 if limit is None else limit
         self._start = self._model.compat.memory_start
@@ -193,7 +194,7 @@ class Step:
         return transpose_layers(prepared) if self._transposed else prepared
 
     def _init_rings(self, weights: DecodeParams, batch_size: int) -> Rings:
-        lengths = {"mem_len": self.capacity, "segment_len": max(WIDTHS)}
+        lengths = {"mem_len": self.capacity, "segment_len": min(WIDTHS)}
         cache = forward.init_cache(weights, self._model, batch_size=batch_size, dtype=self._dtype, **lengths)
         return Rings(cache.keys, cache.values)
 
