@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import secrets
+import sys
 import time
 from pathlib import Path
 
@@ -58,13 +59,24 @@ def enable(prepared: str | os.PathLike[str] | None = None) -> None:
 
 
 def _keep_executables(folder: str | None) -> None:
-    """Keeps executables in the folder of JAX's cache, if all processes have one."""
+    """Keeps executables in the folder of JAX's cache, if all processes have one.
+
+    Only in programs of this package. One of a user may have flags of its own, or replace a part of the library: an
+    executable's key would not show it.
+    """
+    folder = folder if _is_own_program() else None
     if distributed.first_error(None if folder else "off") is not None or folder is None:
         executable_cache.use(None)
         return
     options = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     # The folder of the environment's variable may be one that several kinds of machines share.
     executable_cache.use(os.path.join(folder, "executables"), options=options | {"processor": _processor()})
+
+
+def _is_own_program() -> bool:
+    """Returns whether the process was started as `python -m experiments.NAME`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name.split(".")[0] == __name__.split(".")[0]
 
 
 def _is_off() -> bool:

@@ -38,12 +38,6 @@ class Program:
         return found, found.program(jax.tree.map(jnp.copy, self.state), jnp.float32(0.5))
 
 
-@pytest.fixture(autouse=True)
-def main(monkeypatch):
-    """Gives the main program a file, which the processes of pytest-xdist lack."""
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
-
-
 @pytest.fixture
 def program():
     return Program()
@@ -126,13 +120,6 @@ def test_all_code_that_builds_a_program_counts():
     assert not any(name.startswith(("numpy", "json")) for name in names)
 
 
-def test_code_that_is_in_no_file_keeps_nothing(program, folder, monkeypatch):
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
-    restart(folder)
-    assert not program.start()[0].was_kept and not program.start()[0].was_kept
-    assert not folder.exists()
-
-
 @pytest.mark.parametrize("damage", ["empty", "short", "a flipped bit"])
 def test_a_damaged_file_is_a_warning_once(damage, program, folder):
     _, result = program.start()
@@ -207,11 +194,12 @@ from txl_jax.runtime import executable_cache
 
 hosts.define_flags()
 runner.define_data_folders()
-runner.parse_or_exit(sys.argv[:2])
+runner.parse_or_exit(sys.argv[:1])
 for name in sys.argv[2:]:
     __import__(name)
 
 def job():
+    executable_cache.use(sys.argv[1])
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.make_array_from_callback((8,), rows, lambda index: np.arange(8.0)[index])
@@ -233,8 +221,7 @@ def test_several_processes_read_it_only_together(tmp_path):
     program.write_text(PROGRAM)
 
     def start(*of_second):
-        words = [program, f"--compilation_cache={tmp_path / 'shared'}"]
-        started = processes.start(*words, of_process=lambda number: of_second if number else ())
+        started = processes.start(program, tmp_path / "shared", of_process=lambda number: of_second if number else ())
         ended = processes.finish(started)
         assert [code for code, _, _ in ended] == [0, 0], ended
         return [errors.split() for _, _, errors in ended]

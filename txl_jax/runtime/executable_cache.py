@@ -4,7 +4,8 @@ JAX's persistent compilation cache is keyed by the lowered program, so a start m
 there. That takes longer than all the rest where compilation is read from disk. Here the key is what a program is made
 from: settings, devices, options of JAX and XLA, and every line of Python that could take part.
 
-Nothing is kept until a program calls `use`. A start that finds nothing compiles as without it.
+Nothing is kept until a program calls `use`: one whose settings are all in the config, and that replaces no part of the
+library. A start that finds nothing compiles as without it.
 """
 
 import contextlib
@@ -86,8 +87,8 @@ def use(folder: str | os.PathLike[str] | None, *, options: Mapping[str, str] | N
 
 def prefetch(parts: Callable[[], Mapping[str, Any]], devices: Sequence[jax.Device]) -> None:
     """Begins to read a program in another thread, which `compile_or_load` takes it from; both as there."""
-    if (cache := _cache_for(devices)) is not None and (key := cache.key(parts())) is not None:
-        cache.prefetch(key, devices)
+    if (cache := _cache_for(devices)) is not None:
+        cache.prefetch(cache.key(parts()), devices)
 
 
 def compile_or_load(
@@ -103,9 +104,9 @@ def compile_or_load(
       devices: that it runs on.
     """
     cache = _cache_for(devices)
-    if cache is None or (key := cache.key(parts())) is None:
+    if cache is None:
         return _compile(lower())
-    began = time.monotonic()
+    key, began = cache.key(parts()), time.monotonic()
     found = cache.executable(key, devices)
     # Compiling is no collective, but running is: half of the processes must not wait in it for the others to compile.
     missing = distributed.first_error("missing" if found is None else None)
@@ -122,8 +123,9 @@ def compile_or_load(
 def compute_or_load(compute: Callable[[], T], parts: Callable[[], Mapping[str, Any]]) -> T:
     """Returns a value that tracing finds, such as shapes, from disk if it is there; `parts` as for a program."""
     cache = _current
-    if cache is None or (key := cache.key(parts())) is None:
+    if cache is None:
         return compute()
+    key = cache.key(parts())
     kept: T | None = cache.read(key)
     if kept is not None:
         return kept
@@ -148,13 +150,11 @@ class ExecutableCache:
         self._folder = folder
         self._options = dict(options)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="executables")
-        self._code = self._reader.submit(_digest, files) if (files := _code_files()) else None
+        self._code = self._reader.submit(_digest, _code_files())
         self._upcoming: dict[str, Future[jax.stages.Compiled | None]] = {}
 
-    def key(self, parts: Mapping[str, Any]) -> str | None:
-        """Returns the name of a program's file; None: it is run by code that is in no file, as a notebook's is."""
-        if self._code is None:
-            return None
+    def key(self, parts: Mapping[str, Any]) -> str:
+        """Returns the name of a program's file."""
         client = jax.devices()[0].client
         settings = {name: repr(value) for name, value in jax.config.values.items() if name not in _UNRELATED}
         environment = {
@@ -229,13 +229,11 @@ class ExecutableCache:
 
 
 def _code_files() -> list[tuple[str, str]]:
-    """Returns all Python code that a program could be made from: (name, path); none: some of it is in no file.
+    """Returns all Python code that a program could be made from: (name, path).
 
     It is that of this library, of the packages that it builds programs with, and of loaded modules that were not
-    installed, so that a script which replaces a part of the library is seen.
+    installed.
     """
-    if not hasattr(sys.modules["__main__"], "__file__"):
-        return []
     packages = [_PACKAGE, *(Path(str(package.__file__)).resolve().parent for package in (jax, jaxlib, flax, optax))]
     return [*(path for package in packages for path in _python_files(package)), *_own_modules(packages)]
 

@@ -1,5 +1,6 @@
 """Tests the compilation cache of the programs: where it is, that a second start reads it, and what turns it off."""
 
+import importlib.machinery
 import os
 import subprocess
 import sys
@@ -80,8 +81,10 @@ def settings(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def executables(monkeypatch):
-    """Returns the folders that executables would be kept in, and the other reasons to compile anew."""
+    """Returns the folders in which a program of this package would keep executables, and its other options."""
     used = []
+    spec = importlib.machinery.ModuleSpec("experiments.text", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec, raising=False)
     monkeypatch.setattr(executable_cache, "use", lambda folder, *, options=None: used.append((folder, options)))
     return used
 
@@ -123,6 +126,15 @@ def test_off(settings, given, word, executables):
     given(word)
     compilation_cache.enable()
     assert settings == {} and executables == [(None, None)]
+
+
+@pytest.mark.parametrize("name", ["of_the_user", "experiments_of_mine.text", None])
+def test_programs_of_a_user_keep_no_executables(name, settings, given, executables, monkeypatch):
+    spec = name and importlib.machinery.ModuleSpec(name, None)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    given("--data_dir=/a")
+    compilation_cache.enable()
+    assert settings and executables == [(None, None)]
 
 
 def test_executables_are_beside_it(settings, given, executables, monkeypatch):
