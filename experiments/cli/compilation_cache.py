@@ -16,6 +16,9 @@ from pathlib import Path
 import jax
 from absl import flags
 
+from experiments import STARTED
+from txl_jax.__main__ import PROGRAMS
+from txl_jax.errors import UserError
 from txl_jax.runtime import distributed, executable_cache
 
 FLAGS = flags.FLAGS
@@ -70,13 +73,22 @@ def _keep_executables(folder: str | None) -> None:
         return
     options = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     # The folder of the environment's variable may be one that several kinds of machines share.
-    executable_cache.use(os.path.join(folder, "executables"), options=options | {"processor": _processor()})
+    options["processor"] = _processor()
+
+    def use() -> None:
+        executable_cache.use(os.path.join(folder, "executables"), options=options, started=STARTED)
+
+    try:
+        distributed.run_on_all(use)
+    except UserError as error:  # JAX opens URLs that this project does not.
+        executable_cache.use(None)
+        print(f"note      executables are not kept: {error}", flush=True)
 
 
 def _is_own_program() -> bool:
-    """Returns whether the process was started as `python -m experiments.NAME`."""
+    """Returns whether the process was started as `python -m experiments.NAME`, with a name of the list of programs."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name.split(".")[0] == __name__.split(".")[0]
+    return spec is not None and any(spec.name in programs for programs in PROGRAMS.values())
 
 
 def _is_off() -> bool:

@@ -120,6 +120,50 @@ def test_all_code_that_builds_a_program_counts():
     assert not any(name.startswith(("numpy", "json")) for name in names)
 
 
+def test_code_that_was_changed_since_the_start_keeps_nothing(program, folder, tmp_path, monkeypatch):
+    """Of a file that is saved while a process starts, the digest is another than that of the code that runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "edited.py").write_text("rate = 1\n")
+    importlib.import_module("edited")
+    os.utime(tmp_path / "edited.py", (2e9, 2e9))
+    executable_cache.use(folder, started=2e9 + 1)
+    program.start()
+    assert len(list(folder.iterdir())) == 1
+    executable_cache.use(folder, started=2e9)
+    assert not program.start()[0].was_kept
+    del sys.modules["edited"]
+
+
+def test_a_file_that_cannot_be_read_is_no_error(program, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(executable_cache, "_PACKAGE", tmp_path / "package")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / ".#step.py").symlink_to("somebody@somewhere.1234")  # As Emacs locks a file.
+    restart(folder)
+    program.start()
+    restart(folder)
+    assert program.start()[0].was_kept
+
+
+def test_an_entry_that_cannot_be_loaded_is_a_warning(program, folder):
+    program.start()
+    [path] = folder.iterdir()
+    executable_cache._current.write(path.name, (b"no executable", None, None))
+    with pytest.warns(UserWarning, match="cannot load the compiled program"):
+        assert not program.start()[0].was_kept
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("jax_cuda_visible_devices", "1"), ("jax_default_matmul_precision", "high")]
+)
+def test_the_key_is_the_same_for_processes_that_share_a_machine(name, value, folder):
+    key, before = executable_cache._current.key({}), jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        assert (executable_cache._current.key({}) == key) is ("devices" in name)
+    finally:
+        jax.config.update(name, before)
+
+
 @pytest.mark.parametrize("damage", ["empty", "short", "a flipped bit"])
 def test_a_damaged_file_is_a_warning_once(damage, program, folder):
     _, result = program.start()

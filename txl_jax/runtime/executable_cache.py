@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import pickle
@@ -31,7 +32,6 @@ import jaxlib.version
 import optax
 from jax.experimental import serialize_executable
 
-from txl_jax.errors import LogError
 from txl_jax.runtime import distributed
 from txl_jax.runtime.files import write_bytes
 from txl_jax.runtime.paths import as_path
@@ -42,9 +42,19 @@ _FORMAT = 1
 _PACKAGE = Path(__file__).resolve().parents[1]
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
-# Settings of JAX that shape no program: where its own cache is, and what is printed.
+# Settings of JAX that shape no program: where its own cache is, what is printed, and what differs between processes on
+# one machine (the devices that they see are in the key).
 _UNRELATED = frozenset(
-    {"jax_compilation_cache_dir", "jax_log_compiles", "jax_logging_level", "jax_traceback_filtering"}
+    f"jax_{name}"
+    for name in (
+        *("compilation_cache_dir", "log_compiles", "logging_level", "traceback_filtering"),
+        *("cuda_visible_devices", "rocm_visible_devices", "cross_host_transfer_socket_address"),
+    )
+)
+# Packages that compile for accelerators. (A CPU's compiler is jaxlib.)
+_COMPILERS = (
+    *("libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-rocm7-plugin"),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc"),
 )
 
 _current: "ExecutableCache | None" = None
@@ -72,23 +82,33 @@ class Compilation:
         return None if analysis is None else analysis.temp_size_in_bytes
 
 
-def use(folder: str | os.PathLike[str] | None, *, options: Mapping[str, str] | None = None) -> None:
+def use(
+    folder: str | os.PathLike[str] | None,
+    *,
+    options: Mapping[str, str] | None = None,
+    started: float = float("inf"),
+) -> None:
     """Keeps the programs of this process in a folder from now on; all processes call it with the same one.
 
     Args:
       folder: a path or a URL, made when it is first written to; None: nothing is kept any more.
       options: what else decides how a program is compiled, such as XLA_FLAGS.
+      started: a time (`time.time()`) before this process imported its code. If any of it was changed later, nothing is
+        kept: the digest would be of other code than what runs.
+
+    Raises:
+      UserError: nothing here can open such a URL.
     """
     global _current
-    _current = None if folder is None else ExecutableCache(as_path(folder), options or {})
+    _current = None if folder is None else ExecutableCache(as_path(folder), options or {}, started)
     if _current is not None:
         _listen_for_hits()
 
 
 def prefetch(parts: Callable[[], Mapping[str, Any]], devices: Sequence[jax.Device]) -> None:
     """Begins to read a program in another thread, which `compile_or_load` takes it from; both as there."""
-    if (cache := _cache_for(devices)) is not None:
-        cache.prefetch(cache.key(parts()), devices)
+    if (cache := _cache_for(devices)) is not None and (key := cache.key(parts())) is not None:
+        cache.prefetch(key, devices)
 
 
 def compile_or_load(
@@ -107,7 +127,7 @@ def compile_or_load(
     if cache is None:
         return _compile(lower())
     key, began = cache.key(parts()), time.monotonic()
-    found = cache.executable(key, devices)
+    found = None if key is None else cache.executable(key, devices)
     # Compiling is no collective, but running is: half of the processes must not wait in it for the others to compile.
     missing = distributed.first_error("missing" if found is None else None)
     if found is not None and missing is None:
@@ -115,7 +135,7 @@ def compile_or_load(
     hits = _num_hits
     compilation = _compile(lower())
     # What JAX read from its own cache cannot be written again: on a CPU, what is loaded then lacks its functions.
-    if hits == _num_hits and distributed.is_primary():
+    if key is not None and hits == _num_hits and distributed.is_primary():
         cache.keep_executable(key, compilation.program)
     return compilation
 
@@ -123,9 +143,8 @@ def compile_or_load(
 def compute_or_load(compute: Callable[[], T], parts: Callable[[], Mapping[str, Any]]) -> T:
     """Returns a value that tracing finds, such as shapes, from disk if it is there; `parts` as for a program."""
     cache = _current
-    if cache is None:
+    if cache is None or (key := cache.key(parts())) is None:
         return compute()
-    key = cache.key(parts())
     kept: T | None = cache.read(key)
     if kept is not None:
         return kept
@@ -146,23 +165,27 @@ class ExecutableCache:
     Whoever can write to the folder can run code here, as with JAX's own cache.
     """
 
-    def __init__(self, folder: Path, options: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, options: Mapping[str, str], started: float) -> None:
         self._folder = folder
         self._options = dict(options)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="executables")
-        self._code = self._reader.submit(_digest, _code_files())
+        self._code = self._reader.submit(_digest, _code_files(), started)
         self._upcoming: dict[str, Future[jax.stages.Compiled | None]] = {}
 
-    def key(self, parts: Mapping[str, Any]) -> str:
-        """Returns the name of a program's file."""
+    def key(self, parts: Mapping[str, Any]) -> str | None:
+        """Returns the name of a program's file; None: the code of this process is not known any more."""
+        code = self._code.result()
+        if code is None:
+            return None
         client = jax.devices()[0].client
         settings = {name: repr(value) for name, value in jax.config.values.items() if name not in _UNRELATED}
         environment = {
             "format": _FORMAT,
-            "code": self._code.result(),
+            "code": code,
             "jaxlib": jaxlib.version.__version__,
             "python": sys.version,
-            "platform": [client.platform, client.platform_version],
+            "platform": [client.platform, client.platform_version, _num_cores()],
+            "compilers": {} if client.platform == "cpu" else dict(map(_version, _COMPILERS)),
             "settings of jax": settings,
             "options": self._options,
             "devices": [_describe(device) for device in jax.devices()],
@@ -196,7 +219,7 @@ class ExecutableCache:
         """Writes a program, unless this kind of device cannot."""
         try:
             entry = serialize_executable.serialize(compiled)
-        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+        except Exception:  # noqa: BLE001 (it was not meant to be kept: by a backend without serialization, for example)
             return
         self.write(key, entry)
 
@@ -216,16 +239,20 @@ class ExecutableCache:
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
-        return pickle.loads(zlib.decompress(content))
+        try:
+            return pickle.loads(zlib.decompress(content))
+        except Exception as error:  # noqa: BLE001 (whatever it holds, the program can be compiled)
+            _warn(f"cannot read {path} ({_first_line(error)})")
+            return None
 
     def write(self, key: str, entry: Any) -> None:
         """Writes an entry, whole or not at all; a folder that cannot be written to is a warning."""
-        content = zlib.compress(pickle.dumps(entry), 1)
         try:
+            content = zlib.compress(pickle.dumps(entry), 1)
             self._folder.mkdir(parents=True, exist_ok=True)
             write_bytes(self._folder / key, hashlib.sha256(content).digest() + content)
-        except (OSError, LogError) as error:
-            _warn(f"a compiled program is not kept in {self._folder} ({error})")
+        except Exception as error:  # noqa: BLE001 (a full disk, or a tree that cannot be pickled: the run needs neither)
+            _warn(f"a compiled program is not kept in {self._folder} ({_first_line(error)})")
 
 
 def _code_files() -> list[tuple[str, str]]:
@@ -238,11 +265,18 @@ def _code_files() -> list[tuple[str, str]]:
     return [*(path for package in packages for path in _python_files(package)), *_own_modules(packages)]
 
 
-def _digest(files: Sequence[tuple[str, str]]) -> str:
-    """Returns the digest of named files; of all code, 18 MB in 1,200 files, in 40 ms."""
+def _digest(files: Sequence[tuple[str, str]], started: float) -> str | None:
+    """Returns the digest of named files, of all code, 18 MB in 1,200 files, in 40 ms; None: one was changed later."""
     found = hashlib.sha256()
     for name, path in files:
-        content = Path(path).read_bytes()
+        try:
+            with open(path, "rb") as file:
+                content = file.read()
+                changed = os.fstat(file.fileno()).st_mtime
+        except OSError as error:  # No code that runs: an editor's lock, a module in an archive.
+            content, changed = str(error.strerror).encode(), 0.0
+        if changed >= started:
+            return None
         found.update(f"{name}\n{len(content)}\n".encode())
         found.update(content)
     return found.hexdigest()
@@ -265,8 +299,21 @@ def _own_modules(packages: Sequence[Path]) -> list[tuple[str, str]]:
     )
 
 
-def _describe(device: jax.Device) -> list[str | int]:
-    return [device.id, device.process_index, device.platform, device.device_kind]
+def _describe(device: jax.Device) -> list[Any]:
+    place = [getattr(device, name, None) for name in ("coords", "core_on_chip", "slice_index")]
+    return [device.id, device.process_index, device.platform, device.device_kind, *place]
+
+
+def _num_cores() -> int | None:
+    """Returns the cores that this process may use: a CPU's program is cut into as many parts."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _version(package: str) -> tuple[str, str | None]:
+    try:
+        return package, importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return package, None
 
 
 def _compile(lowered: jax.stages.Lowered) -> Compilation:

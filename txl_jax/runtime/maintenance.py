@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import requests
+
 # Keys of the metadata server, and the value with which the machine ends. (A machine that migrates goes on.)
 NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
 
@@ -47,8 +49,6 @@ class _First:
 
 def _wait(server: str, key: str, final: str, on_notice: _First) -> None:
     """Asks for a key until it has its final value."""
-    import requests  # It takes 50 ms, and most machines are not Google's.
-
     with requests.Session() as session:
         session.trust_env = False  # A proxy has another machine's metadata, or none.
         session.headers["Metadata-Flavor"] = "Google"

@@ -14,8 +14,8 @@ a row computes depends on its own tokens alone, to the last bit, whenever it joi
 A ring has R = M + `slack` slots or more, of which the newest M can be seen; `slack` is K, the tokens of a row that a
 call writes. The others may hold anything. So a row that has nothing to do needs no branch: it computes from its last
 token and overwrites its oldest slot, which cannot be seen, at a position that does not move. For the same reason a row
-can go back by up to `slack` tokens, exactly: its position is set back, and that is all. The host keeps the positions;
-the device has the rings and nothing else.
+can go back by K - 1 tokens, exactly, as after a stop string at the beginning of a call: its position is set back, and
+that is all. The host keeps the positions; the device has the rings and nothing else.
 """
 
 from collections.abc import Sequence

@@ -10,6 +10,7 @@ from absl import flags
 
 from experiments.cli import compilation_cache
 from support import ROOT, processes
+from txl_jax.errors import UserError
 from txl_jax.runtime import distributed, executable_cache
 
 PROGRAM = """
@@ -85,7 +86,9 @@ def executables(monkeypatch):
     used = []
     spec = importlib.machinery.ModuleSpec("experiments.text", None)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec, raising=False)
-    monkeypatch.setattr(executable_cache, "use", lambda folder, *, options=None: used.append((folder, options)))
+    monkeypatch.setattr(
+        executable_cache, "use", lambda folder, *, options=None, started=None: used.append((folder, options))
+    )
     return used
 
 
@@ -128,13 +131,25 @@ def test_off(settings, given, word, executables):
     assert settings == {} and executables == [(None, None)]
 
 
-@pytest.mark.parametrize("name", ["of_the_user", "experiments_of_mine.text", None])
+@pytest.mark.parametrize("name", ["of_the_user", "experiments.of_the_user", None])
 def test_programs_of_a_user_keep_no_executables(name, settings, given, executables, monkeypatch):
     spec = name and importlib.machinery.ModuleSpec(name, None)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
     given("--data_dir=/a")
     compilation_cache.enable()
     assert settings and executables == [(None, None)]
+
+
+def test_a_url_that_only_jax_opens_is_one_line(settings, given, executables, monkeypatch, capsys):
+    def use(folder, **options):
+        executables.append(folder)
+        if folder is not None:
+            raise UserError(f"the path {folder} has the scheme of another")
+
+    monkeypatch.setattr(executable_cache, "use", use)
+    given("--compilation_cache=gs://bucket/c")
+    compilation_cache.enable()
+    assert settings and executables[-1] is None and capsys.readouterr().out.count("\n") == 1
 
 
 def test_executables_are_beside_it(settings, given, executables, monkeypatch):
