@@ -32,7 +32,7 @@ from txl_jax.runtime.executable_cache import Compilation
 from txl_jax.sharding import axes
 from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.state import TrainState, init_state, state_from_params
-from txl_jax.training.step import TrainStep, make_train_step
+from txl_jax.training.step import make_train_step
 
 T = TypeVar("T")
 
@@ -149,8 +149,8 @@ class TrainingFunctions:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state.params)
         return self.components.jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
 
-    def compile_step(self) -> tuple[TrainStep, Compilation]:
-        """Compiles the train step of S updates, or reads it; returns it with the time that it took and its memory."""
+    def compile_step(self) -> Compilation:
+        """Compiles the train step of S updates (`TrainStep`), or reads it where an earlier start has kept it."""
         self.check_batch_size()
         components = self.components
         step = make_train_step(components.model, components.optimizer, components.schedule, components.config)
@@ -159,8 +159,7 @@ class TrainingFunctions:
         shardings = state_shardings, sharding.named_sharding(components.mesh)
         jitted = components.jit(step, donate_argnums=0, out_shardings=shardings)
         segments = components.placement.abstract_segments(components.config.train)
-        found = self.components.compile_or_load(_TRAIN_STEP, lambda: jitted.lower(self.abstract_state, segments))
-        return found.program, found
+        return self.components.compile_or_load(_TRAIN_STEP, lambda: jitted.lower(self.abstract_state, segments))
 
     def prefetch_step(self) -> None:
         """Begins to read the compiled train step, if an earlier start has kept it."""

@@ -306,12 +306,11 @@ def test_a_run_that_reads_its_train_step_has_the_same_numbers(tmp_path):
             check=False,
         )
         assert done.returncode == 0 and not done.stderr, done.stderr
-        checkpoint = sorted((tmp_path / name / "checkpoints" / "latest").rglob("*"))[-1].parent
         losses = [line.split("loss")[1][:12] for line in done.stdout.splitlines() if " loss " in line]
-        return "read from the cache" in done.stdout, losses, checkpoint.name
+        return "read from the cache" in done.stdout, losses
 
     first, second, other = train("first"), train("second"), train("other", "--seed=7")
     assert not first[0] and second[0] and not other[0]
     assert first[1] == second[1] != other[1] and len(first[1]) >= 4
     stopped, resumed = train("resumed", "--stop_after=2"), train("resumed")
-    assert stopped[0] and resumed[0] and resumed[1] == first[1][-len(resumed[1]) :]
+    assert stopped[0] and resumed[0] and len(resumed[1]) >= 2 and resumed[1] == first[1][-len(resumed[1]) :]

@@ -102,7 +102,8 @@ def train_steps(
 
 def run(parts: RunComponents, *, scores: bool) -> dict:
     """Losses of each update, parameters after the last, bytes per device, and collectives."""
-    train_step, compilation = parts.training.compile_step()
+    compilation = parts.training.compile_step()
+    train_step = compilation.program
     state, losses, norms = train_steps(parts, train_step, parts.training.init_state(), range(STEPS))
     found = {
         "losses": losses,
@@ -192,7 +193,7 @@ def moved() -> list[float]:
             parts = assemble(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
             restored = checkpoints.restore(parts.training.abstract_state)
             state = parts.training.init_state() if restored is None else restored[1]
-            state, more, _ = train_steps(parts, parts.training.compile_step()[0], state, these)
+            state, more, _ = train_steps(parts, parts.training.compile_step().program, state, these)
             losses += more
             checkpoints.save(these.stop, state, {})
     return losses

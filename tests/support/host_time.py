@@ -50,7 +50,7 @@ def milliseconds_per_step(mesh: MeshConfig) -> float:
         mesh=mesh,
     )
     parts = assemble(config, vocab_size=64)
-    step, _ = parts.training.compile_step()
+    step = parts.training.compile_step().program
     state, before, times = parts.training.init_state(), None, []
     reader = training_segments(np.arange(rows * L * 20) % 64, batch_size=rows, segment_len=L)
     for number in range(STEPS):

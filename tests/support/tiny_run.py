@@ -54,7 +54,8 @@ def parts(**changes: Any) -> RunComponents:
 def compiled(**changes: Any) -> tuple[RunComponents, TrainStep, Compilation]:
     """The parts and their compiled step; compiling takes seconds, so tests share it."""
     made = parts(**changes)
-    return made, *made.training.compile_step()
+    compilation = made.training.compile_step()
+    return made, compilation.program, compilation
 
 
 def params(model: TransformerXL) -> Any:

@@ -83,7 +83,7 @@ def work_per_update(components: RunComponents, *, compiled: Compiled | None) -> 
 
 def compile_training(components: RunComponents, *, memory_bytes: float) -> Compiled:
     """Compiles the train step of S updates; raises `DoesNotFitError` if a device's memory is too small."""
-    return _compile(components, lambda: components.training.compile_step()[0], memory_bytes)
+    return _compile(components, lambda: components.training.compile_step().program, memory_bytes)
 
 
 def compile_evaluation(components: RunComponents, *, memory_bytes: float) -> Compiled:

@@ -145,7 +145,8 @@ def data_loading(components: RunComponents) -> Task:
 def training(components: RunComponents) -> Task:
     """Runs whole updates: forward, backward, optimizer and memory. Tokens that are read again (stride) do not count."""
     train = components.config.train
-    train_step, compilation = components.training.compile_step()
+    compilation = components.training.compile_step()
+    train_step = compilation.program
     state = components.training.init_state()
     segments = random_segments(training_segments, components, train)
     scratch = compilation.temporary_bytes

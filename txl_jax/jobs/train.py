@@ -228,8 +228,8 @@ def _task(
         return training.init_state() if weights is None else weights.state(training.init_params())
 
     def compile_step() -> tuple[TrainStep, str]:
-        train_step, compilation = components.training.compile_step()
-        return train_step, report.memory_line(components, compilation)
+        compilation = components.training.compile_step()
+        return compilation.program, report.memory_line(components, compilation)
 
     def segments(first: int, count: int) -> Segments:
         return components.placement.place(reader.segments(first, count), batch_size=components.config.train.batch_size)

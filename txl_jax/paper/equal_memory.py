@@ -17,7 +17,7 @@ def training_bytes(config: ExperimentConfig, vocab_size: int) -> int:
       UserError: the backend does not report it.
     """
     parts = assemble(config, vocab_size=vocab_size)
-    _, compilation = parts.training.compile_step()
+    compilation = parts.training.compile_step()
     if compilation.temporary_bytes is None:
         raise UserError(
             "this backend does not report the memory of an update; leave equal_memory out, or use another backend"

@@ -1,4 +1,4 @@
-"""Compiled programs kept as executables (ahead-of-time compilation): a later start neither traces nor lowers them.
+"""Compiled programs kept as executables (ahead of time, AOT): a later start neither traces nor lowers them.
 
 JAX's persistent compilation cache is keyed by the lowered program, so a start must trace the model before it can look
 there. That takes longer than all the rest where compilation is read from disk. Here the key is what a program is made
