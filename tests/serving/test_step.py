@@ -128,13 +128,13 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_do():
 
 def test_a_row_that_goes_back_draws_the_same_again():
     """To the first token of a call, after one in which the row was idle; the ring has no slot more than that needs."""
-    step, weights, _ = programs(eval__mem_len=11)
+    step, weights, _ = programs(eval__mem_len=11, eval__same_length=False)
     assert step.capacity == step.mem_len + step.block
     rings, position, _ = read(step, weights, step.init_rings(weights), 0, PROMPT)
     rings, first, nats = write(step, weights, rings, 0, PROMPT[-1], position, step.block, temperature=0.0)
-    idle = Rows.idle(ROWS)
-    idle.last[0], idle.position[0] = first[-1], position + step.block
-    rings, _, _ = step.write(weights, rings, idle)
+    others = Rows.idle(ROWS)
+    others.last[0], others.position[0], others.steps[1] = first[-1], position + step.block, step.block
+    rings, _, _ = step.write(weights, rings, others)
     _, second, again = write(step, weights, rings, 0, first[0], position + 1, step.block - 1, temperature=0.0)
     assert first[1:] == second and nats[1:] == again
 
