@@ -43,9 +43,15 @@ def main() -> None:
     flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, by name.")
     stored_types.define()
     flags.DEFINE_string("host", "127.0.0.1", f"Address to listen on; others than loopback need {_KEYS}.")
+    flags.DEFINE_list(
+        "allowed_hosts",
+        None,
+        "Names in the Host header that are answered, besides --host and loopback. Any name is, if --host is a wildcard "
+        "address and this is not set.",
+    )
     flags.DEFINE_integer("port", 8000, "Port; 0: a free one, which is printed.", lower_bound=0, upper_bound=65535)
     flags.DEFINE_integer("rows", 8, "Texts that are written side by side; each needs a KV cache.", lower_bound=1)
-    flags.DEFINE_integer("max_prompt_tokens", usual.prompt_tokens, "Tokens of a request's prompts.", lower_bound=1)
+    flags.DEFINE_integer("max_prompt_tokens", usual.prompt_tokens, "Maximum prompt tokens per request, summed over its choices.", lower_bound=1)
     flags.DEFINE_integer("max_new_tokens", usual.new_tokens, "Most that max_tokens may be.", lower_bound=1)
     flags.DEFINE_integer("max_waiting", usual.waiting, "Choices that may wait for a row.", lower_bound=0)
     flags.DEFINE_float("request_seconds", usual.seconds, "Time of a request.", lower_bound=0)
@@ -63,7 +69,7 @@ def _run() -> int:
     try:
         import uvicorn
 
-        from txl_jax.serving.app import Settings, make_app
+        from txl_jax.serving.app import LOOPBACK, Settings, make_app
     except ImportError as error:
         raise UserError(f"the server is not installed ({error}); run pip install '.[serve]'") from None
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(_KEYS, "").split(","))))
@@ -75,7 +81,7 @@ def _run() -> int:
         waiting=FLAGS.max_waiting,
         seconds=FLAGS.request_seconds,
     )
-    engine, settings = _engine(limits), Settings(Path(FLAGS.model).resolve().name, keys, limits)
+    engine, settings = _engine(limits), Settings(Path(FLAGS.model).resolve().name, _hosts(LOOPBACK), keys, limits)
 
     class Server(uvicorn.Server):
         """A server that cuts off what has not ended some time after a signal."""
@@ -112,6 +118,13 @@ def _run() -> int:
     loop.run_until_complete(server.serve(sockets=[listening]))
     print("stopped", flush=True)
     return 0 if server.started else 1
+
+
+def _hosts(loopback: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names that clients may use for this server, or none if they may use any."""
+    named = tuple(FLAGS.allowed_hosts or ())
+    is_wildcard = FLAGS.host in ("0.0.0.0", "::", "")
+    return () if is_wildcard and not named else (*loopback, FLAGS.host, *named)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -19,15 +19,18 @@ import hashlib
 import hmac
 import importlib.resources
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from txl_jax.serving import protocol
 from txl_jax.serving.completion_run import CompletionRun
@@ -37,6 +40,8 @@ from txl_jax.serving.requests import Limits, RequestError
 from txl_jax.serving.sessions import Session
 
 _log = logging.getLogger(__name__)
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_PROBES = ("/healthz", "/readyz")  # Kubernetes asks for these by the pod's address.
 _SAVE_EVERY = 30.0  # Seconds between saves of changed sessions.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -46,6 +51,7 @@ class Settings:
     """Settings of a server, besides its engine."""
 
     model: str  # Name of the model for clients.
+    hosts: tuple[str, ...] = LOOPBACK  # Names that clients may use for this server; empty allows any.
     keys: tuple[str, ...] = ()  # API keys; empty: none is asked for.
     limits: Limits = dataclasses.field(default_factory=Limits)
     created: int = 0  # Seconds since 1970 of the model.
@@ -67,13 +73,14 @@ def make_app(engine: Engine, settings: Settings) -> Starlette:
         Route("/tokenizer_info", server.answer(server.tokenizer_info)),
         Route("/tokenize", server.answer(server.tokenize), methods=["POST"]),
         Route("/detokenize", server.answer(server.detokenize), methods=["POST"]),
-        Route("/healthz", lambda request: PlainTextResponse("ok\n")),
+        Route("/healthz", server.health),
         Route("/readyz", server.readiness),
         Route("/metrics", server.metrics_text),
         Route("/", server.page),
     ]
     handlers: Any = {HTTPException: _http_error}
-    return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
+    middleware = [Middleware(_KnownHosts, hosts=settings.hosts)] if settings.hosts else []
+    return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers, middleware=middleware)
 
 
 class _Server:
@@ -194,6 +201,12 @@ class _Server:
         await asyncio.to_thread(self._engine.store.delete, name, owner)
         return JSONResponse({"id": name, "object": "session", "deleted": True})
 
+    async def health(self, request: Request) -> Response:
+        """Answers 200, or 503 once the engine has failed and only a restart of the server helps."""
+        del request
+        failed = self._engine.failed
+        return PlainTextResponse("failed\n" if failed else "ok\n", status_code=503 if failed else 200)
+
     async def readiness(self, request: Request) -> Response:
         """Answers 200 once the programs are compiled, 503 before and while the server shuts down."""
         del request
@@ -292,6 +305,36 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._run.cancel()
+
+
+class _KnownHosts:
+    """Answers 421 to requests for other names than the server's.
+
+    A page of another site can have its own name resolve to this address (DNS rebinding). Browsers then treat its requests
+    as same-origin, and only the Host header still shows the name.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]):
+        self._app, self._hosts = app, frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in _PROBES:
+            given = Headers(scope=scope).get("host", "")
+            if _host_name(given) not in self._hosts:
+                message = f"this server is not {given[:80]!r}; add that name to --allowed_hosts if it is yours"
+                app = _error(RequestError(message, status=421, code="unknown_host"))
+        await app(scope, receive, send)
+
+
+def _host_name(given: str) -> str | None:
+    """Returns the name or address of a Host header without its port, in lower case, or None if it is malformed.
+
+    >>> [_host_name(each) for each in ("LocalHost:8000", "[::1]:8000", "[::1", "a b")]
+    ['localhost', '::1', None, None]
+    """
+    match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d*)?", given.lower())
+    return match and (match[1] or match[2])
 
 
 def _refuse_other_sites(request: Request) -> None:

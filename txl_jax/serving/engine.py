@@ -97,8 +97,9 @@ class Engine:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
-        self._refusal: RequestError | None = None  # Of new jobs.
+        self._refusal: str | None = None  # Why new jobs are refused.
         self.ready = False  # Whether the programs are compiled, and jobs are taken.
+        self.failed = False  # Whether the thread has ended with an error.
 
     def start(self) -> None:
         """Starts the thread, which compiles the programs first."""
@@ -108,7 +109,8 @@ class Engine:
         """Makes jobs wait for rows; raises `RequestError` (400, 429, 503) and takes none if there are too many."""
         with self._changed:
             if self._refusal is not None:
-                raise self._refusal
+                # A new exception each time: one that is raised again collects the traceback of every request.
+                raise _unavailable(self._refusal)
             most = self.limits.waiting + len(self._rows)
             if len(jobs) > most:
                 raise RequestError(
@@ -134,7 +136,7 @@ class Engine:
         """Refuses new jobs from now on; those that were taken go on."""
         with self._changed:
             self.ready = False
-            self._refusal = RequestError(reason, status=503, code="unavailable")
+            self._refusal = reason
 
     def cut_off(self) -> None:
         """Ends all jobs and the thread, without waiting for it."""
@@ -176,13 +178,14 @@ class Engine:
                 self._write()
         except BaseException:  # noqa: BLE001 (whatever it is, clients must get an answer)
             traceback.print_exc()
+            self.failed = True
             self.refuse("the server has failed and must be started again")
         with self._changed:
             left = [row.job for row in self._rows if row is not None] + list(self._waiting)
             self._waiting.clear()
             self._rows = [None] * len(self._rows)
         for job in left:
-            self._fail(job, RequestError("the server is shutting down", status=503, code="unavailable"))
+            self._fail(job, _unavailable(self._refusal or "the server is shutting down"))
 
     def _compile(self) -> None:
         """Runs every program once."""
@@ -331,3 +334,7 @@ class Engine:
             job.session = None
         self.counters.ended[error.code] += 1
         job.sink(error)
+
+
+def _unavailable(reason: str) -> RequestError:
+    return RequestError(reason, status=503, code="unavailable")

@@ -26,7 +26,7 @@ class Limits:
     """The limits of a server."""
 
     body_bytes: int = 8 << 20  # Of a request.
-    prompt_tokens: int = 200_000  # Of all prompts of a request together.
+    prompt_tokens: int = 200_000  # Maximum prompt tokens per request, summed over its choices.
     new_tokens: int = 4096  # `max_tokens` of a request.
     choices: int = 128  # Prompts times samples of a request.
     stop_strings: int = 16  # Of a request.
