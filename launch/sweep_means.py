@@ -1,5 +1,6 @@
 """Means over seeds of a sweep's results, with standard deviations."""
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ def _mean(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, 
     if ended:
         found["measure"] = ended[0]["measure"]
     for name in _SCORES:
-        values = [row[name] for row in ended if name in row]
+        values = [row[name] for row in ended if math.isfinite(row.get(name, math.nan))]  # Not of runs that diverged.
         if values:
             found[name] = statistics.fmean(values)
         if len(values) > 1:

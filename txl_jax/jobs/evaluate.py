@@ -11,7 +11,7 @@ from txl_jax.jobs.score import SPLITS, score_split
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.files import write_json
-from txl_jax.training.scores import as_record
+from txl_jax.training.scores import as_result
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
         **environment.describe(),
     }
     for split in SPLITS:
-        results[split] = as_record(
+        results[split] = as_result(
             score_split(components, params, corpus, split, log=log, stop_requested=stop_requested)
         )
     distributed.broadcast_from_primary(lambda: write_json(workdir.outputs / "evaluation.json", results))

@@ -18,7 +18,7 @@ from txl_jax.jobs.score import score_split
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.files import write_json
-from txl_jax.training.scores import as_record
+from txl_jax.training.scores import as_result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def run(
         log(f"temperature {temperature:g}")
         recorded = parts.attention and parts.attention.implementations
         components = assemble(configs[temperature], vocab_size=corpus.vocabulary.size, recorded_attention=recorded)
-        return as_record(score_split(components, params, corpus, split, log=log, stop_requested=stop_requested))
+        return as_result(score_split(components, params, corpus, split, log=log, stop_requested=stop_requested))
 
     valid = {temperature: scored(temperature, "valid") for temperature in configs}
     best = min(valid, key=lambda temperature: valid[temperature]["loss"])

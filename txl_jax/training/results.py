@@ -11,7 +11,7 @@ from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.files import write_json
 from txl_jax.runtime.metrics_log import MetricsLog
 from txl_jax.training.run_checkpoints import RunCheckpoints
-from txl_jax.training.scores import as_record, format_scores, with_duration
+from txl_jax.training.scores import as_record, as_result, format_scores, with_duration
 from txl_jax.training.state import TrainState
 from txl_jax.training.task import TrainTask
 from txl_jax.training.validation import Validation, with_defaults
@@ -61,7 +61,7 @@ class Results:
             log.record("test", step, as_record(totals), member=label)
             line = with_duration(f"test {format_scores(totals, self._task.measure)}", seconds)
             log.print(f"{members.prefix(index)}{line}")
-            found.append({"best_valid": best, "test": {"step": best["step"] if best else step, **as_record(totals)}})
+            found.append({"best_valid": best, "test": {"step": best["step"] if best else step, **as_result(totals)}})
         results = {
             **self._task.facts,
             "steps": step,

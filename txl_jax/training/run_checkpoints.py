@@ -67,7 +67,7 @@ class RunCheckpoints:
 
     def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
         """Starts writing a step, once the best parameters of its evaluation are on disk."""
-        self._wait_for_best()  # Else a kill could leave a checkpoint whose evaluation's best is lost.
+        self.wait_for_best()  # Else a kill could leave a checkpoint whose evaluation's best is lost.
         self._latest.save(step, state, notes)
         self.saved_step = step
 
@@ -98,9 +98,10 @@ class RunCheckpoints:
     def wait(self) -> None:
         """Returns once everything is on disk."""
         distributed.run_on_all(self._latest.wait)
-        self._wait_for_best()
+        self.wait_for_best()
 
-    def _wait_for_best(self) -> None:
+    def wait_for_best(self) -> None:
+        """Returns once the best parameters of all members are on disk."""
         for best in self._best:
             distributed.run_on_all(best.wait)
 

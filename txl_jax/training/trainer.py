@@ -140,6 +140,8 @@ class Trainer:
             Hook(config.eval_every, validation.begin_averaging),
             Hook(config.eval_every, validation.stop_early),
         ]
+        # The caller's hooks may load the best parameters.
+        best_is_saved = Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best())
         # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
         save = Hook(config.checkpoint_every, lambda context: self._save(context.step, context.state, progress))
         if validation.pending:
@@ -166,7 +168,7 @@ class Trainer:
                     steps=self._until,
                     segments_per_call=per_call,
                     progress=progress,
-                    hooks=[*evaluation, *self._user_hooks, save],
+                    hooks=[*evaluation, best_is_saved, *self._user_hooks, save],
                     log=self._log,
                     stop_requested=self._stop_requested,
                 )

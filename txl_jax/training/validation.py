@@ -15,7 +15,7 @@ from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.training import weight_averaging
 from txl_jax.training.loop import HookContext
 from txl_jax.training.run_checkpoints import RunCheckpoints
-from txl_jax.training.scores import as_record, format_scores, with_duration
+from txl_jax.training.scores import as_record, as_result, format_scores, with_duration
 from txl_jax.training.state import TrainState
 from txl_jax.training.task import TrainTask
 
@@ -99,7 +99,7 @@ class Validation:
             f"step {step}: {prefix}{with_duration(f'valid {format_scores(totals, measure)}', seconds)}  {outcome}"
         )
         if better:
-            notes = {"step": step, **as_record(totals), "eval": self.eval_settings}
+            notes = {"step": step, **as_result(totals), "eval": self.eval_settings}
             self._checkpoints.save_best(index, step, params, notes)
         self.losses[index].append(totals.nll)
 
