@@ -41,6 +41,7 @@ def test_the_initial_state_is_as_announced():
     assert np.std(state.params["stack"]["layers"]["attention"]["query"]) == pytest.approx(0.4, rel=0.2)
 
 
+@pytest.mark.full
 def test_the_compilation_reports_its_scratch_memory():
     *_, compilation = tiny_run.compiled()
     one_activation = 4 * tiny_run.B * tiny_run.L * 6

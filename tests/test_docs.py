@@ -2,14 +2,17 @@
 
 import functools
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 
 import pytest
+from absl.flags import FLAGS
 
 from experiments.cli import flag_tree
-from support import ROOT, programs
+from support import ROOT
+
+pytestmark = pytest.mark.full
 
 PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
 # Placeholders of the pages, not flags.
@@ -26,9 +29,16 @@ def commands(page):
 
 @functools.cache
 def flag_names(program):
-    """The flags that a program has."""
-    done = subprocess.run(programs.command(program, "--helpfull"), cwd=ROOT, text=True, capture_output=True, check=True)
-    return set(re.findall(r"^ +--([\w.]+)", done.stdout, flags=re.MULTILINE))
+    """The flags that a program defines until it prints its help; they are taken back."""
+    before = set(FLAGS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [program, "--help"])
+        with pytest.raises(SystemExit):
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    found = set(FLAGS)
+    for name in found - before:
+        delattr(FLAGS, name)
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -46,12 +56,3 @@ def test_every_command_of_a_page_can_be_typed(page):
             assert name in flag_names(program) | {"help", "helpfull", "flagfile"}, (page.name, program, word)
             if name == "flagfile" and value not in PLACEHOLDERS:
                 assert value in flag_tree.flagfile_names() or "/" in value, (page.name, program, word)
-
-
-def test_the_picture_of_the_relative_shift_can_be_drawn(tmp_path):
-    """By the library's own shift: the program asserts that each score lands at its distance."""
-    path = tmp_path / "skew.png"
-    subprocess.run([sys.executable, ROOT / "docs" / "figures" / "skew.py", path], cwd=ROOT, check=True)
-    drawn, shown = (image.read_bytes() for image in (path, ROOT / "docs" / "skew.png"))
-    assert drawn[:8] == shown[:8] == b"\x89PNG\r\n\x1a\n"
-    assert drawn[16:24] == shown[16:24]  # Width and height.

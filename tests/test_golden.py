@@ -37,10 +37,18 @@ KERNELS = {
     "tpu": Implementation("fused", "mosaic_roll", Tile(16, 128), interpret=True),
     "gpu": Implementation("fused", "triton", Tile(16, 16), interpret=True),
 }
-# Cases that tiles compute in every run of the tests; those of stored keys and values; and those of kernels.
-QUICK = ("s06_same_length-empty", "s08_clamp-empty", "s20_odd_heads-empty")
-QUICK_CACHED = ("s03_mem_shorter-empty", "s06_same_length-empty", "s12_adaptive_div4_lm1b-empty", "s17_shaw-empty")
-QUICK_KERNELS = ("s01_base-empty",)
+# Cases by name and path that the default tests compute besides all of the reference, without and with a KV cache.
+QUICK = {
+    "tiled": ("s06_same_length-empty", "s08_clamp-empty", "s20_odd_heads-empty"),
+    "tpu": ("s01_base-empty", "s06_same_length-empty", "s20_odd_heads-empty"),
+    "gpu": (),
+}
+QUICK_CACHED = {
+    "reference": ("s03_mem_shorter-empty", "s06_same_length-empty", "s12_adaptive_div4_lm1b-empty", "s17_shaw-empty"),
+    "tiled": ("s03_mem_shorter-empty", "s08_clamp-empty"),
+    "tpu": ("s08_clamp-empty",),
+    "gpu": (),
+}
 ENCODINGS = {0: Encoding.RELATIVE, 1: Encoding.SHAW, 2: Encoding.VASWANI, 3: Encoding.AL_RFOU}
 
 
@@ -51,34 +59,26 @@ def runs():
             yield pytest.param(file, start, id=f"{file.stem}-{start}")
 
 
-def exact_runs(quick):
-    """Every run with the reference, and with tiles; all but those of `quick`, by the name of the path, are slow."""
-    for param in runs():
-        for path in EXACT:
-            is_quick = path not in quick or param.id in quick[path]
-            yield pytest.param(*param.values, path, id=f"{param.id}-{path}", marks=() if is_quick else pytest.mark.slow)
-
-
-def runs_of_kernels():
-    """The runs with relative encodings; all but the quick ones are slow."""
+def runs_of(paths, quick):
+    """Every run with each path, of kernels those with relative encodings. All but the quick ones are nightly."""
     for param in runs():
         golden = json.loads(str(np.load(param.values[0])["config_json"]))
-        if ENCODINGS[golden["attn_type"]] is Encoding.RELATIVE and not golden["ext_len"]:
-            marks = () if param.id in QUICK_KERNELS else pytest.mark.slow
-            yield pytest.param(*param.values, id=param.id, marks=marks)
+        by_kernels = ENCODINGS[golden["attn_type"]] is Encoding.RELATIVE and not golden["ext_len"]
+        for path in paths if paths is EXACT or by_kernels else ():
+            marks = () if path not in quick or param.id in quick[path] else pytest.mark.nightly(part="cases")
+            yield pytest.param(*param.values, path, id=f"{param.id}-{path}", marks=marks)
 
 
 def test_the_folder_holds_reference_values():
     assert FILES, f"no .npz file in {FOLDER}: nothing was compared"
 
 
-@pytest.mark.parametrize(("file", "start", "path"), list(exact_runs({"tiled": QUICK})))
+@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(EXACT, QUICK)))
 def test_golden(file, start, path, x64):
     check_run(file, start, EXACT[path], DType.FLOAT64)
 
 
-@pytest.mark.parametrize("path", KERNELS)
-@pytest.mark.parametrize(("file", "start"), list(runs_of_kernels()))
+@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(KERNELS, QUICK)))
 def test_golden_with_kernels(file, start, path):
     check_run(file, start, KERNELS[path], DType.FLOAT32)
 
@@ -107,16 +107,12 @@ def check_run(file, start, implementation, dtype):
                 assert_close(gradients[name], value, f"gradient of {name}")
 
 
-@pytest.mark.parametrize(
-    ("file", "start", "path"), list(exact_runs({"reference": QUICK_CACHED, "tiled": QUICK_CACHED[:1]}))
-)
+@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(EXACT, QUICK_CACHED)))
 def test_golden_with_kept_keys_and_values(file, start, path, x64):
     check_run_with_kv_cache(file, start, EXACT[path], DType.FLOAT64)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", KERNELS)
-@pytest.mark.parametrize(("file", "start"), [pytest.param(*run.values, id=run.id) for run in runs_of_kernels()])
+@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(KERNELS, QUICK_CACHED)))
 def test_golden_with_kept_keys_and_values_and_kernels(file, start, path):
     check_run_with_kv_cache(file, start, KERNELS[path], DType.FLOAT32)
 

@@ -16,8 +16,7 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
 from txl_jax.trained_model import load
 
-pytest.importorskip("lm_eval", reason="lm-eval, the harness, is not installed (extra lm-eval)")
-from txl_jax import lm_eval_model
+pytestmark = pytest.mark.nightly(part="lm_eval")
 
 TEXT = "the cat sat on the mat and the dog ran to the cat "
 DOCUMENTS = ["the cat sat", "a dog ran on the mat and sat there for a while, as long as this line", "x"]
@@ -58,6 +57,13 @@ def make_run(folder, kind):
     )
     drawn_run.make(folder / kind, config, read_corpus(config.data, "nowhere", str(folder)))
     return folder / kind
+
+
+@pytest.fixture(scope="module")
+def lm_eval_model():
+    from txl_jax import lm_eval_model  # Imports the harness.
+
+    return lm_eval_model
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +124,6 @@ def test_three_tasks_of_files_of_ones_own_from_the_command_line(runs, tmp_path):
     assert rolling["bits_per_byte,none"] == pytest.approx(nats / num_bytes / math.log(2), rel=1e-5)
     assert rolling["word_perplexity,none"] == pytest.approx(math.exp(nats / num_words), rel=1e-4)
     assert found["own_generation"]["exact_match,none"] == 0.5
-    assert "own_rolling" in done.stdout and "bits_per_byte" in done.stdout
 
 
 def requests(kind, *arguments):
@@ -128,7 +133,7 @@ def requests(kind, *arguments):
 
 
 @pytest.mark.parametrize("kind", ["byte", "word"])
-def test_log_likelihoods_are_our_own(runs, kind):
+def test_log_likelihoods_are_our_own(lm_eval_model, runs, kind):
     """Rolling: of all T tokens; of a continuation: after its context, and whether it is the greedy one."""
     harness, model = lm_eval_model.HarnessModel(str(runs[kind]), batch_size=2), load(runs[kind])
     rolling = harness.loglikelihood_rolling(requests("loglikelihood_rolling", *((text,) for text in DOCUMENTS)))
@@ -143,7 +148,7 @@ def test_log_likelihoods_are_our_own(runs, kind):
         assert is_greedy is False
 
 
-def test_a_greedy_continuation_is_known_as_such(runs):
+def test_a_greedy_continuation_is_known_as_such(lm_eval_model, runs):
     harness, model = lm_eval_model.HarnessModel(str(runs["word"])), load(runs["word"])
     written = greedy(model, "the dog ", 5)
     other = ("cat " if written.endswith("mat ") else "mat ").join([written, ""])
@@ -151,7 +156,7 @@ def test_a_greedy_continuation_is_known_as_such(runs):
     assert [is_greedy for _, is_greedy in harness.loglikelihood(pairs)] == [True, False]
 
 
-def test_generation_settings_of_a_task(runs):
+def test_generation_settings_of_a_task(lm_eval_model, runs):
     harness = lm_eval_model.HarnessModel(str(runs["byte"]), max_gen_toks=9)
     settings, stop = harness._generation({"until": "\n", "do_sample": False, "temperature": 0.7, "top_k": 3})
     assert settings == GenerateConfig(length=9, temperature=0.0, top_k=None) and stop == ("\n",)
@@ -160,6 +165,8 @@ def test_generation_settings_of_a_task(runs):
     assert settings == GenerateConfig(length=3, temperature=0.7, top_p=0.9, top_k=None, seed=5) and stop == ("a", "b")
     with pytest.raises(UserError, match="num_beams"):
         harness._generation({"num_beams": 2})
+    with pytest.raises(UserError, match="no_such_task_here"):
+        lm_eval_model.evaluate(harness, ["no_such_task_here"])
 
 
 @pytest.mark.parametrize(
@@ -171,23 +178,13 @@ def test_generation_settings_of_a_task(runs):
         ({"device": "cuda:0"}, "JAX_PLATFORMS"),
     ],
 )
-def test_mistakes_get_one_sentence(runs, arguments, named):
+def test_mistakes_are_refused(lm_eval_model, runs, arguments, named):
     with pytest.raises(UserError, match=named):
         lm_eval_model.HarnessModel(**{"path": str(runs["byte"]), **arguments})
 
 
-def test_the_model_is_registered_and_the_entry_point_declared(runs):
-    from importlib.metadata import entry_points
-
+def test_the_model_is_registered(lm_eval_model, runs):
     from lm_eval.api.registry import get_model
 
     made = get_model("txl_jax").create_from_arg_string(f"path={runs['byte']}", {"batch_size": 4, "device": None})
     assert isinstance(made, lm_eval_model.HarnessModel)
-    [declared] = entry_points(group="lm_eval.models", name="txl_jax")
-    assert declared.value == "txl_jax.lm_eval_model:HarnessModel"
-
-
-def test_a_task_that_is_not_there_is_named(runs):
-    model = lm_eval_model.HarnessModel(str(runs["byte"]))
-    with pytest.raises(UserError, match="no_such_task_here"):
-        lm_eval_model.evaluate(model, ["no_such_task_here"])

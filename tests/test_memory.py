@@ -26,6 +26,7 @@ def test_start(how, valid):
     assert (memory.hidden.shape, memory.hidden.dtype, memory.mem_len) == ((N, B, 4, D), jnp.bfloat16, 4)
     assert (memory.valid.dtype, memory.valid.tolist()) == (jnp.int32, [valid] * B)
     assert not memory.hidden.any()
+    assert memory_lib.update(memory, jnp.asarray(layer_inputs(3))).hidden.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("mem_len", [0, 1, 4, 6, 11])
@@ -41,11 +42,6 @@ def test_update_keeps_the_last_rows_in_order(mem_len, segment_lens):
             if row:
                 filled = memory.hidden[:, b, mem_len - len(row) :]
                 np.testing.assert_array_equal(filled, np.stack(row, axis=1))
-
-
-def test_update_keeps_the_type_of_the_memory():
-    memory = memory_lib.update(start(4, dtype=jnp.bfloat16), jnp.asarray(layer_inputs(3)))
-    assert memory.hidden.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("segment_len", [2, 4, 7])

@@ -19,10 +19,7 @@ def test_a_short_part_weighs_by_its_tokens():
     assert (Totals(nats=3.0, tokens=3) + Totals(nats=4.0, tokens=1)).nll == pytest.approx(7 / 4)
 
 
-def test_nothing_scored_has_no_mean():
+def test_what_has_no_mean_or_no_float():
     total = Totals()
     assert math.isnan(total.nll) and math.isnan(total.bpc) and math.isnan(total.perplexity)
-
-
-def test_perplexity_beyond_all_numbers_is_infinite():
     assert Totals(nats=1e6, tokens=1).perplexity == math.inf

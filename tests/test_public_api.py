@@ -4,7 +4,6 @@ import dataclasses
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 
 import txl_jax
 from support import ROOT, drawn_run, tiny_model, tiny_run
-from tests.runtime.test_metrics_log import read_events
 from txl_jax.config import CorpusName, DataConfig
 from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import generate
@@ -41,6 +39,32 @@ def test_the_package_and_its_settings_import_no_jax():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+IMPORT_ALL = """
+import importlib, pkgutil, signal, sys
+import jax, txl_jax
+from jax._src import xla_bridge
+
+def state():
+    handlers = {str(number): str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    return {name: str(value) for name, value in jax.config.values.items()} | handlers | {"hook": str(sys.excepthook)}
+
+before = state()
+for module in pkgutil.walk_packages(txl_jax.__path__, "txl_jax."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        assert not error.name.startswith("txl_jax"), error  # A package of an extra.
+# A setting may be new: jax 0.7 declares those of Pallas when that is imported.
+changed = {name: [before[name], value] for name, value in state().items() if before.get(name, value) != value}
+assert "txl_jax.training.step" in sys.modules
+assert not changed and not xla_bridge._backends, (changed, xla_bridge._backends)
+"""
+
+
+def test_importing_the_library_changes_no_setting_of_jax_and_starts_no_device():
+    subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, check=True)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A workdir with drawn parameters, its config and its text."""
@@ -57,26 +81,20 @@ def test_a_trained_model_scores_each_text_from_an_empty_memory(run):
     workdir, components, corpus = run
     model = txl_jax.load(workdir.path)
     assert model.step == drawn_run.STEP and model.vocabulary == corpus.vocabulary
-    texts = [TEXT[:40], "abc def", "a", ""]
-    found = model.score(texts)
+    found = model.score([TEXT[:40], "abc def", "a", ""])
     assert [totals.tokens for totals in found] == [39, 6, 0, 0]
     _, params = load_parameters(components, workdir, log=print)
-    expected = score(components, params, corpus.vocabulary.encode(TEXT[:40]), name="text", log=print)
+    tokens = corpus.vocabulary.encode(TEXT[:40])
+    expected = score(components, params, tokens, name="text", log=print)
     assert found[0].nats == pytest.approx(expected.nats, rel=1e-6)
     assert model.score([TEXT[:40]])[0] == found[0]
-
-
-def test_log_probabilities_are_those_of_the_score(run):
-    workdir, _, _ = run
-    model = txl_jax.load(workdir.path)
-    tokens = model.vocabulary.encode(TEXT[:30])
-    memory, found = model.init_memory(1), 0.0
-    for start in range(0, 29, 5):  # Segments of the evaluation's length.
+    memory, nats = model.init_memory(1), 0.0
+    for start in range(0, 39, 5):  # Segments of the evaluation's length.
         log_p, memory = model.log_probabilities(tokens[None, start : start + 5], memory)
         targets = tokens[start + 1 : start + 6]
-        found -= float(np.take_along_axis(np.asarray(log_p)[0, : len(targets)], targets[:, None].astype(int), 1).sum())
+        nats -= float(np.take_along_axis(np.asarray(log_p)[0, : len(targets)], targets[:, None].astype(int), 1).sum())
     np.testing.assert_allclose(np.exp(np.asarray(log_p)).sum(-1), 1, rtol=1e-5)
-    assert found == pytest.approx(model.score([TEXT[:30]])[0].nats, rel=1e-5)
+    assert nats == pytest.approx(found[0].nats, rel=1e-5)
 
 
 def test_it_generates_what_the_program_does(run):
@@ -90,35 +108,31 @@ def test_it_generates_what_the_program_does(run):
     assert len(found) == 3 and all(found)
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "types"), [("weight_dtype", "int4", "int8"), ("cache_dtype", "float16", "bfloat16.*int8")]
-)
-def test_weights_and_cache_are_quantized_on_request(run, name, wrong, types):
+def test_weights_and_cache_are_quantized_on_request(run):
     workdir, *_ = run
-    plain, quantized = txl_jax.load(workdir.path), txl_jax.load(workdir.path, **{name: "int8"})
-    [a], [b] = (model.score(["abba cab dab"]) for model in (plain, quantized))
-    assert 0 < abs(a.nats - b.nats) < 0.02 * a.nats
-    with pytest.raises(txl_jax.UserError, match=f"{name}.*{wrong}.*{types}"):
-        txl_jax.load(workdir.path, **{name: wrong})
+    found = [txl_jax.load(workdir.path, **each) for each in ({}, {"weight_dtype": "int8"}, {"cache_dtype": "int8"})]
+    plain, *quantized = (model.score(["abba cab dab"])[0].nats for model in found)
+    assert all(0 < abs(nats - plain) < 0.02 * plain for nats in quantized)
+    for name, wrong, types in (("weight_dtype", "int4", "int8"), ("cache_dtype", "float16", "bfloat16.*int8")):
+        with pytest.raises(txl_jax.UserError, match=f"{name}.*{wrong}.*{types}"):
+            txl_jax.load(workdir.path, **{name: wrong})
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(txl_jax.UserError, match=re.escape(str(tmp_path))):
-        txl_jax.load(tmp_path)
-
-
-def test_readme_trains_with_a_loop_of_its_own(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("updates", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_readme_trains_with_a_loop_of_its_own(updates, tmp_path, monkeypatch, capsys):
     [loop] = [block for block in python_blocks() if "scan_segments" in block]
-    assert len([line for line in loop.splitlines() if line.strip()]) <= 25
+    assert "range(0, 200, 10)" in loop
+    loop = loop.replace("200", str(updates))
     (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 4000)
     monkeypatch.chdir(tmp_path)
     with jax.numpy_rank_promotion("allow"):  # A reader's code runs with jax's own settings.
         exec(compile(loop, "README.md", "exec"), {})
     bits = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(bits) == 20 and bits[0] > 4 and bits[-1] < 1
+    assert len(bits) == updates // 10 and bits[0] > 4
+    assert bits[-1] < (1 if updates == 200 else 3)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_readme_trains_with_a_hook(tmp_path, monkeypatch, capsys):
     [example] = [block for block in python_blocks() if "txl_jax.Hook(" in block]
     (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 1000)
@@ -129,7 +143,7 @@ def test_readme_trains_with_a_hook(tmp_path, monkeypatch, capsys):
     assert float(out.splitlines()[-1]) < 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_page_on_observing_trains_with_a_sink(tmp_path, monkeypatch, capsys):
     [example] = python_blocks("docs/watching.md")
     (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 1000)
@@ -137,18 +151,11 @@ def test_the_page_on_observing_trains_with_a_sink(tmp_path, monkeypatch, capsys)
     exec(compile(example, "docs/watching.md", "exec"), {})
     records = read_metrics("runs/observed")
     assert [record["step"] for record in records if record["kind"] == "halfway"] == [10, 20]
-    samples = {
-        event.step: value.tensor.string_val[0].decode()
-        for event in read_events(Path("runs/observed/tensorboard"))
-        for value in event.summary.value
-        if value.tag.startswith("sample")
-    }
-    assert samples.keys() == {10, 20} and all(text.strip().startswith("the ") for text in samples.values())
-    assert samples[10] != samples[20], "the same parameters"
     lowest = min(record["loss"] for record in records if record["kind"] == "valid")
     assert float(capsys.readouterr().out.splitlines()[-1]) == lowest
 
 
+@pytest.mark.full
 def test_the_page_on_attention_runs_in_one_piece():
     """Its blocks assert what they show; each goes on with the names of those before."""
     blocks, names = python_blocks("docs/attention.md"), {"__name__": "page"}
@@ -156,13 +163,11 @@ def test_the_page_on_attention_runs_in_one_piece():
     with jax.numpy_rank_promotion("allow"):
         for block in blocks:
             exec(compile(block, "docs/attention.md", "exec"), names)
-    layer = {"Dense_0", "Dense_1", "LayerNorm_0", "LayerNorm_1", "attention"}
-    assert set(names["gradients"]["params"]) == layer
-    assert all(
-        np.abs(each).max() > 1e-6 for each in jax.tree.leaves(names["gradients"]["params"]["attention"]["position"])
-    )
+    slopes = names["gradients"]["params"]["attention"]["position"]
+    assert all(np.abs(each).max() > 1e-6 for each in jax.tree.leaves(slopes))
 
 
+@pytest.mark.full
 def test_the_page_on_usage_runs_in_one_piece(capsys):
     names = {"model": tiny_model.make(), "__name__": "page"}
     for block in python_blocks("docs/usage.md"):
@@ -170,41 +175,20 @@ def test_the_page_on_usage_runs_in_one_piece(capsys):
     assert len(capsys.readouterr().out.splitlines()) > 8 and len(names["whole"]) == 3
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/architecture.md", "docs/api/ops.md"])
-def test_the_page_on_attention_is_linked(page):
-    assert "attention.md" in (ROOT / page).read_text()
-
-
-def test_the_page_on_attention_has_the_words_that_it_is_looked_for():
-    text = (ROOT / "docs" / "attention.md").read_text()
-    for words in (
-        "flash attention",
-        "FlashAttention",
-        "relative position bias",
-        "bidirectional",
-        "speech",
-        "Conformer",
-    ):
-        assert words in text
-    assert "key padding mask" in text and "rel_shift" in text and "SDPA" in text
-
-
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
+        (lambda model: txl_jax.load("/nowhere"), "/nowhere"),
         (lambda model: model.score("one text"), "one text"),
         (lambda model: model.generate("a prompt"), "a prompt"),
         (lambda model: model.log_probabilities([[3, 999]], model.init_memory(1)), r"3 to 999"),
         (lambda model: model.log_probabilities([[1, 2], [3, 4]], model.init_memory(1)), r"1 rows.*2 rows"),
-        (lambda model: model.log_probabilities([1, 2], model.init_memory(1)), r"\(2,\)"),
-        (lambda model: txl_jax.ModelConfig(layer_norm="before"), "layer_norm.*before.*post, pre"),
-        (lambda model: txl_jax.ModelConfig(n_layer=2.5), "n_layer.*2.5.*int"),
-        (lambda model: txl_jax.Hook(0, print), r"\b0\b"),
+        (lambda model: txl_jax.ModelConfig(layer_norm="before"), "layer_norm.*before"),
         (lambda model: txl_jax.Hook(7, print).check_interval(5), r"7.*segments_per_call.*5"),
         (lambda model: txl_jax.training_segments(np.zeros(9), batch_size=1, segment_len=2), "float64"),
     ],
 )
-def test_mistakes_of_callers_are_sentences(mistake, words):
+def test_mistakes_of_callers_are_refused(mistake, words):
     with pytest.raises(txl_jax.UserError, match=words):
         mistake(tiny_model.make())
 

@@ -7,36 +7,9 @@ import numpy as np
 import pytest
 
 from support import hf_tokenizers, miniature
+from support.cases import nightly_but
 from support.setting_probes import BASE, PROBES, parts_of
-from txl_jax.config import (
-    AttentionPath,
-    AttentionWindow,
-    CacheDType,
-    CorpusName,
-    DType,
-    EmptyEnd,
-    Encoding,
-    EpochMemory,
-    Heldout,
-    IdType,
-    InitVocabulary,
-    LambRule,
-    LineMark,
-    LossPart,
-    MemoryStart,
-    Network,
-    Newlines,
-    NormPlace,
-    OptimizerName,
-    Order,
-    Remat,
-    Residual,
-    Roll,
-    ScheduleOffset,
-    ShawTerms,
-    Tokenizer,
-    WeightDType,
-)
+from txl_jax.config import CorpusName, LineMark
 from txl_jax.config import tree as config_tree
 from txl_jax.data.sources import corpora
 from txl_jax.data.sources.text import File
@@ -46,8 +19,8 @@ from txl_jax.data.tokens import sentencepiece as pieces_lib
 SECOND = {
     "seed": ("init", 5),
     "init_from": ("first_weights", "weights"),
-    "init_vocabulary": ("first_weights", InitVocabulary.KEPT),
-    "model.network": ("shapes", Network.LSTM),
+    "init_vocabulary": ("first_weights", "kept"),
+    "model.network": ("shapes", "lstm"),
     "model.n_layer": ("shapes", 3),
     "model.d_model": ("shapes", 14),
     "model.n_head": ("shapes", 3),
@@ -62,10 +35,10 @@ SECOND = {
     "model.dropout.qkv": ("forward", 0.3),
     "model.dropout.embedding": ("forward", 0.3),
     "model.dropout.weight": ("forward", 0.3),
-    "model.layer_norm": ("forward", NormPlace.POST),
-    "model.residual": ("shapes", Residual.GATED),
-    "model.attention": ("forward", AttentionPath.TILED),
-    "model.encoding": ("shapes", Encoding.VASWANI),
+    "model.layer_norm": ("forward", "post"),
+    "model.residual": ("shapes", "gated"),
+    "model.attention": ("forward", "tiled"),
+    "model.encoding": ("shapes", "vaswani"),
     "model.num_positions": ("shapes", 20),
     "model.untie_r": ("shapes", True),
     "model.tie_positions": ("shapes", True),
@@ -75,41 +48,41 @@ SECOND = {
     "model.tie_projs": ("shapes", (False, False, True)),
     "model.init_std": ("init", 0.03),
     "model.projection_init_std": ("init", 0.03),
-    "model.dtype": ("forward", DType.BFLOAT16),
-    "model.remat": ("train_step", Remat.FULL),
-    "compat.memory_start": ("train_step", MemoryStart.ZEROS),
-    "compat.same_length_window": ("forward", AttentionWindow.MEM_LEN_PLUS_ONE),
+    "model.dtype": ("forward", "bfloat16"),
+    "model.remat": ("train_step", "full"),
+    "compat.memory_start": ("train_step", "zeros"),
+    "compat.same_length_window": ("forward", "mem_len_plus_one"),
     "compat.layer_norm_eps": ("forward", 1e-12),
-    "compat.shaw_terms": ("shapes", ShawTerms.ORIGINAL),
+    "compat.shaw_terms": ("shapes", "original"),
     "compat.final_norm": ("shapes", False),
-    "compat.lamb": ("update", LambRule.NVIDIA),
-    "optimizer.name": ("update", OptimizerName.LION),
-    "optimizer.mu_dtype": ("update", DType.BFLOAT16),
-    "optimizer.schedule_offset": ("update", ScheduleOffset.ORIGINAL),
+    "compat.lamb": ("update", "nvidia"),
+    "optimizer.name": ("update", "lion"),
+    "optimizer.mu_dtype": ("update", "bfloat16"),
+    "optimizer.schedule_offset": ("update", "original"),
     "optimizer.min_lr_ratio": ("update", 0.1),
-    "data.corpus": ("corpus", CorpusName.PYTHON_STDLIB),
+    "data.corpus": ("corpus", "python_stdlib"),
     "data.file": ("corpus", "other.txt"),
     "data.train": ("corpus", ("other.txt",)),
     "data.valid": ("corpus", ("other.txt",)),
     "data.test": ("corpus", ("other.txt",)),
-    "data.tokenizer.kind": ("corpus", Tokenizer.WORD),
-    "data.tokenizer.newlines": ("corpus", Newlines.DROP),
+    "data.tokenizer.kind": ("corpus", "word"),
+    "data.tokenizer.newlines": ("corpus", "drop"),
     "data.tokenizer.lower_case": ("corpus", True),
-    "data.tokenizer.line_mark": ("corpus", LineMark.S),
-    "data.tokenizer.empty_end": ("corpus", EmptyEnd.KEEP),
+    "data.tokenizer.line_mark": ("corpus", "s"),
+    "data.tokenizer.empty_end": ("corpus", "keep"),
     "data.tokenizer.min_count": ("corpus", 200),
     "data.tokenizer.vocab_file": ("corpus", "prompt.txt"),
     "data.tokenizer.sentencepiece_model": ("corpus", "words.model"),
     "data.tokenizer.sentencepiece_vocab": ("corpus", 300),
     "data.tokenizer.hf_file": ("corpus", "tokenizer.json"),
     "data.tokenizer.vocab_size": ("corpus", 300),
-    "data.tokenizer.bin_type": ("corpus", IdType.UINT32),
+    "data.tokenizer.bin_type": ("corpus", "uint32"),
     "data.reset_at": ("end_token", "\\n"),
     "model.end_token": ("train_step", 3),
-    "data.heldout": ("corpus", Heldout.PUBLISHED),
-    "data.order": ("epochs", Order.SENTENCES),
-    "data.roll": ("epochs", Roll.ROWS),
-    "data.epoch_memory": ("epochs", EpochMemory.CARRIED),
+    "data.heldout": ("corpus", "published"),
+    "data.order": ("epochs", "sentences"),
+    "data.roll": ("epochs", "rows"),
+    "data.epoch_memory": ("epochs", "carried"),
     "optimizer.learning_rate": ("update", 1e-3),
     "optimizer.warmup_steps": ("update", 3),
     "optimizer.adam_b1": ("update", 0.8),
@@ -132,7 +105,7 @@ SECOND = {
     "train.stride": ("epochs", 3),
     "train.clamp_len": ("train_step", 3),
     "train.same_length": ("train_step", False),
-    "train.loss": ("train_step", LossPart.HALF),
+    "train.loss": ("train_step", "half"),
     "regularization.activation_l2": ("train_step", 0.1),
     "regularization.temporal_l2": ("train_step", 0.1),
     "regularization.adversarial": ("train_step", 0.01),
@@ -153,8 +126,8 @@ SECOND = {
     "eval.clamp_len": ("eval_step", 5),
     "eval.same_length": ("eval_step", False),
     "eval.segments_per_call": ("batch", 3),
-    "eval.cache_dtype": ("eval_step", CacheDType.BFLOAT16),
-    "eval.weight_dtype": ("eval_step", WeightDType.INT8),
+    "eval.cache_dtype": ("eval_step", "bfloat16"),
+    "eval.weight_dtype": ("eval_step", "int8"),
     "eval.average_checkpoints": ("scored", 2),
     "eval.temperature": ("eval_step", 1.1),
     "eval.warmup_tokens": ("files", 4),
@@ -175,35 +148,35 @@ SECOND = {
 RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}
 FULL_SOFTMAX = {"model.cutoffs": (), "model.div_val": 1, "model.tie_projs": (), "model.d_embed": None}
 BESIDE = {
-    "init_vocabulary": FULL_SOFTMAX | {"data.tokenizer.kind": Tokenizer.WORD, "init_from": "weights"},
+    "init_vocabulary": FULL_SOFTMAX | {"data.tokenizer.kind": "word", "init_from": "weights"},
     "train.patience": RISING,
     "average.nt_asgd_patience": RISING | {"average.nt_asgd_patience": 10**6},
     **{f"average.{name}": {"average.start_step": 0} for name in ("lr_scale", "ema_decay")},
     **{f"{group}.stride": {f"{group}.mem_len": 0, f"{group}.same_length": False} for group in ("train", "eval")},
     **dict.fromkeys(("regularization.adversarial", "eval.temperature"), FULL_SOFTMAX),
-    "compat.lamb": {"optimizer.name": OptimizerName.LAMB},
-    "optimizer.weight_decay": {"optimizer.name": OptimizerName.LION},
-    "model.num_positions": {"model.encoding": Encoding.AL_RFOU},
-    "compat.shaw_terms": {"model.encoding": Encoding.SHAW, "model.num_positions": 12},
+    "compat.lamb": {"optimizer.name": "lamb"},
+    "optimizer.weight_decay": {"optimizer.name": "lion"},
+    "model.num_positions": {"model.encoding": "al_rfou"},
+    "compat.shaw_terms": {"model.encoding": "shaw", "model.num_positions": 12},
     "data.corpus": {"data.file": None},
     **{
-        name: {"data.tokenizer.kind": Tokenizer.WORD}
+        name: {"data.tokenizer.kind": "word"}
         for name in ("data.tokenizer.line_mark", "data.tokenizer.min_count", "data.tokenizer.vocab_file")
     },
-    "data.tokenizer.lower_case": {"data.tokenizer.kind": Tokenizer.CHAR},
-    "data.tokenizer.empty_end": {"data.tokenizer.kind": Tokenizer.WORD, "data.file": "empty-end.txt"},
-    "data.tokenizer.sentencepiece_model": {"data.tokenizer.kind": Tokenizer.SENTENCEPIECE},
+    "data.tokenizer.lower_case": {"data.tokenizer.kind": "char"},
+    "data.tokenizer.empty_end": {"data.tokenizer.kind": "word", "data.file": "empty-end.txt"},
+    "data.tokenizer.sentencepiece_model": {"data.tokenizer.kind": "sentencepiece"},
     "data.tokenizer.sentencepiece_vocab": {
-        "data.tokenizer.kind": Tokenizer.SENTENCEPIECE,
+        "data.tokenizer.kind": "sentencepiece",
         "data.tokenizer.sentencepiece_vocab": 280,
     },
-    "data.tokenizer.hf_file": {"data.tokenizer.kind": Tokenizer.HF},
+    "data.tokenizer.hf_file": {"data.tokenizer.kind": "hf"},
     **{
-        f"data.tokenizer.{name}": {"data.tokenizer.kind": Tokenizer.ID, "data.file": "ids.bin"}
+        f"data.tokenizer.{name}": {"data.tokenizer.kind": "id", "data.file": "ids.bin"}
         for name in ("vocab_size", "bin_type")
     },
-    "data.heldout": {"data.file": None, "data.corpus": CorpusName.LM1B, "data.tokenizer.kind": Tokenizer.WORD},
-    "data.order": {"data.tokenizer.kind": Tokenizer.WORD},
+    "data.heldout": {"data.file": None, "data.corpus": "lm1b", "data.tokenizer.kind": "word"},
+    "data.order": {"data.tokenizer.kind": "word"},
     "eval.warmup_tokens": {"eval.valid_tokens": 20},
     **{
         f"data.{split}": {
@@ -240,7 +213,6 @@ def texts(tmp_path, monkeypatch):
         (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "Three"], 300)))
     (rng.integers(0, 200, 300) | 1).astype("<u2").tofile(tmp_path / "ids.bin")
     (tmp_path / "trained.txt").write_text("three four\n" * 300)
-    (tmp_path / "words.model").write_bytes(small_model())
     for name, size in (("tokenizer.json", 290), ("other.json", 280)):
         (tmp_path / name).write_text(hf_tokenizers.byte_level(size=size))
     (tmp_path / "empty-end.txt").write_text("one two\n" * 300 + "\n\n")
@@ -268,17 +240,20 @@ def found(probe, config):
     return of_many(probe, config) if probe in READ_NO_FILE else PROBES[probe](config)
 
 
-def settings():
-    """The names of all settings. Those that show in whole runs only are slow; other tests run them too."""
-    for name, (probe, _) in SECOND.items():
-        yield pytest.param(name, marks=pytest.mark.slow if probe in ("files", "scored") else ())
+# Probes that take milliseconds run by default, but for settings whose text takes longer to make.
+QUICK_PROBES = ("batch", "corpus", "devices", "end_token", "epochs", "prompt")
+LONGER = ("data.corpus", "data.heldout", "data.tokenizer.sentencepiece_model", "data.tokenizer.sentencepiece_vocab")
+# One setting stands for the others of each of these probes.
+ONE_EACH = ("model.untie_r", "optimizer.schedule_offset", "train.loss", "eval.clamp_len")
+QUICK = [name for name, (probe, _) in SECOND.items() if probe in QUICK_PROBES and name not in LONGER] + [*ONE_EACH]
 
 
-@pytest.mark.parametrize("name", list(settings()))
-def test_a_second_value_changes_what_a_run_does(name):
+@pytest.mark.parametrize("name", nightly_but(QUICK, SECOND))
+def test_a_second_value_changes_what_a_run_does(name, tmp_path):
     probe, value = SECOND[name]
-    beside = {k: v for k, v in BESIDE.get(name, {}).items() if k != name}
-    before = config_tree.replace(BASE, beside)
+    if name == "data.tokenizer.sentencepiece_model":
+        (tmp_path / value).write_bytes(small_model())
+    before = config_tree.replace(BASE, {k: v for k, v in BESIDE.get(name, {}).items() if k != name})
     if name in FIRST:
         before = config_tree.replace(before, {name: FIRST[name]})
     after = config_tree.replace(before, {name: value})
@@ -287,9 +262,8 @@ def test_a_second_value_changes_what_a_run_does(name):
     assert found(probe, before) != found(probe, after)
 
 
-def test_values_that_do_not_differ_change_nothing():
+@pytest.mark.parametrize("probe", nightly_but(QUICK_PROBES, (*READ_NO_FILE, *QUICK_PROBES[1:])))
+def test_values_that_do_not_differ_change_nothing(probe):
     """The probes themselves are repeatable, else the test above could not fail."""
-    copy = dataclasses.replace(BASE)
     parts_of.cache_clear()
-    for name in (*READ_NO_FILE, "corpus", "epochs", "devices", "prompt"):
-        assert found(name, BASE) == PROBES[name](copy)
+    assert found(probe, BASE) == PROBES[probe](dataclasses.replace(BASE))

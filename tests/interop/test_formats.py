@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from support import foreign, tiny, torch_bytes
 from support.torch_bytes import Call, Name
-from txl_jax.config import Encoding, EvalConfig, ModelConfig, ShawTerms
+from txl_jax.config import AttentionWindow, Encoding, EvalConfig, ModelConfig, ShawTerms
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import formats, huggingface, leaves, original, safetensors_file
@@ -126,6 +127,24 @@ def test_a_state_dict_of_the_original_with_a_config_file(changes, tmp_path):
     check(formats.read(tmp_path), config, params)
 
 
+# Its u and v are shared by all layers.
+NVIDIA = {name: {k: v for k, v in changes.items() if k != "untie_r"} for name, changes in foreign.CONFIGS.items()}
+
+
+@pytest.mark.parametrize("changes", NVIDIA.values(), ids=NVIDIA)
+def test_a_checkpoint_of_nvidia(changes, tmp_path):
+    """Names, settings and the vocabulary that lies in it."""
+    config, params = foreign.make("pytorch", **changes)
+    torch_bytes.write_zip(tmp_path / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params))
+    assert formats.recognise(tmp_path) is Format.NVIDIA
+    found = formats.read(tmp_path)
+    check(found, config, params)
+    window = AttentionWindow.MEM_LEN_PLUS_ONE
+    assert found.compat == dataclasses.replace(tiny.compat_config("pytorch"), same_length_window=window)
+    assert found.eval_config == dataclasses.replace(foreign.LENGTHS, segment_len=3)
+    assert isinstance(found.vocabulary, WordVocabulary) and found.vocabulary.words == foreign.WORDS
+
+
 @pytest.mark.parametrize(
     ("encoding", "changes"),
     [
@@ -145,18 +164,13 @@ def test_other_encodings_of_the_original(encoding, changes, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_layer": 3}, r"tensor layers\.2\.\S+ is missing, expected with shape \[60, 6\]"),
-        ({"n_layer": 10**12}, r"tensor layers\.2\.\S+ is missing, expected with shape"),
-        ({"d_model": 2 * 10**12}, r"has shape .*expected \[\S+, 2000000000000\]"),
-        ({"vocab_size": 10**12}, r"word_emb\.emb_layers\.0\.weight has shape \[13, 6\]"),
-        ({"n_layer": 1}, r"tensor layers\.1\.\S+ of shape \[\d+, 6\] was given"),
-        ({"d_model": 8}, r"tensor \S+ has shape \[\S+, 6\], expected \[\S+, 8\]"),
-        ({"vocab_size": 14}, r"word_emb\.emb_layers\.0\.weight has shape \[13, 6\], expected \[14, 6\]"),
+        ({"n_layer": 10**12}, r"layers\.2\.\S+ .*\[60, 6\]"),
+        ({"d_model": 2 * 10**12}, r"2000000000000\]"),
+        ({"n_layer": 1}, r"layers\.1\.\S+ .*\[\d+, 6\]"),
+        ({"vocab_size": 14}, r"word_emb\.emb_layers\.0\.weight .*\[13, 6\].*\[14, 6\]"),
         ({"tie_word_embeddings": False}, None),
-        ({"cutoffs": [3, 7]}, r"crit\.cluster_weight is missing, expected with shape \[2, 6\]"),
         ({"cutoffs": [7, 3]}, r"model\.cutoffs"),
         ({"n_head": "4"}, "config.json|n_head 4"),
-        ({"n_head": 0}, "n_head 0"),
         ({"n_head": 3}, r"\[\S+ 5\]"),
         ({"untie_r": True}, r"r_w_bias"),
         ({"mem_len": -1}, "mem_len -1"),
@@ -178,28 +192,20 @@ def test_a_config_that_contradicts_the_tensors(change, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("remove", "message"),
+    ("changed", "value"),
     [
-        ("transformer.layers.0.pos_ff.CoreNet.0.weight", r"no tensor layers\.0\.pos_ff\.CoreNet\.0\.weight"),
-        ("transformer.word_emb.emb_layers.0.weight", r"no tensor word_emb\.emb_layers\.0\.weight"),
-        ("transformer.layers.1.dec_attn.qkv_net.weight", r"layers\.1\.dec_attn\.qkv_net\.weight is missing"),
-        ("crit.out_layers.0.bias", r"crit\.out_layers\.0\.bias is missing, expected with shape \[13\]"),
+        ("transformer.layers.0.pos_ff.CoreNet.0.weight", None),
+        ("transformer.layers.1.dec_attn.qkv_net.weight", None),
+        ("crit.out_layers.0.bias", None),
+        ("score.weight", np.zeros((2, 6), np.float32)),
     ],
 )
-def test_a_missing_tensor_is_named(remove, message, tmp_path):
+def test_a_missing_or_unknown_tensor_is_named(changed, value, tmp_path):
     config, params = foreign.make("hf", tie_weight=False)
-    tensors = huggingface.from_flax(params, config)
-    del tensors[remove]
+    tensors = huggingface.from_flax(params, config) | {changed: value}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     path = torch_bytes.write_zip(tmp_path / "pytorch_model.bin", tensors)
-    with pytest.raises(UserError, match=message):
-        formats.read(path)
-
-
-def test_an_unknown_tensor_is_named(tmp_path):
-    config, params = foreign.make("hf")
-    tensors = huggingface.from_flax(params, config) | {"score.weight": np.zeros((2, 6), np.float32)}
-    path = torch_bytes.write_zip(tmp_path / "pytorch_model.bin", tensors)
-    with pytest.raises(UserError, match=r"pytorch_model\.bin: tensor score\.weight\b"):
+    with pytest.raises(UserError, match=re.escape(changed.removeprefix("transformer."))):
         formats.read(path)
 
 
@@ -224,32 +230,21 @@ def test_a_folder_that_would_run_something(name, tmp_path, monkeypatch):
 
 def test_what_holds_no_weights(tmp_path):
     assert formats.recognise(tmp_path) is None
-    with pytest.raises(UserError, match="holds no weights of another implementation"):
-        formats.read(tmp_path)
-    with pytest.raises(UserError, match="holds no weights"):
-        formats.read(tmp_path / "nothing")
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(UserError, match=re.escape(str(path))):
+            formats.read(path)
     safetensors_file.write(tmp_path / "model.safetensors", leaves.from_tree({"stack": {"a": np.zeros(3)}}))
     assert formats.recognise(tmp_path) is None
-    with pytest.raises(UserError, match=r"tensors such as stack/a"):
+    with pytest.raises(UserError, match=r"stack/a"):
         formats.read(tmp_path)
     gpt2 = torch_bytes.write_zip(tmp_path / "gpt2.bin", {"transformer.h.0.ln_1.weight": np.zeros(3, np.float32)})
     assert formats.recognise(gpt2) is None
-    with pytest.raises(UserError, match=r"such as transformer\.h\.0\.ln_1\.weight, which are no names of"):
+    with pytest.raises(UserError, match=r"transformer\.h\.0\.ln_1\.weight"):
         formats.read(gpt2)
     config, params = foreign.make("hf")
     folder = foreign.huggingface_folder(tmp_path / "model", config, params)
-    with pytest.raises(UserError, match="no names of original"):
-        formats.read(folder, Format.ORIGINAL)
     (folder / "config.json").write_text("[1")
-    with pytest.raises(UserError, match=r"config\.json is no JSON"):
-        formats.read(folder)
-
-
-def test_a_vocabulary_of_another_size(tmp_path):
-    config, params = foreign.make("hf")
-    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
-    (folder / "vocab.txt").write_text("\n".join(foreign.WORDS[:-1]))
-    with pytest.raises(UserError, match=r"vocab\.txt holds 12 tokens and the model has 13"):
+    with pytest.raises(UserError, match=r"config\.json"):
         formats.read(folder)
 
 
@@ -268,13 +263,14 @@ def test_bytes_take_the_order_of_their_values(tmp_path):
         np.testing.assert_array_equal(again[path[0]][path[1]][ids], params[path[0]][path[1]])
 
 
+@pytest.mark.nightly(part="huggingface")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
 @by_config
 def test_what_transformers_saves(changes, kind, tmp_path):
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers.models.transfo_xl", reason="needs transformers 4.35: txl_jax[peer]")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     config, _ = foreign.make("hf", **changes)
     torch.manual_seed(0)
     arguments = huggingface.config_of(config, foreign.LENGTHS, vocab_size=foreign.V)

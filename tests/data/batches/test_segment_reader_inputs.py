@@ -1,15 +1,12 @@
 """Tests batching by hand-drawn cases, its arrays, how a text is read, and what is refused."""
 
-import doctest
 import re
-import time
 
 import numpy as np
 import pytest
 
 from support.segment_readers import CONSTRUCTORS, KINDS, assert_equal, numbered, rows_of
 from txl_jax.config import Roll
-from txl_jax.data.batches import segment_reader
 from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
 from txl_jax.errors import UserError
 
@@ -90,15 +87,6 @@ def test_only_the_places_asked_for_are_read(kind):
     assert text.taken.size == 4 * 3 * 7
 
 
-@pytest.mark.parametrize("kind", ["sequential", "stream rolled", "rows rolled"])
-def test_reading_is_faster_than_any_model(kind):
-    constructor, given_beside = KINDS[kind]
-    reader = constructor(np.zeros(2_000_000, np.uint8), batch_size=22, segment_len=512, **given_beside(0))
-    start = time.perf_counter()
-    tokens = sum(reader.segments(step, 1).targets.size for step in range(100))
-    assert tokens / (time.perf_counter() - start) > 1e6  # Some 30 times slower than measured on two cores.
-
-
 def test_a_text_of_exactly_one_segment_and_one_token_less():
     for roll in Roll:
         assert training_segments(numbered(31), batch_size=5, segment_len=6, roll=roll).n_segments == 1
@@ -109,50 +97,35 @@ def test_a_text_of_exactly_one_segment_and_one_token_less():
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
-@pytest.mark.parametrize("shape", [(0,), (1,), (4, 5)])
-def test_tokens_must_be_one_axis_of_two_or_more(constructor, shape):
-    with pytest.raises(ValueError, match=re.escape(str(shape))):
-        constructor(np.zeros(shape, np.uint8), batch_size=1, segment_len=1)
+@pytest.mark.parametrize(
+    ("shape", "sizes", "named"),
+    [
+        ((0,), {}, r"\(0,\)"),
+        ((1,), {}, r"\(1,\)"),
+        ((4, 5), {}, r"\(4, 5\)"),
+        ((50,), {"batch_size": 0}, r"batch_size\D*\b0\b"),
+        ((50,), {"segment_len": -1}, "segment_len.*-1"),
+        ((50,), {"own": [6]}, r"\[6\].*batch_size.*\b6\b"),
+        ((50,), {"own": [-1, 2]}, r"\[-1, 2\]"),
+        ((50,), {"own": [2, 1]}, r"\[2, 1\]"),
+        ((50,), {"own": [3, 3]}, r"\[3, 3\]"),
+    ],
+)
+def test_texts_sizes_and_rows_that_cannot_be(constructor, shape, sizes, named):
+    with pytest.raises(ValueError, match=named):
+        constructor(np.zeros(shape, np.uint8), **{"batch_size": 6, "segment_len": 2} | sizes)
 
 
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
-@pytest.mark.parametrize("sizes", [{"batch_size": 0, "segment_len": 3}, {"batch_size": 3, "segment_len": -1}])
-def test_sizes_must_be_positive(constructor, sizes):
-    with pytest.raises(
-        ValueError, match=rf"batch_size\D*\b{sizes['batch_size']}\b.*segment_len.*{sizes['segment_len']}\b"
-    ):
-        constructor(numbered(50), **sizes)
-
-
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
-@pytest.mark.parametrize("own", [[6], [-1, 2], [2, 1], [3, 3]])
-def test_own_rows_must_be_rows_in_order(constructor, own):
-    with pytest.raises(ValueError, match=rf"{re.escape(str(own))}.*batch_size.*\b6\b"):
-        constructor(numbered(50), batch_size=6, segment_len=2, own=own)
-
-
-def test_warm_up_cannot_be_negative():
+def test_other_settings_that_cannot_be():
+    sizes = {"batch_size": 2, "segment_len": 2}
     with pytest.raises(ValueError, match=r"warmup_tokens.*-1\b"):
-        evaluation_segments(numbered(50), batch_size=6, segment_len=2, warmup_tokens=-1)
-
-
-@pytest.mark.parametrize("roll", [Roll.STREAM, Roll.ROWS])
-def test_sentences_are_not_rolled_as_well(roll):
-    with pytest.raises(ValueError, match=rf"sentence_starts.*\broll\b.*\b{roll}\b"):
-        training_segments(numbered(50), batch_size=2, segment_len=2, roll=roll, sentence_starts=np.array([0, 50]))
-
-
-def test_sentences_must_be_those_of_the_text():
-    with pytest.raises(ValueError, match=r"\b0\b.*\b49\b.*\b50\b"):
-        training_segments(numbered(50), batch_size=2, segment_len=2, sentence_starts=np.array([0, 49]))
-
-
-@pytest.mark.parametrize(("first_step", "count"), [(-1, 2), (0, 0)])
-def test_positions_must_exist(first_step, count):
-    reader = training_segments(numbered(50), batch_size=2, segment_len=3)
-    with pytest.raises(ValueError, match=rf"\b{count}\b.*{first_step}\b"):
-        reader.segments(first_step, count)
-
-
-def test_docstring_examples():
-    assert doctest.testmod(segment_reader) == (0, 5)
+        evaluation_segments(numbered(50), **sizes, warmup_tokens=-1)
+    for roll in (Roll.STREAM, Roll.ROWS):
+        with pytest.raises(ValueError, match=rf"sentence_starts.*\broll\b.*\b{roll}\b"):
+            training_segments(numbered(50), **sizes, roll=roll, sentence_starts=np.array([0, 50]))
+    for stride in (-1, 3):
+        with pytest.raises(ValueError, match=rf"stride\D*{stride}\b.*segment_len.*\b2\b"):
+            training_segments(numbered(50), **sizes, stride=stride)
+    for first_step, count in ((-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=rf"\b{count}\b.*{first_step}\b"):
+            training_segments(numbered(50), **sizes).segments(first_step, count)

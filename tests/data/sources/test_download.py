@@ -11,12 +11,14 @@ import pytest
 import requests
 
 from support import miniature
+from support.published_corpora import contents, read
 from txl_jax.config import CorpusName, TokenizerConfig
-from txl_jax.data.sources import corpus_row, published, tfds_builders
+from txl_jax.data.sources import corpus_row, tfds_builders
 from txl_jax.data.sources.corpora import CORPORA
 from txl_jax.data.sources.corpus_row import Remote
 from txl_jax.errors import UserError
 
+pytestmark = pytest.mark.full
 PTB_FILES = {f"ptb.{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()}
 
 
@@ -76,14 +78,6 @@ def serve(server, file, content):
     return miniature.remote(file, content, server.url)
 
 
-def read(name, tmp_path):
-    return published.read(name, data_dir=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
-
-
-def contents(text):
-    return {split: b"".join(b"".join(file.blocks()) for file in files) for split, files in text.splits.items()}
-
-
 def left_in_the_cache(tmp_path):
     """Files that a download would leave."""
     found = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and "txl" not in path.name]
@@ -108,69 +102,18 @@ def test_a_source_of_several_files(server, source, tmp_path):
     assert sorted(server.asked) == sorted(["HEAD /ptb.train.txt", *(f"GET /{file}" for file in PTB_FILES)])
 
 
-@pytest.fixture
-def plain(server, monkeypatch):
-    """Makes one plain file of the server a corpus, in place of text8; returns its text."""
+def test_one_plain_file(server, tmp_path, monkeypatch):
+    """A corpus that is not packed, in place of text8."""
     text = "".join(f"Fable {i}: the fox and the grapes.\n" for i in range(3000)).encode()
-    row = corpus_row.one_file(
-        CorpusName.TEXT8,
-        title="Fables",
-        contents="bytes",
-        file="fables.txt",
-        size=len(text),
-        sha256=hashlib.sha256(text).hexdigest(),
-        urls=(f"{server.url}fables.txt", f"{miniature.NOWHERE}fables.txt"),
-        cuts=(len(text) - 70, 40, 30),
-        tokenizer=TokenizerConfig(),
-        vocab_size=256,
-    )
+    served = serve(server, "fables.txt", text)
+    facts = {"size": len(text), "sha256": served.sha256, "cuts": (len(text) - 70, 40, 30), "vocab_size": 256}
+    names = {"title": "Fables", "contents": "bytes", "file": "fables.txt", "urls": (served.url,)}
+    row = corpus_row.one_file(CorpusName.TEXT8, tokenizer=TokenizerConfig(), **names, **facts)
     monkeypatch.setitem(CORPORA, CorpusName.TEXT8, row)
-    return text
-
-
-def test_one_plain_file(plain, server, tmp_path):
-    serve(server, "fables.txt", plain)
-    assert contents(read(CorpusName.TEXT8, tmp_path)) == {
-        "train": plain[:-70],
-        "valid": plain[-70:-30],
-        "test": plain[-30:],
-    }
+    expected = {"train": text[:-70], "valid": text[-70:-30], "test": text[-30:]}
+    assert contents(read(CorpusName.TEXT8, tmp_path)) == expected
     assert server.asked == ["HEAD /fables.txt", "GET /fables.txt"]
     assert not left_in_the_cache(tmp_path)
-
-
-def test_one_plain_file_that_is_another(plain, server, tmp_path):
-    (server.folder / "fables.txt").write_bytes(b"<html>sign in</html>")
-    message = failure(CorpusName.TEXT8, tmp_path)
-    assert re.search(rf"{server.url}fables\.txt gave .*; put fables\.txt \({len(plain):,} bytes, from ", message)
-    assert "packed" not in message
-
-
-def test_one_plain_file_in_the_folder(plain, tmp_path):
-    """By its own name, or in an archive that a user made of it; it is no archive itself."""
-    row = CORPORA[CorpusName.TEXT8]
-    assert "fables.txt" not in row.archives and "text8.zip" in row.archives
-    for file, content in (
-        ("fables.txt", plain),
-        ("text8.zip", miniature.archive(".zip", {"fables.txt": plain})),
-    ):
-        folder = tmp_path / file
-        (folder / "data").mkdir(parents=True)
-        (folder / "data" / file).write_bytes(content)
-        assert b"".join(contents(read(CorpusName.TEXT8, folder)).values()) == plain
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "fables.txt").write_bytes(plain[:-1])
-    assert re.search(
-        rf"fables\.txt holds {len(plain) - 1:,} bytes and Fables has exactly {len(plain):,};",
-        failure(CorpusName.TEXT8, tmp_path),
-    )
-
-
-def test_a_source_of_which_little_is_known(server, source, tmp_path):
-    """The content decides, as of the official archive of the Penn Treebank."""
-    serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
-    source(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
-    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
 
 
 @pytest.mark.parametrize("dead", ["nothing listens", "not found", "other file", "other size", "no archive"])
@@ -200,88 +143,13 @@ def failure(name, tmp_path):
 
 def test_a_wrong_checksum_is_reported_with_both(server, source, tmp_path):
     whole = miniature.official(CorpusName.TEXT8)
-    wrong = whole[:-1] + bytes([whole[-1] ^ 1])
-    served = serve(server, "text8.zip", wrong)
+    served = serve(server, "text8.zip", whole[:-1] + bytes([whole[-1] ^ 1]))
     right = hashlib.sha256(whole).hexdigest()
     source(CorpusName.TEXT8, (dataclasses.replace(served, sha256=right),))
     message = failure(CorpusName.TEXT8, tmp_path)
-    assert re.search(rf"\btext8\b.*{tmp_path}/data\b", message)
-    assert not left_in_the_cache(tmp_path)
     assert re.search(rf"{served.url}.*\b{served.sha256}\b.*\b{right}\b", message), "what came, then what should"
+    assert not left_in_the_cache(tmp_path)
     assert server.asked == ["HEAD /text8.zip", "GET /text8.zip"]
-
-
-def test_every_sources_answer_is_reported(server, source, tmp_path):
-    whole = miniature.official(CorpusName.ENWIK8)
-    size = len(whole)
-    sources = (
-        miniature.remote("enwik8.zip", whole),
-        miniature.remote("absent.zip", whole, server.url),
-        Remote(serve(server, "short.zip", whole[:-1]).url, size=size),
-        Remote(serve(server, "page.zip", b"<html>sign in</html>").url),
-    )
-    source(CorpusName.ENWIK8, *((remote,) for remote in sources))
-    message = failure(CorpusName.ENWIK8, tmp_path)
-    nowhere, absent, short, page = (remote.url for remote in sources)
-    assert re.search(rf"{nowhere}\b.*{absent}\b.*\b404\b.*{short}\b.*\b{size - 1:,}\b.*\b{size:,}\b.*{page}\b", message)
-    wanted = message[message.rindex(page) :]
-    assert re.search(rf"\benwik8\.zip\b.*\b{size:,}\b.*{miniature.NOWHERE}.*\babsent\.zip\b", wanted)
-
-
-def test_a_file_that_vanishes_after_it_was_asked_for(server, source, tmp_path, monkeypatch):
-    source(CorpusName.ENWIK8, (miniature.remote("enwik8.zip", b"x" * 10, server.url),))
-    answer = requests.Response()
-    answer.status_code = 200
-    monkeypatch.setattr(requests, "head", lambda url, **options: answer)
-    message = failure(CorpusName.ENWIK8, tmp_path)
-    assert re.search(rf"{server.url}enwik8\.zip\b.*\b404\b", message)
-
-
-def test_why_a_source_is_not_reached(source, tmp_path, monkeypatch):
-    errors = [
-        requests.exceptions.ConnectionError(),
-        requests.exceptions.ProxyError(),
-        requests.exceptions.SSLError(),
-        requests.exceptions.ConnectTimeout(),
-        requests.exceptions.ReadTimeout(),
-        requests.exceptions.TooManyRedirects("30 redirects"),
-    ]
-    coming = iter(errors)
-
-    def head(url, *, timeout, allow_redirects):
-        assert timeout == (3, 10) and allow_redirects
-        raise next(coming)
-
-    monkeypatch.setattr(requests, "head", head)
-    source(CorpusName.ENWIK8, (miniature.remote("enwik8.zip", b"x"),))
-    messages = [failure(CorpusName.ENWIK8, tmp_path) for _ in errors]
-    assert all(f"{miniature.NOWHERE}enwik8.zip" in message for message in messages)
-    unreached, proxy, certificate, connecting, reading, redirects = messages
-    assert connecting == reading, "each is a timeout"
-    assert len(set(messages)) == 5, "each other cause has its own message"
-    assert "proxy" in proxy and "certificate" in certificate and "30 redirects" in redirects
-    assert not any(word in unreached for word in ("proxy", "certificate"))
-
-
-def test_sources_are_asked_at_the_same_time(source, tmp_path, monkeypatch):
-    together = threading.Barrier(3)
-
-    def head(url, **options):
-        together.wait(10)  # Passes once all three are here.
-        raise requests.ConnectionError
-
-    monkeypatch.setattr(requests, "head", head)
-    source(CorpusName.ENWIK8, *((miniature.remote(f"{i}.zip", b"x"),) for i in range(3)))
-    failure(CorpusName.ENWIK8, tmp_path)
-
-
-def test_a_file_in_the_folder_needs_no_network(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(requests, "head", lambda url, **options: pytest.fail("the network was used"))
-    source(CorpusName.PTB, (miniature.remote("x.zip", b"x"),))
-    (tmp_path / "data").mkdir()
-    for file, content in PTB_FILES.items():
-        (tmp_path / "data" / file).write_bytes(content)
-    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
 
 
 def test_a_download_outlives_a_failure_that_came_after_it(server, source, tmp_path, monkeypatch):
@@ -333,8 +201,7 @@ def test_a_download_that_is_cut_is_not_taken(server, source, tmp_path, monkeypat
 
     monkeypatch.setattr(Handler, "do_GET", cut, raising=False)
     source(CorpusName.ENWIK8, (Remote(server.url + "enwik8.zip"),))
-    message = failure(CorpusName.ENWIK8, tmp_path)
-    assert f"{server.url}enwik8.zip" in message
+    assert f"{server.url}enwik8.zip" in failure(CorpusName.ENWIK8, tmp_path)
 
 
 def test_the_builders_alone_download_too(server, source, tmp_path):

@@ -69,6 +69,7 @@ def test_only_a_reader_that_is_asked_to_waits(pipe):
     assert reader.next(wait=False) is None and reader.ended
 
 
+@pytest.mark.full
 def test_a_large_file_is_read_in_blocks(tmp_path):
     (tmp_path / "large").write_bytes(b"some words of a line\n" * 200_000)
     descriptor = open_input(str(tmp_path / "large"))
@@ -88,6 +89,7 @@ def test_what_cannot_be_opened_is_a_sentence(tmp_path):
     assert open_input("-") == 0
 
 
+@pytest.mark.full
 def test_an_input_in_a_bucket(bucket):
     (bucket / "input.txt").write_bytes(b"one\ntwo")
     descriptor = open_input(str(bucket / "input.txt"))

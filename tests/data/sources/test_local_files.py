@@ -23,8 +23,6 @@ from txl_jax.data.sources.text import BLOCK_BYTES, SPLITS
 from txl_jax.data.tokens.utf8 import text_blocks
 from txl_jax.errors import UserError
 
-OTHERS = [kind for kind in Tokenizer if kind is not Tokenizer.BYTE]
-
 
 def contents(files):
     return b"".join(block for file in files for block in file.blocks())
@@ -66,14 +64,11 @@ def test_bytes_are_split_by_position(size, path):
     for text in (own, prefix):
         assert parts(text) == [content[:first], content[first:second], content[second:]]
         assert text.digest == hashlib.sha256(content).hexdigest()
-        assert not text.closed_alphabet
+        assert not text.closed_alphabet and "poem.txt" in text.description
     assert (own.name, prefix.name) == ("text", "enwik8 prefix")
-    assert re.search(rf"\b{size:,}\b.*\bpoem\.txt\b", own.description)
-    assert re.search(rf"\b{size}\b.*\bpoem\.txt\b", prefix.description)
-    assert own.description != prefix.description
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", [Tokenizer.CHAR, Tokenizer.WORD])
 @given(lines=st.lists(st.text("ab é日😀", max_size=20), min_size=1), open_end=st.booleans())
 @settings(max_examples=100)
 def test_other_tokens_are_split_where_lines_begin(path, kind, lines, open_end):
@@ -107,16 +102,6 @@ def test_very_long_lines_are_split_at_words_or_characters(unit, border, path):
     assert 0 <= len(train) - len(content + b"\n") * 90 // 100 <= len(unit.encode())
 
 
-def test_borders_keep_their_place_in_the_file(path):
-    """An error names the offset in the file, not in the split."""
-    content = b"".join(b"line %03d\n" % number for number in range(100))
-    for bad in (3, 830, 890):
-        path.write_bytes(content[:bad] + b"\xff" + content[bad + 1 :])
-        text = read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
-        with pytest.raises(UserError, match=rf"poem\.txt\b.*\b0xff\b.*\b{bad}\b"):
-            list(text_blocks(sum(text.splits.values(), ()), close_lines=True))
-
-
 def test_large_files_come_in_blocks(path):
     content = random.Random(0).randbytes(2 * BLOCK_BYTES + 5)
     path.write_bytes(content)
@@ -128,34 +113,23 @@ def test_large_files_come_in_blocks(path):
     assert b"".join(part.blocks()) == content[7 : BLOCK_BYTES + 9]
 
 
-@pytest.mark.parametrize("size", [0, 95, 99])
-def test_a_file_that_becomes_shorter_is_noticed(size, path):
-    path.write_bytes(b"x" * 100)
-    text = read_own_text(own_text(file=str(path)))
-    os.truncate(path, size)
-    with pytest.raises(UserError, match=rf"^{path}\b"):
-        parts(text)
-
-
-def test_what_is_added_later_is_not_read(path):
+def test_a_file_that_becomes_shorter_or_longer(path):
     path.write_bytes(b"x" * 100)
     text = read_own_text(own_text(file=str(path)))
     path.write_bytes(b"x" * 100 + b"y" * 100)
     assert b"".join(parts(text)) == b"x" * 100
+    for size in (99, 95, 0):
+        os.truncate(path, size)
+        with pytest.raises(UserError, match=rf"^{path}\b"):
+            parts(text)
 
 
 def test_several_files_are_split_as_one(five_files):
     whole = b"".join(name.encode() * 10 + b"\n" for name in "abcde")
     splits = split_by_position(five_files, at_lines=False)
     assert [contents(splits[name]) for name in SPLITS] == [whole[:49], whole[49:52], whole[52:]]
-    assert [(file.name[-1], file.offset, file.size) for file in splits["train"]] == [
-        ("a", 0, 11),
-        ("b", 0, 11),
-        ("c", 0, 11),
-        ("d", 0, 11),
-        ("e", 0, 5),
-    ]
-    assert [(file.name[-1], file.offset, file.size) for file in splits["test"]] == [("e", 8, 3)]
+    places = {split: [(file.name[-1], file.offset, file.size) for file in splits[split]] for split in SPLITS}
+    assert places["train"] == [*((name, 0, 11) for name in "abcd"), ("e", 0, 5)] and places["test"] == [("e", 8, 3)]
     at_lines = split_by_position(five_files, at_lines=True)
     assert [contents(at_lines[name]) for name in SPLITS] == [whole, b"", b""]
 
@@ -167,7 +141,6 @@ def test_lists_are_joined_in_the_order_given(five_files):
     a, b, c, d, e = five_files
     text = read_own_text(own_text(train=(c, a), valid=(b,), test=(e, d)))
     assert parts(text) == [b"c" * 10 + b"\n" + b"a" * 10 + b"\n", b"b" * 10 + b"\n", b"eeeeeeeeee\ndddddddddd\n"]
-    assert re.findall(r"\d+", text.description) == ["22", "11", "22"]
     assert [file.name for file in text.splits["train"]] == [c, a]
 
 
@@ -182,121 +155,63 @@ def test_patterns_expand_in_the_order_of_names(five_files, tmp_path):
     assert parts(as_it_is)[0] == b"part[1].txt", "a file of that very name"
 
 
-def test_a_pattern_that_matches_nothing_is_named(five_files, tmp_path):
-    a, b = five_files[:2]
-    with pytest.raises(UserError) as caught:
-        read_own_text(own_text(train=(a,), valid=(a, f"{tmp_path}/*.text"), test=(b,)))
-    assert re.search(rf"--data\.valid\b.*{tmp_path}/\*\.text\b", str(caught.value))
-
-
-def test_the_digest_depends_on_order_and_split(five_files):
+def test_the_digest_depends_on_order_split_and_the_ends_of_files(five_files, tmp_path):
     a, b, c, d, e = five_files
+    for name, content in {"one": b"on", "two": b"ce\n", "both": b"once\n"}.items():
+        (tmp_path / name).write_bytes(content)
     arrangements = [
         {"train": (a, b), "valid": (c,), "test": (d,)},
         {"train": (b, a), "valid": (c,), "test": (d,)},
         {"train": (a,), "valid": (b, c), "test": (d,)},
         {"train": (a, b), "valid": (c,), "test": (d, e)},
+        {"train": (f"{tmp_path}/one", f"{tmp_path}/two"), "valid": (a,), "test": (b,)},
+        {"train": (f"{tmp_path}/both",), "valid": (a,), "test": (b,)},
     ]
     digests = [read_own_text(own_text(**lists)).digest for lists in arrangements]
     assert len(set(digests)) == len(arrangements)
     assert digests[0] == read_own_text(own_text(**arrangements[0])).digest
 
 
-def test_the_digest_depends_on_the_ends_of_files(five_files, tmp_path):
-    for name, content in {"one": b"on", "two": b"ce\n", "both": b"once\n"}.items():
-        (tmp_path / name).write_bytes(content)
-    rest = {"valid": (five_files[0],), "test": (five_files[1],)}
-    apart = read_own_text(own_text(train=(f"{tmp_path}/one", f"{tmp_path}/two"), **rest))
-    joined = read_own_text(own_text(train=(f"{tmp_path}/both",), **rest))
-    assert apart.digest != joined.digest
-
-
 # Files that are refused
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_bad_files_are_named_with_their_flag(split, five_files, tmp_path):
+def test_bad_files_are_named_with_their_flag(five_files, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
-    bad = [tmp_path / "absent", tmp_path, tmp_path / "empty"]
-    messages = set()
-    for path in bad:
-        lists = dict.fromkeys(SPLITS, (five_files[0],))
-        lists[split] = (five_files[1], str(path))
-        with pytest.raises(UserError) as caught:
-            read_own_text(own_text(**lists))
-        assert re.search(rf"--data\.{split}\b.*{path}(?!/)\b", str(caught.value))
-        messages.add(str(caught.value).replace(str(path), ""))
-    assert len(messages) == len(bad), "each has its own message"
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda path: read_own_text(own_text(file=path)),
-        lambda path: read_prefix(DataConfig(corpus=CorpusName.TEXT8, file=path)),
-    ],
-)
-def test_bad_single_files_are_named_with_their_flag(read, tmp_path):
-    (tmp_path / "empty").write_bytes(b"")
-    messages = set()
-    for name in ("absent", "", "empty"):
-        with pytest.raises(UserError) as caught:
-            read(str(tmp_path / name))
-        assert re.search(rf"--data\.file\b.*{tmp_path / name}\b", str(caught.value))
-        messages.add(str(caught.value).replace(str(tmp_path / name), ""))
-    assert len(messages) == 3, "each has its own message"
+    for path in (tmp_path / "absent", tmp_path, tmp_path / "empty", tmp_path / "*.text"):
+        for split in SPLITS:
+            lists = dict.fromkeys(SPLITS, (five_files[0],)) | {split: (five_files[1], str(path))}
+            with pytest.raises(UserError, match=rf"--data\.{split}\b.*{re.escape(str(path))}(?!/)\b"):
+                read_own_text(own_text(**lists))
+        for read, corpus in ((read_own_text, CorpusName.TEXT), (read_prefix, CorpusName.TEXT8)):
+            with pytest.raises(UserError, match=rf"--data\.file\b.*{re.escape(str(path))}(?!/)\b"):
+                read(DataConfig(corpus=corpus, file=str(path)))
 
 
 @pytest.mark.parametrize("kind", [Tokenizer.WORD, Tokenizer.SENTENCEPIECE])
 @pytest.mark.parametrize(
-    ("end", "n_empty"),
-    [
-        ("\n\n", 1),
-        ("\n\n\n", 2),
-        ("\r\n\r\n", 1),
-        (" \n \t\n\n", 2),
-        ("\n" * 1000, 999),
-    ],
+    ("end", "n_empty"), [("\n\n", 1), ("\r\n\r\n", 1), (" \n \t\n\n", 2), ("\n" * 1000, 999), ("\n ", 1)]
 )
 def test_empty_lines_at_the_end_are_refused(kind, end, n_empty, path):
     path.write_text("first\n\nlast" + end, newline="")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b\D*--data\.tokenizer\.empty_end=keep\b"):
         read_own_text(own_text(file=str(path), kind=kind))
-    assert re.search(rf"^{path}\D*\b{n_empty}\b\D*--data\.tokenizer\.empty_end=keep\b", str(caught.value))
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_empty_lines_are_refused_at_the_end_of_every_file(split, five_files, path):
+def test_empty_lines_are_refused_at_the_end_of_every_file(five_files, path):
     path.write_text("last\n\n")
-    lists = dict.fromkeys(SPLITS, tuple(five_files[:1]))
-    lists[split] = (str(path), five_files[1])
-    with pytest.raises(UserError, match=r"poem\.txt\D*\b1\b.*--data\.tokenizer\.empty_end=keep\b"):
-        read_own_text(own_text(kind=Tokenizer.WORD, **lists))
+    for split in SPLITS:
+        lists = dict.fromkeys(SPLITS, tuple(five_files[:1])) | {split: (str(path), five_files[1])}
+        with pytest.raises(UserError, match=r"poem\.txt\D*\b1\b.*--data\.tokenizer\.empty_end=keep\b"):
+            read_own_text(own_text(kind=Tokenizer.WORD, **lists))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"kind": Tokenizer.CHAR},
-        {"kind": Tokenizer.WORD, "line_mark": LineMark.NONE},
-        {"kind": Tokenizer.WORD, "empty_end": EmptyEnd.KEEP},
-    ],
-)
-def test_empty_lines_are_kept_where_asked_for_or_without_meaning(fields, path):
+def test_other_ends_are_taken_and_empty_lines_where_asked_for_or_without_meaning(path):
     path.write_text("first\n\nlast\n\n\n")
-    assert b"".join(parts(read_own_text(own_text(file=str(path), **fields)))) == b"first\n\nlast\n\n\n"
-
-
-@pytest.mark.parametrize("end", ["", "\n", "\r\n", " \n", " \t"])
-def test_other_ends_are_taken(end, path):
-    path.write_text("first\n\n\nlast" + end, newline="")
-    read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
-
-
-def test_a_last_line_of_white_space_is_empty(path):
-    path.write_text("first\n ")
-    with pytest.raises(UserError, match=r"poem\.txt\D*\b1\b.*--data\.tokenizer\.empty_end=keep\b"):
+    words = {"kind": Tokenizer.WORD}
+    for fields in ({}, {"kind": "char"}, words | {"line_mark": LineMark.NONE}, words | {"empty_end": EmptyEnd.KEEP}):
+        assert b"".join(parts(read_own_text(own_text(file=str(path), **fields)))) == b"first\n\nlast\n\n\n"
+    for end in ("", "\n", "\r\n", " \n", " \t"):
+        path.write_text("first\n\n\nlast" + end, newline="")
         read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
 
 
@@ -306,25 +221,15 @@ def test_a_last_line_of_white_space_is_empty(path):
 def test_python_stdlib_reads_modules_in_path_order_and_no_tests(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     wanted = {"a.py": "first", "b/c.py": "second", "b/testing/x.py": "third", "b.py": "fourth"}
-    skipped = [
-        "test/t.py",
-        "b/tests/t.py",
-        "idlelib/idle_test/t.py",
-        "site-packages/p.py",
-        "dist-packages/p.py",
-        "b/__pycache__/c.py",
-        "a.txt",
-    ]
+    skipped = ["test/t.py", "b/tests/t.py", "idlelib/idle_test/t.py", "a.txt"]
+    skipped += ["site-packages/p.py", "dist-packages/p.py", "b/__pycache__/c.py"]
     for name, text in wanted.items() | dict.fromkeys(skipped, "NO").items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text * 10)
     (tmp_path / "dangling.py").symlink_to(tmp_path / "absent.py")
     text = read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
     assert b"".join(parts(text)).decode() == "".join(wanted[name] * 10 for name in sorted(wanted))
-    assert text.name == "python_stdlib" and re.search(r"\b4\b.*\b220\b", text.description)
-
-
-def test_python_stdlib_without_sources_is_an_error(tmp_path, monkeypatch):
+    assert text.name == "python_stdlib"
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
     with pytest.raises(UserError, match=r"python311\.zip\b.*\.py\b"):
         read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))

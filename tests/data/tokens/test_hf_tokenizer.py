@@ -1,39 +1,23 @@
 """Tests tokens of a tokenizer.json: the package's own ids, bytes of each token, and every file that cannot be used."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support import hf_tokenizers as made
-from txl_jax.data.sources.text import File
+from support.encoded_text import in_blocks
 from txl_jax.data.tokens.build_vocabulary import KINDS, given_tokenizer
 from txl_jax.data.tokens.hf_tokenizer import HFVocabulary
 from txl_jax.data.tokens.text_stream import TextStream
 from txl_jax.data.tokens.vocabulary import digest, dumps, loads
-from txl_jax.errors import MissingPackageError, UserError
-
-tokenizers = pytest.importorskip("tokenizers")
+from txl_jax.errors import UserError
 
 END = "<|endoftext|>"
-LINES = (
-    "Once upon a time\n",
-    "the café  was\tshut.\n",
-    "\n",
-    "  indented\n",
-    "日本 😀\n",
-    f"{END}",
-    "\n\n\n",
-    "x" * 40,
-)
-
-
-def in_blocks(content, size, name="some.txt"):
-    """A file that comes in blocks of a size."""
-    return File(name, len(content), lambda: (content[i : i + size] for i in range(0, len(content), size)))
+LINES = ("Once upon a time\n", "the café  was\tshut.\n", "\n", "  indented\n", "日本 😀\n", END, "\n\n\n", "x" * 40)
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +90,8 @@ def test_pieces_of_words_are_spelt_as_in_a_text():
 
 def test_without_an_end_a_text_follows_a_newline_or_the_first_id():
     assert HFVocabulary(made.byte_level(special=())).start.tolist() == [made.ALPHABET.index("Ċ")]
-    assert HFVocabulary(made.word_pieces()).start.tolist() == [0]
-
-
-def test_an_unknown_token_is_known():
-    own = HFVocabulary(made.word_pieces())
-    assert own.names()[own.unknown_id] == b" [UNK]"
+    pieces = HFVocabulary(made.word_pieces())
+    assert pieces.start.tolist() == [0] and pieces.names()[pieces.unknown_id] == b" [UNK]"
 
 
 def test_ids_may_lack_a_token(own):
@@ -136,29 +116,21 @@ def test_the_saved_form_is_two_lines_and_keeps_the_file(own):
     assert digest(own) != digest(HFVocabulary(made.byte_level(pretty=True)))
 
 
-@pytest.mark.parametrize("damage", ["", "{}", "half"])
-def test_a_damaged_form_is_one_clear_error(own, damage):
+def test_a_damaged_form_is_one_clear_error(own):
     title, content = dumps(own).splitlines()
-    with pytest.raises(UserError, match="'txl_jax vocabulary hf "):
-        loads(f"{title}\n{content[: len(content) // 2] if damage == 'half' else damage}\n", KINDS)
+    for damaged in ("", "{}", content[: len(content) // 2]):
+        with pytest.raises(UserError, match="'txl_jax vocabulary hf "):
+            loads(f"{title}\n{damaged}\n", KINDS)
 
 
 # What cannot be used
 
 
-@pytest.mark.parametrize("content", [b"", b"no json", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"])
 def test_what_is_no_tokenizer_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file\b.*tokenizer\.json\b.*save\(\)") as error:
+    with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file\b.*tokenizer\.json\b"):
         given_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert "\n" not in str(error.value)
-
-
-def test_a_file_that_is_not_there_or_not_named(tmp_path):
-    with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file\b.*\bnowhere\b"):
-        given_tokenizer(str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file=tokenizer\.json"):
-        given_tokenizer(None)
 
 
 def test_a_character_that_would_vanish_is_refused_with_the_file():
@@ -168,16 +140,5 @@ def test_a_character_that_would_vanish_is_refused_with_the_file():
         own.encode(b"abc")
     with pytest.raises(UserError, match=r"^some\.txt: .*'é' \(U\+00E9\)"):
         list(own.blocks([in_blocks("ab é".encode(), 3)]))
-
-
-def test_a_word_without_an_unknown_token_is_refused():
-    own = HFVocabulary(made.whole_words(unknown=None))
     with pytest.raises(UserError, match=r"^some\.txt: .*UNK"):
-        list(own.blocks([in_blocks(b"ba zebra", 99)]))
-
-
-def test_without_the_package_the_command_is_named(monkeypatch, own):
-    saved = dumps(own)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(MissingPackageError, match=r"--data\.tokenizer\.kind=hf.*'\.\[tokenizers\]'"):
-        loads(saved, KINDS)
+        list(HFVocabulary(made.whole_words(unknown=None)).blocks([in_blocks(b"ba zebra", 99)]))

@@ -56,9 +56,8 @@ def test_ids_are_mapped_where_they_are(read, tmp_path):
     np.save("ids.npy", IDS.astype(np.uint16))
     corpus = read(file="ids.npy")
     for split in (corpus.train, corpus.valid, corpus.test):
-        assert (
-            isinstance(split, np.memmap) and split.filename == str(tmp_path / "ids.npy") and not split.flags.writeable
-        )
+        assert isinstance(split, np.memmap) and not split.flags.writeable
+        assert split.filename == str(tmp_path / "ids.npy")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy"], "nothing was copied"
 
 
@@ -68,18 +67,12 @@ def test_the_size_is_given_or_the_largest_id_and_one(read):
     assert read(file="ids.npy", vocab_size=212).vocabulary == IdVocabulary(212)
     with pytest.raises(UserError, match=r"\b211\b.*\b211\b.*--data\.tokenizer\.vocab_size\b"):
         read(file="ids.npy", vocab_size=211)
-    counted, given = read(file="ids.npy"), read(file="ids.npy", vocab_size=212)
-    assert "largest id" in counted.description and "largest id" not in given.description
-
-
-def test_the_largest_id_may_be_in_any_split(read):
     np.array([1, 2, 3]).astype("<u2").tofile("train.bin")
     np.array([9, 2]).astype("<u2").tofile("val.bin")
-    assert read(train=("train.bin",), valid=("val.bin",)).vocabulary.size == 10
+    assert read(train=("train.bin",), valid=("val.bin",)).vocabulary.size == 10, "the largest may be in any split"
 
 
 def test_a_tokenizer_beside_it_makes_text_of_ids(read, tmp_path):
-    pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text(hf_tokenizers.byte_level())
     own = HFVocabulary(hf_tokenizers.byte_level())
     np.save("ids.npy", own.encode(b"one two three " * 20))
@@ -88,8 +81,6 @@ def test_a_tokenizer_beside_it_makes_text_of_ids(read, tmp_path):
     np.save("ids.npy", np.full(100, hf_tokenizers.SIZE))
     with pytest.raises(UserError, match=rf"\b{hf_tokenizers.SIZE}\b.*\b{hf_tokenizers.SIZE}\b.*hf_file"):
         read(file="ids.npy", hf_file="tokenizer.json")
-    with pytest.raises(UserError, match=r"vocab_size is 300\b.*'tokenizer\.json'"):
-        read(file="ids.npy", hf_file="tokenizer.json", vocab_size=300)
 
 
 def test_ids_are_scored_in_the_vocabulary_of_a_run(read):
@@ -120,7 +111,6 @@ def test_the_digest_is_of_the_ids(read):
         (IDS.astype(float), "float64"),
         (IDS.reshape(10, 10), r"\(10, 10\)"),
         (IDS > 5, "bool"),
-        (np.array(["a", "b"]), "<U1"),
         (np.array([{}, {}]), "Python objects"),
         (np.where(np.arange(100) == 60, -3, IDS), r"-3 at position 60\b"),
         (np.where(np.arange(100) == 61, 2**31 - 1, IDS), r"2147483647 at position 61\b"),
@@ -130,9 +120,8 @@ def test_the_digest_is_of_the_ids(read):
 )
 def test_an_array_without_ids(read, array, pattern):
     np.save("ids.npy", array)
-    with pytest.raises(UserError, match=pattern) as error:
+    with pytest.raises(UserError, match=pattern):
         read(file="ids.npy")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -140,37 +129,25 @@ def test_an_array_without_ids(read, array, pattern):
     [
         ("ids.bin", b"123", {}, r"\b3 bytes\b.*uint16"),
         ("ids.bin", b"1234" * 9 + b"12", {"bin_type": IdType.UINT32}, r"\b38 bytes\b.*uint32.*\bbin_type\b"),
-        ("ids.bin", b"", {}, "ids.bin"),
+        ("ids.bin", b"", {}, r"ids\.bin"),
         ("ids.txt", b"1 2 3", {}, r"\.npy\b.*\.bin\b"),
-        ("ids.npy", b"1 2 3", {}, r"\.npy file"),
-        ("ids.npy", b"\x93NUMPY\x01\x00", {}, r"\.npy file"),
+        ("ids.npy", b"1 2 3", {}, r"ids\.npy\b"),
+        ("ids.npy", b"\x93NUMPY\x01\x00", {}, r"ids\.npy\b"),
     ],
 )
 def test_a_file_without_ids(read, tmp_path, name, content, fields, pattern):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=pattern) as error:
+    with pytest.raises(UserError, match=pattern):
         read(file=name, **fields)
-    assert "\n" not in str(error.value)
 
 
-def test_a_file_that_was_cut_off(read, tmp_path):
+def test_a_file_that_was_cut_off_and_several_of_a_split(read, tmp_path):
     np.save("ids.npy", IDS)
     content = (tmp_path / "ids.npy").read_bytes()
     (tmp_path / "ids.npy").write_bytes(content[:-9])
-    with pytest.raises(UserError, match=r"ids\.npy\b.*\.npy file"):
+    with pytest.raises(UserError, match=r"ids\.npy\b"):
         read(file="ids.npy")
-
-
-def test_several_files_of_a_split(read):
     for name in ("1.bin", "2.bin", "v.bin"):
         IDS.astype("<u2").tofile(name)
     with pytest.raises(UserError, match=r"--data\.train\b.*\b2 files\b"):
         read(train=("[12].bin",), valid=("v.bin",))
-
-
-def test_other_texts_need_a_test_file_and_take_no_array(read, tmp_path):
-    np.save("ids.npy", IDS)
-    with pytest.raises(UserError, match=r"ids\.npy\b.*--data\.tokenizer\.kind=id"):
-        read_corpus(own_text(file="ids.npy"), "nowhere", "cache")
-    with pytest.raises(UserError, match=r"data\.train, data\.valid\b.*data\.test"):
-        own_text(train=("a",), valid=("b",)).validate()

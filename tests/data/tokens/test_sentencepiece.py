@@ -17,7 +17,7 @@ from txl_jax.data.tokens.sentencepiece import PieceVocabulary
 from txl_jax.data.tokens.vocabulary import digest, dumps, loads
 from txl_jax.errors import UserError
 
-sentencepiece = pytest.importorskip("sentencepiece")
+pytestmark = pytest.mark.full
 
 SYLLABLES = ("ba", "do", "ki", "lu", "me", "po", "ra", "ti")
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -74,6 +74,8 @@ def test_learning_twice_gives_the_same_model(learnt):
 
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters=f"\n{SPACE}")))
 def test_what_was_never_seen_is_spelt_in_bytes(learnt, text):
+    import sentencepiece
+
     normal = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc").normalize(text)
     ids = learnt.encode(text.encode())
     assert learnt.decode(ids).decode() == normal.replace(SPACE, " ")
@@ -205,6 +207,8 @@ def test_what_is_no_model_is_noticed_at_once(model, line_mark):
 
 
 def test_a_model_without_an_end_marks_no_lines():
+    import sentencepiece
+
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()), model_writer=model, vocab_size=60, eos_id=-1, minloglevel=2

@@ -16,7 +16,7 @@ from txl_jax.data.tokens.build_vocabulary import KINDS, rank
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.data.tokens.character_vocabulary import CharacterVocabulary
 from txl_jax.data.tokens.id_vocabulary import IdVocabulary
-from txl_jax.data.tokens.vocabulary import digest, dumps, id_type, loads
+from txl_jax.data.tokens.vocabulary import digest, dumps, loads
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
@@ -35,22 +35,8 @@ def test_text_survives_encoding_with_its_own_vocabulary(text):
     own = ByteVocabulary.of(text)
     ids = own.encode(text)
     assert ids.dtype == np.uint8 and ids.shape == (len(text),)
-    assert set(ids.tolist()) == set(range(own.size)), "every symbol occurs, so every id does"
-    assert own.decode(ids) == text
-
-
-@given(st.binary())
-def test_with_all_bytes_an_id_is_the_byte(text):
-    every = ByteVocabulary.all_bytes()
-    assert every.size == 256
-    assert every.encode(text).tolist() == list(text)
-    assert every.decode(every.encode(text)) == text
-
-
-def test_ids_are_ranks():
-    own = ByteVocabulary.of(b"zebra")
-    assert own.symbols == b"aberz"
-    assert own.encode(b"zebra").tolist() == [4, 2, 1, 3, 0]
+    assert own.symbols == bytes(sorted(set(text))), "ids are ranks"
+    assert own.symbols[ids.max()] == max(text) and own.decode(ids) == text
 
 
 @given(texts=st.lists(st.binary(), max_size=3), size=SIZES)
@@ -104,10 +90,14 @@ def test_a_foreign_id_is_named(foreign):
             three.decode([0, foreign])
 
 
-@pytest.mark.parametrize("symbols", [b"", b"ba", b"aa"])
-def test_symbols_must_increase(symbols):
-    with pytest.raises(UserError, match=re.escape(str([*symbols]))):
-        ByteVocabulary(symbols)
+def test_symbols_and_characters_must_be_distinct():
+    unknown = "\N{REPLACEMENT CHARACTER}"
+    for symbols in (b"", b"ba", b"aa"):
+        with pytest.raises(UserError, match=re.escape(str([*symbols]))):
+            ByteVocabulary(symbols)
+    for characters in ("", "abc", f"a{unknown}a"):
+        with pytest.raises(UserError, match=rf"\b{len(characters)}\b.*\bchar\b.*'{unknown}'.*\b{len({*characters})}\b"):
+            CharacterVocabulary(characters)
 
 
 # Characters
@@ -123,23 +113,11 @@ def test_characters_are_known_or_replaced(characters, others, size):
     assert vocabulary.decode(ids).decode() == seen
 
 
-def test_characters_beyond_16_bits_have_their_own_ids():
-    vocabulary = CharacterVocabulary("a😀\N{REPLACEMENT CHARACTER}\U0010ffffé")
-    assert vocabulary.encode("é\U0010ffff😀a\U0001f601".encode()).tolist() == [4, 3, 1, 0, 2]
-
-
 def test_lower_case_characters():
     vocabulary = CharacterVocabulary("aé\N{REPLACEMENT CHARACTER}i\N{COMBINING DOT ABOVE}", lower_case=True)
     assert vocabulary.encode("AaÉB".encode()).tolist() == [0, 0, 1, 2]
     assert vocabulary.encode("İ".encode()).tolist() == [3, 4], "one capital of two lower-case characters"
     assert joined(vocabulary.blocks([in_blocks("É A".encode(), 1)])) == [1, 2, 0]
-
-
-@pytest.mark.parametrize("characters", ["", "abc", "a\N{REPLACEMENT CHARACTER}a"])
-def test_characters_must_be_distinct_and_hold_the_unknown(characters):
-    n, distinct, unknown = len(characters), len({*characters}), "'\N{REPLACEMENT CHARACTER}'"
-    with pytest.raises(UserError, match=rf"\b{n}\b.*\bchar\b.*{unknown}.*\b{distinct}\b"):
-        CharacterVocabulary(characters)
 
 
 # All
@@ -159,17 +137,17 @@ def test_what_an_unprompted_text_follows():
     assert starts == [[1], [4], [4], [0]] and [words_of(line_mark).mark for line_mark in LineMark] == [1, 4, 4, None]
 
 
-@pytest.mark.parametrize(
-    "vocabulary", [ByteVocabulary(b"\n\x80\xc3"), CharacterVocabulary("a\n\N{REPLACEMENT CHARACTER}é")]
-)
-def test_a_byte_and_a_character_are_called_what_they_are(vocabulary):
-    assert vocabulary.names() == [vocabulary.decode([token]) for token in range(vocabulary.size)]
+def test_a_byte_and_a_character_are_called_what_they_are():
+    for vocabulary in (ByteVocabulary(b"\n\x80\xc3"), CharacterVocabulary("a\n\N{REPLACEMENT CHARACTER}é")):
+        assert vocabulary.names() == [vocabulary.decode([token]) for token in range(vocabulary.size)]
 
 
 def test_the_id_of_unknown_tokens():
     assert ByteVocabulary.of(b"abc").unknown_id is None
     for vocabulary in (CharacterVocabulary("a\N{REPLACEMENT CHARACTER}"), words_of(LineMark.EOS)):
         assert vocabulary.encode("ž".encode()).tolist() == [vocabulary.unknown_id]
+        with pytest.raises(UserError, match=r"\b0xff\b.*\b3\b"):
+            vocabulary.encode("é\n".encode() + b"\xff")
     assert WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>").unknown_id == 1
 
 
@@ -183,25 +161,9 @@ def test_ids_as_tokens():
     assert own.encode(b"").shape == (0,) and own.decode([5, 17]) == b"5 17 " and own.start.tolist() == [0]
     assert joined(own.blocks([in_blocks(b"5 17 299")])) == [5, 17, 299] and own.names()[17] == b"17"
     assert loads(dumps(own), KINDS) == own
-    for text, message in ((b"5 the", "'the' is no token id"), (b"300", "token id 300"), (b"-1", "'-1' is no token id")):
-        with pytest.raises(UserError, match=message):
+    for text, named in ((b"5 the", "'the'"), (b"300", r"\b300\b"), (b"-1", "-1")):
+        with pytest.raises(UserError, match=named):
             own.encode(text)
-    with pytest.raises(UserError, match="size 0"):
-        IdVocabulary(0)
-
-
-def test_a_prompt_that_is_no_utf8_is_named():
-    for vocabulary in (CharacterVocabulary("\N{REPLACEMENT CHARACTER}"), words_of(LineMark.EOS)):
-        with pytest.raises(UserError, match=r"\b0xff\b.*\b3\b"):
-            vocabulary.encode("é\n".encode() + b"\xff")
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype"), [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "int32")]
-)
-def test_ids_are_of_the_smallest_type(size, dtype):
-    assert id_type(size) == dtype
-    assert np.array([size - 1], id_type(size)).tolist() == [size - 1]
 
 
 # Ranks
@@ -222,14 +184,6 @@ def test_rank_against_plain_python(text, min_count, first):
     expected = sorted(counts, key=lambda word: -counts[word])  # Stable: a dict keeps the order of first occurrence.
     expected = first + [word for word in expected if word not in first]
     assert rank(collections.Counter(text), min_count=min_count, unknown="<unk>", first=first) == expected
-
-
-def test_rank_by_hand():
-    counts = collections.Counter({"tie": 2, "dye": 2, "once": 1, "<eos>": 4})
-    assert rank(counts, min_count=1, unknown="<unk>", first=["<eos>"]) == ["<eos>", "tie", "dye", "once", "<unk>"]
-    assert rank(counts, min_count=2, unknown="<unk>") == ["<eos>", "tie", "dye", "<unk>"]
-    rare = collections.Counter({"<unk>": 2, "x": 1, "y": 2, "some": 4, "most": 6})
-    assert rank(rare, min_count=3, unknown="<unk>") == ["most", "<unk>", "some"], "2 of its own, 1 of x, 2 of y"
 
 
 # The saved form
@@ -261,17 +215,6 @@ def test_saved_words_are_the_same(words, line_mark, lower_case):
     assert saved(own).encode(b"<eos> x").tolist() == own.encode(b"<eos> x").tolist()
 
 
-def test_the_saved_form_is_for_people():
-    assert dumps(ByteVocabulary(b"\na")) == 'txl_jax vocabulary byte {"newlines": "keep"}\n10\n97\n'
-    characters = dumps(CharacterVocabulary("\n\\a\N{REPLACEMENT CHARACTER}", lower_case=True))
-    assert characters == 'txl_jax vocabulary char {"lower_case": true}\n\\n\n\\\\\na\n\N{REPLACEMENT CHARACTER}\n'
-    settings_of_words = '{"line_mark": "s", "lower_case": false, "unknown": "<unk>"}'
-    assert (
-        dumps(WordVocabulary(("<S>", "<unk>"), LineMark.S))
-        == f"txl_jax vocabulary word {settings_of_words}\n<S>\n<unk>\n"
-    )
-
-
 BYTE, CHAR = 'txl_jax vocabulary byte {"newlines": "keep"}\n', 'txl_jax vocabulary char {"lower_case": false}\n'
 WORD = 'txl_jax vocabulary word {"line_mark": "eos", "lower_case": false, "unknown": "<unk>"}\n'
 PIECES = 'txl_jax vocabulary sentencepiece {"line_mark": "eos", "lower_case": false}\n'
@@ -281,32 +224,16 @@ PIECES = 'txl_jax vocabulary sentencepiece {"line_mark": "eos", "lower_case": fa
     "text",
     [
         "",
-        "\n",
         "[10, 97]",  # As it was saved before there were other tokens than bytes.
-        "byte {}\n97\n",
         'byte {"newlines": "keep"}\n97\n',
         BYTE,
         BYTE.replace("byte", "bit") + "97\n",
         BYTE.replace("{", "") + "97\n",
-        BYTE.replace("newlines", "spaces") + "97\n",
         BYTE.replace('"keep"', '"lose"') + "97\n",
         BYTE.replace('{"newlines": "keep"}', "7") + "97\n",
-        BYTE.replace('{"newlines": "keep"}', '["keep"]') + "97\n",
-        BYTE.replace(' {"newlines": "keep"}', "") + "97\n",
-        BYTE + "97\n96\n",
-        BYTE + "97\n97\n",
-        BYTE + "97\n\n98\n",
-        BYTE + "256\n",
-        BYTE + "-1\n",
-        BYTE + "a\n",
-        CHAR,
-        CHAR + "a\n",
+        *(BYTE + symbols for symbols in ("97\n96\n", "97\n97\n", "97\n\n98\n", "256\n", "a\n")),
         CHAR + "a\n\N{REPLACEMENT CHARACTER}\na\n",
-        WORD,
-        WORD + "<eos>\na\n",
         WORD + "<unk>\na\n",
-        WORD + "<eos>\n<unk>\na\na\n",
-        WORD.replace("eos", "eot") + "<eos>\n<unk>\n",
         WORD.replace("unknown", "known") + "<eos>\n<unk>\n",
         PIECES,
     ],
