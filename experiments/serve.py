@@ -51,7 +51,12 @@ def main() -> None:
     )
     flags.DEFINE_integer("port", 8000, "Port; 0: a free one, which is printed.", lower_bound=0, upper_bound=65535)
     flags.DEFINE_integer("rows", 8, "Texts that are written side by side; each needs a KV cache.", lower_bound=1)
-    flags.DEFINE_integer("max_prompt_tokens", usual.prompt_tokens, "Maximum prompt tokens per request, summed over its choices.", lower_bound=1)
+    flags.DEFINE_integer(
+        "max_prompt_tokens",
+        usual.prompt_tokens,
+        "Maximum prompt tokens per request, summed over its choices.",
+        lower_bound=1,
+    )
     flags.DEFINE_integer("max_new_tokens", usual.new_tokens, "Most that max_tokens may be.", lower_bound=1)
     flags.DEFINE_integer("max_waiting", usual.waiting, "Choices that may wait for a row.", lower_bound=0)
     flags.DEFINE_float("request_seconds", usual.seconds, "Time of a request.", lower_bound=0)

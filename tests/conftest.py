@@ -1,6 +1,5 @@
 """Settings, markers and fixtures of the whole suite."""
 
-import functools
 import gc
 import os
 import pathlib
@@ -14,7 +13,7 @@ import hypothesis
 import jax
 import pytest
 
-from support import tiny_run
+from support import compiled_programs, tiny_run
 from support.float64 import enable_x64
 from txl_jax.runtime import executable_cache
 
@@ -26,69 +25,8 @@ hypothesis.settings.register_profile("txl", deadline=None, max_examples=20, dera
 hypothesis.settings.load_profile("txl")
 
 
+MAPS, MOST_MAPPINGS = pathlib.Path("/proc/self/maps"), 30_000
 collect_ignore = ["support"]  # Helpers: some change the process when they are imported.
-
-MARKERS = ("unit", "integration", "faults", "launch", "slow")
-# Files and folders below tests/ that put parts together, or take more than some seconds.
-INTEGRATION = (
-    "bench/test_attention.py",
-    "bench/test_huggingface_model.py",
-    "bench/test_speed.py",
-    "bench/test_throughput.py",
-    "config/test_every_setting.py",
-    "evaluation",
-    "experiments",
-    "inference",
-    "jobs",
-    "modules/test_dropout.py",
-    "modules/test_recurrence_properties.py",
-    "modules/test_transformer_xl.py",
-    "paper",
-    "runtime/test_two_hosts.py",
-    "serving",
-    "sharding/test_mesh.py",
-    "test_docs.py",
-    "test_golden.py",
-    "test_public_api.py",
-    "training",
-)
-# Parts of those that are quick.
-QUICK = (
-    "experiments/cli/test_flag_tree.py",
-    "experiments/cli/test_help_text.py",
-    "experiments/cli/test_runner.py",
-    "experiments/cli/test_several_processes.py",
-    "experiments/test_flagfiles.py",
-    "experiments/test_list.py",
-    "paper/test_detokenize.py",
-    "paper/test_plots.py",
-    "paper/test_recl_gains.py",
-    "serving/test_sessions.py",
-    "training/test_weight_averaging.py",
-)
-
-
-@functools.cache  # 5,000 tests are in 200 files.
-def marker_of(path: pathlib.Path) -> str:
-    """Returns the marker of a file's tests by its place in the tree."""
-
-    def is_below(places: tuple[str, ...]) -> bool:
-        return any(path.is_relative_to(pathlib.Path(__file__).parent / place) for place in places)
-
-    for name in ("faults", "launch"):
-        if is_below((name,)):
-            return name
-    return "integration" if is_below(INTEGRATION) and not is_below(QUICK) else "unit"
-
-
-@pytest.hookimpl(tryfirst=True)  # Before -m selects.
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives every test exactly one marker: its own, such as `slow`, or that of its place."""
-    for item in items:
-        own = {mark.name for mark in item.iter_markers()} & set(MARKERS)
-        assert len(own) <= 1, f"{item.nodeid} has the markers {', '.join(sorted(own))}"
-        if not own:
-            item.add_marker(marker_of(item.path))
 
 
 @pytest.fixture
@@ -108,11 +46,10 @@ def x64():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def compilation_cache(tmp_path_factory):
-    """Compiles a program once, though many tests jit it anew: the same binary, and the jobs' tests take a quarter."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compilation_cache")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+def compilation_cache(request):
+    """Compiles a program once, for both workers and for later runs: a warm cache saves most of the suite's time."""
+    folder = request.config.cache.mkdir(f"jax-{compiled_programs.key()}")
+    compiled_programs.keep_in(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -124,10 +61,11 @@ def no_executables_are_kept():
 
 @pytest.fixture(autouse=True, scope="module")
 def free_executables():
-    """Frees what a file compiled. A few thousand programs exhaust the mappings of a process (vm.max_map_count)."""
+    """Frees compiled programs before they exhaust the mappings of the process (vm.max_map_count, usually 65,530)."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,20 @@ from typing import Any
 import pytest
 
 
-def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Returns the cases as parameters of a test; those that are not among the quick ones are slow."""
+def nightly_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Returns the cases as parameters of a test. Those that are not among the quick ones run nightly."""
+    return _marked(quick, cases, pytest.mark.nightly(part="cases"))
+
+
+def full_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Returns the cases as parameters of a test. Those that are not among the quick ones run with `-m full`."""
+    return _marked(quick, cases, pytest.mark.full)
+
+
+def _marked(quick: Collection[Any], cases: Iterable[Any], mark: pytest.MarkDecorator) -> list[Any]:
     cases = list(cases)
     assert all(case in cases for case in quick), f"not among the cases: {[case for case in quick if case not in cases]}"
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in quick else pytest.mark.slow)
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in quick else mark)
         for case in cases
     ]

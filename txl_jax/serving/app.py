@@ -310,8 +310,8 @@ class _Stream(StreamingResponse):
 class _KnownHosts:
     """Answers 421 to requests for other names than the server's.
 
-    A page of another site can have its own name resolve to this address (DNS rebinding). Browsers then treat its requests
-    as same-origin, and only the Host header still shows the name.
+    A page of another site can have its own name resolve to this address (DNS rebinding). Browsers then treat its
+    requests as same-origin, and only the Host header still shows the name.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]):

@@ -318,8 +318,8 @@ def _prompts(body: dict[str, Any], vocabulary: Vocabulary, limits: Limits, n: in
     total = sum(map(len, found)) * n  # Each choice reads its prompt.
     if total > limits.prompt_tokens:
         raise RequestError(
-            f"the prompts of all {len(found) * n} choices must have at most {limits.prompt_tokens} tokens together, got "
-            f"{total}. Send fewer choices, or continue a session over several requests.",
+            f"the prompts of all {len(found) * n} choices must have at most {limits.prompt_tokens} tokens together, "
+            f"got {total}. Send fewer choices, or continue a session over several requests.",
             param="prompt",
             code="prompt_too_long",
         )

@@ -1,0 +1,17 @@
+"""Compares the anchors: initial parameters, masks, first losses, drawn texts and orders of reading.
+
+A difference means that somebody who trains or generates with the same seed gets other numbers than before.
+`record.py` has the reasons and writes them anew.
+"""
+
+import json
+
+import pytest
+
+from anchors import record
+
+
+@pytest.mark.parametrize("name", record.CASES)
+def test_numbers_are_those_that_were_recorded(name, tmp_path):
+    expected = json.loads((record.FOLDER / f"{name}.json").read_text())
+    assert list(record.differences(record.CASES[name](tmp_path), expected, record.tolerance(name))) == []

@@ -1,0 +1,34 @@
+"""JAX's persistent cache for tests: one folder for all workers, which survives between runs."""
+
+import hashlib
+import os
+import pathlib
+import platform
+
+import jax
+from jax._src import lru_cache
+
+
+def key() -> str:
+    """Returns a name for what compiled programs depend on and JAX's own keys leave out: versions, flags, processor."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    parts = [jax.__version__, jax.lib.__version__, os.environ["XLA_FLAGS"], features]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def keep_in(folder: str | os.PathLike[str]) -> None:
+    """Keeps every compiled program of this process in a folder that other processes read and write too."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    lru_cache.LRUCache.put = _put
+
+
+def _put(cache: lru_cache.LRUCache, name: str, value: bytes) -> None:
+    """Writes an entry under another name first. JAX writes in place, so that a second worker can read half of it."""
+    path = os.path.join(cache.path, f"{name}-cache")
+    with open(f"{path}.{os.getpid()}", "wb") as file:
+        file.write(value)
+    os.replace(file.name, path)
