@@ -1,9 +1,12 @@
 """Tests the benchmark of serving on a tiny model."""
 
+import pytest
+
 from txl_jax.bench.serving import DEFAULTS, Plan, run
 from txl_jax.config import tree as config_tree
 
 
+@pytest.mark.full
 def test_rows_and_one_row_are_timed():
     small = {"model.n_layer": 1, "model.d_model": 8, "model.n_head": 2, "model.d_head": 4, "model.d_inner": 8}
     config = config_tree.replace(DEFAULTS, small | {"eval.mem_len": 9, "model.cutoffs": (5, 9)})

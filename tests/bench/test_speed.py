@@ -26,6 +26,7 @@ def cells(line):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+@pytest.mark.full
 def test_a_row_per_task_and_generation_twice_with_tails(tmp_path):
     lines = []
     path = tmp_path / "speed.json"
@@ -45,22 +46,16 @@ def test_the_table_of_a_comparison_has_the_speedup():
     assert cells(row) == ["training", "2 x 4", "6", "6", "2", "3.00", "2.00", "4.00"]
 
 
-def test_the_peer_has_all_tasks_but_data_loading():
-    assert Plan().chosen_tasks == speed.TASKS
-    assert Plan(peer=Peer.HUGGINGFACE).chosen_tasks == ("training", "evaluation", "generation")
-    assert Plan(peer=Peer.HUGGINGFACE, tasks=("training",)).chosen_tasks == ("training",)
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"tasks": ("trainig",)}, r"'trainig'.*\btraining\b"),
-        ({"calls": 0}, r"calls is 0\b.*\b1\b"),
         ({"peer": Peer.HUGGINGFACE, "tasks": ("data_loading",)}, r"data_loading.*--peer"),
         ({"peer": Peer.HUGGINGFACE, "warmup": 0}, r"warmup is 0\b.*\b1\b"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(settings, words):
+def test_the_peer_has_all_tasks_but_data_loading_and_others_are_refused(settings, words):
+    assert Plan(peer=Peer.HUGGINGFACE).chosen_tasks == ("training", "evaluation", "generation")
     with pytest.raises(UserError, match=words):
         Plan(**settings).validate()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support import tiny, tiny_run
+from support.cases import full_but
 from txl_jax.config import DType, Encoding
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step, window_batches
 
@@ -60,8 +61,13 @@ def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
     return nats
 
 
-@pytest.mark.parametrize("encoding", Encoding)
-@pytest.mark.parametrize(("attention_len", "stride", "batch_size"), CASES)
+@pytest.mark.parametrize(
+    ("encoding", "attention_len", "stride", "batch_size"),
+    full_but(
+        [(Encoding.AL_RFOU, *CASES[0]), (Encoding.RELATIVE, *CASES[1]), (Encoding.VASWANI, *CASES[3])],
+        [(encoding, *case) for encoding in Encoding for case in CASES],
+    ),
+)
 def test_totals_match_a_loop_over_tokens(encoding, attention_len, stride, batch_size, x64):
     found = totals(encoding, attention_len, stride, batch_size)
     assert found.tokens == T - 1
@@ -120,15 +126,13 @@ def test_only_scored_positions_go_through_the_softmax():
     assert f"f32[{batch_size},{attention_len},{tiny.V}]" not in program
 
 
-def test_totals_come_along_one_call_late(x64):
+def test_totals_come_along_one_call_late_and_may_stop_it(x64):
     calls = []
     result = totals(attention_len=4, stride=2, batch_size=2, after_call=calls.append)
     # 13 targets: 4 of the first window, then two windows of 2 a call, the last of which scores 1.
     assert [so_far.tokens for so_far in calls] == [4, 8, 12]
     assert calls[0].nats < calls[1].nats < calls[2].nats < result.nats
 
-
-def test_after_call_may_stop_it(x64):
     def stop(so_far):
         raise KeyboardInterrupt
 
@@ -140,7 +144,6 @@ def test_after_call_may_stop_it(x64):
     ("tokens", "sizes", "pattern"),
     [
         (TEXT, {"stride": 5}, r"\bstride\D*\b5\b.*\battention_len\D*\b4\b"),
-        (TEXT, {"stride": 0}, r"\bstride\D*\b0\b"),
         (TEXT, {"batch_size": 0}, r"\bbatch_size\D*\b0\b"),
         (TEXT[:1], {}, r"shape \(1,\)"),
     ],

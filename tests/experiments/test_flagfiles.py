@@ -8,7 +8,6 @@ A golden text that changes means that a published configuration changed, or that
 import functools
 import importlib
 import json
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import pytest
 from absl import flags
 
 from experiments.cli import flag_tree
+from support.cases import full_but
 from txl_jax.assemble import assemble
 from txl_jax.config import CorpusName
 from txl_jax.config import tree as config_tree
@@ -85,12 +85,6 @@ def golden_text(name):
     return json.dumps(config_tree.to_dict(resolved(name)), indent=1) + "\n"
 
 
-def opening_comment(name):
-    """The comment lines that a flagfile begins with, as one line."""
-    text = (flag_tree.FLAGFILE_DIR / f"{name}.flags").read_text()
-    return text[: text.index("\n--")].replace("\n# ", " ")
-
-
 def test_every_flagfile_is_in_the_table_and_has_a_golden_text():
     assert sorted(FLAGFILES) == flag_tree.flagfile_names()
     assert sorted(FLAGFILES) == sorted(path.stem for path in GOLDEN_DIR.glob("*.json"))
@@ -103,29 +97,17 @@ def test_flagfile_resolves_to_its_golden_text(name):
 
 
 @pytest.mark.parametrize("name", FLAGFILES)
-def test_size_is_the_published_one_and_the_comment_has_it_to_the_unit(name):
+def test_size_is_the_published_one(name):
     row, size = FLAGFILES[name], parts(name).num_parameters
     assert abs(size - row.parameters) <= row.margin * row.parameters, f"{size:,}"
-    assert re.search(rf"\b{size:,}\D+\b{row.vocab_size:,}\b", opening_comment(name))
 
 
 @pytest.mark.parametrize("name", UNTIED)
 def test_size_with_u_and_v_per_layer(name):
     assert parts(name, "--model.untie_r").num_parameters == UNTIED[name]
-    assert f"{UNTIED[name]:,}" in opening_comment(name)
 
 
-@pytest.mark.parametrize("name", FLAGFILES)
-def test_comment_has_the_tokens_of_a_step_and_of_the_run(name):
-    train = resolved(name).train
-    step = train.batch_size * train.new_tokens
-    assert f"{train.batch_size} x {train.new_tokens} = {step:,} tokens" in opening_comment(name)
-    assert f"{train.steps:,} steps = {step * train.steps:.1e} tokens".replace("e+0", "e").replace("e+", "e") in (
-        opening_comment(name)
-    )
-
-
-@pytest.mark.parametrize("name", FLAGFILES)
+@pytest.mark.parametrize("name", full_but(["wt103_base"], FLAGFILES))
 def test_training_step_fits_together_at_full_size(name):
     made = parts(name)
     train = made.config.train

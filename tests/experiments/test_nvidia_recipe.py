@@ -9,6 +9,7 @@ from absl import flags
 
 from experiments import wikitext103
 from experiments.cli import flag_tree
+from support.cases import nightly_but
 from txl_jax.assemble import assemble
 from txl_jax.config import LambRule
 from txl_jax.data.batches.segment_reader import training_segments
@@ -70,7 +71,14 @@ class Oracle:
 
 @pytest.mark.parametrize(
     ("name", "steps", "more"),
-    [("wt103_base_nvidia", 300, ()), ("wt103_large_nvidia", 40, ("--model.div_val=2",))],  # Of 16, 4 leaves no width.
+    nightly_but(
+        [("wt103_base_nvidia", 12, ())],
+        [
+            ("wt103_base_nvidia", 12, ()),
+            ("wt103_base_nvidia", 300, ()),
+            ("wt103_large_nvidia", 40, ("--model.div_val=2",)),  # Of 16, 4 leaves no width.
+        ],
+    ),
 )
 def test_updates_are_those_of_nvidias_lamb(name, steps, more, x64):
     config = resolved(name, *more)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from support import miniature
-from support.faults import ROOT, Place, finished
+from support.faults import ROOT, Place, cache_in, finished
 from txl_jax.config import CorpusName
 
 
@@ -20,9 +20,7 @@ def place(tmp_path_factory):
     environment = {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
         "PYTHONFAULTHANDLER": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        **cache_in(folder / "compiled"),
     }
     return Place(folder, environment)
 

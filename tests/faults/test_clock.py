@@ -3,6 +3,8 @@
 import math
 import re
 
+import pytest
+
 from support.faults import KILLED, assert_equal_runs, finished
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.metrics_log import read_metrics
@@ -10,6 +12,7 @@ from txl_jax.runtime.metrics_log import read_metrics
 HOUR, DAY = 3600, 86400
 
 
+@pytest.mark.full
 def test_the_clock_jumps_forward_a_day_and_back_an_hour(place, undisturbed):
     """Times of files jump with it, so that after the first jump the newest checkpoint is the oldest by them.
 

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from support.faults import KILLED, assert_equal_runs, assert_one_sentence, finished
+from support.faults import KILLED, NIGHTLY, assert_equal_runs, assert_one_sentence, finished
 
-pytestmark = pytest.mark.slow
+pytestmark = NIGHTLY
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,6 @@ def test_a_flipped_bit_in_any_file(copy, killed, place, undisturbed):
         assert_resumed_from_12(out, workdir)
         assert file.name == "digests.json" or str((killed / file).relative_to(newest)) in out
         assert_equal_runs(workdir, undisturbed)
-    print(f"{len(files)} files of a checkpoint, each with a flipped bit")
 
 
 def cut(newest):

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from support.faults import Place, assert_equal_runs, assert_one_sentence, finished
+from support.faults import NIGHTLY, Place, assert_equal_runs, assert_one_sentence, few_or_all, finished
 from txl_jax.runtime.integrity import find_damage
 
 # When the disk fills up: before which file operation, how large files may still become, and words of the error.
@@ -14,18 +14,10 @@ MOMENTS = {
     "tokens": ("open *tokens/*/train.npy", 100_000, ("/tokens", "File too large", "--cache_dir=")),
     "config.json": ("open */.config.json.*", 100, ("config.json", "File too large")),
     "metrics": ("os.mkdir */tensorboard", 300, ("/run", "File too large")),
-    "a checkpoint": (
-        "os.mkdir *latest/12.orbax-checkpoint-tmp",
-        4_000,
-        ("step 12", "File too large"),
-    ),
+    "a checkpoint": ("os.mkdir *latest/12.orbax-checkpoint-tmp", 4_000, ("step 12", "File too large")),
     # The next save, and the log, fail too: which of them is reported is a matter of time.
     "digests": ("open *latest/18/.digests.json.*", 0, ("File too large",)),
-    "best parameters": (
-        "os.mkdir *best/24.orbax-checkpoint-tmp",
-        4_000,
-        ("step 24", "File too large"),
-    ),
+    "best parameters": ("os.mkdir *best/24.orbax-checkpoint-tmp", 4_000, ("step 24", "File too large")),
     "results": ("open */.results.json.*", 0, ("results.json", "File too large")),
 }
 FAST = ("a checkpoint", "results")
@@ -33,15 +25,12 @@ FAST = ("a checkpoint", "results")
 
 def whole_steps(workdir):
     """The newest checkpoint of each kind that is whole; 0: there is none."""
-    kinds = (workdir / "checkpoints" / kind for kind in ("latest", "best"))
-    return [max((int(path.name) for path in kind.glob("*") if is_whole(path)), default=0) for kind in kinds]
+    found = ((workdir / "checkpoints" / kind).glob("*") for kind in ("latest", "best"))
+    whole = ([each for each in paths if each.name.isdigit() and find_damage(each) is None] for paths in found)
+    return [max((int(path.name) for path in paths), default=0) for paths in whole]
 
 
-def is_whole(path):
-    return path.name.isdigit() and find_damage(path) is None
-
-
-@pytest.mark.parametrize("moments", [FAST, pytest.param(tuple(MOMENTS), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("moments", few_or_all(FAST, tuple(MOMENTS)))
 def test_no_file_may_grow(moments, place, undisturbed):
     name = f"full-{len(moments)}"
     for moment in moments:
@@ -57,26 +46,19 @@ def test_no_file_may_grow(moments, place, undisturbed):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of its own, of 3 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small file system")
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)], check=False, capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"no small file system can be mounted here ({done.stderr.strip()})")
+    """A file system of its own, of 3 MB, which only root may mount."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)], check=True)
     yield tmp_path
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@pytest.mark.slow
+@NIGHTLY
 def test_a_small_disk_fills_up_again_and_again(small_disk, place, undisturbed):
     """A run ends in one sentence each time, with a little more space than before, until there is enough."""
     here = Place(small_disk, place.environment)
     (small_disk / "data").symlink_to(place.folder / "data")
     ballast = small_disk / "ballast"
-    free = 8_000
-    stops = 0
+    free, stops = 8_000, 0
     while stops < 40:
         ballast.write_bytes(b"")
         space = os.statvfs(small_disk)

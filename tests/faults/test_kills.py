@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from support.faults import KILLED, assert_equal_runs, finished, result
+from support.faults import KILLED, assert_equal_runs, few_or_all, finished, result
 
 # File operations that a start is killed before. They follow one another, so that each start comes a little further.
 MOMENTS = {
@@ -39,7 +39,7 @@ FAST = (
 )
 
 
-@pytest.mark.parametrize("moments", [FAST, pytest.param(tuple(MOMENTS), marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("moments", few_or_all(FAST, tuple(MOMENTS)))
 def test_kills_before_chosen_file_operations(moments, place, undisturbed):
     name = f"chosen-{len(moments)}"
     for moment in moments:
@@ -68,9 +68,7 @@ ENSEMBLE_MOMENTS = {
 FAST_ENSEMBLE = ("while the best of the second member are written", "between the last checkpoint and its digests")
 
 
-@pytest.mark.parametrize(
-    "moments", [FAST_ENSEMBLE, pytest.param(tuple(ENSEMBLE_MOMENTS), marks=pytest.mark.slow)], ids=["few", "all"]
-)
+@pytest.mark.parametrize("moments", few_or_all(FAST_ENSEMBLE, tuple(ENSEMBLE_MOMENTS)))
 def test_kills_of_an_ensemble(moments, place, undisturbed_ensemble):
     name = f"ensemble-{len(moments)}"
     for moment in moments:
@@ -81,7 +79,7 @@ def test_kills_of_an_ensemble(moments, place, undisturbed_ensemble):
     assert_nothing_left_over(place, name)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", few_or_all(2, 50))
 def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
     """Runs are killed and resumed until so many kills have landed; each run is then compared.
 

@@ -4,10 +4,11 @@ import random
 
 import pytest
 
-from support.faults import KILLED, Place, assert_equal_runs, finished
+from support.faults import KILLED, NIGHTLY, Place, assert_equal_runs, finished
 from support.object_storage import BUCKET
 from txl_jax.runtime.paths import as_path
 
+pytestmark = NIGHTLY
 WRITES = 120  # Fewer than a whole run makes after its probe, so that most kills come before the end.
 STARTS = 6  # Of a run, at most, that are killed.
 
@@ -39,7 +40,6 @@ def killed_at(storage, victim, number):
     return was_killed
 
 
-@pytest.mark.slow
 def test_a_kill_and_errors_in_one_run(runs, storage, undisturbed):
     assert killed_at(storage, runs.train("few"), 150)
     storage.errors = 0
@@ -51,7 +51,6 @@ def test_a_kill_and_errors_in_one_run(runs, storage, undisturbed):
     assert not (runs.workdir("few") / ".lock").exists()
 
 
-@pytest.mark.slow
 def test_thirty_kills_and_errors(runs, storage, undisturbed, fault_seed):
     """Each run is killed until it ends; every thirtieth request of the last start fails."""
     rng = random.Random(fault_seed)

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from support.faults import assert_equal_runs, finished
+from support.faults import NIGHTLY, assert_equal_runs, few_or_all, finished
 
 ANSWERED = 128 + signal.SIGTERM
 UNANSWERED = -signal.SIGTERM  # Which a shell shows as 143 too.
@@ -30,9 +30,7 @@ def assert_stopped(ended, code, step):
         assert re.match(rf"stopped\D*\b{step}\b", ended.out.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "phases", [FAST, pytest.param(PHASES, marks=pytest.mark.slow)], ids=lambda phases: "+".join(phases)
-)
+@pytest.mark.parametrize("phases", few_or_all(FAST, PHASES))
 def test_sigterm_when_a_phase_begins(phases, place, undisturbed):
     name = f"term-{len(phases)}"
     for phase in phases:
@@ -44,10 +42,9 @@ def test_sigterm_when_a_phase_begins(phases, place, undisturbed):
     assert_equal_runs(place.workdir(name), undisturbed)
 
 
-@pytest.mark.slow
+@NIGHTLY
 def test_sigterm_before_chosen_file_operations(place, undisturbed):
-    for moment, (at, code, step) in MOMENTS.items():
+    for at, code, step in MOMENTS.values():
         assert_stopped(place.train("term-files", fault="term", at=at).end(), code, step)
-        print(f"SIGTERM {moment}: {code}")
     finished(place.train("term-files"))
     assert_equal_runs(place.workdir("term-files"), undisturbed)

@@ -7,13 +7,11 @@ import random
 import signal
 import time
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from support import processes
-from support.faults import PATIENCE, numbers, result
+from support.faults import NIGHTLY, PATIENCE, assert_equal_runs, cache_in
 from support.object_storage import BUCKET
 from txl_jax.runtime import step_folders
 from txl_jax.runtime.paths import as_path
@@ -33,15 +31,10 @@ def start(tmp_path_factory, storage):
     folder = tmp_path_factory.mktemp("text")
     text = folder / "words.txt"
     text.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 2_000)))
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
 
     def start(workdir):
         flags = [*TINY, f"--data.file={text}", f"--cache_dir={folder}", f"--workdir={workdir}"]
-        return processes.start("-m", "experiments.text", *flags, **cache, **storage.environment)
+        return processes.start("-m", "experiments.text", *flags, **cache_in(folder / "compiled"), **storage.environment)
 
     return start
 
@@ -69,18 +62,7 @@ def killed_at(storage, started, victim, number):
     return ended(started)
 
 
-def arrays(workdir):
-    """The arrays of the last checkpoint by their names."""
-    newest = step_folders.find(workdir / "checkpoints" / "latest")[0]
-    assert newest.step == STEPS and (newest.path / "digests.json").exists()
-    reader, path = ocp.PyTreeCheckpointer(), as_path(newest.path / "state")
-    tree = reader.metadata(path).item_metadata.tree
-    on_host = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    leaves = jax.tree.leaves_with_path(reader.restore(path, restore_args=on_host))
-    return {jax.tree_util.keystr(place): np.asarray(leaf) for place, leaf in leaves}
-
-
-@pytest.mark.slow
+@NIGHTLY
 def test_one_of_two_processes_is_killed(start, undisturbed, storage, fault_seed):
     """Each process once, at a drawn write; the third start ends."""
     rng = random.Random(fault_seed)
@@ -92,10 +74,5 @@ def test_one_of_two_processes_is_killed(start, undisturbed, storage, fault_seed)
         steps = [each.step for each in step_folders.find(workdir / "checkpoints" / "latest")]
         print(f"process {victim} killed at write {number}; the other ended with {codes[1 - victim]}; steps {steps}")
     assert [code for code, _, _ in ended(start(workdir))] == [0, 0]
-    assert numbers(workdir) == numbers(undisturbed)
-    assert result(workdir) == result(undisturbed)
-    found, expected = arrays(workdir), arrays(undisturbed)
-    assert found.keys() == expected.keys() and len(found) > 10
-    for name, array in expected.items():
-        assert found[name].tobytes() == array.tobytes(), name
+    assert_equal_runs(workdir, undisturbed)
     assert not (workdir / ".lock").exists()

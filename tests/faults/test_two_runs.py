@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.faults import assert_equal_runs, assert_one_sentence, finished
+from support.faults import NIGHTLY, assert_equal_runs, assert_one_sentence, finished
 
 
 def contents(folder):
@@ -10,6 +10,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.full
 def test_the_second_is_refused_while_the_first_starts(place, undisturbed):
     go_on, workdir = place.folder / "go-on", place.workdir("two")
     first = place.train("two", fault="pause", at="open */run/log.txt", go_on=str(go_on))
@@ -24,7 +25,7 @@ def test_the_second_is_refused_while_the_first_starts(place, undisturbed):
     assert_equal_runs(workdir, undisturbed)
 
 
-@pytest.mark.slow
+@NIGHTLY
 @pytest.mark.parametrize("at", ["os.mkdir *tfds*incomplete*", "open *tokens/*/test.npy"], ids=["records", "tokens"])
 def test_while_the_first_prepares_its_text_the_second_waits_and_then_one_is_refused(at, place, undisturbed, request):
     name, go_on = request.node.callspec.id, place.folder / f"go-on-{request.node.callspec.id}"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support import tiny
-from support.cases import slow_but
+from support.cases import full_but, nightly_but
 from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Residual, ShawTerms
 from txl_jax.inference import cache as cache_lib
@@ -87,17 +87,15 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
         yield (*found, kept), expected
 
 
-# Every length with the usual model, every model at the lengths where something may go wrong.
-QUICK = [
-    *(("post", name) for name in ("rounded up", "clamp", "clamp of one", "one token", "no memory")),
-    *((name, "clamp") for name in MODELS if name != "post"),
-]
+# Every model at the lengths where something may go wrong, every length with the usual model.
 CASES = [("post", name) for name in LENGTHS] + [
     (name, lengths) for name in MODELS if name != "post" for lengths in ("rounded up", "clamp")
 ]
+QUICK = [("post", name) for name in ("rounded up", "clamp of one", "one token", "no memory")]
+QUICK += [(name, "clamp") for name in ("pre", "tied positions", "adaptive", "vaswani", "shaw, as the original")]
 
 
-@pytest.mark.parametrize(("model", "lengths"), slow_but(QUICK, CASES))
+@pytest.mark.parametrize(("model", "lengths"), full_but(QUICK, CASES))
 def test_both_memories_agree_over_ten_segments(model, lengths, x64):
     model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[model]), LENGTHS[lengths]
     for found, expected in both(model, lengths, resets=(4,)):
@@ -107,27 +105,27 @@ def test_both_memories_agree_over_ten_segments(model, lengths, x64):
 
 
 @pytest.mark.parametrize("preset", ["tf", "hf", "pytorch"])
-@pytest.mark.parametrize("layer_norm", slow_but([NormPlace.POST], NormPlace))
+@pytest.mark.parametrize("layer_norm", full_but([NormPlace.POST], NormPlace))
 def test_both_memories_agree_with_the_starts_and_windows_of_other_implementations(preset, layer_norm, x64):
     model = tiny.make(dtype=DType.FLOAT64, compat=tiny.compat_config(preset), layer_norm=layer_norm)
     for found, expected in both(model, LENGTHS["rounded up"], resets=(2, 7)):
         np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", slow_but(["adaptive"], MODELS))
+@pytest.mark.parametrize("name", nightly_but(["adaptive"], MODELS))
 def test_they_agree_in_float32(name):
     for found, expected in both(tiny.make(**MODELS[name]), LENGTHS["clamp"]):
         np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", ["clamp", "one token"])
-def test_a_narrower_memory_is_read_in_the_compute_type(lengths, x64):
+def test_a_narrower_memory_is_read_in_the_compute_type(x64):
     """float32 in a float64 model: off by what float32 rounds (1e-7), by no more and no less."""
-    pairs = list(both(tiny.make(dtype=DType.FLOAT64), LENGTHS[lengths], memory_dtype=jnp.float32))
+    pairs = list(both(tiny.make(dtype=DType.FLOAT64), LENGTHS["clamp"], memory_dtype=jnp.float32))
     off = max(float(np.abs(found[0] - expected[0]).max()) for found, expected in pairs)
     assert 1e-9 < off < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", ["clamp", "one token"])
 def test_stored_as_bfloat16_scores_move_a_little(lengths):
     """Stored numbers carry 8 bits: about 1 part in 300 each. The memory takes half the bytes."""
@@ -137,6 +135,7 @@ def test_stored_as_bfloat16_scores_move_a_little(lengths):
     assert 1e-4 < off < 0.1
 
 
+@pytest.mark.full
 def test_a_bfloat16_model_agrees_with_its_own_hidden_states():
     pairs = list(both(tiny.make(dtype=DType.BFLOAT16), LENGTHS["clamp"]))
     assert all(found[0].dtype == jnp.bfloat16 and found[1].dtype == jnp.float32 for found, _ in pairs)
@@ -144,6 +143,7 @@ def test_a_bfloat16_model_agrees_with_its_own_hidden_states():
     assert max(off) < 0.05
 
 
+@pytest.mark.full
 def test_a_step_keeps_no_copy_of_the_memory():
     """Temporary memory of a step, beside the memory that it is given: the point of writing in place."""
     model = tiny.make(n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=64)
@@ -183,18 +183,14 @@ def test_in_order_is_the_same_memory_for_single_tokens(x64):
     np.testing.assert_allclose(np.concatenate(found, 1), np.concatenate(expected, 1), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("mem_len", "segment_len"), [(16, 4), (8, 8)])
-def test_lengths_that_the_weights_were_not_frozen_for_are_refused(mem_len, segment_len):
+@pytest.mark.parametrize(
+    ("mem_len", "segment_len", "length", "named"),
+    [(16, 4, 4, r"\b16\b.*\b4\b.*\b12\b"), (8, 8, 8, r"\b8\b.*\b8\b.*\b12\b"), (8, 4, 3, r"\b3\b.*\b8\b")],
+    ids=["a longer memory", "a longer segment", "a segment that does not fill the ring evenly"],
+)
+def test_other_lengths_than_those_of_the_weights_are_refused(mem_len, segment_len, length, named):
     model = tiny.make()
     weights = frozen(model, (4, 8, 0))
     memory = forward.init_cache(weights, model, batch_size=1, mem_len=mem_len, segment_len=segment_len)
-    with pytest.raises(ValueError, match=rf"\b{mem_len}\b.*\b{segment_len}\b.*\b12\b"):
-        forward.forward(weights, model, jnp.zeros((1, segment_len), jnp.int32), memory, window=None)
-
-
-def test_a_segment_that_does_not_fill_the_ring_evenly_is_refused():
-    model = tiny.make()
-    weights = frozen(model, (4, 8, 0))
-    memory = forward.init_cache(weights, model, batch_size=1, mem_len=8, segment_len=4)
-    with pytest.raises(ValueError, match=r"\b3\b.*\b8\b"):
-        forward.forward(weights, model, jnp.zeros((1, 3), jnp.int32), memory, window=None)
+    with pytest.raises(ValueError, match=named):
+        forward.forward(weights, model, jnp.zeros((1, length), jnp.int32), memory, window=None)

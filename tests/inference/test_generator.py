@@ -2,8 +2,6 @@
 
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -39,10 +37,7 @@ def sampled(*, seed: int = 5, samples: int = 1, block: int = 16) -> np.ndarray:
 def test_the_seed_decides_the_text():
     assert np.array_equal(sampled(), sampled.__wrapped__())
     assert not np.array_equal(sampled(), sampled(seed=6))
-
-
-def test_the_text_does_not_depend_on_tokens_per_call():
-    assert np.array_equal(sampled(), sampled(block=4))
+    assert np.array_equal(sampled(), sampled(block=4)), "and not how many tokens are written per call"
 
 
 def test_the_text_does_not_depend_on_the_other_samples():
@@ -66,11 +61,11 @@ def test_greedy_text_is_the_argmax_of_a_full_pass(x64):
 
 
 @functools.cache
-def ring(*, length: int, same_length: bool = False, mem_len: int = 7, **changes) -> Generator:
+def ring(*, length: int, same_length: bool = False) -> Generator:
     """A greedy generator with a short memory and segments of 3."""
     model = tiny.make(dtype=DType.FLOAT64)
-    lengths = EvalConfig(segment_len=3, mem_len=mem_len, clamp_len=5, same_length=same_length)
-    return Generator(model, lengths, GenerateConfig(length=length, temperature=0), **changes)
+    lengths = EvalConfig(segment_len=3, mem_len=7, clamp_len=5, same_length=same_length)
+    return Generator(model, lengths, GenerateConfig(length=length, temperature=0))
 
 
 def continued(generator: Generator, prompt) -> list[int]:
@@ -79,27 +74,20 @@ def continued(generator: Generator, prompt) -> list[int]:
     return np.concatenate(list(generator.tokens(weights, prompt)), axis=1)[0].tolist()
 
 
-@functools.cache
-def one_pass(window: int):
-    """(tokens [1, T]) -> the likeliest token [T] after each, compiled."""
-    model = tiny.make(dtype=DType.FLOAT64)
-    variables = {"params": tiny_run.params(model)}
-    empty = model.init_memory(batch_size=1, mem_len=window)  # Whose length is the window; no slot is filled.
-    encode = tiny.encoder(model, clamp_len=5, same_length=True)
-
-    @jax.jit
-    def likeliest(tokens):
-        hidden, _ = encode(variables, tokens, empty)
-        return jnp.argmax(model.apply(variables, hidden, method=model.log_probabilities)[0], axis=-1)
-
-    return likeliest
-
-
 def argmax_of_one_pass(tokens: list[int], window: int) -> list[int]:
     """The likeliest token after each position of a text read at once, where a query sees its last `window` keys."""
     padded = np.zeros((1, LONGEST), np.int32)  # One program for all; no position sees what follows it.
     padded[0, : len(tokens)] = tokens
-    return one_pass(window)(padded)[: len(tokens)].tolist()
+    model = tiny.make(dtype=DType.FLOAT64)
+    variables = {"params": tiny_run.params(model)}
+    empty = model.init_memory(batch_size=1, mem_len=window)  # Whose length is the window; no slot is filled.
+    hidden, _ = _encoder()(variables, padded, empty)
+    return np.argmax(model.apply(variables, hidden, method=model.log_probabilities)[0], axis=-1)[: len(tokens)].tolist()
+
+
+@functools.cache
+def _encoder():
+    return tiny.encoder(tiny.make(dtype=DType.FLOAT64), clamp_len=5, same_length=True)
 
 
 TEXT = np.random.default_rng(2).integers(tiny.V, size=12).tolist()
@@ -115,12 +103,7 @@ def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(same_length, w
     assert text != argmax_of_one_pass(TEXT + text, window + 1)[len(TEXT) - 1 : -1]
 
 
-def test_before_the_first_eviction_it_is_the_plain_causal_pass(x64):
-    text = continued(ring(length=20, mem_len=32), TEXT)
-    assert text == argmax_of_one_pass(TEXT + text, 1000)[len(TEXT) - 1 : -1]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 9, 10, 12])
+@pytest.mark.parametrize("n", [1, 3, 4, 10])
 def test_a_prompt_of_any_length_is_read(n, x64):
     """Shorter than a segment, whole segments, and both; beyond the ring's length."""
     text = continued(ring(length=6), TEXT[:n])
@@ -142,13 +125,6 @@ def test_a_sample_ends_with_its_stop_token_and_the_rest_go_on(x64):
     assert stopped.shape[1] == max(ends) + 1
     for row, whole, end in zip(stopped.tolist(), free.tolist(), ends, strict=True):
         assert row[: end + 1] == whole[: end + 1] and set(row[end:]) == {stop}
-
-
-def test_bfloat16_memory_writes_on(x64):
-    """Greedy text moves only where two tokens are nearly as likely."""
-    text = continued(ring(length=30, memory_dtype=jnp.bfloat16), TEXT)
-    likeliest = argmax_of_one_pass(TEXT + text, 8)[len(TEXT) - 1 : -1]
-    assert np.mean(np.equal(text, likeliest)) > 0.8
 
 
 def test_an_empty_prompt_is_refused():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support import tiny
-from support.cases import slow_but
+from support.cases import full_but
 from txl_jax import sharding
 from txl_jax.assemble import assemble
 from txl_jax.config import DType, EvalConfig, ExperimentConfig, GenerateConfig, NormPlace, WeightDType
@@ -68,12 +68,10 @@ def scores(model, weights, segment_len, mem_len, *, cache_dtype=None):
     return np.concatenate(found, axis=1), memory
 
 
-@pytest.mark.parametrize(
-    ("name", "lengths"),
-    slow_but(
-        [("post", "one token"), ("adaptive", "segments")], [(name, lengths) for name in MODELS for lengths in LENGTHS]
-    ),
-)
+CASES = [(name, lengths) for name in MODELS for lengths in LENGTHS]
+
+
+@pytest.mark.parametrize(("name", "lengths"), full_but([("adaptive", "segments")], CASES))
 def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths, x64):
     model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[name]), LENGTHS[lengths]
     weights = prepared(model, *lengths)
@@ -89,7 +87,7 @@ def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths,
     assert 0 < rounding < 1e-3 < quantization < 0.3
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("lengths", full_but(["segments"], LENGTHS))
 def test_an_int8_cache_moves_scores_a_little(lengths, x64):
     model, lengths = tiny.make(dtype=DType.FLOAT64), LENGTHS[lengths]
     weights = prepared(model, *lengths, weight_dtype=None)
@@ -99,6 +97,7 @@ def test_an_int8_cache_moves_scores_a_little(lengths, x64):
     assert 1e-5 < np.abs(found - expected).max() < 0.1
 
 
+@pytest.mark.full
 def test_generation_holds_no_wider_copy_of_its_weights():
     """In the compiled step no floating-point array has the shape of a matrix, nor do parts of them add up to one."""
     model = tiny.make(d_model=64, n_head=2, d_head=32, d_inner=256)

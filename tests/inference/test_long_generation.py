@@ -1,4 +1,4 @@
-"""Tests that the hundred-thousandth token costs what the thousandth did (a minute or two: `pytest -m slow`)."""
+"""Tests that the hundred-thousandth token costs what the thousandth did."""
 
 import resource
 import statistics
@@ -19,7 +19,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 def test_time_and_memory_per_token_stay_the_same():
     model = tiny.make(n_layer=4, d_model=32, n_head=4, d_head=8, d_inner=64)
     span = EvalConfig(segment_len=16, mem_len=512, clamp_len=100, same_length=True)

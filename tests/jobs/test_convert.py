@@ -5,16 +5,14 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, drawn_run, trained
-from support.xla_flags import xla_flags
-from txl_jax.config import Encoding, NormPlace, Tokenizer
+from support import drawn_run, programs, trained
+from txl_jax.config import NormPlace, Tokenizer
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import portable, safetensors_file
 from txl_jax.interop.leaves import leaf_of
@@ -45,10 +43,6 @@ def folder(workdir, tmp_path_factory):
     return target
 
 
-def nats(path):
-    return [totals.nats for totals in txl_jax.load(path).score(TEXTS)]
-
-
 def test_a_portable_folder_is_the_run(workdir, folder):
     assert sorted(os.listdir(folder)) == ["README.md", "config.json", "model.safetensors", "vocabulary.txt"]
     run, model = txl_jax.load(workdir.path), txl_jax.load(folder)
@@ -56,19 +50,15 @@ def test_a_portable_folder_is_the_run(workdir, folder):
     assert (model.config.model, model.config.eval) == (run.config.model, run.config.eval)
     jax.tree.map(np.testing.assert_array_equal, model.params, run.params)
     assert model.score(TEXTS) == run.score(TEXTS)
+    scores = json.loads((folder / "config.json").read_text())["scores"]
+    assert scores["best_valid"]["loss"] == 1.5 and scores["test"]["loss"] == 1.75
+    card = (folder / "README.md").read_text()
+    assert "| validation | 4.5000 | 1.5000 | 100 |" in card and "| test | 4.5000 | 1.7500 | 100 |" in card
 
 
 def test_no_path_of_this_machine_goes_along(workdir, folder):
     for name in ("config.json", "README.md", "vocabulary.txt"):
         assert str(workdir.path.parent) not in (folder / name).read_text()
-
-
-def test_the_card_has_the_sizes_and_scores(folder):
-    card = (folder / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: txl_jax\n")
-    assert "| layers | 2 |" in card and "| cutoffs of the adaptive softmax | 5,8,14 |" in card
-    assert "| validation | 4.5000 | 1.5000 | 100 |" in card and "| test | 4.5000 | 1.7500 | 100 |" in card
-    assert "Scored with segment_len 5, mem_len 9." in card
 
 
 def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
@@ -86,58 +76,38 @@ def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
     ("to_format", "changes"),
     [
         (TargetFormat.HUGGINGFACE, {"model__untie_r": True}),
-        (TargetFormat.ORIGINAL, {"model__layer_norm": NormPlace.PRE}),
+        pytest.param(TargetFormat.ORIGINAL, {"model__layer_norm": NormPlace.PRE}, marks=pytest.mark.full),
     ],
 )
-def test_names_of_other_implementations(tmp_path, to_format, changes):
+def test_to_another_format_and_back(tmp_path, to_format, changes):
     made = trained.make(tmp_path / "run", **trained.WT103, **changes)
     lines = []
-    convert(made.path, tmp_path / "out", to_format=to_format, log=lines.append)
+    convert(made.path, tmp_path / "there", to_format=to_format, log=lines.append)
     assert any(line.startswith("verified") for line in lines)
     assert any("compat.memory_start" in line for line in lines) is (to_format is TargetFormat.HUGGINGFACE)
-    words = (tmp_path / "out" / "vocab.txt").read_text().splitlines()
-    assert words == list(open_pretrained(made.path).vocabulary.words)
-    tensors = SafeTensors(tmp_path / "out" / "model.safetensors")
+    before = txl_jax.load(made.path)
+    assert (tmp_path / "there" / "vocab.txt").read_text().splitlines() == list(before.vocabulary.words)
+    tensors = SafeTensors(tmp_path / "there" / "model.safetensors")
     prefix = "transformer." if to_format is TargetFormat.HUGGINGFACE else ""
     assert tensors.metadata == {"format": "pt"}
     assert tensors.shapes[f"{prefix}word_emb.emb_layers.1.weight"] == (3, 16)
     assert "crit.out_layers.1.weight" not in tensors, "a shared tensor is there once"
-
-
-def test_the_originals_arguments(workdir, tmp_path):
-    convert(workdir.path, tmp_path / "out", to_format=TargetFormat.ORIGINAL, log=lambda line: None)
-    found = json.loads((tmp_path / "out" / "config.json").read_text())
-    n_token = open_pretrained(workdir.path).vocabulary.size
-    assert found == {
-        "n_token": n_token,
-        "n_layer": 2,
-        "n_head": 4,
-        "d_model": 64,
-        "d_head": 5,
-        "d_inner": 10,
-        "dropout": 0.3,
-        "dropatt": 0.0,
-        "tie_weight": True,
-        "d_embed": 64,
-        "div_val": 4,
-        "tie_projs": [False, True, True, True],
-        "pre_lnorm": False,
-        "tgt_len": 5,
-        "ext_len": 0,
-        "mem_len": 9,
-        "cutoffs": [5, 8, 14],
-        "same_length": True,
-        "attn_type": 0,
-        "clamp_len": 6,
-    }
+    convert(tmp_path / "there", tmp_path / "back", log=lambda line: None)
+    after = txl_jax.load(tmp_path / "back")
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+    assert after.vocabulary == before.vocabulary
+    names = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "layer_norm", "div_val", "tie_projs", "tie_weight")
+    assert all(getattr(after.config.model, name) == getattr(before.config.model, name) for name in names)
+    assert after.config.eval.mem_len == 9 and after.config.eval.clamp_len == 6
+    if to_format is TargetFormat.ORIGINAL:  # The same start of memory: also the same losses.
+        assert after.score(TEXTS) == before.score(TEXTS)
 
 
 @pytest.mark.parametrize(
     ("changes", "to_format", "message"),
     [
         ({"model__layer_norm": NormPlace.PRE}, TargetFormat.HUGGINGFACE, r"final_norm has no name"),
-        ({"model__encoding": Encoding.VASWANI}, TargetFormat.HUGGINGFACE, r"model\.encoding is vaswani"),
-        ({"model__tie_positions": True}, TargetFormat.ORIGINAL, r"model\.tie_positions is True"),
+        ({"model__tie_positions": True}, TargetFormat.ORIGINAL, r"model\.tie_positions"),
     ],
 )
 def test_parts_that_a_format_lacks_are_refused(tmp_path, changes, to_format, message):
@@ -158,7 +128,7 @@ def test_a_folder_is_not_written_over(folder, tmp_path):
         convert(folder, folder / "new")
     (tmp_path / "empty").mkdir()
     convert(folder, tmp_path / "empty", log=lambda line: None)
-    assert nats(tmp_path / "empty") == nats(folder)
+    assert txl_jax.load(tmp_path / "empty").step == drawn_run.STEP
 
 
 def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatch):
@@ -186,6 +156,16 @@ def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatc
         assert not list((tmp_path / "new").iterdir())
 
 
+@pytest.mark.full
+def test_the_program_converts_or_ends_with_one_sentence(workdir, tmp_path):
+    for source, flag, code in ((workdir.path, "--to_format=original", 0), (tmp_path / "none", "--to_format=native", 1)):
+        command = programs.command("experiments.convert", f"--from={source}", f"--to={tmp_path / 'new'}", flag)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == code, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and str(source) in done.stderr
+    assert (tmp_path / "new" / "model.safetensors").exists()
+
+
 def test_losses_that_differ_or_are_not_finite_are_refused():
     verify = convert_job.verify_conversion.check_same_losses
     one = np.ones((2, 3), np.float32)
@@ -196,16 +176,6 @@ def test_losses_that_differ_or_are_not_finite_are_refused():
         verify(one * np.nan, one * np.nan)
     with pytest.raises(CheckpointError, match=r"other losses"):
         verify(one, one * np.nan)
-
-
-def damaged(folder, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    return copy
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-1])
 
 
 def flip(path):
@@ -229,27 +199,23 @@ def swap_tensors(path):
 
 
 DAMAGE = {
-    "truncated weights": ("model.safetensors", truncate, r"model\.safetensors is no safetensors file"),
-    "flipped bit": ("model.safetensors", flip, r"model\.safetensors is damaged"),
-    "no weights": ("model.safetensors", os.unlink, r"model\.safetensors cannot be read"),
+    "flipped bit": ("model.safetensors", flip, r"model\.safetensors"),
+    "no weights": ("model.safetensors", os.unlink, r"model\.safetensors"),
     "other words": (
         "vocabulary.txt",
         lambda path: path.write_text(path.read_text() + "zebra\n"),
-        r"vocabulary\.txt is not the file that config\.json names",
+        r"vocabulary\.txt",
     ),
-    "no words": ("vocabulary.txt", os.unlink, r"vocabulary\.txt cannot be read"),
     "vocabulary of another size": ("config.json", lambda path: rewrite(path, vocab_size=7), r"vocab_size 7"),
-    "newer": ("config.json", lambda path: rewrite(path, txl_jax_model=2), r"version 2, not 1"),
     "newer format": ("config.json", lambda path: rewrite(path, format=99), r"format 99"),
     "unknown setting": ("config.json", lambda path: rewrite(path, config={"model.n_layers": 2}), r"did you mean"),
     "contradicting sizes": ("model.safetensors", swap_tensors, r"softmax/bias is float32\[\d+\] there"),
-    "no settings": ("config.json", lambda path: rewrite(path, config=None), r"damaged or of another version"),
 }
 
 
 @pytest.mark.parametrize(("name", "damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_one_sentence(folder, tmp_path, name, damage, message):
-    copy = damaged(folder, tmp_path)
+def test_damage_is_named(folder, tmp_path, name, damage, message):
+    copy = shutil.copytree(folder, tmp_path / "copy")
     damage(copy / name)
     with pytest.raises(UserError, match=message) as raised:
         txl_jax.load(copy)
@@ -269,41 +235,9 @@ def test_other_folders_are_refused_with_what_to_do(folder, tmp_path):
         txl_jax.load(tmp_path)
 
 
-def test_weights_have_the_shardings_of_their_model(folder):
+def test_weights_of_another_model_are_refused(folder):
     opened = open_pretrained(folder)
-    components = opened.assemble()
-    step, params = opened.load_params(components)
-    wanted = components.training.abstract_state.params
-    assert step == drawn_run.STEP
-    assert jax.tree.map(lambda leaf: leaf.sharding, params) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
     other = dataclasses.replace(opened.config, model=dataclasses.replace(opened.config.model, n_layer=3))
     components = dataclasses.replace(opened, config=other).assemble()
     with pytest.raises(CheckpointError, match=r"of another model than the config"):
         opened.load_params(components)
-
-
-ON_FOUR_DEVICES = """
-import dataclasses, sys
-import numpy as np
-from txl_jax.config import MeshConfig
-from txl_jax.interop import portable
-from txl_jax.jobs.pretrained import open_pretrained
-
-opened = open_pretrained(sys.argv[1])
-config = dataclasses.replace(opened.config, mesh=MeshConfig(data=1, fsdp=2, tensor=2))
-opened = dataclasses.replace(opened, config=config)
-_, params = opened.load_params(opened.assemble())
-query = params["stack"]["layers"]["attention"]["query"]
-expected = portable.read_leaves(opened.path)["stack/layers/attention/query"].read()
-for shard in query.addressable_shards:
-    np.testing.assert_array_equal(shard.data, expected[shard.index])
-print(query.shape, query.addressable_shards[0].data.shape, len(query.sharding.device_set))
-"""
-
-
-def test_each_device_of_a_mesh_reads_its_part(folder):
-    flags = {"XLA_FLAGS": xla_flags(devices=4), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", ON_FOUR_DEVICES, str(folder)]
-    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "(2, 64, 4, 5) (2, 32, 2, 5) 4"

@@ -37,6 +37,7 @@ def test_a_module_that_the_pytorch_release_pickled(tmp_path):
     assert model.vocabulary == WordVocabulary(foreign.WORDS, LineMark.EOS, False, "<unk>")
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_nvidia(tmp_path):
     config, params = foreign.make("pytorch", **CHANGES)
     path = torch_bytes.write_zip(tmp_path / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params))
@@ -45,7 +46,8 @@ def test_a_checkpoint_of_nvidia(tmp_path):
     assert model.vocabulary.size == foreign.V and model.config.eval.mem_len == foreign.LENGTHS.mem_len
 
 
-@pytest.mark.parametrize("place", ["", "model", "model/model.ckpt-0"])
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["", "model/model.ckpt-0"])
 def test_a_published_checkpoint_of_tensorflow(place, tmp_path, monkeypatch):
     config, params = foreign.make("tf", untie_r=True, **CHANGES)
     for name in ("model", "data"):
@@ -67,3 +69,13 @@ def test_a_file_that_would_run_something_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"model\.pt: its pickle names posix\.system"):
         convert(tmp_path / "run", tmp_path / "converted", to_format=TargetFormat.ORIGINAL, log=lambda line: None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_words_that_are_not_as_many_as_the_weights_are_refused(tmp_path):
+    config, params = foreign.make("hf", **foreign.CONFIGS["div_val 2"])
+    source = foreign.huggingface_folder(tmp_path / "theirs", config, params)
+    (source / "vocab.txt").write_text("\n".join(foreign.WORDS[:-1]))
+    for options, named in (({}, r"vocab\.txt"), ({"from_format": "nvidia"}, "nvidia")):
+        with pytest.raises(UserError, match=named):
+            convert(source, tmp_path / "out" / "new", log=lambda line: None, **options)
+        assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

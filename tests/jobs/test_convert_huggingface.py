@@ -1,13 +1,10 @@
 """Tests of conversions beside transformers 4.35.2: the same losses, logits, tensors and greedy tokens."""
 
-import os
-import subprocess
-
 import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, programs, trained
+from support import trained
 from txl_jax.config import GenerateConfig
 from txl_jax.jobs.convert import TargetFormat, convert
 from txl_jax.jobs.pretrained import open_pretrained
@@ -31,24 +28,20 @@ SIZES = {
     "proj_init_std": 0.15,
     "eos_token_id": None,
 }
-quiet = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.nightly(part="huggingface"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
+]
 
 
 @pytest.fixture(scope="module")
 def library():
-    """(torch, transformers), or the tests are skipped."""
-    torch = pytest.importorskip("torch", reason="needs torch: txl_jax[peer]")
+    """(torch, transformers)."""
+    import torch
+    import transformers.models.transfo_xl
+
     torch.set_num_threads(1)
-    pytest.importorskip("transformers.models.transfo_xl", reason="needs transformers 4.35: txl_jax[peer]")
-    return torch, pytest.importorskip("transformers")
-
-
-def run(*arguments):
-    """Runs the program; returns the exit code, the output and the errors."""
-    command = programs.command("experiments.convert", *arguments)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    return done.returncode, done.stdout, done.stderr
+    return torch, transformers
 
 
 def losses(torch, model, ids):
@@ -63,7 +56,6 @@ def losses(torch, model, ids):
     return np.concatenate(found)
 
 
-@quiet
 @pytest.mark.parametrize(("untie_r", "safe"), [(True, True), (False, False)], ids=["safetensors", "pytorch_model.bin"])
 def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe):
     torch, transformers = library
@@ -74,17 +66,15 @@ def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe
             if "bias" in name or "layer_norm" in name:
                 value += 0.1 * torch.randn_like(value)
     peer.save_pretrained(tmp_path / "theirs", safe_serialization=safe)
-    code, printed, errors = run(f"--from={tmp_path / 'theirs'}", f"--to={tmp_path / 'ours'}")
-    assert code == 0, errors
-    assert f"untie_r={untie_r}" in printed or not untie_r
-    assert "cutoffs=7,19,40" in printed and "div_val=4" in printed and "verified" in printed
+    lines: list[str] = []
+    convert(tmp_path / "theirs", tmp_path / "ours", log=lines.append)
+    assert any(line.startswith("verified") for line in lines)
     ids = np.random.default_rng(0).integers(V, size=49)
     model = txl_jax.load(tmp_path / "ours")
     [found] = model.score([ids.tolist()], per_token=True)
     np.testing.assert_allclose(found, losses(torch, peer, ids), atol=1e-5, rtol=0)
     check_greedy(torch, peer, model, ids[:5])
-    code, printed, errors = run(f"--from={tmp_path / 'ours'}", f"--to={tmp_path / 'back'}", "--to_format=huggingface")
-    assert code == 0, errors
+    convert(tmp_path / "ours", tmp_path / "back", to_format=TargetFormat.HUGGINGFACE, log=lines.append)
     again = transformers.TransfoXLLMHeadModel.from_pretrained(tmp_path / "back").eval()
     expected, there = peer.state_dict(), again.state_dict()
     assert expected.keys() == there.keys()
@@ -104,10 +94,8 @@ def check_greedy(torch, peer, model, prompt):
     assert model.encode(ours).tolist() == theirs[0, len(prompt) :].tolist()
 
 
-@quiet
 def test_its_tokenizer_reads_the_words(library, tmp_path):
     _, transformers = library
-    pytest.importorskip("sacremoses", reason="needs sacremoses: txl_jax[peer]")
     made = trained.make(tmp_path / "run", **trained.WT103)
     convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE, log=lambda line: None)
     tokenizer = transformers.TransfoXLTokenizer.from_pretrained(tmp_path / "theirs")

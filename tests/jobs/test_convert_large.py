@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 def test_weights_of_full_size_need_less_than_twice_the_file(folder, tmp_path):
     size = (folder / "model.safetensors").stat().st_size
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

@@ -8,6 +8,7 @@ from jax._src import compiler
 
 import txl_jax
 from support import tiny, tiny_model
+from support.cases import full_but
 from txl_jax.config import DType
 from txl_jax.data.batches.document_rows import Document, DocumentRows, End
 from txl_jax.errors import UserError
@@ -24,32 +25,31 @@ def assert_alone(model, documents, found, *, tolerance):
         np.testing.assert_allclose(nats, tiny_model.alone(model, tokens), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_losses_are_those_of_each_document_alone(batch_size):
+def test_losses_are_those_of_each_document_alone():
     model, documents = tiny_model.make(eval__segments_per_call=2), tiny_model.documents(LENGTHS)
-    found = model.score(documents, per_token=True, batch_size=batch_size)
+    found = model.score(documents, per_token=True, batch_size=3)
     assert_alone(model, documents, found, tolerance=1e-5)
-    totals = model.score(documents, batch_size=batch_size)
+    totals = model.score(documents, batch_size=3)
     assert [total.tokens for total in totals] == [max(length - 1, 0) for length in LENGTHS]
     assert [total.nats for total in totals] == [nats.sum(dtype="float64") for nats in found]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"compat__memory_start": "zeros", "model__layer_norm": "pre"},
-        {"eval__same_length": True, "eval__clamp_len": 4},
-        {"model__cutoffs": (3, 7), "model__div_val": 2},
-        {"eval__mem_len": 0, "eval__same_length": False},
-    ],
-    ids=str,
-)
+CHANGES = [
+    {"compat__memory_start": "zeros", "model__layer_norm": "pre"},
+    {"eval__same_length": True, "eval__clamp_len": 4},
+    {"model__cutoffs": (3, 7), "model__div_val": 2},
+    {"eval__mem_len": 0, "eval__same_length": False},
+]
+
+
+@pytest.mark.parametrize("changes", full_but(CHANGES[:1], CHANGES), ids=str)
 def test_losses_in_float64_are_those_of_each_document_alone(changes, x64):
     """Memories that begin with zeros must be cleared for each document; those that begin masked need not."""
     model, documents = tiny_model.make(model__dtype=DType.FLOAT64, **changes), tiny_model.documents(LENGTHS)
     assert_alone(model, documents, model.score(documents, per_token=True, batch_size=3), tolerance=1e-10)
 
 
+@pytest.mark.full
 def test_an_lstm_reads_documents_too():
     model, documents = tiny_model.make(model__network="lstm"), tiny_model.documents(LENGTHS)
     assert_alone(model, documents, model.score(documents, per_token=True, batch_size=3), tolerance=1e-5)
@@ -89,6 +89,7 @@ def test_one_program_serves_all_lengths_and_numbers():
     assert compiled == [] and len(found) == 9
 
 
+@pytest.mark.full
 def test_an_endless_stream_is_read_in_order_and_few_documents_ahead():
     model, taken = tiny_model.make(), 0
 
@@ -108,13 +109,6 @@ def test_an_endless_stream_is_read_in_order_and_few_documents_ahead():
         else:
             assert len(nats) == max(len(tokens) - 1, 0)
     assert isinstance(next(iter(model.score_stream(["abc"]))), Totals)
-
-
-def test_results_before_a_mistake_come_first():
-    model, found = tiny_model.make(), []
-    with pytest.raises(UserError, match="'Z"):
-        found.extend(model.score_stream(["abc", "a" * 50, "b", "Z", "abc"], batch_size=2))
-    assert [totals.tokens for totals in found] == [2, 49, 0]
 
 
 def test_a_result_comes_before_the_source_is_asked_to_wait():
@@ -177,7 +171,7 @@ def test_hidden_states_are_those_of_each_document_alone(x64):
         np.testing.assert_allclose(hidden, np.concatenate(parts)[: len(tokens)], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("encoding", ["relative", "vaswani"])
+@pytest.mark.parametrize("encoding", full_but(["relative"], ["relative", "vaswani"]))
 def test_embeddings_take_the_place_of_tokens(encoding):
     model = tiny_model.make(model__encoding=encoding)
     documents = tiny_model.documents([6, 23, 1])
@@ -196,24 +190,13 @@ def test_embeddings_take_the_place_of_tokens(encoding):
     ("mistake", "words"),
     [
         (lambda model: model.score([[0, 13]]), r"0 to 13.*0 to 12"),
-        (lambda model: model.score([[-1, 2]]), r"-1 to 2"),
         (lambda model: model.score([[0.5, 1.0]]), "float64"),
-        (lambda model: model.score([1, 2, 3]), r"shape \(\)"),
-        (lambda model: model.score(["Z"]), "'Z'"),
         (lambda model: model.score_stream("abc"), "'abc'"),
         (lambda model: model.score(["ab"], batch_size=0), "batch_size is 0"),
         (lambda model: model.hidden_states(), "one of them"),
-        (lambda model: model.hidden_states(["a"], embeddings=[]), "one of them"),
         (lambda model: model.hidden_states(embeddings=[np.zeros((3, 5), np.float32)]), rf"\(3, 5\).*{tiny.D}"),
-        (lambda model: model.hidden_states(embeddings=[np.zeros((3, tiny.D), int)]), "int64"),
-        (
-            lambda model: model.components.model.apply(
-                {"params": model.params}, np.zeros((1, 3, 5), np.float32), model.init_memory(1)
-            ),
-            rf"\(1, 3, 5\).*{tiny.D}",
-        ),
     ],
 )
-def test_mistakes_are_sentences(mistake, words):
+def test_mistakes_are_refused(mistake, words):
     with pytest.raises(UserError, match=words):
         mistake(tiny_model.make())

@@ -1,48 +1,41 @@
 """Tests what validation decides while a run goes on: when it ends early, and when the mean of the weights begins."""
 
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 
+from support.run_records import StopAfter
 from txl_jax.assemble import assemble
-from txl_jax.config import (
-    CorpusName,
-    DataConfig,
-    DropoutConfig,
-    EvalConfig,
-    ExperimentConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
 from txl_jax.config import tree as config_tree
-from txl_jax.data.corpus import read_corpus
 from txl_jax.jobs import train
 from txl_jax.jobs.workdir import Workdir
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.training.members import Members
+from txl_jax.training.validation import Validation
 
 EVERY = 3
-CONFIG = ExperimentConfig(
-    model=ModelConfig(n_layer=1, d_model=12, n_head=2, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)),
-    optimizer=OptimizerConfig(learning_rate=0.1),  # So high that the loss goes up and down.
-    train=TrainConfig(
-        steps=60, batch_size=4, segment_len=9, mem_len=7, log_every=60, eval_every=EVERY, checkpoint_every=30
-    ),
-    eval=EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=None, segments_per_call=1),
-)
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory, usual_emitters):
-    """(config, corpus)."""
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    words = np.random.default_rng(0).choice(["one", "two", "three", "four"], 800)
-    path.write_bytes(" ".join(words).encode()[:3000])
-    data = DataConfig(corpus=CorpusName.TEXT, file=str(path))
-    return config_tree.replace(CONFIG, {"data": data}), read_corpus(data, "nowhere", str(path.parent))
+def given(config, corpus, usual_emitters):
+    """(config, corpus): a run with so high a rate that its loss goes up and down."""
+    changes = {
+        "model.n_layer": 1,
+        "optimizer.learning_rate": 0.1,
+        "optimizer.warmup_steps": 0,
+        "train.steps": 60,
+        "train.batch_size": 4,
+        "train.segments_per_call": 1,
+        "train.log_every": 60,
+        "train.eval_every": EVERY,
+        "train.checkpoint_every": 30,
+        "eval.segments_per_call": 1,
+    }
+    return config_tree.replace(config, changes), corpus
 
 
 def run(given, folder, **changes):
@@ -75,6 +68,26 @@ def whole(given, tmp_path_factory):
     return run(given, tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.parametrize(
+    ("losses", "ends"),
+    [
+        ([[5.0, 6.0]], False),
+        ([[5.0, 6.0, 5.0]], True),  # As good as the best is no better.
+        ([[5.0, 6.0, 4.9]], False),
+        ([[5.0, 4.0, 4.5]], False),
+        ([[5.0, 6.0, 7.0], [5.0, 6.0, 4.0]], False),  # A member that still improves keeps all running.
+        ([[5.0, 6.0, 7.0], [5.0, 6.0, 6.0]], True),
+    ],
+)
+def test_patience_is_the_number_of_evaluations_without_improvement(config, losses, ends):
+    config = config_tree.replace(config, {"train.patience": 2})
+    names = tuple(map(str, range(len(losses)))) if len(losses) > 1 else ()
+    validation = Validation(types.SimpleNamespace(config=config, members=Members(names)), None, None, print)
+    validation.losses = losses
+    assert validation.out_of_patience is ends
+
+
+@pytest.mark.full
 def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
     _, losses, _ = whole
     last = first(lambda so_far: never_better(so_far, 2), losses)
@@ -92,6 +105,7 @@ def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
     assert longer.step == 60 and found == losses
 
 
+@pytest.mark.full
 def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path):
     _, losses, _ = whole
     due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), losses)
@@ -106,33 +120,22 @@ def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path)
     assert state.scored_params is state.average.params
 
 
-def test_a_stopped_run_with_a_mean_goes_on_exactly(given, tmp_path):
-    changes = {"average__nt_asgd_patience": 1, "average__ema_decay": 0.9}
-    _, losses, undisturbed = run(given, tmp_path / "a", **changes)
-    calls = iter(range(1000))
-    run(given, tmp_path / "b", stop_requested=lambda: next(calls) > 150, **changes)
-    _, found, resumed = run(given, tmp_path / "b", **changes)
-    assert found == losses
-    for a, b in zip(*(jax.tree.leaves(state_of(each)) for each in (undisturbed, resumed)), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
+@pytest.mark.full
 def test_a_stop_in_the_last_evaluation_is_made_good(given, tmp_path):
     """Nothing but that evaluation has chosen the best parameters yet."""
     changes = {"train__steps": 6, "train__eval_every": 6, "train__checkpoint_every": 6, "train__log_every": 6}
     whole, losses, _ = run(given, tmp_path / "a", **changes)
-    calls = iter(range(1000))
-    stopped, found, _ = run(given, tmp_path / "b", stop_requested=lambda: next(calls) >= 5, **changes)
+    stopped, found, _ = run(given, tmp_path / "b", stop_requested=StopAfter(6), **changes)
     assert not stopped.finished and stopped.step == 6 and not found
     again, found, _ = run(given, tmp_path / "b", **changes)
     assert again.finished and found == losses
     assert again.results["best_valid"]["loss"] == whole.results["best_valid"]["loss"]
 
 
+@pytest.mark.full
 def test_losses_of_other_settings_are_not_compared(given, tmp_path):
     """Scored at another temperature they are worse than before, and so would end a run of little patience at once."""
-    calls = iter(range(1000))
-    stopped, before, _ = run(given, tmp_path, stop_requested=lambda: next(calls) >= 30)
+    stopped, before, _ = run(given, tmp_path, stop_requested=StopAfter(31))
     assert not stopped.finished and len(before) >= 2
     outcome, found, _ = run(given, tmp_path, eval__temperature=10.0, train__patience=1)
     after = found[len(before) :]

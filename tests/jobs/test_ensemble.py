@@ -1,6 +1,5 @@
 """Tests ensembles: each member is the run that it would be alone, stopped, resumed, scored and split off alike."""
 
-import itertools
 import json
 import re
 import shutil
@@ -10,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import tiny_run
+from support import drawn_run, tiny, tiny_run
+from support.cases import full_but
+from support.run_records import StopAfter
 from txl_jax.assemble import assemble
-from txl_jax.config import CorpusName, DataConfig, DType
+from txl_jax.config import DType
 from txl_jax.config import tree as config_tree
-from txl_jax.data.corpus import read_corpus
-from txl_jax.errors import NonFiniteError, UserError
+from txl_jax.errors import UserError
 from txl_jax.jobs import ensemble, evaluate, train
 from txl_jax.jobs.restore import load_parameters, load_state
 from txl_jax.jobs.split_off import split_off
@@ -25,7 +25,6 @@ from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.runtime.sinks.sink import MEASURED
 from txl_jax.training.ensemble import Variation, make_ensemble_step
-from txl_jax.training.loop import Hook
 from txl_jax.training.run_checkpoints import RunCheckpoints
 from txl_jax.training.step import make_train_step
 
@@ -39,22 +38,18 @@ NAMES = ["seed=3", "seed=4+learning_rate=0.02+dropout.rate=0.0", "dropout.rate=0
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """(config, corpus)."""
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
-    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
     changes = {
-        "data": data,
-        "model.dropout.attention": 0.2,
-        "model.dropout.embedding": 0.1,
-        "train.steps": STEPS,
-        "train.segments_per_call": 2,
-        "train.log_every": 4,
-        "train.eval_every": 4,
-        "train.checkpoint_every": 2,
-        "average.start_step": 6,
-        "eval.segments_per_call": 4,
+        "model__dropout__attention": 0.2,
+        "model__dropout__embedding": 0.1,
+        "train__steps": STEPS,
+        "train__segments_per_call": 2,
+        "train__log_every": 4,
+        "train__eval_every": 4,
+        "train__checkpoint_every": 2,
+        "average__start_step": 6,
+        "eval__segments_per_call": 4,
     }
-    return config_tree.replace(tiny_run.CONFIG, changes), read_corpus(data, "nowhere", str(folder))
+    return drawn_run.on_text(tmp_path_factory.mktemp("text"), drawn_run.letters(), **changes)
 
 
 def run(base, folder, chosen=MEMBERS, **others):
@@ -86,100 +81,52 @@ def whole(base, tmp_path_factory):
     return folder, run(base, folder)
 
 
-@pytest.mark.parametrize(
-    "compared", [NAMES[1:2], pytest.param(NAMES, marks=pytest.mark.slow)], ids=["the one that differs most", "all"]
-)
-def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64, compared):
+@pytest.mark.full
+def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
+    """Shown by the member that differs most."""
     base = config_tree.replace(base[0], {"model.dtype": DType.FLOAT64}), base[1]
     outcome = run(base, tmp_path / "all")
     assert outcome.finished and outcome.step == STEPS and list(outcome.results["members"]) == NAMES
-    configs = ensemble.member_configs(base[0], MEMBERS)
-    for name, config in ((name, configs[name]) for name in compared):
-        lone = Workdir(tmp_path / name)
-        alone = train.run(config, base[1], lone)
-        found, expected = records(tmp_path / "all", name), records(lone.path)
-        for one, other in zip(found, expected, strict=True):
-            assert one.pop("kind") == other.pop("kind") and one == pytest.approx(other, rel=1e-6)
-        own = outcome.results["members"][name]
-        assert own["test"]["loss"] == pytest.approx(alone.results["test"]["loss"], rel=1e-9)
-        assert own["best_valid"]["step"] == alone.results["best_valid"]["step"]
-        own_state, lone_state = (state_of(each, base)[1] for each in (Workdir(tmp_path / "all", name), lone))
-        for (path, a), b in zip(jax.tree.leaves_with_path(own_state), jax.tree.leaves(lone_state), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=jax.tree_util.keystr(path))
+    name, lone = NAMES[1], Workdir(tmp_path / "lone")
+    alone = train.run(ensemble.member_configs(base[0], MEMBERS)[name], base[1], lone)
+    found, expected = records(tmp_path / "all", name), records(lone.path)
+    for one, other in zip(found, expected, strict=True):
+        assert one.pop("kind") == other.pop("kind") and one == pytest.approx(other, rel=1e-6)
+    own = outcome.results["members"][name]
+    assert own["test"]["loss"] == pytest.approx(alone.results["test"]["loss"], rel=1e-9)
+    assert own["best_valid"]["step"] == alone.results["best_valid"]["step"]
+    own_state, lone_state = (state_of(each, base)[1] for each in (Workdir(tmp_path / "all", name), lone))
+    for (path, a), b in zip(jax.tree.leaves_with_path(own_state), jax.tree.leaves(lone_state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=jax.tree_util.keystr(path))
 
 
 def test_one_workdir_holds_all_members(base, whole):
     folder, outcome = whole
+    assert outcome.finished and outcome.step == STEPS
     losses = [found["test"]["loss"] for found in outcome.results["members"].values()]
     assert len({round(loss, 3) for loss in losses}) == 3
     assert json.loads((folder / "results.json").read_text()) == outcome.results
     saved = json.loads((folder / "config.json").read_text())
     assert saved["members"] == [{"seed": 3}, {"seed": 4, RATE: 0.02, DROPOUT: 0.0}, {DROPOUT: 0.5}]
     assert saved["config"] == config_tree.to_dict(base[0])
-    page = (folder / "members.md").read_text()
-    assert all(f"| {name} | " in page for name in NAMES)
     assert {record["member"] for record in read_metrics(folder)} == set(NAMES)
-    lines = [line for line in (folder / "log.txt").read_text().splitlines() if re.match(r"step +\d+/", line)]
-    assert len(lines) == STEPS // 4
-    last = [[r["loss"] for r in records(folder, name) if r["kind"] == "train"][-1] for name in NAMES]
-    assert "  ".join(f"{loss:.4f}" for loss in last) in lines[-1]
-
-
-def test_members_differ_in_parameters_and_losses(base, whole):
-    folder, outcome = whole
-    states = [state_of(Workdir(folder, name), base)[1] for name in NAMES]
-    for one, other in itertools.combinations(range(len(NAMES)), 2):
-        pairs = zip(jax.tree.leaves_with_path(states[one].params), jax.tree.leaves(states[other].params), strict=True)
-        for (path, a), b in pairs:
-            assert a.shape == b.shape and not np.allclose(a, b, rtol=1e-3), jax.tree_util.keystr(path)
-        found, others = (outcome.results["members"][NAMES[number]] for number in (one, other))
-        assert found["test"]["loss"] != pytest.approx(others["test"]["loss"], abs=1e-3)
-        assert found["best_valid"]["loss"] != pytest.approx(others["best_valid"]["loss"], abs=1e-3)
-
-
-def test_the_results_table_has_every_member(whole):
-    folder, outcome = whole
     rows = [line.strip("| ").split(" | ") for line in (folder / "members.md").read_text().splitlines() if "|" in line]
-    assert rows[0][0] == "member" and [row[0] for row in rows[2:]] == NAMES
-    for name, valid, updates, test in rows[2:]:
+    for name, (member, valid, updates, test) in zip(NAMES, rows[2:], strict=True):
         found = outcome.results["members"][name]
+        assert member == name and int(updates) == found["test"]["step"] == found["best_valid"]["step"]
         assert float(valid) == pytest.approx(found["best_valid"]["bpc"], abs=0.006)
         assert float(test) == pytest.approx(found["test"]["bpc"], abs=0.006)
-        assert int(updates) == found["test"]["step"] == found["best_valid"]["step"]
-    assert list(json.loads((folder / "results.json").read_text())["members"]) == NAMES
 
 
-def test_a_finished_ensemble_is_not_scored_again(base, whole, tmp_path, monkeypatch):
-    class Scored(BaseException):
-        pass
-
-    def score(*unused, **also_unused):
-        raise Scored
-
-    def contents(folder):
-        """All files but the logs, which record that the run was opened."""
-        paths = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "tensorboard"]
-        return {path: path.read_bytes() for path in paths if path.name != "log.txt"}
-
+def test_a_finished_ensemble_is_neither_compiled_nor_scored_again(base, whole, tmp_path, monkeypatch):
     folder = tmp_path / "all"
     shutil.copytree(whole[0], folder)
-    before = contents(folder)
-    monkeypatch.setattr(ensemble, "score_or_stop", score)
-    monkeypatch.setattr(executable_cache, "compile_or_load", pytest.fail)  # Nor is anything compiled.
+    monkeypatch.setattr(ensemble, "score_or_stop", pytest.fail)
+    monkeypatch.setattr(executable_cache, "compile_or_load", pytest.fail)
+    before = (folder / "metrics.jsonl").read_bytes()
     outcome = run(base, folder)
     assert outcome.finished and outcome.results == whole[1].results
-    assert contents(folder) == before
-    # Without its results it is scored.
-    (folder / "results.json").unlink()
-    monkeypatch.undo()
-    monkeypatch.setattr(ensemble, "score_or_stop", score)
-    with pytest.raises(Scored):
-        run(base, folder)
-
-
-def stop_after(calls):
-    asked = iter([False] * (calls - 1))
-    return lambda: next(asked, True)
+    assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 def assert_same_ensembles(folder, expected):
@@ -192,24 +139,21 @@ def assert_same_ensembles(folder, expected):
     assert newest[0] == newest[1]
 
 
-@pytest.mark.parametrize(
-    "stops", [[3], *(pytest.param(stops, marks=pytest.mark.slow) for stops in ([2, 2], [6]))], ids=str
-)
+@pytest.mark.parametrize("stops", full_but([[3]], [[3], [2, 6]]), ids=str)
 def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path, stops):
     """After updates, and in the middle of the evaluation of one of them."""
     for calls in stops:
-        assert not run(base, tmp_path, stop_requested=stop_after(calls)).finished
+        assert not run(base, tmp_path, stop_requested=StopAfter(calls)).finished
     outcome = run(base, tmp_path)
     assert outcome.finished and outcome.results["members"] == whole[1].results["members"]
     assert_same_ensembles(tmp_path, whole[0])
     for name in NAMES:
         found, expected = (state_of(Workdir(folder, name), base)[1] for folder in (tmp_path, whole[0]))
         assert_equal_trees(found, expected)
-    assert run(base, tmp_path) == outcome  # And finished already.
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_a_kill_between_the_saves_of_members_is_made_good(base, whole, tmp_path, monkeypatch, count):
+@pytest.mark.full
+def test_a_kill_between_the_saves_of_members_is_made_good(base, whole, tmp_path, monkeypatch):
     """The best parameters of some members are written, those of the others and the checkpoint are not."""
 
     class Killed(BaseException):
@@ -218,7 +162,7 @@ def test_a_kill_between_the_saves_of_members_is_made_good(base, whole, tmp_path,
     calls, save_best = iter(range(1, 100)), RunCheckpoints.save_best
 
     def save_some(self, *arguments):
-        if next(calls) == count:
+        if next(calls) == 4:
             raise Killed
         save_best(self, *arguments)
 
@@ -230,7 +174,7 @@ def test_a_kill_between_the_saves_of_members_is_made_good(base, whole, tmp_path,
     assert_same_ensembles(tmp_path, whole[0])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stop_while_the_test_text_is_scored_is_made_good(base, whole, tmp_path, capsys):
     def stop():
         return len(capsys.readouterr().out) < 0 or (tmp_path / "checkpoints/latest/12/digests.json").exists()
@@ -240,9 +184,7 @@ def test_a_stop_while_the_test_text_is_scored_is_made_good(base, whole, tmp_path
     assert_same_ensembles(tmp_path, whole[0])
 
 
-@pytest.mark.parametrize(
-    "chosen", [[*MEMBERS, {"seed": 9}], MEMBERS[:2], MEMBERS[::-1]], ids=["more", "fewer", "order"]
-)
+@pytest.mark.parametrize("chosen", [MEMBERS[:2], MEMBERS[::-1]], ids=["fewer", "order"])
 def test_other_members_in_a_used_workdir_are_refused(base, whole, chosen):
     before = sorted(whole[0].rglob("*"))
     with pytest.raises(UserError, match=f"{re.escape(NAMES[0])}.*--workdir"):
@@ -279,11 +221,11 @@ def test_a_member_that_is_not_there_is_refused_with_the_names(base, whole, tmp_p
         Workdir(tmp_path, "seed=3").load()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_path):
     """The state is the ensemble's, bit for bit; its updates from there on agree with the ensemble's up to rounding."""
     name = NAMES[1]
-    assert not run(base, tmp_path / "all", stop_requested=stop_after(9)).finished
+    assert not run(base, tmp_path / "all", stop_requested=StopAfter(9)).finished
     made = split_off(tmp_path / "all", name, tmp_path / "own")
     config, _ = made.load()
     assert config == ensemble.member_configs(base[0], MEMBERS)[name]
@@ -295,14 +237,8 @@ def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_
     assert records(made.path) == records(tmp_path / "all", name)
     with pytest.raises(UserError, match=r"--to"):
         split_off(tmp_path / "all", name, made.path)
-    # Stopped and resumed, it is bit for bit the run that it is in one piece.
-    again = split_off(tmp_path / "all", name, tmp_path / "again")
-    assert not train.run(config, base[1], again, stop_requested=stop_after(1)).finished
-    outcomes = [train.run(config, base[1], each) for each in (made, again)]
-    assert outcomes[0].finished and outcomes[0].results == outcomes[1].results
-    assert records(made.path) == records(again.path)
-    assert_equal_trees(*(state_of(each, base)[1] for each in (made, again)))
-    ours, theirs = outcomes[0].results["test"], whole[1].results["members"][name]["test"]
+    outcome = train.run(config, base[1], made)
+    ours, theirs = outcome.results["test"], whole[1].results["members"][name]["test"]
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     own, all_of_it = records(made.path), records(whole[0], name)
     assert [(r["kind"], r["step"]) for r in own] == [(r["kind"], r["step"]) for r in all_of_it]
@@ -318,60 +254,40 @@ def test_a_member_of_a_finished_ensemble_is_finished_when_split_off(base, whole,
     assert records(made.path) == before == records(whole[0], name)
 
 
-@pytest.mark.slow
-def test_nt_asgd_begins_in_each_member_by_itself(base, tmp_path):
-    changes = {"average.start_step": None, "average.nt_asgd_patience": 1, "train.steps": 24, RATE: 0.2}
-    base = config_tree.replace(base[0], changes), base[1]
-    run(base, tmp_path, [{"seed": 1}, {"seed": 2}, {RATE: 0.001}])
-    with Checkpointer(Workdir(tmp_path).latest, keep=2, log=print) as latest:
-        assert latest.latest_step() == 24
-    begun = []
-    for name in ("seed=1", "seed=2", "learning_rate=0.001"):
-        losses = [record["loss"] for record in records(tmp_path, name) if record["kind"] == "valid"]
-        due = [n for n in range(3, 7) if losses[n - 1] > min(losses[: n - 2])]
-        state = state_of(Workdir(tmp_path, name), base)[1]
-        begun.append(int(state.average.begun))
-        assert begun[-1] == (4 * due[0] if due else 2**31 - 1)
-    assert len(set(begun)) > 1, "choose rates with which not all begin at once"
-
-
-def test_hooks_see_the_member_axis(base, tmp_path):
-    shapes = []
-    hook = Hook(4, lambda context: shapes.append(context.state.step.shape) or context.request_stop())
-    assert run(base, tmp_path, hooks=[hook]).step == 4 and shapes == [(3,)]
-
-
-@pytest.mark.slow
-def test_in_bfloat16_a_traced_rate_widens_nothing(base):
-    """Members that drop nothing of queries, keys and values draw the other masks that they would draw alone."""
-    names = ("model.dropout.embedding", "model.dropout.qkv", "model.dropout.weight", DROPOUT)
-    config = config_tree.replace(base[0], {"model.dtype": DType.BFLOAT16, "average.start_step": None})
-    made = assemble(config, vocab_size=256)
-    segments = train.training_reader(made, base[1]).segments(0, 2)
-    configs = [config_tree.replace(config, dict.fromkeys(names, rate)) for rate in (0.0, 0.3)]
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(DType.FLOAT64, {"rtol": 1e-9}), pytest.param(DType.BFLOAT16, {"rtol": 2e-2}, marks=pytest.mark.full)],
+)
+def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, x64):
+    """Seeds, rates of dropout and learning rates of its own; in bfloat16 a traced rate must widen nothing."""
+    rates = ("model.dropout.embedding", "model.dropout.qkv", "model.dropout.weight", DROPOUT)
+    config = config_tree.replace(tiny_run.CONFIG, {"model.dtype": dtype, "model.dropout.attention": 0.2})
+    configs = [
+        config_tree.replace(config, {"seed": 3} | dict.fromkeys(rates, 0.0)),
+        config_tree.replace(config, {"seed": 4, RATE: 0.02} | dict.fromkeys(rates, 0.3)),
+    ]
+    made, segments = assemble(config, vocab_size=tiny.V), tiny_run.text().segments(0, 1)
     state, step = tiny_run.state(made), jax.jit(make_ensemble_step(made.model, config))
     both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (state, segments))
-    _, found = step(Variation.of(config, configs), *both)
+    after, found = step(Variation.of(config, configs), *both)
+    assert abs(found.nats[0] - found.nats[1]) > 1e-3 * found.nats[0]
     for i, own in enumerate(configs):
-        alone = assemble(own, vocab_size=256)
-        _, expected = jax.jit(make_train_step(alone.model, alone.optimizer, alone.schedule, own))(state, segments)
-        # The same roundings, up to the order of sums.
-        np.testing.assert_allclose(found.nats[i], expected.nats, rtol=2e-3)
-        np.testing.assert_allclose(found.grad_norm[i], expected.grad_norm, rtol=2e-2)
-
-
-def test_a_loss_that_is_not_finite_names_its_member(base, tmp_path):
-    with pytest.raises(NonFiniteError, match=r"^learning_rate=1e\+20:.*\b\d+\b.*--ensemble_member\b"):
-        run(base, tmp_path, [{"seed": 1}, {RATE: 1e20}])
+        alone = assemble(own, vocab_size=tiny.V)
+        lone_step = jax.jit(make_train_step(alone.model, alone.optimizer, alone.schedule, own))
+        expected_after, expected = lone_step(state, segments)
+        # In bfloat16 the same roundings, up to the order of sums.
+        np.testing.assert_allclose(found.nats[i], expected.nats, rtol=min(2e-3, tolerance["rtol"]))
+        np.testing.assert_allclose(found.grad_norm[i], expected.grad_norm, **tolerance)
+        if dtype is DType.FLOAT64:
+            pairs = zip(jax.tree.leaves(after.params), jax.tree.leaves(expected_after.params), strict=True)
+            for leaf, expected_leaf in pairs:
+                np.testing.assert_allclose(leaf[i], expected_leaf, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(
     ("chosen", "changes", "pattern"),
     [
-        ([{"seed": 1}], {}, r"\b1\b"),
         ([{"seed": 1}, {"seed": 1}], {}, "seed=1; seed=1"),
-        ([{}, {"seed": 1111}], {}, "base; seed=1111"),
-        ([{"seed": 1}, {"seed": -1}], {}, r"\bseed\D*-1\b"),
         ([{"seed": 1}, {"model.n_layer": 3}], {}, r"model\.n_layer\b.*model\.dropout"),
         ([{"seed": 1}, {DROPOUT: 1.5}], {}, r"model\.dropout\D*\b1\.5\b"),
         ([{"seed": 1}, {"seed": 2}], {"train.patience": 2}, r"train\.patience\D*\b2\b"),

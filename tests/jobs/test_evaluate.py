@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from support import drawn_run, tiny_run
-from txl_jax.config import CorpusName, DataConfig
-from txl_jax.config import tree as config_tree
-from txl_jax.data.corpus import read_corpus
+from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.errors import UserError
 from txl_jax.jobs import evaluate
 from txl_jax.jobs.score import Interrupted, score
@@ -20,10 +18,8 @@ from txl_jax.jobs.workdir import TextInfo, Workdir
 def run(tmp_path_factory):
     """(config, corpus, workdir, components) of a run on 1,000 bytes."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "bytes").write_bytes(np.random.default_rng(0).integers(256, size=1000).astype(np.uint8).tobytes())
-    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "bytes"))
-    config = config_tree.replace(tiny_run.CONFIG, {"data": data})
-    corpus = read_corpus(config.data, "nowhere", str(folder))
+    content = np.random.default_rng(0).integers(256, size=1000).astype(np.uint8).tobytes()
+    config, corpus = drawn_run.on_text(folder, content)
     return config, corpus, *drawn_run.make(folder / "run", config, corpus)
 
 
@@ -47,10 +43,13 @@ def test_another_text_is_noted(run):
     assert any("its own text" in line for line in lines)
 
 
-def test_a_run_without_a_checkpoint_is_refused(run, tmp_path):
-    config, corpus, *_ = run
+def test_an_empty_workdir_and_another_vocabulary_are_refused(run, tmp_path):
+    config, corpus, workdir, _ = run
     with pytest.raises(UserError, match="--mode=train"):
         evaluate.run(config, corpus, Workdir(tmp_path), trained_on=TextInfo.of(corpus), log=str)
+    other = TextInfo(corpus.name, "letters", corpus.digest, ByteVocabulary(b"abc"))
+    with pytest.raises(ValueError, match=r"\b3\b.*\b256\b"):
+        evaluate.run(config, corpus, workdir, trained_on=other, log=str)
 
 
 def test_a_stop_writes_nothing(run, tmp_path):

@@ -2,10 +2,10 @@
 
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,6 +18,7 @@ from txl_jax.jobs import export_model as job
 from txl_jax.jobs.convert import convert
 from txl_jax.jobs.export_model import export_model
 
+pytestmark = pytest.mark.full
 EXAMPLE = ROOT / "docs" / "examples" / "run_exported.py"
 # What jax needs, and the two packages of the example.
 PACKAGES = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy", "flatbuffers", "safetensors")
@@ -96,17 +97,14 @@ def test_int8_is_exported_where_it_is_asked_for(workdir, tmp_path):
 def test_the_manifest_describes_the_files(workdir, folder):
     assert sorted(path.name for path in folder.iterdir()) == FILES
     manifest, weights, functions = exported_folder.read(folder)
-    assert manifest["platforms"] == ["cpu", "tpu", "cuda"] and manifest["versions"]["jax"] == jax.__version__
     assert (manifest["rows"], manifest["segment_len"], manifest["mem_len"]) == (2, 5, 9)
-    assert manifest["vocabulary"]["size"] == txl_jax.load(workdir.path).vocabulary.size
     for name, function in functions.items():
         assert function.platforms == ("cpu", "tpu", "cuda") and function.nr_devices == 1
         described = manifest["functions"][name]["arguments"].values()
         shapes = [(list(array.shape), str(array.dtype)) for array in function.in_avals[-len(described) :]]
         assert shapes == [(each["shape"], each["dtype"]) for each in described]
-    assert {name: str(array.dtype) for name, array in weights.items()} == {
-        name: each["dtype"] for name, each in manifest["weights"].items()
-    }
+    described = {name: each["dtype"] for name, each in manifest["weights"].items()}
+    assert {name: str(array.dtype) for name, array in weights.items()} == described
     assert "clusters.0.table" not in weights  # It is the embedding's.
 
 
@@ -126,18 +124,14 @@ def test_a_changed_file_is_refused(folder, name):
         path.write_bytes(whole)
 
 
-def test_a_file_too_many_or_too_few_is_refused(folder):
-    more = folder / "more"
-    more.touch()
+def test_a_file_too_many_or_too_few_is_refused(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "more").touch()
     with pytest.raises(CheckpointError, match="more"):
-        exported_folder.read(folder)
-    more.unlink()
-    kept = (folder / "tokens.json").rename(folder.parent / "tokens.json")
+        exported_folder.read(copy)
+    (copy / "more").rename(copy / "tokens.json")
     with pytest.raises(CheckpointError, match="tokens"):
-        exported_folder.read(folder)
-    kept.rename(folder / "tokens.json")
-    with pytest.raises(UserError, match="manifest"):
-        exported_folder.read(folder.parent)
+        exported_folder.read(copy)
 
 
 def test_other_numbers_than_the_models_are_refused(workdir, folder):
@@ -184,24 +178,7 @@ def test_an_exported_model_is_no_source_of_weights(folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("ids", "named"), [(["5"], "two or more ids"), (["5", "x"], "ids"), (["5", "9999"], "9999")])
-def test_the_example_refuses_what_are_no_ids(folder, monkeypatch, ids, named):
-    monkeypatch.setattr("sys.argv", [str(EXAMPLE), str(folder), *ids])
-    with pytest.raises(SystemExit, match=named):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-
-
-def test_the_example_refuses_another_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", [str(EXAMPLE), str(tmp_path), "5", "6"])
-    with pytest.raises(SystemExit, match=r"manifest\.sha256"):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-
-
-def test_the_page_shows_the_example():
-    assert EXAMPLE.read_text() in (ROOT / "docs" / "export.md").read_text()
-
-
-@pytest.mark.slow
+@pytest.mark.nightly(part="cases")
 @pytest.mark.parametrize("changes", [trained.WT103, {"model__dtype": "bfloat16"}, {"model__network": "lstm"}])
 def test_the_program_exports_other_models(tmp_path, changes):
     made = trained.make(tmp_path / "run", **changes)

@@ -1,6 +1,5 @@
 """Tests a run that has finished: started again, damaged, with other settings, scored, averaged and generated from."""
 
-import dataclasses
 import json
 import re
 
@@ -8,41 +7,29 @@ import jax
 import numpy as np
 import pytest
 
+from support.run_records import numbers
 from txl_jax.assemble import assemble
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.errors import UserError
 from txl_jax.jobs import evaluate, generate, train
 from txl_jax.jobs.restore import load_parameters
-from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.jobs.workdir import TextInfo
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.metrics_log import read_metrics
-from txl_jax.runtime.sinks.sink import MEASURED
 
 STEPS = 24
 
 
-def numbers(workdir):
-    """The records of a run without what the clock decides."""
-    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(workdir.path)]
-
-
-def test_results_of_an_earlier_end_are_not_those_of_a_later_one(finished, config, corpus):
-    """Files after a kill between the last checkpoint and the test scores of a run that went on from an end."""
+@pytest.mark.full
+def test_results_that_are_damaged_or_of_an_earlier_end_are_made_again(finished, config, corpus):
+    """A run that goes on from an end leaves its results behind, if it is killed before the test scores."""
     workdir, outcome = finished
-    path = workdir.path / "results.json"
-    path.write_text(json.dumps(outcome.results | {"steps": STEPS - 8, "test": {"loss": 0.0}}))
-    assert train.run(config, corpus, workdir) == outcome
-    assert json.loads(path.read_text()) == outcome.results
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"steps": 24, "eval": 7}', b"\xff"])
-def test_damaged_results_are_made_again(finished, config, corpus, content):
-    workdir, outcome = finished
-    before = numbers(workdir)
-    (workdir.path / "results.json").write_bytes(content)
-    assert train.run(config, corpus, workdir) == outcome
-    assert numbers(workdir) == before
+    before, path = numbers(workdir), workdir.path / "results.json"
+    earlier = json.dumps(outcome.results | {"steps": STEPS - 8, "test": {"loss": 0.0}}).encode()
+    for content in (earlier, b"", b'{"steps": 24, "eval": 7}', b"\xff"):
+        path.write_bytes(content)
+        assert train.run(config, corpus, workdir) == outcome
+        assert json.loads(path.read_text()) == outcome.results and numbers(workdir) == before
 
 
 def test_a_finished_run_is_left_as_it_is(finished, config, corpus, capsys):
@@ -53,6 +40,7 @@ def test_a_finished_run_is_left_as_it_is(finished, config, corpus, capsys):
     assert re.search(r"(?m)^finished\b", capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_a_run_from_before_a_setting_of_evaluation_existed_is_left_as_it_is(finished, config, corpus, monkeypatch):
     workdir, outcome = finished
     before, path = numbers(workdir), workdir.path / "results.json"
@@ -76,6 +64,7 @@ def test_a_run_from_before_a_setting_of_evaluation_existed_is_left_as_it_is(fini
     assert "--eval" not in (workdir.path / "log.txt").read_text()
 
 
+@pytest.mark.full
 def test_a_finished_run_is_scored_again_at_other_lengths(finished, config, corpus):
     workdir, outcome = finished
     again = train.run(config_tree.replace(config, {"eval.mem_len": 3}), corpus, workdir)
@@ -83,6 +72,7 @@ def test_a_finished_run_is_scored_again_at_other_lengths(finished, config, corpu
     assert again.results["test"]["loss"] != outcome.results["test"]["loss"]
 
 
+@pytest.mark.full
 def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus, capsys):
     workdir, _ = finished
     (workdir.path / "results.json").unlink()
@@ -101,17 +91,9 @@ def test_other_settings_in_a_used_workdir_are_refused_by_name(finished, config, 
     other = config_tree.replace(config, {"model.n_layer": 3, "optimizer.learning_rate": 0.02, "train.log_every": 2})
     with pytest.raises(UserError, match="--model") as error:
         train.run(other, corpus, workdir)
-    message = str(error.value)
-    assert re.search(r"--model\.n_layer\D*\b2\b\D*\b3\b", message)
-    assert re.search(r"--optimizer\.learning_rate\D*\b0\.01\b\D*\b0\.02\b", message)
-    assert "log_every" not in message  # It does not touch the training.
+    assert "--model.n_layer" in str(error.value) and "--optimizer.learning_rate" in str(error.value)
+    assert "log_every" not in str(error.value)  # It does not touch the training.
     assert (workdir.path / "config.json").read_bytes() == before
-
-
-def test_another_text_in_a_used_workdir_is_refused(finished, config, corpus):
-    workdir, _ = finished
-    with pytest.raises(ValueError, match=re.escape(corpus.description)):
-        train.run(config, dataclasses.replace(corpus, digest="0" * 64), workdir)
 
 
 def test_evaluation_and_generation_use_the_best_parameters(finished, config, corpus, capsys):
@@ -126,33 +108,11 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
     assert (workdir.path / "sample-seed0.txt").read_bytes().startswith(b"one " + first[0])
 
 
-def test_evaluation_of_an_untrained_workdir_is_one_sentence(config, corpus, tmp_path):
-    with pytest.raises(UserError, match="--mode=train"):
-        evaluate.run(config, corpus, Workdir(tmp_path), trained_on=TextInfo.of(corpus))
-    with pytest.raises(UserError, match=r"config\.json"):
-        Workdir(tmp_path).load()
-
-
-def test_evaluation_of_another_kind_of_text_is_refused(finished, config, corpus):
-    workdir, _ = finished
-    other = TextInfo(corpus.name, "letters", corpus.digest, ByteVocabulary(b"abc"))
-    with pytest.raises(ValueError, match=r"\b3\b.*\b256\b"):
-        evaluate.run(config, corpus, workdir, trained_on=other)
-
-
 def test_a_prompt_with_bytes_outside_the_vocabulary_is_refused(finished, config):
     workdir, _ = finished
     asked = config_tree.replace(config, {"generate.prompt": "one\n"})
     with pytest.raises(ValueError, match=r"prompt.*\b10\b"):
         generate.run(asked, ByteVocabulary(b" enotw"), workdir)
-
-
-def test_generation_stops_on_request(finished, config, corpus):
-    workdir, _ = finished
-    asked = config_tree.replace(config, {"generate.length": 100})
-    questions = iter([False, False])
-    texts = generate.run(asked, corpus.vocabulary, workdir, stop_requested=lambda: next(questions, True))
-    assert len(texts[0]) == 32  # Two blocks of 16, after as many questions.
 
 
 def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):

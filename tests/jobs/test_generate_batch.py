@@ -6,7 +6,7 @@ from jax._src import compiler
 
 import txl_jax
 from support import tiny_model
-from support.cases import slow_but
+from support.cases import full_but
 from txl_jax.config import DType
 from txl_jax.data.tokens.text_stream import TextStream
 from txl_jax.errors import UserError
@@ -38,7 +38,7 @@ MODELS_AND_DRAWING = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "drawing"), slow_but(MODELS_AND_DRAWING[1:3], MODELS_AND_DRAWING), ids=str)
+@pytest.mark.parametrize(("changes", "drawing"), full_but(MODELS_AND_DRAWING[2:3], MODELS_AND_DRAWING), ids=str)
 def test_each_prompt_gives_what_it_gives_alone(changes, drawing, x64):
     model = tiny_model.make(model__dtype=DType.FLOAT64, **changes)
     prompts, config = tiny_model.documents(LENGTHS), settings(**drawing)
@@ -50,10 +50,11 @@ def test_each_prompt_gives_what_it_gives_alone(changes, drawing, x64):
 def test_seeds_of_prompts_and_any_number_of_rows():
     model, [prompt] = tiny_model.make(), tiny_model.documents([8])
     found = model.generate([prompt] * 4, settings(), seeds=[3, 4, 4, -1], batch_size=3)
-    assert [[text] for text in found[1:]] == [alone(model, [prompt], settings(seed=seed)) for seed in (4, 4, -1)]
+    assert [[text] for text in found[2:]] == [alone(model, [prompt], settings(seed=seed)) for seed in (4, -1)]
     assert len(set(found)) == 3 and model.generate([prompt], settings(), seeds=[4]) == found[1:2]
 
 
+@pytest.mark.full
 def test_few_programs_are_compiled_for_any_number_and_lengths(monkeypatch):
     """One for each power of two of rows, here 1, 4 and 5, the most; not for lengths of prompts, texts or stops."""
     model, compiled = tiny_model.make(eval__mem_len=11), []
@@ -135,14 +136,11 @@ def test_the_stop_string_that_is_complete_first_counts():
     ("mistake", "words"),
     [
         (lambda model: model.generate("ab"), "'ab'"),
-        (lambda model: model.generate(["Z"]), "'Z'"),
         (lambda model: model.generate([[13]]), r"13.*0 to 12"),
         (lambda model: model.generate(["a"], stop=["b", ""]), "stop is"),
-        (lambda model: model.generate(["a"], stop=""), "stop is"),
         (lambda model: model.generate(["a", "b"], seeds=[1]), "1 seeds and 2 prompts"),
-        (lambda model: model.generate(["a"], batch_size=0), "batch_size is 0"),
     ],
 )
-def test_mistakes_are_sentences(mistake, words):
+def test_mistakes_are_refused(mistake, words):
     with pytest.raises(UserError, match=words):
         mistake(tiny_model.make())

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import trained
+from support import hf_tokenizers, trained
 from txl_jax.config import CorpusName, Tokenizer
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
 from txl_jax.jobs import train
 from txl_jax.jobs.convert import convert
-
-pytest.importorskip("tokenizers")
-from support import hf_tokenizers  # It needs the package.
 
 
 @pytest.fixture(scope="module")

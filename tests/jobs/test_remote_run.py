@@ -4,15 +4,11 @@ import dataclasses
 import json
 
 import jax
-import numpy as np
 import pytest
 
 import txl_jax
 from support import drawn_run, tiny_run
 from txl_jax.assemble import assemble
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
-from txl_jax.config import tree as config_tree
-from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
 from txl_jax.interop.portable import is_portable
 from txl_jax.jobs import ensemble, evaluate, score_tokens, warm_start
@@ -21,15 +17,13 @@ from txl_jax.jobs.export_model import export_model
 from txl_jax.jobs.split_off import split_off
 from txl_jax.jobs.workdir import TextInfo, Workdir
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """(config, corpus): bytes, of which the validation text has 55."""
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
-    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
-    config: ExperimentConfig = config_tree.replace(tiny_run.CONFIG, {"data": data})
-    return config, read_corpus(data, "nowhere", str(folder))
+    return drawn_run.on_text(tmp_path_factory.mktemp("text"), drawn_run.letters())
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +68,6 @@ def test_a_conversion_that_was_killed_is_no_portable_folder(drawn, bucket, stora
     assert not is_portable(bucket)
 
 
-@pytest.mark.slow
 def test_an_export_in_a_bucket(drawn, bucket, tmp_path):
     export_model(drawn[0].path, str(bucket / "exported"), log=str)
     export_model(drawn[1].path, tmp_path / "exported", log=str)
@@ -85,7 +78,6 @@ def test_an_export_in_a_bucket(drawn, bucket, tmp_path):
         assert (bucket / "exported" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
 
 
-@pytest.mark.slow
 def test_a_member_of_an_ensemble_is_split_off_in_a_bucket(text, bucket):
     config, corpus = text
     results = ensemble.run(config, [{"seed": 1}, {"seed": 2}], corpus, Workdir(bucket / "both")).results

@@ -27,6 +27,8 @@ from txl_jax.runtime import format as file_format
 from txl_jax.runtime.format import FORMAT
 from txl_jax.runtime.metrics_log import read_metrics
 
+pytestmark = pytest.mark.full
+
 MEMBERS = ({"seed": 1}, {"seed": 2, "model.dropout.attention": 0.2})
 
 

@@ -92,6 +92,7 @@ def test_a_loss_that_is_no_number_is_a_mistake():
         score(FakeInput([b"abc"]), params=broken)
 
 
+@pytest.mark.full
 def test_endless_input_needs_constant_memory():
     peaks, records = [], 0
 
@@ -116,6 +117,7 @@ def test_endless_input_needs_constant_memory():
     assert peaks[2] < peaks[1] * 1.1 + 1e5
 
 
+@pytest.mark.full
 def test_a_result_does_not_wait_for_the_next_line():
     read, write = os.pipe()
     answers = []

@@ -8,22 +8,19 @@ import numpy as np
 import pytest
 
 from support import drawn_run, tiny_run
-from txl_jax.config import CorpusName, DataConfig, Network
-from txl_jax.config import tree as config_tree
-from txl_jax.data.corpus import read_corpus
+from txl_jax.config import Network
 from txl_jax.errors import UserError
 from txl_jax.jobs import evaluate, temperature
 from txl_jax.jobs.temperature import Plan
 from txl_jax.jobs.workdir import TextInfo
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module", params=Network)
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("temperature")
-    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
-    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
-    config = config_tree.replace(tiny_run.CONFIG, {"data": data, "model.network": request.param})
-    corpus = read_corpus(config.data, "nowhere", str(folder))
+    config, corpus = drawn_run.on_text(folder, drawn_run.letters(), model__network=request.param)
     return config, corpus, *drawn_run.make(folder / "run", config, corpus)
 
 

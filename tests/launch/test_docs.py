@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from launch import sweep, sweep_file
-from support import recorded_run
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "launch.md").read_text()
@@ -26,6 +25,7 @@ def commands(first):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [*commands("launch/tpu.sh"), *commands("launch/slurm.sh")], ids=" ".join)
 def test_the_scripts_take_what_is_shown(words):
     flags_begin = 1 if "slurm" in words[0] else 3
@@ -51,25 +51,3 @@ def test_the_sweep_takes_what_is_shown(words, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("experiments.ptb") == 12
     assert "/seed=1+dropout.rate=0.1" in out and "/no_memory+seed=3+dropout.rate=0.3" in out
-
-
-def test_the_files_of_sweeps_can_be_read(tmp_path):
-    """Those of this page, and the one of the page about runs."""
-    example = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "report.md").read_text(), flags=re.DOTALL)
-    found = []
-    for text in [*blocks("toml"), *example]:
-        (tmp_path / "sweep.toml").write_text(text)
-        found.append(sweep_file.read(tmp_path / "sweep.toml", tmp_path / "runs"))
-    assert [len(each.runs) for each in found] == [12, 40, 27, 3]
-    assert [each.rungs for each in found] == [(), (), (290, 870, 2610), ()]
-
-
-def test_the_table_of_any_runs_is_made(tmp_path, monkeypatch, capsys):
-    [words] = [words[3:] for words in SWEEPS if "sweep.toml" not in words]
-    monkeypatch.chdir(tmp_path)
-    for name in ("one", "two"):
-        recorded_run.make(tmp_path / "runs" / name)
-    assert sweep.main(["sweep", *(word for word in words if not word.startswith("gs:"))]) == 0
-    assert (
-        capsys.readouterr().out.count("| finished |") == 2 and (tmp_path / "runs" / "compared" / "results.csv").exists()
-    )

@@ -30,6 +30,7 @@ def finish(process):
     return process.returncode, out, err
 
 
+@pytest.mark.full
 def test_each_process_gets_the_addresses_of_the_others():
     code, out, err = finish(local("--processes=3", "--devices=2", "--", "sh", "-c", "env | grep -E '^(JAX|XLA)'"))
     assert code == 0
@@ -41,6 +42,7 @@ def test_each_process_gets_the_addresses_of_the_others():
     assert "force_host_platform_device_count=2" in out
 
 
+@pytest.mark.full
 def test_a_dry_run_prints_commands_and_starts_nothing(tmp_path):
     made = tmp_path / "made"
     code, out, _ = finish(local("--dry_run", "--", "touch", str(made), "a b"))
@@ -49,6 +51,7 @@ def test_a_dry_run_prints_commands_and_starts_nothing(tmp_path):
     assert len(lines) == 2 and lines[1].endswith(f"JAX_PROCESS_ID=1 touch {made} 'a b'")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("how", "expected", "reported"), [("exit 7", 7, "7"), ("kill -9 $$", 137, "SIGKILL")])
 def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, expected, reported, monkeypatch):
     script = f'trap "" TERM; test $JAX_PROCESS_ID = 1 && {how}; sleep 50'
@@ -81,6 +84,7 @@ def test_of_several_that_are_dead_at_once_the_first_cause_is_reported(codes, exp
     assert group.wait() == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_is_passed_on_once_and_all_are_waited_for(name, tmp_path):
     script = f"""
@@ -105,16 +109,10 @@ sys.exit(143)
     assert out == "saved after 1\n" and err == "[1] saved after 1\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("arguments", "expected_error"),
-    [
-        ([], "--"),
-        (["--processes=0", "--", "true"], "processes"),
-        (["--procs=2", "--", "true"], "procs"),
-        (["--", "no-such-program"], "no-such-program"),
-    ],
+    ("arguments", "expected"), [([], "--"), (["--procs=2", "--", "true"], "procs"), (["--", "no-such"], "no-such")]
 )
-def test_bad_input_is_answered_in_one_sentence(arguments, expected_error):
+def test_mistakes_are_named(arguments, expected):
     code, out, err = finish(local(*arguments))
-    assert code == 2 and out == ""
-    assert err.startswith("error: ") and expected_error in err and len(err.splitlines()) == 1
+    assert code == 2 and out == "" and err.startswith("error: ") and expected in err

@@ -9,9 +9,6 @@ import zipfile
 from importlib.metadata import version
 
 import jax
-import jupytext
-import nbclient
-import nbformat
 import pytest
 
 import txl_jax
@@ -45,6 +42,8 @@ WORDS = "one two three four five six seven " * 800
 
 
 def read(name):
+    import nbformat
+
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
@@ -59,6 +58,8 @@ def tagged(notebook, tag):
 
 def with_parameters(notebook, given):
     """Adds a cell with other values after the parameters, all of which must be there."""
+    import nbformat
+
     names = re.findall(r"^(\w+) = .*# @param \{type:\"\w+\"\}$", tagged(notebook, "parameters").source, re.MULTILINE)
     assert given.keys() <= set(names)
     cell = nbformat.v4.new_code_cell("\n".join(f"{name} = {value!r}" for name, value in given.items()))
@@ -68,6 +69,8 @@ def with_parameters(notebook, given):
 
 def in_a_kernel(name, given, folder, **environment):
     """Runs a notebook as Jupyter does; returns what its cells printed, and the number of pictures."""
+    import nbclient
+
     notebook = with_parameters(read(name), {"TENSORBOARD": False} | given)
     client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}})
     given = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
@@ -118,47 +121,33 @@ def colab(monkeypatch, tmp_path):
     return calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_and_its_text_agree(name):
+def test_a_notebook_and_its_text_agree_and_no_output_is_committed(name):
     """After a change run `jupytext --to ipynb launch/notebooks/*.py`."""
+    import jupytext
 
     def content(notebook):
         cells = [(cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in notebook.cells]
         return cells, {key: notebook.metadata[key] for key in ("accelerator", "colab", "kernelspec")}
 
     assert content(read(name)) == content(jupytext.read(FOLDER / f"{name}.py"))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_output_is_committed(name):
-    assert code(read(name))
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code(read(name)))
+    assert read(name).metadata.accelerator == "TPU" and read(name).metadata.colab.gpuType == "V5E1"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_colab_opens_it_on_a_tpu(name):
-    metadata = read(name).metadata
-    assert metadata.accelerator == "TPU" and metadata.colab.gpuType == "V5E1"
-    badge = read(name).cells[0].source.splitlines()[0]
-    assert badge == (
-        "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-        f"(https://colab.research.google.com/github/TXL_JAX_OWNER/txl_jax/blob/main/launch/notebooks/{name}.ipynb)"
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_parameter_is_a_field(name):
+def test_every_parameter_is_a_field_and_all_install_alike(name):
     """The form has a field for each line that assigns, and nothing else is assigned."""
     source = tagged(read(name), "parameters").source
     assigned = [line for line in source.splitlines() if not line.startswith("#")]
     assert {"FOLDER", "DRIVE", "TENSORBOARD", "PACKAGE"} <= {line.split(" = ")[0] for line in assigned}
     assert all(re.search(r'  # @param \{type:"(string|boolean|integer|number|raw)"\}$', line) for line in assigned)
+    assert tagged(read(name), "installation").source == tagged(read(NAMES[0]), "installation").source
 
 
-def test_all_install_alike():
-    assert len({tagged(read(name), "installation").source for name in NAMES}) == 1
-
-
+@pytest.mark.full
 def test_train(in_this_process, tmp_path):
     (tmp_path / "words.txt").write_text(WORDS)
     found = in_this_process("train", {"TEXT": "words.txt", "PROMPT": "one ", "TENSORBOARD": False, "SETTINGS": TINY})
@@ -173,7 +162,7 @@ def test_train(in_this_process, tmp_path):
     assert txl_jax.load(tmp_path / "unpacked" / "train").step == found["outcome"].step
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
     """With an uploaded text, in Google Drive, and with a download; the library is a small one."""
     (tmp_path / "lib").mkdir()
@@ -194,31 +183,20 @@ def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
     assert f"jax=={version('jax')}\n" in (tmp_path / "constraints.txt").read_text()
 
 
-def test_own_model(tmp_path):
-    printed, pictures = in_a_kernel("own_model", {"STEPS": 10}, tmp_path)
-    assert pictures == 2 and "largest change before the token: 0.0e+00" in printed
-    folder = tmp_path / "runs" / "own_model"
-    assert (folder / "own_model.npz").exists()
-    assert list(folder.glob("compilation/*/*"))  # Programs that a second start reads.
+@pytest.mark.full
+def test_own_model(in_this_process, tmp_path, capsys):
+    in_this_process("own_model", {"TENSORBOARD": False, "STEPS": 10})
+    assert "largest change before the token: 0.0e+00" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "own_model" / "own_model.npz").exists()
 
 
-def test_tensorboard_is_shown_where_it_is_installed(monkeypatch, capsys, tmp_path):
-    magics = []
-    shell = types.SimpleNamespace(run_line_magic=lambda *words: magics.append(words))
-    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    shared.show_tensorboard(tmp_path)
-    assert magics == [("load_ext", "tensorboard"), ("tensorboard", f"--logdir '{tmp_path}'")]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    shared.show_tensorboard(tmp_path)
-    assert len(magics) == 2 and "pip install tensorboard" in capsys.readouterr().out
-
-
+@pytest.mark.full
 def test_without_colab_there_is_no_upload():
     with pytest.raises(txl_jax.UserError, match="path of a file"):
         shared.upload()
 
 
+@pytest.mark.full
 def test_accelerators_get_a_larger_model_in_bfloat16(monkeypatch):
     assert shared.device_settings() == {} and shared.matmul_dtype() == "float32"
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
@@ -227,7 +205,7 @@ def test_accelerators_get_a_larger_model_in_bfloat16(monkeypatch):
     assert settings["train.batch_size"] % 8 == 0 and settings["model.d_model"] == 512
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 @pytest.mark.parametrize("n_device", [1, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_in_a_kernel(name, n_device, tmp_path):
@@ -243,5 +221,7 @@ def test_in_a_kernel(name, n_device, tmp_path):
     assert f"{n_device} x cpu" in printed
     assert pictures == {"train": 4, "fine_tune": 2, "own_model": 2}[name]
     if name == "own_model":
+        folder = tmp_path / "runs" / "own_model"
+        assert list(folder.glob("compilation/*/*"))  # Programs that a second start reads.
         bits = {memory: float(value) for memory, value in re.findall(r"^(memory|no).* (\S+) bits per", printed, re.M)}
         assert bits["memory"] < 0.9 and 2.7 < bits["no"] < 3.3

@@ -8,6 +8,8 @@ import pytest
 
 from support import shell
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "launch" / "slurm.sh")
 RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=runs/one", "--generate.prompt=it's"]
@@ -59,11 +61,8 @@ def test_a_process_for_each_node_takes_all_of_its_gpus():
     script = batch_script("--gpus=4", "--per=node", "--setup=source .venv/bin/activate", *RUN)
     assert options(script)["ntasks-per-node"] == "1" and options(script)["gpus-per-node"] == "4"
     assert "source .venv/bin/activate || exit" in script.splitlines()
-
-
-def test_no_gpu():
-    found = options(batch_script("--gpus=0", *RUN))
-    assert found["ntasks-per-node"] == "1" and "gpus-per-node" not in found
+    without = options(batch_script("--gpus=0", *RUN))
+    assert without["ntasks-per-node"] == "1" and "gpus-per-node" not in without
 
 
 def test_an_array_of_commands():
@@ -129,13 +128,10 @@ def test_each_task_of_an_array_runs_its_own_command(cluster, monkeypatch):
     [
         ([], "after --"),
         (["--gpu=2", *RUN], "--gpu=2"),
-        (["--gpus=two", *RUN], "'two'"),
-        (["--per=core", *RUN], "--per=core"),
         (["--commands=-", *RUN], "--commands"),
-        (["--commands=-"], " -;"),
     ],
 )
-def test_mistakes_are_answered_in_one_sentence(words, expected):
+def test_mistakes_are_named(words, expected):
     code, out, err = call(*words, given="")
     assert code == 2 and not out
-    assert err.startswith("error: ") and expected in err and len(err.splitlines()) == 1
+    assert err.startswith("error: ") and expected in err

@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from launch import sweep, sweep_file, sweep_table
@@ -24,35 +23,6 @@ from txl_jax.jobs.workdir import TextInfo
 from txl_jax.runtime.metrics_log import read_metrics
 
 ROOT = Path(__file__).parents[2]
-TINY = """
-program = "text"
-[base]
-data.file = "WORK/words.txt"
-cache_dir = "WORK/cache"
-model = { n_layer = 1, d_model = 16, n_head = 2, d_head = 8, d_inner = 16 }
-optimizer.warmup_steps = 10
-train.batch_size = 4
-train.segment_len = 16
-train.mem_len = 16
-train.segments_per_call = 2
-train.steps = 1200
-train.log_every = 10
-train.eval_every = 600
-train.checkpoint_every = 600
-eval = { batch_size = 4, segment_len = 16, mem_len = 32 }
-"""
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Writes the file of a sweep, on tiny runs unless given others; returns its path."""
-    (tmp_path / "words.txt").write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three"], 12_000)))
-
-    def make(text, base=TINY):
-        (tmp_path / "sweep.toml").write_text(base.replace("WORK", str(tmp_path)) + text)
-        return tmp_path / "sweep.toml"
-
-    return make
 
 
 def read(path):
@@ -66,10 +36,7 @@ def names(path):
 def test_a_grid_is_every_combination_and_names_contain_the_differences(write):
     found = read(write("[grid]\nseed = [1, 2]\nmodel.dropout.rate = [0.0, 0.5]\n"))
     assert [run.name for run in found.runs] == [
-        "seed=1+dropout.rate=0.0",
-        "seed=1+dropout.rate=0.5",
-        "seed=2+dropout.rate=0.0",
-        "seed=2+dropout.rate=0.5",
+        f"seed={seed}+dropout.rate={rate}" for seed in (1, 2) for rate in (0.0, 0.5)
     ]
     last = found.runs[3]
     assert (last.config.seed, last.config.model.dropout.rate, last.config.train.steps) == (2, 0.5, 1200)
@@ -81,75 +48,50 @@ def test_each_run_is_combined_with_the_grid(write):
     text = (
         '[grid]\nseed = [1, 2]\n[[runs]]\nmodel.d_inner = 8\n[[runs]]\nname = "deep one"\nmodel.n_layer = 3\n[[runs]]\n'
     )
-    assert names(write(text)) == [
-        "d_inner=8+seed=1",
-        "d_inner=8+seed=2",
-        "deep_one+seed=1",
-        "deep_one+seed=2",
-        "seed=1",
-        "seed=2",
-    ]
+    of_runs = ("d_inner=8+", "deep_one+", "")
+    assert names(write(text)) == [f"{name}seed={seed}" for name in of_runs for seed in (1, 2)]
+    alike = names(write("[[runs]]\ntrain.mem_len = 8\n[[runs]]\neval.mem_len = 8\n"))
+    assert alike == ["train.mem_len=8", "eval.mem_len=8"], "names that end alike are written out"
 
 
-def test_names_that_end_alike_are_written_out(write):
-    assert names(write("[[runs]]\ntrain.mem_len = 8\n[[runs]]\neval.mem_len = 8\n")) == [
-        "train.mem_len=8",
-        "eval.mem_len=8",
-    ]
-
-
-def test_values_become_flags(write):
+def test_values_become_flags_after_the_flagfile(write):
     found = read(write('[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, 20]\ndata.tokenizer.newlines = "drop"\n'))
     words = found.runs[0].command
     assert {"--model.untie_r=true", "--model.cutoffs=9,20", "--data.tokenizer.newlines=drop"} <= set(words)
-
-
-def test_flagfiles_come_first(write):
-    found = read(
-        write("[grid]\nseed = [1]\n", base='program = "ptb"\nflagfile = "ptb_small"\nbase.train.steps = 2000\n')
-    )
-    assert list(found.runs[0].command[3:5]) == ["--flagfile=ptb_small", "--train.steps=2000"]
-    assert found.runs[0].config.model.n_layer == 4
+    base = 'program = "ptb"\nflagfile = "ptb_small"\nbase.train.steps = 2000\n'
+    [run] = read(write("[grid]\nseed = [1]\n", base=base)).runs
+    assert list(run.command[3:5]) == ["--flagfile=ptb_small", "--train.steps=2000"] and run.config.model.n_layer == 4
 
 
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [
-        ("", r"\bgrid\b.*\bruns\b"),
         ("[grid]\n", r"\bgrid\b.*\bruns\b"),
-        ("[grid]\nseed = []\n", r"seed = \[\]"),
         ("[grid]\nseed = 3\n", r"\bseed = 3\b"),
         ("[gird]\nseed = [1]\n", r"'gird'.*\bgrid\b"),
         ("[grid]\nmodel.n_layr = [1, 2]\n", r"--model\.n_layr\b.*\bmodel\.n_layer\b"),
-        ("[grid]\nmodel.n_layer = ['many']\n", r"model\.n_layer\b.*\bmany\b"),
-        ("[grid]\nworkdir = ['a']\n", "--workdir"),
         ("[grid]\ntrain.steps = [1201]\n", r"train\.steps\D*\b1201\b"),
-        ("[grid]\nseed = [1, 1]\n", r"\bseed=1\b"),
         ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'\nseed = 2\n", r"\ba\b(?!.*\bseed\b)"),
         ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'b'\n", r"\ba\b.*\bb\b"),
         ("[grid]\nseed = [1]\n[[runs]]\nseed = 2\n", r"\bseed\b.*\bgrid\b.*\bruns\b"),
         ("[grid]\ndata.corpus = ['ptb']\n", r"corpus=ptb: .*data\.file\b"),
-        ("[runs]\nseed = 2\n", r"\[\[runs\]\]"),
         ("[grid\n", r"sweep\.toml\b.*\bTOML\b"),
     ],
 )
-def test_mistakes_in_the_file_are_answered_in_one_sentence(write, capsys, text, pattern):
+def test_mistakes_in_the_file_are_named(write, capsys, text, pattern):
     path = write(text)
     assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and re.search(pattern, err) and len(err.splitlines()) == 1, err
+    assert not out and err.startswith("error: ") and re.search(pattern, err), err
     assert not (path.parent / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "pattern"),
     [
-        ([], r"\b0\b"),
-        (["FILE", "FILE", "--out=OUT"], r"\b2\b"),
         (["FILE"], "--out=PATH"),
         (["none.toml", "--out=OUT"], r"none\.toml"),
         (["FILE", "--out=OUT", "--job=2"], "job"),
-        (["FILE", "--out=OUT", "--jobs=0"], "jobs"),
         (["FILE", "--out=OUT", "--with=--gpus=2"], "--with.*--print"),
         (["FILE", "--out=OUT", "--print=slurm", "--with=--gpu=2"], "--gpu=2"),
     ],
@@ -159,35 +101,21 @@ def test_mistakes_on_the_command_line_too(write, capsys, words, pattern):
     words = [word.replace("FILE", str(path)).replace("OUT", str(path.parent / "out")) for word in words]
     assert sweep.main(["sweep", *words]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and re.search(pattern, err) and len(err.strip().splitlines()) == 1, err
+    assert not out and err.startswith("error: ") and re.search(pattern, err), err
 
 
-def test_a_flagfile_of_another_program(write, capsys):
-    path = write("", base="program = 'text'\nflagfile = 'ptb_small'\ngrid.seed = [1]\n")
+@pytest.mark.parametrize(
+    ("base", "pattern"),
+    [
+        ("program = 'text'\nflagfile = 'ptb_small'", "python -m experiments.ptb"),
+        ("program = 'ptb'\nbase.data.file = 'a'", r"data\.file\b.*\bptb\b.*--data\.corpus=text"),
+        ("program = 'ptp'", r"'ptp'.*\bptb\b"),
+    ],
+)
+def test_files_of_another_program_are_refused(write, capsys, base, pattern):
+    path = write("", base=f"{base}\ngrid.seed = [1]\n")
     assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
-    assert "python -m experiments.ptb" in capsys.readouterr().err
-
-
-def test_every_program_of_a_config_may_be_swept():
-    """A program that is added, with `DEFAULTS` and a call of `runner.run`, is found through the table of corpora."""
-    programs = {
-        path.stem
-        for path in (ROOT / "experiments").glob("*.py")
-        if re.search(r"^DEFAULTS = ExperimentConfig\(", path.read_text(), re.MULTILINE)
-    }
-    assert set(sweep_file._DEFAULTS) == programs
-
-
-def test_a_part_of_a_corpus_of_several_files(write, capsys):
-    path = write("", base="program = 'ptb'\nbase.data.file = 'a'\ngrid.seed = [1]\n")
-    assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
-    assert re.search(r"data\.file\b.*\bptb\b.*--data\.corpus=text", capsys.readouterr().err)
-
-
-def test_a_program_that_is_not_known(write, capsys):
-    path = write("", base="program = 'ptp'\ngrid.seed = [1]\n")
-    assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
-    assert re.search(r"'ptp'.*\bptb\b", capsys.readouterr().err)
+    assert re.search(pattern, capsys.readouterr().err)
 
 
 def printed(capsys, path, *words):
@@ -195,6 +123,7 @@ def printed(capsys, path, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_printed_for_a_shell_for_slurm_and_for_tpus(write, capsys):
     path = write("[grid]\nseed = [1, 2]\n")
     lines = printed(capsys, path, "--dry_run").splitlines()
@@ -214,65 +143,44 @@ def test_a_long_name_is_cut_for_a_tpu_and_stays_its_own():
     assert sweep._tpu_name("Größe=1+seed=2") == "txl-gr-e-1-seed-2"
 
 
-def test_runs_that_could_be_one_program_are_pointed_out(write):
-    assert "experiments.ensemble" in sweep._ensemble_hint(
-        read(write("[grid]\nseed = [1, 2]\nmodel.dropout.rate = [0.1]\n"))
-    )
-    assert not sweep._ensemble_hint(read(write("[grid]\nseed = [1, 2]\nmodel.d_inner = [8]\n")))
-    assert not sweep._ensemble_hint(read(write("[grid]\nseed = [1]\n")))
-
-
-def start(path, *words):
-    command = [sys.executable, "-m", "launch.sweep", str(path), f"--out={path.parent / 'out'}", *words]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
-
 def table(path):
     """The rows of results.csv, by run."""
     with open(path.parent / "out" / "results.csv", newline="") as file:
         return {row["run"]: row for row in csv.DictReader(file)}
 
 
+@pytest.mark.full
 def test_a_sweep_is_stopped_resumed_and_summarized(write, capsys):
-    """Both runs are stopped on the way, and finish at the second call."""
-    path = write("[grid]\nseed = [1, 2]\n")
+    """The run is stopped on the way, and finishes at the second call."""
+    path = write("[grid]\nseed = [1]\n")
     out = path.parent / "out"
-    process = start(path, "--jobs=2")
+    command = [sys.executable, "-m", "launch.sweep", str(path), f"--out={out}"]
+    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes)
     while len(read_metrics(out / "seed=1")) <= 3:
         time.sleep(0.05)
         assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
-    code, output, err = finish(process)
-    assert code == 128 + signal.SIGTERM and not err, err
-    found = table(path)
-    step = int(re.fullmatch(r"stopped\D*(\d+)", found["seed=1"]["state"])[1])
+    output, err = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM and not err, err
+    state = table(path)["seed=1"]["state"]
+    step = int(re.fullmatch(r"stopped\D*(\d+)", state)[1])
     assert 0 < step < 1200 and (out / "seed=1" / "checkpoints" / "latest" / str(step)).is_dir()
-    assert f"| {found['seed=1']['state']} |" in output
-    assert re.fullmatch(r"stopped\D*\d+", found["seed=2"]["state"])
+    assert f"| {state} |" in output
 
-    assert sweep.main(["sweep", str(path), f"--out={out}", "--jobs=2"]) == 0
+    assert sweep.main(["sweep", str(path), f"--out={out}"]) == 0
     output = capsys.readouterr().out
     assert re.search(rf"resum\w+\D*\b{step}\b", (out / "seed=1" / "sweep.log").read_text())
-    for name in ("seed=1", "seed=2"):
-        results = json.loads((out / name / "results.json").read_text())
-        row = table(path)[name]
-        assert row["state"] == "finished" and row["steps"] == "1200" and row["measure"] == "bpc"
-        assert float(row["test"]) == pytest.approx(results["test"]["bpc"])
-        assert float(row["best_valid"]) == pytest.approx(results["best_valid"]["bpc"])
-        assert f"| bpc {results['test']['bpc']:.4f} | 1200 |" in output
-        assert float(row["seconds"]) > 1
+    results = json.loads((out / "seed=1" / "results.json").read_text())
+    row = table(path)["seed=1"]
+    assert row["state"] == "finished" and row["steps"] == "1200" and row["measure"] == "bpc"
+    for name in ("test", "best_valid"):
+        assert float(row[name]) == pytest.approx(results[name]["bpc"])
+    assert f"| bpc {results['test']['bpc']:.4f} | 1200 |" in output and float(row["seconds"]) > 1
 
     before = (out / "seed=1" / "log.txt").stat().st_mtime_ns
-    assert "| seed=2 | 2 | bpc " in printed(capsys, path, "--table")
-    assert re.search(r"\b2(/| of )2\b", printed(capsys, path))
+    assert "| seed=1 | 1 | bpc " in printed(capsys, path, "--table")
+    assert re.search(r"\b1(/| of )1\b", printed(capsys, path))
     assert (out / "seed=1" / "log.txt").stat().st_mtime_ns == before, "a finished run is not opened"
     path.write_text(path.read_text().replace("d_inner = 16", "d_inner = 32"))
     assert sweep.main(["sweep", str(path), f"--out={out}"]) == 2
@@ -284,6 +192,7 @@ def instead(run, script):
     return dataclasses.replace(run, command=(sys.executable, "-c", script, str(run.folder)))
 
 
+@pytest.mark.full
 def test_failed_runs_are_reported_and_tried_again(write, capsys):
     found = read(write("[grid]\nseed = [1, 2]\n"))
     found = dataclasses.replace(
@@ -336,6 +245,7 @@ def test_damaged_results_and_those_of_other_settings_are_none(write, text, finis
     assert (run.results is not None) == finished
 
 
+@pytest.mark.full
 def test_no_run_outlives_a_sweep_that_breaks_off(write, monkeypatch):
     found = read(write("[grid]\nseed = [1, 2]\n"))
     runs = (instead(found.runs[0], "import time; time.sleep(60)"), instead(found.runs[1], ""))
@@ -346,6 +256,7 @@ def test_no_run_outlives_a_sweep_that_breaks_off(write, monkeypatch):
     assert [process.poll() for process in pool._running] == [-signal.SIGTERM]
 
 
+@pytest.mark.full
 def test_a_run_that_is_going_on_is_left_alone(write, capsys):
     """A run of another sweep, for example; it is no failure."""
     found = read(write("[grid]\nseed = [1, 2]\n"))
@@ -359,6 +270,7 @@ def test_a_run_that_is_going_on_is_left_alone(write, capsys):
     assert re.search(r"(?m)^started +seed=2\b", output)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
     """A terminal that is closed counts as SIGTERM, which is what runs understand."""
@@ -379,6 +291,7 @@ def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
     assert not found.runs[2].folder.exists()
 
 
+@pytest.mark.full
 def test_gpus_are_shared_out(write):
     """Two GPUs for three runs: the first run waits for the third, which takes the second's."""
     found = read(write("[grid]\nseed = [1, 2, 3]\n"))

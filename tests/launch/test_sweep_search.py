@@ -18,36 +18,6 @@ from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.jobs.workdir import TextInfo
 from txl_jax.run_report.run_records import read_runs
 from txl_jax.runtime.metrics_log import read_metrics
-from txl_jax.runtime.paths import as_path
-
-BASE = """
-program = "text"
-[base]
-data.file = "WORK/words.txt"
-cache_dir = "WORK/cache"
-model = { n_layer = 1, d_model = 16, n_head = 2, d_head = 8, d_inner = 16 }
-optimizer.warmup_steps = 10
-train.batch_size = 4
-train.segment_len = 16
-train.mem_len = 16
-train.steps = 1200
-train.log_every = 10
-train.eval_every = 100
-train.checkpoint_every = 600
-eval = { batch_size = 4, segment_len = 16, mem_len = 32 }
-"""
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Writes the file of a sweep on tiny runs; returns its path."""
-    (tmp_path / "words.txt").write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three"], 12_000)))
-
-    def make(text):
-        (tmp_path / "sweep.toml").write_text(BASE.replace("WORK", str(tmp_path)) + text)
-        return tmp_path / "sweep.toml"
-
-    return make
 
 
 def read(path):
@@ -97,38 +67,28 @@ def test_equal_draws_are_one_run_and_each_goes_with_the_grid(write):
     ("text", "pattern"),
     [
         ("[random]\nsamples = 3\n", r"no range"),
-        ("[random]\nmodel.dropout.rate = { uniform = [0, 1] }\n", r"samples = None"),
         ("[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", r"samples = 0"),
-        (
-            "[random]\nsamples = 2\nseed = [1, 2]\nmodel.dropout.rate = { uniform = [0, 0.5] }\n",
-            r"seed = \[1, 2\].*grid",
-        ),
         ("[random]\nsamples = 2\nmodel.dropout.rate = [0, 0.5]\n", r"model\.dropout\.rate = \[0, 0.5\].*uniform"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { normal = [0, 0.5] }\n", r"rate\.normal"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n", r"\[0\.5, 0\].*lower"),
-        ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = ['a', 0] }\n", r"two numbers"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { log = [0, 0.5] }\n", r"above 0"),
         ("[random]\nsamples = 2\nmodel.droput.rate = { uniform = [0, 0.5] }\n", r"model\.dropout\.rate"),
-        ("[random]\nsamples = 2\nseed = 1\nseed = { uniform = [0, 5] }\n", r"TOML"),
-        ("[random]\nsamples = 2\ndata.roll = { uniform = [0, 5] }\n", r"data\.roll"),
         (
             "[random]\nsamples = 2\nmodel.n_layer = { uniform = [1, 9] }\n[grid]\nmodel.n_layer = [2]\n",
             r"n_layer.*grid.*random",
         ),
         ("[grid]\nseed = [1]\n[halving]\nfirst = 150\n", r"first = 150.*eval_every.*\b100\b"),
-        ("[grid]\nseed = [1]\n[halving]\n", r"first = None"),
-        ("[grid]\nseed = [1]\n[halving]\nfirst = 1200\n", r"1200.*train\.steps"),
         ("[grid]\ntrain.steps = [1200, 600]\n[halving]\nfirst = 300\n", r"600, 1200"),
         ("[grid]\nseed = [1]\n[halving]\nfirst = 300\nfactor = 1\n", r"factor = 1"),
         ("[grid]\nseed = [1]\n[halving]\nfrist = 300\n", r"'frist'.*first"),
         ("[grid]\ntrain.patience = [2]\n[halving]\nfirst = 300\n", r"train\.patience is 2"),
     ],
 )
-def test_mistakes_are_one_sentence(write, capsys, text, pattern):
+def test_mistakes_are_named(write, capsys, text, pattern):
     path = write(text)
     assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and re.search(pattern, err) and len(err.splitlines()) == 1, err
+    assert not out and err.startswith("error: ") and re.search(pattern, err), err
     assert not (path.parent / "out").exists()
 
 
@@ -201,6 +161,7 @@ ALL = [
 ]
 
 
+@pytest.mark.full
 def test_the_best_go_on_and_are_trained_to_the_end(halving, capsys):
     found = halving()
     assert found.rungs == (100, 200, 400, 800)
@@ -224,7 +185,13 @@ def test_the_best_go_on_and_are_trained_to_the_end(halving, capsys):
     assert "±" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stop_at", [8, 13, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 9))])
+@pytest.mark.parametrize(
+    "stop_at",
+    [
+        pytest.param(8, marks=pytest.mark.full),
+        *(pytest.param(step, marks=pytest.mark.nightly(part="cases")) for step in (1, 9, 13)),
+    ],
+)
 def test_a_sweep_that_is_stopped_comes_to_the_same_rungs_and_decisions(halving, stop_at):
     found = halving(stop_at=stop_at)
     pool = sweep._Pool(found, slots=[None])
@@ -235,12 +202,14 @@ def test_a_sweep_that_is_stopped_comes_to_the_same_rungs_and_decisions(halving, 
     assert not sweep_halving.stage(found).waiting
 
 
+@pytest.mark.full
 def test_runs_at_a_time_change_no_decision(halving):
     found = halving()
     sweep._Pool(found, slots=[None, None, None]).run()
     assert sorted(trained(found)) == sorted(ALL)
 
 
+@pytest.mark.full
 def test_a_failed_run_counts_as_the_worst(halving, capsys):
     found = halving(fails=named(0.003)[1])
     sweep._Pool(found, slots=[None]).run()
@@ -252,6 +221,7 @@ def test_a_failed_run_counts_as_the_worst(halving, capsys):
     assert out.count("| failed: error: it diverged |") == 1 and out.count("| dropped after step 100 |") == 3
 
 
+@pytest.mark.full
 def test_commands_are_those_of_the_rung(write, capsys):
     path = write(HALVING)
     assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}", "--dry_run"]) == 0
@@ -261,7 +231,7 @@ def test_commands_are_those_of_the_rung(write, capsys):
     assert capsys.readouterr().out.count("--stop_after=100") == 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 def test_real_runs_go_on_in_their_folders(write):
     """The run that is kept equals, record by record, the same run without halving."""
     text = "[grid]\noptimizer.learning_rate = [0.0001, 0.01]\n"
@@ -282,17 +252,18 @@ def test_real_runs_go_on_in_their_folders(write):
 # Tables
 
 
-def test_means_leave_out_what_has_not_finished():
+def test_means_leave_out_what_has_not_finished_or_diverged():
     rows = [
         {"lr": 1, "seed": 1, "state": "finished", "measure": "ppl", "best_valid": 10.0, "test": 12.0},
         {"lr": 1, "seed": 2, "state": "finished", "measure": "ppl", "best_valid": 14.0, "test": 13.0},
         {"lr": 2, "seed": 1, "state": "stopped after step 3", "measure": "ppl", "best_valid": 1.0},
         {"lr": 2, "seed": 2, "state": "finished", "measure": "ppl", "best_valid": 5.0, "test": 6.0},
+        {"lr": 2, "seed": 3, "state": "finished", "measure": "ppl", "best_valid": math.inf, "test": math.nan},
     ]
     first, second = sweep_means.means(["lr", "seed"], rows)
     assert (first["best_valid"], first["test"], first["seeds"]) == (12.0, 12.5, 2)
     assert first["best_valid_deviation"] == pytest.approx(math.sqrt(8))
-    assert (second["best_valid"], second["seeds"]) == (5.0, 1) and "best_valid_deviation" not in second
+    assert (second["best_valid"], second["test"]) == (5.0, 6.0) and "best_valid_deviation" not in second
     assert list(sweep_means.markdown(["lr", "seed"], [first]))[-1] == "| 1 | ppl 12.00 ± 2.83 | ppl 12.50 ± 0.71 | 2 |"
     assert sweep_means.means(["lr", "seed"], rows[1:3]) == []
 
@@ -315,20 +286,14 @@ def test_a_table_of_any_runs(tmp_path, capsys):
     assert "none" in capsys.readouterr().err
 
 
-def test_a_table_of_runs_on_object_storage(tmp_path, capsys, monkeypatch):
-    """From a file whose runs were started with --print, and of the folders by themselves."""
-    pytest.importorskip("gcsfs")
-    object_storage = pytest.importorskip("support.object_storage", exc_type=ImportError)
-    with object_storage.ObjectStorage() as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        folder = as_path(f"gs://{object_storage.BUCKET}/sweep")
-        for seed in (1, 2):
-            run = recorded_run.make(tmp_path / f"seed={seed}", seed=seed)
-            for file in run.iterdir():
-                (folder / f"seed={seed}" / file.name).write_bytes(file.read_bytes())
-        assert sweep.main(["sweep", "--table", str(folder), f"--out={folder}/tables"]) == 0
-        out = capsys.readouterr().out
-        assert (folder / "tables" / "results.csv").read_text().count("finished") == 2
-        for run in read_runs([str(tmp_path)]):
-            assert re.search(rf"\| {run.name} .*ppl {run.test:.2f} .*finished", out)
+@pytest.mark.full
+def test_a_table_of_runs_on_object_storage(tmp_path, capsys, bucket):
+    for seed in (1, 2):
+        run = recorded_run.make(tmp_path / f"seed={seed}", seed=seed)
+        for file in run.iterdir():
+            (bucket / f"seed={seed}" / file.name).write_bytes(file.read_bytes())
+    assert sweep.main(["sweep", "--table", str(bucket), f"--out={bucket}/tables"]) == 0
+    out = capsys.readouterr().out
+    assert (bucket / "tables" / "results.csv").read_text().count("finished") == 2
+    for run in read_runs([str(tmp_path)]):
+        assert re.search(rf"\| {run.name} .*ppl {run.test:.2f} .*finished", out)

@@ -4,6 +4,8 @@ import os
 import re
 import signal
 
+import pytest
+
 from support.fake_cloud import IN_BUCKET, RUN, asked_of_gcloud, call, is_running, program, start, wait_until
 
 STEPS = """
@@ -40,6 +42,7 @@ def watch(cloud, *more, wait=True, **environment):
     return (call if wait else start)(cloud, *words, *more, *run, **environment)
 
 
+@pytest.mark.full
 def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(cloud):
     program(cloud, f'[ "$4" = "two words" ] && [ "$5" = "\\$HOME" ]\n{STEPS}')
     code, out, err = watch(cloud)
@@ -56,17 +59,7 @@ def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(clou
     assert "mine " + str(cloud / "mnt") + " gcsfuse" in (cloud / "tee.log").read_text()
 
 
-def test_several_slices_are_one_request_whose_hosts_all_run_the_command(cloud):
-    program(cloud, 'echo "on $(basename "$HOME")"\n')
-    words = ["--zone=z", "--type=v5p-16", "--node-count=2", "--every=0.05"]
-    code, out, err = call(cloud, "watch", "one", *words, *IN_BUCKET)
-    assert code == 0, out + err
-    assert [(cloud / f"host{i}" / "journal").read_text() for i in range(2)] == ["on host0\n", "on host1\n"]
-    code, out, _ = call(cloud, "logs", "one", *words, "--node=1")
-    assert code == 0 and out == "on host1\n"
-    assert not (cloud / "tee.log").exists(), "nothing is mounted"
-
-
+@pytest.mark.full
 def test_a_tpu_vm_that_exists_is_used_and_never_made(cloud):
     program(cloud, "echo done\n")
     for host in ("host0", "host1"):
@@ -82,6 +75,7 @@ def test_a_tpu_vm_that_exists_is_used_and_never_made(cloud):
     assert asked_of_gcloud(cloud) == ["scp"]
 
 
+@pytest.mark.full
 def test_watch_waits_while_a_host_is_maintained(cloud):
     """The program has the same notice, saves and exits with 143; afterwards the host may have rebooted."""
     program(cloud, "trap 'exit 143' TERM\nwhile [ ! -e \"$FAKE/over\" ]; do sleep 0.02; done\n")
@@ -103,6 +97,7 @@ def test_watch_waits_while_a_host_is_maintained(cloud):
     assert log.read_text().count("\nsystemd-run ") == begins + 2 and "maintained" in out
 
 
+@pytest.mark.full
 def test_watch_ends_when_the_run_is_stopped(cloud):
     program(cloud, "trap 'echo saved; exit 143' TERM\nwhile :; do sleep 0.02; done\n")
     watching = watch(cloud, wait=False)
@@ -119,19 +114,7 @@ def test_watch_ends_when_the_run_is_stopped(cloud):
     assert asked_of_gcloud(cloud) == ["create", "scp"]
 
 
-def test_a_run_that_is_stopped_before_it_listens_stays_stopped(cloud):
-    program(cloud, "while :; do sleep 0.02; done\n")
-    watching = watch(cloud, wait=False)
-    wait_until(lambda: is_running(cloud), watching)
-    assert call(cloud, "stop", "one", "--zone=z")[0] == 0
-    out, err = watching.communicate(timeout=60)
-    assert watching.returncode == 143 and "watch" in err, out + err
-    code, out, _ = call(cloud, "status", "one", "--zone=z")
-    assert code == 0 and out.splitlines()[1:] == ["run dead 0 installed stopped NONE"] * 2
-    program(cloud, "echo went on\n")
-    assert watch(cloud)[0] == 0
-
-
+@pytest.mark.nightly(part="faults")
 def test_a_run_that_somebody_else_ends_is_not_taken_for_finished(cloud):
     """Systemd calls an end by SIGTERM a clean one."""
     program(cloud, 'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 2 ] || kill -TERM $$\nsleep 0.02\n')
@@ -140,6 +123,7 @@ def test_a_run_that_somebody_else_ends_is_not_taken_for_finished(cloud):
     assert (cloud / "host0" / "starts").read_text() == "x\n" * 2, out + err
 
 
+@pytest.mark.nightly(part="faults")
 def test_a_request_that_is_refused_is_made_again_a_few_times(cloud):
     program(cloud, "echo done\n")
     code, out, err = watch(cloud, FAKE_REFUSALS="2")
@@ -149,6 +133,7 @@ def test_a_request_that_is_refused_is_made_again_a_few_times(cloud):
     assert code == 1 and err.count("no quota") == 5 and re.search(r"(?m)^error: .*\b5\b", err)
 
 
+@pytest.mark.nightly(part="faults")
 def test_a_run_that_is_going_on_is_not_started_twice(cloud):
     program(cloud, "trap 'exit 143' TERM\nwhile :; do sleep 0.02; done\n")
     assert call(cloud, "create", "one", "--zone=z", "--type=v4-8")[0] == 0
@@ -164,12 +149,7 @@ def test_a_run_that_is_going_on_is_not_started_twice(cloud):
     assert call(cloud, "stop", "one", "--zone=z")[0] == 0
 
 
-def test_watch_prints_a_mistake_and_ends(cloud):
-    program(cloud, "echo 'error: no workdir was given' >&2\nexit 1\n")
-    code, out, err = watch(cloud)
-    assert code == 1 and "error: no workdir was given" in out and err.splitlines()[-1].startswith("error: ")
-
-
+@pytest.mark.nightly(part="faults")
 def test_watch_starts_a_run_that_broke_off_again(cloud):
     """One host loses the other and is aborted, a few times."""
     program(cloud, 'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 3 ] || exit 134\n')
@@ -181,12 +161,14 @@ def test_watch_starts_a_run_that_broke_off_again(cloud):
     assert code == 1 and re.search(r"\b6\b", err), out + err
 
 
+@pytest.mark.full
 def test_a_request_that_is_never_served_is_not_asked_for_again(cloud):
     code, _, err = watch(cloud, FAKE_FIRST_STATE="FAILED")
     assert code == 1 and "describe one --zone=z" in err
     assert asked_of_gcloud(cloud) == ["create"]
 
 
+@pytest.mark.nightly(part="faults")
 def test_a_host_that_was_replaced_is_installed_again(cloud):
     """One of two hosts comes back empty: the run is stopped on the other, and begins again on both."""
     program(cloud, 'trap "exit 143" TERM\nwhile [ ! -e "$FAKE/replaced" ]; do sleep 0.02; done\n')

@@ -1,6 +1,5 @@
 """Tests documents that are kept apart: every loss is the one of the document read alone, from an empty memory."""
 
-import contextlib
 import functools
 
 import jax
@@ -9,8 +8,8 @@ import numpy as np
 import pytest
 
 from support import tiny, tiny_run
-from support.float64 import enable_x64
-from txl_jax.config import CompatConfig, DType, MemoryStart, ModelConfig, Network, NormPlace
+from support.cases import nightly_but
+from txl_jax.config import DType, MemoryStart, Network, NormPlace
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
@@ -108,25 +107,19 @@ def over_segments(read, memory, tokens, segment_len):
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths", "kind"),
-    [("post", "long", "float32"), ("pre", "cut", "float32"), ("post", "cut", "float64")],
+    ("name", "lengths"),
+    nightly_but([("pre", "cut")], [("post", "long"), ("pre", "cut"), ("post", "cut")]),
 )
-def test_every_loss_is_that_of_the_document_alone(name, lengths, kind):
-    with enable_x64(True) if kind == "float64" else contextlib.nullcontext():
-        model = MODELS[name] | {"dtype": DType(kind), "end_token": END}
-        made, tokens = tiny.make(**model), text(LENGTHS[lengths][0])
-        variables = tiny.variables(made)
-        expected = alone(model, variables, tokens, LENGTHS[lengths])
-        tolerance = {"float32": 1e-6, "float64": 1e-10}[kind]
-        for read in (streamed, cached):
-            np.testing.assert_allclose(
-                read(made, variables, tokens, LENGTHS[lengths]), expected, rtol=tolerance, atol=tolerance
-            )
-        if kind == "float64":
-            return
-        without = streamed(tiny.make(**{**model, "end_token": None}), variables, tokens, LENGTHS[lengths])
-        differs = np.abs(without - expected).max(axis=1) > 1e-3
-        assert differs.tolist() == [True, True, True, False], "the end token acts, where there is one"
+def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
+    model, lengths = MODELS[name] | {"dtype": DType.FLOAT64, "end_token": END}, LENGTHS[lengths]
+    made, tokens = tiny.make(**model), text(lengths[0])
+    variables = tiny.variables(made)
+    expected = alone(model, variables, tokens, lengths)
+    for read in (streamed, cached):
+        np.testing.assert_allclose(read(made, variables, tokens, lengths), expected, rtol=1e-10, atol=1e-10)
+    without = streamed(tiny.make(**{**model, "end_token": None}), variables, tokens, lengths)
+    differs = np.abs(without - expected).max(axis=1) > 1e-3
+    assert differs.tolist() == [True, True, True, False], "the end token acts, where there is one"
 
 
 def test_the_loss_of_training_is_that_of_documents_alone():
@@ -161,16 +154,12 @@ def test_the_mask_by_hand():
 
 
 def test_no_other_path_takes_documents():
-    rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.normal(size=(1, 2, n, 4)), jnp.float32) for n in (3, 3, 3))
+    arrays = [jnp.zeros((1, 2, 3, 4))] * 3
     visibility = Visibility(jnp.zeros(1, jnp.int32), 3, 0, document_start=jnp.zeros((1, 3), jnp.int32))
     for path in ("tiled", "fused"):
-        with pytest.raises(UserError, match=r"\bdata\.reset_at\b.*\breference\b"):
-            attention(query, key, value, visibility=visibility, implementation=path)
-    attention(query, key, value, visibility=visibility)
-    wrong = visibility.replace(document_start=jnp.zeros((1, 2), jnp.int32))
-    with pytest.raises(ValueError, match=r"document_start is int32 \[1, 2\].*\[1, 3\]"):
-        attention(query, key, value, visibility=wrong)
+        with pytest.raises(UserError, match=r"data\.reset_at"):
+            attention(*arrays, visibility=visibility, implementation=path)
+    attention(*arrays, visibility=visibility)
 
 
 def test_a_run_chooses_the_reference_for_a_reason():
@@ -179,24 +168,17 @@ def test_a_run_chooses_the_reference_for_a_reason():
         assert chosen.implementation == choice.REFERENCE and "data.reset_at" in chosen.reason
 
 
-# What is refused
-
-
 @pytest.mark.parametrize(
-    ("changes", "pattern"),
-    [
-        ({"model.network": Network.LSTM}, r"'x'.*model\.network is lstm.*transformer_xl"),
-        ({"compat.memory_start": MemoryStart.ZEROS}, r"'x'.*compat\.memory_start is zeros.*masked"),
-    ],
+    ("changes", "name"),
+    [({"model.network": Network.LSTM}, "lstm"), ({"compat.memory_start": MemoryStart.ZEROS}, "zeros")],
 )
-def test_what_cannot_go_together(changes, pattern):
-    with pytest.raises(UserError, match=pattern):
+def test_what_cannot_go_together_is_refused(changes, name):
+    with pytest.raises(UserError, match=name):
         config_tree.replace(tiny_run.CONFIG, {"data.reset_at": "x", **changes}).validate()
 
 
 def test_an_end_that_would_not_act_is_refused():
-    with pytest.raises(UserError, match=r"data\.reset_at is 'x' and model\.end_token is none"):
+    with pytest.raises(UserError, match=r"model\.end_token is none"):
         tiny_run.parts(data__reset_at="x")
-    with pytest.raises(UserError, match=rf"model\.end_token is {tiny.V}\b.*\b{tiny.V} tokens"):
+    with pytest.raises(UserError, match=rf"model\.end_token is {tiny.V}\b"):
         tiny_run.parts(model__end_token=tiny.V)
-    assert ModelConfig().end_token is None and CompatConfig().memory_start is MemoryStart.MASKED

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from support import tiny
-from support.cases import slow_but
+from support.cases import nightly_but
 from support.float64 import enable_x64
 from txl_jax import memory as memory_lib
 from txl_jax.config import AttentionWindow, CompatConfig, Encoding, MemoryStart, NormPlace
@@ -42,7 +42,7 @@ def split_case(name: str):
 
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(cuts=st.sets(st.integers(1, TEXT_LEN - 1), min_size=1))
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", nightly_but(["pre", "window"], SPLITS))
 def test_any_segmentation_gives_the_same_states(name, cuts):
     bounds = [0, *sorted(cuts), TEXT_LEN]
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
@@ -55,7 +55,7 @@ def test_any_segmentation_gives_the_same_states(name, cuts):
 
 @pytest.mark.parametrize(
     ("encoding", "options"),
-    slow_but(
+    nightly_but(
         [(Encoding.RELATIVE, {"same_length": True}), *((encoding, {}) for encoding in Encoding)],
         itertools.product(Encoding, ({}, {"same_length": True}, {"clamp_len": 2})),
     ),
@@ -88,7 +88,7 @@ def test_rows_of_a_batch_do_not_see_each_other():
 
 @pytest.mark.parametrize(
     ("window", "encoding"),
-    slow_but(
+    nightly_but(
         [
             *((AttentionWindow.MEM_LEN, encoding) for encoding in Encoding),
             (AttentionWindow.MEM_LEN_PLUS_ONE, Encoding.RELATIVE),
@@ -111,7 +111,7 @@ def test_same_length_sees_so_many_keys(window, encoding):
 
 @pytest.mark.parametrize(
     ("norm", "mem_len"),
-    slow_but(
+    nightly_but(
         [(NormPlace.POST, 0), (NormPlace.PRE, 4), (NormPlace.POST, 6)], itertools.product(NormPlace, (0, 3, 4, 6, 8))
     ),
 )
@@ -165,11 +165,8 @@ def test_no_gradient_passes_through_the_memory(monkeypatch):
 
 @pytest.mark.parametrize(
     ("norm", "encoding"),
-    slow_but(
-        [
-            (NormPlace.PRE, Encoding.RELATIVE),
-            *((NormPlace.POST, encoding) for encoding in Encoding if encoding is not Encoding.RELATIVE),
-        ],
+    nightly_but(
+        [(NormPlace.PRE, Encoding.RELATIVE), (NormPlace.POST, Encoding.AL_RFOU)],
         itertools.product(NormPlace, Encoding),
     ),
 )
@@ -202,15 +199,6 @@ def test_unfilled_slots_are_not_there(norm, encoding):
     np.testing.assert_allclose(clean[0][1][0], without_memory[0], rtol=0, atol=1e-5)
 
 
-def test_zero_slots_that_are_attended_to_change_the_states():
-    tokens, variables = tiny.text(3), tiny.variables(tiny.make())
-    hidden = {}
-    for compat in (CompatConfig(), ZEROS):
-        model = tiny.make(compat=compat)
-        hidden[compat], _ = tiny.encoder(model)(variables, tokens, model.init_memory(batch_size=tiny.B, mem_len=4))
-    assert np.abs(hidden[ZEROS] - hidden[CompatConfig()]).max() > 0.01
-
-
 @pytest.mark.parametrize("compat", [CompatConfig(), ZEROS], ids=["masked", "zeros"])
 def test_reset_rows_start_afresh_and_the_others_go_on(compat):
     model = tiny.make(compat=compat)
@@ -225,7 +213,7 @@ def test_reset_rows_start_afresh_and_the_others_go_on(compat):
     assert np.abs(after_reset[1] - going_on[1]).max() > 0.01
 
 
-@pytest.mark.parametrize("mem_len", [0, 2, 7])
+@pytest.mark.parametrize("mem_len", [0, 7])
 def test_memory_keeps_its_shape_and_counts_its_slots(mem_len):
     model, encode, counts = tiny.make(), tiny.encoder(tiny.make()), []
     memory, variables = model.init_memory(batch_size=tiny.B, mem_len=mem_len), tiny.variables(model)

@@ -10,7 +10,6 @@ from txl_jax import memory as memory_lib
 from txl_jax.config import DType, MemoryStart, Network
 from txl_jax.modules.qrnn import QRNNLayer, fo_pool
 from txl_jax.modules.recurrent import RecurrentModel
-from txl_jax.training.state import init_params
 
 L = 4
 NETWORKS = (Network.LSTM, Network.QRNN)
@@ -73,8 +72,8 @@ def test_a_segment_matches_a_loop_over_tokens(network, x64):
 
 def test_pooling_matches_a_loop_with_its_gradients(x64):
     rng = np.random.default_rng(0)
-    z, f = rng.normal(size=(2, 3, 37, 5))
-    f, cell, weight = sigmoid(f), rng.normal(size=(3, 5)), rng.normal(size=(3, 37, 5))
+    z, f = rng.normal(size=(2, 3, 9, 5))
+    f, cell, weight = sigmoid(f), rng.normal(size=(3, 5)), rng.normal(size=(3, 9, 5))
 
     def by_loop(z, f, cell):
         cells = []
@@ -86,7 +85,9 @@ def test_pooling_matches_a_loop_with_its_gradients(x64):
     def by_scan(z, f, cell):
         return jnp.sum(fo_pool(z, f, cell) * weight)
 
-    expected, found = (jax.value_and_grad(total, argnums=(0, 1, 2))(z, f, cell) for total in (by_loop, by_scan))
+    expected, found = (
+        jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(z, f, cell) for total in (by_loop, by_scan)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), found, expected)
 
 
@@ -96,7 +97,7 @@ def test_cells_of_a_qrnn_in_bfloat16_are_pooled_in_float32():
     bias = jnp.asarray([10.0, 6.9, 10.0])  # z = 1, f = .999, o = 1.
     params = {"gates": {"kernel": jnp.zeros((1, 3)), "bias": bias}}
     state = jnp.zeros((1, 1), jnp.bfloat16), jnp.zeros((1, 1), jnp.bfloat16)
-    (cell, _), _ = layer.apply({"params": params}, jnp.zeros((1, 1000, 1), jnp.bfloat16), state)
+    (cell, _), _ = jax.jit(layer.apply)({"params": params}, jnp.zeros((1, 1000, 1), jnp.bfloat16), state)
     kept = sigmoid(float(jnp.asarray(6.9, jnp.bfloat16)))
     assert float(cell[0, 0]) == pytest.approx(1 - kept**1000, rel=2**-8)
 
@@ -111,8 +112,9 @@ def test_segments_read_on_where_the_one_before_ended(network, x64):
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", MemoryStart)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("network", "how"), [(Network.LSTM, MemoryStart.MASKED), (Network.QRNN, MemoryStart.ZEROS)], ids=str
+)
 def test_a_row_that_is_reset_begins_anew(network, how):
     model = make(network)
     variables, encode = {"params": tiny_run.params(model)}, tiny.encoder(model)
@@ -138,27 +140,16 @@ def test_no_gradient_goes_into_the_segment_before(network):
         hidden, _ = model.apply(variables, jnp.ones((1, 2), jnp.int32), memory, **options)
         return jnp.sum(hidden**2)
 
-    gradient = jax.grad(last)(jnp.asarray(params["embedding"]["table_0"]))
+    gradient = jax.jit(jax.grad(last))(jnp.asarray(params["embedding"]["table_0"]))
     assert np.abs(gradient[1]).max() > 1e-3
     assert not gradient[0].any()
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_dropout_is_between_layers(network):
-    model = make(network, dropout__rate=0.5)
+def test_dropout_is_between_layers_and_locked_if_wanted(network):
+    model = make(network, dropout__rate=0.5, dropout__locked=True)
     variables, memory = {"params": tiny_run.params(model)}, model.init_memory(batch_size=tiny.B, mem_len=0)
     encode = tiny.encoder(model, deterministic=False)
     a, b = (encode(variables, tiny.text(L), memory, {"dropout": jax.random.key(seed)})[0] for seed in (0, 1))
-    assert (a == 0).any() and (a != b).any()
-    assert init_params(model, jax.random.key(0)).keys() == {"embedding", "softmax", "layers_0", "layers_1"}
-
-
-def test_log_probabilities_are_the_losses_and_sum_to_one(x64):
-    model = make(Network.LSTM, dtype=DType.FLOAT64, cutoffs=(4, 9))
-    variables = {"params": tiny_run.params(model)}
-    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(tiny.B, L, tiny.D)))
-    log_p = model.apply(variables, hidden, method=model.log_probabilities)
-    np.testing.assert_allclose(jax.nn.logsumexp(log_p, axis=-1), 0, atol=1e-12)
-    targets = tiny.text(L)
-    nll = model.apply(variables, hidden, targets, method=model.nll)
-    np.testing.assert_allclose(nll, -np.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0], rtol=1e-12)
+    dropped = np.asarray(a == 0)
+    assert dropped.any() and (dropped == dropped[:, :1]).all() and (a != b).any()

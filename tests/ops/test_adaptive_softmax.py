@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support import oracles
+from support.cases import nightly_but
 from support.float64 import enable_x64
 from txl_jax.ops import adaptive_softmax
 
@@ -24,7 +25,6 @@ CASES = {
     "div_val 4": ((3, 4), (16, 4, 1), (True, True, True)),
     "mixed projections": ((4, 9), (6, 3, 7), (False, True, True)),
 }
-by_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def make_clusters(case) -> tuple[list[oracles.Cluster], tuple[np.ndarray, np.ndarray] | None]:
@@ -57,12 +57,25 @@ def every_token() -> np.ndarray:
     return np.stack([np.arange(V), np.arange(V)[::-1]])
 
 
-@by_case
-def test_embedding_matches_a_loop_over_tokens(case, x64):
-    clusters, _ = as_arrays(case)
-    found = adaptive_softmax.embed(jnp.asarray(every_token()), clusters, case[0], dtype=jnp.float64)
-    expected = oracles.embed(every_token(), make_clusters(case)[0], case[0], D)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_vectors_losses_and_log_probabilities_match_loops_over_tokens(case, x64):
+    (clusters, tails), (arrays, entries), tokens = make_clusters(case), as_arrays(case), every_token()
+    hidden, tail_arrays = np.random.default_rng(4).normal(size=(2, V, D)), tails or (None, None)
+
+    @jax.jit
+    def compute(hidden, tokens):
+        nll = adaptive_softmax.negative_log_likelihood(hidden, tokens, arrays, entries, case[0])
+        vectors = adaptive_softmax.embed(tokens, arrays, case[0], dtype=jnp.float64)
+        return vectors, nll, adaptive_softmax.log_probabilities(hidden, arrays, entries)
+
+    vectors, nll, log_p = compute(hidden, tokens)
+    np.testing.assert_allclose(vectors, oracles.embed(tokens, clusters, case[0], D), rtol=0, atol=1e-13)
+    expected = oracles.adaptive_nll(hidden, tokens, clusters, *tail_arrays, case[0])
+    np.testing.assert_allclose(nll, expected, rtol=0, atol=1e-12)
+    assert log_p.shape == (2, V, V)
+    for token in range(V):
+        expected = oracles.adaptive_nll(hidden[:, :2], np.full((2, 2), token), clusters, *tail_arrays, case[0])
+        np.testing.assert_allclose(-log_p[:, :2, token], expected, rtol=0, atol=1e-12)
 
 
 def test_gradients_of_a_frequent_token_add_up_in_float32():
@@ -76,27 +89,6 @@ def test_gradients_of_a_frequent_token_add_up_in_float32():
         return jnp.sum(vectors.astype(jnp.float32))
 
     np.testing.assert_array_equal(jax.grad(total)(table), [[0, 0], [1000, 1000], [0, 0]])
-
-
-@by_case
-def test_losses_match_a_loop_over_tokens(case, x64):
-    hidden = np.random.default_rng(4).normal(size=(2, V, D))
-    clusters, tails = make_clusters(case)
-    expected = oracles.adaptive_nll(hidden, every_token(), clusters, *(tails or (None, None)), case[0])
-    found = adaptive_softmax.negative_log_likelihood(hidden, jnp.asarray(every_token()), *as_arrays(case), case[0])
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-
-
-@by_case
-def test_log_probabilities_are_the_losses_and_sum_to_one(case, x64):
-    clusters, tails = make_clusters(case)
-    log_p = adaptive_softmax.log_probabilities(make_hidden(), *as_arrays(case))
-    assert log_p.shape == (B, L, V)
-    np.testing.assert_allclose(np.exp(log_p).sum(-1), np.ones((B, L)), rtol=1e-12)
-    for token in range(V):
-        targets = np.full((B, L), token)
-        expected = oracles.adaptive_nll(make_hidden(), targets, clusters, *(tails or (None, None)), case[0])
-        np.testing.assert_allclose(-log_p[..., token], expected, rtol=0, atol=1e-12)
 
 
 @functools.cache
@@ -141,30 +133,30 @@ def check_gradients(name: str, targets: np.ndarray, *, chunk_size: int | None = 
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", nightly_but(["one cluster, projected", "div_val 1", "div_val 2", "mixed projections"], CASES)
+)
 def test_gradients_match_dense_log_probabilities(name, x64):
     check_gradients(name, np.random.default_rng(5).integers(V, size=(B, L)))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 128])
-@pytest.mark.parametrize("extra", [None, 0, 1])
-def test_a_tail_that_is_empty_fills_its_chunks_or_is_one_over(chunk_size, extra, x64):
+@pytest.mark.parametrize("chunk_size", [1, 3, 128])
+def test_a_tail_that_is_empty_fills_its_chunks_or_is_one_over(chunk_size, x64):
     """The first tail holds no target, `chunk_size` targets or one more; the second tail all the rest."""
-    n_first = 0 if extra is None else min(chunk_size + extra, B * L)
-    targets = np.random.default_rng(6).permutation(np.where(np.arange(B * L) < n_first, 5, 11))
-    check_gradients("mixed projections", targets.reshape(B, L), chunk_size=chunk_size)
+    for n_first in {0, min(chunk_size, B * L), min(chunk_size + 1, B * L)}:
+        targets = np.random.default_rng(6).permutation(np.where(np.arange(B * L) < n_first, 5, 11))
+        check_gradients("mixed projections", targets.reshape(B, L), chunk_size=chunk_size)
 
 
 @hypothesis.given(data=st.data())
-@pytest.mark.parametrize("name", ["div_val 2", "mixed projections"])
-def test_any_distribution_of_targets(name, data):
+def test_any_distribution_of_targets(data):
     """Among them: no target in a tail, all targets in one tail, each cluster's first and last token."""
-    cutoffs = CASES[name][0]
-    bounds = [0, *cutoffs, V]
-    used = data.draw(st.sets(st.integers(0, len(cutoffs)), min_size=1), label="clusters")
+    name = "mixed projections"
+    bounds = [0, *CASES[name][0], V]
+    used = data.draw(st.sets(st.integers(0, len(bounds) - 2), min_size=1), label="clusters")
     tokens = [token for c in sorted(used) for token in range(bounds[c], bounds[c + 1])]
     targets = data.draw(st.lists(st.sampled_from(tokens), min_size=B * L, max_size=B * L), label="targets")
-    chunk_size = data.draw(st.sampled_from([None, 1, 2, 3, 128]), label="chunk_size")
+    chunk_size = data.draw(st.sampled_from([None, 1, 3, 128]), label="chunk_size")
     with enable_x64(True):
         check_gradients(name, np.reshape(targets, (B, L)), chunk_size=chunk_size)
 
@@ -173,13 +165,9 @@ def test_any_distribution_of_targets(name, data):
     ("rows", "n_position", "chunk_size"),
     [
         (20_000, 9_000, 256),  # 1/32 of the positions is 281.
-        (160_000, 9_000, 128),  # 2**25 logits are 209 positions.
         (20_000, 100_000, 1024),  # 2**25 logits are 1677 positions.
         (10**7, 100_000, 128),
-        (5, 1100, 128),
-        (5, 600, 64),
         (5, 100, 8),  # An eighth of the positions is 12.
-        (5, 3, 1),
         (5, 1, 1),
     ],
 )
@@ -187,8 +175,7 @@ def test_chunk_size_of_a_tail(rows, n_position, chunk_size):
     assert adaptive_softmax._tail_chunk_size(rows, n_position) == chunk_size
 
 
-@pytest.mark.parametrize("counts", [(10, 0, 0), (2, 1, 7), (0, 5, 5)])
-def test_work_follows_the_number_of_targets_in_a_tail(counts, monkeypatch):
+def test_work_follows_the_number_of_targets_in_a_tail(monkeypatch):
     """The nll of a tail is computed for as many chunks of 2 as its targets fill, forward and again backward."""
     calls, cluster_nll = [], adaptive_softmax._cluster_nll
 
@@ -198,20 +185,24 @@ def test_work_follows_the_number_of_targets_in_a_tail(counts, monkeypatch):
         return cluster_nll(cluster, hidden, labels, vocab_axis=vocab_axis)
 
     monkeypatch.setattr(adaptive_softmax, "_cluster_nll", counted)
-    targets = jnp.asarray(np.repeat([0, 4, 9], counts).reshape(B, L), jnp.int32)
 
-    def loss(hidden, weights):
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradients(hidden, weights, targets):
         return adaptive_softmax.negative_log_likelihood(hidden, targets, *weights, (4, 9), chunk_size=2).sum()
 
-    weights = as_arrays(CASES["div_val 2"])
-    jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray(make_hidden(), jnp.float32), weights))
-    jax.effects_barrier()
-    assert {shape: calls.count(shape) for shape in set(calls)} == {
-        (rows, 2): 2 * -(-count // 2) for rows, count in zip((5, 4), counts[1:], strict=True) if count
-    }
+    for counts in ((10, 0, 0), (2, 1, 7), (0, 5, 5)):
+        targets = jnp.asarray(np.repeat([0, 4, 9], counts).reshape(B, L), jnp.int32)
+        hidden = jnp.asarray(make_hidden(), jnp.float32)
+        jax.block_until_ready(gradients(hidden, as_arrays(CASES["div_val 2"]), targets))
+        jax.effects_barrier()
+        assert {shape: calls.count(shape) for shape in set(calls)} == {
+            (rows, 2): 2 * -(-count // 2) for rows, count in zip((5, 4), counts[1:], strict=True) if count
+        }
+        calls.clear()
 
 
-@pytest.mark.parametrize("leading", [(), (3,), (2, 1, 4)])
+@pytest.mark.parametrize("leading", [(), (2, 1, 4)])
 def test_any_leading_shape(leading, x64):
     rng, (clusters, tails) = np.random.default_rng(7), make_clusters(CASES["mixed projections"])
     hidden, targets = rng.normal(size=(*leading, D)), np.asarray(rng.integers(V, size=leading))
@@ -223,16 +214,13 @@ def test_any_leading_shape(leading, x64):
 
 
 def test_losses_of_bfloat16_states_are_float32():
-    clusters, tails = jax.tree.map(lambda a: a.astype(jnp.bfloat16), as_arrays(CASES["div_val 2"]))
-    targets = jnp.zeros((B, L), jnp.int32)
-    nll = adaptive_softmax.negative_log_likelihood(
-        jnp.asarray(make_hidden(), jnp.bfloat16), targets, clusters, tails, (4, 9)
+    hidden, clusters, tails = jax.tree.map(
+        lambda a: jnp.asarray(a, jnp.bfloat16), (make_hidden(), *as_arrays(CASES["div_val 2"]))
     )
-    assert nll.dtype == jnp.float32
-    assert (
-        adaptive_softmax.log_probabilities(jnp.asarray(make_hidden(), jnp.bfloat16), clusters, tails).dtype
-        == jnp.float32
-    )
+    targets, compute = jnp.zeros((B, L), jnp.int32), adaptive_softmax.negative_log_likelihood
+    nll = jax.eval_shape(lambda hidden: compute(hidden, targets, clusters, tails, (4, 9)), hidden)
+    log_p = jax.eval_shape(lambda hidden: adaptive_softmax.log_probabilities(hidden, clusters, tails), hidden)
+    assert nll.dtype == log_p.dtype == jnp.float32
 
 
 def test_gradients_of_a_bfloat16_tail_add_up_over_chunks():

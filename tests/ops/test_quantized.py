@@ -1,5 +1,6 @@
 """Tests int8 matrices: what is stored, and products with them, against products in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,26 +24,27 @@ def test_each_channel_has_its_own_steps(x64):
     assert np.all(off <= most / 254 * (1 + 1e-9)) and np.all(off[most > 0] > most[most > 0] / 1000)
 
 
-@pytest.mark.parametrize("terms", [1, 12, 13, 36, 41, 64])
+@pytest.mark.parametrize("terms", [1, 36, 41])
 def test_a_row_is_multiplied_as_numbers_of_its_own_type(terms, x64):
     """Whatever the number of terms is: those of the last slab that belong to the one before count once."""
+    multiply = jax.jit(quantized.multiply)
     inputs, array = random(3, 1, terms), random(3, terms, 9, seed=1)
     for axis in (1, 2):
         matrix = quantized.quantize(jnp.asarray(array), axis=axis)
         expected = inputs @ np.asarray(matrix.dequantize(jnp.float64))
-        np.testing.assert_allclose(quantized.multiply(jnp.asarray(inputs), matrix), expected, rtol=0, atol=1e-13)
-        found = quantized.multiply(jnp.asarray(inputs, jnp.float32), matrix)
+        np.testing.assert_allclose(multiply(jnp.asarray(inputs), matrix), expected, rtol=0, atol=1e-13)
+        found = multiply(jnp.asarray(inputs, jnp.float32), matrix)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("channel", ["columns", "rows"])
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("rows", [1, 5])
 def test_products_of_int8_keep_sixteen_bits_of_what_is_multiplied(channel, rows, x64, monkeypatch):
     """Beside the product with the same int8 numbers in float64; batched as in attention, one row as on a GPU or TPU."""
     monkeypatch.setattr(quantized, "row_product", lambda row, matrix, otherwise: otherwise(row, matrix))
     inputs, array = random(3, rows, 70), random(3, 70, 9, seed=1)
     matrix = quantized.quantize(jnp.asarray(array), axis=1 if channel == "columns" else 2)
-    found = quantized.multiply(jnp.asarray(inputs), matrix)
+    found = jax.jit(lambda *of: quantized.multiply(*of))(jnp.asarray(inputs), matrix)  # Traced anew.
     expected = inputs @ np.asarray(matrix.dequantize(jnp.float64))
     # Each of 70 terms is off by at most half a step of the row, 1 / (2 * 254 * 127) of its largest.
     bound = 70 * np.abs(inputs).max() * np.abs(array).max() ** (1 if channel == "columns" else 2) / (2 * 254 * 127)
@@ -52,7 +54,7 @@ def test_products_of_int8_keep_sixteen_bits_of_what_is_multiplied(channel, rows,
 def test_rows_of_zeros_give_zeros_and_nan_stays_nan():
     matrix = quantized.quantize(jnp.asarray(random(8, 3), jnp.float32), axis=0)
     inputs = jnp.zeros((3, 8)).at[1, 2].set(jnp.nan).at[2].set(1.0)
-    found = np.asarray(quantized.multiply(inputs, matrix))
+    found = np.asarray(jax.jit(quantized.multiply)(inputs, matrix))
     assert np.all(found[0] == 0) and np.all(np.isnan(found[1])) and np.all(np.isfinite(found[2]))
 
 
@@ -60,7 +62,7 @@ def test_rows_of_zeros_give_zeros_and_nan_stays_nan():
 def test_project_takes_int8_of_any_shape(dtype):
     inputs, kernel = jnp.asarray(random(2, 1, 16), dtype), jnp.asarray(random(16, 3, 2, 4, seed=1), jnp.float32)
     matrix = quantized.quantize(kernel, axis=0)
-    found = project(inputs, matrix)
+    found = jax.jit(project)(inputs, matrix)
     assert found.shape == (2, 1, 3, 2, 4) and found.dtype == dtype
     expected = np.tensordot(np.asarray(inputs, np.float64), np.asarray(matrix.dequantize(jnp.float32), np.float64), 1)
     np.testing.assert_allclose(

@@ -43,6 +43,7 @@ def write(run, path, **others):
     return path.read_text()
 
 
+@pytest.mark.full
 def test_context_continuation_and_the_texts_own_are_printed_below_each_other(run, tmp_path):
     page = write(run, tmp_path / "page.md", starts=(3, 20), context=11)
     headings = [line for line in page.splitlines() if line.startswith("##")]
@@ -54,41 +55,39 @@ def test_context_continuation_and_the_texts_own_are_printed_below_each_other(run
     ]
     assert "@-@" not in page
     assert re.search(r"\b7\b.*\b40\b.*\btemperature\b\D*\b1\b.*\bseed\b\D*\b0\b.*\b9\b", page)
-
-
-def test_the_model_goes_on_from_the_context(run, tmp_path):
+    # The model goes on from the context, as generation does.
     config, corpus, _, parts = run
-    page = write(run, tmp_path / "page.md", starts=(5,), context=11)
     generator = Generator(parts.model, config.eval, config.generate)
     weights = generator.prepare_params(tiny_run.params(parts.model))
-    written = np.concatenate(list(generator.tokens(weights, np.asarray(corpus.test)[5:16])), axis=1)
+    written = np.concatenate(list(generator.tokens(weights, np.asarray(corpus.test)[3:14])), axis=1)
     for row in written:
         assert continuation._quoted(corpus, row) in page
-    assert continuation._quoted(corpus, np.asarray(corpus.test)[16:23]) in page
+    assert continuation._quoted(corpus, np.asarray(corpus.test)[14:21]) in page
 
 
-def test_a_stop_writes_nothing(run, tmp_path):
+@pytest.mark.full
+def test_a_stop_writes_nothing_and_what_cannot_be_is_refused(run, tmp_path):
+    page, n_token = tmp_path / "page.md", len(run[1].test)
     with pytest.raises(Interrupted):
-        write(run, tmp_path / "page.md", context=3, stop_requested=lambda: True)
-    assert not (tmp_path / "page.md").exists()
-
-
-def test_what_cannot_be_is_refused(run, tmp_path):
-    n_token = len(run[1].test)
+        write(run, page, context=3, stop_requested=lambda: True)
     with pytest.raises(ValueError, match=rf"\b{n_token}\b.*\b{n_token - 18}\b"):
-        write(run, tmp_path / "page.md", starts=(n_token,), context=11)
-    changed = (config_tree.replace(run[0], {"model.network": Network.LSTM}), *run[1:])
+        write(run, page, starts=(n_token,), context=11)
+    lstm = config_tree.replace(run[0], {"model.network": Network.LSTM})
     with pytest.raises(ValueError, match=r"model\.network.*\blstm\b"):
-        write(changed, tmp_path / "page.md")
+        write((lstm, *run[1:]), page)
+    assert not page.exists()
 
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("- a", "\\- a"), ("----", "\\----"), ("1. b", "1\\. b"), ("&lt;", "\\&lt;"), ("    c", "&nbsp;" * 4 + "c")],
+    [
+        ("- a", "\\- a"),
+        ("----", "\\----"),
+        ("1. b", "1\\. b"),
+        ("&lt;", "\\&lt;"),
+        ("    c", "&nbsp;" * 4 + "c"),
+        ("a *b* #1\nc", "a \\*b\\* \\#1  \nc"),
+    ],
 )
-def test_what_would_begin_a_list_or_a_heading_does_not(text, shown):
+def test_signs_of_markdown_are_shown_as_they_are(text, shown):
     assert continuation._escaped(text) == shown
-
-
-def test_signs_of_markdown_are_shown_as_they_are(run):
-    assert continuation._escaped("a *b* #1\nc") == "a \\*b\\* \\#1  \nc"

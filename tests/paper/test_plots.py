@@ -6,6 +6,7 @@ from txl_jax.metrics import Measure
 from txl_jax.paper import plots
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kinds", [("train", "valid"), ("train",)])
 def test_a_learning_curve_is_a_png(tmp_path, kinds):
     records = [{"kind": kind, "step": step, "bpc": 8 / step} for step in range(1, 9) for kind in kinds]
@@ -18,6 +19,7 @@ def test_a_learning_curve_is_a_png(tmp_path, kinds):
     assert plain.read_bytes() != picture
 
 
+@pytest.mark.full
 def test_a_plot_in_a_bucket(bucket):
     plots.curves({"a": {1: 2.0, 2: 1.0}}, bucket / "curves.png", title="a title", xlabel="x", ylabel="y")
     assert (bucket / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -32,6 +34,7 @@ def drawn(monkeypatch, tmp_path, values, measure):
     return figures[0].axes[0], path.read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("measure", "axis", "labels"),
     [
@@ -48,7 +51,10 @@ def test_a_context_curve_has_its_points_where_they_belong(monkeypatch, tmp_path,
     assert (axes.get_title(), axes.get_ylabel()) == ("a title", axis)
 
 
-def test_without_matplotlib_nothing_is_drawn_and_the_caller_learns_it(monkeypatch):
-    assert plots.can_draw()
+def test_without_matplotlib_the_caller_learns_that_nothing_is_drawn(monkeypatch):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert not plots.can_draw()
+
+
+def test_labels_keep_their_distance():
+    assert plots._spaced([9, 8, 2, 5, 4, 0], 3) == [9, 2, 5]

@@ -10,10 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from support import drawn_run, tiny_run
-from txl_jax.config import CorpusName, DataConfig, Encoding, Network
-from txl_jax.config import tree as config_tree
-from txl_jax.data.corpus import read_corpus
+from support import tiny_run
+from txl_jax.config import Encoding, Network
 from txl_jax.jobs.score import Interrupted
 from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import plots, recl
@@ -28,16 +26,11 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory):
+def group(make_run, tmp_path_factory):
     """(members, corpus)."""
-    folder = tmp_path_factory.mktemp("group")
-    (folder / "text").write_bytes(np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes())
-    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
-    corpus = read_corpus(data, "nowhere", str(folder))
     members = []
     for name, changes in MODELS.items():
-        config = config_tree.replace(tiny_run.CONFIG, {"data": data, **changes})
-        workdir, _ = drawn_run.make(folder / name, config, corpus)
+        config, corpus, workdir = make_run(tmp_path_factory.mktemp(name), changes)
         members.append(TrainedRun(name, config, TextInfo.of(corpus), workdir))
     return members, corpus
 
@@ -57,8 +50,9 @@ def last_nll(model, variables, texts):
     return model.apply(variables, hidden[:, -1:], texts[:, -1:], method=model.nll)[:, 0]
 
 
+@pytest.mark.full
 def test_losses_are_those_of_the_context_alone(group, tmp_path):
-    run(group, tmp_path)
+    lengths = run(group, tmp_path)
     members, corpus = group
     tokens = np.asarray(corpus.test)
     for member in members:
@@ -74,10 +68,7 @@ def test_losses_are_those_of_the_context_alone(group, tmp_path):
             texts = np.stack([tokens[8 + 3 * k - context : 8 + 3 * k + 1] for k in places])
             np.testing.assert_allclose(found[places], last_nll(model, variables, texts), rtol=2e-5)
 
-
-def test_it_writes_a_table_all_gains_and_two_pictures(group, tmp_path):
-    logged = []
-    lengths = run(group, tmp_path, log=logged.append)
+    # A table, all gains, and two pictures.
     assert list(lengths) == list(MODELS) and all(len(found) == 3 for found in lengths.values())
     record = json.loads((tmp_path / "recl.json").read_text())
     assert record["recl"] == lengths and record["tokens"] == len(range(8, 56, 3))
@@ -88,8 +79,11 @@ def test_it_writes_a_table_all_gains_and_two_pictures(group, tmp_path):
     assert "| ours | " in table and re.search(r"Transformer-XL.*\| 900 \| 800 \| 700 \|", table)
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert pictures == ({"gains.png", "context.png"} if plots.can_draw() else set())
+    with pytest.raises(ValueError, match=r"\bstride\D*\b3\b\D*\b2\b"):  # Losses of another plan do not count.
+        run(group, tmp_path, dataclasses.replace(PLAN, stride=2))
 
 
+@pytest.mark.nightly(part="long")
 def test_a_stopped_job_goes_on_where_it_was(group, tmp_path):
     calls = iter(range(100))
     with pytest.raises(Interrupted):
@@ -101,29 +95,16 @@ def test_a_stopped_job_goes_on_where_it_was(group, tmp_path):
     assert all(path.stat().st_mtime_ns == when for path, when in done.items())
 
 
-def test_losses_of_another_plan_are_not_taken_for_these(group, tmp_path):
-    run(group, tmp_path)
-    with pytest.raises(ValueError, match=r"\bstride\D*\b3\b\D*\b2\b"):
-        run(group, tmp_path, dataclasses.replace(PLAN, stride=2))
-
-
-@pytest.mark.parametrize(
-    ("changes", "pattern"),
-    [
-        ({"lengths": (2, 8)}, r"\b2,8\b"),
+@pytest.mark.full
+def test_plans_and_groups_that_do_not_go_are_refused(group, tmp_path):
+    for changes, pattern in (
         ({"lengths": (2, 8, 0)}, r"\b2,8,0\b"),
         ({"lengths": (5, 9, 5)}, r"\b5,9,5\b"),
         ({"ratios": (0.0,)}, r"\b0\.0\b"),
-        ({"stride": 0}, r"\bstride\D*\b0\b"),
         ({"lengths": (100, 200, 100)}, r"\b200\b.*\b56\b"),
-    ],
-)
-def test_plans_that_do_not_go_are_refused(group, tmp_path, changes, pattern):
-    with pytest.raises(ValueError, match=pattern):
-        run(group, tmp_path, dataclasses.replace(PLAN, **changes))
-
-
-def test_a_group_of_one_and_names_that_are_alike_are_refused(group, tmp_path):
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            run(group, tmp_path, dataclasses.replace(PLAN, **changes))
     members, corpus = group
     with pytest.raises(ValueError, match=r"\b1\b"):
         run((members[:1], corpus), tmp_path)

@@ -13,6 +13,7 @@ from txl_jax.run_report.page import make_page
 from txl_jax.run_report.run_records import read_runs
 from txl_jax.runtime.metrics_log import read_metrics
 
+pytestmark = pytest.mark.full
 VOID = {"meta", "link", "wbr", "br", "path"}
 
 

@@ -11,9 +11,7 @@ from txl_jax.run_report.page import make_page
 from txl_jax.run_report.run_records import read_runs
 from txl_jax.runtime.metrics_log import read_metrics
 
-playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+pytestmark = pytest.mark.nightly(part="browser")
 SWITCHES = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -37,8 +35,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+    from playwright.sync_api import sync_playwright
+
+    # Chromium of the system if there is one, else of playwright.
+    own = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with sync_playwright() as started:
+        found = started.chromium.launch(executable_path=own, args=SWITCHES)
         yield found
         found.close()
 

@@ -14,6 +14,8 @@ from txl_jax.run_report.run_records import read_runs, swept_settings
 from txl_jax.run_report.seed_groups import seed_groups
 from txl_jax.runtime.metrics_log import read_metrics
 
+pytestmark = pytest.mark.full
+
 
 def test_a_run_has_its_records_and_results(tmp_path):
     folder = recorded_run.make(tmp_path / "mine", seed=3)

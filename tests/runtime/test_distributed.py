@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from support import processes
 
 SCRIPT = """
@@ -62,6 +64,7 @@ else:
 """
 
 
+@pytest.mark.full
 def test_what_one_finds_all_know_and_what_fails_in_one_fails_in_all():
     (code_0, out_0, _), (code_1, out_1, err_1) = processes.finish(processes.start("-c", SCRIPT, devices=2))
     assert code_0 == code_1 == 0, err_1

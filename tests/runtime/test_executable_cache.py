@@ -15,6 +15,7 @@ from support import ROOT, processes
 from txl_jax.errors import LogError
 from txl_jax.runtime import executable_cache
 
+pytestmark = pytest.mark.full
 _numbers = itertools.count(os.getpid())  # A constant of its own for each program: JAX's cache has none of them.
 
 
@@ -178,7 +179,6 @@ def test_a_damaged_file_is_a_warning_once(damage, program, folder):
     assert not program.start()[0].was_kept
 
 
-@pytest.mark.integration
 def test_it_may_be_in_a_bucket(program, bucket):
     restart(f"{bucket}/kept")
     assert not program.start()[0].was_kept
@@ -258,7 +258,6 @@ sys.exit(runner.guarded(job, begin=hosts.join))
 """
 
 
-@pytest.mark.integration
 def test_several_processes_read_it_only_together(tmp_path):
     """The second process reads what process 0 wrote; with other code in one of them all compile."""
     program = tmp_path / "program.py"
@@ -283,7 +282,6 @@ SMALL = (
 )
 
 
-@pytest.mark.integration
 def test_a_run_that_reads_its_train_step_has_the_same_numbers(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
 

@@ -3,7 +3,6 @@
 import pathlib
 import time
 
-import numpy as np
 import pytest
 
 from support import miniature
@@ -13,22 +12,11 @@ from txl_jax.data.sources import fetched
 from txl_jax.data.sources.corpora import CORPORA
 from txl_jax.errors import UserError
 
+pytestmark = pytest.mark.full
+
 
 def read(data, cache, **settings):
     return read_corpus(DataConfig(corpus=CorpusName.TEXT, **settings), str(data), str(cache))
-
-
-def test_own_text_in_a_bucket(bucket, tmp_path, storage):
-    text = bytes(range(32, 127)) * 40
-    (bucket / "book.txt").write_bytes(text)
-    first = read("data", tmp_path, file=str(bucket / "book.txt"))
-    assert np.concatenate([first.train, first.valid, first.test]).size == len(text)
-    requests = len(storage.requests)
-    again = read("data", tmp_path, file=str(bucket / "book.txt"))
-    assert again.digest == first.digest
-    assert not any("media" in path for _, path in storage.requests[requests:]), "it was downloaded again"
-    (bucket / "book.txt").write_bytes(text + b"more")
-    assert read("data", tmp_path, file=str(bucket / "book.txt")).digest != first.digest
 
 
 def test_patterns_and_lists(bucket, tmp_path):
@@ -51,21 +39,25 @@ def test_a_folder_of_corpora(bucket, tmp_path):
     assert found == sorted([miniature.OFFICIAL[name], f"ptb/{miniature.OFFICIAL[name]}"])
 
 
-def test_a_file_of_a_corpus_is_copied_again_when_it_changes(bucket, tmp_path, storage):
+def test_a_file_is_copied_again_when_it_changes(bucket, tmp_path, storage):
     name = CorpusName.PTB
     (bucket / miniature.OFFICIAL[name]).write_bytes(b"first text")
+    (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 40)
     folder = fetched.local_folder(CORPORA[name], str(bucket), tmp_path)
-    copy = pathlib.Path(folder, miniature.OFFICIAL[name])
+    book = read("data", tmp_path, file=str(bucket / "book.txt"))
     requests = len(storage.requests)
     assert fetched.local_folder(CORPORA[name], str(bucket), tmp_path) == folder
+    assert read("data", tmp_path, file=str(bucket / "book.txt")).digest == book.digest
     assert not any("media" in path for _, path in storage.requests[requests:]), "it was downloaded again"
     time.sleep(1.1)  # Times of objects are read in whole seconds.
     (bucket / miniature.OFFICIAL[name]).write_bytes(b"other text")  # As long as the first.
     fetched.local_folder(CORPORA[name], str(bucket), tmp_path)
-    assert copy.read_bytes() == b"other text"
+    assert pathlib.Path(folder, miniature.OFFICIAL[name]).read_bytes() == b"other text"
+    (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 41)
+    assert read("data", tmp_path, file=str(bucket / "book.txt")).digest != book.digest
 
 
-def test_what_cannot_be_read_is_one_sentence(bucket, tmp_path, storage):
+def test_what_cannot_be_read_is_refused(bucket, tmp_path, storage):
     with pytest.raises(UserError, match="cannot read gs://"):
         read("data", tmp_path, file=str(bucket / "missing.txt"))
     with pytest.raises(UserError, match="--cache_dir"):

@@ -11,6 +11,8 @@ from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.format import CHANGES, FORMAT, Change, changes_since, read_format, refusal
 from txl_jax.runtime.integrity import write_digests
 
+pytestmark = pytest.mark.full
+
 
 def test_every_number_after_the_first_has_its_change():
     assert list(CHANGES) == list(range(2, FORMAT + 1))

@@ -1,5 +1,6 @@
 """Tests what a run writes about itself: whole files or none, no step twice after a resume, valid JSON and events."""
 
+import contextlib
 import json
 import math
 import os
@@ -7,7 +8,6 @@ import re
 import resource
 import struct
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,39 +17,34 @@ from txl_jax.errors import LogError
 from txl_jax.runtime.files import write_json, write_lines
 from txl_jax.runtime.metrics_log import RunLog, read_metrics
 
+
+@contextlib.contextmanager
+def small_files(size):
+    """No file can grow past a size: to the writer the same as a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 # write_json
 
 
-def test_write_json_replaces_the_whole_file(tmp_path):
-    path = tmp_path / "config.json"
+def test_write_json_replaces_the_whole_file_or_nothing(tmp_path):
+    path, another = tmp_path / "config.json", tmp_path / "another"
     for value in ({"a": [1, 2.5, None]}, {"b": "é"}):
         write_json(path, value)
         assert json.loads(path.read_bytes()) == value
-    assert os.listdir(tmp_path) == ["config.json"]
-    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask(), "others may read it as they may read any new file"
-
-
-def _umask():
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
-
-
-@pytest.mark.parametrize(("value", "error"), [({"a": object()}, TypeError), ({"a": math.nan}, ValueError)])
-def test_a_value_that_is_no_json_leaves_the_old_file(value, error, tmp_path):
-    path = tmp_path / "config.json"
-    write_json(path, "old")
-    with pytest.raises(error):
-        write_json(path, value)
-    assert (json.loads(path.read_bytes()), os.listdir(tmp_path)) == ("old", ["config.json"])
-
-
-def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path, small_files):
-    path = tmp_path / "config.json"
-    write_json(path, "old")
+    another.touch()
+    assert path.stat().st_mode == another.stat().st_mode, "others may read it as they may read any new file"
+    for bad, error in (({"a": object()}, TypeError), ({"a": math.nan}, ValueError)):
+        with pytest.raises(error):
+            write_json(path, bad)
     with small_files(20_000), pytest.raises(LogError, match=r"config\.json.*File too large"):
         write_json(path, "x" * 100_000)
-    assert (json.loads(path.read_bytes()), os.listdir(tmp_path)) == ("old", ["config.json"])
+    assert (json.loads(path.read_bytes()), sorted(os.listdir(tmp_path))) == ({"b": "é"}, ["another", "config.json"])
 
 
 def test_lines_are_written_as_they_come_and_all_or_none(tmp_path):
@@ -73,38 +68,6 @@ def test_lines_are_written_as_they_come_and_all_or_none(tmp_path):
         assert (path.read_text(encoding="utf-8"), os.listdir(tmp_path)) == ("é\nb\n", ["scores.tsv"])
 
 
-def test_the_name_changes_hands_only_when_the_file_is_whole(tmp_path, monkeypatch):
-    path, seen = tmp_path / "config.json", []
-    write_json(path, "old")
-    real = os.replace
-
-    def replace(source, target):
-        seen.append((json.loads(Path(source).read_bytes()), json.loads(path.read_bytes())))
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    write_json(path, "new")
-    assert seen == [("new", "old")]
-
-
-@pytest.fixture
-def small_files():
-    """A context in which no file can grow past a size: to the writer the same as a full disk."""
-
-    class Limited:
-        def __init__(self, size):
-            self.size = size
-
-        def __enter__(self):
-            self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
-
-        def __exit__(self, *error):
-            resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
-
-    return Limited
-
-
 # Metrics
 
 
@@ -115,6 +78,7 @@ def log_steps(workdir, steps, **arguments):
 
 
 def test_records_come_back_in_order(tmp_path):
+    assert read_metrics(tmp_path) == []
     with RunLog(tmp_path / "new" / "run") as log:
         log.record("train", 1, {"loss": np.float32(0.5), "rate": 1e-9})
         log.record("valid", np.int64(1), {"bpc": 2})
@@ -124,10 +88,6 @@ def test_records_come_back_in_order(tmp_path):
         {"kind": "train", "step": 1, "loss": 0.5, "rate": 1e-9},
         {"kind": "valid", "step": 1, "bpc": 2},
     ]
-
-
-def test_no_file_no_records(tmp_path):
-    assert read_metrics(tmp_path) == []
 
 
 def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
@@ -143,10 +103,11 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
     assert (float(record["b"]), float(record["c"])) == (math.inf, -math.inf)
 
 
-@pytest.mark.parametrize("name", ["kind", "step", "member"])
-def test_names_that_the_record_uses(name, tmp_path):
-    with RunLog(tmp_path) as log, pytest.raises(ValueError, match=name):
-        log.record("train", 1, {name: 1.0})
+def test_names_that_the_record_uses(tmp_path):
+    with RunLog(tmp_path) as log:
+        for name in ("kind", "step", "member"):
+            with pytest.raises(ValueError, match=name):
+                log.record("train", 1, {name: 1.0})
     assert read_metrics(tmp_path) == []
 
 
@@ -154,6 +115,10 @@ def test_resuming_drops_later_steps(tmp_path):
     log_steps(tmp_path, [10, 20, 30, 40])
     log_steps(tmp_path, [30], first_step=20)
     assert [record["step"] for record in read_metrics(tmp_path)] == [10, 20, 30]
+    before = (tmp_path / "metrics.jsonl").stat()
+    log_steps(tmp_path, [], first_step=30)  # Nothing to drop: the file is left alone.
+    after = (tmp_path / "metrics.jsonl").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     log_steps(tmp_path, [], first_step=0)
     assert read_metrics(tmp_path) == []
 
@@ -167,14 +132,6 @@ def test_what_is_done_again_is_dropped_at_the_first_step_too(tmp_path):
         pass
     found = [(record["kind"], record["step"]) for record in read_metrics(tmp_path)]
     assert found == [("train", 10), ("valid", 10), ("test", 10), ("train", 20)]
-
-
-def test_nothing_to_drop_leaves_the_file_alone(tmp_path):
-    log_steps(tmp_path, [10, 20])
-    before = (tmp_path / "metrics.jsonl").stat()
-    log_steps(tmp_path, [], first_step=20)
-    after = (tmp_path / "metrics.jsonl").stat()
-    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 10])
@@ -206,6 +163,7 @@ def test_print_prints_and_keeps(tmp_path, capsys):
         with RunLog(tmp_path, first_step=first_step) as log:
             log.print(line)
             assert (tmp_path / "log.txt").read_text().splitlines()[-1] == line
+            log.close()  # Nothing happens the second time.
     assert capsys.readouterr().out == "started\nresumed é\n"
     assert (tmp_path / "log.txt").read_text() == "started\nresumed é\n"
 
@@ -231,49 +189,33 @@ def read_events_of(path):
 def test_scalars_can_be_read_back(tmp_path):
     with RunLog(tmp_path) as log:
         log.record("train", 7, {"loss": 0.5, "rate": 2.0})
+        log.record("valid", 7, {"loss": 0.25}, member="seed=2")
         events = read_events(tmp_path / "tensorboard")  # Not only once it is closed.
     values = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
-    assert values == [(7, "train/loss", 0.5), (7, "train/rate", 2.0)]
+    # TensorBoard takes no "=".
+    assert values == [(7, "train/loss", 0.5), (7, "train/rate", 2.0), (7, "seed_2/valid/loss", 0.25)]
     assert events[0].file_version == "brain.Event:2"
+    assert read_metrics(tmp_path)[1] == {"kind": "valid", "step": 7, "member": "seed=2", "loss": 0.25}
 
 
-def test_a_record_of_a_member_names_it(tmp_path):
-    with RunLog(tmp_path) as log:
-        log.record("valid", 7, {"loss": 0.5}, member="seed=2")
-        events = read_events(tmp_path / "tensorboard")
-    assert read_metrics(tmp_path) == [{"kind": "valid", "step": 7, "member": "seed=2", "loss": 0.5}]
-    assert [value.tag for event in events for value in event.summary.value] == [
-        "seed_2/valid/loss"
-    ]  # TensorBoard takes no "=".
-
-
-def test_files_are_read_in_the_order_written_though_the_clock_goes_back(tmp_path, monkeypatch):
-    """TensorBoard reads them in the order of their names."""
+def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path, monkeypatch):
+    """TensorBoard reads files in the order of their names, which is that of writing though the clock goes back."""
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
     log_steps(tmp_path, [10, 20, 30])
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
     log_steps(tmp_path, [30], first_step=20)
     log_steps(tmp_path, [40], first_step=30)
-    events = []
-    for path in sorted((tmp_path / "tensorboard").iterdir()):
-        events += [event.step for event in read_events_of(path) if event.summary.value]
-    assert events == [10, 20, 30, 30, 40]
-
-
-def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path):
-    log_steps(tmp_path, [10, 20, 30])
-    log_steps(tmp_path, [30], first_step=20)
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    events = read_events(tmp_path / "tensorboard")
+    paths = sorted((tmp_path / "tensorboard").iterdir())
+    events = [event for path in paths for event in read_events_of(path)]
     starts = [event.step for event in events if event.session_log.status == SessionLog.START]
-    assert starts == [1, 21]
-    assert [event.step for event in events if event.summary.value] == [10, 20, 30, 30]
+    assert starts == [1, 21, 31] and len(paths) == 3
+    assert [event.step for event in events if event.summary.value] == [10, 20, 30, 30, 40]
 
 
 # Trouble
 
 
-def test_full_disk(tmp_path, small_files):
+def test_a_full_disk_and_a_folder_that_cannot_be_made(tmp_path):
     with RunLog(tmp_path) as log:
         log.record("train", 1, {"loss": 1.0})
         with small_files(200), pytest.raises(LogError, match=f"{re.escape(str(tmp_path))}.*File too large"):  # noqa: PT012
@@ -281,14 +223,6 @@ def test_full_disk(tmp_path, small_files):
                 log.record("train", step, {"loss": 1.0})
     assert read_metrics(tmp_path)[0] == {"kind": "train", "step": 1, "loss": 1.0}
 
-
-def test_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(LogError, match=r"/run\b.*File exists"):
         RunLog(tmp_path / "run")
-
-
-def test_closing_twice(tmp_path):
-    log = RunLog(tmp_path)
-    log.close()
-    log.close()

@@ -51,17 +51,6 @@ def test_handlers_come_back(arrivals):
     assert arrivals == [signal.SIGTERM]
 
 
-def test_ctrl_c_twice_interrupts():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), StopRequest() as stop:  # noqa: PT012
-            send(signal.SIGINT)
-            assert stop
-            send(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("when", ["before", "within"])
 def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
     """The SIGTERM of a machine that is shut down after the notice is the first one, and the next acts as before."""
@@ -109,27 +98,20 @@ print(step, file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize(("name", "number"), [("SIGTERM", 1), ("SIGINT", 0)])
-def test_a_signal_to_one_process_stops_all_at_the_same_step(name, number):
-    started = processes.start("-c", SCRIPT, devices=1)
-    while "ready" not in (line := started[number].stderr.readline()):
-        assert line, processes.finish(started)
-    started[number].send_signal(NAMES[name])
-    ended = processes.finish(started)
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    steps = [int(err.splitlines()[-1]) for _, _, err in ended]
-    assert steps[0] == steps[1] >= 3
-
-
-def test_a_notice_to_one_process_stops_all_at_the_same_step():
+@pytest.mark.full
+@pytest.mark.parametrize(("cause", "number"), [("SIGTERM", 1), ("SIGINT", 0), ("TERMINATE_ON_HOST_MAINTENANCE", 1)])
+def test_a_signal_or_notice_to_one_process_stops_all_at_the_same_step(cause, number):
     with MetadataServer(maintenance_event="NONE", preempted="FALSE") as server:
-        of_process = [(), ("noticed",)].__getitem__
-        started = processes.start("-c", SCRIPT, devices=1, of_process=of_process, GCE_METADATA_HOST=server.host)
-        while "ready" not in (line := started[1].stderr.readline()):
+        given = [(), () if cause in NAMES else ("noticed",)].__getitem__
+        started = processes.start("-c", SCRIPT, devices=1, of_process=given, GCE_METADATA_HOST=server.host)
+        while "ready" not in (line := started[number].stderr.readline()):
             assert line, processes.finish(started)
-        server.change("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
+        if cause in NAMES:
+            started[number].send_signal(NAMES[cause])
+        else:
+            server.change("maintenance-event", cause)
         ended = processes.finish(started)
     assert [code for code, _, _ in ended] == [0, 0], ended
     steps = [int(err.splitlines()[-1]) for _, _, err in ended]
     assert steps[0] == steps[1] >= 3
-    assert "TERMINATE_ON_HOST_MAINTENANCE" in ended[1][2] and "TERMINATE" not in ended[0][2]
+    assert cause in NAMES or [cause in err for _, _, err in ended] == [False, True]

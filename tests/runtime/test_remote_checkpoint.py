@@ -1,6 +1,5 @@
 """Tests checkpoints on object storage: complete or not there, damage ends in an older step, an outage does not."""
 
-import asyncio
 import json
 
 import jax
@@ -8,21 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.checkpoints import abstract
 from txl_jax.errors import UserError
-from txl_jax.runtime import integrity, remote_path, step_folders
+from txl_jax.runtime import integrity, step_folders
 from txl_jax.runtime.checkpoint import Checkpointer
 
+pytestmark = pytest.mark.full
 STATE = {"a": jnp.arange(12.0), "b": {"c": jnp.ones((3, 4))}}
-ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)
+ABSTRACT = abstract(STATE)
 
 
 def scaled(step):
     return jax.tree.map(lambda leaf: leaf * step, STATE)
-
-
-@pytest.fixture
-def lines():
-    return []
 
 
 @pytest.fixture
@@ -63,19 +59,21 @@ def test_damage_ends_in_the_step_before(saved, bucket, lines):
     assert name in lines[-1]
     (bucket / "300" / name).unlink()
     assert restored_step(saved) == 200
+    (bucket / "300" / integrity.DIGESTS).unlink()
+    assert restored_step(saved) == 200
+    assert any("unverified" in line for line in lines)
 
 
-def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, bucket):
+def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, bucket, storage):
+    storage.refuse("DELETE|batch")
+    with pytest.raises(PermissionError):  # A deletion begins with the commit.
+        step_folders.delete(bucket / "300")
+    storage.calm()
+    assert saved.latest_step() == 300
     (bucket / "300" / step_folders.COMMIT).unlink()
     assert saved.latest_step() == 200 and restored_step(saved) == 200
     saved.sweep()
     assert names(bucket) == ["200"]
-
-
-def test_a_step_without_digests_is_tried_last(saved, bucket, lines):
-    (bucket / "300" / integrity.DIGESTS).unlink()
-    assert restored_step(saved) == 200
-    assert any("unverified" in line for line in lines)
 
 
 def test_the_same_step_again_replaces_it_once_it_is_verified(saved, bucket):
@@ -115,34 +113,11 @@ def test_a_folder_is_never_named_before_one_that_is_there(bucket):
     ]
 
 
-def test_a_deletion_begins_with_the_commit(saved, bucket, storage):
-    storage.refuse("DELETE|batch")
-    with pytest.raises(PermissionError):
-        step_folders.delete(bucket / "300")
-    storage.calm()
-    assert saved.latest_step() == 300
-    (bucket / "300" / step_folders.COMMIT).unlink()
-    assert saved.latest_step() == 200
-
-
-def test_an_outage_is_no_damage(saved, storage, monkeypatch):
-    real = asyncio.sleep
-    monkeypatch.setattr("asyncio.sleep", lambda seconds, *rest: real(min(seconds, 0.01), *rest))
-    monkeypatch.setattr(remote_path, "PATIENCE_SECONDS", 0.3)
+@pytest.mark.usefixtures("impatient")
+def test_an_outage_is_no_damage(saved, storage):
     for pattern in ("digests.json", "state/manifest"):
         storage.refuse(f"GET .*{pattern}", status=503)
         with pytest.raises(UserError, match="start again"):
             saved.restore(ABSTRACT)
     storage.calm()
     assert restored_step(saved) == 300
-
-
-@pytest.mark.slow
-def test_saving_goes_through_errors_that_pass(checkpoints, storage, bucket):
-    storage.fail_every(10)
-    for step in (100, 200):
-        checkpoints.save(step, scaled(step), {"at": step})
-    checkpoints.wait()
-    assert storage.errors > 4
-    storage.calm()
-    assert restored_step(checkpoints) == 200

@@ -1,11 +1,13 @@
 """Tests the log of a run on object storage: sealed records are there after a kill, repeated ones are dropped."""
 
-from tensorboardX.proto.event_pb2 import Event
+import pytest
 
+from tests.runtime.test_metrics_log import read_events_of
 from txl_jax.runtime.append_file import read_appended
 from txl_jax.runtime.metrics_log import RunLog, read_metrics
 
 
+@pytest.mark.full
 def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket):
     killed = RunLog(bucket)
     for step in (1, 2, 3):
@@ -24,8 +26,8 @@ def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket
         {"kind": "train", "step": 2, "loss": 1.5},
     ]
     assert read_appended(bucket / "log.txt") == b"step 1\nstep 2\nagain\n"
-    events = [list(_events(path.read_bytes())) for path in sorted((bucket / "tensorboard").iterdir())]
-    seen = [(event.step, bool(event.summary.value)) for file in events for event in file if not event.file_version]
+    events = [event for path in sorted((bucket / "tensorboard").iterdir()) for event in read_events_of(path)]
+    seen = [(event.step, bool(event.summary.value)) for event in events if not event.file_version]
     assert seen == [(1, False), (1, True), (2, True), (2, False), (2, True)]
     with RunLog(bucket, first_step=2):
         pass
@@ -33,11 +35,3 @@ def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket
     tensorboard = killed._sinks._sinks[0]
     tensorboard._file.close()
     tensorboard._temporary.cleanup()
-
-
-def _events(data):
-    place = 0
-    while place < len(data):
-        length = int.from_bytes(data[place : place + 8], "little")
-        yield Event.FromString(data[place + 12 : place + 12 + length])
-        place += length + 16

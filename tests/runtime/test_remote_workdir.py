@@ -1,14 +1,19 @@
 """Tests a workdir on object storage: what is recorded is loaded, and what cannot be used is one sentence."""
 
+import contextlib
+import dataclasses
+
 import pytest
 
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer, TokenizerConfig
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.errors import UserError
+from txl_jax.jobs.train import claim
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime.paths import as_path
 from txl_jax.runtime.run_lock import NAME
 
+pytestmark = pytest.mark.full
 CONFIG = ExperimentConfig(
     data=DataConfig(corpus=CorpusName.TEXT, file="a.txt", tokenizer=TokenizerConfig(kind=Tokenizer.WORD))
 )
@@ -47,3 +52,27 @@ def test_a_bucket_that_is_denied(bucket, storage, status):
     for act in (Workdir(bucket).holds_run, Workdir(bucket).load):
         with pytest.raises(UserError, match=r"cannot read .*gcloud"):
             act()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_stays_away_is_no_folder_without_a_run(bucket, storage):
+    """Otherwise a second run, of other settings, would begin in the folder of the first."""
+    workdir, other = Workdir(bucket).create(), dataclasses.replace(CONFIG, seed=7)
+    workdir.record(CONFIG, TEXT)
+    storage.refuse("GET ", status=503)
+    writes = len(storage.writes)
+    with contextlib.ExitStack() as stack:
+        for act in (
+            workdir.holds_run,
+            workdir.load,
+            lambda: workdir.check_same_run(other, TEXT),
+            lambda: claim(workdir, other, TEXT, stack),
+        ):
+            with pytest.raises(UserError, match=r"cannot read .*made by a test"):
+                act()
+    assert storage.writes[writes:] == []
+    storage.refuse(".", status=503)
+    with pytest.raises(UserError, match=r"cannot write to .*made by a test"):
+        workdir.create()
+    storage.calm()
+    assert workdir.load() == (CONFIG, TEXT)

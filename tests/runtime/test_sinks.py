@@ -7,7 +7,9 @@ import sys
 import time
 
 import pytest
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
+from tests.runtime.test_metrics_log import read_events
 from txl_jax.errors import UserError
 from txl_jax.runtime.metrics_log import RunLog, read_metrics
 from txl_jax.runtime.sinks.sink import Sink
@@ -64,8 +66,9 @@ def report_all(log):
 
 
 def test_a_sink_gets_everything_in_order(tmp_path):
+    """The other one has none of the methods."""
     sink = Kept()
-    with RunLog(tmp_path, sinks=[sink]) as log:
+    with RunLog(tmp_path, sinks=[Sink(), sink]) as log:
         report_all(log)
     assert sink.calls == [
         ("settings", SETTINGS),
@@ -76,13 +79,7 @@ def test_a_sink_gets_everything_in_order(tmp_path):
     ]
 
 
-def test_a_sink_needs_only_the_methods_that_it_uses(tmp_path):
-    with RunLog(tmp_path, sinks=[Sink()]) as log:
-        report_all(log)
-    assert len(read_metrics(tmp_path)) == 3
-
-
-@pytest.mark.parametrize("fails", ["settings", "record", "text", "flush", "close"])
+@pytest.mark.parametrize("fails", ["settings", "record", "close"])
 def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys):
     broken, sound = Kept(fails), Kept()
     with RunLog(tmp_path, sinks=[broken, sound]) as log:
@@ -98,15 +95,6 @@ def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys
         assert line in (tmp_path / "log.txt").read_text().splitlines()
 
 
-def test_ctrl_c_in_a_sink_ends_the_run(tmp_path):
-    class Interrupted(Sink):
-        def record(self, kind, step, values, member=None):
-            raise KeyboardInterrupt
-
-    with RunLog(tmp_path, sinks=[Interrupted()]) as log, pytest.raises(KeyboardInterrupt):
-        log.record("train", 1, {"loss": 1.0})
-
-
 def test_without_tensorboardx_a_run_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with RunLog(tmp_path) as log:
@@ -118,11 +106,13 @@ def test_without_tensorboardx_a_run_goes_on(tmp_path, monkeypatch, capsys):
 # TensorBoard
 
 
+@pytest.mark.full
 def test_tensorboard_reads_back_scalars_settings_and_texts(tmp_path):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", exc_type=ImportError)
+    from tensorboard.backend.event_processing import event_accumulator
+
     with RunLog(tmp_path) as log:
         report_all(log)
-    found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    found = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     assert set(found.Tags()["scalars"]) == {"train/loss", "speed/tokens_per_second", "seed_2/valid/loss"}
     assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(10, 2.0), (20, 1.5)]
@@ -133,17 +123,10 @@ def test_tensorboard_reads_back_scalars_settings_and_texts(tmp_path):
 
 
 def test_tensorboard_has_the_table_of_settings(tmp_path):
-    """The plugin's own protocol: values by name, in the types that it can sort and filter by."""
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
-
-    from tests.runtime.test_metrics_log import read_events
-
+    """Values by name, in the types that its plugin can sort and filter by."""
     with RunLog(tmp_path) as log:
         log.settings(SETTINGS)
-    events = read_events(tmp_path / "tensorboard")
-    assert isinstance(events[0], Event)
-    values = {value.tag: value for event in events for value in event.summary.value}
+    values = {value.tag: value for event in read_events(tmp_path / "tensorboard") for value in event.summary.value}
     start = HParamsPluginData.FromString(values["_hparams_/session_start_info"].metadata.plugin_data.content)
     found = start.session_start_info.hparams
     assert found["model.n_layer"].number_value == 3 and found["train.same_length"].bool_value is True
@@ -178,10 +161,9 @@ def offline_records(folder):
                 parts = []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_wandb_offline_holds_settings_records_and_texts(tmp_path, monkeypatch):
     """Both starts of a run are one run of the project."""
-    pytest.importorskip("wandb", exc_type=ImportError)
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     workdir = tmp_path / "my-run"

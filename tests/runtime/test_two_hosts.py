@@ -1,14 +1,9 @@
 """Tests that two processes put the same global batch on the devices that one would, whatever the mesh."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 
-from support import ROOT
-from support.xla_flags import xla_flags
+from support import processes
+from support.cases import nightly_but
 
 SCRIPT = """
 import dataclasses
@@ -17,12 +12,13 @@ import sys
 import jax
 import numpy as np
 
-port, process, data, fsdp, tensor, batch_size, tiled = map(int, sys.argv[1:])
-jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
-
+from experiments.cli import hosts
 from support import tiny_run
 from txl_jax.data.batches.segment_reader import training_segments
 
+data, fsdp, tensor, batch_size, tiled = map(int, sys.argv[1:])
+hosts._given = dict  # No flags here.
+hosts.join()
 parts = tiny_run.parts(
     mesh__data=data,
     mesh__fsdp=fsdp,
@@ -43,45 +39,24 @@ for found, expected in zip(placed, whole):
     assert found.shape == expected.shape, (found.shape, expected.shape)
     for shard in found.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
-print("rows", *rows)
+print(rows.tolist(), file=sys.stderr)
 """
 
 
-def two_processes(*arguments):
-    """The last lines printed by two processes with four devices each."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags(devices=4),
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-    }
-    command = [sys.executable, "-c", SCRIPT, str(port)]
-    started = [
-        subprocess.Popen(
-            [*command, str(process), *map(str, arguments)],
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for process in range(2)
-    ]
-    ended = [process.communicate(timeout=120) for process in started]
-    assert [process.returncode for process in started] == [0, 0], ended
-    return [out.splitlines()[-1] for out, _ in ended]
+CASES = [
+    ((8, 1, 1, 16), True, ["[0, 1, 4, 5, 8, 9, 12, 13]", "[2, 3, 6, 7, 10, 11, 14, 15]"]),
+    ((8, 1, 1, 8), False, ["[0, 1, 2, 3]", "[4, 5, 6, 7]"]),
+    ((4, 1, 2, 8), False, ["[0, 1, 2, 3]", "[4, 5, 6, 7]"]),
+    ((1, 1, 8, 4), False, ["[0, 1, 2, 3]"] * 2),  # Both processes' devices hold all rows.
+    ((8, 1, 1, 1), False, ["[0]"] * 2),  # One row cannot be spread.
+]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "batch_size", "tiled", "rows"),
-    [
-        ((8, 1, 1), 8, False, ["rows 0 1 2 3", "rows 4 5 6 7"]),
-        ((8, 1, 1), 16, True, ["rows 0 1 4 5 8 9 12 13", "rows 2 3 6 7 10 11 14 15"]),
-        ((4, 1, 2), 8, False, ["rows 0 1 2 3", "rows 4 5 6 7"]),
-        ((1, 1, 8), 4, False, ["rows 0 1 2 3", "rows 0 1 2 3"]),  # Both processes' devices hold all rows.
-        ((8, 1, 1), 1, False, ["rows 0", "rows 0"]),  # One row cannot be spread.
-    ],
+    ("sizes", "tiled", "rows"),
+    [pytest.param(*CASES[0], marks=pytest.mark.full), *nightly_but([], CASES[1:])],
 )
-def test_every_device_gets_its_rows(mesh, batch_size, tiled, rows):
-    assert two_processes(*mesh, batch_size, int(tiled)) == rows
+def test_every_device_gets_its_rows(sizes, tiled, rows):
+    ended = processes.finish(processes.start("-c", SCRIPT, *sizes, int(tiled)))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert [errors.splitlines()[-1] for _, _, errors in ended] == rows

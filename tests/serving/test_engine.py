@@ -1,10 +1,13 @@
 """Tests the engine without HTTP: many jobs against each alone, sessions, stop strings, jobs that are ended."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from support import tiny_model
 from support.serving import engine, ids, make_store, run, submit
+from txl_jax.serving.app import Settings, _Server
 from txl_jax.serving.requests import Choice, Limits, RequestError, Sampling
 from txl_jax.serving.sessions import EMPTY
 
@@ -48,7 +51,7 @@ def test_many_jobs_get_what_each_gets_alone(made):
     assert made.num_busy == made.num_waiting == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_row_that_reads_is_not_overwritten_by_those_that_write():
     """With a memory that is longer than the segments, so that the first slots are seen while more is read."""
     with engine(tiny_model.make(eval__mem_len=200)) as made:
@@ -58,12 +61,6 @@ def test_a_row_that_reads_is_not_overwritten_by_those_that_write():
         writer.next()
         assert content(run(made, reader)) == alone and not writer.pieces[-1].end
         writer.wait()
-
-
-def test_a_prompt_that_is_only_scored(made):
-    result = run(made, Choice(ids(40), 0, logprobs=True, echo=True))
-    assert result.tokens() == [] and result.tokens(prompt=True) == ids(40).tolist()
-    assert len(result.scores(prompt=True).nats) == 39 and result.end == "length"
 
 
 def test_a_session_goes_on_as_if_it_were_one_text(made):
@@ -134,15 +131,26 @@ def test_too_many_jobs_are_refused_and_the_end_is_answered():
             submit(made, Choice(ids(5), 1))
 
 
-def test_a_failure_of_the_device_is_answered(monkeypatch, capsys):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failed_engine_says_so_with_a_new_exception_each_time(monkeypatch, capsys):
     with engine() as made:
+        run(made, Choice(ids(3), 1))
 
-        def broken(*unused):
-            raise RuntimeError("no device")
+        def fail(*_):
+            raise OSError("the device is gone")
 
-        run(made, Choice(ids(5), 1))
-        monkeypatch.setattr(made.step, "write", broken)
-        with pytest.raises(RequestError) as raised:
-            run(made, Choice(ids(5), 1))
-        assert raised.value.status == 503 and not made.ready
-    assert "no device" in capsys.readouterr().err
+        monkeypatch.setattr(made.step, "write", fail)
+        with pytest.raises(RequestError, match="failed"):
+            run(made, Choice(ids(3), 1))
+        errors = []
+        for _ in range(2):
+            with pytest.raises(RequestError) as raised:
+                submit(made, Choice(ids(3), 1))
+            errors.append(raised.value)
+        assert made.failed and not made.ready and "the device is gone" in capsys.readouterr().err
+        assert errors[0] is not errors[1] and errors[0].status == 503
+
+        async def health():
+            return [(await _Server(made, Settings("tiny")).health(None)).status_code for _ in range(2)]
+
+        assert asyncio.run(health()) == [503, 503]

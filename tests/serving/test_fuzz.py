@@ -1,6 +1,5 @@
-"""Fuzzes the HTTP surface: no answer of 500, no hang, nothing left in rows; 100 requests, or 10,000 in the slow run."""
+"""Fuzzes the HTTP surface: no answer of 500, no hang, nothing left in rows; 100 requests, or nightly 10,000."""
 
-import contextlib
 import http.client
 import json
 import time
@@ -54,16 +53,6 @@ TARGETS = st.sampled_from(USUAL * 2 + UNUSUAL)
 TYPES = st.sampled_from(["application/json"] * 12 + ["text/plain", "", "application/json; charset=latin-1"])
 
 
-@contextlib.contextmanager
-def in_this_process(folder):
-    """Port of a server."""
-    with (
-        engine(store=make_store(limit=SESSIONS, folder=folder), limits=FEW, start=False) as made,
-        served(made, Settings("tiny", limits=FEW)) as port,
-    ):
-        yield port
-
-
 def check(method, path, status, content):
     """Refuses an answer that no client should get."""
     assert status < 500 and b"Traceback" not in content, content
@@ -76,7 +65,7 @@ def check(method, path, status, content):
 
 
 def fuzz(port, examples):
-    """The number of answers of each status."""
+    """Sends requests, and waits until all rows are free; returns the number of answers of each status."""
     sessions, statuses = [], {}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
 
@@ -101,27 +90,26 @@ def fuzz(port, examples):
 
     send()
     connection.close()
-    check_idle(port, sessions)
-    return statuses
-
-
-def check_idle(port, sessions):
-    """Waits until all rows are free; then no session may be in use."""
     wait_idle(port)
     assert ask(port, "/readyz")[0] == 200
     found = ask(port, "/v1/sessions")[1]["data"]
     assert [each["id"] for each in found] == sessions and not any(each["busy"] for each in found)
     for name in sessions:
         assert ask(port, f"/v1/sessions/{name}", method="DELETE")[0] == 200
+    return statuses
 
 
+@pytest.mark.full
 def test_requests_at_random(tmp_path):
-    with in_this_process(tmp_path) as port:
+    with (
+        engine(store=make_store(limit=SESSIONS, folder=tmp_path), limits=FEW, start=False) as made,
+        served(made, Settings("tiny", limits=FEW)) as port,
+    ):
         statuses = fuzz(port, 100)
     assert statuses[200] > 10 and statuses[400] > 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 def test_many_requests_at_random(tmp_path):
     with in_its_own_process(tmp_path, num_sessions=SESSIONS, limits=FEW) as (port, process):
         fuzz(port, 1000)

@@ -16,57 +16,27 @@ from txl_jax.serving import protocol
 from txl_jax.serving.app import Settings, make_app
 from txl_jax.serving.requests import Limits
 
+pytestmark = pytest.mark.full
 LIMITS = Limits(prompt_tokens=5000, new_tokens=4000)
-NEIGHBOUR = {"prompt": "abc", "max_tokens": 60, "seed": 4, "logprobs": 1}
-LONG = "abcdefgh" * 100
-
-
-@pytest.fixture(scope="module")
-def made():
-    with engine(store=make_store(), limits=LIMITS, start=False) as stopped:
-        yield stopped
-
-
-@pytest.fixture(scope="module")
-def port(made):
-    with served(made, Settings("tiny", limits=LIMITS)) as number:
-        yield number
-
-
-class Gate:
-    """A function that waits at its n-th call until it is let through."""
-
-    def __init__(self, function, *, call=1):
-        self.function, self.call, self.calls = function, call, 0
-        self.reached, self.through = threading.Event(), threading.Event()
-
-    def __call__(self, *arguments, **named):
-        self.calls += 1
-        if self.calls == self.call:
-            self.reached.set()
-            self.through.wait(SECONDS)
-        return self.function(*arguments, **named)
+JSON = {"Content-Type": "application/json"}
 
 
 @contextlib.contextmanager
-def gate(owner, name, **call):
-    """A gate in place of a function."""
-    found, before = Gate(getattr(owner, name), **call), getattr(owner, name)
-    setattr(owner, name, found)
-    try:
-        yield found
-    finally:
-        found.through.set()
-        setattr(owner, name, before)
+def gate(owner, name, *, call=1):
+    """Makes a function wait at its n-th call. Yields two events: that it was reached, and that it may go on."""
+    function, reached, through, calls = getattr(owner, name), threading.Event(), threading.Event(), []
 
+    def wait_and_call(*arguments, **named):
+        calls.append(name)
+        if len(calls) == call:
+            reached.set()
+            through.wait(SECONDS)
+        return function(*arguments, **named)
 
-@contextlib.contextmanager
-def sent(port, body):
-    """A request whose client leaves at the end."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    yield
-    connection.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wait_and_call)
+        yield reached, through
+        through.set()
 
 
 def wait_until(condition):
@@ -76,101 +46,97 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def answer(port, body):
-    status, found = ask(port, "/v1/completions", body)
-    assert status == 200
-    return found["choices"]
-
-
-class Case:
-    """A session with a text, a neighbour, and what must be as before when the others have left."""
-
-    def __init__(self, port, made):
-        self.port, self.made = port, made
-        self.expected = answer(port, NEIGHBOUR)
-        self.name = ask(port, "/v1/sessions", {})[1]["id"]
-        answer(port, {"session": self.name, "prompt": "abc", "max_tokens": 5})
-        self.state = made.store.get(self.name, "").state
-        self.cancelled = made.counters.ended["cancelled"]
-        self.found = []
-        self.neighbour = threading.Thread(target=lambda: self.found.append(answer(port, NEIGHBOUR)))
-
-    def body(self, **changes):
-        return {"session": self.name, "prompt": "a", "max_tokens": 4000, "stream": True, **changes}
-
-    def check(self):
-        self.neighbour.join(SECONDS)
-        assert self.found == [self.expected]
-        wait_until(lambda: not (self.made.num_busy or self.made.num_waiting))
-        assert self.made.counters.ended["cancelled"] == self.cancelled + 1
-        session = self.made.store.get(self.name, "")
-        assert not session.busy and session.state is self.state
-        assert self.made.counters.written < self.written + 1000
-        assert ask(self.port, f"/v1/sessions/{self.name}", method="DELETE")[0] == 200
+@pytest.fixture
+def made():
+    with engine(store=make_store(), limits=LIMITS, start=False) as stopped:
+        yield stopped
 
 
 @pytest.fixture
-def case(port, made):
-    found = Case(port, made)
-    found.written = made.counters.written
-    return found
+def port(made):
+    with served(made, Settings("tiny", limits=LIMITS)) as number:
+        yield number
+
+
+@pytest.fixture
+def session(port, made):
+    """A session with a text. At the end one request was ended, and the session is as before and can be used."""
+    name = ask(port, "/v1/sessions", {})[1]["id"]
+    begun = {"session": name, "prompt": "abc", "max_tokens": 5}
+    assert ask(port, "/v1/completions", begun)[0] == 200
+    found = made.store.get(name, "")
+    state, written = found.state, made.counters.written
+    yield found
+    wait_until(lambda: not (made.num_busy or made.num_waiting))
+    assert made.counters.ended["cancelled"] == 1 and made.counters.written < written + 1000
+    assert not found.busy and found.state is state
+
+
+def body(session, **changes):
+    return json.dumps({"session": session.name, "prompt": "a", "max_tokens": 4000, "stream": True, **changes})
+
+
+@contextlib.contextmanager
+def sent(port, session, **changes):
+    """A request whose client leaves at the end."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    connection.request("POST", "/v1/completions", body(session, **changes), JSON)
+    yield
+    connection.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_before_the_first_piece(case, made, stream):
-    with gate(made.step, "write") as writing:
-        case.neighbour.start()
-        assert writing.reached.wait(SECONDS)
-        with sent(case.port, case.body(stream=stream)):
+def test_while_it_waits_for_a_row(port, made, session, stream):
+    """The other, which is writing, is not disturbed."""
+    neighbour = {"prompt": "abc", "max_tokens": 60, "seed": 4, "logprobs": 1}
+    expected, found = ask(port, "/v1/completions", neighbour)[1]["choices"], []
+    other = threading.Thread(target=lambda: found.extend(ask(port, "/v1/completions", neighbour)[1]["choices"]))
+    with gate(made.step, "write") as (reached, through):
+        other.start()
+        assert reached.wait(SECONDS)
+        with sent(port, session, stream=stream):
             wait_until(lambda: made.num_waiting)
         wait_until(lambda: made._waiting[0].cancelled)
-        writing.through.set()
-        case.check()
+        through.set()
+        other.join(SECONDS)
+    assert found == expected
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_while_the_prompt_is_read(case, made, stream):
+def test_while_the_prompt_is_read(port, made, session, stream):
     read = made.counters.read
-    with gate(made.step, "read", call=3) as reading:
-        with sent(case.port, case.body(prompt=LONG, stream=stream)):
-            assert reading.reached.wait(SECONDS)
-            case.neighbour.start()
-            wait_until(lambda: made.num_waiting)
+    with gate(made.step, "read", call=3) as (reached, through):
+        with sent(port, session, prompt="abcdefgh" * 100, stream=stream):
+            assert reached.wait(SECONDS)
         [job] = [row.job for row in made._rows if row is not None]
         wait_until(lambda: job.cancelled)
-        reading.through.set()
-        case.check()
-    assert made.counters.read < read + len(LONG) // 2
+        through.set()
+        wait_until(lambda: made.counters.ended["cancelled"])
+    assert made.counters.read < read + 400
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_before_the_request_is_understood(case, made, stream):
-    case.neighbour.start()
-    case.neighbour.join(SECONDS)
-    with gate(protocol, "parse_completion") as parsing:
-        with sent(case.port, case.body(stream=stream)):
-            assert parsing.reached.wait(SECONDS)
+def test_before_the_request_is_understood(port, made, session, stream):
+    with gate(protocol, "parse_completion") as (reached, through):
+        with sent(port, session, stream=stream):
+            assert reached.wait(SECONDS)
         time.sleep(0.2)  # The server's loop takes note; nothing shows that it has.
-        parsing.through.set()
-        wait_until(lambda: made.counters.ended["cancelled"] > case.cancelled)
-    case.check()
+        through.set()
+        wait_until(lambda: made.counters.ended["cancelled"])
 
 
-def test_before_the_response_begins(case, made):
+def test_before_the_response_begins(made, session):
     """With a server of a newer ASGI, whose first `send` to a client that has left raises."""
-    body = [{"type": "http.request", "body": json.dumps(case.body()).encode()}]
+    messages = [{"type": "http.request", "body": body(session).encode()}]
 
     async def receive():
-        return body.pop() if body else {"type": "http.disconnect"}
+        return messages.pop() if messages else {"type": "http.disconnect"}
 
     async def send(message):
         raise OSError("the connection is closed")
 
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1"}
     scope |= {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
-    app = make_app(made, Settings("tiny", limits=LIMITS))
-    case.neighbour.start()
     with contextlib.suppress(ClientDisconnect):
-        asyncio.run(app(scope, receive, send))
-    case.check()
+        asyncio.run(make_app(made, Settings("tiny", limits=LIMITS))(scope, receive, send))

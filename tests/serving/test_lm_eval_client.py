@@ -1,4 +1,4 @@
-"""Tests lm-evaluation-harness' own client for completions against the server; needs the extra `lm-eval`."""
+"""Tests lm-evaluation-harness' own client for completions against the server."""
 
 import numpy as np
 import pytest
@@ -6,23 +6,24 @@ import pytest
 from support import tiny_model
 from support.http_server import served
 from support.serving import engine
+from txl_jax.config import GenerateConfig
 from txl_jax.serving.app import Settings
 
-pytest.importorskip("lm_eval", reason="lm-eval, the harness, is not installed (extra lm-eval)")
-pytest.importorskip("tenacity", reason="tenacity, of the harness' extra api, is not installed")
-from lm_eval.api.instance import Instance
-from lm_eval.models.openai_completions import LocalCompletionsAPI
-
+pytestmark = pytest.mark.nightly(part="lm_eval")
 DOCUMENTS = ["abc def gab", "a", "bad cafe fade " * 6]
 PAIRS = [("abc", " def"), ("", "gab"), ("ab\ncd", "abcdef")]
 
 
 def requests(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
     return [Instance(kind, {}, arguments=each, idx=index) for index, each in enumerate(arguments)]
 
 
 @pytest.fixture(scope="module")
 def harness():
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
     with engine(start=False) as made, served(made, Settings("tiny")) as port:
         yield LocalCompletionsAPI(
             model="tiny",
@@ -48,8 +49,6 @@ def test_log_likelihoods_are_those_of_the_library(harness):
 
 
 def settings(**changes):
-    from txl_jax.config import GenerateConfig
-
     return GenerateConfig(**{"length": 9, "temperature": 0.0, "top_k": None, **changes})
 
 

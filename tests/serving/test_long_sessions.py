@@ -14,7 +14,7 @@ def state_bytes(session):
     return sum(ring.nbytes for ring in (*session.state.rings.keys, *session.state.rings.values))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 def test_a_session_of_100_000_tokens():
     """200 requests of 500 tokens, 400 of which are read; the last 60 in turn with the first of new sessions."""
     sizes, seconds = set(), {"beginning": [], "end": []}

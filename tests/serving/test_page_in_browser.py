@@ -9,9 +9,7 @@ from support.http_server import ask, served
 from support.serving import engine
 from txl_jax.serving.app import Settings
 
-playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path"), pytest.mark.slow]
+pytestmark = pytest.mark.nightly(part="browser")
 SWITCHES = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -28,8 +26,12 @@ def port():
 @pytest.fixture
 def page(port):
     """The page with its key typed in; it has logged no error at the end."""
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+    from playwright import sync_api
+
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    assert chromium, "there is no Chromium on the PATH"
+    with sync_api.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=SWITCHES)
         found = browser.new_page()
         found.set_default_timeout(MILLISECONDS)
         errors = []
@@ -82,40 +84,28 @@ def test_pieces_are_shown_while_more_come_and_stop_ends_them(page, port):
     assert len(page.text_content(".written")) == shown and "txl_rows_busy 0.0" in ask(port, "/metrics")[1]
 
 
-def test_a_new_text_ends_the_one_that_is_written(page, port):
-    before = sessions(port)
-    write(page, "abc", max_tokens=4000, temperature=1)
-    until(page, "document.querySelectorAll('.written').length > 0")
-    assert len(sessions(port) - before) == 1
-    page.click("#new")
-    until(page, "!document.querySelector('#write').disabled")
-    page.wait_for_timeout(500)
-    assert page.text_content("#text") == ""
-    none_is_left(port, before)
-
-
-def test_a_page_that_is_left_keeps_no_session(page, port):
-    before = sessions(port)
-    write(page, "abc", max_tokens=5)
-    until(page, "document.querySelector('#state').textContent === '5 tokens'")
-    assert len(sessions(port) - before) == 1
-    page.reload()
-    none_is_left(port, before)
-
-
 def sessions(port):
     """The ids of the key's sessions, those of pages that were closed in the tests before included."""
     return {each["id"] for each in ask(port, "/v1/sessions", key="secret")[1]["data"]}
 
 
-def none_is_left(port, before):
-    until = time.monotonic() + 30
+@pytest.mark.parametrize("leave", [lambda page: page.click("#new"), lambda page: page.reload()], ids=["new", "reload"])
+def test_a_text_that_is_left_keeps_no_session(page, port, leave):
+    before = sessions(port)
+    write(page, "abc", max_tokens=4000, temperature=1)
+    until(page, "document.querySelectorAll('.written').length > 0")
+    assert len(sessions(port) - before) == 1
+    leave(page)
+    until(page, "!document.querySelector('#write').disabled")
+    page.wait_for_timeout(500)
+    assert page.text_content("#text") == ""
+    end = time.monotonic() + 30
     while sessions(port) - before:
-        assert time.monotonic() < until
+        assert time.monotonic() < end
         time.sleep(0.1)
 
 
-def test_errors_are_shown(page):
+def test_errors_are_shown_and_nothing_is_wider_than_the_screen(page):
     page.fill("#key", "wrong")
     write(page, "abc")
     until(page, "document.querySelector('#state.error') !== null")
@@ -125,8 +115,6 @@ def test_errors_are_shown(page):
     until(page, "document.querySelector('#state').textContent.includes('cannot be read')")
     assert page.text_content("#text") == ""
 
-
-@pytest.mark.parametrize("width", [320, 1100])
-def test_nothing_is_wider_than_the_screen(page, width):
-    page.set_viewport_size({"width": width, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for width in (320, 1100):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,5 +1,6 @@
 """Tests the program as a process: start, requests, SIGTERM, kill -9 while sessions are written, refusals."""
 
+import contextlib
 import os
 import random
 import signal
@@ -11,7 +12,8 @@ import time
 
 import pytest
 
-from support import ROOT, drawn_run, tiny_run
+from support import ROOT, drawn_run, programs, tiny_run
+from support.faults import cache_in
 from support.http_server import ask
 from support.own_text import own_text
 from txl_jax.config import tree as config_tree
@@ -34,12 +36,8 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Environment of the processes, which compile once."""
-    return os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    return os.environ | path | cache_in(tmp_path_factory.mktemp("compiled"))
 
 
 class Program:
@@ -70,15 +68,7 @@ def complete(port, session, *, tokens, prompt=""):
     return ask(port, "/v1/completions", body)[1]["choices"][0]["text"]
 
 
-def test_a_request_and_sigterm(run, compiled):
-    server = Program(run, compiled)
-    status, found = ask(server.port, "/v1/completions", {"prompt": "the cat ", "max_tokens": 3})
-    assert status == 200 and found["usage"]["completion_tokens"] == 3
-    assert server.end(signal.SIGTERM) == (0, "")
-    assert [line.split()[0] for line in server.last_lines.splitlines()] == ["stopping", "stopped"]
-
-
-@pytest.mark.slow
+@pytest.mark.full
 def test_sigterm_lets_requests_end_and_a_restart_goes_on(run, compiled, tmp_path):
     sessions = f"--sessions_dir={tmp_path}"
     server = Program(run, compiled, sessions, TXL_API_KEYS="")
@@ -92,6 +82,7 @@ def test_sigterm_lets_requests_end_and_a_restart_goes_on(run, compiled, tmp_path
     code, errors = server.end(signal.SIGTERM)
     running.join()
     assert (code, errors) == (0, "")
+    assert [line.split()[0] for line in server.last_lines.splitlines()] == ["stopping", "stopped"]
     server = Program(run, compiled, sessions)
     assert ask(server.port, f"/v1/sessions/{name}")[1]["tokens"] == 2018
     texts.append(complete(server.port, name, tokens=10))
@@ -100,7 +91,7 @@ def test_sigterm_lets_requests_end_and_a_restart_goes_on(run, compiled, tmp_path
     assert server.end(signal.SIGINT)[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_takes_too_long_is_cut_off(run, compiled):
     server = Program(run, compiled, "--drain_seconds=0.5", "--max_new_tokens=100000000")
     found = []
@@ -114,31 +105,14 @@ def test_what_takes_too_long_is_cut_off(run, compiled):
     assert found[0][0] == 503 and found[0][1]["error"]["code"] == "unavailable"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--model="], "--model"),
-        (["--model=/nowhere"], "/nowhere"),
-        (["--host=0.0.0.0"], "TXL_API_KEYS"),
-        (["--rows=0"], "rows"),
-        (["--port=USED"], "--port"),
-    ],
-)
-def test_refusals_are_one_sentence(run, compiled, flags, named):
+def test_what_cannot_be_served_is_refused(run):
     with socket.create_server(("127.0.0.1", 0)) as used:
-        flags = [flag.replace("USED", str(used.getsockname()[1])) for flag in flags]
-        refused(run, compiled, flags, named)
+        for flag, named in (("--host=0.0.0.0", "TXL_API_KEYS"), (f"--port={used.getsockname()[1]}", "--port")):
+            code, _, errors = programs.run("experiments.serve", f"--model={run}", flag)
+            assert code == 1 and named in errors and errors.count("\n") == 1
 
 
-def refused(run, compiled, flags, named):
-    command = [sys.executable, "-m", "experiments.serve", f"--model={run}", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=compiled, capture_output=True, text=True, check=False)
-    assert done.returncode in (1, 2) and named in done.stderr and done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
+@pytest.mark.nightly(part="faults")
 def test_a_kill_while_sessions_are_written_leaves_each_old_or_new(run, compiled, tmp_path):
     """Ten kills at random moments of saving; the tokens of a session show which of its states it is."""
     rng, sessions = random.Random(int(os.environ.get("TXL_FAULT_SEED") or time.time_ns())), f"--sessions_dir={tmp_path}"
@@ -154,11 +128,9 @@ def test_a_kill_while_sessions_are_written_leaves_each_old_or_new(run, compiled,
             history[name] += complete(server.port, name, tokens=5)
 
         def save(port=server.port):
-            for name in names:
-                try:
+            with contextlib.suppress(OSError):  # It was killed.
+                for name in names:
                     ask(port, f"/v1/sessions/{name}/save", b"")
-                except OSError:  # It was killed.
-                    return
 
         saving = threading.Thread(target=save)
         saving.start()

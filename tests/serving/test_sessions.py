@@ -55,6 +55,7 @@ def test_a_session_serves_one_request_at_a_time():
     assert not session.busy and session.state.tokens == 21
 
 
+@pytest.mark.full
 def test_sessions_expire_after_their_last_use_with_their_files(tmp_path):
     now = [1000.0]
     store = make_store(seconds=60, folder=tmp_path, clock=lambda: now[0])
@@ -75,6 +76,7 @@ def test_sessions_expire_after_their_last_use_with_their_files(tmp_path):
     assert store.get(busy.name, "a") is busy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_saved_session_is_restored(tmp_path, dtype):
     store = make_store(folder=tmp_path)
@@ -89,6 +91,7 @@ def test_a_saved_session_is_restored(tmp_path, dtype):
     assert [path.stem for path in tmp_path.iterdir()] == [empty.name]
 
 
+@pytest.mark.full
 def test_files_that_are_damaged_or_of_another_model_are_left_out(tmp_path):
     store = make_store(folder=tmp_path)
     sessions = [store.create("a") for _ in range(4)]
@@ -110,6 +113,7 @@ def test_files_that_are_damaged_or_of_another_model_are_left_out(tmp_path):
     assert len(make_store(folder=tmp_path, limit=0).restore()) == 4
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_written_leaves_the_session_in_memory(tmp_path):
     (tmp_path / "file").write_text("")
     store = make_store(folder=tmp_path / "file" / "sessions")

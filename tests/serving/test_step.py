@@ -142,7 +142,7 @@ def test_a_row_that_goes_back_draws_the_same_again():
 def test_a_row_taken_out_goes_on_elsewhere():
     """Far beyond the ring's length, at the smallest position of the same slots."""
     step, weights, _ = programs()
-    rings, position, _ = read(step, weights, step.init_rings(weights), 0, ids(400))
+    rings, position, _ = read(step, weights, step.init_rings(weights), 0, ids(5 * step.capacity + 3))
     state, other = step.take(rings, 0), step.normal_position(position)
     assert other < position and other % step.capacity == position % step.capacity
     _, expected, _ = write(step, weights, rings, 0, 3, position, 30)

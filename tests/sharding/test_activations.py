@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny
 from txl_jax import sharding
-from txl_jax.config import Encoding, MeshConfig
+from txl_jax.config import MeshConfig
 from txl_jax.inference import forward
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
@@ -58,17 +58,6 @@ def test_layers_of_training_and_of_inference(batch_size, rows):
     ring = forward.init_cache(weights, model, batch_size=batch_size, mem_len=4, segment_len=2)
     found = constrained(lambda *both: forward.forward(weights, model, *both, window=None), tokens, ring)
     assert found == expected(rows, outputs=tiny.N, heads=3 * tiny.N, inner=tiny.N)
-
-
-@pytest.mark.usefixtures("on_mesh")
-def test_absolute_positions_too():
-    model = tiny.make(encoding=Encoding.VASWANI).clone(num_devices=8)
-    tokens, memory = jnp.zeros((8, 2), jnp.int32), model.init_memory(batch_size=8, mem_len=4)
-    flags = {"clamp_len": None, "same_length": False, "deterministic": True}
-    variables = tiny.variables(model)
-    assert constrained(lambda *both: model.apply(variables, *both, **flags), tokens, memory) == expected(
-        ("data", "fsdp")
-    )
 
 
 def test_one_device_constrains_nothing():

@@ -1,10 +1,6 @@
 """Tests the ambient mesh: a thread has none of its own, and a model raises instead of running unconstrained."""
 
 import concurrent.futures
-import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +8,6 @@ import numpy as np
 import pytest
 
 from support import tiny
-from support.xla_flags import xla_flags
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.errors import UserError
@@ -53,17 +48,14 @@ def test_a_model_for_several_devices_raises_without_its_mesh():
         assert shape_of_hidden() == (8, 2, tiny.D)
         with pytest.raises(UserError, match=r"8 devices .* ambient mesh has 1"):
             on_thread(shape_of_hidden)
+        with pytest.raises(UserError, match=r"1 devices .* ambient mesh has 8"):
+            sharding.check_ambient_mesh(1)
 
     def entered():
         with sharding.use_mesh(MESH):
             return shape_of_hidden()
 
     assert on_thread(entered) == (8, 2, tiny.D)
-
-
-def test_a_model_for_one_device_raises_on_a_mesh_of_several():
-    with sharding.use_mesh(MESH), pytest.raises(UserError, match=r"1 devices .* ambient mesh has 8"):
-        sharding.check_ambient_mesh(1)
 
 
 def test_one_device_is_left_alone():
@@ -75,38 +67,6 @@ def test_one_device_is_left_alone():
         sharding.check_ambient_mesh(1)
 
 
-PROGRAM = """
-import json, threading
-import jax, jax.numpy as jnp
-from txl_jax import sharding
-from txl_jax.config import MeshConfig
-from txl_jax.sharding import axes
-from txl_jax.sharding.activations import constrain
-
-mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-traced = jax.jit(lambda x: constrain(x + sharding.num_batch_shards(), axes.BATCH, axes.INNER))
-bound = sharding.bind_mesh(mesh, traced)
-found = {}
-
-def work():
-    x = jnp.zeros((8, 4))
-    found["bare"] = traced(x).sharding.device_set.__len__(), float(traced(x)[0, 0])
-    y = bound(x)
-    found["bound"] = y.sharding.shard_shape(y.shape), float(y[0, 0])
-    found["lowered"] = len(bound.lower(x).compile()(x).sharding.device_set)
-    found["shape"] = bound.eval_shape(x).shape
-
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-print(json.dumps(found))
-"""
-
-
-def test_bound_functions_enter_their_mesh_on_any_thread():
-    environment = os.environ | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=True
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_bound_functions_enter_their_mesh_on_any_thread(on_eight_devices):
+    found = on_eight_devices("-m", "support.eight_devices", "few", JAX_ENABLE_X64="1")["thread"]
     assert found == {"bare": [1, 1.0], "bound": [[2, 2], 4.0], "lowered": 8, "shape": [8, 4]}

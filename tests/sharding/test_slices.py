@@ -1,9 +1,7 @@
 """Tests that a mesh over several slices of TPUs crosses them along its outermost axis only."""
 
 import dataclasses
-import re
 
-import jax
 import numpy as np
 import pytest
 from jax.experimental import mesh_utils
@@ -71,9 +69,7 @@ def test_chips_that_are_left_idle_and_are_no_box_are_those_of_each_slice():
 @pytest.mark.parametrize(
     ("num_slices", "sizes", "words"),
     [
-        (2, {"dcn_data": 4}, r"mesh\.dcn_data is 4\b.*\b2 slices\b.*--mesh\.dcn_data=2"),
-        (1, {"dcn_data": 2}, r"mesh\.dcn_data is 2\b.*\b1 slice\b"),
-        (2, {"fsdp": 32}, r"\b32 x 1\b.*\b16 devices in each of 2 slices\b"),
+        (2, {"dcn_data": 4}, r"mesh\.dcn_data is 4\b.*\b2 slices\b"),
         (2, {"data": 2, "fsdp": 16}, r"\b2 x 16 x 1\b.*\b16 devices\b"),
     ],
 )
@@ -87,8 +83,3 @@ def test_other_devices_can_be_divided_as_if_they_were_slices():
     assert tuple(sharding.abstract_mesh(MeshConfig(dcn_data=2, fsdp=2), 8).shape.values()) == (4, 2, 1)
     assert tuple(sharding.abstract_mesh(MeshConfig(fsdp=4), 8, num_slices=2).shape.values()) == (2, 4, 1)
     assert sharding.num_slices(sharding.make_mesh(MeshConfig())) == 1
-    with pytest.raises(UserError, match=r"mesh\.dcn_data is 3\b.*\b8 devices"):
-        sharding.abstract_mesh(MeshConfig(dcn_data=3), 8)
-    count = len(jax.devices())
-    with pytest.raises(UserError, match=re.escape(f"mesh.dcn_data is {count + 1} ")):
-        sharding.make_mesh(MeshConfig(dcn_data=count + 1))

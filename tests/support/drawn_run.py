@@ -1,11 +1,16 @@
 """A run in place of a trained one: a workdir with parameters that were drawn, in a second instead of a minute."""
 
+from pathlib import Path
+from typing import Any
+
 import jax
+import numpy as np
 
 from support import tiny_run
 from txl_jax.assemble import RunComponents, assemble
-from txl_jax.config import ExperimentConfig
-from txl_jax.data.corpus import Corpus
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime.checkpoint import Checkpointer
 
@@ -21,3 +26,17 @@ def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Workdir, Run
         best.save(STEP, {"params": jax.device_put(tiny_run.params(parts.model))}, {})
         best.wait()
     return workdir, parts
+
+
+def on_text(folder: Path, content: bytes, **changes: Any) -> tuple[ExperimentConfig, Corpus]:
+    """Returns the config of a tiny run on a text, with some settings changed, and the text."""
+    (folder / "text").write_bytes(content)
+    values = {"data.corpus": CorpusName.TEXT, "data.file": str(folder / "text")}
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    config: ExperimentConfig = config_tree.replace(tiny_run.CONFIG, values)
+    return config, read_corpus(config.data, "nowhere", str(folder))
+
+
+def letters(length: int = 1110) -> bytes:
+    """Returns a text of seven letters, the same at each call."""
+    return np.random.default_rng(0).choice(list(b"the cat"), length).astype(np.uint8).tobytes()

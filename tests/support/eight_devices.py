@@ -4,6 +4,7 @@ B = 16, D = 16, H = 8, E = 5, F = 24, L = 7, M = 9, N = 3, V = 42, or with clust
 tokens, of which the second and third divide among neither 8 devices nor (the second) 2.
 """
 
+import concurrent.futures
 import dataclasses
 import json
 import re
@@ -39,6 +40,8 @@ from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
 from txl_jax.ops import adaptive_softmax
 from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.sharding import axes
+from txl_jax.sharding.activations import constrain
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep
 
@@ -225,8 +228,8 @@ def differences() -> dict[str, float]:
         return jnp.vdot(jnp.arange(1.0, 41), nll.ravel()), nll
 
     found = {}
-    for name, mesh in MESHES.items():
-        meshes = None, sharding.make_mesh(mesh)
+    for name in ("data", "mixed", "fsdp", "tensor"):
+        meshes = None, sharding.make_mesh(MESHES[name])
         for joined, chunk_size in ((False, 1), (True, 3)):
             # jax 0.7 has no name for what it chooses itself for a gradient [2, 4] on eight devices.
             whole = [None if one is None else NamedSharding(one, PartitionSpec()) for one in meshes]
@@ -327,6 +330,24 @@ def updated(parts: RunComponents) -> tuple[Any, Any, Any]:
     return jax.device_get(before), jax.device_get(params), opt_state
 
 
+def on_a_thread() -> dict[str, Any]:
+    """What a function that constrains its result gives on a thread, as it is and bound to the mixed mesh."""
+    traced = jax.jit(lambda x: constrain(x + sharding.num_batch_shards(), axes.BATCH, axes.INNER))
+    bound, x = sharding.bind_mesh(sharding.make_mesh(MESHES["mixed"]), traced), jnp.zeros((8, 4))
+
+    def work() -> dict[str, Any]:
+        bare, y = traced(x), bound(x)
+        return {
+            "bare": (len(bare.sharding.device_set), float(bare[0, 0])),
+            "bound": (shard_of(y), float(y[0, 0])),
+            "lowered": len(bound.lower(x).compile()(x).sharding.device_set),
+            "shape": bound.eval_shape(x).shape,
+        }
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
 def refusal(mesh: MeshConfig, **changes: Any) -> str:
     """Returns the error message of settings that do not fit."""
     try:
@@ -336,44 +357,49 @@ def refusal(mesh: MeshConfig, **changes: Any) -> str:
     return "accepted"
 
 
-def exact() -> dict[str, Any]:
-    """All there is to know, in float64."""
-    found = {
-        f"{kind}, {name}": run(
-            assemble(config(mesh, **changes), vocab_size=VOCABULARY[kind]), scores=(kind, name) in SCORED
-        )
-        for kind, changes in SOFTMAX.items()
-        for name, mesh in MESHES.items()
-    }
-    in_chunks = config(MESHES["mixed"], train__grad_accum_steps=4, model__dropout__rate=0.0)
-    whole = config(MESHES["one"], model__dropout__rate=0.0)
-    found["microbatches, mixed"] = run(assemble(in_chunks, vocab_size=42), scores=False)
-    found["microbatches, one"] = run(assemble(whole, vocab_size=42), scores=False)
-    found["moved"] = moved()
-    found["differences"] = differences()
-    found["uneven"] = uneven_vocabulary()
-    found["tail"] = tail_work()
-    found["optimizers"] = optimizers()
-    found["refusals"] = {
-        "batch": refusal(MESHES["mixed"], train__batch_size=6),
-        "microbatches": refusal(MESHES["mixed"], train__grad_accum_steps=8),
-        "remainder": refusal(MeshConfig(fsdp=3)),
-        "too many": refusal(MeshConfig(data=3, fsdp=2, tensor=2)),
-        "heads": refusal(MeshConfig(tensor=4), model__n_head=2),
-        "inner": refusal(MeshConfig(tensor=8), model__d_inner=12),
-        "width": refusal(MeshConfig(fsdp=4), model__d_model=18),
-    }
+def runs(*names: str, scored: bool = True) -> dict[str, Any]:
+    """What `run` finds of these, such as "plain, mixed"; of all if there are none."""
+    found = {}
+    for name in names or [f"{kind}, {mesh}" for kind in SOFTMAX for mesh in MESHES]:
+        kind, mesh = name.split(", ")
+        parts = assemble(config(MESHES[mesh], **SOFTMAX[kind]), vocab_size=VOCABULARY[kind])
+        found[name] = run(parts, scores=scored and (kind, mesh) in SCORED)
     return found
 
 
-def usual() -> dict[str, Any]:
-    """Losses and parameters in float32, as runs are."""
+def few() -> dict[str, Any]:
+    """The meshes that every change is tested on, and what costs little."""
     return {
-        f"{kind}, {name}": run(assemble(config(mesh, **changes), vocab_size=VOCABULARY[kind]), scores=False)
-        for kind, changes in SOFTMAX.items()
-        for name, mesh in MESHES.items()
+        "runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False),
+        "uneven": uneven_vocabulary(),
+        "tail": tail_work(),
+        "thread": on_a_thread(),
+        "refusals": {
+            "batch": refusal(MESHES["mixed"], train__batch_size=6),
+            "microbatches": refusal(MESHES["mixed"], train__grad_accum_steps=8),
+            "remainder": refusal(MeshConfig(fsdp=3)),
+            "too many": refusal(MeshConfig(data=3, fsdp=2, tensor=2)),
+            "heads": refusal(MeshConfig(tensor=4), model__n_head=2),
+            "inner": refusal(MeshConfig(tensor=8), model__d_inner=12),
+            "width": refusal(MeshConfig(fsdp=4), model__d_model=18),
+        },
     }
 
 
+def rest() -> dict[str, Any]:
+    """Scores, and what else meshes may not change."""
+    in_chunks = config(MESHES["mixed"], train__grad_accum_steps=4, model__dropout__rate=0.0)
+    whole = config(MESHES["one"], model__dropout__rate=0.0)
+    return {
+        "runs": runs("adaptive, one", "adaptive, mixed"),
+        "microbatches": [run(assemble(each, vocab_size=42), scores=False) for each in (whole, in_chunks)],
+        "moved": moved(),
+        "differences": differences(),
+        "optimizers": optimizers(),
+    }
+
+
+KINDS = {"few": few, "rest": rest, "exact": lambda: {"runs": runs()}, "usual": lambda: {"runs": runs(scored=False)}}
+
 if __name__ == "__main__":
-    print(json.dumps({"exact": exact, "usual": usual}[sys.argv[1]]()))
+    print(json.dumps(KINDS[sys.argv[1]]()))

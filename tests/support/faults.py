@@ -16,10 +16,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from txl_jax.runtime import integrity, step_folders
-from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.paths import as_path
 from txl_jax.runtime.sinks.sink import MEASURED
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,7 @@ FLAGS = (
 KILLED = -signal.SIGKILL
 MEMBERS = ("seed=1", "seed=2 model.dropout.rate=0.3")  # Of the ensemble.
 PATIENCE = 120  # Seconds that one start may take.
+NIGHTLY = pytest.mark.nightly(part="faults")
 
 
 @dataclasses.dataclass
@@ -45,6 +47,20 @@ class Ended:
     err: str
     phase: str  # The last that had begun and not ended.
     seconds: float  # From the time when everything was imported.
+
+
+def cache_in(folder):
+    """Environment variables of programs that are compiled once; killed ones may leave half a file behind."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def few_or_all(few, every):
+    """A test's two forms: with a few of its faults, and nightly with all of them."""
+    return [pytest.param(few, id="few", marks=pytest.mark.full), pytest.param(every, id="all", marks=NIGHTLY)]
 
 
 class Victim:
@@ -165,16 +181,14 @@ def result(workdir, name="results.json"):
 
 def arrays(folder):
     """Step and arrays of the newest checkpoint in a folder, which must be whole."""
-    with Checkpointer(folder, keep=1, log=print) as checkpoints:
-        step = checkpoints.latest_step()
-        newest = next(each.path for each in step_folders.find(folder) if each.step == step)
-    assert integrity.find_damage(newest) is None
-    tree = ocp.StandardCheckpointer().restore(os.fspath(newest / "state"))
-    return step, {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves(tree)}
-
-
-def leaves(tree):
-    return jax.tree_util.tree_leaves_with_path(tree)
+    newest = step_folders.find(folder)[0]
+    assert integrity.find_damage(newest.path) is None
+    reader, path = ocp.PyTreeCheckpointer(), as_path(newest.path / "state")
+    on_host = jax.tree.map(
+        lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).item_metadata.tree
+    )
+    leaves = jax.tree.leaves_with_path(reader.restore(path, restore_args=on_host))
+    return newest.step, {jax.tree_util.keystr(place): np.asarray(leaf) for place, leaf in leaves}
 
 
 def assert_equal_runs(workdir, undisturbed):
@@ -188,6 +202,7 @@ def assert_equal_runs(workdir, undisturbed):
             arrays(each / "checkpoints" / folder) for each in (workdir, undisturbed)
         )
         assert step == expected_step and found.keys() == expected.keys()
+        assert found
         for name, array in expected.items():
             assert found[name].tobytes() == array.tobytes(), f"{folder} {name}"
 

@@ -64,6 +64,12 @@ def ask(
     return response.status, json.loads(content) if is_json else content.decode()
 
 
+def events(text: str) -> list[Any]:
+    """The events of a stream that has ended."""
+    assert text.endswith("data: [DONE]\n\n"), text[-300:]
+    return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-2]]
+
+
 def metrics(port: int) -> dict[str, float]:
     """The figures of a server, as Prometheus reads them."""
     lines = ask(port, "/metrics")[1].splitlines()

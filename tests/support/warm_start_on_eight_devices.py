@@ -1,7 +1,7 @@
 """Begins a run with trained weights on one device and on a mesh of eight; run by tests/jobs/test_warm_start.py.
 
-Prints, for each, what is recorded, and the sha256 of the parameters after the transfer to another vocabulary: 13 words
-in clusters cut at 3 and 7, of a trained run with 11.
+The weights are in a portable folder. Prints, for each, what is recorded, and the sha256 of the parameters after the
+transfer to another vocabulary: 13 words in clusters cut at 3 and 7, of a trained run with 11.
 """
 
 import json
@@ -14,6 +14,7 @@ from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, MeshConfig,
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.jobs import warm_start
+from txl_jax.jobs.convert import convert
 from txl_jax.jobs.workdir import Workdir
 
 WORDS = [f"w{i}" for i in range(9)]
@@ -39,10 +40,11 @@ def main() -> None:
     base = config_tree.replace(base, {"train.batch_size": 16})
     old, corpus = read(folder, "old", WORDS, base)
     drawn_run.make(folder / "run", old, corpus)
+    convert(folder / "run", folder / "portable", log=lambda line: None)
     config, corpus = read(folder, "new", [*WORDS[::-1], "x", "y"], base)
     found = []
     for mesh in (MeshConfig(data=1), MeshConfig(data=2, fsdp=2, tensor=2)):
-        on_mesh = config_tree.replace(config, {"mesh": mesh, "init_from": str(folder / "run")})
+        on_mesh = config_tree.replace(config, {"mesh": mesh, "init_from": str(folder / "portable")})
         parts = assemble(on_mesh, vocab_size=corpus.vocabulary.size)
         weights = warm_start.load(parts, corpus.vocabulary, Workdir(folder / "new-run"))
         assert weights is not None

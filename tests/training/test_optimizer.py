@@ -147,7 +147,6 @@ def test_decay_shrinks_matrices_and_nothing_else(boxed):
     assert len(found) == 6
 
 
-@pytest.mark.parametrize("boxed", [False, True])
-def test_the_embedding_has_a_rate_of_its_own(boxed):
-    found = first_update(1.0, embedding_lr_multiplier=3.0, boxed=boxed)
+def test_the_embedding_has_a_rate_of_its_own():
+    found = first_update(1.0, embedding_lr_multiplier=3.0)
     assert found == {name: pytest.approx(-0.3 if name == "embedding/table_0" else -0.1, rel=1e-4) for name in found}

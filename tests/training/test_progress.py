@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from txl_jax.errors import NonFiniteError
-from txl_jax.metrics import Measure
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.sinks.sink import MEASURED
 from txl_jax.training.members import Members
@@ -86,7 +85,7 @@ def test_the_last_update_is_reported_between_multiples():
     assert log.records[1]["loss"] == pytest.approx(62 / 20)
 
 
-@pytest.mark.parametrize("stopped_after", range(1, STEPS))
+@pytest.mark.parametrize("stopped_after", [3, 4, 5])  # Within an interval, at its end, and after it.
 def test_a_resumed_run_writes_the_same_lines(stopped_after):
     expected, resumed = Log(), Log()
     whole, before = progress(expected), progress(resumed)
@@ -107,29 +106,18 @@ def test_a_resumed_run_writes_the_same_lines(stopped_after):
     assert timeless(resumed) == timeless(expected)
 
 
-def test_tokens_per_second_counts_this_process_and_not_the_hooks():
+def test_tokens_per_second_counts_this_process():
     log, clock = Log(), Clock()
     made = progress(log, running_totals={"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2}, clock=clock)
     for step in (2, 3):
         clock.now += 1.0
         made.update(step, metrics(step))
-    clock.now += 50.0  # An evaluation.
-    made.exclude(50.0)
-    for step in (4, 5, 6, 7):
-        clock.now += 2.0
-        made.update(step, metrics(step))
-    assert [record["tokens_per_second"] for record in log.records] == pytest.approx([TOKENS / 1.0, TOKENS / 2.0])
+    assert log.records[0]["tokens_per_second"] == pytest.approx(TOKENS / 1.0)
     assert log.records[0]["loss"] == pytest.approx((130 + 62 + 63) / 80)
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"nats": [60, math.nan, math.inf]},
-        {"grad_norm": [1, math.inf, 1]},
-        {"grad_norm": [1, math.nan, 1]},
-        {"nats": [60, -math.inf, 60], "grad_norm": [1, 1, math.nan]},
-    ],
+    "changes", [{"nats": [60, math.nan, math.inf]}, {"nats": [60, -math.inf, 60], "grad_norm": [1, 1, math.nan]}]
 )
 def test_the_alarm_names_the_first_bad_update(changes):
     log = Log()
@@ -158,6 +146,8 @@ def measured_run(*, per_update=0.5, steps=STEPS, members=None, **cost):
             made.waited(per_update * LOG_EVERY / 5)
         of_one = metrics(step)
         made.update(step, of_one if members is None else UpdateMetrics(*(np.stack([own, own]) for own in of_one)))
+        clock.now += 50.0
+        made.exclude(50.0)  # An evaluation.
     return log
 
 
@@ -176,60 +166,19 @@ def test_what_a_record_measures():
             }
         )
     assert "  25% peak  host wait 20%  ETA" in log.lines[0]
+    both = measured_run(members=Members(("a", "b")), flops=2e12, peak_flops=16e12)  # They share the peak.
+    assert [record["peak_share"] for record in both.records] == pytest.approx([0.5] * 4)
 
 
-def test_what_is_unknown_is_left_out():
-    log = measured_run()
-    assert set(MEASURED) & log.records[0].keys() == {"tokens_per_second", "step_seconds", "host_wait_share"}
-    assert "peak" not in "".join(log.lines)
-
-
-def test_members_share_the_peak():
-    log = measured_run(members=Members(("a", "b")), flops=2e12, peak_flops=16e12)
-    assert [record["model_flops_per_second"] for record in log.records] == pytest.approx([4e12] * 4)
-    assert [record["peak_share"] for record in log.records] == pytest.approx([0.5] * 4)
-
-
-def test_a_line_fits_in_100_columns():
-    """With the numbers of the longest published run, and a peak."""
-    log, clock = Log(), Clock()
-    cost = StepCost(11_264, 4.2e12, 989e12)
-    made = Progress(log, steps=400_000, log_every=1, cost=cost, measure=Measure.PPL, clock=clock)
-    for first, seconds in ((123_455, 0.0517), (399_998, 86_399.0)):
-        clock.now += seconds
-        made.update(first, metrics(1, nats=[140], tokens=[20], grad_norm=[12.345]))
-    assert all(len(line) <= 100 for line in log.lines), log.lines
-    assert "ppl 1096.63" in log.lines[0] and log.lines[0].endswith("  8% peak  ETA 3h 58m")
-
-
-@pytest.mark.parametrize("per_update", [0.001, 2.0])
-def test_a_run_states_how_long_it_takes_once_its_first_steps_are_timed(per_update):
-    log = measured_run(per_update=per_update, steps=1000)
-    lines = [line for line in log.lines if line.startswith("time")]
-    if per_update * 7 < 3:  # Too short to time.
-        assert lines == []
-    else:  # The first update is left out, the next two take 4 s, and 997 are left.
-        [line] = lines
-        assert "2 s per step" in line and "33m 14s" in line and "997 steps" in line
-        assert log.lines.index(line) == 0
-
-
-def test_evaluation_does_not_lengthen_the_forecast():
-    log, clock = Log(), Clock()
-    made = Progress(log, steps=100, log_every=100, cost=StepCost(TOKENS), clock=clock)
-    for step in range(5):
-        clock.now += 2.0
-        made.update(step, metrics(step))
-        clock.now += 50.0
-        made.exclude(50.0)
-    assert "2 s per step" in log.lines[0] and "97 steps" in log.lines[0]
+def test_the_time_of_a_run_is_forecast_by_its_first_steps():
+    """The first update is left out, the next two take 4 s, and 997 are left; hooks take none of it."""
+    [line] = [line for line in measured_run(per_update=2.0, steps=1000).lines if line.startswith("time")]
+    assert "2 s per step" in line and "33m 14s" in line and "997 steps" in line
+    assert not [line for line in measured_run(per_update=0.001).lines if line.startswith("time")]  # Too short to time.
 
 
 def test_durations():
-    assert duration(0.4) == "0:00:00"
-    assert duration(59.6) == "0:01:00"
-    assert duration(3723) == "1:02:03"
-    assert duration(200_000) == "2d 7:33:20"
+    assert [duration(seconds) for seconds in (59.6, 3723, 200_000)] == ["0:01:00", "1:02:03", "2d 7:33:20"]
     assert duration(math.inf) == duration(math.nan) and not re.search(r"\d", duration(math.nan))
 
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from support import tiny, tiny_run
+from support.cases import full_but
 from txl_jax.config import DType, LossPart
 from txl_jax.training.step import make_train_step
 
@@ -41,7 +42,7 @@ def trained(usual_emitters):
     return tiny_run.train(tiny_run.STEPS)
 
 
-@pytest.mark.parametrize("per_call", [2, 5])
+@pytest.mark.parametrize("per_call", full_but([5], [2, 5]))
 def test_updates_per_call_change_no_bit(trained, per_call):
     resets = tiny_run.text().segments(0, tiny_run.STEPS).reset[:, 0]
     assert any(resets[step] for step in range(tiny_run.STEPS) if step % per_call), "no epoch begins inside a call"
@@ -151,17 +152,6 @@ def test_the_memory_reaches_the_next_segment():
     )
 
 
-def test_an_epoch_begins_with_an_empty_memory(trained):
-    state, _ = trained
-    made, *_ = tiny_run.compiled()
-    segments = tiny_run.text().segments(2 * tiny_run.EPOCH, 1)
-    assert segments.reset.all()
-    after, metrics = one_update(state, segments)
-    fresh_after, fresh_metrics = one_update(state.replace(memory=tiny_run.state(made).memory), segments)
-    tiny_run.assert_equal((after.params, metrics), (fresh_after.params, fresh_metrics))
-    assert one_update(state, segments._replace(reset=~segments.reset))[1].nats != metrics.nats
-
-
 def test_the_gradient_norm_is_reported_before_clipping():
     def first_moment(state):
         return optax.tree.get(state.opt_state, "mu")
@@ -175,6 +165,7 @@ def test_the_gradient_norm_is_reported_before_clipping():
     np.testing.assert_allclose(optax.tree.norm(first_moment(state)) / (1 - b1), metrics.grad_norm[0], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_bfloat16_keeps_parameters_and_moments_in_float32():
     narrow = HALF | {"model__dtype": DType.BFLOAT16}
     state, metrics = one_update(**narrow)

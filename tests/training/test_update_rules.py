@@ -134,6 +134,7 @@ def test_muon_orthogonalizes_each_layers_matrices_and_adam_moves_the_rest(x64):
     np.testing.assert_allclose(found["table"], -RATE * np.sign(grads["table"]), rtol=1e-3)
 
 
+@pytest.mark.full
 def test_restored_states_continue_bit_for_bit_and_moments_have_their_type(tmp_path):
     def config(name, lamb):
         mu_dtype = {} if name is OptimizerName.ADAFACTOR else {"mu_dtype": "bfloat16"}

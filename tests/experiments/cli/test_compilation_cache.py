@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 
 from experiments.cli import compilation_cache
-from support import ROOT, processes
+from support import ROOT
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed, executable_cache
 
@@ -48,13 +48,14 @@ def start(*words, **environment):
     return *done.stdout.split(), done.stderr
 
 
+@pytest.mark.full
 def test_a_second_start_reads_what_the_first_compiled(tmp_path):
     value, found, _ = start(f"--data_dir={tmp_path}")
     assert found == "miss" and list((tmp_path / "prepared" / "compilation").rglob("*-cache"))
     assert start(f"--data_dir={tmp_path}") == (value, "hit", "")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="faults")
 def test_it_may_be_in_a_bucket(bucket, storage):
     flag = f"--compilation_cache={bucket}"
     value, found, _ = start(flag, **storage.environment)
@@ -62,7 +63,7 @@ def test_it_may_be_in_a_bucket(bucket, storage):
     assert start(flag, **storage.environment) == (value, "hit", "")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="faults")
 def test_a_damaged_entry_costs_a_warning(tmp_path):
     value, _, _ = start(f"--data_dir={tmp_path}")
     for path in tmp_path.rglob("*-cache"):
@@ -201,23 +202,6 @@ def test_nothing_is_made_before_something_is_compiled(settings, given, tmp_path)
     assert settings and os.listdir(tmp_path) == []
 
 
-SEVERAL = """
-import sys
-import jax
-from experiments.cli import compilation_cache, hosts, runner
-
-hosts.define_flags()
-runner.define_data_folders()
-runner.parse_or_exit([sys.argv[0], f"--compilation_cache={sys.argv[1]}"])
-
-def job():
-    print(jax.config.jax_compilation_cache_dir)
-    return 0
-
-sys.exit(runner.guarded(job, begin=hosts.join))
-"""
-
-
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_folder_that_another_process_does_not_see_is_not_used(seen, settings, given, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
@@ -229,18 +213,3 @@ def test_a_folder_that_another_process_does_not_see_is_not_used(seen, settings, 
     compilation_cache.enable()
     assert bool(settings) is seen and not list(tmp_path.rglob(".seen*"))
     assert ("is not the same folder for all processes" in capsys.readouterr().out) is not seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False])
-def test_several_processes_need_a_folder_that_all_see(shared, tmp_path):
-    """With a folder of its own for each, process 0 alone would read what is compiled."""
-    started = processes.start(
-        "-c", SEVERAL, processes=2, of_process=lambda number: [tmp_path / ("all" if shared else str(number))]
-    )
-    [(code, out, _), (other, _, _)] = processes.finish(started)
-    assert code == other == 0
-    if shared:
-        assert out.startswith(str(tmp_path / "all")) and not list(tmp_path.rglob(".seen*"))
-    else:
-        assert "is not the same folder for all processes" in out and out.endswith("None\n")

@@ -6,6 +6,7 @@ import pytest
 from absl import flags
 
 from experiments.cli import flag_tree, help_text, hosts
+from support import programs
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 
@@ -45,22 +46,31 @@ def test_groups_that_a_program_does_not_read_are_left_out(values):
     assert "--compat=" in text and "--seed=" not in text
 
 
-def test_choices_come_after_the_help(values, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")  # So that no line is broken between them.
-    text = shown(values)
-    assert re.search(r"--mode=train +Job \(train, eval\)\.", text)
-    assert re.search(r"--model\.layer_norm=post +.*\(post, pre\)\.", text)
-
-
 @pytest.mark.parametrize(("columns", "width"), [("100", 100), ("20", 80), ("500", 120)])
-def test_lines_fit_the_terminal(values, monkeypatch, columns, width):
+def test_lines_fit_the_terminal_and_show_choices(values, monkeypatch, columns, width):
     monkeypatch.setenv("COLUMNS", columns)
-    longest = max(map(len, shown(values).splitlines()))
-    assert width - 12 < longest <= width
+    text = shown(values)
+    assert width - 12 < max(map(len, text.splitlines())) <= width
+    assert re.search(r"--mode=train +Job \(train, eval\)\.", text)
 
 
 def test_the_flags_of_several_hosts_are_those_that_hosts_defines():
-    defined = set(flags.FLAGS)
-    if not set(hosts.FLAG_NAMES) <= defined:
+    with programs.own_flags() as before:
         hosts.define_flags()
-    assert set(flags.FLAGS) - defined <= set(hosts.FLAG_NAMES)
+        assert set(flags.FLAGS) - before == set(hosts.FLAG_NAMES)
+
+
+@pytest.mark.parametrize("program", ["enwik8", "ensemble", "bench.speed", "paper.ablation"])
+def test_help_of_a_program_has_its_flags_and_the_flagfiles(program):
+    code, out, err = programs.run(f"experiments.{program}", "--help")
+    assert code == 0 and not err
+    for words in (f"python -m experiments.{program}", "--model.d_embed=none", *flag_tree.flagfile_names()):
+        assert words in out
+
+
+def test_help_of_a_study_has_its_settings_first_and_only_groups_that_it_reads():
+    code, out, err = programs.run("experiments.paper.context_length", "--help")
+    assert code == 0 and not err
+    assert out.index("--lengths=64,") < out.index("--eval.mem_len=") and "--model.n_layer=" not in out
+    code, full, _ = programs.run("experiments.paper.context_length", "--helpfull")
+    assert code == 0 and "--model.n_layer=" in full

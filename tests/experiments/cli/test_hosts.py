@@ -1,16 +1,14 @@
 """Tests how a program finds out that it is one of several processes, and what each is answered if they do not fit."""
 
-import contextlib
 import fcntl
-import http.server
 import re
-import threading
 import time
 
 import pytest
 
 from experiments.cli import hosts
-from support import processes
+from support import processes, programs
+from support.metadata_server import MetadataServer
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 
@@ -79,27 +77,6 @@ def test_half_an_announcement_is_refused(given, expected):
         hosts.announced({}, given)
 
 
-@contextlib.contextmanager
-def metadata_server(attributes):
-    """The server that a Cloud TPU machine asks about itself."""
-
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            name = self.path.rpartition("/")[2]
-            known = self.headers["Metadata-Flavor"] == "Google" and name in attributes
-            self.send_response(200 if known else 404)
-            self.end_headers()
-            self.wfile.write(attributes.get(name, "no such thing").encode())
-
-        def log_message(self, *unused):
-            pass
-
-    with http.server.ThreadingHTTPServer(("localhost", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        yield {"GCE_METADATA_IP": f"localhost:{server.server_port}"}
-        server.shutdown()
-
-
 @pytest.mark.parametrize(
     ("attributes", "count"),
     [
@@ -112,7 +89,9 @@ def metadata_server(attributes):
 )
 def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(monkeypatch, attributes, count):
     monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
-    with metadata_server(attributes) as environment:
+    with MetadataServer() as server:
+        server.values |= {f"attributes/{name}": value for name, value in attributes.items()}
+        environment = {"GCE_METADATA_IP": server.host}
         found = hosts.announced(environment, {})
         assert found == (None if count is None else hosts.Several(count, "the TPU slice", {}))
         assert hosts.announced(environment | {"JAX_PLATFORMS": "cpu"}, {}) is None
@@ -135,32 +114,8 @@ def test_flags_that_differ_between_hosts_are_refused(monkeypatch):
     assert distributed.is_known_to_all(caught.value)
 
 
-def test_a_program_of_one_host_does_not_run_twice():
-    [(code, out, err)] = processes.finish(
-        processes.start("-m", "experiments.ensemble", processes=1, JAX_NUM_PROCESSES="2")
-    )
-    assert code == 1 and out == ""
-    assert re.fullmatch(r"error: .*\b2\b.*--num_processes\b.*\bJAX_NUM_PROCESSES\b.*\n", err)
-
-
-TINY = [
-    "--model.n_layer=1",
-    "--model.d_model=8",
-    "--model.n_head=2",
-    "--model.d_head=4",
-    "--model.d_inner=8",
-    "--train.batch_size=8",
-    "--train.segment_len=8",
-    "--train.mem_len=8",
-    "--train.steps=2",
-    "--train.log_every=2",
-    "--train.eval_every=2",
-    "--train.checkpoint_every=2",
-    "--eval.batch_size=1",
-    "--eval.segment_len=8",
-    "--eval.mem_len=8",
-    "--eval.clamp_len=none",
-]
+FULL, NIGHTLY = pytest.mark.full, pytest.mark.nightly(part="long")
+TINY = [*programs.TINY, *programs.steps(2, every=2), "--train.batch_size=8"]
 
 
 @pytest.fixture(scope="module")
@@ -170,23 +125,18 @@ def text_file(tmp_path_factory):
     return path
 
 
+DIFFERENCES = [
+    ("--model.n_layer=3", r"process 1: .*model\.n_layer\D*\b3\b\D*\b1\b.*process 0"),
+    ("--data.file=OTHER", r"process 1: .*\bother\.txt\b"),
+    ("--data.file=NONE", "process 1: "),
+    ("--workdir=ELSEWHERE", r"\belsewhere\b.*--workdir\b"),
+    ("--mode=eval", r"process 1: .*--mode\b.*\beval\b.*\btrain\b.*process 0"),
+]
+
+
 @pytest.mark.parametrize(
     ("of_second", "first_prints"),
-    [
-        pytest.param(
-            "--model.n_layer=3",
-            r"process 1: .*model\.n_layer\D*\b3\b\D*\b1\b.*process 0",
-            marks=pytest.mark.slow,
-        ),
-        ("--data.file=OTHER", r"process 1: .*\bother\.txt\b"),
-        pytest.param("--data.file=NONE", "process 1: ", marks=pytest.mark.slow),
-        ("--workdir=ELSEWHERE", r"\belsewhere\b.*--workdir\b"),
-        pytest.param(
-            "--mode=eval",
-            r"process 1: .*--mode\b.*\beval\b.*\btrain\b.*process 0",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    [pytest.param(*case, marks=FULL if "OTHER" in case[0] else NIGHTLY) for case in DIFFERENCES],
 )
 def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_path, of_second, first_prints):
     other = tmp_path / "other.txt"
@@ -214,6 +164,7 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_pat
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@FULL
 def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
     """The lock is the first's; the others would wait for it for ever."""
     (tmp_path / ".lock").write_text("99")
@@ -233,7 +184,7 @@ def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
     assert out_1 == err_1 == "", "one process printed it"
 
 
-@pytest.mark.slow
+@NIGHTLY
 def test_one_process_that_is_left_alone_reports_it():
     script = (
         "from experiments.cli import hosts, runner; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given "

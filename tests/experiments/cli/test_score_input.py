@@ -16,6 +16,8 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.interop import leaves, portable
 from txl_jax.jobs.pretrained import open_pretrained
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):

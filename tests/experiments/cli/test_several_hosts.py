@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -59,16 +58,6 @@ def undisturbed(start, tmp_path_factory):
     return workdir
 
 
-@pytest.fixture(scope="module")
-def stopped(start, tmp_path_factory):
-    """A run of two processes, of which the second got a SIGTERM: its folder then, and what each process ended with."""
-    workdir = tmp_path_factory.mktemp("stopped")
-    started = start(2, workdir)
-    wait_for_step(workdir, 2, started)
-    started[1].send_signal(signal.SIGTERM)
-    return workdir, processes.finish(started)
-
-
 def wait_for_step(workdir, step, started):
     """Returns once the run has reported `step`."""
     until = time.monotonic() + processes.SECONDS
@@ -106,33 +95,29 @@ def arrays_of_checkpoint(workdir):
     return {jax.tree_util.keystr(place): np.asarray(leaf) for place, leaf in leaves}
 
 
-def test_a_signal_to_one_process_saves_the_same_step_in_both(stopped):
-    workdir, ended = stopped
-    assert [code for code, _, _ in ended] == [143, 143], ended
-    (_, out_0, err_0), (_, out_1, err_1) = ended
-    assert out_1 == "" and "Traceback" not in err_0 + err_1
+@pytest.mark.full
+def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_run(undisturbed, start, tmp_path):
+    """A signal to the second process saves the same step in both; one process goes on from it."""
+    started = start(2, tmp_path)
+    wait_for_step(tmp_path, 2, started)
+    started[1].send_signal(signal.SIGTERM)
+    (code_0, out_0, err_0), (code_1, out_1, err_1) = processes.finish(started)
+    assert (code_0, code_1, out_1) == (143, 143, "") and "Traceback" not in err_0 + err_1, err_0 + err_1
     step = int(re.search(r"(?m)^stopped\D*(\d+)", out_0)[1])
     assert 2 <= step < STEPS
     assert re.search(r"\bdata 8\b.*\bfsdp 1\b.*\btensor 1\b.*\b2\b", out_0)
-    newest = max(int(path.name) for path in (workdir / "checkpoints" / "latest").iterdir())
-    assert newest == step and (workdir / "checkpoints" / "latest" / str(step) / "digests.json").exists()
-
-
-def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_run(
-    stopped, undisturbed, start, tmp_path
-):
-    workdir = tmp_path / "run"
-    shutil.copytree(stopped[0], workdir)
-    [(code, out, err)] = processes.finish(start(1, workdir))
+    newest = max(int(path.name) for path in (tmp_path / "checkpoints" / "latest").iterdir())
+    assert newest == step and (tmp_path / "checkpoints" / "latest" / str(step) / "digests.json").exists()
+    [(code, out, err)] = processes.finish(start(1, tmp_path))
     assert code == 0, err
     assert re.search(r"resum\w+\D*\d", out)
-    assert_same_run(workdir, undisturbed)
+    assert_same_run(tmp_path, undisturbed)
 
 
-@pytest.fixture(scope="module")
-def killed(undisturbed, start, tmp_path_factory):
-    """The first half of the run of one process, resumed by two, the second of which was killed, and then by two."""
-    workdir = tmp_path_factory.mktemp("killed") / "run"
+@pytest.mark.nightly(part="long")
+def test_a_killed_process_ends_the_other_and_two_go_on_with_the_numbers_of_one(undisturbed, start, tmp_path):
+    """The first half of the run of one process, resumed by two, the second of which is killed, and then by two."""
+    workdir = tmp_path / "run"
     shutil.copytree(undisturbed, workdir)
     (workdir / "results.json").unlink()
     for path in [*(workdir / "checkpoints" / "latest").iterdir(), *(workdir / "checkpoints" / "best").iterdir()]:
@@ -144,31 +129,20 @@ def killed(undisturbed, start, tmp_path_factory):
     wait_for_step(workdir, STEPS // 2 + 2, started)
     started[1].send_signal(signal.SIGKILL)
     began = time.monotonic()
-    ended = processes.finish(started)
-    seconds = time.monotonic() - began
+    (code_0, _, err_0), (code_1, _, _) = processes.finish(started)
+    assert code_1 == -signal.SIGKILL and code_0 not in (0, -signal.SIGKILL)
+    assert code_0 == hosts.LOST or "another task died" in err_0, err_0
+    assert time.monotonic() - began < 90  # HEARTBEAT_SECONDS, and some.
     first_half = (undisturbed / "metrics.jsonl").read_text().splitlines(keepends=True)
     first_half = [line for line in first_half if json.loads(line)["step"] <= STEPS // 2]
     (workdir / "metrics.jsonl").write_text("".join(first_half) + (workdir / "metrics.jsonl").read_text())
-    return workdir, ended, seconds, processes.finish(start(2, workdir))
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_other_with_a_sentence(killed):
-    _, ((code_0, _, err_0), (code_1, _, _)), seconds, _ = killed
-    assert code_1 == -signal.SIGKILL and code_0 not in (0, -signal.SIGKILL)
-    assert code_0 == hosts.LOST or "another task died" in err_0, err_0
-    assert seconds < 90  # HEARTBEAT_SECONDS, and some.
-
-
-@pytest.mark.slow
-def test_two_processes_go_on_with_the_numbers_of_one(killed, undisturbed):
-    workdir, _, _, ended = killed
+    ended = processes.finish(start(2, workdir))
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert re.search(r"resum\w+\D*\d", ended[0][1])
     assert_same_run(workdir, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 @pytest.mark.parametrize("flags", [[], ["--eval.batch_size=1"], ["--mesh.fsdp=2", "--mesh.tensor=2"]], ids=" ".join)
 def test_two_processes_score_as_one_does(undisturbed, start, tmp_path, flags):
     scores = []
@@ -185,29 +159,20 @@ def test_two_processes_score_as_one_does(undisturbed, start, tmp_path, flags):
     np.testing.assert_allclose(scores[0], scores[1], rtol=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 def test_two_processes_evaluate_and_write_as_one_does(undisturbed, start, tmp_path):
+    evaluate = ["--mode=eval", "--eval.stride=4", "--eval.mem_len=0", "--eval.same_length=false"]
+    write = ["--mode=generate", "--generate.length=40", "--generate.samples=2", "--generate.prompt=one two three four"]
     found = []
     for n_process in (1, 2):
         workdir = tmp_path / str(n_process)
         shutil.copytree(undisturbed, workdir)
-        write = [
-            "--mode=generate",
-            "--generate.length=40",
-            "--generate.samples=2",
-            "--generate.prompt=one two three four",
-        ]
-        for flags in (["--mode=eval", "--eval.stride=4", "--eval.mem_len=0", "--eval.same_length=false"], write):
+        for flags in (evaluate, write):
             ended = processes.finish(start(n_process, workdir, *flags))
             assert {code for code, _, _ in ended} == {0}, ended
             assert all(out == "" for _, out, _ in ended[1:])
-        evaluation = json.loads((workdir / "evaluation.json").read_text())
-        found.append(({split: evaluation[split] for split in ("valid", "test")}, sample(workdir)))
+        [sample] = workdir.glob("sample-seed*.txt")
+        found.append((json.loads((workdir / "evaluation.json").read_text()), sample.read_bytes()))
     for split in ("valid", "test"):
         assert found[0][0][split] == pytest.approx(found[1][0][split], rel=TOLERANCE)
     assert found[0][1] == found[1][1]
-
-
-def sample(workdir: Path) -> bytes:
-    [path] = workdir.glob("sample-seed*.txt")
-    return path.read_bytes()

@@ -1,16 +1,14 @@
 """Tests that every program works on several hosts or refuses them, and that all compare their own flags."""
 
 import inspect
-import os
 import runpy
 import sys
 
 import pytest
 from absl import flags
 
-from experiments.bench import aot_environment
 from experiments.cli import flag_tree, hosts, runner
-from support import ROOT, processes
+from support import ROOT, programs
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.sources.corpora import program_of
 from txl_jax.errors import UserError
@@ -55,11 +53,6 @@ FOLDERS = {"workdir", "data_dir", "cache_dir", "out", "compilation_cache"}
 @pytest.fixture
 def start(monkeypatch):
     """Starts a program up to its job, without running it; returns the job, what it does about hosts, and its flags."""
-    registry = vars(flags.FLAGS)  # Programs define their flags in it; those of other tests here would be in their way.
-    for attribute, value in list(registry.items()):
-        monkeypatch.setitem(registry, attribute, type(value)() if isinstance(value, (dict, set)) else value)
-    for name in aot_environment._VARIABLES:  # estimate.py sets those that are not set; monkeypatch puts them back.
-        monkeypatch.setenv(name, os.environ.get(name, "cpu" if name == "JAX_PLATFORMS" else "1"))
 
     def start(name, *words):
         guarded = []
@@ -74,9 +67,10 @@ def start(monkeypatch):
             runpy.run_path(str(PATHS[name]), run_name="__main__")
         assert ended.value.code == 0
         [(job, begin)] = guarded
-        return job, begin, set(flags.FLAGS)
+        return job, begin, set(flags.FLAGS) - of_libraries
 
-    return start
+    with programs.own_flags() as of_libraries:
+        yield start
 
 
 def test_every_program_is_of_one_kind():
@@ -114,18 +108,7 @@ def test_programs_of_several_hosts_compare_their_own_flags(start, monkeypatch, n
     assert own - FOLDERS and compared == own - FOLDERS
 
 
-def test_a_program_of_one_host_is_not_run_twice():
-    [(code, out, err)] = processes.finish(
-        processes.start("-m", "experiments.ensemble", processes=1, JAX_NUM_PROCESSES="2")
-    )
-    assert code == 1 and out == ""
-    assert err == (
-        "error: this program works on one host by itself, and 2 processes were announced by --num_processes or "
-        "JAX_NUM_PROCESSES; start it once, outside of them\n"
-    )
-
-
-def test_all_that_is_refused_is_an_error_of_the_user(monkeypatch):
+def test_a_program_of_one_host_is_not_run_twice(monkeypatch):
     for name, value in {"COORDINATOR_ADDRESS": "a:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
         monkeypatch.setenv(f"JAX_{name}", value)
     with pytest.raises(UserError, match=r"one host.*\b2 processes"):

@@ -1,6 +1,4 @@
-"""Tests of streamed embeddings: passages, documents, the probe, a text of one's own, and what memory adds."""
-
-import functools
+"""Tests of streamed embeddings: passages, documents, a text of one's own, and what memory adds."""
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +33,7 @@ def test_only_the_first_passage_names_the_topic_and_a_document_that_ends_is_forg
     np.testing.assert_array_equal(after.topic[:2], reading.topic[:2])
 
 
-def test_the_probe_finds_a_topic_that_is_a_direction():
-    rng, topics = np.random.default_rng(0), np.arange(40) % TOPICS
-    embeddings = rng.normal(size=(2, 40, 16))
-    embeddings[0] += 9 * np.eye(16)[topics]  # In the first passage only.
-    probe = document_embeddings.fit_probe(embeddings[:1], topics)
-    share = document_embeddings.share_right(probe, embeddings, topics)
-    assert share[0] == 1 and share[1] < 0.5
-
-
+@pytest.mark.full
 def test_streamed_embeddings_are_means_of_the_hidden_states_that_the_model_computes(tmp_path, monkeypatch):
     workdir = trained.make(tmp_path / "run")
     monkeypatch.setattr(document_embeddings, "PASSAGE", 5)  # A segment of that model.
@@ -59,27 +49,7 @@ def test_streamed_embeddings_are_means_of_the_hidden_states_that_the_model_compu
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
-def test_a_text_that_is_missing_is_one_sentence(tmp_path):
-    with pytest.raises(txl_jax.UserError, match=r"book\.txt, which is no file"):
-        document_embeddings.embed_file(str(tmp_path), str(tmp_path / "book.txt"), str(tmp_path))
-
-
-def test_a_passage_depends_on_earlier_ones_through_the_memory_only():
-    model = document_embeddings.make_model()
-    tokens = np.full((1, 8), TOPICS, np.int32)
-
-    def second_of(first, mem_len):
-        memory = model.init_memory(batch_size=1, mem_len=mem_len)
-        params = model.init(jax.random.key(0), tokens, memory)["params"]
-        read = jax.jit(functools.partial(document_embeddings.read_passage, model, params))
-        _, memory = read(tokens.copy() + first, memory)
-        return read(tokens, memory)[0]
-
-    assert np.abs(second_of(0, 8) - second_of(1, 8)).max() > 1e-4
-    np.testing.assert_array_equal(second_of(0, 0), second_of(1, 0))
-
-
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 def test_memory_finds_the_topic_as_far_back_as_it_reaches():
     params = document_embeddings.train(updates=500, seed=2, log=print)
     within, without = (document_embeddings.accuracy(params, m, seed=2, documents=128) for m in (MEM_LEN, 0))
@@ -90,7 +60,7 @@ def test_memory_finds_the_topic_as_far_back_as_it_reaches():
     assert without[0] > 0.95 and without[1:].mean() == pytest.approx(chance, abs=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 def test_time_and_memory_do_not_grow_with_the_document():
     first, second = document_embeddings.measure_stream(100_000)
     assert second["peak_mb"] - first["peak_mb"] < 20

@@ -33,12 +33,7 @@ def test_an_episode_is_a_light_a_corridor_and_a_junction(light):
     assert episode(maze, 1 - light)[1][-1] == 0
 
 
-def test_lengths_and_lights_are_all_drawn():
-    maze = Maze.start(jax.random.key(1), 4000)
-    assert set(np.unique(maze.left)) == set(range(SHORTEST + 1, LONGEST + 2))
-    assert np.mean(maze.light == LEFT) == pytest.approx(0.5, abs=0.03)
-
-
+@pytest.mark.full
 def test_a_row_whose_episode_ends_forgets_it():
     core = txl_jax.TransformerXL(memory_policy.CONFIG, txl_jax.CompatConfig(), vocab_size=1)
     memory = core.init_memory(batch_size=ROWS, mem_len=MEM_LEN)
@@ -60,7 +55,7 @@ def test_returns_stop_at_the_end_of_an_episode():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(part="long")
 def test_memory_solves_what_no_policy_without_it_can():
     curves = [memory_policy.train(mem_len, updates=300, seed=1, log=print) for mem_len in (MEM_LEN, 0)]
     assert np.mean(curves[0][-3:]) > 0.97

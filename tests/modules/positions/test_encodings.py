@@ -1,57 +1,93 @@
-"""Tests of the encodings that the paper compares with: their parameters, and what distances beyond a table get.
+"""Tests of what an encoding adds to states, memory and dropout, and of distances beyond a table.
 
-Values and gradients are compared with the original's in tests/test_golden.py, and inference with training in
-tests/inference/test_forward.py.
+Values and gradients are compared with the original's in tests/test_golden.py, inference with training in
+tests/inference/test_forward.py, and parameters are in tests/modules/test_parameters.py.
 """
 
-import flax.traverse_util
+import functools
+import itertools
+
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from support import tiny
-from txl_jax.config import CompatConfig, DType, Encoding, ShawTerms
+from support.cases import nightly_but
+from txl_jax import memory as memory_lib
+from txl_jax.config import DType, Encoding
+from txl_jax.inference import forward
+from txl_jax.modules.positions import ENCODINGS
 
-L, M, N_POSITION = 5, 4, 6
-ORIGINAL = CompatConfig(shaw_terms=ShawTerms.ORIGINAL)
+L, M = 5, 4
 
 
-def make(encoding: Encoding, **changes):
-    return tiny.make(encoding=encoding, num_positions=changes.pop("num_positions", N_POSITION), **changes)
+def embed(model, variables, clamp_len=None):
+    return model.apply(variables, tiny.text(L), clamp_len=clamp_len, method=model.embed)
 
 
-def shapes(model) -> dict[str, tuple[int, ...]]:
-    variables = jax.eval_shape(lambda: tiny.variables(model))
-    return {path: leaf.shape for path, leaf in flax.traverse_util.flatten_dict(variables, sep="/").items()}
+def test_slots_of_a_memory_without_positions_may_change_places():
+    """Nothing is added to stored states, and attention treats them alike."""
+    tokens, rng = tiny.text(L), np.random.default_rng(2)
+    states = rng.normal(size=(tiny.N, tiny.B, M, tiny.D)).astype(np.float32)
+    full, order = jnp.full((tiny.B,), M, jnp.int32), [2, 0, 3, 1]
+
+    def difference(model):
+        encode, variables = tiny.encoder(model), tiny.variables(model)
+        read = [
+            encode(variables, tokens, memory_lib.Memory(jnp.asarray(s), full)) for s in (states, states[:, :, order])
+        ]
+        return np.abs(read[0][0] - read[1][0]).max()
+
+    assert difference(tiny.make(encoding=Encoding.VASWANI)) < 1e-5
+    assert difference(tiny.make()) > 0.1  # Relative positions depend on the order.
+
+
+@pytest.mark.parametrize("encoding", [Encoding.VASWANI, Encoding.AL_RFOU])
+def test_the_memory_keeps_the_first_layers_input_with_its_positions(encoding):
+    model = tiny.make(encoding=encoding)
+    variables, memory = tiny.variables(model), model.init_memory(batch_size=tiny.B, mem_len=M)
+    _, memory = tiny.encoder(model)(variables, tiny.text(L), memory)
+    expected = embed(model, variables)
+    if encoding is Encoding.AL_RFOU:
+        vectors = variables["params"]["stack"]["layers"]["positions"]["vector"][0]
+        expected += vectors[np.arange(L - 1, -1, -1)][None]
+    np.testing.assert_allclose(memory.hidden[0], expected[:, -M:], rtol=1e-6)
+
+
+def test_embedding_and_code_are_dropped_together():
+    """One dropout on their sum, as in the original, and none on codes alone."""
+    model, dropped = tiny.make(encoding=Encoding.VASWANI, dropout__rate=0.5), []
+    variables, memory = tiny.variables(model), model.init_memory(batch_size=tiny.B, mem_len=M)
+
+    def interceptor(call, args, kwargs, context):
+        if isinstance(context.module, nn.Dropout) and context.module.path in (("drop_input",), ("drop_output",)):
+            dropped.append(args[0])
+        return call(*args, **kwargs)
+
+    @jax.jit
+    def what_is_dropped():
+        rngs = {"dropout": jax.random.key(0, impl="rbg")}
+        with nn.intercept_methods(interceptor):
+            model.apply(variables, tiny.text(L), memory, rngs=rngs, deterministic=False)
+        return tuple(dropped), embed(model, variables)
+
+    found, embedded = what_is_dropped()
+    assert [array.shape for array in found] == [(tiny.B, L, tiny.D)] * 2  # The input, and the last layer.
+    np.testing.assert_array_equal(found[0], embedded)
 
 
 @pytest.mark.parametrize(
-    ("model", "learned"),
-    [
-        (make(Encoding.SHAW), {"attention/positions/key": (N_POSITION, tiny.H, tiny.E)}),
-        (
-            make(Encoding.SHAW, compat=ORIGINAL),
-            {
-                "attention/positions/key": (N_POSITION, tiny.H, tiny.E),
-                "attention/positions/score": (N_POSITION, tiny.H),
-                "attention/positions/content": (tiny.H, tiny.E),
-            },
-        ),
-        (make(Encoding.AL_RFOU), {"positions/vector": (N_POSITION, tiny.D)}),
-    ],
-    ids=["shaw", "shaw, as the original", "al_rfou"],
+    ("encoding", "clamp_len"),
+    nightly_but(
+        [(Encoding.SHAW, None), (Encoding.AL_RFOU, 2)],
+        itertools.product([Encoding.SHAW, Encoding.AL_RFOU], [None, 2, 30]),
+    ),
 )
-def test_each_layer_learns_a_table(model, learned):
-    without = shapes(tiny.make(encoding=Encoding.VASWANI))
-    of_layers = {f"params/stack/layers/{path}": (tiny.N, *shape) for path, shape in learned.items()}
-    assert shapes(model) == without | of_layers
-
-
-@pytest.mark.parametrize("encoding", [Encoding.SHAW, Encoding.AL_RFOU])
-@pytest.mark.parametrize("clamp_len", [None, 2, 30])
 def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, clamp_len, x64):
     """A table that goes on with copies of the last row that counts gives the same."""
-    short, long = (make(encoding, num_positions=n, dtype=DType.FLOAT64) for n in (3, L + M))
+    short, long = (tiny.make(encoding=encoding, num_positions=n, dtype=DType.FLOAT64) for n in (3, L + M))
     variables, last = tiny.variables(short), min(clamp_len or 2, 2)
 
     def lengthen(path, leaf):
@@ -60,19 +96,22 @@ def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, cl
         return leaf[:, np.minimum(np.arange(L + M), last)]
 
     longer = jax.tree_util.tree_map_with_path(lengthen, variables)
-    text = tiny.text(2 * L)
-    memory = short.init_memory(batch_size=tiny.B, mem_len=M)
+    text, memory = tiny.text(2 * L), short.init_memory(batch_size=tiny.B, mem_len=M)
     found = tiny.stream(tiny.encoder(short, clamp_len=clamp_len), variables, text, [L, L], memory)
     expected = tiny.stream(tiny.encoder(long), longer, text, [L, L], memory)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
-def test_al_rfous_memory_keeps_inputs_with_their_positions():
-    """Keys and values of the past do not change: nothing is added to what is stored."""
-    model = make(Encoding.AL_RFOU)
-    variables = tiny.variables(model)
-    _, memory = tiny.encoder(model)(variables, tiny.text(L), model.init_memory(batch_size=tiny.B, mem_len=M))
-    embedded = model.apply(variables, tiny.text(L), clamp_len=None, method=model.embed)
-    vectors = variables["params"]["stack"]["layers"]["positions"]["vector"][0]
-    distances = np.arange(L - 1, -1, -1)
-    np.testing.assert_allclose(memory.hidden[0], (embedded + vectors[distances][None])[:, -M:], rtol=1e-6)
+@pytest.mark.parametrize("encoding", Encoding)
+def test_encodings_say_what_they_can_do(encoding, x64):
+    """Single tokens give the states of a segment or not, and position keys are a third product of query and key."""
+    model = tiny.make(encoding=encoding, dtype=DType.FLOAT64)
+    variables, encode, text = tiny.variables(model), tiny.encoder(model), tiny.text(4)
+    memory = model.init_memory(batch_size=tiny.B, mem_len=4)
+    whole, one_by_one = (tiny.stream(encode, variables, text, lengths, memory) for lengths in ([4], [1] * 4))
+    assert (np.abs(whole - one_by_one).max() < 1e-12) == ENCODINGS[encoding].generates_by_token
+
+    prepare = functools.partial(forward.prepare_params, model=model, segment_len=2, mem_len=4, clamp_len=None)
+    keys = jax.eval_shape(lambda: prepare(variables["params"])).layers[0].position_keys
+    has_keys = keys is not None and keys.key is not None
+    assert ENCODINGS[encoding].products_per_key == (3 if has_keys else 2)

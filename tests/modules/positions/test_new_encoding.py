@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support import tiny
+from support.cases import nightly_but
 from txl_jax.config import DType, Encoding
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
@@ -52,7 +53,7 @@ def _model(monkeypatch, x64):
     return tiny.make(encoding=Encoding.VASWANI, dtype=DType.FLOAT64)
 
 
-@pytest.mark.parametrize("clamp_len", [None, 6, 2])
+@pytest.mark.parametrize("clamp_len", nightly_but([6], [None, 6, 2]))
 def test_inference_in_segments_and_by_token_equals_training(model, clamp_len):
     """The ring of 12 slots goes round once, and is unrotated for single tokens at slot 8."""
     variables, n_token, lengths = tiny.variables(model), 5 * L, [L] * 5 + [1] * 3
@@ -84,5 +85,5 @@ def test_the_biases_reach_the_scores(model, monkeypatch):
 
 
 def test_it_is_not_written_as_a_model_of_the_original(model):
-    with pytest.raises(UserError, match=r"model\.encoding is vaswani, which the original lacks"):
+    with pytest.raises(UserError, match=r"model\.encoding is vaswani"):
         original.from_flax(tiny.variables(model)["params"], model.config)

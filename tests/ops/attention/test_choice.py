@@ -29,44 +29,24 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize("implementation", WRITTEN, ids=str)
-def test_a_written_implementation_can_be_read(implementation):
-    assert Implementation.parse(str(implementation)) == implementation
+def test_a_written_implementation_can_be_read():
+    for implementation in WRITTEN:
+        assert Implementation.parse(str(implementation)) == implementation
+    assert [written.platform for written in WRITTEN] == [None, None, "tpu", "gpu", "gpu"]
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("", "fast", "tiled 128", "tiled 128x", "reference  128x128"),
-        *(
-            "tiled",
-            "tiled 0x128",
-            "tiled triton 16x16",
-            "fused 16x16",
-            "fused mosaic 16x16",
-            "fused triton",
-            "other 8x8",
-        ),
-    ],
+    "text", ["", "tiled 128x", "reference  128x128", "tiled", "tiled 0x128", "fused 16x16", "fused triton", "other 8x8"]
 )
 def test_other_words_are_no_implementation(text):
     with pytest.raises(ValueError, match="no implementation"):
         Implementation.parse(text)
 
 
-def test_the_platform_of_a_kernel():
-    assert [written.platform for written in WRITTEN] == [None, None, "tpu", "gpu", "gpu"]
-
-
 @pytest.mark.parametrize(("problem", "path"), [(LARGE, "tiled"), (ON_TPU, "fused"), (ON_GPU, "fused")])
 def test_auto_writes_no_scores_of_large_problems(problem, path):
     implementation, reason = choice.choose("auto", problem)
-    assert implementation.path == path and implementation.platform in (None, problem.platform)
-    assert reason
-
-
-@pytest.mark.parametrize("problem", [LARGE, ON_TPU, ON_GPU], ids=lambda problem: problem.platform)
-def test_float64_is_for_the_reference(problem):
+    assert implementation.path == path and implementation.platform in (None, problem.platform) and reason
     assert choice.choose("auto", dataclasses.replace(problem, dtype="float64"))[0].path == "reference"
 
 
@@ -78,9 +58,9 @@ def test_where_kernels_refuse_the_next_path_is_taken_and_is_the_reason():
 
 
 def test_a_path_that_cannot_serve_is_refused_by_name():
-    with pytest.raises(UserError, match=r"fused\b.*platform is cpu"):
+    with pytest.raises(UserError, match=r"fused\b.*\bcpu"):
         choice.choose("fused", LARGE)
-    with pytest.raises(UserError, match=r"'flash'.*auto, reference, tiled, fused"):
+    with pytest.raises(UserError, match="'flash'"):
         choice.choose("flash", LARGE)
 
 

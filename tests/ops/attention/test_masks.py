@@ -30,22 +30,20 @@ def test_masks_drawn_by_hand(valid, window, expected):
     np.testing.assert_array_equal(mask[0], expected)
 
 
-def test_no_memory_leaves_the_causal_triangle():
-    mask = masks.attention_mask(jnp.asarray([0]), segment_len=3, mem_len=0)
-    np.testing.assert_array_equal(mask[0], drawn("1..", "11.", "111"))
-
-
-@pytest.mark.parametrize("window", [None, 1, 4, 7])
-@pytest.mark.parametrize(("segment_len", "mem_len"), [(3, 5), (5, 3), (1, 4)])
+@pytest.mark.parametrize(
+    ("segment_len", "mem_len", "window"), [(3, 0, None), (3, 5, 4), (5, 3, None), (5, 3, 7), (1, 4, 1)]
+)
 def test_every_row_has_its_own_filled_slots(segment_len, mem_len, window):
-    valid = [0, mem_len, mem_len - 1, 1]
+    valid = [0, mem_len, max(mem_len - 1, 0), min(1, mem_len)]
     mask = masks.attention_mask(jnp.asarray(valid), segment_len=segment_len, mem_len=mem_len, window=window)
     expected = oracles.attention_mask(valid, segment_len=segment_len, mem_len=mem_len, window=window)
     assert mask.dtype == bool
     np.testing.assert_array_equal(mask, expected)
 
 
-def test_a_description_is_its_mask():
-    described = masks.Visibility(jnp.asarray([0, 2]), 3, 4, 5).mask()
-    expected = oracles.attention_mask([0, 2], segment_len=3, mem_len=4, window=5)
-    np.testing.assert_array_equal(described, expected)
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_slots_and_tokens_than_there_are_mean_all(causal):
+    def seen(valid, lengths):
+        return masks.Visibility(jnp.asarray(valid), 3, 2, causal=causal, lengths=jnp.asarray(lengths)).mask()
+
+    np.testing.assert_array_equal(seen([9, -1], [9, -1]), seen([2, 0], [3, 0]))

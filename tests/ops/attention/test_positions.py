@@ -5,23 +5,22 @@ import numpy as np
 import pytest
 
 from support import oracles
-from txl_jax.ops.attention import positions
+from txl_jax.ops.attention import Visibility, positions
 
 
-def test_key_distances_count_down_to_the_query_itself():
-    np.testing.assert_array_equal(positions.key_distances(5), [4, 3, 2, 1, 0])
-
-
-def test_clamp_shares_the_code_of_far_distances():
-    np.testing.assert_array_equal(positions.key_distances(6, clamp_len=3), [3, 3, 3, 2, 1, 0])
-
-
-def test_clamp_above_all_distances_changes_nothing():
-    np.testing.assert_array_equal(positions.key_distances(4, clamp_len=9), positions.key_distances(4))
+@pytest.mark.parametrize(
+    ("clamp_len", "expected"), [(None, [4, 3, 2, 1, 0]), (3, [3, 3, 2, 1, 0]), (9, [4, 3, 2, 1, 0])]
+)
+def test_distances_count_down_to_the_query_itself_and_on_to_keys_ahead(clamp_len, expected):
+    np.testing.assert_array_equal(positions.key_distances(5, clamp_len=clamp_len), expected)
+    causal, both = (Visibility(jnp.zeros(1, jnp.int32), 3, 2, causal=causal) for causal in (True, False))
+    np.testing.assert_array_equal(causal.distances(clamp_len=clamp_len), expected)
+    np.testing.assert_array_equal(both.distances(clamp_len=clamp_len), [*expected, -1, -2])
+    np.testing.assert_array_equal(both.distances(clamp_len=1), [1, 1, 1, 1, 0, -1, -1])
 
 
 def test_sinusoids_match_the_formula(x64):
-    distances = np.array([0, 1, 2, 7, 3000])
+    distances = np.array([0, 1, 2, 7, 3000, -1, -2])  # Negative: of keys ahead of a query.
     expected = [oracles.sinusoid(s, 6) for s in distances]
     np.testing.assert_allclose(positions.sinusoids(jnp.asarray(distances), 6, jnp.float64), expected, atol=1e-12)
 
@@ -44,9 +43,3 @@ def test_relative_shift_matches_its_definition(n_query, n_key):
         expected = oracles.relative_shift(scores[lead])
         visible = ~np.isnan(expected)
         np.testing.assert_array_equal(shifted[lead][visible], expected[visible])
-
-
-def test_relative_shift_of_the_picture():
-    scores = jnp.asarray([[0, 1, 2], [10, 11, 12], [20, 21, 22]])
-    expected = [[2, 0, 10], [11, 12, 0], [20, 21, 22]]  # Right of the diagonal: leftovers.
-    np.testing.assert_array_equal(positions.relative_shift(scores), expected)

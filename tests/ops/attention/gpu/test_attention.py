@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support.cases import slow_but
+from support.cases import full_but
 from txl_jax.ops.attention import dispatch
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.gpu.attention import gpu_attention
@@ -70,12 +70,10 @@ def dropout_of(rate, n_head=2, **first):
     return Dropout(rate=rate, seed=jnp.uint32(11), n_head=n_head, **first)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("L", "M", "E", "tile", "window"),
-    slow_but(
-        [(21, 34, 41, (16, 32), None), (40, 5, 16, (32, 16), 9)],
-        [(21, 34, 41, (16, 32), None), (16, 24, 16, (16, 16), None), (40, 5, 16, (32, 16), 9)],
-    ),
+    [(21, 34, 41, (16, 32), None), (16, 24, 16, (16, 16), None), (40, 5, 16, (32, 16), 9)],
 )
 def test_causal_with_memory(L, M, E, tile, window):
     """Two bands of queries and one; tiles that do not divide L and K; part-filled memories."""
@@ -83,6 +81,7 @@ def test_causal_with_memory(L, M, E, tile, window):
     check(arguments(L=L, M=M, E=E), Visibility(valid, L, M, window), tile=Tile(*tile))
 
 
+@pytest.mark.full
 def test_both_sides_with_memory_and_padding():
     """A row without any key gets zeros and gives no gradients."""
     visibility = Visibility(jnp.asarray([5, 0]), 39, 5, 12, causal=False, lengths=jnp.asarray([30, 0]))
@@ -95,12 +94,13 @@ def test_both_sides_with_memory_and_padding():
 ENCODINGS = {"shaw": SHAW, "none": PLAIN, "scores": SCORES, "all": NAMES}
 
 
-@pytest.mark.parametrize("name", slow_but(["none", "all"], ENCODINGS))
+@pytest.mark.parametrize("name", full_but(["all"], ENCODINGS))
 def test_encodings(name):
     visibility = Visibility(jnp.asarray([12, 3]), 16, 12)
     check(arguments(L=16, M=12, E=16, given=ENCODINGS[name]), visibility, tile=Tile(16, 16))
 
 
+@pytest.mark.full
 def test_chunks_of_rows_and_a_part_of_a_larger_batch():
     """A chunk of two rows and the third, with the dropout masks of these rows and heads among others."""
     given, visibility = arguments(L=16, M=12, E=16, B=3), Visibility(jnp.asarray([12, 3, 0]), 16, 12)
@@ -109,12 +109,14 @@ def test_chunks_of_rows_and_a_part_of_a_larger_batch():
     check(given, visibility, dropout, tile=Tile(16, 16), table_bytes=2 * row_bytes)
 
 
+@pytest.mark.full
 def test_bfloat16():
     visibility = Visibility(jnp.asarray([12, 7]), 16, 12)
     given = arguments(L=16, M=12, E=41, dtype=jnp.bfloat16)
     check(given, visibility, dropout_of(0.1), tile=Tile(16, 16), tolerance=2e-2)
 
 
+@pytest.mark.full
 def test_members_of_an_ensemble_have_their_own_rates_seeds_and_memories():
     given = arguments(L=16, M=8, E=16)
     members = jax.tree.map(lambda x: jnp.stack([x, -x]), given)

@@ -6,12 +6,10 @@ import functools
 import jax
 import pytest
 
-from txl_jax.bench import attention_topology, gpu_topologies
+from txl_jax.bench import attention_topology
 from txl_jax.bench.attention_cases import Case
 
-pytestmark = pytest.mark.skipif(
-    gpu_topologies.plugin_version() is None, reason=f"needs jax's CUDA plugin: {gpu_topologies.INSTALL}"
-)
+pytestmark = pytest.mark.nightly(part="cuda")
 
 TRAINING = {
     # Queries, memory, heads and their width; dropout.

@@ -14,12 +14,14 @@ from txl_jax.ops.attention.problem import Tile
 OPTIONS = {"tile": Tile(128, 64), "kernel": "cudnn"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("given", [training.RELATIVE, training.SHAW, training.PLAIN, training.SCORES, training.NAMES])
 def test_encodings_and_chunks(given):
     visibility = Visibility(jnp.asarray([12, 3, 0]), 21, 12, 9)
     training.check(training.arguments(L=21, M=12, E=16, given=given, B=3), visibility, table_bytes=1, **OPTIONS)
 
 
+@pytest.mark.full
 def test_both_sides_and_padding():
     visibility = Visibility(jnp.asarray([5, 0, 2]), 20, 5, causal=False, lengths=jnp.asarray([20, 0, 3]))
     training.check(training.arguments(L=20, M=5, E=16, causal=False, B=3), visibility, **OPTIONS)
@@ -32,6 +34,7 @@ def test_chunks_and_a_rest():
     training.check(training.arguments(L=21, M=12, E=16, B=3), visibility, table_bytes=size, **OPTIONS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("keys", "scores", "clamp"), [(True, True, 5), (True, False, None), (False, False, None)])
 def test_cached(keys, scores, clamp):
     visibility = CachedVisibility(jnp.asarray([48, 9, 1]), jnp.int32(20), 8, 48, 30)

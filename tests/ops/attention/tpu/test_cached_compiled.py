@@ -1,25 +1,20 @@
 """The cached kernel through Mosaic, for chips that are not there: at evaluation shapes, without scores in memory."""
 
 import functools
-import importlib.util
 import math
 import re
 
 import jax
 import pytest
 
-from experiments.bench.aot_environment import set_environment
-from txl_jax.bench import tpu_topologies
+from ops.attention.tpu.test_compiled import CHIPS, device_of, no_compilation_cache  # noqa: F401 (a fixture)
 from txl_jax.ops.attention import CachedVisibility
 from txl_jax.ops.attention.problem import Problem
 from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
 from txl_jax.ops.attention.tpu.limits import default_tile, refusal
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
-)
+pytestmark = pytest.mark.nightly(part="tpu")
 
-CHIPS = ("v4:2x2x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1")
 # Heads, E, L, R, P.
 PRESETS = {
     "enwik8_12l": (8, 64, 80, 2160, 821),
@@ -32,38 +27,13 @@ PRESETS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_compilation_cache():
-    """Programs that were compiled for a chip that is not there cannot be loaded again."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-
-
-@functools.cache
-def _device(chip):
-    set_environment()
-    return tpu_topologies.devices(chip)[0]
-
-
 def compiled(chip, preset, dtype, *, batch=1, cache_dtype=None, window=None):
     """Compiles the kernel with its default tile for a chip."""
     n_head, width, segment_len, capacity, n_positions = PRESETS[preset]
-    device = _device(chip)
+    device = device_of(chip)
     place = jax.sharding.SingleDeviceSharding(device)
-    problem = Problem(
-        "tpu",
-        device.device_kind,
-        dtype,
-        batch,
-        n_head,
-        segment_len,
-        capacity + segment_len,
-        width,
-        n_positions,
-        capacity=capacity,
-        cache_dtype=cache_dtype,
-    )
+    sizes = (batch, n_head, segment_len, capacity + segment_len, width, n_positions)
+    problem = Problem("tpu", device.device_kind, dtype, *sizes, capacity=capacity, cache_dtype=cache_dtype)
     assert refusal(problem) is None
 
     def array(*shape, dtype=dtype):
@@ -97,12 +67,6 @@ def assert_no_scores(program, preset, batch=1):
         assert program.memory_analysis().temp_size_in_bytes < 4 * scores
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_the_kernel_compiles_on_every_generation(chip):
-    assert_no_scores(compiled(chip, "enwik8_12l", "bfloat16"), "enwik8_12l")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("chip", CHIPS)
@@ -110,7 +74,6 @@ def test_evaluation_shapes_compile_without_the_scores(chip, preset, dtype):
     assert_no_scores(compiled(chip, preset, dtype), preset)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_cache_in_bfloat16_and_a_window_compile(chip):
     program = compiled(chip, "enwik8_12l", "float32", batch=16, cache_dtype="bfloat16", window=2100)

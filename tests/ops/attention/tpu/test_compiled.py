@@ -1,8 +1,11 @@
-"""The TPU kernels through Mosaic, for chips that are not there: at training shapes, without the scores in memory."""
+"""The TPU kernels through Mosaic, for chips that are not there: at the published models' shapes, without the scores.
+
+That over a KV cache is in `test_cached_compiled`.
+"""
 
 import contextlib
 import functools
-import importlib.util
+import importlib.metadata
 import re
 
 import jax
@@ -21,10 +24,7 @@ from txl_jax.ops.attention.tpu.attention import tpu_attention
 from txl_jax.ops.attention.tpu.limits import default_tile, kernel_of
 from txl_jax.ops.attention.tpu.trial import compile_trial
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"),
-]
+pytestmark = pytest.mark.nightly(part="tpu")
 
 CHIPS = ("v4:2x2x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1")
 BATCH = 4  # Rows of a chip.
@@ -37,24 +37,30 @@ PRESETS = {
 }
 
 
+def devices_of(chip):
+    """Returns devices to compile for, which needs libtpu."""
+    importlib.metadata.version("libtpu")
+    set_environment()
+    return tpu_topologies.devices(chip)
+
+
+@functools.cache
+def device_of(chip):
+    return devices_of(chip)[0]
+
+
 @pytest.fixture(autouse=True)
-def _no_compilation_cache():
+def no_compilation_cache():
     """Programs that were compiled for a chip that is not there cannot be loaded again."""
     jax.config.update("jax_enable_compilation_cache", False)
     yield
     jax.config.update("jax_enable_compilation_cache", True)
 
 
-@functools.cache
-def _device(chip):
-    set_environment()
-    return tpu_topologies.devices(chip)[0]
-
-
 def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positions=True):
     """Compiles forward and backward for a chip."""
     n_head, length, width = PRESETS[preset]
-    device = _device(chip)
+    device = device_of(chip)
     place = jax.sharding.SingleDeviceSharding(device)
     visibility = Visibility(jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=place), length, length, causal=causal)
     problem = Problem("tpu", device.device_kind, dtype, batch, n_head, length, 2 * length, width, 2 * length)
@@ -112,8 +118,7 @@ def test_what_is_read_and_written_is_a_tenth_of_what_the_reference_does():
 
 def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
     n_head, length, width = PRESETS["wt103_base"]
-    set_environment()
-    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), tpu_topologies.devices("v5e:2x2"))
+    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), devices_of("v5e:2x2"))
     implementation = Implementation("fused", "mosaic_roll", Tile(160, 384))
 
     def array(*shape, spec):
@@ -139,8 +144,7 @@ def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
 
 @pytest.mark.parametrize("in_mesh", [False, True])
 def test_the_trial_kernel_compiles_wherever_it_is_asked_for(in_mesh):
-    set_environment()
-    devices = tpu_topologies.devices("v5e:2x2")
+    devices = devices_of("v5e:2x2")
     mesh = sharding.make_mesh(MeshConfig(data=4), devices)
     with sharding.use_mesh(mesh) if in_mesh else contextlib.nullcontext():
         jax.make_jaxpr(lambda x: (compile_trial(devices[1]), x)[1])(1.0)

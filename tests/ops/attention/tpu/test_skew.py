@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from txl_jax.ops.attention.tpu.scores import position_scores, strips, widen
 from txl_jax.ops.attention.tpu.skew import skew, unskew
 
-SIZES = [(8, 128), (16, 256), (80, 384), (96, 128), (128, 256)]
+SIZES = [(16, 256), (80, 384)]
 
 
 def in_kernel(function, given, shape):
@@ -24,9 +24,7 @@ def table(*shape, seed=0):
 
 
 # Interpreted, the rotation is a program of its own for each row.
-@pytest.mark.parametrize(
-    ("n_query", "n_key", "way"), [(*s, "gather") for s in SIZES] + [(8, 128, "roll"), (24, 256, "roll")]
-)
+@pytest.mark.parametrize(("n_query", "n_key", "way"), [*((*size, "gather") for size in SIZES), (24, 256, "roll")])
 def test_each_pair_reads_the_column_of_its_distance(n_query, n_key, way):
     given = table(n_query, n_key + 128)
     row, column = np.arange(n_query)[:, None], np.arange(n_key)[None, :]
@@ -42,7 +40,7 @@ def test_unskew_is_the_transpose(n_query, n_key):
     np.testing.assert_array_equal(in_kernel(unskew, given, expected.shape), expected)
 
 
-@pytest.mark.parametrize("n_query", [8, 144, 160, 192, 256])
+@pytest.mark.parametrize("n_query", [8, 144, 256])
 def test_a_tile_is_skewed_in_strips(n_query):
     n_key, width = 128, 24
     query, keys = table(n_query, width), table(n_query + n_key + 128, width, seed=1)
@@ -58,7 +56,7 @@ def test_strips_cover_a_tile_and_have_at_most_128_rows():
     assert strips(16) == [(slice(0, 16), 0)]
 
 
-@pytest.mark.parametrize("width", [41, 128, 160, 256])
+@pytest.mark.parametrize("width", [41, 160, 256])
 def test_a_number_per_row_is_widened(width):
     rows = jnp.broadcast_to(table(8, 1), (8, 128))
     np.testing.assert_array_equal(widen(rows, width), np.repeat(rows[:, :1], width, axis=1))

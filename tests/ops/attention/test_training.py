@@ -1,0 +1,189 @@
+"""Tiles and TPU kernels (interpreted) against the reference: values and all gradients."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support.cases import nightly_but
+from txl_jax.ops.attention import Dropout, Implementation, Tile, Visibility, attention
+from txl_jax.ops.attention.problem import REFERENCE
+from txl_jax.ops.attention.tiled import groups
+
+H = 2
+NAMES = ("query", "key", "value", "position_key", "content_bias", "position_bias", "position_score")
+SHAW, ABSOLUTE, SCORES = NAMES[:4], NAMES[:3], (*NAMES[:3], "position_score")
+ROWS = {"valid": [17, 2, 0, 5]}
+PADDED = {"causal": False, "lengths": [13, 5, 1, 0], "valid": [17, 3, 0, 0]}
+
+
+def tiled(query, key):
+    return Implementation("tiled", tile=Tile(query, key))
+
+
+def tpu(query=16, key=128, kernel="mosaic_gather"):
+    return Implementation("fused", kernel, Tile(query, key), interpret=True)
+
+
+UNEVEN, SMALL, WHOLE = tiled(5, 11), tiled(4, 8), tiled(6, 64)
+# Rows see all M slots, heads have the width 8, and there are u, v and position keys, if nothing else is said.
+CASES = {
+    "tiled: one tile": {"by": tiled(64, 64)},
+    "tiled: uneven tiles": {"by": UNEVEN},
+    "tiled: part-filled": {"by": UNEVEN, **ROWS},
+    "tiled: part-filled, whole rows": {"by": WHOLE, **ROWS},
+    "tiled: window": {"by": UNEVEN, "window": 7, **ROWS},
+    "tiled: window, whole rows": {"by": WHOLE, "window": 7, **ROWS},
+    "tiled: window of one key": {"by": UNEVEN, "window": 1},
+    "tiled: one query": {"by": SMALL, "L": 1},
+    "tiled: one query, no memory": {"by": SMALL, "L": 1, "M": 0},
+    "tiled: no memory": {"by": SMALL, "M": 0},
+    "tiled: odd head width": {"by": SMALL, "E": 41},
+    "tiled: Shaw's terms": {"by": UNEVEN, "names": SHAW},
+    "tiled: Shaw's terms and scores": {"by": SMALL, "names": (*SHAW, "position_score")},
+    "tiled: all terms": {"by": SMALL, "names": NAMES},
+    "tiled: scores only": {"by": UNEVEN, "names": SCORES},
+    "tiled: no positions": {"by": UNEVEN, "names": ABSOLUTE},
+    "tiled: dropout": {"by": UNEVEN, "rate": 0.3},
+    "tiled: dropout, whole rows": {"by": WHOLE, "rate": 0.3},
+    "tiled: dropout, rows in groups": {"by": tiled(4, 9), "rate": 0.3, **ROWS},
+    "tiled: both sides": {"by": UNEVEN, "causal": False},
+    "tiled: both sides, lengths": {"by": UNEVEN, **PADDED},
+    "tiled: both sides, whole rows": {"by": WHOLE, **PADDED, "names": NAMES},
+    "tiled: both sides, window, no memory": {"by": SMALL, **PADDED, "window": 4, "M": 0},
+    "tiled: lengths of a causal segment": {"by": UNEVEN, **PADDED, "causal": True},
+    "tpu: uneven tiles": {"by": tpu(kernel="mosaic_roll"), "L": 40, "M": 100, "valid": [100, 5], "E": 16},
+    "tpu: two strips, dropout": {"by": tpu(160, 256), "L": 150, "M": 30, "E": 41, "rate": 0.3},
+    "tpu: window, empty memory": {"by": tpu(), "L": 33, "M": 120, "valid": [0, 0], "window": 9},
+    "tpu: window and memory": {"by": tpu(), "L": 40, "M": 130, "valid": [130, 60], "window": 70, "rate": 0.5},
+    "tpu: one large tile": {"by": tpu(999, 999), "L": 33, "M": 100, "valid": [100, 11], "rate": 0.4},
+    "tpu: one query": {"by": tpu(), "L": 1, "M": 3},
+    "tpu: one key": {"by": tpu(), "L": 1, "M": 0},
+    "tpu: wide heads": {"by": tpu(32), "L": 24, "M": 8, "E": 160},
+    "tpu: u only": {"by": tpu(), "L": 20, "M": 12, "names": NAMES[:5]},
+    "tpu: no positions": {"by": tpu(), "L": 40, "M": 100, "valid": [70, 0], "names": ABSOLUTE, "rate": 0.2},
+    "tpu: Shaw's terms and scores": {"by": tpu(), "L": 40, "M": 100, "names": (*SHAW, "position_score"), "rate": 0.2},
+    "tpu: scores only": {"by": tpu(), "L": 20, "M": 12, "E": 128, "names": SCORES, "causal": False},
+    "tpu: both sides, padding": {"by": tpu(), "L": 140, "M": 0, "causal": False, "lengths": [131, 0], "rate": 0.1},
+    "tpu: both sides, window": {"by": tpu(), "L": 40, "M": 100, "causal": False, "window": 20},
+    "tpu: all terms": {"by": tpu(), "L": 40, "M": 100, "valid": [100, 40], "E": 64, "names": NAMES, "rate": 0.2},
+}
+# One of each kind. The others join two of them, or tile them otherwise.
+QUICK = (
+    *("tiled: part-filled, whole rows", "tiled: window", "tiled: one query", "tiled: all terms", "tiled: no positions"),
+    *("tiled: dropout, rows in groups", "tiled: both sides, lengths"),
+    *("tpu: uneven tiles", "tpu: two strips, dropout", "tpu: window and memory", "tpu: no positions"),
+    *("tpu: Shaw's terms and scores", "tpu: both sides, padding"),
+)
+OF_EACH = {"tiled": "tiled: part-filled, whole rows", "tpu": "tpu: one key"}  # Small ones.
+
+
+def make(case, dtype=jnp.float32):
+    """Returns (implementation, arrays by name, visibility, dropout)."""
+    segment_len, mem_len, width = (case.get(name, default) for name, default in (("L", 13), ("M", 17), ("E", 8)))
+    valid, lengths = case.get("valid", [mem_len] * 2), case.get("lengths")
+    visibility = Visibility(
+        valid=jnp.asarray(valid, jnp.int32),
+        segment_len=segment_len,
+        mem_len=mem_len,
+        window=case.get("window"),
+        causal=case.get("causal", True),
+        lengths=None if lengths is None else jnp.asarray(lengths, jnp.int32),
+    )
+    batch, n_keys, n_positions = len(valid), visibility.n_keys, visibility.n_positions
+    shapes = [(batch, H, segment_len, width), *[(batch, H, n_keys, width)] * 2, (H, n_positions, width)]
+    shapes += [(H, width), (H, width), (H, n_positions)]
+    rng, rate = np.random.default_rng(3), case.get("rate")
+    arrays = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in zip(NAMES, shapes, strict=True)}
+    dropout = None if rate is None else Dropout(rate, jnp.uint32(5), first_row=3, first_head=1, n_head=7)
+    return case["by"], {name: arrays[name] for name in case.get("names", NAMES[:6])}, visibility, dropout
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_gradients(implementation, arrays, visibility, dropout):
+    options = {"visibility": visibility, "dropout": dropout, "implementation": implementation}
+    out, pull = jax.vjp(lambda arrays: attention(**arrays, **options), arrays)
+    weights = np.random.default_rng(4).normal(size=out.shape)
+    return {"out": out, **pull(jnp.asarray(weights, out.dtype))[0]}
+
+
+def assert_close(found, expected, by):
+    """Compares the result and each gradient, by the largest difference relative to the largest value."""
+    tolerance = 2e-6 if by.path == "tiled" else 2e-5
+    for name, array in expected.items():
+        got, want = (np.asarray(part, np.float64) for part in (found[name], array))
+        wide = 2e-2 if found[name].dtype == jnp.bfloat16 else tolerance  # bfloat16 has 8 bits.
+        np.testing.assert_allclose(got, want, rtol=0, atol=wide * max(np.abs(want).max(), 0.1), err_msg=name)
+
+
+@pytest.mark.parametrize("name", nightly_but(QUICK, CASES))
+def test_values_and_gradients_equal_the_references(name, monkeypatch):
+    if "groups" in name:  # Of two rows.
+        monkeypatch.setattr(groups, "_CPU_SCORES", 2 * 4 * 9)
+    by, arrays, visibility, dropout = make(CASES[name])
+    found = value_and_gradients(by, arrays, visibility, dropout)
+    assert_close(found, value_and_gradients(REFERENCE, arrays, visibility, dropout), by)
+    mask = visibility.mask()
+    blind, unseen = (np.asarray(~mask.any(axis))[:, None].repeat(H, 1) for axis in (2, 1))
+    assert not np.any(found["out"][blind]) and not np.any(found["query"][blind])
+    assert not np.any(found["key"][unseen]) and not np.any(found["value"][unseen])
+
+
+@pytest.mark.parametrize("name", nightly_but(["tiled: all terms", "tpu: all terms"], CASES))
+def test_bfloat16(name):
+    by, arrays, *given = make(CASES[name], jnp.bfloat16)
+    found = value_and_gradients(by, arrays, *given)
+    assert {array.dtype for array in found.values()} == {jnp.dtype(jnp.bfloat16)}
+    exact = {name: array.astype(jnp.float32) for name, array in arrays.items()}
+    assert_close(found, value_and_gradients(REFERENCE, exact, *given), by)
+
+
+@pytest.mark.parametrize("name", OF_EACH.values(), ids=OF_EACH)
+def test_members_of_an_ensemble_have_their_own_weights_seeds_and_rates(name):
+    by, arrays, visibility, _ = make(CASES[name])
+    members = jax.tree.map(lambda array: jnp.stack([array, array * 0.5, -array]), arrays)
+    valid = jnp.stack([visibility.valid, visibility.valid // 2, visibility.valid // 4])
+    seeds, rates = jnp.arange(3, dtype=jnp.uint32), jnp.asarray([0.1, 0.0, 0.6])
+
+    def of_member(implementation, arrays, valid, seed, rate):
+        dropout = Dropout(rate=rate, seed=seed, n_head=7)
+        return value_and_gradients(implementation, arrays, visibility.replace(valid=valid), dropout)
+
+    found = jax.jit(jax.vmap(functools.partial(of_member, by)))(members, valid, seeds, rates)
+    for i in range(3):
+        one = jax.tree.map(lambda array, i=i: array[i], (members, valid, seeds, rates))
+        assert_close(jax.tree.map(lambda array, i=i: array[i], found), of_member(REFERENCE, *one), by)
+
+
+@pytest.mark.parametrize("name", OF_EACH.values(), ids=OF_EACH)
+def test_layers_are_scanned_and_computed_again(name):
+    by, arrays, visibility, _ = make(CASES[name])
+
+    def gradient(implementation):
+        @jax.checkpoint
+        def layer(query, seed):
+            options = {"visibility": visibility, "implementation": implementation, "dropout": (0.3, seed)}
+            return query + attention(**{**arrays, "query": query}, **options), None
+
+        def result(query):
+            return jnp.sum(jax.lax.scan(layer, query, jnp.arange(2, dtype=jnp.uint32))[0] ** 2)
+
+        return {"query": jax.jit(jax.grad(result))(arrays["query"])}
+
+    assert_close(gradient(by), gradient(REFERENCE), by)
+
+
+@pytest.mark.parametrize("causal", nightly_but([True], [True, False]))
+def test_tiles_never_hold_the_scores(causal):
+    batch, n_head, length, width = 2, 3, 96, 8
+    visibility = Visibility(jnp.full(batch, length, jnp.int32), length, length, causal=causal)
+    n_keys, n_positions = visibility.n_keys, visibility.n_positions
+    shapes = [(batch, n_head, length, width), *[(batch, n_head, n_keys, width)] * 2, (n_head, n_positions, width)]
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in zip(SHAW, shapes, strict=True)}
+    compiled = value_and_gradients.lower(tiled(16, 48), arrays, visibility, None).compile()
+    sizes = [np.prod([int(n) for n in found.split(",")]) for found in re.findall(r"\[([\d,]+)\]", compiled.as_text())]
+    assert max(sizes) <= batch * n_head * max(n_keys, n_positions) * width
+    assert max(sizes) < batch * n_head * length * n_keys / 4
