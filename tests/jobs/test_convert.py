@@ -158,8 +158,9 @@ def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatc
 
 @pytest.mark.full
 def test_the_program_converts_or_ends_with_one_sentence(workdir, tmp_path):
-    for source, flag, code in ((workdir.path, "--to_format=original", 0), (tmp_path / "none", "--to_format=native", 1)):
-        command = programs.command("experiments.convert", f"--from={source}", f"--to={tmp_path / 'new'}", flag)
+    for source, target, code in ((workdir.path, "new", 0), (tmp_path / "none", "other", 1)):
+        flags = f"--from={source}", f"--to={tmp_path / target}", "--to_format=original"
+        command = programs.command("experiments.convert", *flags)
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == code, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and str(source) in done.stderr

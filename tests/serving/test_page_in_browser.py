@@ -89,20 +89,31 @@ def sessions(port):
     return {each["id"] for each in ask(port, "/v1/sessions", key="secret")[1]["data"]}
 
 
-@pytest.mark.parametrize("leave", [lambda page: page.click("#new"), lambda page: page.reload()], ids=["new", "reload"])
-def test_a_text_that_is_left_keeps_no_session(page, port, leave):
+def test_a_new_text_ends_the_one_that_is_written(page, port):
     before = sessions(port)
     write(page, "abc", max_tokens=4000, temperature=1)
     until(page, "document.querySelectorAll('.written').length > 0")
     assert len(sessions(port) - before) == 1
-    leave(page)
-    until(page, "!document.querySelector('#write').disabled")
-    page.wait_for_timeout(500)
-    assert page.text_content("#text") == ""
+    page.click("#new")
+    none_is_left(page, port, before)
+
+
+def test_a_page_that_is_left_keeps_no_session(page, port):
+    before = sessions(port)
+    write(page, "abc", max_tokens=5)
+    until(page, "document.querySelector('#state').textContent === '5 tokens'")
+    assert len(sessions(port) - before) == 1
+    page.reload()
+    none_is_left(page, port, before)
+
+
+def none_is_left(page, port, before):
+    until(page, "!document.querySelector('#write').disabled && !document.querySelector('#text').textContent")
     end = time.monotonic() + 30
     while sessions(port) - before:
         assert time.monotonic() < end
         time.sleep(0.1)
+    assert page.text_content("#text") == ""
 
 
 def test_errors_are_shown_and_nothing_is_wider_than_the_screen(page):
