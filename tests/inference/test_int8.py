@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support import tiny
-from support.cases import full_but
+from support.cases import full_but, nightly_but
 from txl_jax import sharding
 from txl_jax.assemble import assemble
 from txl_jax.config import DType, EvalConfig, ExperimentConfig, GenerateConfig, NormPlace, WeightDType
@@ -71,7 +71,7 @@ def scores(model, weights, segment_len, mem_len, *, cache_dtype=None):
 CASES = [(name, lengths) for name in MODELS for lengths in LENGTHS]
 
 
-@pytest.mark.parametrize(("name", "lengths"), full_but([("adaptive", "segments")], CASES))
+@pytest.mark.parametrize(("name", "lengths"), nightly_but([("adaptive", "segments"), ("post", "one token")], CASES))
 def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths, x64):
     model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[name]), LENGTHS[lengths]
     weights = prepared(model, *lengths)
