@@ -112,11 +112,11 @@ def value_and_gradients(implementation, arrays, visibility, dropout):
 
 def assert_close(found, expected, by):
     """Compares the result and each gradient, by the largest difference relative to the largest value."""
-    tolerance = 2e-6 if by.path == "tiled" else 2e-5
+    tolerance, least = (2e-6, 1) if by.path == "tiled" else (2e-5, 0.1)
     for name, array in expected.items():
         got, want = (np.asarray(part, np.float64) for part in (found[name], array))
         wide = 2e-2 if found[name].dtype == jnp.bfloat16 else tolerance  # bfloat16 has 8 bits.
-        np.testing.assert_allclose(got, want, rtol=0, atol=wide * max(np.abs(want).max(), 0.1), err_msg=name)
+        np.testing.assert_allclose(got, want, rtol=0, atol=wide * max(np.abs(want).max(), least), err_msg=name)
 
 
 @pytest.mark.parametrize("name", nightly_but(QUICK, CASES))
@@ -132,7 +132,13 @@ def test_values_and_gradients_equal_the_references(name, monkeypatch):
     assert not np.any(found["key"][unseen]) and not np.any(found["value"][unseen])
 
 
-@pytest.mark.parametrize("name", nightly_but(["tiled: all terms", "tpu: all terms"], CASES))
+@pytest.mark.parametrize(
+    "name",
+    nightly_but(
+        ["tiled: all terms", "tpu: all terms"],
+        ["tiled: all terms", "tiled: both sides, lengths", "tiled: dropout", "tpu: all terms"],
+    ),
+)
 def test_bfloat16(name):
     by, arrays, *given = make(CASES[name], jnp.bfloat16)
     found = value_and_gradients(by, arrays, *given)
