@@ -126,7 +126,7 @@ def text_file(tmp_path_factory):
 
 
 DIFFERENCES = [
-    ("--model.n_layer=3", r"process 1: .*model\.n_layer\D*\b3\b\D*\b1\b.*process 0"),
+    ("--model.n_layer=3", r"process 1: .*model\.n_layer\D*\b3\b\D*\b2\b.*process 0"),
     ("--data.file=OTHER", r"process 1: .*\bother\.txt\b"),
     ("--data.file=NONE", "process 1: "),
     ("--workdir=ELSEWHERE", r"\belsewhere\b.*--workdir\b"),
