@@ -13,7 +13,7 @@ import hypothesis
 import jax
 import pytest
 
-from support import compiled_programs, tiny_run
+from support import BUCKET, compiled_programs, tiny_run
 from support.float64 import enable_x64
 from txl_jax.runtime import executable_cache
 
@@ -86,8 +86,6 @@ def storage():
     """A server of object storage; one for the session, as gcsfs keeps its address."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # Read when gcsfs is imported.
-        pytest.importorskip("gcsfs", reason="gs:// needs gcsfs (extra gcs)")
-        pytest.importorskip("gcp_storage_emulator", reason="gs:// is tested with gcp-storage-emulator (extra test)")
         from support.object_storage import ObjectStorage
 
         with ObjectStorage() as server:
@@ -99,7 +97,6 @@ def storage():
 @pytest.fixture(scope="module")
 def module_bucket(storage, request):
     """A folder in the bucket for the tests of a file."""
-    from support.object_storage import BUCKET
     from txl_jax.runtime.paths import as_path
 
     return as_path(f"gs://{BUCKET}/{request.node.name.removesuffix('.py')}")
@@ -108,7 +105,6 @@ def module_bucket(storage, request):
 @pytest.fixture
 def bucket(storage, request):
     """A folder in the bucket for one test; faults end with it."""
-    from support.object_storage import BUCKET
     from txl_jax.runtime.paths import as_path
 
     yield as_path(f"gs://{BUCKET}/{request.node.name.partition('[')[0]}-{id(request)}")

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from support import BUCKET
 from support.faults import KILLED, NIGHTLY, Place, assert_equal_runs, finished
-from support.object_storage import BUCKET
 from txl_jax.runtime.paths import as_path
 
 pytestmark = NIGHTLY

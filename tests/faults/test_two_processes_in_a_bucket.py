@@ -10,9 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from support import processes
+from support import BUCKET, processes
 from support.faults import NIGHTLY, PATIENCE, assert_equal_runs, cache_in
-from support.object_storage import BUCKET
 from txl_jax.runtime import step_folders
 from txl_jax.runtime.paths import as_path
 

@@ -3,3 +3,4 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+BUCKET = "bucket-one"  # Of the object storage that tests start.

@@ -18,8 +18,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from gcp_storage_emulator import server as emulator
 from gcp_storage_emulator.exceptions import NotFound
 
+from support import BUCKET
+
 logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # An object that is missing is no error here.
-BUCKET = "bucket-one"
 _OBJECT = re.compile(r"(?:/upload|/download)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
 
 
