@@ -130,6 +130,7 @@ def test_a_result_comes_before_the_source_is_asked_to_wait():
     assert rows.next_call(wait=True) is None and rows.ended
 
 
+@pytest.mark.full
 def test_continuations_are_scored_by_their_logprobs_and_greedily(x64):
     model = tiny_model.make(model__dtype=DType.FLOAT64, model__cutoffs=(3, 7), model__div_val=2)
     contexts = tiny_model.documents([9, 1, 22, 4])
@@ -171,7 +172,8 @@ def test_hidden_states_are_those_of_each_document_alone(x64):
         np.testing.assert_allclose(hidden, np.concatenate(parts)[: len(tokens)], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("encoding", full_but(["relative"], ["relative", "vaswani"]))
+@pytest.mark.full
+@pytest.mark.parametrize("encoding", ["relative", "vaswani"])
 def test_embeddings_take_the_place_of_tokens(encoding):
     model = tiny_model.make(model__encoding=encoding)
     documents = tiny_model.documents([6, 23, 1])

@@ -47,6 +47,7 @@ def test_each_prompt_gives_what_it_gives_alone(changes, drawing, x64):
     assert len(set(found)) > 2 and {len(text) for text in found} == {LENGTH}
 
 
+@pytest.mark.full
 def test_seeds_of_prompts_and_any_number_of_rows():
     model, [prompt] = tiny_model.make(), tiny_model.documents([8])
     found = model.generate([prompt] * 4, settings(), seeds=[3, 4, 4, -1], batch_size=3)

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support import drawn_run
+from support.cases import full_but
 from txl_jax.config import LineMark
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
@@ -64,7 +65,7 @@ def test_the_file_holds_every_token_but_the_first_and_its_sum_is_the_evaluation(
         assert [str(number) for number in read] == list(nats), "the shortest text that reads back as the number"
 
 
-@pytest.mark.parametrize(("batch_size", "segment_len", "per_call"), [(4, 3, 2), (60, 1, 1)])
+@pytest.mark.parametrize(("batch_size", "segment_len", "per_call"), full_but([(4, 3, 2)], [(4, 3, 2), (60, 1, 1)]))
 def test_rows_and_segments_change_neither_order_nor_scores(run, batch_size, segment_len, per_call):
     """Every row sees what one long pass sees if memory and warm-up span the text."""
     whole = {"eval.mem_len": 64, "eval.same_length": False, "eval.segment_len": 50}

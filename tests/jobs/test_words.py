@@ -105,10 +105,7 @@ def test_another_text_is_scored_in_the_runs_vocabulary(drawn, tmp_path):
     assert np.isfinite(evaluate.run(other, corpus, drawn, trained_on=text, log=lambda line: None)["test"]["loss"])
 
 
-@pytest.mark.parametrize(
-    ("prompt", "begins"),
-    [("the  cat", "the cat "), ("the\ncat", "the \ncat "), ("the zebra", "the <unk> "), (" ", "")],
-)
+@pytest.mark.parametrize(("prompt", "begins"), [("the  zebra\ncat", "the <unk> \ncat "), (" ", "")])
 def test_prompts_are_words_and_may_be_unknown(drawn, config, corpus, prompt, begins):
     written = []
     asked = config_tree.replace(config, {"generate.prompt": prompt})

@@ -107,8 +107,8 @@ def test_segments_read_on_where_the_one_before_ended(network, x64):
     model = make(network, dtype=DType.FLOAT64)
     variables, encode = {"params": tiny_run.params(model)}, tiny.encoder(model)
     start = model.init_memory(batch_size=tiny.B, mem_len=0)
-    whole, _ = encode(variables, tiny.text(12), start)
-    parts = tiny.stream(encode, variables, tiny.text(12), [5, 1, 6], start)
+    whole, _ = encode(variables, tiny.text(9), start)
+    parts = tiny.stream(encode, variables, tiny.text(9), [4, 1, 4], start)
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-12)
 
 

@@ -58,14 +58,18 @@ def run(module: str, *words: object) -> tuple[int, str, str]:
 @contextlib.contextmanager
 def own_flags() -> Iterator[set[str]]:
     """Takes back the flags that a program defines, and the variables that it sets; yields those of libraries."""
-    before, environment = set(flags.FLAGS), dict(os.environ)
+    _forget_flags_of_programs()  # A test that calls parts of a program may have left some.
+    environment = dict(os.environ)
     try:
-        yield before
+        yield set(flags.FLAGS)
     finally:
-        for name in set(flags.FLAGS) - before:
-            module = flags.FLAGS.find_module_defining_flag(name)
-            if module.startswith(("experiments", "/")):  # A program's own are under its path.
-                delattr(flags.FLAGS, name)
+        _forget_flags_of_programs()
         flags.FLAGS.unparse_flags()
         os.environ.clear()
         os.environ.update(environment)
+
+
+def _forget_flags_of_programs() -> None:
+    for name in set(flags.FLAGS):
+        if flags.FLAGS.find_module_defining_flag(name).startswith(("experiments", "/")):  # Their own are under a path.
+            delattr(flags.FLAGS, name)

@@ -127,6 +127,7 @@ def test_dropout_is_a_function_of_the_step():
     assert one_update(first.replace(step=np.int32(5)), segments, **HALF)[1].nats == metrics.nats
 
 
+@pytest.mark.full
 def test_dropout_is_a_function_of_the_seed():
     def program(seed):
         made = tiny_run.parts(seed=seed)

@@ -73,9 +73,8 @@ def test_it_is_due_when_validation_stops_improving(losses, due):
     assert weight_averaging.is_due(losses, 3) is due
 
 
-@pytest.mark.usefixtures("usual_emitters")
 def test_the_step_keeps_the_mean_of_its_updates():
-    state, _ = tiny_run.train(10, train__segments_per_call=5, average__start_step=4)
+    state, _ = tiny_run.train(10, average__start_step=4)
     # Each update's parameters, from a run that stops there.
     each = [tiny_run.train(updates, average__start_step=4)[0].params for updates in range(5, 11)]
     expected = np.mean([params["embedding"]["table_0"] for params in each], axis=0)

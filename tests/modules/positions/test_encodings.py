@@ -102,7 +102,7 @@ def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, cl
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("encoding", Encoding)
+@pytest.mark.parametrize("encoding", nightly_but([Encoding.RELATIVE, Encoding.VASWANI], Encoding))
 def test_encodings_say_what_they_can_do(encoding, x64):
     """Single tokens give the states of a segment or not, and position keys are a third product of query and key."""
     model = tiny.make(encoding=encoding, dtype=DType.FLOAT64)
