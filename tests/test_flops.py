@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from support import tiny
-from support.cases import full_but
 from txl_jax import flops
 from txl_jax.config import Encoding, Network, NormPlace, Residual
 from txl_jax.inference import forward
 
 
-@pytest.mark.parametrize("encoding", full_but([Encoding.RELATIVE], Encoding))
+@pytest.mark.full
+@pytest.mark.parametrize("encoding", Encoding)
 def test_a_token_costs_what_xla_counts(encoding):
     """XLA counts softmax and norms too: a few of a hundred where the products are as large as here."""
     sizes = {"n_layer": 2, "d_model": 64, "n_head": 2, "d_head": 48, "d_inner": 160}

@@ -108,6 +108,7 @@ def test_it_generates_what_the_program_does(run):
     assert len(found) == 3 and all(found)
 
 
+@pytest.mark.full
 def test_weights_and_cache_are_quantized_on_request(run):
     workdir, *_ = run
     found = [txl_jax.load(workdir.path, **each) for each in ({}, {"weight_dtype": "int8"}, {"cache_dtype": "int8"})]

@@ -182,12 +182,18 @@ def run(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     def look(context: Any) -> None:
         if context.step == 1:
             initial.update(summary(context.state.params))
-        elif context.step == UPDATES and "model.dtype" not in changes:  # Evaluation is compiled for bfloat16 alone.
+
+    _train(folder, changes, look, whole="model.dtype" in changes)  # Evaluation is compiled for bfloat16 alone.
+    return {"initial": initial, "curves": curves(folder / "run")}
+
+
+def _train(folder: Path, changes: dict[str, Any], look: Callable[[Any], None], *, whole: bool = False) -> None:
+    def stop(context: Any) -> None:
+        if not whole:
             context.request_stop()
 
-    hooks = [txl_jax.Hook(1, look)]
+    hooks = [txl_jax.Hook(1, look), txl_jax.Hook(UPDATES, stop)]
     txl_jax.train(config(folder, changes), folder / "run", cache_dir=str(folder / "cache"), hooks=hooks)
-    return {"initial": initial, "curves": curves(folder / "run")}
 
 
 def run_float64(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
@@ -273,8 +279,7 @@ def _leaves(model: txl_jax.LanguageModel) -> list[np.ndarray]:
 
 
 def _trained(folder: Path, changes: dict[str, Any]) -> txl_jax.LanguageModel:
-    made = config(folder, WRITER | changes)
-    txl_jax.train(made, folder / "run", cache_dir=str(folder / "cache"))
+    _train(folder, WRITER | changes, lambda context: None)
     return txl_jax.load(folder / "run")
 
 

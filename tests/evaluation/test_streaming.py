@@ -116,6 +116,7 @@ def test_padding_never_changes_the_totals():
         assert padded.nats == pytest.approx(whole.nats, rel=1e-12)
 
 
+@pytest.mark.full
 def test_with_memory_more_rows_mean_more_cold_starts():
     one, three = totals(segment_len=4), totals(rows=3, segment_len=4)
     assert one.tokens == three.tokens

@@ -71,14 +71,11 @@ class Oracle:
 
 @pytest.mark.parametrize(
     ("name", "steps", "more"),
-    nightly_but(
-        [("wt103_base_nvidia", 12, ())],
-        [
-            ("wt103_base_nvidia", 12, ()),
-            ("wt103_base_nvidia", 300, ()),
-            ("wt103_large_nvidia", 40, ("--model.div_val=2",)),  # Of 16, 4 leaves no width.
-        ],
-    ),
+    [
+        pytest.param("wt103_base_nvidia", 12, (), marks=pytest.mark.full),
+        # Of 16, a div_val of 4 leaves no width.
+        *nightly_but([], [("wt103_base_nvidia", 300, ()), ("wt103_large_nvidia", 40, ("--model.div_val=2",))]),
+    ],
 )
 def test_updates_are_those_of_nvidias_lamb(name, steps, more, x64):
     config = resolved(name, *more)

@@ -112,6 +112,15 @@ def test_both_memories_agree_with_the_starts_and_windows_of_other_implementation
         np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-12)
 
 
+def test_the_query_is_scaled_before_it_is_rounded():
+    """The step scales its products: a query that is rounded twice moves every score by another part in 256."""
+    model = tiny.make(dtype=DType.BFLOAT16)
+    query = tiny.variables(model)["params"]["stack"]["layers"]["attention"]["query"][0]
+    found = frozen(model, LENGTHS["clamp"][:3]).layers[0].query_key_value[:, 0]
+    np.testing.assert_array_equal(found, (query * tiny.E**-0.5).astype(jnp.bfloat16))
+    assert np.any(found != query.astype(jnp.bfloat16) * tiny.E**-0.5)
+
+
 @pytest.mark.parametrize("name", nightly_but(["adaptive"], MODELS))
 def test_they_agree_in_float32(name):
     for found, expected in both(tiny.make(**MODELS[name]), LENGTHS["clamp"]):

@@ -34,12 +34,14 @@ def sampled(*, seed: int = 5, samples: int = 1, block: int = 16) -> np.ndarray:
     return tokens
 
 
+@pytest.mark.full
 def test_the_seed_decides_the_text():
     assert np.array_equal(sampled(), sampled.__wrapped__())
     assert not np.array_equal(sampled(), sampled(seed=6))
     assert np.array_equal(sampled(), sampled(block=4)), "and not how many tokens are written per call"
 
 
+@pytest.mark.full
 def test_the_text_does_not_depend_on_the_other_samples():
     three = sampled(samples=3)
     assert np.array_equal(sampled()[0], three[0])

@@ -122,6 +122,7 @@ def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
     assert differs.tolist() == [True, True, True, False], "the end token acts, where there is one"
 
 
+@pytest.mark.full
 def test_the_loss_of_training_is_that_of_documents_alone():
     made = tiny_run.parts(model__end_token=END, model__dropout__rate=0.0)
     params, train = tiny_run.params(made.model), made.config.train

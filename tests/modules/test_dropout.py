@@ -136,6 +136,7 @@ def test_weights_are_left_out_and_keep_their_expectation():
     np.testing.assert_allclose(found.mean(0), whole, rtol=0, atol=2.5)
 
 
+@pytest.mark.full
 def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
     """An empty memory and biases of 0, as in the first update."""
     model = tiny.make(n_layer=16, dropout__embedding=0.9)

@@ -16,6 +16,7 @@ import pytest
 from support import tiny
 from support.cases import nightly_but
 from txl_jax.config import CompatConfig, DType, NormPlace, Remat
+from txl_jax.modules.block import layer_norm
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import positions
 
@@ -258,3 +259,10 @@ def test_norms_follow_the_compat_settings():
             variances.append(normed.var(-1))
     np.testing.assert_allclose(variances[0], np.ones((tiny.B, L)), atol=1e-3)
     assert np.all(variances[1] < 0.99)
+
+
+def test_layer_norm_takes_the_variance_of_centred_values():
+    """In float32 E[x^2] - E[x]^2 of these is 0 or 8."""
+    norm = layer_norm("norm", compat=CompatConfig(), dtype=jnp.float32)
+    found, _ = norm.init_with_output(jax.random.key(0), jnp.asarray([9_999.0, 10_001.0]))
+    np.testing.assert_allclose(found, [-1, 1], rtol=1e-4)

@@ -173,6 +173,7 @@ def test_draws_are_as_frequent_as_under_the_full_softmax(name, cutoffs):
     assert (n * (found - expected)[likely] ** 2 / expected[likely]).sum() < 39.1
 
 
+@pytest.mark.full
 def test_rows_draw_each_their_own():
     """A row's token does not depend on the rows beside it, whatever tails they need."""
     clusters, hidden = make_clusters(), hidden_states(40)

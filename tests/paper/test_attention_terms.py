@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from support import oracles, tiny
-from support.cases import full_but
 from txl_jax.config import COMPAT_PRESETS, DType, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.modules.block import Block, LayerContext
@@ -57,7 +56,8 @@ def test_probabilities_sum_to_one_and_have_a_column_per_distance(preset, window)
                 assert (weights.probabilities[..., i, :n] > 0).all() and not weights.probabilities[..., i, n:].any()
 
 
-@pytest.mark.parametrize("untie_r", full_but([False], [False, True]))
+@pytest.mark.full
+@pytest.mark.parametrize("untie_r", [False, True])
 def test_probabilities_are_those_of_the_model(untie_r, x64, monkeypatch):
     """Probabilities that the softmax gives, layer by layer outside of the scan."""
     model = tiny.make(dtype=DType.FLOAT64, untie_r=untie_r)
@@ -87,6 +87,7 @@ def test_probabilities_are_those_of_the_model(untie_r, x64, monkeypatch):
             np.testing.assert_allclose(found[:, :, row], of_keys[..., ::-1], rtol=0, atol=1e-12)
 
 
+@pytest.mark.full
 def test_term_d_is_the_same_for_every_query_and_term_b_is_not(x64):
     *_, (weights, _) = read(tiny.make(dtype=DType.FLOAT64))
     d, b = np.asarray(weights.terms.d), np.asarray(weights.terms.b)

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from support import tiny_run
-from support.cases import full_but
 from txl_jax.config import Encoding
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
@@ -44,7 +43,8 @@ def table(run):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("split", full_but([Split.VALID], Split))
+@pytest.mark.full
+@pytest.mark.parametrize("split", Split)
 def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     config, corpus, workdir = recurrent
     rows = sweep(recurrent, [12, 3, 12], split=split)

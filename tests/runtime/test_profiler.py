@@ -64,6 +64,7 @@ def test_the_calls_that_hold_the_updates_are_profiled(tmp_path):
     assert len(seconds) == 2 and min(seconds) > 0
 
 
+@pytest.mark.full
 def test_a_run_that_ends_early_and_one_that_is_resumed(tmp_path):
     lines, _ = profiled(tmp_path / "early", (7, 20), calls=2)
     assert step_markers(*traces(tmp_path / "early")) == [6] and "6 to 10" in lines[0]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support import tiny_model
+from support.cases import full_but
 from support.serving import ROWS, ids, step_of
 from txl_jax.config import CacheDType, GenerateConfig, WeightDType
 from txl_jax.errors import UserError
@@ -64,9 +65,9 @@ def test_several_rows_have_transposed_matrices(rows, weight_dtype, kind):
     assert all(isinstance(matrix, kind) for matrix in matrices)
 
 
-@pytest.mark.parametrize("changes", [{}, {"compat__memory_start": "zeros"}], ids=["masked", "zeros"])
-def test_a_prompt_has_the_scores_of_the_library_and_draws_its_tokens(changes):
-    step, weights, model = programs(**changes)
+@pytest.mark.parametrize("start", full_but(["masked"], ["masked", "zeros"]))
+def test_a_prompt_has_the_scores_of_the_library_and_draws_its_tokens(start):
+    step, weights, model = programs(compat__memory_start=start)
     rings = step.init_rings(weights)
     # What an earlier request left in the row.
     rings, _, _ = read(step, weights, rings, 2, ids(70, seed=8))

@@ -74,9 +74,9 @@ def test_it_is_due_when_validation_stops_improving(losses, due):
 
 
 def test_the_step_keeps_the_mean_of_its_updates():
-    state, _ = tiny_run.train(10, average__start_step=4)
+    state, _ = tiny_run.train(7, average__start_step=4)
     # Each update's parameters, from a run that stops there.
-    each = [tiny_run.train(updates, average__start_step=4)[0].params for updates in range(5, 11)]
+    each = [tiny_run.train(updates, average__start_step=4)[0].params for updates in range(5, 8)]
     expected = np.mean([params["embedding"]["table_0"] for params in each], axis=0)
     np.testing.assert_allclose(state.average.params["embedding"]["table_0"], expected, rtol=1e-5, atol=1e-7)
     assert np.abs(expected - state.params["embedding"]["table_0"]).max() > 1e-4

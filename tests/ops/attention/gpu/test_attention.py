@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support.cases import full_but
 from txl_jax.ops.attention import dispatch
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.gpu.attention import gpu_attention
@@ -94,7 +93,8 @@ def test_both_sides_with_memory_and_padding():
 ENCODINGS = {"shaw": SHAW, "none": PLAIN, "scores": SCORES, "all": NAMES}
 
 
-@pytest.mark.parametrize("name", full_but(["all"], ENCODINGS))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ENCODINGS)
 def test_encodings(name):
     visibility = Visibility(jnp.asarray([12, 3]), 16, 12)
     check(arguments(L=16, M=12, E=16, given=ENCODINGS[name]), visibility, tile=Tile(16, 16))
