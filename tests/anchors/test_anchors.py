@@ -9,9 +9,13 @@ import json
 import pytest
 
 from anchors import record
+from support.cases import full_but
+
+SLOW = ("accumulated_float64", "adaptive_one_width", "eight_devices", "drawn_by_the_program")
+QUICK = [name for name in record.CASES if name not in SLOW]
 
 
-@pytest.mark.parametrize("name", record.CASES)
+@pytest.mark.parametrize("name", full_but(QUICK, record.CASES))
 def test_numbers_are_those_that_were_recorded(name, tmp_path):
     expected = json.loads((record.FOLDER / f"{name}.json").read_text())
     assert list(record.differences(record.CASES[name](tmp_path), expected, record.tolerance(name))) == []

@@ -112,6 +112,7 @@ def test_a_prompt_of_any_length_is_read(n, x64):
     assert text == argmax_of_one_pass(TEXT[:n] + text, 8)[n - 1 : -1]
 
 
+@pytest.mark.full
 def test_a_sample_ends_with_its_stop_token_and_the_rest_go_on(x64):
     stop = 5
     model = tiny.make(dtype=DType.FLOAT64)

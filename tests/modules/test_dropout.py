@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from support import tiny
-from support.cases import nightly_but
+from support.cases import full_but
 from txl_jax.config import DropoutConfig, DType, Network
 from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
@@ -171,7 +171,7 @@ def test_rates_of_input_and_output_follow_the_rate_if_they_are_none():
     assert set(DropoutRates._fields) == {field.name for field in dataclasses.fields(DropoutConfig)} - {"locked"}
 
 
-@pytest.mark.parametrize("network", nightly_but([Network.TRANSFORMER_XL, Network.QRNN], Network))
+@pytest.mark.parametrize("network", full_but([Network.QRNN], Network))
 def test_rates_beside_the_config_are_those_of_the_config(network, x64):
     """Vmapped over models with other rates, each of all seven: what each would give whose config has them."""
     build = TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel
