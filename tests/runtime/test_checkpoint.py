@@ -115,6 +115,7 @@ def test_state_may_be_donated_right_after_save(open_checkpoints):
     state = {"x": jnp.arange(3_000_000, dtype=jnp.float32), "y": np.ones(500_000)}
     wanted = jax.tree.map(np.array, state)
     overwrite = jax.jit(lambda x: x * 0 - 7, donate_argnums=0)
+    overwrite(state["x"] + 1)  # Compiled before: meanwhile a late copy would have been made.
     with open_checkpoints() as checkpoints:
         checkpoints.save(1, state, {})
         x = state["x"]

@@ -51,6 +51,14 @@ def test_without_it_nothing_is_kept():
     assert weight_averaging.update(None, {}, jnp.zeros((), jnp.int32), AverageConfig()) is None
 
 
+def test_the_first_mean_has_buffers_of_its_own():
+    """The step reuses those of parameters and mean, and refuses one that it is given twice."""
+    params = {"w": jnp.ones(3)}
+    average = weight_averaging.init(params, AverageConfig(start_step=0))
+    step = jax.jit(lambda params, mean: (params["w"] + 1, mean["w"] + 2), donate_argnums=(0, 1))
+    np.testing.assert_array_equal(step(params, average.params), [[2] * 3, [3] * 3])
+
+
 def test_of_an_ensemble_one_member_begins():
     average = weight_averaging.init({"w": jnp.zeros(())}, AverageConfig(nt_asgd_patience=5))
     both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), average)
