@@ -189,8 +189,12 @@ def run(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
         if context.step == 1:
             initial.update(summary(context.state.params))
 
-    _train(folder, changes, look, whole="model.dtype" in changes)  # Evaluation is compiled for bfloat16 alone.
-    return {"initial": initial, "curves": curves(folder / "run")}
+    narrow = changes.get("model.dtype") == "bfloat16"
+    _train(folder, changes, look, whole=narrow)  # Evaluation is compiled for bfloat16 alone.
+    found = curves(folder / "run")
+    if narrow:  # Later norms differ by 1 % between versions of XLA, the losses by less than 0.1 %.
+        found["train grad_norm"] = found["train grad_norm"][:1]
+    return {"initial": initial, "curves": found}
 
 
 def _train(folder: Path, changes: dict[str, Any], look: Callable[[Any], None], *, whole: bool = False) -> None:
