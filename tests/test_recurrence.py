@@ -1,4 +1,4 @@
-"""Tests the scan over segments against a Python loop, and a reset bit inside a block."""
+"""Tests the scan over segments against a Python loop, with resets inside a block."""
 
 import functools
 
@@ -59,23 +59,3 @@ def test_the_scan_is_a_loop(start, resets):
     expected = (expected_state, expected_memory, jax.tree.map(lambda *leaves: np.stack(leaves), *expected))
     for a, b in zip(jax.tree.leaves((state, memory, collected)), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype and np.array_equal(a, b)
-
-
-@pytest.mark.parametrize("start", MemoryStart)
-def test_a_reset_inside_the_block_empties_only_its_rows(start):
-    at, row = 3, 1
-    _, _, (_, before, _) = scan_all(start, [])
-    _, _, (_, after, _) = scan_all(start, [(at, row)])
-    others = [0, 2]
-    np.testing.assert_array_equal(after.hidden[:, :, others], before.hidden[:, :, others])
-    np.testing.assert_array_equal(after.valid[:, others], before.valid[:, others])
-    np.testing.assert_array_equal(after.valid[:at], before.valid[:at])
-    np.testing.assert_array_equal(after.hidden[:at], before.hidden[:at])
-    # The row's slots from the reset on: nothing, then the two tokens of each segment since.
-    if start is MemoryStart.MASKED:
-        assert before.valid[:, row].tolist() == [0, 2, 4, 5, 5, 5]
-        assert after.valid[:, row].tolist() == [0, 2, 4, 0, 2, 4]
-    else:
-        assert after.valid[:, row].tolist() == [M] * S  # Zeros are attended to.
-        filled = (after.hidden[:, 0, row, :, 0] != 0).astype(int).tolist()
-        assert filled[at:] == [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]

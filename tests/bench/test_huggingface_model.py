@@ -1,8 +1,7 @@
-"""Tests of Hugging Face's model for benchmarks: its losses, draws and updates, and a missing package."""
+"""Tests of Hugging Face's model for benchmarks: its losses and draws, and a missing package."""
 
 import dataclasses
 import sys
-import types
 
 import jax
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from support import tiny
 from txl_jax.bench.huggingface_model import HuggingFaceModel
-from txl_jax.config import DType, EvalConfig, ExperimentConfig, OptimizerConfig
+from txl_jax.config import EvalConfig, ExperimentConfig, OptimizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 
@@ -23,16 +22,15 @@ HUGGINGFACE = pytest.mark.nightly(part="huggingface")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def make(changes=CLUSTERS, eval_config=EVAL_CONFIG, optimizer=None):
+def make(changes=CLUSTERS, eval_config=EVAL_CONFIG, learning_rate=0.01):
     """(our model, its parameters, the peer)."""
     import torch
 
     torch.set_num_threads(1)  # For matrices this small, more only wait: eight times as long on a busy machine.
     model = tiny.make(compat=HF_COMPAT, **changes)
     params = jax.tree.map(np.asarray, tiny.variables(model)["params"])
-    peer = HuggingFaceModel(
-        model.config, eval_config, params, vocab_size=tiny.V, optimizer=optimizer or OptimizerConfig(learning_rate=0.01)
-    )
+    optimizer = OptimizerConfig(learning_rate=learning_rate)
+    peer = HuggingFaceModel(model.config, eval_config, params, vocab_size=tiny.V, optimizer=optimizer)
     return model, params, peer
 
 
@@ -77,38 +75,13 @@ def test_generation_draws_what_the_library_draws(top_k):
 @HUGGINGFACE
 def test_training_and_evaluation_carry_their_memory():
     """Each step's loss is that of the text so far, at a learning rate of 0 and without dropout."""
-    _, _, peer = make(optimizer=OptimizerConfig(learning_rate=1e-12))
+    _, _, peer = make(learning_rate=1e-12)
     tokens = tiny.text(T + 1)
     whole = peer.nll(tokens)
     losses = [peer.train_step(inputs, targets) for inputs, targets in segments(tokens)]
     np.testing.assert_allclose(losses, [whole[:, s : s + L].mean() for s in range(0, T, L)], rtol=1e-5)
     parts = [peer.evaluate_segment(inputs, targets) for inputs, targets in segments(tokens)]
     np.testing.assert_allclose(parts, [whole[:, s : s + L].sum() for s in range(0, T, L)], rtol=1e-5)
-
-
-@HUGGINGFACE
-@pytest.mark.parametrize(("clip", "seeds"), [(0.01, (0, 1)), (1e9, (0, 0))], ids=["clipped", "not clipped"])
-def test_updates_have_the_given_rate_and_are_clipped(clip, seeds):
-    """An update is rate / epsilon * gradient, with an epsilon far above the second moment, and no first one."""
-    rate, eps = 1e4, 1e8
-    optimizer = OptimizerConfig(learning_rate=rate, adam_eps=eps, adam_b1=0.0, clip_norm=clip)
-    _, _, peer = make(eval_config=dataclasses.replace(EVAL_CONFIG, mem_len=0, same_length=False), optimizer=optimizer)
-    places, norms = [flat(peer._model)], []
-    for seed in seeds:
-        tokens = tiny.text(L + 1, seed=seed)
-        peer.train_step(tokens[:, :-1], tokens[:, 1:])
-        places.append(flat(peer._trained[0]))
-        norms.append(np.linalg.norm(places[-1] - places[-2]) * eps / rate)
-    if clip < 1:
-        assert norms == pytest.approx([clip, clip], rel=0.1)
-    else:
-        assert norms[0] > 0.1
-        assert norms[1] == pytest.approx(norms[0], rel=0.1)  # The same segment; no gradient is left from before.
-
-
-def flat(model) -> np.ndarray:
-    """All parameters in one row."""
-    return np.concatenate([value.detach().numpy().ravel() for value in model.parameters()]).astype(np.float64)
 
 
 @HUGGINGFACE
@@ -124,40 +97,18 @@ def test_only_training_has_dropout(name):
 
 @HUGGINGFACE
 def test_filled_memories_are_read_by_evaluation_training_and_generation():
-    _, _, peer = make(eval_config=dataclasses.replace(EVAL_CONFIG, same_length=False))
-    _, _, empty = make(eval_config=dataclasses.replace(EVAL_CONFIG, same_length=False))
-    _, _, again = make(eval_config=dataclasses.replace(EVAL_CONFIG, same_length=False))
+    config = dataclasses.replace(EVAL_CONFIG, same_length=False)
+    peer, empty = (make(eval_config=config)[2] for _ in range(2))
     peer.fill_memory(seed=0)
-    again.fill_memory(seed=0)
     inputs, targets = next(segments(tiny.text(T + 1)))
-    steps = {
-        "evaluation": lambda model: model.evaluate_segment(inputs, targets),
-        "training": lambda model: model.train_step(inputs, targets),
-        "generation": lambda model: [model.generate_token(None) for _ in range(20)],
-    }
-    for name, step in steps.items():
-        found = step(peer)
-        assert found != step(empty), name
-        assert found == step(again), name
+    assert peer.evaluate_segment(inputs, targets) != empty.evaluate_segment(inputs, targets)
+    assert peer.train_step(inputs, targets) != empty.train_step(inputs, targets)
+    assert [peer.generate_token(None) for _ in range(20)] != [empty.generate_token(None) for _ in range(20)]
     for memory, rows in ((peer._evaluation_memory, tiny.B), (peer._generation_memory, 1)):
         assert [tuple(states.shape) for states in memory] == tiny.N * [(M, rows, tiny.D)]
 
 
-@pytest.mark.parametrize(
-    ("packages", "missing"),
-    [
-        ({"torch": None}, "torch"),
-        ({"torch": types.ModuleType("torch"), "transformers": types.ModuleType("transformers")}, "TransfoXLConfig"),
-    ],
-)
-def test_a_missing_package_is_named_with_its_remedy(packages, missing, monkeypatch):
-    for name, package in packages.items():
-        monkeypatch.setitem(sys.modules, name, package)
-    with pytest.raises(UserError, match=rf"\b{missing}\b.*txl_jax\[peer\]"):
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UserError, match=r"\btorch\b.*txl_jax\[peer\]"):
         HuggingFaceModel(tiny.CONFIG, EVAL_CONFIG, {}, vocab_size=tiny.V)
-
-
-def test_other_types_are_refused():
-    config = dataclasses.replace(tiny.CONFIG, dtype=DType.BFLOAT16)
-    with pytest.raises(UserError, match=r"model\.dtype.*\bbfloat16\b.*\bfloat32\b"):
-        HuggingFaceModel(config, EVAL_CONFIG, {}, vocab_size=tiny.V)

@@ -96,10 +96,3 @@ ENTRY %main (x: f32[4,8]) -> f32[4,8] {
 """
     assert memory_traffic.bytes_accessed(text) == 2 * 32 + 2 * 128 + 3 * 128
     assert [array.shape for array in memory_traffic.arrays_written(text)] == [(1, 8), (4, 8), (4, 8)]
-
-
-def test_the_largest_array_written_is_the_product():
-    a, b = jnp.ones((64, 48)), jnp.ones((48, 32))
-    text = jax.jit(lambda a, b: jnp.exp(a @ b).sum()).lower(a, b).compile().as_text()
-    largest = max(memory_traffic.arrays_written(text), key=lambda array: array.size)
-    assert largest == ("f32", (64, 32)) and largest.n_bytes == 64 * 32 * 4

@@ -15,7 +15,6 @@ from txl_jax.data.sources.corpora import default_data
 from txl_jax.data.tokens import build_vocabulary
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
-from txl_jax.errors import UserError
 
 SMALL_TEXT = bytes(random.Random(0).choices(b"abcdefgh\n", k=99)) + b"\n"
 
@@ -90,21 +89,6 @@ def test_words(poem, read):
     assert texts(lower)[2] == b"the <unk> \nthe <unk> \n"
     double = read(own_text(kind=Tokenizer.WORD, line_mark=LineMark.DOUBLE_S, **poem))
     assert len(double.train) == 8 + 2 * 4
-
-
-@pytest.mark.full
-def test_pieces(tmp_path, read):
-    lines = [" ".join(random.Random(i).choices(["ba", "banana", "do", "dodo", "bandana"], k=4)) for i in range(100)]
-    (tmp_path / "poem.txt").write_text("\n".join(lines))
-    fields = {"kind": Tokenizer.SENTENCEPIECE, "sentencepiece_vocab": 267, "file": str(tmp_path / "poem.txt")}
-    corpus = read(own_text(**fields))
-    assert b"".join(texts(corpus)).decode() == "".join(f" {line}\n" for line in lines)
-    assert (corpus.vocabulary.size, corpus.train.dtype) == (267, np.uint16)
-    assert corpus.sentences[-1] == len(corpus.train) and len(corpus.sentences) == texts(corpus)[0].count(b"\n") + 1
-    (tmp_path / "own.model").write_bytes(corpus.vocabulary.model)
-    given = read(own_text(**fields | {"sentencepiece_model": str(tmp_path / "own.model"), "sentencepiece_vocab": 8000}))
-    assert texts(given) == texts(corpus) and given.vocabulary == corpus.vocabulary
-    assert read(own_text(**fields | {"sentencepiece_vocab": 266})).vocabulary.size == 266
 
 
 # Stores
@@ -186,9 +170,6 @@ def test_a_vocabulary_file_is_known_by_its_content(poem, tmp_path, read):
     words.write_text("the\ncat\n")
     assert texts(read(config))[1] == b"<unk> <unk> <unk> \n"
     assert len(stores(tmp_path / "cache")) == 2
-    words.unlink()
-    with pytest.raises(UserError, match=rf"--data\.tokenizer\.vocab_file\b.*{words}\b"):
-        read(config)
 
 
 # A given vocabulary, as of a run that scores
@@ -222,16 +203,6 @@ def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
 
 
 # A prefix of a published corpus
-
-
-def test_a_prefix_is_split_by_position_with_all_bytes_as_tokens(tmp_path, read):
-    (tmp_path / "start").write_bytes(SMALL_TEXT)
-    for corpus in (CorpusName.ENWIK8, CorpusName.TEXT8):
-        kept = read(DataConfig(corpus=corpus, file=str(tmp_path / "start")))
-        assert texts(kept) == [SMALL_TEXT[:90], SMALL_TEXT[90:95], SMALL_TEXT[95:]]
-        assert (kept.name, kept.vocabulary.size) == (f"{corpus} prefix", 256)
-    read(own_text(file=str(tmp_path / "start")))
-    assert len(stores(tmp_path / "cache")) == 3, "one text under three names"
 
 
 # Python's library
@@ -274,5 +245,3 @@ def test_wikitext_2_as_own_text(data_dir, read):
     fields = {"kind": Tokenizer.WORD, "train": (valid,), "valid": (valid,), "test": (test,)}
     corpus = read(own_text(empty_end=EmptyEnd.KEEP, **fields))
     assert list(map(len, splits(corpus))) == [217_646, 217_646, 245_569]
-    with pytest.raises(UserError, match=r"valid\.txt\b.*\b2\b.*--data\.tokenizer\.empty_end=keep"):
-        read(own_text(**fields))

@@ -1,7 +1,5 @@
 """Tests `python -m experiments.prepare`: that it does what the corpus's program will find done."""
 
-import re
-
 import pytest
 
 from support import miniature, programs
@@ -32,14 +30,3 @@ def test_a_corpus_is_read_and_encoded(name, tmp_path, monkeypatch):
     assert code == 0, errors
     assert again.splitlines()[:-1] == printed.splitlines()[1:-1], "but for the first line and the time"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "made").rglob("*")} == stamps
-
-
-def test_mistakes_are_named(tmp_path):
-    for code, flags, words in (
-        (1, (), r"--corpus=.*\benwik8\b"),
-        (1, ("--corpus=ptb", "--data.file=a"), r"data\.file\b.*\bptb\b"),
-        (1, ("--corpus=ptb", f"--data_dir={tmp_path}"), re.escape(str(tmp_path))),
-        (2, ("--corpus=enwki8",), r"\benwki8\b.*\benwik8\b"),
-    ):
-        found, printed, errors = run(*flags)
-        assert (found, printed) == (code, "") and re.search(words, errors)

@@ -1,13 +1,11 @@
 """Tests flags that are given URLs: a report in a bucket, and what must be a folder of this machine."""
 
-import json
 import types
 
 import pytest
 
 from experiments import lm_eval, quickstart, report
 from experiments.cli import training_config
-from experiments.examples import comparison
 from support import recorded_run
 from txl_jax.errors import UserError
 from txl_jax.paper import ablation
@@ -44,10 +42,3 @@ def test_a_url_that_nothing_opens_is_refused_before_a_study_begins(monkeypatch):
     given(monkeypatch, lm_eval, model_path="m", tasks=["t"], include_path=None, output="ftp://host/out.json")
     with pytest.raises(UserError, match="ftp://host"):
         lm_eval._run()
-
-
-@pytest.mark.full
-def test_curves_of_an_example_in_a_bucket(bucket):
-    comparison.write(str(bucket), {"a": [1.0], "b": [2.0]}, measure="loss", bounds="0", title="curves")
-    assert json.loads((bucket / "curves.json").read_text()) == {"a": {"10": 1.0}, "b": {"10": 2.0}}
-    assert (bucket / "curves.png").read_bytes().startswith(b"\x89PNG")

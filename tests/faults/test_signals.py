@@ -1,4 +1,4 @@
-"""Tests SIGTERM in every phase: exit code 143, one line, and a run that goes on to the same numbers."""
+"""Tests SIGTERM and Ctrl-C in every phase: the exit code, one line, and a run that goes on to the same numbers."""
 
 import re
 import signal
@@ -21,23 +21,24 @@ PHASES = ("compiling", "evaluating", "testing")  # Or when it begins.
 FAST = ("compiling", "testing")
 
 
-def assert_stopped(ended, code, step):
+def assert_stopped(ended, code, step, name="SIGTERM"):
     """One answer on the error stream, one line on the other; or, without a handler, neither."""
     assert ended.code == code
     assert "Traceback" not in ended.err
-    if code == ANSWERED:
-        assert ended.err.startswith("SIGTERM: ") and ended.err.count("\n") == 1, ended.err
+    if code != UNANSWERED:
+        assert ended.err.startswith(f"{name}: ") and ended.err.count("\n") == 1, ended.err
         assert re.match(rf"stopped\D*\b{step}\b", ended.out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("phases", few_or_all(FAST, PHASES))
-def test_sigterm_when_a_phase_begins(phases, place, undisturbed):
+def test_a_signal_when_a_phase_begins(phases, place, undisturbed):
     name = f"term-{len(phases)}"
-    for phase in phases:
+    for number, phase in enumerate(phases):
+        sent = (signal.SIGTERM, signal.SIGINT)[number % 2]
         victim = place.train(name)
         victim.wait_for(f"+{phase}")
-        victim.send(signal.SIGTERM)
-        assert_stopped(victim.end(), ANSWERED, r"\d+")
+        victim.send(sent)
+        assert_stopped(victim.end(), 128 + sent, r"\d+", sent.name)
     finished(place.train(name))
     assert_equal_runs(place.workdir(name), undisturbed)
 

@@ -191,24 +191,6 @@ def test_a_config_that_contradicts_the_tensors(change, message, tmp_path):
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changed", "value"),
-    [
-        ("transformer.layers.0.pos_ff.CoreNet.0.weight", None),
-        ("transformer.layers.1.dec_attn.qkv_net.weight", None),
-        ("crit.out_layers.0.bias", None),
-        ("score.weight", np.zeros((2, 6), np.float32)),
-    ],
-)
-def test_a_missing_or_unknown_tensor_is_named(changed, value, tmp_path):
-    config, params = foreign.make("hf", tie_weight=False)
-    tensors = huggingface.from_flax(params, config) | {changed: value}
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    path = torch_bytes.write_zip(tmp_path / "pytorch_model.bin", tensors)
-    with pytest.raises(UserError, match=re.escape(changed.removeprefix("transformer."))):
-        formats.read(path)
-
-
 def test_cutoffs_that_no_shape_gives_are_asked_for(tmp_path):
     config, params = foreign.make("hf", cutoffs=foreign.CUTOFFS)
     path = torch_bytes.write_zip(tmp_path / "pytorch_model.bin", huggingface.from_flax(params, config))
@@ -261,29 +243,3 @@ def test_bytes_take_the_order_of_their_values(tmp_path):
     ids = found.vocabulary.encode(bytes(text))  # In the order of their ids in the release.
     for path in (("embedding", "table_0"), ("softmax", "table_0"), ("softmax", "bias")):
         np.testing.assert_array_equal(again[path[0]][path[1]][ids], params[path[0]][path[1]])
-
-
-@pytest.mark.nightly(part="huggingface")
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
-@by_config
-def test_what_transformers_saves(changes, kind, tmp_path):
-    import torch
-    import transformers
-
-    config, _ = foreign.make("hf", **changes)
-    torch.manual_seed(0)
-    arguments = huggingface.config_of(config, foreign.LENGTHS, vocab_size=foreign.V)
-    model = transformers.TransfoXLLMHeadModel(transformers.TransfoXLConfig(**arguments))
-
-    def save(tensors, path):
-        torch.save(tensors, path, _use_new_zipfile_serialization=kind == "zip")
-
-    model.save_pretrained(tmp_path, safe_serialization=kind == "safetensors", save_function=save)
-    found = formats.read(tmp_path)
-    assert {name: getattr(found.config, name) for name in SIZES} == {name: getattr(config, name) for name in SIZES}
-    assert found.eval_config == foreign.LENGTHS and found.compat == tiny.compat_config("hf")
-    again = huggingface.from_flax(leaves.to_tree(found.params), found.config)
-    for name, tensor in model.state_dict().items():
-        if not name.endswith("inv_freq"):
-            np.testing.assert_array_equal(again[name], tensor.numpy(), err_msg=name)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -53,6 +54,16 @@ def test_the_package_reads_what_is_written_and_the_other_way_round(tmp_path):
     check_equal(safetensors.numpy.load_file(tmp_path / "ours"), tensors)
     safetensors.numpy.save_file({name: value.copy() for name, value in tensors.items()}, tmp_path / "theirs")
     check_equal(SafeTensors(tmp_path / "theirs"), tensors)
+
+
+def test_one_array_at_a_time_is_in_memory(tmp_path):
+    size = 1 << 20
+    drawn = {str(i): Leaf((size,), np.dtype(np.uint8), lambda: np.ones(size, np.uint8)) for i in range(16)}
+    tracemalloc.start()
+    safetensors_file.write(tmp_path / "a", drawn)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * size
 
 
 def test_a_leaf_that_reads_as_another_array_is_an_error(tmp_path):

@@ -121,18 +121,6 @@ def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path)
 
 
 @pytest.mark.full
-def test_a_stop_in_the_last_evaluation_is_made_good(given, tmp_path):
-    """Nothing but that evaluation has chosen the best parameters yet."""
-    changes = {"train__steps": 6, "train__eval_every": 6, "train__checkpoint_every": 6, "train__log_every": 6}
-    whole, losses, _ = run(given, tmp_path / "a", **changes)
-    stopped, found, _ = run(given, tmp_path / "b", stop_requested=StopAfter(6), **changes)
-    assert not stopped.finished and stopped.step == 6 and not found
-    again, found, _ = run(given, tmp_path / "b", **changes)
-    assert again.finished and found == losses
-    assert again.results["best_valid"]["loss"] == whole.results["best_valid"]["loss"]
-
-
-@pytest.mark.full
 def test_losses_of_other_settings_are_not_compared(given, tmp_path):
     """Scored at another temperature they are worse than before, and so would end a run of little patience at once."""
     stopped, before, _ = run(given, tmp_path, stop_requested=StopAfter(31))

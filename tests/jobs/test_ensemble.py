@@ -16,7 +16,7 @@ from txl_jax.config import DType
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.jobs import ensemble, evaluate, train
-from txl_jax.jobs.restore import load_parameters, load_state
+from txl_jax.jobs.restore import load_state
 from txl_jax.jobs.split_off import split_off
 from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.runtime import executable_cache
@@ -139,10 +139,9 @@ def assert_same_ensembles(folder, expected):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stops", [[3], [2, 6]], ids=str)
-def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path, stops):
+def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
     """After updates, and in the middle of the evaluation of one of them."""
-    for calls in stops:
+    for calls in (2, 6):
         assert not run(base, tmp_path, stop_requested=StopAfter(calls)).finished
     outcome = run(base, tmp_path)
     assert outcome.finished and outcome.results["members"] == whole[1].results["members"]
@@ -174,16 +173,6 @@ def test_a_kill_between_the_saves_of_members_is_made_good(base, whole, tmp_path,
     assert_same_ensembles(tmp_path, whole[0])
 
 
-@pytest.mark.full
-def test_a_stop_while_the_test_text_is_scored_is_made_good(base, whole, tmp_path, capsys):
-    def stop():
-        return len(capsys.readouterr().out) < 0 or (tmp_path / "checkpoints/latest/12/digests.json").exists()
-
-    assert not run(base, tmp_path, stop_requested=stop).finished
-    assert run(base, tmp_path).results["members"] == whole[1].results["members"]
-    assert_same_ensembles(tmp_path, whole[0])
-
-
 @pytest.mark.parametrize("chosen", [MEMBERS[:2], MEMBERS[::-1]], ids=["fewer", "order"])
 def test_other_members_in_a_used_workdir_are_refused(base, whole, chosen):
     before = sorted(whole[0].rglob("*"))
@@ -202,13 +191,6 @@ def test_a_member_is_loaded_and_scored_by_its_name(base, whole):
         scored = evaluate.run(config, base[1], workdir, trained_on=TextInfo.of(base[1]))
         expected = outcome.results["members"][name]
         assert scored["test"]["loss"] == expected["test"]["loss"] and scored["step"] == expected["best_valid"]["step"]
-    averaged = config_tree.replace(base[0], {"eval.average_checkpoints": 2})
-    components, found = assemble(averaged, vocab_size=base[1].vocabulary.size), []
-    for name in NAMES[:2]:
-        step, params = load_parameters(components, Workdir(folder, name), log=print)
-        assert step == STEPS
-        found.append(jax.tree.leaves(params)[0])
-    assert found[0].shape == found[1].shape and not np.array_equal(*found)
 
 
 def test_a_member_that_is_not_there_is_refused_with_the_names(base, whole, tmp_path):

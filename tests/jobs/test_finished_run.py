@@ -10,7 +10,6 @@ import pytest
 from support.run_records import numbers
 from txl_jax.assemble import assemble
 from txl_jax.config import tree as config_tree
-from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.errors import UserError
 from txl_jax.jobs import evaluate, generate, train
 from txl_jax.jobs.restore import load_parameters
@@ -38,30 +37,6 @@ def test_a_finished_run_is_left_as_it_is(finished, config, corpus, capsys):
     assert train.run(config, corpus, workdir) == outcome
     assert numbers(workdir) == before
     assert re.search(r"(?m)^finished\b", capsys.readouterr().out)
-
-
-@pytest.mark.full
-def test_a_run_from_before_a_setting_of_evaluation_existed_is_left_as_it_is(finished, config, corpus, monkeypatch):
-    workdir, outcome = finished
-    before, path = numbers(workdir), workdir.path / "results.json"
-    found = json.loads(path.read_text())
-    assert found["eval"].pop("stride") is None
-    path.write_text(json.dumps(found))
-    assert train.run(config, corpus, workdir).results == found
-    assert numbers(workdir) == before
-    # And its best is compared with: it is not chosen anew.
-    notes = Checkpointer.notes
-
-    def of_old(self, step):
-        noted = notes(self, step)
-        del noted["eval"]["stride"]
-        return noted
-
-    monkeypatch.setattr(Checkpointer, "notes", of_old)
-    longer = config_tree.replace(config, {"train.checkpoint_every": 8, "train.log_every": 8})
-    path.unlink()
-    assert train.run(longer, corpus, workdir).results["best_valid"] == outcome.results["best_valid"]
-    assert "--eval" not in (workdir.path / "log.txt").read_text()
 
 
 @pytest.mark.full
@@ -108,13 +83,6 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
     assert (workdir.path / "sample-seed0.txt").read_bytes().startswith(b"one " + first[0])
 
 
-def test_a_prompt_with_bytes_outside_the_vocabulary_is_refused(finished, config):
-    workdir, _ = finished
-    asked = config_tree.replace(config, {"generate.prompt": "one\n"})
-    with pytest.raises(ValueError, match=r"prompt.*\b10\b"):
-        generate.run(asked, ByteVocabulary(b" enotw"), workdir)
-
-
 def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     workdir, _ = finished
     parts = assemble(config, vocab_size=corpus.vocabulary.size)
@@ -133,16 +101,3 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     more = assemble(config_tree.replace(config, {"eval.average_checkpoints": 3}), vocab_size=corpus.vocabulary.size)
     with pytest.raises(ValueError, match=r"average_checkpoints\D*\b3\b.*\b2\b"):
         load_parameters(more, workdir, log=logged.append)
-
-
-def test_a_workdir_of_an_older_version_is_refused_in_one_sentence(finished, config, corpus):
-    workdir, _ = finished
-    saved = json.loads(workdir.config_file.read_text())
-    settings = saved["config"]
-    settings["train.batch_chunks"] = settings.pop("train.grad_accum_steps")
-    settings["model.dropout"] = settings.pop("model.dropout.rate")
-    workdir.config_file.write_text(json.dumps(saved))
-    for act in (lambda: train.run(config, corpus, workdir), workdir.load):
-        with pytest.raises(UserError, match=r"train\.batch_chunks.*--workdir") as error:
-            act()
-        assert "\n" not in str(error.value)

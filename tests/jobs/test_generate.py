@@ -1,11 +1,11 @@
-"""Tests the generation job's stop token: what ends a sample, what is printed and saved of it, and what is no token."""
+"""Tests the generation job: prompts of words, what ends a sample, what is printed and saved, and what is no stop."""
 
 import re
 
 import jax.numpy as jnp
 import pytest
 
-from support import drawn_run
+from support import drawn_run, trained
 from txl_jax.config import (
     CacheDType,
     Encoding,
@@ -14,8 +14,6 @@ from txl_jax.config import (
     Newlines,
 )
 from txl_jax.config import tree as config_tree
-from txl_jax.data.sources.text import File
-from txl_jax.data.tokens import sentencepiece as pieces_lib
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.data.tokens.character_vocabulary import CharacterVocabulary
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
@@ -77,13 +75,17 @@ def test_each_sample_ends_with_its_first_stop_token(run, whole):
     assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
 
 
-def test_writing_ends_where_the_last_sample_does(run, whole):
-    last, stop = min((max(found), character) for character, found in places(whole).items() if -1 not in found)
-    assert last < 16
-    asked = []
-    texts, _, _ = write(run, stop=stop, stop_requested=lambda: asked.append(True))
-    assert len(asked) == 1, "one block, and not all three"
-    assert max(map(len, texts)) == last + 1
+@pytest.mark.parametrize(("prompt", "begins"), [("the  zebra\ncat", "the <unk> \ncat "), (" ", "")])
+def test_prompts_are_words_and_may_be_unknown(prompt, begins, tmp_path):
+    workdir = trained.make(tmp_path / "run")
+    config, text = workdir.load()
+    written = []
+    asked = config_tree.replace(config, {"generate.prompt": prompt, "generate.length": 12})
+    generate.run(asked, text.vocabulary, workdir, log=str, write=written.append)
+    found = "".join(written)
+    assert found.startswith(begins)
+    assert len(found.removeprefix(begins).replace("\n", " <eos> ").split()) >= 12
+    assert set(found.split()) <= set(text.vocabulary.words)
 
 
 @pytest.mark.full
@@ -159,16 +161,3 @@ def test_what_is_not_one_known_token_is_refused_by_what_it_became(vocabulary, st
     with pytest.raises(UserError, match=pattern) as error:
         read_stop(GenerateConfig(stop=stop), vocabulary)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.full
-def test_pieces_stop_at_a_piece_and_at_their_mark():
-    content = b"one two three\n" * 50
-    file = File("words", len(content), lambda: iter([content]))
-    learnt = pieces_lib.train([file], size=268, line_mark=LineMark.EOS, lower_case=False)
-    for stop in ("\\n", "</s>"):
-        assert read_stop(GenerateConfig(stop=stop), learnt) == learnt.mark
-    single = next(token for token in range(259, 268) if learnt.encode(learnt.names()[token]).tolist() == [token])
-    assert read_stop(GenerateConfig(stop=learnt.names()[single].decode()), learnt) == single
-    with pytest.raises(UserError, match=r"'unheard of'.*\b\d+\b"):
-        read_stop(GenerateConfig(stop="unheard of"), learnt)

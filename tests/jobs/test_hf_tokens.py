@@ -9,11 +9,8 @@ import pytest
 
 import txl_jax
 from support import hf_tokenizers, trained
-from txl_jax.config import CorpusName, Tokenizer
-from txl_jax.config import tree as config_tree
+from txl_jax.config import Tokenizer
 from txl_jax.data.corpus import read_corpus
-from txl_jax.errors import UserError
-from txl_jax.jobs import train
 from txl_jax.jobs.convert import convert
 
 
@@ -58,26 +55,3 @@ def test_a_text_is_read_in_the_runs_tokens_though_the_file_is_gone(workdir, tmp_
     splits = [corpus.train, corpus.valid, corpus.test]
     assert b"".join(map(corpus.vocabulary.decode, splits)) == trained.TEXT
     assert {split.dtype for split in splits} == {np.dtype(np.uint16)}
-
-
-def test_another_tokenizer_is_refused_when_a_run_goes_on(workdir, tmp_path):
-    (tmp_path / "other.json").write_text(hf_tokenizers.byte_level(size=280))
-    config, text = workdir.load()
-    changed = config_tree.replace(config, {"data.tokenizer.hf_file": str(tmp_path / "other.json")})
-    corpus = read_corpus(changed.data, "nowhere", str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=rf"\b{text.vocabulary.size}\b.*\b280\b"):
-        train.run(changed, corpus, workdir)
-    # The same tokens at another place are the same run.
-    (tmp_path / "same.json").write_text(hf_tokenizers.byte_level())
-    moved = config_tree.replace(config, {"data.tokenizer.hf_file": str(tmp_path / "same.json")})
-    assert read_corpus(moved.data, "nowhere", str(tmp_path / "cache")).vocabulary == text.vocabulary
-
-
-def test_a_text_needs_the_file(tmp_path):
-    (tmp_path / "text").write_bytes(trained.TEXT)
-    data = config_tree.replace(
-        txl_jax.ExperimentConfig(),
-        {"data.corpus": CorpusName.TEXT, "data.file": str(tmp_path / "text"), "data.tokenizer.kind": Tokenizer.HF},
-    ).data
-    with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file=tokenizer\.json"):
-        read_corpus(data, "nowhere", str(tmp_path))

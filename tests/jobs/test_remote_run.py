@@ -1,19 +1,15 @@
-"""Tests a run in a bucket: scored, loaded, converted, and begun from."""
+"""Tests a run in a bucket: scored, loaded, converted, and split off."""
 
-import dataclasses
 import json
 
-import jax
 import pytest
 
 import txl_jax
-from support import drawn_run, tiny_run
-from txl_jax.assemble import assemble
+from support import drawn_run
 from txl_jax.errors import UserError
 from txl_jax.interop.portable import is_portable
-from txl_jax.jobs import ensemble, evaluate, score_tokens, warm_start
-from txl_jax.jobs.convert import TargetFormat, convert
-from txl_jax.jobs.export_model import export_model
+from txl_jax.jobs import ensemble, evaluate, score_tokens
+from txl_jax.jobs.convert import convert
 from txl_jax.jobs.split_off import split_off
 from txl_jax.jobs.workdir import TextInfo, Workdir
 
@@ -68,16 +64,6 @@ def test_a_conversion_that_was_killed_is_no_portable_folder(drawn, bucket, stora
     assert not is_portable(bucket)
 
 
-def test_an_export_in_a_bucket(drawn, bucket, tmp_path):
-    export_model(drawn[0].path, str(bucket / "exported"), log=str)
-    export_model(drawn[1].path, tmp_path / "exported", log=str)
-    assert {path.name for path in (bucket / "exported").iterdir()} == {
-        path.name for path in (tmp_path / "exported").iterdir()
-    }
-    for name in ("weights.safetensors", "tokens.json"):
-        assert (bucket / "exported" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
-
-
 def test_a_member_of_an_ensemble_is_split_off_in_a_bucket(text, bucket):
     config, corpus = text
     results = ensemble.run(config, [{"seed": 1}, {"seed": 2}], corpus, Workdir(bucket / "both")).results
@@ -85,27 +71,3 @@ def test_a_member_of_an_ensemble_is_split_off_in_a_bucket(text, bucket):
     own = json.loads((bucket / "second" / "results.json").read_bytes())
     assert own["test"] == results["members"]["seed=2"]["test"]
     assert txl_jax.load(str(bucket / "second")).step == config.train.steps
-
-
-def test_weights_of_another_implementation_are_refused_in_a_bucket(drawn, bucket):
-    convert(drawn[1].path, str(bucket / "theirs"), to_format=TargetFormat.ORIGINAL, log=str)
-    with pytest.raises(UserError, match="copy the folder to this machine"):
-        convert(str(bucket / "theirs"), str(bucket / "back"), log=str)
-    with pytest.raises(UserError, match=r"experiments\.convert"):
-        txl_jax.load(str(bucket / "theirs"))
-
-
-def test_training_begins_with_weights_of_a_bucket(text, drawn, bucket, tmp_path):
-    config, corpus = text
-    convert(drawn[1].path, str(bucket / "portable"), log=str)
-    parts = assemble(config, vocab_size=corpus.vocabulary.size)
-    expected = warm_state(parts, drawn[1].path, corpus, tmp_path)
-    for source in (drawn[0].path, bucket / "portable"):
-        tiny_run.assert_equal(warm_state(parts, source, corpus, tmp_path), expected)
-
-
-def warm_state(parts, source, corpus, folder):
-    """The parameters that a new run in `folder` begins with."""
-    begun = dataclasses.replace(parts, config=dataclasses.replace(parts.config, init_from=str(source)))
-    initial = jax.device_put(tiny_run.params(parts.model))
-    return jax.device_get(warm_start.load(begun, corpus.vocabulary, Workdir(folder)).state(initial).params)

@@ -3,14 +3,13 @@
 import re
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from txl_jax.data.batches.segment_reader import evaluation_segments
 from txl_jax.evaluation.streaming import Scores, evaluate
 from txl_jax.jobs import score as score_job
-from txl_jax.jobs.score import Interrupted, progress_bar, put_in_text_order
+from txl_jax.jobs.score import progress_bar, put_in_text_order
 from txl_jax.metrics import Measure, Totals
 
 
@@ -44,26 +43,15 @@ def test_every_tokens_nats_come_to_its_place(length, batch_size, segment_len, wa
     assert sorted(written) == list(range(1, length)), "each once"
 
 
-def show_progress(done, *, logged, stop=lambda: False, total=50):
-    with progress_bar(
-        "a text", total, unit="segment", measure=Measure.BPC, log=logged.append, stop_requested=stop
-    ) as show:
-        for each in done:
-            show(each, Totals(nats=np.log(2) * each, tokens=each))
-
-
 def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch, capsys):
     clock = iter([100, 119, 120, 121, 139, 145, 166])  # At the start, and at each call.
     monkeypatch.setattr(score_job.time, "monotonic", lambda: next(clock))
     logged = []
-    show_progress([5, 10, 15, 20, 25, 0], logged=logged)
+    reported = {"unit": "segment", "measure": Measure.BPC, "log": logged.append, "stop_requested": lambda: False}
+    with progress_bar("a text", 50, **reported) as show:
+        for done in (5, 10, 15, 20, 25, 0):
+            show(done, Totals(nats=np.log(2) * done, tokens=done))
     assert "nan" not in logged.pop() and len(logged) == 2  # Without a token there is no score.
     for line, percent, remaining in zip(logged, (20, 50), ("0:01:20", "0:00:45"), strict=True):
         assert re.match(rf"a text:\D*\b{percent}%.*\bbpc 1\.0000\b.*\b{remaining}$", line), line
     assert capsys.readouterr().err == ""
-
-
-def test_a_stop_ends_it_by_name(capsys):
-    logged, asked = [], iter([False, True])
-    with pytest.raises(Interrupted, match=r"^a text$"):
-        show_progress([1, 2, 3], logged=logged, stop=lambda: next(asked))

@@ -1,9 +1,6 @@
-"""Tests the records of an input against each document alone, mistakes in the input, and endless input."""
+"""Tests the records of an input against each document alone, and mistakes in the input."""
 
-import itertools
 import json
-import os
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -90,46 +87,3 @@ def test_a_loss_that_is_no_number_is_a_mistake():
     broken = model.params | {"softmax": {name: value * np.nan for name, value in model.params["softmax"].items()}}
     with pytest.raises(NonFiniteError, match=r"line 1 of book\.txt.*nan"):
         score(FakeInput([b"abc"]), params=broken)
-
-
-@pytest.mark.full
-def test_endless_input_needs_constant_memory():
-    peaks, records = [], 0
-
-    class EnoughError(Exception):
-        pass
-
-    def write(lines):
-        nonlocal records
-        records += 1
-        if records % 2000 == 0:
-            peaks.append(tracemalloc.get_traced_memory()[1])
-            tracemalloc.reset_peak()
-        if records == 6000:
-            raise EnoughError
-
-    endless = (b"abc dab k cab"[: number % 14] for number in itertools.count())
-    score(FakeInput([b"abc"]))  # Compiles.
-    tracemalloc.start()
-    with pytest.raises(EnoughError):
-        score(FakeInput(endless), write=write)
-    tracemalloc.stop()
-    assert peaks[2] < peaks[1] * 1.1 + 1e5
-
-
-@pytest.mark.full
-def test_a_result_does_not_wait_for_the_next_line():
-    read, write = os.pipe()
-    answers = []
-
-    def answer(lines):
-        answers.append(json.loads(lines)["tokens"])
-        if len(answers) < 5:
-            os.write(write, b"a" * (len(answers) + 3) + b"\n")
-        else:
-            os.close(write)
-
-    os.write(write, b"abc\n")
-    score(InputReader(read, InputFormat.LINES), write=answer)
-    os.close(read)
-    assert answers == [2, 3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""Tests the scores of single tokens: their file, their order at any batch and segment, their sum."""
+"""Tests the scores of single tokens: their file, their sum, and how a token is printed."""
 
 import re
 
@@ -8,12 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support import drawn_run
-from support.cases import full_but
 from txl_jax.config import LineMark
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.jobs import evaluate, score_tokens
-from txl_jax.jobs.score import SPLITS, Interrupted
+from txl_jax.jobs.score import SPLITS
 from txl_jax.jobs.workdir import TextInfo
 
 
@@ -65,30 +64,9 @@ def test_the_file_holds_every_token_but_the_first_and_its_sum_is_the_evaluation(
         assert [str(number) for number in read] == list(nats), "the shortest text that reads back as the number"
 
 
-@pytest.mark.parametrize(("batch_size", "segment_len", "per_call"), full_but([(4, 3, 2)], [(4, 3, 2), (60, 1, 1)]))
-def test_rows_and_segments_change_neither_order_nor_scores(run, batch_size, segment_len, per_call):
-    """Every row sees what one long pass sees if memory and warm-up span the text."""
-    whole = {"eval.mem_len": 64, "eval.same_length": False, "eval.segment_len": 50}
-    score(run, changes=whole)
-    *_, expected = table(run, "test")
-    sizes = {"batch_size": batch_size, "segment_len": segment_len, "segments_per_call": per_call}
-    score(run, changes=whole | {"eval.warmup_tokens": 64} | {f"eval.{name}": size for name, size in sizes.items()})
-    *_, found = table(run, "test")
-    np.testing.assert_allclose(np.array(found, float), np.array(expected, float), atol=2e-5)
-
-
-def test_a_stop_leaves_the_texts_before_it(run):
-    for split in SPLITS:
-        score_tokens.scores_file(run[2], split).unlink(missing_ok=True)
-    asked = iter(
-        [*[False] * 9, True]
-    )  # The validation text takes ten calls of a segment and is asked about nine times.
-    with pytest.raises(Interrupted, match="test"):
-        score(run, stop_requested=lambda: next(asked))
-    assert [score_tokens.scores_file(run[2], split).exists() for split in SPLITS] == [True, False]
-
-
-def test_words_are_written_to_the_file_as_in_the_vocabulary():
+@pytest.mark.parametrize("tokens_per_block", [3, 100])
+def test_words_are_written_to_the_file_as_in_the_vocabulary(tokens_per_block, monkeypatch):
+    monkeypatch.setattr(score_tokens, "_TOKENS_PER_BLOCK", tokens_per_block)
     vocabulary = WordVocabulary(("<eos>", "the", "<unk>", "a\\b"), LineMark.EOS)
     nats = np.array([9, 0.1, 1e-9, 16777216], np.float32)
     assert list(score_tokens.lines(np.array([1, 3, 0, 2]), nats, vocabulary)) == [
@@ -107,10 +85,3 @@ def test_a_name_is_one_cell_of_one_line_and_can_be_read_back(name):
     assert "\t" not in shown and len(shown.splitlines()) <= 1
     assert not {chr(i) for i in range(32)} & set(shown)
     assert unescaped(shown) == name
-
-
-def test_blocks_of_lines_join_without_a_seam(monkeypatch):
-    vocabulary, tokens, nats = WordVocabulary(("<eos>", "<unk>")), np.arange(30) % 2, np.arange(30, dtype=np.float32)
-    whole = list(score_tokens.lines(tokens, nats, vocabulary))
-    monkeypatch.setattr(score_tokens, "_TOKENS_PER_BLOCK", 7)
-    assert list(score_tokens.lines(tokens, nats, vocabulary)) == whole and len(whole) == 30

@@ -10,7 +10,7 @@ import pytest
 from support import drawn_run, tiny_run
 from txl_jax.config import Network
 from txl_jax.errors import UserError
-from txl_jax.jobs import evaluate, temperature
+from txl_jax.jobs import temperature
 from txl_jax.jobs.temperature import Plan
 from txl_jax.jobs.workdir import TextInfo
 
@@ -64,17 +64,5 @@ def test_scores_are_those_of_logits_divided(run):
     expected = by_hand(run, np.asarray(run[1].test), best)
     assert results["test"][f"{best:g}"]["loss"] == pytest.approx(expected, rel=1e-5)
     assert json.loads((run[2].path / "temperature.json").read_text()) == json.loads(json.dumps(results))
-
-
-def test_at_one_it_is_the_evaluation(run):
-    config, corpus, workdir, _ = run
-    alone = evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=lambda line: None)
-    assert choose(run, [1.0])["test"]["1"] == alone["test"]
-
-
-@pytest.mark.parametrize(("temperatures", "pattern"), [([], "temperature"), ([0.0], r"eval\.temperature\D*\b0\.0\b")])
-def test_what_is_no_temperature_is_refused(temperatures, pattern):
-    with pytest.raises(UserError, match=pattern):  # noqa: PT012
-        plan = Plan(tuple(temperatures))
-        plan.validate()
-        plan.check(tiny_run.CONFIG)
+    with pytest.raises(UserError, match="temperature"):
+        Plan(()).validate()

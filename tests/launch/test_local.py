@@ -43,15 +43,6 @@ def test_each_process_gets_the_addresses_of_the_others():
 
 
 @pytest.mark.full
-def test_a_dry_run_prints_commands_and_starts_nothing(tmp_path):
-    made = tmp_path / "made"
-    code, out, _ = finish(local("--dry_run", "--", "touch", str(made), "a b"))
-    assert code == 0 and not made.exists()
-    lines = out.splitlines()
-    assert len(lines) == 2 and lines[1].endswith(f"JAX_PROCESS_ID=1 touch {made} 'a b'")
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(("how", "expected", "reported"), [("exit 7", 7, "7"), ("kill -9 $$", 137, "SIGKILL")])
 def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, expected, reported, monkeypatch):
     script = f'trap "" TERM; test $JAX_PROCESS_ID = 1 && {how}; sleep 50'

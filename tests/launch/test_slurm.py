@@ -125,11 +125,7 @@ def test_each_task_of_an_array_runs_its_own_command(cluster, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        ([], "after --"),
-        (["--gpu=2", *RUN], "--gpu=2"),
-        (["--commands=-", *RUN], "--commands"),
-    ],
+    [([], "after --"), (["--gpu=2", *RUN], "--gpu=2"), (["--commands=-", *RUN], "--commands")],
 )
 def test_mistakes_are_named(words, expected):
     code, out, err = call(*words, given="")

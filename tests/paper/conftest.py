@@ -1,12 +1,8 @@
 """A run with drawn parameters on a text of bytes, for studies of trained runs."""
 
-import numpy as np
 import pytest
 
-from support import drawn_run, tiny_run
-from txl_jax.config import CorpusName, DataConfig
-from txl_jax.config import tree as config_tree
-from txl_jax.data.corpus import read_corpus
+from support import drawn_run
 
 
 @pytest.fixture(scope="session")
@@ -17,12 +13,7 @@ def make_run():
     """
 
     def make(folder, changes=(), text_folder=None):
-        text_folder = text_folder or folder
-        text = np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes()
-        (text_folder / "text").write_bytes(text)
-        data = DataConfig(corpus=CorpusName.TEXT, file=str(text_folder / "text"))
-        config = config_tree.replace(tiny_run.CONFIG, {"data": data, **dict(changes)})
-        corpus = read_corpus(data, "nowhere", str(text_folder))
+        config, corpus = drawn_run.on_text(text_folder or folder, drawn_run.letters(), **dict(changes))
         workdir, _ = drawn_run.make(folder / "run", config, corpus)
         return config, corpus, workdir
 

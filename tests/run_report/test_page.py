@@ -115,25 +115,6 @@ def test_a_page_loads_nothing_and_escapes_what_runs_hold(tmp_path):
     assert not re.search(r"https?:|@import|url\(", text)
 
 
-def test_records_of_efficiency_are_shown_where_they_are(tmp_path):
-    folder = recorded_run.make(tmp_path / "mine")
-    more = {"model_flops_per_second": 3.21e12, "peak_share": 0.412, "step_seconds": 0.25, "host_wait_share": 0.031}
-    lines = [json.dumps(record | more) for record in read_metrics(folder)]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    page = page_of(folder)
-    assert page.row("mine")[1][-3:] == ["3.21T", "41.2 %", "3.1 %"] and "250.0 ms" in page.row("mine")[1]
-    assert "device memory" not in page.of("th")
-
-
-def test_many_runs_without_seeds_are_listed_by_their_scores(tmp_path):
-    for number in range(12):
-        recorded_run.make(tmp_path / f"{number}", optimizer__learning_rate=0.0005 * (1 + number))
-    page = page_of(tmp_path)
-    scores = [float(row[2]) for row in page.rows if row[-1] == "finished"]
-    assert len(scores) == 12 and scores == sorted(scores)
-    assert len(page.charts["Validation, perplexity"]["series"]) == 5
-
-
 def test_runs_that_have_just_begun(tmp_path):
     page = page_of(recorded_run.make(tmp_path / "a", done=0), recorded_run.make(tmp_path / "b", done=0, seed=2))
     assert "0 of 1,000 updates" in page.row("a")[0]

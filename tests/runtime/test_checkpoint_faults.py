@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from pathlib import Path
 
 import jax
@@ -18,7 +17,7 @@ import pytest
 
 from support.checkpoints import abstract, make_state, step_names
 from txl_jax.errors import CheckpointError
-from txl_jax.runtime import checkpoint, distributed, integrity, orbax_io
+from txl_jax.runtime import checkpoint, distributed, integrity
 
 # Orbax does not close its event loop when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -50,11 +49,6 @@ def test_kill_in_the_middle_of_a_save(tmp_path, open_checkpoints):
         assert np.all(np.asarray(restored["x"]) == step)
         checkpoints.save(step + 1, restored, {})
     assert all(name.isdigit() for name in step_names(directory)) and len(step_names(directory)) == 2
-
-
-def test_an_error_is_the_systems_reason_alone():
-    for text in ("Error writing \"x/0\" [os_error_code='27']", f"{'path/' * 99}: [a='b.cc:1\\n'] [os_error_code=27]"):
-        assert orbax_io.short_error(ValueError(f"OUT_OF_RANGE: {text}")) == "File too large"
 
 
 @pytest.mark.usefixtures("quiet")
@@ -128,26 +122,3 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open
     assert "No space left on device" in lines[-1]
     with pytest.raises(CheckpointError, match="No space left"), open_checkpoints() as checkpoints:
         checkpoints.save(2, make_state(), {})
-
-
-@pytest.mark.usefixtures("quiet")
-def test_writes_that_nobody_waits_for_fail_in_silence(caplog):
-    """Orbax waits for one of several writes to a full disk, and drops those that were not begun."""
-    for error, logged in ((ValueError("File too large [os_error_code='27']"), False), (ValueError("another"), True)):
-        caplog.clear()
-        logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=(type(error), error, None))
-        assert ("never retrieved" in caplog.text) == logged
-
-    async def async_serialize_from_host():
-        pass
-
-    async def another():
-        pass
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        orbax_io.quiet_orbax()
-        for write in (async_serialize_from_host, another):
-            write()  # And is dropped.
-    messages = [str(warning.message) for warning in caught if "never awaited" in str(warning.message)]
-    assert len(messages) == 1 and "another" in messages[0]

@@ -1,11 +1,9 @@
 """Tests what a run writes about itself: whole files or none, no step twice after a resume, valid JSON and events."""
 
-import contextlib
 import json
 import math
 import os
 import re
-import resource
 import struct
 import time
 
@@ -13,21 +11,10 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from support.full_disk import largest_file
 from txl_jax.errors import LogError
 from txl_jax.runtime.files import write_json, write_lines
 from txl_jax.runtime.metrics_log import RunLog, read_metrics
-
-
-@contextlib.contextmanager
-def small_files(size):
-    """No file can grow past a size: to the writer the same as a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
 
 # write_json
 
@@ -42,7 +29,7 @@ def test_write_json_replaces_the_whole_file_or_nothing(tmp_path):
     for bad, error in (({"a": object()}, TypeError), ({"a": math.nan}, ValueError)):
         with pytest.raises(error):
             write_json(path, bad)
-    with small_files(20_000), pytest.raises(LogError, match=r"config\.json.*File too large"):
+    with largest_file(20_000), pytest.raises(LogError, match=r"config\.json.*File too large"):
         write_json(path, "x" * 100_000)
     assert (json.loads(path.read_bytes()), sorted(os.listdir(tmp_path))) == ({"b": "é"}, ["another", "config.json"])
 
@@ -186,18 +173,6 @@ def read_events_of(path):
         data = data[16 + length :]
 
 
-def test_scalars_can_be_read_back(tmp_path):
-    with RunLog(tmp_path) as log:
-        log.record("train", 7, {"loss": 0.5, "rate": 2.0})
-        log.record("valid", 7, {"loss": 0.25}, member="seed=2")
-        events = read_events(tmp_path / "tensorboard")  # Not only once it is closed.
-    values = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
-    # TensorBoard takes no "=".
-    assert values == [(7, "train/loss", 0.5), (7, "train/rate", 2.0), (7, "seed_2/valid/loss", 0.25)]
-    assert events[0].file_version == "brain.Event:2"
-    assert read_metrics(tmp_path)[1] == {"kind": "valid", "step": 7, "member": "seed=2", "loss": 0.25}
-
-
 def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path, monkeypatch):
     """TensorBoard reads files in the order of their names, which is that of writing though the clock goes back."""
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
@@ -218,7 +193,7 @@ def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path, mon
 def test_a_full_disk_and_a_folder_that_cannot_be_made(tmp_path):
     with RunLog(tmp_path) as log:
         log.record("train", 1, {"loss": 1.0})
-        with small_files(200), pytest.raises(LogError, match=f"{re.escape(str(tmp_path))}.*File too large"):  # noqa: PT012
+        with largest_file(200), pytest.raises(LogError, match=f"{re.escape(str(tmp_path))}.*File too large"):  # noqa: PT012
             for step in range(2, 50):
                 log.record("train", step, {"loss": 1.0})
     assert read_metrics(tmp_path)[0] == {"kind": "train", "step": 1, "loss": 1.0}

@@ -1,7 +1,6 @@
 """Tests of `as_path`: what a user gives, a folder of this machine or a URL."""
 
 import importlib.util
-import logging
 import os
 from pathlib import Path
 
@@ -33,23 +32,6 @@ def test_what_cannot_be_opened_is_refused(given, expected, monkeypatch):
     with pytest.raises(UserError, match=r".") as refused:
         paths.as_path(given)
     assert given in str(refused.value) and expected in str(refused.value)
-
-
-def test_tries_that_fail_alike_are_one_line_without_a_traceback(caplog):
-    loggers = [logging.getLogger(name) for name in ("gcsfs", "s3fs", "google.auth._default")]
-    paths.shorten_storage_logs()
-    paths.shorten_storage_logs()
-    try:
-        for logger, name in zip((*loggers, loggers[0]), ("bucket-a", "bucket-b", "bucket-a", "bucket-b"), strict=True):
-            try:
-                raise OSError("no route")
-            except OSError:
-                logger.exception("cannot reach %s\nand more", name)
-    finally:
-        for logger in loggers:
-            logger.removeFilter(paths._FIRST_TIME)
-    assert [record.getMessage() for record in caplog.records] == ["cannot reach bucket-a", "cannot reach bucket-b"]
-    assert "OSError" not in caplog.text
 
 
 @pytest.mark.full

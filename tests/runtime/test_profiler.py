@@ -25,15 +25,8 @@ def add_one(state, segments):
 def profiled(folder, window, *, first_step=0, per_call=5, calls=4):
     """The lines of a run whose steps from first_step on are profiled in a window, and the excluded seconds."""
     lines, seconds, state = [], [], jnp.zeros(())
-    with StepProfiler(
-        add_one,
-        folder,
-        first_step=first_step,
-        segments_per_call=per_call,
-        profile_steps=window,
-        log=lines.append,
-        exclude=seconds.append,
-    ) as step:
+    sizes = {"first_step": first_step, "segments_per_call": per_call, "profile_steps": window}
+    with StepProfiler(add_one, folder, **sizes, log=lines.append, exclude=seconds.append) as step:
         for _ in range(calls):
             state, _ = step(state, jnp.ones(3))
     assert state == calls

@@ -25,15 +25,9 @@ def harness():
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     with engine(start=False) as made, served(made, Settings("tiny")) as port:
-        yield LocalCompletionsAPI(
-            model="tiny",
-            base_url=f"http://127.0.0.1:{port}/v1/completions",
-            tokenizer_backend="remote",
-            batch_size=2,
-            max_length=10_000,
-            custom_prefix_token_id=0,  # The harness reads the id 0 of `bos_token` as none.
-            max_gen_toks=9,
-        )
+        options = {"base_url": f"http://127.0.0.1:{port}/v1/completions", "tokenizer_backend": "remote"}
+        options |= {"custom_prefix_token_id": 0, "max_gen_toks": 9}  # It reads the id 0 of `bos_token` as none.
+        yield LocalCompletionsAPI(model="tiny", batch_size=2, max_length=10_000, **options)
 
 
 def test_log_likelihoods_are_those_of_the_library(harness):

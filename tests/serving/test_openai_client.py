@@ -44,13 +44,3 @@ def test_it_reads_a_stream(client):
         for choice in event.choices:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in whole.choices] and usage == whole.usage
-
-
-def test_it_raises_its_own_errors(client):
-    import openai
-
-    with pytest.raises(openai.BadRequestError) as raised:
-        client.completions.create(model="tiny", prompt="abc", max_tokens=0)
-    assert raised.value.param == "max_tokens"
-    with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="wrong").models.list()

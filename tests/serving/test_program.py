@@ -12,14 +12,11 @@ import time
 
 import pytest
 
-from support import ROOT, drawn_run, programs, tiny_run
+from support import ROOT, drawn_run, programs
 from support.faults import cache_in
 from support.http_server import ask
-from support.own_text import own_text
-from txl_jax.config import tree as config_tree
-from txl_jax.data.corpus import read_corpus
 
-TEXT = "the cat sat on the mat and the dog ran\n"
+TEXT = b"the cat sat on the mat and the dog ran\n"
 SECONDS = 300
 
 
@@ -27,9 +24,7 @@ SECONDS = 300
 def run(tmp_path_factory):
     """The workdir of a run with drawn weights."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "text").write_text(TEXT * 50)
-    config = config_tree.replace(tiny_run.CONFIG, {"data": own_text(file=str(folder / "text"))})
-    drawn_run.make(folder / "mine", config, read_corpus(config.data, "nowhere", str(folder)))
+    drawn_run.make(folder / "mine", *drawn_run.on_text(folder, TEXT * 50))
     return folder / "mine"
 
 

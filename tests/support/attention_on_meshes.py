@@ -47,21 +47,12 @@ def training(implementation):
     """The function of arrays to values and gradients, with dropout; 5 rows have less memory than M."""
     visibility = Visibility(jnp.asarray([M, 0, 3, M, 7, 1, M, 2]), L, M, 12)
     dropout = Dropout(0.3, jnp.uint32(7), n_head=H)
+    options = {"visibility": visibility, "dropout": dropout, "implementation": implementation}
     weights = arrays((B, H, L, E))[0]
 
     def loss(given):
         query, key, value, position_key, u, v = given
-        out = attention(
-            query,
-            key,
-            value,
-            position_key,
-            content_bias=u,
-            position_bias=v,
-            visibility=visibility,
-            dropout=dropout,
-            implementation=implementation,
-        )
+        out = attention(query, key, value, position_key, content_bias=u, position_bias=v, **options)
         return jnp.sum(weights * out), out
 
     def values_and_gradients(given):

@@ -15,27 +15,14 @@ SCRIPT = str(ROOT / "launch" / "tpu.sh")
 RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=/mnt/txl/one", "--generate.prompt=it's"]
 IN_BUCKET = ["--", "python", "-m", "experiments.enwik8", "--workdir=gs://mine/one"]
 HOST_COMMANDS = [
-    "sudo",
-    "python3",
-    "uv",
-    "mountpoint",
-    "lsb_release",
-    "systemd-escape",
-    "systemctl",
-    "systemd-run",
-    "journalctl",
-    "apt-get",
-    "curl",
+    *("sudo", "python3", "uv", "mountpoint", "lsb_release", "systemd-escape", "systemctl", "systemd-run"),
+    *("journalctl", "apt-get", "curl"),
 ]
 
 
 def start(cloud, *words, **environment):
-    path = f"{cloud / 'bin'}:{os.environ['PATH']}"
-    variables = (
-        os.environ
-        | {"PATH": path, "FAKE": str(cloud), "TMPDIR": str(cloud), "REAL_PYTHON": sys.executable}
-        | environment
-    )
+    own = {"PATH": f"{cloud / 'bin'}:{os.environ['PATH']}", "FAKE": str(cloud), "TMPDIR": str(cloud)}
+    variables = os.environ | own | {"REAL_PYTHON": sys.executable} | environment
     return subprocess.Popen(
         [SCRIPT, *words], cwd=cloud / "clone", env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -72,15 +72,8 @@ class Victim:
         inherited = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
         victim = str(Path(__file__).with_name("victim.py"))
         command = [sys.executable, victim, str(marks), json.dumps(faults), program, *flags]
-        self._process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=inherited | place.environment,
-            pass_fds=[marks],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes = {"pass_fds": [marks], "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=inherited | place.environment, **pipes)
         os.close(marks)
         self.pid = self._process.pid
         self._received, self._ready = b"", time.monotonic()

@@ -35,17 +35,8 @@ def word_pieces() -> str:
 def meta_space() -> str:
     """Pieces that begin with a mark for the space, and bytes for other characters, as Llama's."""
     space = "\N{LOWER ONE EIGHTH BLOCK}"
-    names = [
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        space,
-        "b",
-        "a",
-        "n",
-        f"{space}b",
-        "an",
-        f"{space}ban",
-    ]
+    pieces = (space, "b", "a", "n", f"{space}b", "an", f"{space}ban")
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     merges = [(space, "b"), ("a", "n"), (f"{space}b", "an")]
     tokenizer = Tokenizer(
         models.BPE({name: i for i, name in enumerate(names)}, merges, unk_token="<unk>", byte_fallback=True)

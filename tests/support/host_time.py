@@ -23,6 +23,7 @@ from txl_jax.config import ExperimentConfig, MeshConfig, ModelConfig, TrainConfi
 from txl_jax.data.batches.segment_reader import training_segments
 
 ROWS, L, STEPS, WARMUP = 4, 32, 60, 10  # Rows per device.
+COUNTS = ("steps", "log_every", "eval_every", "checkpoint_every")
 MESHES = {
     "1": MeshConfig(data=1),
     "2": MeshConfig(data=2),
@@ -38,15 +39,7 @@ def milliseconds_per_step(mesh: MeshConfig) -> float:
     rows = ROWS * (mesh.data or 1) * mesh.fsdp * mesh.tensor
     config = ExperimentConfig(
         model=ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64),
-        train=TrainConfig(
-            steps=STEPS,
-            batch_size=rows,
-            segment_len=L,
-            mem_len=L,
-            log_every=STEPS,
-            eval_every=STEPS,
-            checkpoint_every=STEPS,
-        ),
+        train=TrainConfig(batch_size=rows, segment_len=L, mem_len=L, **dict.fromkeys(COUNTS, STEPS)),
         mesh=mesh,
     )
     parts = assemble(config, vocab_size=64)

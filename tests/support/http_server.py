@@ -51,11 +51,8 @@ def ask(
     """Status and body of a response, as JSON where it is; a body that is no bytes is sent as JSON."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    sent = {
-        "Content-Type": "application/json",
-        **({"Authorization": f"Bearer {key}"} if key else {}),
-        **(headers or {}),
-    }
+    authorization = {"Authorization": f"Bearer {key}"} if key else {}
+    sent = {"Content-Type": "application/json", **authorization, **(headers or {})}
     connection.request(method or ("GET" if body is None else "POST"), path, raw, sent)
     response = connection.getresponse()
     content = response.read()

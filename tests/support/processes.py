@@ -14,14 +14,12 @@ def start(*arguments, processes=2, devices=4, of_process=lambda number: (), **va
     """Starts the processes; `of_process` returns further arguments for each number."""
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     announced = process_environments(processes, devices=devices, base=os.environ)
+    how = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return [
         subprocess.Popen(
             [sys.executable, *map(str, arguments), *of_process(number)],
-            cwd=ROOT,
             env=os.environ | path | environment | variables,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            **how,
         )
         for number, environment in enumerate(announced)
     ]

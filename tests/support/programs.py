@@ -13,19 +13,9 @@ import pytest
 from absl import flags
 
 TINY = [  # A run of seconds.
-    "--model.n_layer=2",
-    "--model.d_model=16",
-    "--model.n_head=2",
-    "--model.d_head=8",
-    "--model.d_inner=32",
-    "--train.batch_size=4",
-    "--train.segment_len=16",
-    "--train.mem_len=16",
-    "--train.segments_per_call=2",
-    "--eval.batch_size=4",
-    "--eval.segment_len=16",
-    "--eval.mem_len=32",
-    "--eval.clamp_len=none",
+    *("--model.n_layer=2", "--model.d_model=16", "--model.n_head=2", "--model.d_head=8", "--model.d_inner=32"),
+    *("--train.batch_size=4", "--train.segment_len=16", "--train.mem_len=16", "--train.segments_per_call=2"),
+    *("--eval.batch_size=4", "--eval.segment_len=16", "--eval.mem_len=32", "--eval.clamp_len=none"),
 ]
 
 

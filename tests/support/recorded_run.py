@@ -20,12 +20,7 @@ LOG_EVERY, EVAL_EVERY = 20, 200
 def make(folder: Path, *, steps: int = 1000, done: int | None = None, member_settings=(), **settings) -> Path:
     """Writes a run into a folder and returns it.
 
-    Args:
-      folder: the workdir.
-      steps: updates of the whole run.
-      done: updates done; None: all, with results.
-      member_settings: what each member of an ensemble differs in; empty: a run by itself.
-      settings: `model__n_layer=4` for model.n_layer.
+    `done`: updates done; None: all, with results. `member_settings`: what each member of an ensemble differs in.
     """
     values = {name.replace("__", "."): value for name, value in settings.items()}
     defaults = ExperimentConfig(data=DataConfig(corpus=CorpusName.PTB))

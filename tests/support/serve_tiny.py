@@ -26,14 +26,9 @@ def in_its_own_process(
     """The port of a server that keeps sessions in a folder, and its process."""
     given = [str(num_sessions), str(folder), json.dumps(dataclasses.asdict(limits))]
     path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "support.serve_tiny", *given],
-        cwd=ROOT,
-        env=os.environ | path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "support.serve_tiny", *given]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | path, stdin=pipe, stdout=pipe, text=True)
     assert process.stdout is not None
     try:
         yield int(process.stdout.readline()), process

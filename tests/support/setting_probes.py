@@ -39,6 +39,7 @@ from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.training.state import init_state
 from txl_jax.training.step import make_train_step
 
+EVERY = dict.fromkeys(("log_every", "eval_every", "checkpoint_every"), 4)
 # Chosen so that every setting matters: clusters, pre layer norm, same_length, a clamp, a warm-up.
 BASE = ExperimentConfig(
     model=ModelConfig(
@@ -57,16 +58,7 @@ BASE = ExperimentConfig(
     data=DataConfig(corpus=CorpusName.TEXT, file="words.txt"),
     optimizer=OptimizerConfig(warmup_steps=2),
     train=TrainConfig(
-        steps=8,
-        batch_size=2,
-        segment_len=7,
-        mem_len=5,
-        clamp_len=6,
-        same_length=True,
-        segments_per_call=2,
-        log_every=4,
-        eval_every=4,
-        checkpoint_every=4,
+        steps=8, batch_size=2, segment_len=7, mem_len=5, clamp_len=6, same_length=True, segments_per_call=2, **EVERY
     ),
     eval=EvalConfig(batch_size=2, segment_len=6, mem_len=9, clamp_len=4, segments_per_call=2),
     generate=GenerateConfig(length=4, top_k=10),
@@ -231,21 +223,7 @@ def text(config):
 PROBES = {
     probe.__name__: probe
     for probe in (
-        shapes,
-        init,
-        first_weights,
-        forward,
-        update,
-        train_step,
-        eval_step,
-        batch,
-        corpus,
-        end_token,
-        epochs,
-        devices,
-        files,
-        scored,
-        prompt,
-        text,
+        *(shapes, init, first_weights, forward, update, train_step, eval_step, batch),
+        *(corpus, end_token, epochs, devices, files, scored, prompt, text),
     )
 }

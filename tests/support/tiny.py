@@ -72,18 +72,11 @@ def encoder(
     model: TransformerXL, *, clamp_len: int | None = None, same_length: bool = False, deterministic: bool = True
 ):
     """(variables, tokens, memory, rngs) -> (hidden, memory), compiled."""
+    options = {"clamp_len": clamp_len, "same_length": same_length, "deterministic": deterministic}
 
     @jax.jit
     def encode(variables, tokens, memory, rngs=None):
-        return model.apply(
-            variables,
-            tokens,
-            memory,
-            clamp_len=clamp_len,
-            same_length=same_length,
-            deterministic=deterministic,
-            rngs=rngs,
-        )
+        return model.apply(variables, tokens, memory, rngs=rngs, **options)
 
     return encode
 

@@ -27,19 +27,12 @@ from txl_jax.training.step import TrainStep, UpdateMetrics
 B, L, M = tiny.B, 7, 8
 STEPS = 10
 EPOCH = 3  # Segments, so that epochs end inside calls of 2 and of 5 updates.
+COUNTS = ("steps", "log_every", "eval_every", "checkpoint_every")
 
 CONFIG = ExperimentConfig(
     model=dataclasses.replace(tiny.CONFIG, dropout=DropoutConfig(rate=0.3)),
     optimizer=OptimizerConfig(learning_rate=0.01, clip_norm=0.5),
-    train=TrainConfig(
-        steps=STEPS,
-        batch_size=B,
-        segment_len=L,
-        mem_len=M,
-        log_every=STEPS,
-        eval_every=STEPS,
-        checkpoint_every=STEPS,
-    ),
+    train=TrainConfig(batch_size=B, segment_len=L, mem_len=M, **dict.fromkeys(COUNTS, STEPS)),
     eval=EvalConfig(batch_size=1, segment_len=5, mem_len=9, clamp_len=None, segments_per_call=1),
 )
 

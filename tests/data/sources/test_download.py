@@ -12,8 +12,8 @@ import requests
 
 from support import miniature
 from support.published_corpora import contents, read
-from txl_jax.config import CorpusName, TokenizerConfig
-from txl_jax.data.sources import corpus_row, tfds_builders
+from txl_jax.config import CorpusName
+from txl_jax.data.sources import tfds_builders
 from txl_jax.data.sources.corpora import CORPORA
 from txl_jax.data.sources.corpus_row import Remote
 from txl_jax.errors import UserError
@@ -102,20 +102,6 @@ def test_a_source_of_several_files(server, source, tmp_path):
     assert sorted(server.asked) == sorted(["HEAD /ptb.train.txt", *(f"GET /{file}" for file in PTB_FILES)])
 
 
-def test_one_plain_file(server, tmp_path, monkeypatch):
-    """A corpus that is not packed, in place of text8."""
-    text = "".join(f"Fable {i}: the fox and the grapes.\n" for i in range(3000)).encode()
-    served = serve(server, "fables.txt", text)
-    facts = {"size": len(text), "sha256": served.sha256, "cuts": (len(text) - 70, 40, 30), "vocab_size": 256}
-    names = {"title": "Fables", "contents": "bytes", "file": "fables.txt", "urls": (served.url,)}
-    row = corpus_row.one_file(CorpusName.TEXT8, tokenizer=TokenizerConfig(), **names, **facts)
-    monkeypatch.setitem(CORPORA, CorpusName.TEXT8, row)
-    expected = {"train": text[:-70], "valid": text[-70:-30], "test": text[-30:]}
-    assert contents(read(CorpusName.TEXT8, tmp_path)) == expected
-    assert server.asked == ["HEAD /fables.txt", "GET /fables.txt"]
-    assert not left_in_the_cache(tmp_path)
-
-
 @pytest.mark.parametrize("dead", ["nothing listens", "not found", "other file", "other size", "no archive"])
 def test_the_next_source_is_taken(dead, server, source, tmp_path):
     whole = miniature.official(CorpusName.ENWIK8)
@@ -202,12 +188,3 @@ def test_a_download_that_is_cut_is_not_taken(server, source, tmp_path, monkeypat
     monkeypatch.setattr(Handler, "do_GET", cut, raising=False)
     source(CorpusName.ENWIK8, (Remote(server.url + "enwik8.zip"),))
     assert f"{server.url}enwik8.zip" in failure(CorpusName.ENWIK8, tmp_path)
-
-
-def test_the_builders_alone_download_too(server, source, tmp_path):
-    source(CorpusName.PTB, (serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB)),))
-    builder = tfds_builders.BUILDERS[CorpusName.PTB](data_dir=tmp_path)
-    builder.download_and_prepare()
-    records = builder.as_data_source("test")
-    text = b"".join(records[i]["block"] for i in range(len(records)))
-    assert text == miniature.texts(CorpusName.PTB)["test"]

@@ -31,7 +31,7 @@ def documents(reader):
 
 @pytest.mark.parametrize("block", [1, 2, 5, 1 << 16])
 @pytest.mark.parametrize("end", [b"", b"\n", b"\n\n\n"])
-def test_documents_have_their_lines(pipe, monkeypatch, block, end):
+def test_documents_have_their_lines(monkeypatch, block, end):
     monkeypatch.setattr(input_text, "_BLOCK", block)
     for form in InputFormat:
         read, write = os.pipe()
@@ -44,7 +44,6 @@ def test_documents_have_their_lines(pipe, monkeypatch, block, end):
             assert found == list(enumerate(lines, start=1))
         else:
             assert found == [(1, b"one"), (4, b"two\nthree"), (7, b"four")]
-    os.close(pipe[1])
 
 
 @pytest.mark.parametrize("form", InputFormat)

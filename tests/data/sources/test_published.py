@@ -1,6 +1,5 @@
 """Tests published corpora, in miniature: every place and form of their files, and the table of their facts."""
 
-import dataclasses
 import os
 import re
 import shutil
@@ -18,7 +17,6 @@ from support.published_corpora import (
     official,
     official_in_the_manual_folder,
     own_archive,
-    place,
     place_official,
     read,
     unpacked,
@@ -162,21 +160,3 @@ def test_the_official_facts():
         assert layout["train"][-1].endswith("/news.en-00099-of-00100")
         assert layout["test"][0].endswith("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050")
         assert layout["valid"][0].endswith("/news.en.heldout-00001-of-00050")
-
-
-@pytest.mark.full
-def test_penn_treebank_itself(data_dir, tmp_path, monkeypatch):
-    monkeypatch.setitem(CORPORA, CorpusName.PTB, TABLE[CorpusName.PTB])
-    text = published.read(CorpusName.PTB, data_dir=str(data_dir), cache_dir=str(tmp_path))
-    for split, content in contents(text).items():
-        assert content == (data_dir / "ptb" / f"ptb.{split}.txt").read_bytes()
-
-
-@pytest.mark.full
-def test_wikitexts_own_end_is_no_empty_line(data_dir, tmp_path, monkeypatch):
-    content = (data_dir / "wikitext-2" / "test.txt").read_bytes()
-    row = TABLE[CorpusName.WIKITEXT2]
-    facts = dict.fromkeys(row.facts, row.facts["test"])
-    monkeypatch.setitem(CORPORA, CorpusName.WIKITEXT2, dataclasses.replace(row, facts=facts))
-    place(tmp_path / "data", {f"wiki.{split}.tokens": content for split in facts})
-    assert contents(read(CorpusName.WIKITEXT2, tmp_path))["valid"] == content

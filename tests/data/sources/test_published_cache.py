@@ -7,15 +7,14 @@ import shutil
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from support import ROOT, miniature
 from support.full_disk import largest_file
-from support.published_corpora import contents, expected_digest, place_official, read, refusal, unpacked
+from support.published_corpora import contents, expected_digest, place_official, read, refusal
 from txl_jax.config import CorpusName
-from txl_jax.data.sources import published, tfds_builders
+from txl_jax.data.sources import published
 from txl_jax.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("miniatures")
@@ -75,27 +74,6 @@ def test_a_cache_that_cannot_be_made(cache, tmp_path):
         published.read(CorpusName.PTB, data_dir=str(tmp_path / "data"), cache_dir=str(cache))
 
 
-def test_a_read_only_or_full_cache(tmp_path, monkeypatch):
-    """A folder's permissions do not stop root, so the errors are made."""
-    place_official(tmp_path, CorpusName.PTB)
-    named = r"\bPenn Treebank\b.*/cache/tfds\b.*\b{}\b.*--cache_dir\b"
-
-    def mkdir(path, *args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    with monkeypatch.context() as read_only:
-        read_only.setattr(Path, "mkdir", mkdir)
-        with pytest.raises(UserError, match=named.format("Permission denied")):
-            read(CorpusName.PTB, tmp_path)
-
-    def add(tally, block):
-        raise OSError(122, "Disk quota exceeded", str(tmp_path / "cache" / "tfds" / "txl_ptb" / "some" / "file"))
-
-    monkeypatch.setattr(tfds_builders.Tally, "add", add)
-    with pytest.raises(UserError, match=named.format("Disk quota exceeded")):
-        read(CorpusName.PTB, tmp_path)
-
-
 @pytest.mark.full
 def test_a_full_disk(tmp_path):
     place_official(tmp_path, CorpusName.LM1B)
@@ -104,18 +82,6 @@ def test_a_full_disk(tmp_path):
         message = refusal(CorpusName.LM1B, tmp_path, UserError)
     assert re.search(rf"One Billion Word.*{folder}\b.*\bFile too large\b.*--cache_dir\b", message)
     assert contents(read(CorpusName.LM1B, tmp_path)) == miniature.texts(CorpusName.LM1B)
-
-
-def test_files_that_may_not_be_read_are_not_the_caches_fault(tmp_path, monkeypatch):
-    unpacked(tmp_path, CorpusName.PTB)
-    denied = str(tmp_path / "data" / "simple-examples" / "data" / "ptb.test.txt")
-
-    def getsize(path):
-        raise PermissionError(13, "Permission denied", denied)
-
-    monkeypatch.setattr(os.path, "getsize", getsize)
-    with pytest.raises(PermissionError, match=denied):
-        read(CorpusName.PTB, tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "flipped"])

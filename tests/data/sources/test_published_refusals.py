@@ -122,15 +122,6 @@ def test_common_names_count_only_in_the_corpuss_own_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", miniature.NAMES)
-def test_an_empty_file(name, tmp_path):
-    unpacked(tmp_path, name)
-    for path in (tmp_path / "data").rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"")
-    assert re.search(rf"{tmp_path}/data/.*{CORPORA[name].url}", refusal(name, tmp_path))
-
-
-@pytest.mark.parametrize("name", miniature.NAMES)
 def test_without_files_and_network_every_source_is_asked_once_and_named(name, tmp_path, monkeypatch):
     monkeypatch.setitem(CORPORA, name, TABLE[name])
     asked = []

@@ -131,6 +131,8 @@ def test_what_is_no_tokenizer_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file\b.*tokenizer\.json\b"):
         given_tokenizer(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"--data\.tokenizer\.hf_file="):
+        given_tokenizer(None)
 
 
 def test_a_character_that_would_vanish_is_refused_with_the_file():

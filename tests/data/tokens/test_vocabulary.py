@@ -1,6 +1,5 @@
 """Tests text to token ids and back: bytes, characters and words against plain Python, and the saved form."""
 
-import collections
 import hashlib
 import itertools
 import re
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.encoded_text import in_blocks, joined, words_of
 from txl_jax.config import LineMark, Newlines
-from txl_jax.data.tokens.build_vocabulary import KINDS, rank
+from txl_jax.data.tokens.build_vocabulary import KINDS
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
 from txl_jax.data.tokens.character_vocabulary import CharacterVocabulary
 from txl_jax.data.tokens.id_vocabulary import IdVocabulary
@@ -169,34 +168,11 @@ def test_ids_as_tokens():
 # Ranks
 
 
-@given(
-    text=st.lists(st.sampled_from(["a", "b", "c", "d", "<unk>", "<eos>"])),
-    min_count=st.integers(1, 4),
-    first=st.sampled_from([[], ["<eos>"]]),
-)
-@settings(max_examples=200)
-def test_rank_against_plain_python(text, min_count, first):
-    seen = list(dict.fromkeys(text))
-    # What is rare is counted as <unk>, which comes last among equals unless it is frequent by itself.
-    rare = [word for word in seen if text.count(word) < min_count]
-    counts = {word: text.count(word) for word in seen if word not in rare}
-    counts["<unk>"] = counts.get("<unk>", 0) + sum(map(text.count, rare))
-    expected = sorted(counts, key=lambda word: -counts[word])  # Stable: a dict keeps the order of first occurrence.
-    expected = first + [word for word in expected if word not in first]
-    assert rank(collections.Counter(text), min_count=min_count, unknown="<unk>", first=first) == expected
-
-
 # The saved form
 
 
 def saved(vocabulary):
     return loads(dumps(vocabulary), KINDS)
-
-
-@given(symbols=st.sets(st.integers(0, 255), min_size=1), newlines=st.sampled_from(Newlines))
-def test_saved_bytes_are_the_same(symbols, newlines):
-    own = ByteVocabulary(bytes(sorted(symbols)), newlines)
-    assert saved(own) == own
 
 
 @given(characters=AWKWARD, lower_case=st.booleans())

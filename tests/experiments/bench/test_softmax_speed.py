@@ -1,7 +1,6 @@
 """Tests of the softmax benchmark and its program."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,8 +26,7 @@ def test_probabilities_follow_the_power_law():
 
 
 @pytest.mark.full
-def test_the_program_prints_a_table_with_the_tokens_of_each():
-    """A softmax that needs too much memory gets fewer tokens."""
+def test_a_softmax_that_needs_too_much_memory_gets_fewer_tokens():
     sizes = ["--vocab_size=4000", "--calls=2", "--model.d_model=64", "--model.cutoffs=200,1000"]
     sizes += ["--train.batch_size=4", "--train.segment_len=50"]
     code, out, err = programs.run(
@@ -38,10 +36,6 @@ def test_the_program_prints_a_table_with_the_tokens_of_each():
     rows = cells(out)
     assert rows["softmax"][0] == "tokens"
     assert rows["adaptive"][0] == "200" and rows["full"][0] == "100"
-    assert rows["full"][-1].endswith(" MB") or not Path("/proc/self/status").exists()
-    assert re.search(r"(?m)^[^|]*\bfull\b[^|]*\b200\b[^|]*\bMB\b", out), "the limit, and what all tokens need"
-    shares = re.search(r"(?m)^[^|]*%.*$", out)[0]
-    assert len(re.findall(r"[\d.]+% \([\d.]+%\)", shares)) == 3, "the head and two tails"
     code, _, err = programs.run(
         "experiments.bench.softmax_speed", *sizes, "--train.segment_len=1", "--memory_gb=0.000001"
     )

@@ -1,20 +1,13 @@
-"""Tests the programs as a user starts them: each mode, the studies of a trained run, Ctrl-C, and first mistakes."""
+"""Tests the programs as a user starts them: each mode, the studies of a trained run, and first mistakes."""
 
-import csv
 import json
-import os
 import re
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support import ROOT, programs
-from txl_jax.runtime.metrics_log import read_metrics
-from txl_jax.runtime.sinks.sink import MEASURED
+from support import programs
 
 SHORT = programs.steps(2, every=2)
 
@@ -30,17 +23,12 @@ def succeed(program, *flags):
     return out
 
 
-def numbers(workdir):
-    records = read_metrics(workdir)
-    return {(r["kind"], r["step"]): {k: v for k, v in r.items() if k not in MEASURED} for r in records}
-
-
 @pytest.fixture(scope="module")
 def own_text(tmp_path_factory):
     """Flags of a tiny run on a text."""
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 12_000)))
-    return [*programs.TINY, *programs.steps(600, every=50), f"--data.file={path}", f"--cache_dir={path.parent}"]
+    return [*programs.TINY, *programs.steps(100, every=50), f"--data.file={path}", f"--cache_dir={path.parent}"]
 
 
 @pytest.fixture(scope="module")
@@ -48,29 +36,6 @@ def undisturbed(own_text, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("undisturbed")
     succeed("text", *own_text, f"--workdir={workdir}")
     return workdir
-
-
-@pytest.mark.full
-def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, own_text, tmp_path):
-    process = subprocess.Popen(
-        programs.command("experiments.text", *own_text, f"--workdir={tmp_path}"),
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    while not any(record["step"] >= 60 for record in read_metrics(tmp_path)):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 128 + signal.SIGINT and "Traceback" not in err
-    stopped_at = int(re.search(r"(?m)^stopped\D*(\d+)", out)[1])
-    assert (tmp_path / "checkpoints" / "latest" / str(stopped_at)).exists()
-    out = succeed("text", *own_text, f"--workdir={tmp_path}")
-    assert re.search(rf"resum\w+\D*\b{stopped_at}\b", out)
-    assert numbers(tmp_path) == numbers(undisturbed)
 
 
 @pytest.mark.full
@@ -83,8 +48,6 @@ def test_evaluation_generation_and_scores_of_a_workdir(undisturbed, tmp_path):
     flags = ["--mode=generate", f"--workdir={undisturbed}", "--generate.length=40"]
     first, second = (succeed("text", *flags, "--generate.prompt=one two") for _ in range(2))
     assert first == second and "one two" in first and not re.search("(?m)^corpus ", first)
-    code, _, err = run("text", *flags, f"--generate.prompt_file={tmp_path / 'none'}")
-    assert code == 1 and str(tmp_path / "none") in err
     succeed("text", "--mode=score", f"--workdir={undisturbed}", "--eval.batch_size=3")
     results = json.loads((undisturbed / "results.json").read_text())
     lines = (undisturbed / "scores-test.tsv").read_text().splitlines()
@@ -112,11 +75,6 @@ def test_a_trained_run_is_studied_without_a_flagfile(undisturbed, tmp_path):
     ):
         out = succeed(program, f"--workdir={undisturbed}", *flags)
         assert made.exists() and str(made.parent) in out
-    with open(undisturbed / "context_length.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["attention_length"] for row in rows] == ["8", "32"]
-    # 32 are the slots of the run itself, whose default it is that every query sees the same number of keys.
-    assert float(rows[1]["loss"]) == json.loads((undisturbed / "results.json").read_text())["test"]["loss"]
 
 
 @pytest.mark.full
@@ -137,10 +95,6 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
     member = [f"--workdir={tmp_path / 'all'}", f"--ensemble_member={name}"]
     succeed("text", "--mode=eval", *member)
     assert (tmp_path / "all" / "members" / name / "evaluation.json").exists()
-    code, _, err = run("text", "--mode=eval", member[0])
-    assert code == 1 and "--ensemble_member" in err and name in err
-    code, _, err = run("text", *own_text, *member)
-    assert code == 1 and "--mode=split" in err
     succeed("ensemble", "--mode=split", *member, f"--to={tmp_path / 'own'}")
     assert (tmp_path / "own" / "results.json").exists()
 
@@ -148,31 +102,15 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
 @pytest.mark.parametrize(
     ("program", "flags", "code", "expected"),
     [
-        ("ensemble", ["--workdir=WORK", "--ensemble_member=seed"], 1, ["--ensemble_member", "'seed'"]),
         ("ensemble", ["--workdir=WORK", "--mode=split"], 1, ["--ensemble_member"]),
         ("paper.recl", ["--workdirs=WORK"], 1, ["out"]),
         ("paper.recl", ["--workdirs=WORK,WORK/b", "--out=WORK"], 1, ["WORK", "config.json"]),
-        ("paper.ablation", ["--rows=best", "--out=WORK"], 1, ["best", "none-al_rfou-half"]),
-        ("paper.continuation", ["--workdir=WORK"], 1, ["WORK", "config.json"]),
-        ("paper.context_length", ["--workdir=WORK", "--lengths=8,x"], 1, ["--lengths", "'x'"]),
-        ("paper.context_length", ["--workdir=WORK", "--split=train"], 2, ["split", "valid", "test"]),
-        ("paper.table9", ["--model.d_model=15"], 1, ["model.d_model", "15"]),
-        ("temperature", ["--workdir=WORK"], 1, ["WORK", "config.json"]),
         ("bench.speed", ["--model.network=lstm"], 1, ["model.network", "lstm"]),
-        ("bench.speed", ["--peer=hf", "--generate.samples=3"], 1, ["generate.samples", "3"]),
         ("bench.softmax_speed", ["--model.cutoffs=", "--model.div_val=1"], 1, ["model.cutoffs"]),
         ("enwik8", ["--workdir=WORK", "--data_dir=WORK"], 1, ["enwik8.zip", "--data.file"]),
-        ("enwik8", ["--workdir=WORK", "--data.file=WORK/none"], 1, ["WORK/none"]),
         ("enwik8", ["--workdir=WORK", "--flagfile=wt103_base"], 1, ["data.corpus", "experiments.wikitext103"]),
         ("text", ["--data.file=WORK/none"], 1, ["--workdir"]),
         ("text", ["--workdir=WORK", "--model.n_layr=3"], 2, ["model.n_layr", "model.n_layer"]),
-        ("text", ["--workdir=WORK", "--flagfile=smal"], 2, ["smal", "small", "enwik8_12l"]),
-        (
-            "text",
-            ["--workdir=WORK", "--data.file=WORK/none", "--train.steps=7", "--train.segments_per_call=2"],
-            1,
-            ["train.steps", "7"],
-        ),
         ("text", ["--workdir=WORK", "--mode=generate"], 1, ["WORK", "config.json"]),
     ],
 )

@@ -26,20 +26,8 @@ JOIN = {
     *("paper.ablation", "paper.context_length", "paper.continuation"),
 }
 ALONE = {
-    *(
-        "convert",
-        "ensemble",
-        "export",
-        "lm_eval",
-        "quickstart",
-        "report",
-        "serve",
-        "bench.attention",
-        "bench.estimate",
-        "bench.serving",
-        "bench.softmax_speed",
-        "bench.speed",
-    ),
+    *("convert", "ensemble", "export", "lm_eval", "quickstart", "report", "serve"),
+    *("bench.attention", "bench.estimate", "bench.serving", "bench.softmax_speed", "bench.speed"),
     *("examples.document_embeddings", "examples.memory_policy", "examples.speech_encoder"),
     *("paper.attention", "paper.recl", "paper.table9"),
 }

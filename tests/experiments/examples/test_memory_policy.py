@@ -1,4 +1,4 @@
-"""Tests of the policy with a memory: the maze, resets in the rollout, and what each policy learns."""
+"""Tests of the policy with a memory: resets in the rollout, and what each policy learns."""
 
 import jax
 import jax.numpy as jnp
@@ -7,30 +7,7 @@ import pytest
 
 import txl_jax
 from experiments.examples import memory_policy
-from experiments.examples.memory_policy import CORRIDOR, JUNCTION, LEFT, LONGEST, MEM_LEN, RIGHT, ROWS, SHORTEST, Maze
-
-
-def episode(maze: Maze, action: int):
-    """Observations and rewards of row 0 up to its end."""
-    seen, rewards, ended = [], [], False
-    while not ended:
-        seen.append(int(maze.observe()[0].argmax()))
-        maze, reward, ends = maze.step(jax.random.key(len(seen)), jnp.full(len(maze.light), action))
-        rewards.append(float(reward[0]))
-        ended = bool(ends[0])
-    return seen, rewards, maze
-
-
-@pytest.mark.parametrize("light", [LEFT, RIGHT])
-def test_an_episode_is_a_light_a_corridor_and_a_junction(light):
-    maze = Maze.start(jax.random.key(0), 1)._replace(light=jnp.asarray([light]))
-    steps = int(maze.left[0]) - 1
-    assert SHORTEST <= steps <= LONGEST
-    seen, rewards, after = episode(maze, light)
-    assert seen == [light, *[CORRIDOR] * steps, JUNCTION]
-    assert rewards == [0.0] * (steps + 1) + [1.0]
-    assert int(after.time[0]) == 0  # It begins anew.
-    assert episode(maze, 1 - light)[1][-1] == 0
+from experiments.examples.memory_policy import MEM_LEN, ROWS, Maze
 
 
 @pytest.mark.full
@@ -43,16 +20,6 @@ def test_a_row_whose_episode_ends_forgets_it():
     (maze, memory), rollout = jax.jit(memory_policy.play)(params, state, jax.random.key(3))
     assert rollout.ended.sum() > ROWS
     np.testing.assert_array_equal(memory.valid, np.minimum(maze.time, MEM_LEN))
-
-
-def test_returns_stop_at_the_end_of_an_episode():
-    reward = jnp.asarray([[0.0], [1.0], [0.0]])
-    ended = jnp.asarray([[False], [True], [False]])
-    rollout = memory_policy.Rollout(reward, reward, reward, reward, ended)
-    gamma = memory_policy.DISCOUNT
-    np.testing.assert_allclose(
-        memory_policy.returns_of(rollout, jnp.asarray([5.0]))[:, 0], [gamma, 1.0, 5 * gamma], rtol=1e-6
-    )
 
 
 @pytest.mark.nightly(part="long")
