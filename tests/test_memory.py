@@ -8,6 +8,7 @@ import pytest
 from support import oracles
 from txl_jax import memory as memory_lib
 from txl_jax.config import MemoryStart
+from txl_jax.errors import UserError
 
 N, B, D = 2, 3, 5
 
@@ -27,6 +28,23 @@ def test_start(how, valid):
     assert (memory.valid.dtype, memory.valid.tolist()) == (jnp.int32, [valid] * B)
     assert not memory.hidden.any()
     assert memory_lib.update(memory, jnp.asarray(layer_inputs(3))).hidden.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n_layer"),
+    [
+        (np.zeros(B, int), N),
+        (np.zeros((B, 2, D + 1)), N),
+        (np.zeros((B + 1, 2), int), N),
+        (np.zeros((B, 2), int), N + 1),
+    ],
+)
+def test_a_memory_of_other_rows_widths_or_layers_is_refused(tokens, n_layer):
+    memory = start(4)
+    memory.check(np.zeros((B, 2), int), N)
+    memory.check(np.zeros((B, 2, D)), N)
+    with pytest.raises(UserError):
+        memory.check(tokens, n_layer)
 
 
 @pytest.mark.parametrize("mem_len", [0, 1, 4, 6, 11])

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from absl import flags
 
 from experiments import wikitext103
@@ -59,7 +58,6 @@ class Oracle:
             self.tensors[name] = weight - rate * ratio * step
 
 
-@pytest.mark.full
 def test_updates_are_those_of_nvidias_lamb(x64):
     config = resolved("wt103_base_nvidia")
     assert (config.compat.lamb, config.optimizer.adam_eps) == (LambRule.NVIDIA, 1e-6)

@@ -1,10 +1,13 @@
-"""Tests of the functions for `jax.export`: how the generation step draws; `jobs/test_export_model.py` has the rest."""
+"""Tests of the functions for `jax.export`: their scores and draws; `jobs/test_export_model.py` has the files."""
 
 import jax
 import numpy as np
 import pytest
 
-from txl_jax.inference.flat_functions import _draw
+from support import tiny
+from txl_jax.config import EvalConfig
+from txl_jax.inference.flat_functions import _draw, flat_model
+from txl_jax.inference.scorer import make_scorer
 
 LOG_P = np.log(np.array([0.1, 0.4, 0.4, 0.1], np.float32))
 
@@ -25,3 +28,19 @@ def test_temperature_zero_takes_the_lowest_id_of_the_likeliest_in_its_rows():
     temperatures = np.tile(np.array([0, 1], np.float32), 50)
     drawn = np.asarray(jax.jit(_draw)(np.tile(LOG_P, (100, 1)), keys, temperatures))
     assert drawn.dtype == np.int32 and set(drawn[::2]) == {1} and len(set(drawn[1::2])) > 1
+
+
+def test_generation_steps_have_the_scores_of_scoring():
+    model, lengths = tiny.make(), EvalConfig(batch_size=tiny.B, segment_len=1, mem_len=6, clamp_len=None)
+    weights = make_scorer(model, lengths).prepare_params(tiny.variables(model)["params"])
+    flat = flat_model(model, lengths, jax.device_get(weights), generates=True)
+    assert len(flat.weights) < len(jax.tree.leaves(weights))  # The tied table is named once.
+    score, generate = (jax.jit(flat.functions[name].call) for name in ("score", "generate"))
+    scored = written = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in flat.memory.items()}
+    key, temperature, text = np.zeros((tiny.B, 2), np.uint32), np.zeros(tiny.B, np.float32), tiny.text(5)
+    for i in range(4):
+        token, target, reset = text[:, i : i + 1], text[:, i + 1 : i + 2], np.full(tiny.B, i == 0)
+        nats, scored = score(flat.weights, scored, token, target, reset)
+        drawn, log_p, written = generate(flat.weights, written, token[:, 0], key, temperature, reset)
+        np.testing.assert_allclose(-np.take_along_axis(log_p, target, 1), nats, rtol=1e-5)
+        np.testing.assert_array_equal(drawn, np.argmax(log_p, axis=1))

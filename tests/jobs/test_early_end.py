@@ -87,7 +87,6 @@ def test_patience_is_the_number_of_evaluations_without_improvement(config, losse
     assert validation.out_of_patience is ends
 
 
-@pytest.mark.full
 def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
     _, losses, _ = whole
     last = first(lambda so_far: never_better(so_far, 2), losses)
@@ -105,7 +104,6 @@ def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
     assert longer.step == 60 and found == losses
 
 
-@pytest.mark.full
 def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path):
     _, losses, _ = whole
     due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), losses)

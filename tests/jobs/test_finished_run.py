@@ -83,6 +83,16 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
     assert (workdir.path / "sample-seed0.txt").read_bytes().startswith(b"one " + first[0])
 
 
+def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config, corpus):
+    workdir, _ = finished
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 7, leaf.dtype), parts.training.abstract_state.params)
+    with Checkpointer(workdir.best, keep=1, log=print) as best:
+        best.save(STEPS - 18, {"params": params}, {})
+    step, found = load_parameters(parts, workdir, log=print)
+    assert step == STEPS - 18 and all((leaf == 7).all() for leaf in jax.tree.leaves(found))
+
+
 def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     workdir, _ = finished
     parts = assemble(config, vocab_size=corpus.vocabulary.size)

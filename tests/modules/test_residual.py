@@ -3,13 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from support import tiny
 from txl_jax.config import DType, NormPlace, Residual
 from txl_jax.modules.residual import ResidualConnection
-
-pytestmark = pytest.mark.full
 
 CONFIG = tiny.model_config(layer_norm=NormPlace.PRE, residual=Residual.GATED, dtype=DType.FLOAT64)
 

@@ -119,7 +119,7 @@ PARAMS = {
     "embedding": {"table_0": np.full((3, 2), 2.0, np.float32)},
     "softmax": {"bias": np.full(3, 2.0, np.float32)},
     "stack": {
-        "biases": {"content": np.full((2, 2), 2.0, np.float32)},
+        "biases": {name: np.full((2, 2), 2.0, np.float32) for name in ("content", "position")},
         "layers": {
             "attention": {"query": np.full((2, 2), 2.0, np.float32)},
             "attention_norm": {"scale": np.full(2, 2.0, np.float32), "bias": np.full(2, 2.0, np.float32)},
@@ -144,7 +144,7 @@ def test_decay_shrinks_matrices_and_nothing_else(boxed):
     found = first_update(0.0, weight_decay=0.5, boxed=boxed)
     matrices = {"embedding/table_0", "stack/layers/attention/query"}
     assert found == {name: pytest.approx(-0.1 * 0.5 * 2 if name in matrices else 0) for name in found}
-    assert len(found) == 6
+    assert len(found) == 7
 
 
 def test_the_embedding_has_a_rate_of_its_own():

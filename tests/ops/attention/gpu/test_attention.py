@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.cases import full_but
 from txl_jax.ops.attention import dispatch
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.gpu.attention import gpu_attention
@@ -80,7 +81,6 @@ def test_causal_with_memory(L, M, E, tile, window):
     check(arguments(L=L, M=M, E=E), Visibility(valid, L, M, window), tile=Tile(*tile))
 
 
-@pytest.mark.full
 def test_both_sides_with_memory_and_padding():
     """A row without any key gets zeros and gives no gradients."""
     visibility = Visibility(jnp.asarray([5, 0]), 39, 5, 12, causal=False, lengths=jnp.asarray([30, 0]))
@@ -93,14 +93,12 @@ def test_both_sides_with_memory_and_padding():
 ENCODINGS = {"shaw": SHAW, "none": PLAIN, "scores": SCORES, "all": NAMES}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("name", full_but(["all"], ENCODINGS))
 def test_encodings(name):
     visibility = Visibility(jnp.asarray([12, 3]), 16, 12)
     check(arguments(L=16, M=12, E=16, given=ENCODINGS[name]), visibility, tile=Tile(16, 16))
 
 
-@pytest.mark.full
 def test_chunks_of_rows_and_a_part_of_a_larger_batch():
     """A chunk of two rows and the third, with the dropout masks of these rows and heads among others."""
     given, visibility = arguments(L=16, M=12, E=16, B=3), Visibility(jnp.asarray([12, 3, 0]), 16, 12)

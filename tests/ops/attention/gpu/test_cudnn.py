@@ -5,6 +5,7 @@ import pytest
 
 from ops.attention.gpu import test_attention as training
 from ops.attention.gpu import test_cached as cached
+from support.cases import full_but
 from txl_jax.ops.attention.cached import CachedVisibility
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.gpu.attention import gpu_attention
@@ -21,7 +22,6 @@ def test_encodings_and_chunks(given):
     training.check(training.arguments(L=21, M=12, E=16, given=given, B=3), visibility, table_bytes=1, **OPTIONS)
 
 
-@pytest.mark.full
 def test_both_sides_and_padding():
     visibility = Visibility(jnp.asarray([5, 0, 2]), 20, 5, causal=False, lengths=jnp.asarray([20, 0, 3]))
     training.check(training.arguments(L=20, M=5, E=16, causal=False, B=3), visibility, **OPTIONS)
@@ -34,8 +34,10 @@ def test_chunks_and_a_rest():
     training.check(training.arguments(L=21, M=12, E=16, B=3), visibility, table_bytes=size, **OPTIONS)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("keys", "scores", "clamp"), [(True, True, 5), (True, False, None), (False, False, None)])
+@pytest.mark.parametrize(
+    ("keys", "scores", "clamp"),
+    full_but([(True, True, 5)], [(True, True, 5), (True, False, None), (False, False, None)]),
+)
 def test_cached(keys, scores, clamp):
     visibility = CachedVisibility(jnp.asarray([48, 9, 1]), jnp.int32(20), 8, 48, 30)
     given = cached.arguments(L=8, R=48, E=16, B=3, clamp=clamp, keys=keys, scores=scores)
