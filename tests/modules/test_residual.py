@@ -39,8 +39,3 @@ def test_a_new_gate_passes_most_of_its_input_on():
     x = jnp.ones((1, 1, tiny.D))
     variables = connection.init(jax.random.key(0), x, x)
     np.testing.assert_allclose(connection.apply(variables, x, 9 * x), 1 - sigmoid(-2), rtol=1e-6)
-
-
-def test_a_sum_has_no_parameters():
-    x = jnp.ones((1, 1, tiny.D))
-    assert ResidualConnection(tiny.CONFIG).init(jax.random.key(0), x, x) == {}
