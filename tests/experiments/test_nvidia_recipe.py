@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl import flags
 
 from experiments import wikitext103
@@ -22,10 +23,10 @@ SCALED_DOWN = (
 ).split()
 
 
-def resolved(name):
+def resolved(name, *words):
     values = flags.FlagValues()
     flag_tree.define(wikitext103.DEFAULTS, values)
-    flag_tree.parse(["program", f"--flagfile={name}", *SCALED_DOWN], values)
+    flag_tree.parse(["program", f"--flagfile={name}", *SCALED_DOWN, *words], values)
     return flag_tree.build(wikitext103.DEFAULTS, values)
 
 
@@ -58,8 +59,9 @@ class Oracle:
             self.tensors[name] = weight - rate * ratio * step
 
 
-def test_updates_are_those_of_nvidias_lamb(x64):
-    config = resolved("wt103_base_nvidia")
+@pytest.mark.parametrize("div_val", [1, 2])
+def test_updates_are_those_of_nvidias_lamb(div_val, x64):
+    config = resolved("wt103_base_nvidia", f"--model.div_val={div_val}")
     assert (config.compat.lamb, config.optimizer.adam_eps) == (LambRule.NVIDIA, 1e-6)
     made = assemble(config, vocab_size=V)
     model, optimizer = made.model, made.optimizer

@@ -5,7 +5,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from txl_jax.errors import NonFiniteError
+from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runtime.metrics_log import NoLog
 from txl_jax.training.loop import Hook, train
 from txl_jax.training.step import UpdateMetrics
@@ -156,3 +156,5 @@ def test_a_hook_may_change_the_state_for_the_next_ones():
         0, step, lambda done: done, first_step=0, steps=2, segments_per_call=1, hooks=[Hook(1, add)] * 2, **around
     )
     assert seen == [1, 101, 202, 302] and state == 402
+    with pytest.raises(UserError, match=r"\b0\b"):
+        Hook(0, add)

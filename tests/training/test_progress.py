@@ -4,6 +4,7 @@ import json
 import math
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -115,17 +116,16 @@ def test_the_alarm_names_the_first_bad_update(changes):
     assert made.state()["updates"] == 1 and not log.records  # Nothing of that call is counted or reported.
 
 
-def measured_run(*, per_update=0.5, steps=STEPS, members=None, **cost):
+def measured_run(*, per_update=0.5, steps=STEPS, names=(), **cost):
     """A log of updates on a clock: each takes as long, the last of an interval after a wait of a fifth of it."""
-    log, now = Log(), [100.0]
-    given = {"steps": steps, "cost": StepCost(TOKENS, **cost), "members": members or Members()}
+    log, now, members = Log(), [100.0], Members(names)
+    given = {"steps": steps, "cost": StepCost(TOKENS, **cost), "members": members}
     made = progress(log, now=now, **given, device_memory=lambda: 3_000_000_000 if cost else None)
     for step in range(LOG_EVERY * 2):
         now[0] += per_update
         if step % LOG_EVERY == LOG_EVERY - 1:
             made.waited(per_update * LOG_EVERY / 5)
-        of_one = metrics(step)
-        made.update(step, of_one if members is None else UpdateMetrics(*(np.stack([own, own]) for own in of_one)))
+        made.update(step, jax.device_get(members.stack([metrics(step)] * len(members))))
         now[0] += 50.0
         made.exclude(50.0)  # An evaluation.
     return log
@@ -138,7 +138,7 @@ def test_what_a_record_measures():
     expected |= {"model_flops_per_second": 4e12, "peak_share": 0.25, "device_memory_bytes": 3_000_000_000}
     for record in log.records:
         assert {name: record[name] for name in MEASURED} == pytest.approx(expected)
-    both = measured_run(members=Members(("a", "b")), flops=2e12, peak_flops=16e12)  # They share the peak.
+    both = measured_run(names=("a", "b"), flops=2e12, peak_flops=16e12)  # They share the peak.
     assert [record["peak_share"] for record in both.records] == pytest.approx([0.5] * 4)
 
 
@@ -158,8 +158,10 @@ def test_members_have_a_record_each_and_share_a_line():
     log, members = Log(), Members(("seed=1", "seed=2"))
 
     def stacked(*steps):
-        return UpdateMetrics(*(np.stack([own, own + 1]) for own in metrics(*steps)))
+        of_one = metrics(*steps)
+        return jax.device_get(members.stack([of_one, jax.tree.map(lambda own: own + 1, of_one)]))
 
+    assert [own.nats.tolist() for own in members.split(stacked(2, 3))] == [[62, 63], [63, 64]]
     before = progress(log, steps=4, members=members)
     before.update(0, stacked(0, 1))
     after = progress(log, steps=4, members=members, running_totals=json.loads(json.dumps(before.state())))
