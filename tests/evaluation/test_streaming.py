@@ -68,12 +68,6 @@ def by_hand(lengths: list[int], *, mem_len: int, clamp_len=None, same_length=Fal
     return nats
 
 
-def test_every_token_but_the_first_is_scored_once_in_one_long_pass():
-    found = totals(mem_len=T)  # The memory spans the text.
-    assert found.tokens == T - 1
-    assert found.nats == pytest.approx(by_hand([T - 1], mem_len=0), rel=1e-12)
-
-
 @pytest.mark.parametrize(("clamp_len", "same_length"), [(None, False), (4, True)])
 def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_length):
     expected = by_hand([5, 5, 5, 5, 4], mem_len=M, clamp_len=clamp_len, same_length=same_length)

@@ -170,6 +170,7 @@ def test_a_step_keeps_no_copy_of_the_memory():
     assert compiled.memory_analysis().temp_size_in_bytes < of_a_layer
 
 
+@pytest.mark.full
 def test_in_order_is_the_same_memory_for_single_tokens(x64):
     """A text read in segments, the memory turned, and read on token by token, as one segment would be."""
     model, (segment_len, mem_len, clamp_len) = tiny.make(dtype=DType.FLOAT64), (4, 10, 6)

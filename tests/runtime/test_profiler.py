@@ -96,6 +96,7 @@ def test_a_trace_that_cannot_be_written_ends_nothing(fails, tmp_path, monkeypatc
     assert len(lines) == 1 and "No space left" in lines[0] and "goes on" in lines[0]
 
 
+@pytest.mark.full
 def test_the_train_step_names_its_parts_and_no_name_changes_a_number(monkeypatch):
     """The program that is compiled is the same without the names."""
 

@@ -87,6 +87,7 @@ def test_a_prompt_has_the_scores_of_the_library_and_draws_its_tokens(start):
         np.testing.assert_allclose(of_drawn, whole[-23:], rtol=1e-4)
 
 
+@pytest.mark.full
 def test_int8_weights_have_the_scores_of_the_library():
     """Other segments round elsewhere: what weights of int8 are multiplied with keeps 16 bits."""
     step, weights, model = programs(eval__weight_dtype=WeightDType.INT8)
@@ -97,6 +98,7 @@ def test_int8_weights_have_the_scores_of_the_library():
     assert np.abs(nats - plain).max() > 0.02
 
 
+@pytest.mark.full
 def test_rings_of_int8_move_scores_a_little():
     found = []
     for changes in ({}, {"eval__cache_dtype": CacheDType.INT8}):
