@@ -1,12 +1,9 @@
 """Programs: absl flags to one frozen config to one call. `python -m experiments` lists them."""
 
 import sys
-import time
 
 from txl_jax.errors import UserError
 from txl_jax.version import check_jax
-
-STARTED = time.time()  # Code that is changed later is not what this process runs.
 
 try:  # Before a program imports anything else: with an old jax the import itself would fail, with a traceback.
     check_jax()

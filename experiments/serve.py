@@ -2,15 +2,14 @@ r"""Serves a trained model over HTTP: OpenAI's completions, and sessions that ke
 
     pip install '.[serve]'
     python -m experiments.serve --model=runs/mine --port=8000
-    TXL_API_KEYS=secret python -m experiments.serve --model=runs/mine --host=0.0.0.0 --sessions_dir=sessions
+    TXL_API_KEYS=secret python -m experiments.serve --model=runs/mine --host=0.0.0.0
 
 docs/serving.md has the requests and the limits. SIGTERM or Ctrl-C: no new requests are taken, those that run may end
-for --drain_seconds, then the rest are cut off and sessions are saved; a second signal cuts them off at once.
+for --drain_seconds, then the rest are cut off; a second signal cuts them off at once.
 """
 
 import asyncio
 import functools
-import hashlib
 import ipaddress
 import os
 import socket
@@ -18,19 +17,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from absl import flags
 
 from experiments.cli import runner, stored_types
-from txl_jax.data.tokens.vocabulary import digest
 from txl_jax.errors import UserError
 from txl_jax.jobs.generate import check_can_generate
 from txl_jax.serving.engine import Engine
 from txl_jax.serving.requests import Limits
 from txl_jax.serving.row_step import Step
 from txl_jax.serving.sessions import SessionStore
-from txl_jax.trained_model import LanguageModel, load
+from txl_jax.trained_model import load
 
 FLAGS = flags.FLAGS
 _KEYS = "TXL_API_KEYS"  # Environment variable: keys, with commas.
@@ -62,7 +58,6 @@ def main() -> None:
     flags.DEFINE_float("request_seconds", usual.seconds, "Time of a request.", lower_bound=0)
     flags.DEFINE_integer("max_sessions", 16, "Sessions at a time; each needs a KV cache on the host.", lower_bound=0)
     flags.DEFINE_float("session_seconds", 3600, "Time after its last use at which a session expires.", lower_bound=0)
-    flags.DEFINE_string("sessions_dir", None, "Folder to save sessions in; default: they end with the server.")
     flags.DEFINE_float("drain_seconds", 30, "Time after SIGTERM in which running requests may end.", lower_bound=0)
     runner.parse_or_exit()
     sys.exit(runner.guarded(_run))
@@ -152,38 +147,18 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _engine(limits: Limits) -> Engine:
-    """Returns the engine of the model that the flags name, with its sessions restored."""
+    """Returns the engine of the model that the flags name."""
     model = load(FLAGS.model, member=FLAGS.ensemble_member, **stored_types.given())
     check_can_generate(model.config)
     step = Step(model.components, batch_size=FLAGS.rows)
-    folder = Path(FLAGS.sessions_dir).expanduser() if FLAGS.sessions_dir else None
-    store = SessionStore(
-        limit=FLAGS.max_sessions,
-        seconds=FLAGS.session_seconds,
-        folder=folder,
-        model_digest="" if folder is None else _digest(model, step),
-    )
-    for clause in store.restore():
-        print(f"left out  session {clause}", file=sys.stderr)
+    store = SessionStore(limit=FLAGS.max_sessions, seconds=FLAGS.session_seconds)
     named = "".join(
         f", {kind} {name}"
         for name, kind in (("weights", model.config.eval.weight_dtype), ("cache", model.config.eval.cache_dtype))
         if kind
     )
-    print(
-        f"model     {FLAGS.model}, step {model.step}{named}; {FLAGS.rows} rows, {store.num_sessions} sessions restored"
-    )
+    print(f"model     {FLAGS.model}, step {model.step}{named}; {FLAGS.rows} rows")
     return Engine(step, model.params, model.vocabulary, store, limits)
-
-
-def _digest(model: LanguageModel, step: Step) -> str:
-    """Returns a digest of all that a session's memory depends on: weights, tokens and lengths."""
-    found = hashlib.sha256(f"{digest(model.vocabulary)} {model.config.model} {model.config.compat}".encode())
-    lengths = model.config.eval
-    found.update(f"{lengths.mem_len} {step.capacity} {lengths.cache_dtype} {lengths.weight_dtype}".encode())
-    for leaf in jax.tree.leaves(model.params):
-        found.update(np.ascontiguousarray(leaf).tobytes())
-    return found.hexdigest()
 
 
 def _check_host(host: str, keys: tuple[str, ...]) -> None:

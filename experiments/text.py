@@ -1,4 +1,4 @@
-r"""Train, evaluate and sample on your own text: bytes, characters, words, pieces of words, or ready-made ids.
+r"""Train, evaluate and sample on your own text: bytes, characters, words, subwords, or ready-made ids.
 
     python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt
     python -m experiments.text --flagfile=small --workdir=runs/mine --tokenizer=word \

@@ -24,9 +24,6 @@ The file (names are those of the program's flags; a setting that is off, or all,
     samples = 20
     optimizer.learning_rate = { log = [1e-4, 1e-2] }
     model.dropout.attention = { uniform = [0, 0.3] }
-    [halving]                             # successive halving: the best third goes on after 300 updates, after 900, ...
-    first = 300
-    factor = 3
 
 Each run has a folder in --out, named after the settings in which it differs; its output is in sweep.log there. The same
 command continues a sweep: finished runs are skipped, stopped runs are resumed, failed runs are tried again. Ctrl-C and
@@ -51,9 +48,8 @@ from typing import Any
 
 from absl import flags
 
-from launch import sweep_file, sweep_halving, sweep_table
+from launch import sweep_file, sweep_table
 from launch.sweep_file import Run, Sweep
-from launch.sweep_halving import Stage
 from txl_jax.errors import UserError
 from txl_jax.runtime.paths import as_path, is_remote, shorten_storage_logs
 from txl_jax.training.ensemble import VARYING
@@ -102,16 +98,15 @@ def _flags() -> flags.FlagValues:
 def _do(given: flags.FlagValues, sweep: Sweep, out: Path) -> int:
     launcher_flags = shlex.split(given["with"].value)
     if given.print:
-        print(_launcher_text(sweep_halving.stage(sweep), given.print, launcher_flags), end="")
+        print(_launcher_text(sweep.unfinished, given.print, launcher_flags), end="")
         return 0
     if launcher_flags:
         raise UserError(
             "--with holds flags of the scripts that --print=slurm and --print=tpu name; give one of these too"
         )
     if given.dry_run:
-        stage = sweep_halving.stage(sweep)
-        for run in stage.waiting:
-            print(shlex.join(stage.command(run)))
+        for run in sweep.unfinished:
+            print(shlex.join(run.command))
         return 0
     if given.table:
         return sweep_table.write(sweep, out)
@@ -125,12 +120,11 @@ def _do(given: flags.FlagValues, sweep: Sweep, out: Path) -> int:
     return 128 + pool.signal_number if pool.signal_number else code
 
 
-def _launcher_text(stage: Stage, launcher: str, launcher_flags: list[str]) -> str:
-    """A batch script for all runs (slurm), or a line for each (tpu), as far as they are compared next."""
-    runs = stage.waiting
+def _launcher_text(runs: Sequence[Run], launcher: str, launcher_flags: list[str]) -> str:
+    """Returns a batch script for all runs (slurm), or a line for each (tpu)."""
     if not runs:
         raise UserError("all runs have finished; there is nothing to start")
-    commands = [shlex.join(["python", *stage.command(run)[1:]]) for run in runs]
+    commands = [shlex.join(["python", *run.command[1:]]) for run in runs]
     if launcher == "tpu":
         lines = (
             f"launch/tpu.sh watch {_tpu_name(run.name)} {shlex.join(launcher_flags)} -- {command}\n"
@@ -174,34 +168,18 @@ class _Pool:
     """
 
     def __init__(self, sweep: Sweep, slots: Sequence[str | None]):
-        self._sweep = sweep
-        self._stage = sweep_halving.stage(sweep)
-        self._waiting: list[Run] = []
-        self._failed: set[str] = set()  # They are not tried twice.
+        self._waiting = sweep.unfinished
         self._free = list(slots)  # The number of a GPU each, or None: all devices.
         self._running: dict[subprocess.Popen[bytes], tuple[Run, str | None, float]] = {}
         self.signal_number = 0
-        if finished := len(sweep.runs) - len(sweep.unfinished):
+        if finished := len(sweep.runs) - len(self._waiting):
             print(f"{finished} of {len(sweep.runs)} runs have finished already")
 
     def run(self) -> None:
-        """Runs all runs, from rung to rung; none outlives this call, whatever fails."""
-        while self._stage.waiting and not self.signal_number:
-            active = [run for run in self._stage.waiting if sweep_table.is_running(run)]
-            for run in active:
-                print(f"{run.name} is running already and is skipped")
-            self._waiting = [run for run in self._stage.waiting if run not in active]
-            tried = list(self._waiting)
-            if self._stage.rung is not None and tried:
-                print(f"rung      {self._stage.rung} updates: {len(self._stage.runs)} runs", flush=True)
-            self._run_waiting()
-            self._failed |= {run.name for run in tried if sweep_table.state_of(run).startswith("failed")}
-            before, self._stage = self._stage, sweep_halving.stage(self._sweep, failed=self._failed)
-            if self._stage.rung == before.rung:  # Some were stopped, or run elsewhere: nothing can be decided yet.
-                return
-            print(f"kept      {len(self._stage.runs)} of {len(before.runs)} runs", flush=True)
-
-    def _run_waiting(self) -> None:
+        """Runs all runs. None outlives this call, whatever fails."""
+        for run in [run for run in self._waiting if sweep_table.is_running(run)]:
+            print(f"{run.name} is running already and is skipped")
+            self._waiting.remove(run)
         # SIGHUP: the terminal is gone.
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         previous = {number: signal.signal(number, self._forward) for number in signals}
@@ -228,7 +206,7 @@ class _Pool:
         with open(run.folder / "sweep.log", "a") as log:
             # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run without saving.
             process = subprocess.Popen(
-                self._stage.command(run), stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                run.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
         self._running[process] = (run, gpu, time.monotonic())
         print(f"started   {run.name}" + (f" on GPU {gpu}" if gpu is not None else ""), flush=True)
@@ -239,10 +217,7 @@ class _Pool:
         run, gpu, began = self._running.pop(process)
         self._free.append(gpu)
         sweep_table.note_end(run, seconds=time.monotonic() - began, code=process.returncode)
-        reached = (
-            run not in sweep_halving.stage(self._sweep).waiting and process.returncode == 0 and run.results is None
-        )
-        print(f"{'compared' if reached else sweep_table.state_of(run)}: {run.name}", flush=True)
+        print(f"{sweep_table.state_of(run)}: {run.name}", flush=True)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         del frame

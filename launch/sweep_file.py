@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 
 from experiments.cli import flag_tree, runner, training_config
-from launch import sweep_draws, sweep_rungs
+from launch import sweep_draws
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.sources.corpora import program_of
@@ -27,7 +27,7 @@ _DEFAULTS: dict[str, ExperimentConfig] = {
     program: importlib.import_module(f"experiments.{program}").DEFAULTS
     for program in dict.fromkeys(map(program_of, CorpusName))
 }
-_KEYS = ("program", "flagfile", "base", "grid", "random", "runs", "halving")
+_KEYS = ("program", "flagfile", "base", "grid", "random", "runs")
 _FOLDERS = ("data_dir", "cache_dir")  # Flags of the programs that are not settings.
 
 
@@ -69,8 +69,6 @@ class Sweep:
     program: str
     runs: tuple[Run, ...]
     names: tuple[str, ...]  # The flags in which runs differ, in the order of the file.
-    rungs: tuple[int, ...] = ()  # The updates after which runs are compared, for successive halving.
-    factor: int = 1  # One in so many goes on from a rung.
 
     @property
     def unfinished(self) -> list[Run]:
@@ -95,8 +93,7 @@ def read(path: Path, out: Path) -> Sweep:
     names = list(dict.fromkeys(name for point in points for name in point.differs))
     runs = [_run(program, common, point, names, out) for point in points]
     _check_apart(runs)
-    rungs, factor = sweep_rungs.of_table(content["halving"], program, runs) if "halving" in content else ((), 1)
-    return Sweep(program, tuple(runs), tuple(names), rungs, factor)
+    return Sweep(program, tuple(runs), tuple(names))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +118,8 @@ def _content(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no TOML: {error}") from None
     for key in content:
+        if key == "halving":
+            raise UserError(f"{path} has [halving], which was removed; without it all runs train to the end")
         if key not in _KEYS:
             near = config_tree.did_you_mean(key, _KEYS)
             raise UserError(f"{path} has {key!r}, which is not known; it may have {', '.join(_KEYS)}{near}")
@@ -128,7 +127,7 @@ def _content(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} has no grid, no random ranges and no runs; for one run start python -m experiments.PROGRAM itself"
         )
-    tables = [(key, dict, f"[{key}]") for key in ("base", "grid", "random", "halving")]
+    tables = [(key, dict, f"[{key}]") for key in ("base", "grid", "random")]
     for key, kind, example in (*tables, ("runs", list, "[[runs]]")):
         if not isinstance(content.get(key, kind()), kind):
             raise UserError(f"{key} is {content[key]!r}; write it as {example}, with a flag on each line")

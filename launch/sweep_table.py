@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import sweep_halving, sweep_means
+from launch import sweep_means
 from launch.sweep_file import Run, Sweep
 from txl_jax.config import tree as config_tree
 from txl_jax.metrics import Totals
@@ -29,9 +29,7 @@ def note_end(run: Run, *, seconds: float, code: int) -> None:
 
 def write(sweep: Sweep, out: Path) -> int:
     """Prints the table and writes results.csv; returns the exit code: 1 if a run has failed."""
-    failed = [run.name for run in sweep.runs if state_of(run).startswith("failed")]
-    dropped = sweep_halving.stage(sweep, failed=failed).dropped
-    rows = [_row(sweep, run, dropped.get(run.name)) for run in sweep.runs]
+    rows = [_row(sweep, run) for run in sweep.runs]
     _write(sweep.names, rows, out)
     return int(any(row["state"].startswith("failed") for row in rows))
 
@@ -88,13 +86,10 @@ def state_of(run: Run) -> str:
 _MEASURED = ("best_valid", "test", "measure", "steps", "seconds")
 
 
-def _row(sweep: Sweep, run: Run, dropped: int | None) -> dict[str, Any]:
-    """A line of results.csv."""
+def _row(sweep: Sweep, run: Run) -> dict[str, Any]:
+    """Returns a row of results.csv."""
     in_effect = config_tree.to_dict(run.config) | dict(run.differs)
-    state = state_of(run)
-    if dropped is not None and not state.startswith("failed"):
-        state = f"dropped after step {dropped}"
-    row = {"run": run.name, **{name: in_effect.get(name, "") for name in sweep.names}, "state": state}
+    row = {"run": run.name, **{name: in_effect.get(name, "") for name in sweep.names}, "state": state_of(run)}
     if seconds := _ended(run).get("seconds"):
         row["seconds"] = round(seconds, 1)
     found = read_runs([str(run.folder)])[0] if run.workdir.config_file.exists() else None

@@ -297,9 +297,11 @@ check_program() {
 }
 
 check_outlives() {
-  local word workdir=''
+  local word before='' workdir=''
   for word in "${program[@]}"; do
     [[ $word != --workdir=* ]] || workdir=${word#*=}
+    [[ $before != --workdir ]] || workdir=$word
+    before=$word
   done
   case $workdir in
     gs://* | "$mount"/*) ;;

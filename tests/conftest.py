@@ -15,7 +15,6 @@ import pytest
 
 from support import BUCKET, compiled_programs, tiny_run
 from support.float64 import enable_x64
-from txl_jax.runtime import executable_cache
 
 # An array broadcast by accident is our likeliest bug: adding [L] to [B, L] raises in tests.
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -50,13 +49,6 @@ def compilation_cache(request):
     """Compiles a program once, for both workers and for later runs: a warm cache saves most of the suite's time."""
     folder = request.config.cache.mkdir(f"jax-{compiled_programs.key()}")
     compiled_programs.keep_in(folder)
-
-
-@pytest.fixture(autouse=True)
-def no_executables_are_kept():
-    """Turns off what a program turned on in this process: its key knows of no function that a test replaces."""
-    yield
-    executable_cache.use(None)
 
 
 @pytest.fixture(autouse=True, scope="module")

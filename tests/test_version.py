@@ -34,6 +34,12 @@ def test_an_old_or_missing_jax_is_refused(monkeypatch, found):
     assert txl_jax.ModelConfig  # Settings need no jax.
 
 
+def test_windows_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(UserError, match="WSL"):
+        txl_jax.load  # noqa: B018
+
+
 def test_a_program_ends_with_one_sentence(tmp_path):
     """With an old jax that lacks what is imported: the check comes first."""
     (tmp_path / "jax").mkdir()

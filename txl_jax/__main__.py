@@ -32,7 +32,6 @@ PROGRAMS = {
         "experiments.lm_eval": "a trained model on tasks of lm-evaluation-harness",
         "experiments.report": "a page about runs: curves, results, settings, time, samples",
         "experiments.serve": "an HTTP server of a trained model: OpenAI's completions, sessions",
-        "experiments.temperature": "the softmax temperature that suits a trained run",
     },
     "Tables and figures of the paper": {
         "experiments.paper.ablation": "tables 6, 7 and 10: recurrence, encoding and loss",
@@ -56,7 +55,7 @@ PROGRAMS = {
     },
     "Launchers": {
         "launch.local": "several processes of one run on this machine",
-        "launch.sweep": "sweeps: grids, random search, successive halving, tables",
+        "launch.sweep": "sweeps: grids, random search, tables",
     },
 }
 

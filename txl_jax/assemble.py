@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,7 +15,6 @@ from jax.sharding import Mesh
 from txl_jax import sharding
 from txl_jax.attention_choice import AttentionChoice, choose_attention
 from txl_jax.config import ExperimentConfig, Network
-from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
 from txl_jax.evaluation.streaming import EvalStep, make_eval_step
@@ -27,16 +27,30 @@ from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import Implementations
 from txl_jax.placement import Placement
-from txl_jax.runtime import executable_cache
-from txl_jax.runtime.executable_cache import Compilation
 from txl_jax.sharding import axes
 from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.state import TrainState, init_state, state_from_params
 from txl_jax.training.step import make_train_step
 
-T = TypeVar("T")
 
-_TRAIN_STEP = "train_step"
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """A compiled program, ready to be called, and the seconds of its compilation, without tracing and lowering."""
+
+    program: jax.stages.Compiled
+    seconds: float
+
+    @classmethod
+    def of(cls, lowered: jax.stages.Lowered) -> "Compilation":
+        """Compiles a program, or reads it from JAX's persistent cache."""
+        began = time.monotonic()
+        return cls(lowered.compile(), time.monotonic() - began)
+
+    @functools.cached_property
+    def temporary_bytes(self) -> int | None:
+        """Bytes of activations and other scratch per device, or None if the backend does not report them."""
+        analysis: Any = self.program.memory_analysis()
+        return None if analysis is None else analysis.temp_size_in_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,30 +91,6 @@ class RunComponents:
         """Returns the jitted function; it enters the mesh whenever it is called or lowered, on any thread."""
         return sharding.bind_mesh(self.mesh, jax.jit(function, **options))
 
-    def compile_or_load(self, name: str, lower: Callable[[], jax.stages.Lowered], **more: Any) -> Compilation:
-        """Returns a compiled program of this run; a collective. `more` is what it depends on beside the components."""
-        return executable_cache.compile_or_load(lower, lambda: self._parts(name, more), list(self.mesh.devices.flat))
-
-    def prefetch(self, name: str) -> None:
-        """Begins to read a program that `compile_or_load` will be asked for."""
-        executable_cache.prefetch(lambda: self._parts(name, {}), list(self.mesh.devices.flat))
-
-    def compute_or_load(self, name: str, compute: Callable[[], T]) -> T:
-        """Returns a value that tracing finds, such as shapes."""
-        return executable_cache.compute_or_load(compute, lambda: self._parts(name, {}))
-
-    def _parts(self, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what decides a program of this run, beside code and versions."""
-        return {
-            "program": name,
-            "config": config_tree.to_dict(self.config),
-            "vocab_size": self.model.vocab_size,
-            "attention": repr(self.attention and self.attention.implementations),
-            "mesh": dict(self.mesh.shape),
-            "devices": [device.id for device in self.mesh.devices.flat],
-            **more,
-        }
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainingFunctions:
@@ -113,7 +103,7 @@ class TrainingFunctions:
         """Shapes, types and shardings of the training state; nothing is allocated."""
         config, mesh = self.components.config, self.components.mesh
         with sharding.use_mesh(mesh):
-            boxed = self.components.compute_or_load("state_shapes", lambda: jax.eval_shape(self._init_boxed))
+            boxed = jax.eval_shape(self._init_boxed)
         shardings = sharding.param_shardings(mesh, boxed)
         shardings = shardings.replace(memory=self.components.placement.memory_shardings(config.train.batch_size))
         return jax.tree.map(
@@ -125,8 +115,7 @@ class TrainingFunctions:
     def init_state(self) -> TrainState:
         """Returns the state before the first update, initialized in place on the devices."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        jitted = self.components.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)
-        state: TrainState = self.components.compile_or_load("init_state", jitted.lower).program()
+        state: TrainState = self.components.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
         return state
 
     def state_from_params(self, params: Any) -> TrainState:
@@ -150,7 +139,7 @@ class TrainingFunctions:
         return self.components.jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
 
     def compile_step(self) -> Compilation:
-        """Compiles the train step of S updates (`TrainStep`), or reads it where an earlier start has kept it."""
+        """Compiles the train step of S updates (`TrainStep`)."""
         self.check_batch_size()
         components = self.components
         step = make_train_step(components.model, components.optimizer, components.schedule, components.config)
@@ -159,11 +148,7 @@ class TrainingFunctions:
         shardings = state_shardings, sharding.named_sharding(components.mesh)
         jitted = components.jit(step, donate_argnums=0, out_shardings=shardings)
         segments = components.placement.abstract_segments(components.config.train)
-        return self.components.compile_or_load(_TRAIN_STEP, lambda: jitted.lower(self.abstract_state, segments))
-
-    def prefetch_step(self) -> None:
-        """Begins to read the compiled train step, if an earlier start has kept it."""
-        self.components.prefetch(_TRAIN_STEP)
+        return Compilation.of(jitted.lower(self.abstract_state, segments))
 
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""

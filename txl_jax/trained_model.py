@@ -26,7 +26,6 @@ from txl_jax.jobs.document_reader import (
     make_embed,
     make_log_probabilities,
     read_all,
-    source_of,
     to_read,
     to_score,
     totals,
@@ -156,7 +155,7 @@ class LanguageModel:
         """
         refuse_single_text(documents)
         tokens = self._with_first(map(self._ids, documents), first)
-        scored = self._reader(batch_size).nats(source_of(map(to_score, tokens)))
+        scored = self._reader(batch_size).nats(map(to_score, tokens))
         return scored if per_token else map(totals, scored)
 
     def score_continuations(

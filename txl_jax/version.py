@@ -1,6 +1,7 @@
 """The version of this package, and the oldest one of jax that it works with."""
 
 import re
+import sys
 
 from txl_jax.errors import UserError
 
@@ -9,7 +10,12 @@ OLDEST_JAX = "0.7.2"  # As in setup.cfg. With 0.7.0 Orbax cannot save the arrays
 
 
 def check_jax() -> None:
-    """Raises `UserError` if jax is missing or too old, without importing it: of an old one single imports may fail."""
+    """Raises `UserError` on Windows, or if jax is missing or too old.
+
+    It does not import jax: with an old one the import of what this package needs would fail.
+    """
+    if sys.platform == "win32":
+        raise UserError("txl_jax does not run on Windows itself; use it in WSL, or on Linux or macOS")
     import importlib.metadata  # Slow to import.
 
     try:

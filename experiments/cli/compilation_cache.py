@@ -1,25 +1,20 @@
 """The persistent compilation cache of JAX: a program that was compiled once is read from disk at the next start.
 
-The train step is kept as an executable too, below the same folder (`txl_jax.runtime.executable_cache`). On unless the
-user turns it off. It never ends a run: entries that cannot be read or written are warnings, and a folder that cannot be
-used is one line.
+It is on unless the user turns it off. It never ends a run: entries that cannot be read or written are warnings, and a
+directory that cannot be used is one line.
 """
 
 import hashlib
 import os
 import platform
 import secrets
-import sys
 import time
 from pathlib import Path
 
 import jax
 from absl import flags
 
-from experiments import STARTED
-from txl_jax.__main__ import PROGRAMS
-from txl_jax.errors import UserError
-from txl_jax.runtime import distributed, executable_cache
+from txl_jax.runtime import distributed
 
 FLAGS = flags.FLAGS
 FLAG = "compilation_cache"
@@ -58,37 +53,6 @@ def enable(prepared: str | os.PathLike[str] | None = None) -> None:
             return
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
-    _keep_executables(None if _is_off() else _current())
-
-
-def _keep_executables(folder: str | None) -> None:
-    """Keeps executables in the folder of JAX's cache, if all processes have one.
-
-    Only in programs of this package. One of a user may have flags of its own, or replace a part of the library: an
-    executable's key would not show it.
-    """
-    folder = folder if _is_own_program() else None
-    if distributed.first_error(None if folder else "off") is not None or folder is None:
-        executable_cache.use(None)
-        return
-    options = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    # The folder of the environment's variable may be one that several kinds of machines share.
-    options["processor"] = _processor()
-
-    def use() -> None:
-        executable_cache.use(os.path.join(folder, "executables"), options=options, started=STARTED)
-
-    try:
-        distributed.run_on_all(use)
-    except UserError as error:  # JAX opens URLs that this project does not.
-        executable_cache.use(None)
-        print(f"note      executables are not kept: {error}", flush=True)
-
-
-def _is_own_program() -> bool:
-    """Returns whether the process was started as `python -m experiments.NAME`, with a name of the list of programs."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and any(spec.name in programs for programs in PROGRAMS.values())
 
 
 def _is_off() -> bool:

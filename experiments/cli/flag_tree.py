@@ -2,14 +2,16 @@
 
 Every setting of `ExperimentConfig` is a flag of the same dotted name, `--model.n_layer`, and so is every setting of a
 study's plan, without a prefix. `--compat=NAME` applies a preset first. A flagfile is found by its bare name:
-`--flagfile=enwik8_12l` is the file in `experiments/flags`. A setting that may be None takes the word "none".
+`--flagfile=enwik8_12l` is the file in `experiments/flags`, also in a flagfile. The last of several values counts. A
+setting that may be None takes the word "none".
 """
 
 import enum
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
@@ -99,16 +101,74 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, *, t
       UserError: an unknown flag (with the nearest names), a value of the wrong kind, a word that is no
         flag, or a flagfile that does not exist (with the names of all).
     """
+    program, *typed = argv
+    words = list(_expanded(map(_Word, typed)))
+    _warn_of_overridden(words, flag_values)
     try:
-        rest = flag_values(find_flagfiles(argv))
+        rest = flag_values([program, *(word.text for word in words)])
     except flags.UnrecognizedFlagError as error:
         near = config_tree.did_you_mean(error.flagname, list(flag_values))
-        raise UserError(f"there is no flag --{error.flagname}{near or '; --help lists all'}") from None
+        where = _where(words, error.flagname, flag_values)
+        raise UserError(f"{where}there is no flag --{error.flagname}{near or '; --help lists all'}") from None
     except flags.Error as error:
-        raise UserError(_in_plain_words(str(error))) from None
+        named = re.match(r"flag --([\w.]+)", str(error))
+        where = _where(words, named[1], flag_values) if named else ""
+        raise UserError(f"{where}{_in_plain_words(str(error))}") from None
     if len(rest) > 1 and not takes_words:
         raise UserError(f"{rest[1]!r} is not a flag; flags are written --name=value")
     return rest[1:]
+
+
+class _Word(NamedTuple):
+    """A word of the command line, or a line of a flagfile."""
+
+    text: str
+    where: str = ""  # "FILE, line N: "; empty on the command line.
+
+    def name(self, flag_values: flags.FlagValues) -> str | None:
+        """Returns the flag that the word sets, or None if it sets none."""
+        if not (match := re.match(r"--?([\w.]+)", self.text)):
+            return None
+        name = match[1]
+        return name[2:] if name not in flag_values and name.startswith("no") and name[2:] in flag_values else name
+
+
+def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator[_Word]:
+    """Yields the words, flagfiles replaced by their lines. absl would find no bare name inside a file.
+
+    Raises:
+      UserError: If there is no such file, with the packaged names, or files include each other.
+    """
+    words = iter(words)
+    for word in words:
+        match = re.fullmatch(r"--?flagfile(?:=(.*))?", word.text)
+        if match is None:
+            yield word
+            continue
+        following = None if match[1] is not None else next(words, None)
+        path = _flagfile_path(following.text if following else match[1] or "", word.where)
+        if path in inside:
+            raise UserError(f"{word.where}the flagfile {path} includes itself; remove the line")
+        lines = [(number, line.strip()) for number, line in enumerate(path.read_text().splitlines(), start=1)]
+        kept = (_Word(line, f"{path}, line {n}: ") for n, line in lines if line and not line.startswith(("#", "//")))
+        yield from _expanded(kept, (*inside, path))
+
+
+def _warn_of_overridden(words: Sequence[_Word], flag_values: flags.FlagValues) -> None:
+    """Prints a line for each flag of the command line that a flagfile behind it overrides."""
+    typed: dict[str | None, _Word] = {}
+    for word in words:
+        name = word.name(flag_values)
+        if not word.where:
+            typed[name] = word
+        elif name is not None and (before := typed.pop(name, None)):
+            line = f"note: {before.text} has no effect: {word.where}{word.text}; put the flag after --flagfile"
+            print(line, file=sys.stderr, flush=True)
+
+
+def _where(words: Sequence[_Word], name: str, flag_values: flags.FlagValues) -> str:
+    """Returns the place of a flag's last value, empty if it is the command line."""
+    return next((word.where for word in reversed(words) if word.name(flag_values) == name), "")
 
 
 def _in_plain_words(message: str) -> str:
@@ -117,33 +177,18 @@ def _in_plain_words(message: str) -> str:
     return re.sub(r"could not convert string to float.*", "give a number", message)
 
 
-def find_flagfiles(argv: Sequence[str]) -> list[str]:
-    """Returns `argv` with bare names of packaged flagfiles replaced by their paths; paths stay as they are.
-
-    Raises:
-      UserError: neither a file nor a packaged name; lists the names.
-    """
-    found = list(argv)
-    for i, word in enumerate(found):
-        if match := re.fullmatch(r"--?flagfile=(.*)", word):
-            found[i] = f"--flagfile={_flagfile_path(match[1])}"
-        elif re.fullmatch(r"--?flagfile", word) and i + 1 < len(found):
-            found[i + 1] = str(_flagfile_path(found[i + 1]))
-    return found
-
-
 def flagfile_names() -> list[str]:
     """Returns the names of the packaged flagfiles."""
     return sorted(path.stem for path in FLAGFILE_DIR.glob("*.flags"))
 
 
-def _flagfile_path(name: str) -> Path:
+def _flagfile_path(name: str, where: str) -> Path:
     for path in (Path(name).expanduser(), FLAGFILE_DIR / f"{name}.flags", FLAGFILE_DIR / name):
         if path.is_file():
             return path
     known = flagfile_names()
     raise UserError(
-        f"there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"
+        f"{where}there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"
         f"{config_tree.did_you_mean(name, known)}"
     )
 

@@ -46,6 +46,7 @@ LOST = os.EX_TEMPFAIL  # 75
 _SILENT_SECONDS = 10
 
 _METADATA_SECONDS = 3
+_METADATA_TRIES = 3
 # Words in the errors of collectives when a process is gone: on CPUs, on GPUs, of JAX's own service.
 _SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "coordination service")
 
@@ -270,14 +271,28 @@ def _has_tpu() -> bool:
 
 
 def _metadata(name: str, environment: Mapping[str, str]) -> str:
-    """Returns an attribute from a Cloud TPU machine's metadata server; empty: there is no server, or no attribute."""
+    """Returns an attribute from a Cloud TPU machine's metadata server, or an empty text if it has no such attribute.
+
+    Raises:
+      UserError: If the server does not answer. Taken for one host, each host of a slice would wait for the others.
+    """
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
-    try:
-        answer = requests.get(url, headers={"Metadata-Flavor": "Google"}, timeout=_METADATA_SECONDS)
-    except requests.RequestException:
-        return ""
-    return answer.text if answer.ok else ""
+    with requests.Session() as session:
+        session.trust_env = False  # A proxy has another machine's metadata, or none.
+        for _ in range(_METADATA_TRIES):
+            try:
+                answer = session.get(url, headers={"Metadata-Flavor": "Google"}, timeout=_METADATA_SECONDS)
+            except requests.RequestException as error:
+                reason = _brief(error)
+                continue
+            if answer.ok or answer.status_code == requests.codes.not_found:  # Colab's and GKE's servers have none.
+                return answer.text if answer.ok else ""
+            reason = f"HTTP {answer.status_code}"
+    raise UserError(
+        f"this machine has a TPU, and the metadata server at {server} did not tell the number of hosts ({reason}); set "
+        "TPU_WORKER_HOSTNAMES=localhost if it is alone, or start again"
+    )
 
 
 @contextlib.contextmanager

@@ -66,7 +66,6 @@ def define_flags(defaults: ExperimentConfig) -> None:
     """Defines the flags of a run."""
     flags.DEFINE_enum("mode", "train", _MODES, "Job.")
     define_workdir()
-    flags.DEFINE_integer("stop_after", None, "Update after which training stops, saved; without it, it goes on.")
     score_input.define_flags()
     watch.define_flags()
     define_data_folders()
@@ -245,7 +244,7 @@ def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
 
 
 def _run_mode(defaults: ExperimentConfig) -> int:
-    own_flags = ("mode", "ensemble_member", "stop_after", *score_input.FLAG_NAMES, *watch.FLAG_NAMES)
+    own_flags = ("mode", "ensemble_member", *score_input.FLAG_NAMES, *watch.FLAG_NAMES)
     hosts.check_same({name: FLAGS[name].value for name in own_flags})
     workdir = distributed.run_on_all(given_workdir)
     if FLAGS.input is not None:
@@ -279,13 +278,12 @@ def _train(defaults: ExperimentConfig, workdir: Workdir) -> int:
             )
         config = training_config.build(defaults, workdir)
         check_program(defaults, config)
-        train.check_stop_after(config, FLAGS.stop_after)
         workdir.check_same_settings(config)  # Before a text is read, which may take minutes.
         return config, warm_start.read_corpus(config, workdir, FLAGS.data_dir, FLAGS.cache_dir)
 
     config, corpus = distributed.run_on_all(prepare)
     with StopRequest() as stop:  # From here on: while a text is read a signal ends the process at once.
-        outcome = train.run(config, corpus, workdir, stop_after=FLAGS.stop_after, stop_requested=lambda: stop, **more)
+        outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop, **more)
     return 0 if outcome.finished else exit_code_of(stop)
 
 

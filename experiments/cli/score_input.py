@@ -1,4 +1,4 @@
-"""`--mode=score --input=FILE|-`: scores documents of a file or of the standard input, as JSON on standard output."""
+"""`--mode=score --input=FILE`: scores the documents of a file, as JSON on standard output."""
 
 import contextlib
 import os
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from absl import flags
 
-from txl_jax.data.sources.input_text import InputFormat, InputReader, open_input
 from txl_jax.errors import UserError
 from txl_jax.jobs import score_input
 from txl_jax.jobs.pretrained import Pretrained
 from txl_jax.jobs.score import Interrupted
+from txl_jax.jobs.score_input import InputFormat, documents, open_input
 from txl_jax.runtime import distributed
 from txl_jax.runtime.preemption import StopRequest
 
@@ -22,8 +22,8 @@ FLAG_NAMES = ("input", "input_format", "per_token")
 
 def define_flags() -> None:
     """Defines the flags of the input."""
-    flags.DEFINE_string("input", None, "With --mode=score: scores the documents of this file; -: of standard input.")
-    flags.DEFINE_enum("input_format", "lines", [str(form) for form in InputFormat], "Documents of the input.")
+    flags.DEFINE_string("input", None, "With --mode=score: file whose documents are scored.")
+    flags.DEFINE_enum("input_format", "lines", [str(form) for form in InputFormat], "What a document of the input is.")
     flags.DEFINE_bool("per_token", False, "With --input: writes a record per token instead of one per document.")
 
 
@@ -41,25 +41,22 @@ def run(mode: str, opened: Callable[[], Pretrained]) -> int:
         raise UserError(f"--input is given and --mode is {mode}; only --mode=score reads an input")
     if distributed.is_multiprocess():
         raise UserError("--input is given and there are several processes; score an input with one")
-    name = "standard input" if FLAGS.input == "-" else FLAGS.input
     records = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), StopRequest() as stop:
-
-        def check_stop() -> None:
-            if stop:
-                raise Interrupted(name)
 
         def write(lines: str) -> None:
             records.write(lines)
             records.flush()
-            check_stop()
+            if stop:
+                raise Interrupted(FLAGS.input)
 
         pretrained = opened()
-        reader = InputReader(open_input(FLAGS.input), InputFormat(FLAGS.input_format), after_poll=check_stop)
         try:
-            score_input.run(pretrained, reader, name=name, per_token=FLAGS.per_token, write=write)
+            with open_input(FLAGS.input) as file:
+                texts = documents(file, InputFormat(FLAGS.input_format))
+                score_input.run(pretrained, texts, name=FLAGS.input, per_token=FLAGS.per_token, write=write)
         except Interrupted:
-            print(f"stopped   on request in {name}; the records written are complete")
+            print(f"stopped   on request in {FLAGS.input}; the records written are complete")
             return 128 + stop.signal_number
         except BrokenPipeError:  # Whoever reads the records has enough, as in `| head`.
             os.dup2(os.open(os.devnull, os.O_WRONLY), records.fileno())

@@ -14,7 +14,7 @@ case ${1:-} in
     ;;
 esac
 for accelerator in cpu tpu cuda13; do
-  extras=(--extra=plots --extra=gcs --extra=sentencepiece)
+  extras=(--extra=plots --extra=gcs)
   [[ $accelerator == cpu ]] || extras+=(--extra="$accelerator")
   ${run[@]+"${run[@]}"} uv pip compile setup.cfg --quiet --upgrade --generate-hashes --no-header --no-annotate \
     --python-version=3.12 --python-platform=x86_64-manylinux_2_36 "${extras[@]}" \

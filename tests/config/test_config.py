@@ -13,7 +13,7 @@ from txl_jax.errors import UserError
 OUT_OF_RANGE = {
     0: (
         *("model.n_layer", "model.d_model", "model.n_head", "mesh.data", "mesh.fsdp", "mesh.tensor"),
-        *("data.tokenizer.min_count", "data.tokenizer.sentencepiece_vocab", "compat.layer_norm_eps"),
+        *("data.tokenizer.min_count", "data.tokenizer.vocab_size", "compat.layer_norm_eps"),
         *("optimizer.learning_rate", "optimizer.adam_eps", "optimizer.clip_norm", "optimizer.embedding_lr_multiplier"),
         *("average.nt_asgd_patience", "average.ema_decay", "average.lr_scale"),
         *("train.steps", "train.grad_accum_steps", "train.keep_checkpoints"),
@@ -50,7 +50,7 @@ def test_values_out_of_range_are_refused(value):
 # Settings that do not go together, and what the message must name: settings and numbers.
 LSTM = {"model.network": "lstm"}
 WINDOW = {"eval.stride": 4, "eval.mem_len": 0, "eval.same_length": False}
-PIECES = {"data.tokenizer.kind": "sentencepiece"}
+SUBWORDS = {"data.tokenizer.kind": "subword"}
 WORDS = {"data.tokenizer.kind": "word"}
 CONFLICTS = [
     ({"model.d_model": 7}, "model.d_model 7"),
@@ -87,15 +87,11 @@ CONFLICTS = [
     ({"data.tokenizer.lower_case": True}, "data.tokenizer.lower_case byte"),
     ({"data.tokenizer.min_count": 3}, "data.tokenizer.min_count 3 byte"),
     ({"data.tokenizer.line_mark": "s"}, "data.tokenizer.line_mark byte word"),
-    (PIECES | {"data.tokenizer.line_mark": "s"}, "data.tokenizer.line_mark eos none"),
     ({"data.tokenizer.vocab_file": "words", "data.tokenizer.kind": "char"}, "vocab_file words char word"),
     (WORDS | {"data.tokenizer.vocab_file": "words", "data.tokenizer.min_count": 2}, "min_count 2 words"),
-    (WORDS | {"data.tokenizer.sentencepiece_model": "m"}, "sentencepiece_model m word sentencepiece"),
-    (
-        PIECES | {"data.tokenizer.sentencepiece_model": "m", "data.tokenizer.sentencepiece_vocab": 9},
-        "sentencepiece_vocab 9 m",
-    ),
-    ({"data.tokenizer.sentencepiece_vocab": 9}, "sentencepiece_vocab 9 byte sentencepiece"),
+    (WORDS | {"data.tokenizer.hf_file": "m"}, "hf_file m word subword"),
+    (SUBWORDS | {"data.tokenizer.hf_file": "m", "data.tokenizer.vocab_size": 900}, "vocab_size 900 m"),
+    ({"data.tokenizer.vocab_size": 900}, "vocab_size 900 byte subword"),
     ({"optimizer.weight_decay": 0.1}, "optimizer.weight_decay 0.1 adam adamw"),
     ({"optimizer.name": "adamw"}, "optimizer.weight_decay adamw adam"),
     ({"optimizer.name": "adafactor", "optimizer.mu_dtype": "bfloat16"}, "optimizer.mu_dtype bfloat16 adafactor"),

@@ -9,11 +9,9 @@ import pytest
 from support import hf_tokenizers, miniature
 from support.cases import nightly_but
 from support.setting_probes import BASE, PROBES, parts_of
-from txl_jax.config import CorpusName, LineMark
+from txl_jax.config import CorpusName
 from txl_jax.config import tree as config_tree
 from txl_jax.data.sources import corpora
-from txl_jax.data.sources.text import File
-from txl_jax.data.tokens import sentencepiece as pieces_lib
 
 # Where each setting must show, and its second value.
 SECOND = {
@@ -68,8 +66,6 @@ SECOND = {
     "data.tokenizer.empty_end": ("corpus", "keep"),
     "data.tokenizer.min_count": ("corpus", 200),
     "data.tokenizer.vocab_file": ("corpus", "prompt.txt"),
-    "data.tokenizer.sentencepiece_model": ("corpus", "words.model"),
-    "data.tokenizer.sentencepiece_vocab": ("corpus", 300),
     "data.tokenizer.hf_file": ("corpus", "tokenizer.json"),
     "data.tokenizer.vocab_size": ("corpus", 300),
     "data.tokenizer.bin_type": ("corpus", "uint32"),
@@ -156,12 +152,7 @@ BESIDE = {
     },
     "data.tokenizer.lower_case": {"data.tokenizer.kind": "char"},
     "data.tokenizer.empty_end": {"data.tokenizer.kind": "word", "data.file": "empty-end.txt"},
-    "data.tokenizer.sentencepiece_model": {"data.tokenizer.kind": "sentencepiece"},
-    "data.tokenizer.sentencepiece_vocab": {
-        "data.tokenizer.kind": "sentencepiece",
-        "data.tokenizer.sentencepiece_vocab": 280,
-    },
-    "data.tokenizer.hf_file": {"data.tokenizer.kind": "hf"},
+    "data.tokenizer.hf_file": {"data.tokenizer.kind": "subword"},
     **{
         f"data.tokenizer.{name}": {"data.tokenizer.kind": "id", "data.file": "ids.bin"}
         for name in ("vocab_size", "bin_type")
@@ -186,14 +177,6 @@ FIRST = {
     "data.tokenizer.hf_file": "other.json",
     **{f"data.{split}": ("words.txt",) for split in ("train", "valid", "test")},
 }
-
-
-@functools.cache
-def small_model():
-    """A SentencePiece model of few pieces."""
-    content = b"one two three\n" * 50
-    file = File("words", len(content), lambda: iter([content]))
-    return pieces_lib.train([file], size=268, line_mark=LineMark.EOS, lower_case=False).model
 
 
 @pytest.fixture(autouse=True)
@@ -233,17 +216,15 @@ def found(probe, config):
 
 # Probes that take milliseconds run by default, but for settings whose text takes longer to make.
 QUICK_PROBES = ("batch", "corpus", "devices", "end_token", "epochs", "prompt")
-LONGER = ("data.corpus", "data.heldout", "data.tokenizer.sentencepiece_model", "data.tokenizer.sentencepiece_vocab")
+LONGER = ("data.corpus", "data.heldout")
 # One setting stands for the others of each of these probes.
 ONE_EACH = ("model.untie_r", "optimizer.schedule_offset", "train.loss", "eval.clamp_len")
 QUICK = [name for name, (probe, _) in SECOND.items() if probe in QUICK_PROBES and name not in LONGER] + [*ONE_EACH]
 
 
 @pytest.mark.parametrize("name", nightly_but(QUICK, SECOND))
-def test_a_second_value_changes_what_a_run_does(name, tmp_path):
+def test_a_second_value_changes_what_a_run_does(name):
     probe, value = SECOND[name]
-    if name == "data.tokenizer.sentencepiece_model":
-        (tmp_path / value).write_bytes(small_model())
     before = config_tree.replace(BASE, {k: v for k, v in BESIDE.get(name, {}).items() if k != name})
     if name in FIRST:
         before = config_tree.replace(before, {name: FIRST[name]})

@@ -73,7 +73,7 @@ def test_files_are_marked_as_paths():
     paths = {leaf.name for leaf in config_tree.leaves() if leaf.setting.path}
     assert paths == {
         *(f"data.{name}" for name in ("file", "train", "valid", "test")),
-        *(f"data.tokenizer.{name}" for name in ("vocab_file", "sentencepiece_model", "hf_file")),
+        *(f"data.tokenizer.{name}" for name in ("vocab_file", "hf_file")),
         "generate.prompt_file",
         "init_from",
     }
@@ -97,5 +97,5 @@ def test_a_resumed_run_may_change_what_leaves_the_trajectory_alone():
 
 def test_a_trained_run_keeps_what_makes_its_token_ids():
     shaping = {leaf.name for leaf in config_tree.leaves() if leaf.setting.shapes_tokens}
-    names = ("kind", "newlines", "lower_case", "line_mark", "min_count", "sentencepiece_vocab")
+    names = ("kind", "newlines", "lower_case", "line_mark", "min_count", "vocab_size")
     assert shaping == {f"data.tokenizer.{name}" for name in names} | {"data.reset_at"}

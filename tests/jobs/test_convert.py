@@ -180,7 +180,7 @@ DAMAGE = {
         r"vocabulary\.txt",
     ),
     "vocabulary of another size": ("config.json", lambda path: rewrite(path, vocab_size=7), r"vocab_size 7"),
-    "newer format": ("config.json", lambda path: rewrite(path, format=99), r"format 99"),
+    "newer format": ("config.json", lambda path: rewrite(path, txl_jax_model=99), r"version 99"),
     "unknown setting": ("config.json", lambda path: rewrite(path, config={"model.n_layers": 2}), r"did you mean"),
     "contradicting sizes": ("model.safetensors", swap_tensors, r"softmax/bias is float32\[\d+\] there"),
 }

@@ -10,7 +10,6 @@ import txl_jax
 from support import tiny, tiny_model
 from support.cases import full_but
 from txl_jax.config import DType
-from txl_jax.data.batches.document_rows import Document, DocumentRows, End
 from txl_jax.errors import UserError
 from txl_jax.metrics import Totals
 
@@ -104,25 +103,6 @@ def test_an_endless_stream_is_read_in_order_and_few_documents_ahead():
         else:
             assert len(nats) == max(len(tokens) - 1, 0)
     assert isinstance(next(iter(model.score_stream(["abc"]))), Totals)
-
-
-def test_a_result_comes_before_the_source_is_asked_to_wait():
-    """As a terminal needs it: a source that has no document yet gets the results of those that it gave."""
-    document, waited = Document(np.arange(7), np.arange(7)), []
-    answers = iter([document, None, document, None, None, End])
-
-    def source(wait):
-        waited.append(wait)
-        return next(answers)
-
-    rows = DocumentRows(source, batch_size=3, segment_len=4, segments_per_call=2)
-    first = rows.next_call(wait=True)
-    assert waited == [True, False] and [part.number for part in first.parts] == [0, 0]
-    assert first.n_segments == 2 and [part.ends for part in first.parts] == [False, True]
-    second = rows.next_call(wait=False)
-    assert waited[2:] == [False, False] and [part.number for part in second.parts] == [1, 1]
-    assert rows.next_call(wait=False) is None and not rows.ended
-    assert rows.next_call(wait=True) is None and rows.ended
 
 
 @pytest.mark.full

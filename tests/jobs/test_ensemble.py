@@ -11,7 +11,7 @@ import pytest
 
 from support import drawn_run, tiny, tiny_run
 from support.run_records import StopAfter
-from txl_jax.assemble import assemble
+from txl_jax.assemble import Compilation, assemble
 from txl_jax.config import DType
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
@@ -19,7 +19,6 @@ from txl_jax.jobs import ensemble, evaluate, train
 from txl_jax.jobs.restore import load_state
 from txl_jax.jobs.split_off import split_off
 from txl_jax.jobs.workdir import TextInfo, Workdir
-from txl_jax.runtime import executable_cache
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.metrics_log import read_metrics
 from txl_jax.runtime.sinks.sink import MEASURED
@@ -121,7 +120,7 @@ def test_a_finished_ensemble_is_neither_compiled_nor_scored_again(base, whole, t
     folder = tmp_path / "all"
     shutil.copytree(whole[0], folder)
     monkeypatch.setattr(ensemble, "score_or_stop", pytest.fail)
-    monkeypatch.setattr(executable_cache, "compile_or_load", pytest.fail)
+    monkeypatch.setattr(Compilation, "of", pytest.fail)
     before = (folder / "metrics.jsonl").read_bytes()
     outcome = run(base, folder)
     assert outcome.finished and outcome.results == whole[1].results

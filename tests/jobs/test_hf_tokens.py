@@ -19,7 +19,7 @@ def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
     (folder / "tokenizer.json").write_text(hf_tokenizers.byte_level())
     changes = {"data__tokenizer__hf_file": str(folder / "tokenizer.json")}
-    workdir = trained.make(folder / "run", tokenizer=Tokenizer.HF, **changes)
+    workdir = trained.make(folder / "run", tokenizer=Tokenizer.SUBWORD, **changes)
     (folder / "tokenizer.json").rename(folder / "elsewhere.json")  # The run has its own copy.
     return workdir
 

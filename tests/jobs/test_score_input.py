@@ -6,28 +6,39 @@ import numpy as np
 import pytest
 
 from support import tiny_model
-from txl_jax.data.sources.input_text import InputFormat, InputReader
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.jobs import score_input
+from txl_jax.jobs.score_input import InputFormat, documents, open_input
 
 LINES = ["abc dab", "", "k", "abba " * 9, "cab"]
+TEXT = b"one\n\n \ntwo\nthree\n\nfour"
 
 
-class FakeInput(InputReader):
-    """An input of these lines, without a file."""
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n\n"])
+def test_documents_have_their_lines(tmp_path, end):
+    (tmp_path / "file").write_bytes(TEXT + end)
+    for form in InputFormat:
+        with open_input(str(tmp_path / "file")) as file:
+            found = list(documents(file, form))
+        lines = (TEXT + end).removesuffix(b"\n").split(b"\n")
+        numbered = list(enumerate(lines, start=1)), [(1, b"one"), (4, b"two\nthree"), (7, b"four")]
+        assert found == numbered[form is InputFormat.DOCUMENTS]
+    assert list(documents([], InputFormat.LINES)) == list(documents([b"\n"], InputFormat.DOCUMENTS)) == []
 
-    def __init__(self, lines):
-        super().__init__(-1, InputFormat.LINES)
-        self._given = iter(lines)
 
-    def _is_ready(self, wait):
-        return True
+def test_what_cannot_be_opened_is_named(tmp_path):
+    for path, hint in ((tmp_path / "missing", "--input"), (tmp_path, "--input"), ("-", "/dev/stdin")):
+        with pytest.raises(UserError, match=rf"{path} .*{hint}"):
+            open_input(str(path))
 
-    def _read_block(self):
-        line = next(self._given, None)
-        self._closed = line is None
-        if line is not None:
-            self._lines.append(line)
+
+@pytest.mark.full
+def test_an_input_in_a_bucket(bucket):
+    (bucket / "input.txt").write_bytes(b"one\ntwo")
+    with open_input(str(bucket / "input.txt")) as file:
+        assert file.readlines() == [b"one\n", b"two"]
+    with pytest.raises(UserError, match=r"gs://.*--input"):
+        open_input(str(bucket / "missing.txt"))
 
 
 class Opened:
@@ -43,18 +54,18 @@ class Opened:
         return 7, self.params
 
 
-def score(reader, *, per_token=False, params=None, write=None):
+def score(lines, *, per_token=False, params=None, write=None):
     """(lines written, number of documents) with 3 rows."""
     model, written = tiny_model.make(eval__batch_size=3), []
     write = write or written.append
     opened = Opened(model, params or model.params)
-    count = score_input.run(opened, reader, name="book.txt", per_token=per_token, write=write, log=str)
+    count = score_input.run(opened, enumerate(lines, 1), name="book.txt", per_token=per_token, write=write, log=str)
     return "".join(written), count
 
 
 def test_a_record_per_document():
     model = tiny_model.make()
-    written, count = score(FakeInput([line.encode() for line in LINES]))
+    written, count = score([line.encode() for line in LINES])
     records = [json.loads(line) for line in written.splitlines()]
     assert count == len(records) == len(LINES)
     for number, (line, record) in enumerate(zip(LINES, records, strict=True)):
@@ -64,7 +75,7 @@ def test_a_record_per_document():
 
 def test_a_record_per_token_reads_back_exactly():
     model = tiny_model.make(eval__batch_size=3)
-    written, _ = score(FakeInput([line.encode() for line in LINES]), per_token=True)
+    written, _ = score([line.encode() for line in LINES], per_token=True)
     records = [json.loads(line) for line in written.splitlines()]
     expected = model.score(LINES, per_token=True, batch_size=3)
     assert len(records) == sum(map(len, expected))
@@ -78,7 +89,7 @@ def test_a_record_per_token_reads_back_exactly():
 def test_a_mistake_names_its_line_after_the_records_before():
     written = []
     with pytest.raises(UserError, match=r"^line 3 of book\.txt.*\b90\b") as error:
-        score(FakeInput([b"abc", b"a" * 70, b"aZ", b"abc"]), write=written.append)
+        score([b"abc", b"a" * 70, b"aZ", b"abc"], write=written.append)
     assert [json.loads(line)["tokens"] for line in written] == [2, 69] and "\n" not in str(error.value)
 
 
@@ -86,4 +97,4 @@ def test_a_loss_that_is_no_number_is_a_mistake():
     model = tiny_model.make()
     broken = model.params | {"softmax": {name: value * np.nan for name, value in model.params["softmax"].items()}}
     with pytest.raises(NonFiniteError, match=r"line 1 of book\.txt.*nan"):
-        score(FakeInput([b"abc"]), params=broken)
+        score([b"abc"], params=broken)

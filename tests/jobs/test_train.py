@@ -60,19 +60,14 @@ def test_a_stopped_run_goes_on_exactly(finished, config, corpus, tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_in_parts_that_end_after_given_updates_is_the_whole_run(finished, config, corpus, tmp_path):
-    """A second start with the same end changes nothing; a stop in the evaluation there is repeated, and ends there."""
+def test_a_hook_ends_a_start_after_some_updates_of_a_longer_schedule(finished, config, corpus, tmp_path):
     whole, _ = finished
     workdir = Workdir(tmp_path / "pieces")
-    with pytest.raises(UserError, match=r"12\b.*eval_every.*\b8\b"):
-        train.run(config, corpus, workdir, stop_after=12)
-    assert not workdir.path.exists()
-    assert not train.run(config, corpus, workdir, stop_after=8, stop_requested=StopAfter(5)).finished
-    for _ in range(2):
-        outcome = train.run(config, corpus, workdir, stop_after=8)
-        assert (outcome.finished, outcome.step) == (False, 8)
-        assert [r["step"] for r in read_metrics(workdir.path) if r["kind"] == "valid"] == [8]
-    assert train.run(config, corpus, workdir, stop_after=STEPS).finished
+    for step in (8, 16):
+        hook = Hook(8, lambda context, at=step: context.request_stop() if context.step == at else None)
+        outcome = train.run(config, corpus, workdir, hooks=[hook])
+        assert (outcome.finished, outcome.step, outcome.results) == (False, step, None)
+    assert train.run(config, corpus, workdir).finished
     assert numbers(workdir) == numbers(whole)
 
 

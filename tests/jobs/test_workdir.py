@@ -1,6 +1,7 @@
 """Tests the folder of a run: what is written and read back, and the refusals of another text or vocabulary."""
 
 import fcntl
+import json
 import os
 import re
 import threading
@@ -13,7 +14,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.vocabulary import dumps
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.errors import UserError
-from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.jobs.workdir import FORMAT, TextInfo, Workdir
 
 CONFIG = ExperimentConfig(
     data=DataConfig(corpus=CorpusName.TEXT, file="a.txt", tokenizer=TokenizerConfig(kind=Tokenizer.WORD))
@@ -76,11 +77,22 @@ def test_settings_are_compared_before_a_text_is_read(workdir, tmp_path):
             recorded.check_same_settings(changed)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"config": {}, "text": {}}', '{"config": 7, "text": {}}', ""])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": 3, "config": {}}', '{"format": 3, "config": 7, "text": {}}', ""]
+)
 def test_a_damaged_config_is_named(workdir, text):
     workdir.config_file.write_text(text)
     with pytest.raises(ValueError, match=r"config\.json"):
         workdir.load()
+
+
+@pytest.mark.parametrize("number", [None, 2, "3", FORMAT + 1])
+def test_a_record_of_another_format_is_refused_whatever_else_it_has(workdir, number):
+    saved = {"config": {"model.n_later": 3}} | ({} if number is None else {"format": number})
+    workdir.config_file.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=rf"config\.json has format {number or 1!r} and .* {FORMAT}; commit \w+"):
+        workdir.check_same_settings(CONFIG)
+    assert json.loads(workdir.config_file.read_text()) == saved
 
 
 def refusal(workdir):

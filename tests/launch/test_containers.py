@@ -46,7 +46,7 @@ def test_a_lock_file_has_what_setup_cfg_asks_for(accelerator):
         if line.strip():
             needed = Requirement(line)
             assert needed.specifier.contains(versions[needed.name.lower().replace("_", "-")]), line
-    assert {"gcsfs", "matplotlib", "sentencepiece"} <= versions.keys()
+    assert {"gcsfs", "matplotlib"} <= versions.keys()
     assert ("libtpu" in versions) == (accelerator == "tpu")
     assert ("jax-cuda13-plugin" in versions) == (accelerator == "cuda13")
 

@@ -1,21 +1,14 @@
-"""Tests random search, successive halving, and tables over seeds and over runs of other machines."""
+"""Tests random search, and tables over seeds and over runs of other machines."""
 
 import csv
-import dataclasses
-import json
 import math
 import re
-import signal
-import sys
 
 import numpy as np
 import pytest
 
-from launch import sweep, sweep_draws, sweep_file, sweep_halving, sweep_means
+from launch import sweep, sweep_draws, sweep_file, sweep_means
 from support import recorded_run
-from txl_jax.config import tree as config_tree
-from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
-from txl_jax.jobs.workdir import TextInfo
 from txl_jax.run_report.run_records import read_runs
 
 
@@ -74,10 +67,7 @@ def test_equal_draws_are_one_run_and_each_goes_with_the_grid(write):
             "[random]\nsamples = 2\nmodel.n_layer = { uniform = [1, 9] }\n[grid]\nmodel.n_layer = [2]\n",
             r"n_layer.*grid.*random",
         ),
-        ("[grid]\nseed = [1]\n[halving]\nfirst = 150\n", r"first = 150.*eval_every.*\b100\b"),
-        ("[grid]\ntrain.steps = [1200, 600]\n[halving]\nfirst = 300\n", r"600, 1200"),
-        ("[grid]\nseed = [1]\n[halving]\nfirst = 300\nfactor = 1\n", r"factor = 1"),
-        ("[grid]\ntrain.patience = [2]\n[halving]\nfirst = 300\n", r"train\.patience is 2"),
+        ("[grid]\nseed = [1]\n[halving]\nfirst = 300\n", r"\[halving\]"),
     ],
 )
 def test_mistakes_are_named(write, capsys, text, pattern):
@@ -86,130 +76,6 @@ def test_mistakes_are_named(write, capsys, text, pattern):
     out, err = capsys.readouterr()
     assert not out and err.startswith("error: ") and re.search(pattern, err), err
     assert not (path.parent / "out").exists()
-
-
-# Successive halving
-
-HALVING = """
-[grid]
-optimizer.learning_rate = [0.001, 0.002, 0.003, 0.004]
-seed = [1, 2]
-[halving]
-first = 100
-factor = 2
-"""
-# A run's loss at each rung: 0.003 is the best at first, 0.002 later; its second seed is bad at first.
-LOSSES = {0.001: (3.0, 3.0, 3.0), 0.002: (2.0, 1.0, 1.0), 0.003: (1.0, 2.0, 2.0), 0.004: (4.0, 4.0, 4.0)}
-SCRIPT = """
-import json, os, pathlib, re, signal, sys
-folder = pathlib.Path(sys.argv[1])
-rung = int(sys.argv[2].removeprefix("--stop_after=")) if len(sys.argv) > 2 else 1200
-with open(folder.parent / "calls.txt", "a") as calls:
-    calls.write(f"{folder.name} {rung}\\n")
-if len((folder.parent / "calls.txt").read_text().splitlines()) == STOP_AT:
-    os.kill(os.getppid(), signal.SIGTERM)
-    sys.exit(143)
-if folder.name == FAILS:
-    sys.exit("error: it diverged")
-rate, seed = re.fullmatch(r"learning_rate=([.0-9]+)[+]seed=(\\d)", folder.name).groups()
-loss = LOSSES[float(rate)][{100: 0, 200: 1}.get(rung, 2)] + 0.1 * int(seed)
-with open(folder / "metrics.jsonl", "a") as metrics:
-    metrics.write(json.dumps({"kind": "valid", "step": rung, "loss": loss, "bpc": loss, "perplexity": 9.0}) + "\\n")
-if rung == 1200:
-    score = {"step": rung, "loss": loss}
-    results = {"steps": 1200, "eval": json.loads(EVAL), "best_valid": score, "test": score}
-    (folder / "results.json").write_text(json.dumps(results))
-"""
-
-
-@pytest.fixture
-def halving(write):
-    """A sweep whose runs only write records: `halving(stop_at=5)` stops it in its fifth process."""
-    path = write(HALVING)
-    found = read(path)
-    for run in found.runs:
-        text = TextInfo("text", "own text", "d" * 64, ByteVocabulary(bytes(range(256))))
-        run.workdir.create().record(run.config, text)
-
-    def make(*, stop_at=0, fails=""):
-        evaluation = json.dumps(config_tree.to_dict(found.runs[0].config.eval))
-        script = f"LOSSES, STOP_AT, FAILS, EVAL = {LOSSES}, {stop_at}, {fails!r}, {evaluation!r}\n{SCRIPT}"
-        commands = [(sys.executable, "-c", script, str(run.folder)) for run in found.runs]
-        runs = [dataclasses.replace(run, command=words) for run, words in zip(found.runs, commands, strict=True)]
-        return dataclasses.replace(found, runs=tuple(runs))
-
-    return make
-
-
-def trained(found):
-    return (found.runs[0].folder.parent / "calls.txt").read_text().splitlines()
-
-
-def named(*rates):
-    return [f"learning_rate={rate}+seed={seed}" for rate in rates for seed in (1, 2)]
-
-
-# At 100 the better half of four goes on, at 200 the better one of two, which goes on to the end.
-ALL = [
-    *(f"{name} 100" for name in named(0.001, 0.002, 0.003, 0.004)),
-    *(f"{name} 200" for name in named(0.002, 0.003)),
-    *(f"{name} 1200" for name in named(0.002)),
-]
-
-
-@pytest.mark.full
-def test_the_best_go_on_and_are_trained_to_the_end(halving, capsys):
-    found = halving()
-    assert found.rungs == (100, 200, 400, 800)
-    pool = sweep._Pool(found, slots=[None])
-    pool.run()
-    assert trained(found) == ALL and not pool.signal_number
-    stage = sweep_halving.stage(found)
-    assert stage.rung is None and not stage.waiting and [run.name for run in stage.runs] == named(0.002)
-    assert stage.dropped == dict.fromkeys(named(0.001, 0.004), 100) | dict.fromkeys(named(0.003), 200)
-    out = found.runs[0].folder.parent
-    assert sweep.sweep_table.write(found, out) == 0
-    with open(out / "results.csv", newline="") as file:
-        rows = {row["run"]: row for row in csv.DictReader(file)}
-    assert rows[named(0.003)[0]]["state"] == "dropped after step 200"
-    assert float(rows[named(0.003)[0]]["best_valid"]) == pytest.approx(1.1)
-    assert rows[named(0.002)[0]]["state"] == "finished"
-    with open(out / "means.csv", newline="") as file:
-        means = {row["optimizer.learning_rate"]: row for row in csv.DictReader(file)}
-    assert float(means["0.002"]["test"]) == pytest.approx(1.15 / math.log(2)) and means["0.002"]["seeds"] == "2"
-    assert float(means["0.002"]["test_deviation"]) == pytest.approx(0.1 / math.sqrt(2) / math.log(2))
-    assert "±" in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_a_sweep_that_is_stopped_comes_to_the_same_rungs_and_decisions(halving):
-    stop_at = 8
-    found = halving(stop_at=stop_at)
-    pool = sweep._Pool(found, slots=[None])
-    pool.run()
-    assert pool.signal_number == signal.SIGTERM and len(trained(found)) == stop_at
-    sweep._Pool(halving(), slots=[None]).run()
-    assert trained(found) == ALL[:stop_at] + ALL[stop_at - 1 :]
-    assert not sweep_halving.stage(found).waiting
-
-
-@pytest.mark.full
-def test_runs_at_a_time_change_no_decision(halving):
-    found = halving()
-    sweep._Pool(found, slots=[None, None, None]).run()
-    assert sorted(trained(found)) == sorted(ALL)
-
-
-@pytest.mark.full
-def test_a_failed_run_counts_as_the_worst(halving, capsys):
-    found = halving(fails=named(0.003)[1])
-    sweep._Pool(found, slots=[None]).run()
-    dropped = sweep_halving.stage(found, failed=[named(0.003)[1]]).dropped
-    assert dropped == dict.fromkeys(named(0.003, 0.004), 100) | dict.fromkeys(named(0.001), 200)
-    assert trained(found).count(f"{named(0.003)[1]} 100") == 1
-    assert sweep.sweep_table.write(found, found.runs[0].folder.parent) == 1
-    out = capsys.readouterr().out
-    assert out.count("| failed: error: it diverged |") == 1 and out.count("| dropped after step 100 |") == 3
 
 
 # Tables

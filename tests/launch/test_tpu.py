@@ -63,6 +63,12 @@ def test_the_script_for_the_hosts_is_valid_shell(cloud, share):
     assert ("/mnt/txl" in install) == bool(share)
 
 
+def test_watch_takes_a_workdir_after_a_space(cloud):
+    words = ["python", "-m", "experiments.ptb", "--workdir", "gs://bucket/run"]
+    code, out, err = call(cloud, "watch", "one", "--zone=z", "--type=v4-8", "--dry_run", "--", *words)
+    assert code == 0 and "gs://bucket/run" in out, err
+
+
 def test_a_folder_that_is_no_clone_is_not_sent(cloud):
     (cloud / "clone" / "setup.cfg").unlink()
     code, _, err = call(cloud, "install", "one", "--zone=z")

@@ -19,9 +19,9 @@ LIMITS = Limits(body_bytes=20_000, prompt_tokens=500, new_tokens=4000, choices=8
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made():
     """The engine of the server."""
-    store = make_store(limit=3, folder=tmp_path_factory.mktemp("sessions"))
+    store = make_store(limit=3)
     with engine(store=store, limits=LIMITS, start=False) as stopped:
         yield stopped
 
@@ -97,8 +97,6 @@ def test_a_session_over_http(port, made):
     second = complete(port, session=name, prompt="", max_tokens=15, temperature=0)[1]["choices"][0]["text"]
     assert complete(port, prompt="abc", max_tokens=35, temperature=0)[1]["choices"][0]["text"] == first + second
     assert ask(port, f"/v1/sessions/{name}")[1]["tokens"] == 38
-    status, session = ask(port, f"/v1/sessions/{name}/save", b"")
-    assert status == 200 and session["saved"], session
     assert [each["id"] for each in ask(port, "/v1/sessions")[1]["data"]] == [name]
     assert complete(port, session=name, n=2)[0] == 400
     others = [ask(port, "/v1/sessions", {})[1]["id"] for _ in range(2)]

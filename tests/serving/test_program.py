@@ -1,8 +1,6 @@
 """Tests the program as a process: start, requests, SIGTERM, kill -9 while sessions are written, refusals."""
 
-import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -64,9 +62,8 @@ def complete(port, session, *, tokens, prompt=""):
 
 
 @pytest.mark.full
-def test_sigterm_lets_requests_end_and_a_restart_goes_on(run, compiled, tmp_path):
-    sessions = f"--sessions_dir={tmp_path}"
-    server = Program(run, compiled, sessions, TXL_API_KEYS="")
+def test_sigterm_lets_requests_end(run, compiled):
+    server = Program(run, compiled, TXL_API_KEYS="")
     assert ask(server.port, "/v1/models")[1]["data"][0]["id"] == "mine"
     name = ask(server.port, "/v1/sessions", {})[1]["id"]
     texts = [complete(server.port, name, tokens=10, prompt="the cat ")]
@@ -78,10 +75,8 @@ def test_sigterm_lets_requests_end_and_a_restart_goes_on(run, compiled, tmp_path
     running.join()
     assert (code, errors) == (0, "")
     assert [line.split()[0] for line in server.last_lines.splitlines()] == ["stopping", "stopped"]
-    server = Program(run, compiled, sessions)
-    assert ask(server.port, f"/v1/sessions/{name}")[1]["tokens"] == 2018
-    texts.append(complete(server.port, name, tokens=10))
-    body = {"prompt": "the cat ", "max_tokens": 2020, "temperature": 0}
+    server = Program(run, compiled)
+    body = {"prompt": "the cat ", "max_tokens": 2010, "temperature": 0}
     assert ask(server.port, "/v1/completions", body)[1]["choices"][0]["text"] == "".join(texts)
     assert server.end(signal.SIGINT)[0] == 0
 
@@ -105,42 +100,3 @@ def test_what_cannot_be_served_is_refused(run):
         for flag, named in (("--host=0.0.0.0", "TXL_API_KEYS"), (f"--port={used.getsockname()[1]}", "--port")):
             code, _, errors = programs.run("experiments.serve", f"--model={run}", flag)
             assert code == 1 and named in errors and errors.count("\n") == 1
-
-
-@pytest.mark.nightly(part="faults")
-def test_a_kill_while_sessions_are_written_leaves_each_old_or_new(run, compiled, tmp_path):
-    """Ten kills at random moments of saving; the tokens of a session show which of its states it is."""
-    rng, sessions = random.Random(int(os.environ.get("TXL_FAULT_SEED") or time.time_ns())), f"--sessions_dir={tmp_path}"
-    server = Program(run, compiled, sessions)
-    names = [ask(server.port, "/v1/sessions", {})[1]["id"] for _ in range(4)]
-    history = dict.fromkeys(names, "")
-    for name in names:
-        history[name] = complete(server.port, name, prompt="the cat ", tokens=5)
-        assert ask(server.port, f"/v1/sessions/{name}/save", b"")[0] == 200
-    saved = dict.fromkeys(names, 5)
-    for _ in range(10):
-        for name in names:
-            history[name] += complete(server.port, name, tokens=5)
-
-        def save(port=server.port):
-            with contextlib.suppress(OSError):  # It was killed.
-                for name in names:
-                    ask(port, f"/v1/sessions/{name}/save", b"")
-
-        saving = threading.Thread(target=save)
-        saving.start()
-        time.sleep(rng.uniform(0, 0.05))
-        assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
-        saving.join()
-        server = Program(run, compiled, sessions)
-        for name in names:
-            tokens = ask(server.port, f"/v1/sessions/{name}")[1]["tokens"] - 8
-            assert tokens in (saved[name], saved[name] + 5)
-            history[name] = history[name][:tokens]
-            more = complete(server.port, name, tokens=5)
-            body = {"prompt": "the cat ", "max_tokens": tokens + 5, "temperature": 0}
-            assert ask(server.port, "/v1/completions", body)[1]["choices"][0]["text"] == history[name] + more
-            history[name] += more
-            assert ask(server.port, f"/v1/sessions/{name}/save", b"")[0] == 200
-            saved[name] = tokens + 5
-    assert server.end(signal.SIGTERM)[0] == 0

@@ -23,7 +23,7 @@ SECONDS = 300.0  # Longer is a hang.
 
 def make_store(**changes: Any) -> SessionStore:
     """An empty store of sessions."""
-    return SessionStore(**{"limit": 8, "seconds": 1000.0, "folder": None, "model_digest": "tiny", **changes})
+    return SessionStore(**{"limit": 8, "seconds": 1000.0, **changes})
 
 
 @functools.cache

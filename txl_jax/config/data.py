@@ -32,8 +32,7 @@ class Tokenizer(enum.StrEnum):
     BYTE = "byte"
     CHAR = "char"  # A Unicode character of UTF-8 text.
     WORD = "word"  # Words between white space.
-    SENTENCEPIECE = "sentencepiece"  # Pieces of words; needs the package sentencepiece.
-    HF = "hf"  # Those of a tokenizer.json of Hugging Face; needs the package tokenizers.
+    SUBWORD = "subword"  # Parts of words, by a tokenizer.json, given or trained; needs the package tokenizers.
     ID = "id"  # Ready-made ids in .npy or .bin files.
 
 
@@ -45,7 +44,7 @@ class IdType(enum.StrEnum):
 
 
 class LineMark(enum.StrEnum):
-    """Token at the end of a line, where tokens are words or pieces."""
+    """Token at the end of a line, where tokens are words."""
 
     EOS = "eos"  # <eos> after each line: WikiText and PTB.
     S = "s"  # One <S> between sentences: One Billion Word, as the original PyTorch scores it.
@@ -89,8 +88,9 @@ class EpochMemory(enum.StrEnum):
     CARRIED = "carried"  # The end of the epoch before: the original TensorFlow.
 
 
-_LINES = (Tokenizer.WORD, Tokenizer.SENTENCEPIECE)
-_CHARACTERS = (Tokenizer.CHAR, *_LINES)
+_LINES = (Tokenizer.WORD,)
+_CHARACTERS = (Tokenizer.CHAR, Tokenizer.WORD)
+DEFAULT_SUBWORDS = 8000  # Tokens of a vocabulary that is trained here.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +103,13 @@ class TokenizerConfig(Config):
     )
     lower_case: bool = setting(
         False,
-        "Character, word and piece tokens: lower-case the text.",
+        "Character and word tokens: lower-case the text.",
         shapes_tokens=True,
         only_with={"kind": _CHARACTERS},
     )
     line_mark: LineMark = setting(
         LineMark.EOS,
-        "Word and piece tokens: token at the end of a line.",
+        "Word tokens: token at the end of a line.",
         shapes_tokens=True,
         only_with={"kind": _LINES},
     )
@@ -130,50 +130,29 @@ class TokenizerConfig(Config):
         free_on_resume=True,
         only_with={"kind": (Tokenizer.WORD,)},
     )
-    sentencepiece_model: str | None = setting(
-        None,
-        "Piece tokens: a trained model; none: train one on the training text.",
-        path=True,
-        free_on_resume=True,
-        only_with={"kind": (Tokenizer.SENTENCEPIECE,)},
-    )
     hf_file: str | None = setting(
         None,
-        "Hugging Face tokens, or the text of ready-made ids: a tokenizer.json.",
+        "Subword tokens: a tokenizer.json; none trains one on the training split. Ready-made ids: the tokenizer.json "
+        "that made them.",
         path=True,
         free_on_resume=True,
-        only_with={"kind": (Tokenizer.HF, Tokenizer.ID)},
+        only_with={"kind": (Tokenizer.SUBWORD, Tokenizer.ID)},
     )
     vocab_size: int | None = setting(
         None,
-        "Ready-made ids: vocabulary size; none: the largest id and one, or the size of the tokenizer.json.",
+        f"Vocabulary size. Subwords trained here: none means {DEFAULT_SUBWORDS:,}. Ready-made ids: none means the "
+        "largest id and one, or the size of the tokenizer.json.",
         at_least=1,
-        only_with={"kind": (Tokenizer.ID,)},
+        shapes_tokens=True,
+        only_with={"kind": (Tokenizer.SUBWORD, Tokenizer.ID)},
     )
     bin_type: IdType = setting(
         IdType.UINT16, "Ready-made ids: type of the numbers in .bin files.", only_with={"kind": (Tokenizer.ID,)}
-    )
-    sentencepiece_vocab: int = setting(
-        8000,
-        "Piece tokens: vocabulary size of a model that is trained here.",
-        at_least=1,
-        shapes_tokens=True,
-        only_with={"kind": (Tokenizer.SENTENCEPIECE,)},
     )
 
     def validate(self) -> None:
         """Raises `UserError` for a field out of its range, or fields that cannot go together."""
         check_fields(self, "data.tokenizer")
-        require(
-            self.kind is not Tokenizer.SENTENCEPIECE or self.line_mark in (LineMark.EOS, LineMark.NONE),
-            f"data.tokenizer.line_mark is {self.line_mark} and data.tokenizer.kind is {self.kind}, whose models know "
-            f"one mark, {LineMark.EOS}; give that, or {LineMark.NONE}",
-        )
-        require(
-            not self.sentencepiece_model or self.sentencepiece_vocab == TokenizerConfig.sentencepiece_vocab,
-            f"data.tokenizer.sentencepiece_vocab is {self.sentencepiece_vocab} and data.tokenizer.sentencepiece_model "
-            f"is {self.sentencepiece_model!r}; a model is trained here or given, not both",
-        )
         require(
             not self.vocab_file or self.min_count == 1,
             f"data.tokenizer.min_count is {self.min_count} and data.tokenizer.vocab_file is {self.vocab_file!r}; words "

@@ -135,7 +135,7 @@ class ExperimentConfig(Config):
             self.init_from is not None,
             f"init_vocabulary is {self.init_vocabulary} and init_from is none; give --init_from=PATH",
         )
-        for name in ("vocab_file", "sentencepiece_model", "hf_file"):
+        for name in ("vocab_file", "hf_file"):
             given = getattr(self.data.tokenizer, name)
             require(
                 given is None,

@@ -7,19 +7,17 @@ files of ready-made ids (tokens/id_files) -> Corpus
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tqdm
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer
 from txl_jax.config.settings import setting_of
 from txl_jax.data.sources import fetched, local_files, published
 from txl_jax.data.sources.corpora import CORPORA, check_file
-from txl_jax.data.sources.text import SPLITS, File, Text
+from txl_jax.data.sources.text import SPLITS, Text
 from txl_jax.data.tokens import build_vocabulary, store
 from txl_jax.data.tokens.id_files import read_ids
 from txl_jax.data.tokens.vocabulary import Vocabulary, digest
@@ -27,7 +25,7 @@ from txl_jax.errors import UserError
 from txl_jax.runtime.paths import is_remote
 
 # Files that the ids depend on too; the store's name holds the digest of their contents.
-_NAMED_FILES = ("vocab_file", "sentencepiece_model", "hf_file")
+_NAMED_FILES = ("vocab_file", "hf_file")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # Arrays have no single truth value; compare digests.
@@ -67,7 +65,7 @@ def read_corpus(
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
     config = fetched.local_config(config, cache)
     if config.tokenizer.kind is Tokenizer.ID:
-        ids = read_ids(config, vocabulary=vocabulary, progress=_progress_bar)
+        ids = read_ids(config, vocabulary=vocabulary)
         train, valid, test = (ids.splits[split] for split in SPLITS)
         corpus = Corpus("ids", ids.description, ids.digest, ids.vocabulary, train, valid, test)
     else:
@@ -90,11 +88,11 @@ def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabular
 def _read_text(config: DataConfig, data_dir: str, cache_dir: str) -> Text:
     match config.corpus:
         case CorpusName.TEXT:
-            return local_files.read_own_text(config, progress=_progress_bar)
+            return local_files.read_own_text(config)
         case CorpusName.PYTHON_STDLIB:
-            return local_files.read_python_stdlib(config, progress=_progress_bar)
+            return local_files.read_python_stdlib(config)
     if config.file:
-        return local_files.read_prefix(config, progress=_progress_bar)
+        return local_files.read_prefix(config)
     if is_remote(data_dir):
         data_dir = fetched.local_folder(CORPORA[config.corpus], data_dir, Path(cache_dir))
     return published.read(config.corpus, data_dir=data_dir, cache_dir=cache_dir, heldout=config.heldout)
@@ -104,14 +102,14 @@ def _tokens(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary
     """Returns the text's ids in its own vocabulary, or in a given one."""
     own = _settings(config, ignore_missing=vocabulary is not None)
     if vocabulary is None:
-        make = partial(build_vocabulary.make_vocabulary, config, text, progress=_progress_bar)
-        return store.open_store(text, own, make, folder=folder, progress=_progress_bar)
+        make = partial(build_vocabulary.make_vocabulary, config, text)
+        return store.open_store(text, own, make, folder=folder)
     # The text that a run was trained on needs no second store.
     found = store.find_store(text, own, folder)
     if found is not None and found.vocabulary == vocabulary:
         return found
     given = own | {"vocabulary": digest(vocabulary)}
-    return store.open_store(text, given, lambda: vocabulary, folder=folder, progress=_progress_bar)
+    return store.open_store(text, given, lambda: vocabulary, folder=folder)
 
 
 def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
@@ -119,8 +117,9 @@ def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
     settings = {
         field.name: getattr(config.tokenizer, field.name)
         for field in dataclasses.fields(config.tokenizer)
-        if setting_of(field).shapes_tokens
+        if setting_of(field).shapes_tokens and getattr(config.tokenizer, field.name) is not None
     }
+    settings["sentencepiece_vocab"] = 8000  # It was a setting: without it every text would be encoded again.
     for name in _NAMED_FILES:
         if path := getattr(config.tokenizer, name):
             try:
@@ -137,9 +136,9 @@ def _describe_tokens(config: DataConfig) -> str:
     """Describes the tokens, for people."""
     if config.tokenizer.kind is Tokenizer.BYTE:
         return f"newlines {'dropped' if config.tokenizer.newlines is Newlines.DROP else 'kept'}"
-    if config.tokenizer.kind is Tokenizer.HF:
-        return "as tokens of a tokenizer.json"
-    kinds = {Tokenizer.CHAR: "characters", Tokenizer.WORD: "words", Tokenizer.SENTENCEPIECE: "pieces"}
+    if config.tokenizer.kind is Tokenizer.SUBWORD:
+        return "as tokens of a tokenizer.json" if config.tokenizer.hf_file else "as subwords trained on it"
+    kinds = {Tokenizer.CHAR: "characters", Tokenizer.WORD: "words"}
     marks = {
         LineMark.EOS: ", a mark after each line",
         LineMark.S: ", one <S> between sentences",
@@ -148,19 +147,3 @@ def _describe_tokens(config: DataConfig) -> str:
     }
     marked = "" if config.tokenizer.kind is Tokenizer.CHAR else marks[config.tokenizer.line_mark]
     return f"as {'lower-case ' if config.tokenizer.lower_case else ''}{kinds[config.tokenizer.kind]}{marked}"
-
-
-def _progress_bar(description: str, files: Iterable[File]) -> Iterator[File]:
-    """Yields the files, with a bar over their bytes if reading takes more than a second, on a terminal."""
-    files = list(files)
-    size = sum(file.size for file in files)
-    with tqdm.tqdm(total=size, desc=description, unit="B", unit_scale=True, delay=1, disable=None) as bar:
-        for file in files:
-            yield dataclasses.replace(file, blocks=partial(_advance, file, bar))
-
-
-def _advance(file: File, bar: tqdm.tqdm) -> Iterator[bytes]:
-    """Yields the blocks of a file and advances the bar."""
-    for block in file.blocks():
-        yield block
-        bar.update(len(block))

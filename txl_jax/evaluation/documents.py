@@ -56,8 +56,7 @@ def read_documents(
 ) -> Iterator[Any]:
     """Yields the results of each document, a tree of arrays [T, ..], in the order of the source.
 
-    A result is yielded before the source is asked to wait for another document. If the source raises `UserError`, the
-    results of the documents before come first.
+    If the source raises `UserError`, the results of the documents before it come first.
 
     Args:
       step: compiled, of `make_document_step`.
@@ -68,7 +67,7 @@ def read_documents(
     kept: dict[int, list[Any]] = {}  # Of documents that are being read.
     pending: tuple[Call, Any] | None = None
     while True:
-        call = rows.next_call(wait=pending is None)
+        call = rows.next_call()
         following = None
         if call is not None:
             memory, results = step(weights, memory, place(call.segments), np.int32(call.n_segments))

@@ -13,7 +13,7 @@ import numpy as np
 
 from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace, Residual
 from txl_jax.config import tree as config_tree
-from txl_jax.data.tokens.hf_tokenizer import HFVocabulary
+from txl_jax.data.tokens.subwords import SubwordVocabulary
 from txl_jax.data.tokens.vocabulary import MARKS, Vocabulary
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.errors import UserError
@@ -115,7 +115,7 @@ def _float32(leaves: Leaves) -> Leaves:
 def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
     """Writes vocabulary.txt, and vocab.txt or tokenizer.json; returns notes about what cannot be read there."""
     write_vocabulary(folder, vocabulary)
-    if isinstance(vocabulary, HFVocabulary):
+    if isinstance(vocabulary, SubwordVocabulary):
         return []
     if not isinstance(vocabulary, WordVocabulary):
         return [f"the tokens are of the kind {vocabulary.kind!r}, for which there is no tokenizer there: {VOCABULARY}"]

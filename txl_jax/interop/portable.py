@@ -22,7 +22,7 @@ import numpy as np
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.tokens.build_vocabulary import KINDS
-from txl_jax.data.tokens.hf_tokenizer import HFVocabulary
+from txl_jax.data.tokens.subwords import SubwordVocabulary
 from txl_jax.data.tokens.vocabulary import TITLE, Vocabulary, digest, dumps, loads
 from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import leaves as leaves_lib
@@ -30,7 +30,6 @@ from txl_jax.interop import safetensors_file
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.model_card import make_card
 from txl_jax.interop.safetensors_file import SafeTensors
-from txl_jax.runtime import format as file_format
 from txl_jax.runtime.array_trees import describe_arrays, describe_difference
 from txl_jax.runtime.files import file_sha256, write_json, write_text
 
@@ -86,7 +85,6 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> None:
     write_text(folder / CARD, make_card(info.config, info.vocabulary, num_parameters, info.description, info.scores))
     saved = {
         _KIND: _KIND_VERSION,
-        file_format.KEY: file_format.FORMAT,
         "description": info.description,
         "parameters": num_parameters,
         "vocab_size": info.vocabulary.size,
@@ -181,7 +179,7 @@ def _settings(config: ExperimentConfig) -> dict[str, Any]:
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         saved = json.loads((folder / CONFIG).read_bytes())
-        version, number = saved[_KIND], file_format.read_format(saved)
+        version = saved[_KIND]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder} is no portable folder of txl_jax ({CONFIG}: {error!r}); give one that "
@@ -189,8 +187,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
         ) from error
     if version != _KIND_VERSION:
         raise UserError(f"{folder / CONFIG} has version {version!r}, not {_KIND_VERSION}; install a newer txl_jax")
-    if refused := file_format.refusal(number):
-        raise UserError(f"{folder / CONFIG} {refused}")
     found: dict[str, Any] = saved
     return found
 
@@ -198,7 +194,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> None:
     """Writes vocabulary.txt, and the tokenizer.json of Hugging Face tokens."""
     write_text(folder / VOCABULARY, dumps(vocabulary))
-    if isinstance(vocabulary, HFVocabulary):
+    if isinstance(vocabulary, SubwordVocabulary):
         write_text(folder / TOKENIZER, vocabulary.content)
 
 

@@ -1,13 +1,9 @@
-"""Comparison of a start with the one before it in the same workdir: settings, members, and the format of the draws."""
+"""Comparison of a start with the one before it in the same workdir: settings and members."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.errors import CheckpointError
-from txl_jax.runtime import format as file_format
-from txl_jax.runtime.checkpoint import Checkpointer
 
 Members = Sequence[Mapping[str, float]]  # What the members of an ensemble differ in; empty: a run by itself.
 
@@ -25,37 +21,6 @@ def of_settings(
     if before != after:
         refused.append(f"the members of the ensemble were {before} and are now {after}")
     return allowed, refused
-
-
-def format_of_draws(recorded: int, checkpoints: Path) -> int:
-    """Returns the format of the draws up to the newest checkpoint: what is drawn after it is drawn anew.
-
-    Args:
-      recorded: the number in config.json.
-      checkpoints: folder of those that training resumes from.
-    """
-    if recorded == file_format.FORMAT:
-        return recorded
-    with Checkpointer(checkpoints, keep=1, log=lambda line: None) as latest:
-        step = latest.latest_step()
-        try:
-            return file_format.FORMAT if step is None else latest.format(step)
-        except (CheckpointError, ValueError):  # An earlier checkpoint may be restored.
-            return recorded
-
-
-def of_draws(format: int, config: ExperimentConfig, members: Members) -> list[str]:
-    """Returns a line that names the draws of a run that changed since a format; none if no draw of it did."""
-
-    def is_on(setting: str) -> bool:
-        return any(each.get(setting, config_tree.get(config, setting)) for each in members or ({},))
-
-    changes = [
-        change.text
-        for change in file_format.changes_since(format).values()
-        if change.setting is None or is_on(change.setting)
-    ]
-    return [f"the format was {format} and is now {file_format.FORMAT}: {'; '.join(changes)}"] if changes else []
 
 
 def member_name(differences: Mapping[str, float]) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from txl_jax.assemble import RunComponents
-from txl_jax.data.batches.document_rows import Document, DocumentRows, End, Source
+from txl_jax.data.batches.document_rows import Document, DocumentRows
 from txl_jax.errors import UserError
 from txl_jax.evaluation.documents import Collect, make_document_step, read_documents
 from txl_jax.memory import Memory
@@ -63,15 +63,15 @@ class DocumentReader:
         self._components = dataclasses.replace(components, config=config)
         self._weights = weights
 
-    def nats(self, source: Source) -> Iterator[np.ndarray]:
+    def nats(self, source: Iterator[Document]) -> Iterator[np.ndarray]:
         """Yields the nats [T] of each document's targets, in the order of the source."""
         return self._read(source, "nats")
 
-    def likeness(self, source: Source) -> Iterator[Likeness]:
+    def likeness(self, source: Iterator[Document]) -> Iterator[Likeness]:
         """Yields the `Likeness` of each document, in the order of the source."""
         return self._read(source, "likeness")
 
-    def hidden_states(self, source: Source, *, vectors: bool = False) -> Iterator[np.ndarray]:
+    def hidden_states(self, source: Iterator[Document], *, vectors: bool = False) -> Iterator[np.ndarray]:
         """Yields the final hidden states [T, D] of each document, the softmax's inputs.
 
         Args:
@@ -85,7 +85,7 @@ class DocumentReader:
             _takes_embeddings(self._components)
         return self._read(source, "hidden_states", vectors=vectors)
 
-    def _read(self, source: Source, what: str, *, vectors: bool = False) -> Iterator[Any]:
+    def _read(self, source: Iterator[Document], what: str, *, vectors: bool = False) -> Iterator[Any]:
         config = self._components.config
         dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
         rows = DocumentRows(
@@ -136,23 +136,12 @@ def to_read(inputs: np.ndarray) -> Document:
     return Document(inputs, np.zeros(len(inputs), np.int32))
 
 
-def source_of(documents: Iterable[Document]) -> Source:
-    """Returns the source of documents that are there, or for which every call waits."""
-    iterator = iter(documents)
-
-    def take(wait: bool) -> Document | type[End]:
-        del wait
-        return next(iterator, End)
-
-    return take
-
-
-def read_all(documents: Iterable[Document], read: Callable[[Source], Iterator[Any]]) -> list[Any]:
+def read_all(documents: Iterable[Document], read: Callable[[Iterator[Document]], Iterator[Any]]) -> list[Any]:
     """Returns the results of documents, in their order; they are read the longest first, so that rows end together."""
     listed = list(documents)
     order = sorted(range(len(listed)), key=lambda i: -len(listed[i].inputs))
     results: list[Any] = [None] * len(listed)
-    found = read(source_of(listed[i] for i in order))
+    found = read(listed[i] for i in order)
     for i, result in zip(order, found, strict=True):
         results[i] = result
     return results

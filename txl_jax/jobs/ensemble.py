@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax.assemble import RunComponents, assemble
+from txl_jax.assemble import Compilation, RunComponents, assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.batches.segment_reader import SegmentReader
@@ -168,11 +168,7 @@ def _task(
         step = ensemble_step.make_ensemble_step(components.model, base)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
         jitted = jax.jit(step, donate_argnums=1, out_shardings=shardings)
-        compilation = components.compile_or_load(
-            "ensemble_step",
-            lambda: jitted.lower(variation, abstract_state, segments(0, base.train.segments_per_call)),
-            members=[config_tree.to_dict(config) for config in configs.values()],
-        )
+        compilation = Compilation.of(jitted.lower(variation, abstract_state, segments(0, base.train.segments_per_call)))
         line = report.memory_line(components, compilation, count=len(members))
         return lambda state, upcoming: compilation.program(variation, state, upcoming), line
 

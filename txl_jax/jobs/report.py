@@ -5,14 +5,13 @@ from typing import Any
 import jax
 
 from txl_jax import flops, sharding
-from txl_jax.assemble import RunComponents
+from txl_jax.assemble import Compilation, RunComponents
 from txl_jax.config import EvalConfig, ModelConfig, Network
 from txl_jax.data.batches.segment_reader import SegmentReader
 from txl_jax.data.corpus import Corpus
 from txl_jax.jobs import attention_record
 from txl_jax.runtime import distributed
 from txl_jax.runtime.environment import bytes_on_device, device_kind, megabytes
-from txl_jax.runtime.executable_cache import Compilation
 from txl_jax.training.progress import StepCost
 
 
@@ -107,5 +106,5 @@ def memory_line(components: RunComponents, compilation: Compilation, *, count: i
     by_kind = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
     return (
         f"memory    {megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
-        f"({'read from the cache' if compilation.was_kept else 'compiled'} in {compilation.seconds:.1f} s)"
+        f"(compiled in {compilation.seconds:.1f} s)"
     )

@@ -9,7 +9,6 @@ from txl_jax.assemble import assemble
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.jobs.restore import load_state
 from txl_jax.jobs.workdir import Workdir
-from txl_jax.runtime import format as file_format
 from txl_jax.runtime.append_file import replace_appended
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.files import write_json
@@ -37,10 +36,8 @@ def split_off(workdir: Path, member: str, target: Path, *, log: Callable[[str], 
     if restored is None:
         raise UserError(f"{workdir} has no checkpoint yet; train it first")
     step, state, notes = restored
-    number = source.format_of_draws()
     with made.create().lock():
         own_notes = notes | {"running_totals": members.from_json(notes["running_totals"])[index]}
-        own_notes |= {file_format.KEY: number}
         _save(made.latest, step, state, own_notes, log)
         _copy_best(source, made, components.training.abstract_state.params, log)
         records = [record for record in read_metrics(workdir) if record.get("member") == member]
@@ -50,7 +47,6 @@ def split_off(workdir: Path, member: str, target: Path, *, log: Callable[[str], 
         made.record(
             config,
             text,
-            format=number,
             attention=source.attention(config),
             warm_start=source.read().warm_start,
         )

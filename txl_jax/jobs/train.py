@@ -21,7 +21,6 @@ from txl_jax.assemble import RunComponents, assemble
 from txl_jax.attention_choice import AttentionChoice
 from txl_jax.config import ExperimentConfig, Order
 from txl_jax.config import tree as config_tree
-from txl_jax.config.settings import require
 from txl_jax.data.batches.segment_reader import SegmentReader, training_segments
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.tokens import token_ids
@@ -49,7 +48,6 @@ def run(
     workdir: Workdir,
     *,
     hooks: Sequence[Hook] = (),
-    stop_after: int | None = None,
     sinks: Sequence[Sink] = (),
     profile_steps: tuple[int, int] | None = None,
     stop_requested: Callable[[], Any] = lambda: False,
@@ -57,9 +55,8 @@ def run(
     """Trains to the end, or until a stop is requested; in a used workdir it resumes where that stopped.
 
     Args:
-      hooks: of the caller's, run after evaluation and before the checkpoint of a step.
-      stop_after: the update after which this start ends, saved, for the next to go on from; a multiple of
-        `train.eval_every`, so that it is evaluated there as without the stop. None: the run's last.
+      hooks: the caller's, run after evaluation and before the checkpoint of a step. To train N updates of a longer
+        schedule, pass one that calls `HookContext.request_stop` at update N, a multiple of `train.eval_every`.
       sinks: of the caller's, beside metrics.jsonl and TensorBoard's files.
       profile_steps: first and last update, counted from 1, of a profile in the workdir's `profile`; None: none.
 
@@ -71,7 +68,6 @@ def run(
     """
     for hook in hooks:
         hook.check_interval(config.train.segments_per_call)
-    check_stop_after(config, stop_after)
     if profile_steps is not None:
         profiler.check_steps(*profile_steps, steps=config.train.steps)
     config = with_end_token(config, corpus)
@@ -84,7 +80,6 @@ def run(
         return components, training_reader(components, corpus)
 
     components, reader = distributed.run_on_all(prepare)
-    components.training.prefetch_step()
     attention_record.check_same_on_all(components.attention)
     weights = warm_start.load(components, corpus.vocabulary, workdir)
     lock = run_lock(workdir.path)  # Process 0 takes it.
@@ -100,7 +95,6 @@ def run(
             hooks=[*hooks, Hook(config.train.checkpoint_every, lambda context: lock.confirm())],
             sinks=sinks,
             profile_steps=profile_steps,
-            stop_after=stop_after,
             stop_requested=stop_requested,
         ).run(changes)
 
@@ -152,16 +146,6 @@ def with_end_token(config: ExperimentConfig, corpus: Corpus) -> ExperimentConfig
     return config_tree.replace(config, {"model.end_token": end_token})
 
 
-def check_stop_after(config: ExperimentConfig, stop_after: int | None) -> None:
-    """Raises `UserError` for an update to stop after that has no evaluation: one only there would change the run."""
-    every, steps = config.train.eval_every, config.train.steps
-    require(
-        stop_after is None or stop_after >= steps or (stop_after > 0 and stop_after % every == 0),
-        f"the run is to stop after update {stop_after}, and is evaluated every {every} updates (train.eval_every); "
-        f"give a multiple of {every}",
-    )
-
-
 def claim(
     workdir: Workdir,
     config: ExperimentConfig,
@@ -186,7 +170,6 @@ def claim(
         config,
         text,
         members,
-        format=workdir.format_of_draws(),
         attention=attention_record.to_json(attention),
         warm_start=warm_start.recorded(workdir) if weights is None else weights.record,
     )

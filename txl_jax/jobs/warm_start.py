@@ -260,10 +260,10 @@ def _match(config: ExperimentConfig, trained: Pretrained, vocabulary: Vocabulary
     """Matches the tokens; raises `UserError` for vocabularies whose tokens mean different things."""
     theirs = trained.vocabulary
     same = theirs == vocabulary
-    if not same and (theirs.kind != vocabulary.kind or vocabulary.kind == "sentencepiece"):
+    if not same and theirs.kind != vocabulary.kind:
         raise UserError(
             f"the tokens of {trained.path} are of kind {theirs.kind} ({theirs.size:,}) and those of the text of kind "
-            f"{vocabulary.kind} ({vocabulary.size:,}), with other pieces or kinds; give --init_vocabulary=kept to read "
+            f"{vocabulary.kind} ({vocabulary.size:,}); give --init_vocabulary=kept to read "
             "the text in that vocabulary"
         )
     matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)

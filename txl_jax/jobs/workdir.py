@@ -1,6 +1,6 @@
 """The workdir of a run: its config and text, and the lock that keeps other runs out.
 
-config.json       settings, implementations of attention, number of the format; what members of an ensemble differ in
+config.json       settings, implementations of attention, version of the format; what members of an ensemble differ in
 vocabulary.txt    the tokens by id
 checkpoints/      latest/ (everything), best/ (parameters of the lowest validation loss)
 metrics.jsonl, log.txt, tensorboard/
@@ -26,7 +26,6 @@ from txl_jax.data.tokens.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.jobs import attention_record, changes
 from txl_jax.runtime import distributed
-from txl_jax.runtime import format as file_format
 from txl_jax.runtime.files import write_json, write_text
 from txl_jax.runtime.metrics_log import METRICS
 from txl_jax.runtime.paths import is_remote, modified, remote_error
@@ -35,6 +34,7 @@ from txl_jax.training.members import Members
 from txl_jax.training.results import RESULTS
 from txl_jax.training.run_checkpoints import best_folder, latest_folder
 
+FORMAT = 3  # Of config.json; raised when settings, parameters or draws change meaning.
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts once their caches expire.
 _SECONDS_OF_A_START = 3600  # No start waits for the others as long.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
@@ -63,7 +63,6 @@ class Record(NamedTuple):
     config: ExperimentConfig
     text: TextInfo
     members: list[dict[str, float]]
-    format: int
     attention: attention_record.Record
     warm_start: dict[str, Any] | None  # As `txl_jax.jobs.warm_start` writes it; None: it began with random weights.
 
@@ -188,7 +187,6 @@ class Workdir:
         text: TextInfo,
         members: changes.Members = (),
         *,
-        format: int = file_format.FORMAT,
         attention: attention_record.Record | None = None,
         warm_start: Mapping[str, Any] | None = None,
     ) -> None:
@@ -196,13 +194,12 @@ class Workdir:
 
         Args:
           members: the settings that those of an ensemble differ in.
-          format: of the draws up to the newest checkpoint.
           attention: the implementations of attention; None: not recorded.
           warm_start: the weights that the run began with; None: random ones.
         """
         write_text(self.vocabulary_file, dumps(text.vocabulary))
         facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {"vocabulary_sha256": digest(text.vocabulary)}
-        saved = {file_format.KEY: format, "config": config_tree.to_dict(config), "text": facts}
+        saved = {"format": FORMAT, "config": config_tree.to_dict(config), "text": facts}
         if attention:
             saved["attention"] = dict(attention)
         if warm_start:
@@ -243,10 +240,6 @@ class Workdir:
             raise UserError(f"--ensemble_member is {self.member!r} and {self.path} has none such; {there}")
         return by_name[self.member]
 
-    def format_of_draws(self) -> int:
-        """Returns the format of the draws up to the newest checkpoint; without a run that of this code."""
-        return changes.format_of_draws(self.read().format, self.latest) if self.holds_run() else file_format.FORMAT
-
     def attention(self, config: ExperimentConfig) -> dict[str, str]:
         """Returns the recorded implementations of attention that a start with `config` keeps; empty without a run."""
         if not self.holds_run():
@@ -258,7 +251,7 @@ class Workdir:
         """Reads the whole record of the run; raises `UserError` as `load`."""
         try:
             saved = json.loads(self.config_file.read_bytes())
-            number = file_format.read_format(saved)
+            number = saved.get("format", 1)  # Format 1 has no number.
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
                 f"{self.path} holds no run (no {self.config_file.name}); give the workdir of a run that was trained"
@@ -267,8 +260,11 @@ class Workdir:
             raise self._damaged(error) from error
         except OSError as error:
             raise remote_error("read", self.config_file, error) from error
-        if refused := file_format.refusal(number):  # Before anything else, which may mean something else there.
-            raise UserError(f"{self.config_file} {refused}")
+        if number != FORMAT:  # Before anything else, which may mean something else there.
+            raise UserError(
+                f"{self.config_file} has format {number!r} and this version of txl_jax reads format {FORMAT}; commit "
+                "624573f reads formats 1 and 2, a newer txl_jax later ones"
+            )
         try:
             config, text = config_tree.from_dict(saved["config"]), saved["text"]
             facts = {name: text[name] for name in _TEXT_FACTS}
@@ -281,7 +277,7 @@ class Workdir:
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # Damage shows as any of them.
             raise self._damaged(error) from error
         text_info = TextInfo(**facts, vocabulary=self._load_vocabulary(expected))
-        return Record(config, text_info, members, number, attention, saved.get("warm_start"))
+        return Record(config, text_info, members, attention, saved.get("warm_start"))
 
     def _damaged(self, error: Exception) -> UserError:
         return UserError(
@@ -314,8 +310,7 @@ class Workdir:
         """Compares with an earlier start, if there was one.
 
         Returns:
-          One line for each setting that differs and may, for draws that changed since the run's format, and for other
-          implementations of attention.
+          One line for each setting that differs and may, and for other implementations of attention.
 
         Raises:
           UserError: a setting that shapes the training, the members or the text differ; names every one.
@@ -331,8 +326,7 @@ class Workdir:
                 f"the vocabulary had {old.text.vocabulary.size:,} tokens and has {text.vocabulary.size:,}, or others"
             )
         self._refuse(refused)
-        of_draws = changes.of_draws(changes.format_of_draws(old.format, self.latest), config, members)
-        return [*allowed, *of_draws, *attention_record.changes(old.attention, attention)]
+        return [*allowed, *attention_record.changes(old.attention, attention)]
 
     def check_same_settings(self, config: ExperimentConfig, members: changes.Members = ()) -> None:
         """Does the part of `check_same_run` that needs no text."""

@@ -4,7 +4,7 @@ Orbax writes and reads the arrays: asynchronously, sharded, under a temporary na
 fallback to an earlier step are added here, because a flipped byte in Orbax's files restores silently:
 
     <directory>/200/state/...          arrays, as Orbax lays them out
-    <directory>/200/notes/...          a small JSON object, with the number of the format
+    <directory>/200/notes/...          a small JSON object
     <directory>/200/digests.json       sha256 of every other file of the step; written last, so it vouches for them
     <directory>/200.replaced-1/        the earlier 200, while a run that fell back past it writes 200 again
     <directory>/100.deleted/           a step that is being deleted
@@ -29,7 +29,6 @@ import orbax.checkpoint as ocp
 
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.runtime import distributed, integrity, step_folders
-from txl_jax.runtime import format as file_format
 from txl_jax.runtime.array_trees import describe_arrays, describe_difference, drop_empty, restore_empty
 from txl_jax.runtime.orbax_io import open_reader, open_writer, short_error
 from txl_jax.runtime.paths import as_path, is_remote
@@ -99,7 +98,7 @@ class Checkpointer:
         Args:
           step: at least 0.
           state: a pytree of arrays, the same structure that will be restored.
-          notes: a small JSON object stored beside it; of a copy it may have the number of the format of the original.
+          notes: a small JSON object stored beside it.
 
         Raises:
           CheckpointError: this save cannot start, or the one before it failed.
@@ -110,8 +109,7 @@ class Checkpointer:
         try:
             if self._writer is None:
                 self._writer = open_writer(self._directory.name)
-            numbered = {file_format.KEY: file_format.FORMAT} | notes
-            args = ocp.args.Composite(state=ocp.args.StandardSave(drop_empty(state)), notes=ocp.args.JsonSave(numbered))
+            args = ocp.args.Composite(state=ocp.args.StandardSave(drop_empty(state)), notes=ocp.args.JsonSave(notes))
             self._writer.save(os.fspath(path), args=args)
         except Exception as error:
             self._writer = None
@@ -189,13 +187,6 @@ class Checkpointer:
         Raises:
           CheckpointError: there is no such step, or its notes cannot be read.
         """
-        return _unnumbered(self._numbered_notes(step))
-
-    def format(self, step: int) -> int:
-        """Returns the number of the format that a step was written in; raises as `notes`."""
-        return file_format.read_format(self._numbered_notes(step))
-
-    def _numbered_notes(self, step: int) -> dict[str, Any]:
         self.wait()
         candidates = self._candidates()
         path = next((candidate.path for candidate in candidates if candidate.step == step), None)
@@ -203,11 +194,13 @@ class Checkpointer:
             found = sorted({candidate.step for candidate in candidates})
             raise CheckpointError(f"there is no checkpoint of step {step} in {self._directory}; there are {found}")
         try:
-            return _read_notes(path)
+            asked = ocp.args.Composite(notes=ocp.args.JsonRestore())
+            notes: dict[str, Any] = open_reader(alone=True).restore(os.fspath(path), args=asked).notes
         except Exception as error:
             raise CheckpointError(
                 f"the notes of checkpoint {path} cannot be read ({short_error(error)}); use another step"
             ) from error
+        return notes
 
     def restore(self, abstract_state: Any, *, before: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """Restores the newest undamaged checkpoint: verified steps first, then those without digests.
@@ -222,7 +215,7 @@ class Checkpointer:
           (step, state with the shardings of `abstract_state`, notes); None if there is no step at all.
 
         Raises:
-          CheckpointError: there are steps and none restores, or they are of another model or a newer format.
+          CheckpointError: there are steps and none restores, or they are of another model.
         """
         distributed.run_on_all(self.wait)
         # The steps that process 0 finds: all must try the same ones.
@@ -261,8 +254,6 @@ class Checkpointer:
         self, candidate: StepFolder, abstract_state: Any, tried: list[str], *, is_verified: bool
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """Restores a step; None if Orbax cannot. Raises for another model's step: an older one would be no better."""
-        if refused := distributed.broadcast_from_primary(functools.partial(_refused_format, candidate.path)):
-            raise CheckpointError(f"checkpoint {candidate.path} {refused}")
         reader = open_reader()
         wanted = drop_empty(abstract_state)
         restored, difference, failure = None, "", None
@@ -280,7 +271,7 @@ class Checkpointer:
             self._skip(candidate, f"Orbax cannot restore it ({failure})", tried)
             return None
         if restored is not None:
-            return candidate.step, restore_empty(restored.state, abstract_state), _unnumbered(restored.notes)
+            return candidate.step, restore_empty(restored.state, abstract_state), restored.notes
         raise CheckpointError(
             f"checkpoint {candidate.path} is of another model ({difference}); "
             "use the configuration that it was saved with, or another directory"
@@ -289,23 +280,3 @@ class Checkpointer:
     def _candidates(self) -> list[StepFolder]:
         """The steps on disk, newest first; of one step the one that was written last comes first."""
         return step_folders.find(self._directory)
-
-
-def _read_notes(path: Path) -> dict[str, Any]:
-    """Reads the notes of a step as they are on disk; this process alone."""
-    notes: dict[str, Any] = (
-        open_reader(alone=True).restore(os.fspath(path), args=ocp.args.Composite(notes=ocp.args.JsonRestore())).notes
-    )
-    return notes
-
-
-def _refused_format(path: Path) -> str | None:
-    """Returns why a step's format cannot be read; None: it can be, or the notes are damaged, which a restore finds."""
-    try:
-        return file_format.refusal(file_format.read_format(_read_notes(path)))
-    except Exception:  # noqa: BLE001 (damage shows as nearly any type)
-        return None
-
-
-def _unnumbered(notes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in notes.items() if name != file_format.KEY}

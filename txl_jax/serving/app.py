@@ -4,7 +4,6 @@
     GET  /v1/models                 the one model
     POST, GET /v1/sessions          makes one, lists one's own
     GET, DELETE /v1/sessions/ID
-    POST /v1/sessions/ID/save       writes it to disk now
     GET  /tokenizer_info, POST /tokenize, /detokenize
     GET  /healthz, /readyz, /metrics, /
 
@@ -42,7 +41,6 @@ from txl_jax.serving.sessions import Session
 _log = logging.getLogger(__name__)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PROBES = ("/healthz", "/readyz")  # Kubernetes asks for these by the pod's address.
-_SAVE_EVERY = 30.0  # Seconds between saves of changed sessions.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
@@ -58,7 +56,7 @@ class Settings:
 
 
 def make_app(engine: Engine, settings: Settings) -> Starlette:
-    """Returns the application; it starts the engine, and stops it and saves the sessions at its end."""
+    """Returns the application; it starts the engine, and stops it at its end."""
     server = _Server(engine, settings)
     one_session = "/v1/sessions/{name}"
     routes = [
@@ -67,7 +65,6 @@ def make_app(engine: Engine, settings: Settings) -> Starlette:
         Route("/v1/models/{name:path}", server.answer(server.models)),
         Route("/v1/sessions", server.answer(server.make_session), methods=["POST"]),
         Route("/v1/sessions", server.answer(server.list_sessions), methods=["GET"]),
-        Route(f"{one_session}/save", server.answer(server.save_session), methods=["POST"]),
         Route(one_session, server.answer(server.show_session), methods=["GET"]),
         Route(one_session, server.answer(server.delete_session), methods=["DELETE"]),
         Route("/tokenizer_info", server.answer(server.tokenizer_info)),
@@ -95,17 +92,13 @@ class _Server:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Runs the engine, and saves sessions now and then and at the end."""
+        """Runs the engine."""
         del app
         self._engine.start()
-        saving = asyncio.create_task(self._save_now_and_then())
         try:
             yield
         finally:
-            saving.cancel()
             await asyncio.to_thread(self._engine.stop)
-            if self._engine.store.can_save:
-                await asyncio.to_thread(self._save_changed)
 
     def answer(self, handle: Callable[[Request, str], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Returns the function of a route: with the owner of the key, and errors as JSON."""
@@ -189,12 +182,6 @@ class _Server:
         """Describes a session."""
         return JSONResponse(self._described(self._engine.store.get(request.path_params["name"], owner)))
 
-    async def save_session(self, request: Request, owner: str) -> Response:
-        """Writes a session to disk."""
-        session = self._engine.store.get(request.path_params["name"], owner)
-        await asyncio.to_thread(self._engine.store.save, session)
-        return JSONResponse(self._described(session))
-
     async def delete_session(self, request: Request, owner: str) -> Response:
         """Removes a session."""
         name = request.path_params["name"]
@@ -272,25 +259,14 @@ class _Server:
         return protocol.parse_json(await self._body(request))
 
     def _described(self, session: Session) -> dict[str, Any]:
-        state = session.state
         return {
             "id": session.name,
             "object": "session",
             "created": int(session.created),
             "expires_at": int(session.used + self._engine.store.seconds),
-            "tokens": state.tokens,
+            "tokens": session.state.tokens,
             "busy": session.busy,
-            "saved": session.saved is state,
         }
-
-    async def _save_now_and_then(self) -> None:
-        while True:
-            await asyncio.sleep(_SAVE_EVERY)
-            await asyncio.to_thread(self._save_changed)
-
-    def _save_changed(self) -> None:
-        for error in self._engine.store.save_changed() if self._engine.store.can_save else ():
-            _log.error("%s", error)
 
 
 class _Stream(StreamingResponse):

@@ -43,7 +43,6 @@ class Trainer:
 
     Args:
       hooks: run after evaluation and before the checkpoint of a step, so a state that they return is saved.
-      stop_after: the update after which this start ends, saved; None: the run's last.
       sinks: get settings and records too.
       profile_steps: first and last update of a profile; None: none.
     """
@@ -55,13 +54,11 @@ class Trainer:
         *,
         stop_requested: Callable[[], Any],
         hooks: Sequence[Hook] = (),
-        stop_after: int | None = None,
         sinks: Sequence[Sink] = (),
         profile_steps: tuple[int, int] | None = None,
     ):
         self._task = task
         self._config = task.config.train
-        self._until = self._config.steps if stop_after is None else min(stop_after, self._config.steps)
         self._workdir = workdir
         self._stop_requested = stop_requested
         self._user_hooks = tuple(hooks)
@@ -165,7 +162,7 @@ class Trainer:
                     profiled,
                     segments,
                     first_step=step,
-                    steps=self._until,
+                    steps=config.steps,
                     segments_per_call=per_call,
                     progress=progress,
                     hooks=[*evaluation, best_is_saved, *self._user_hooks, save],

@@ -187,14 +187,13 @@ def test_bad_files_are_named_with_their_flag(five_files, tmp_path):
                 read(DataConfig(corpus=corpus, file=str(path)))
 
 
-@pytest.mark.parametrize("kind", [Tokenizer.WORD, Tokenizer.SENTENCEPIECE])
 @pytest.mark.parametrize(
     ("end", "n_empty"), [("\n\n", 1), ("\r\n\r\n", 1), (" \n \t\n\n", 2), ("\n" * 1000, 999), ("\n ", 1)]
 )
-def test_empty_lines_at_the_end_are_refused(kind, end, n_empty, path):
+def test_empty_lines_at_the_end_are_refused(end, n_empty, path):
     path.write_text("first\n\nlast" + end, newline="")
     with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b\D*--data\.tokenizer\.empty_end=keep\b"):
-        read_own_text(own_text(file=str(path), kind=kind))
+        read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
 
 
 def test_empty_lines_are_refused_at_the_end_of_every_file(five_files, path):

@@ -148,6 +148,6 @@ def test_a_file_without_words_is_named(content, given_words, tmp_path):
 
 def test_a_file_that_cannot_be_read_is_named_with_its_flag(tmp_path):
     for path in (tmp_path / "absent", tmp_path):
-        for kind, field in ((Tokenizer.WORD, "vocab_file"), (Tokenizer.SENTENCEPIECE, "sentencepiece_model")):
+        for kind, field in ((Tokenizer.WORD, "vocab_file"), (Tokenizer.SUBWORD, "hf_file")):
             with pytest.raises(UserError, match=rf"--data\.tokenizer\.{field}\b.*{path}\b"):
                 make_vocabulary(data_config(kind=kind, **{field: str(path)}), text_of("a"))

@@ -7,8 +7,8 @@ from support import hf_tokenizers
 from support.own_text import own_text
 from txl_jax.config import IdType, Tokenizer
 from txl_jax.data.corpus import read_corpus
-from txl_jax.data.tokens.hf_tokenizer import HFVocabulary
 from txl_jax.data.tokens.id_vocabulary import IdVocabulary
+from txl_jax.data.tokens.subwords import SubwordVocabulary
 from txl_jax.data.tokens.word_vocabulary import WordVocabulary
 from txl_jax.errors import UserError
 
@@ -74,7 +74,7 @@ def test_the_size_is_given_or_the_largest_id_and_one(read):
 
 def test_a_tokenizer_beside_it_makes_text_of_ids(read, tmp_path):
     (tmp_path / "tokenizer.json").write_text(hf_tokenizers.byte_level())
-    own = HFVocabulary(hf_tokenizers.byte_level())
+    own = SubwordVocabulary(hf_tokenizers.byte_level())
     np.save("ids.npy", own.encode(b"one two three " * 20))
     corpus = read(file="ids.npy", hf_file="tokenizer.json")
     assert corpus.vocabulary == own and corpus.vocabulary.decode(corpus.train).startswith(b"one two three")

@@ -1,6 +1,5 @@
 """Tests the compilation cache of the programs: where it is, that a second start reads it, and what turns it off."""
 
-import importlib.machinery
 import os
 import subprocess
 import sys
@@ -10,8 +9,7 @@ from absl import flags
 
 from experiments.cli import compilation_cache
 from support import ROOT
-from txl_jax.errors import UserError
-from txl_jax.runtime import distributed, executable_cache
+from txl_jax.runtime import distributed
 
 PROGRAM = """
 import sys
@@ -82,18 +80,6 @@ def settings(monkeypatch):
     return found
 
 
-@pytest.fixture(autouse=True)
-def executables(monkeypatch):
-    """Returns the folders in which a program of this package would keep executables, and its other options."""
-    used = []
-    spec = importlib.machinery.ModuleSpec("experiments.text", None)
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec, raising=False)
-    monkeypatch.setattr(
-        executable_cache, "use", lambda folder, *, options=None, started=None: used.append((folder, options))
-    )
-    return used
-
-
 @pytest.fixture
 def given(monkeypatch):
     """Defines the flags with these words."""
@@ -127,47 +113,10 @@ def test_where_it_is(settings, given, words, folder):
 
 
 @pytest.mark.parametrize("word", ["--compilation_cache=off", "--compilation_cache=", "--data_dir=gs://bucket/a"])
-def test_off(settings, given, word, executables):
+def test_off(settings, given, word):
     given(word)
     compilation_cache.enable()
-    assert settings == {} and executables == [(None, None)]
-
-
-@pytest.mark.parametrize("name", ["of_the_user", "experiments.of_the_user", None])
-def test_programs_of_a_user_keep_no_executables(name, settings, given, executables, monkeypatch):
-    spec = name and importlib.machinery.ModuleSpec(name, None)
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
-    given("--data_dir=/a")
-    compilation_cache.enable()
-    assert settings and executables == [(None, None)]
-
-
-def test_a_url_that_only_jax_opens_is_one_line(settings, given, executables, monkeypatch, capsys):
-    def use(folder, **options):
-        executables.append(folder)
-        if folder is not None:
-            raise UserError(f"the path {folder} has the scheme of another")
-
-    monkeypatch.setattr(executable_cache, "use", use)
-    given("--compilation_cache=gs://bucket/c")
-    compilation_cache.enable()
-    assert settings and executables[-1] is None and capsys.readouterr().out.count("\n") == 1
-
-
-def test_executables_are_beside_it(settings, given, executables, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--one")
-    given("--data_dir=/a")
-    compilation_cache.enable()
-    [(folder, options)] = executables
-    assert folder == f"{settings['jax_compilation_cache_dir']}/executables" and options["XLA_FLAGS"] == "--one"
-
-
-@pytest.mark.parametrize(("words", "kept"), [([], "/of/the/user/executables"), (["--compilation_cache=off"], None)])
-def test_executables_are_beside_the_cache_of_the_environment(words, kept, settings, given, executables, monkeypatch):
-    monkeypatch.setattr(compilation_cache, "_current", lambda: "/of/the/user")
-    given(*words)
-    compilation_cache.enable()
-    assert settings == {} and [folder for folder, _ in executables] == [kept]
+    assert settings == {}
 
 
 def test_a_program_without_a_text_has_none_unless_it_is_given(settings, given, tmp_path):

@@ -94,6 +94,21 @@ def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(monkeypatch, attribu
         assert hosts.announced(environment | {"TPU_SKIP_MDS_QUERY": "1"}, {}) is None
 
 
+def test_a_metadata_server_that_does_not_answer_is_an_error_and_a_proxy_is_not_asked(monkeypatch):
+    monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
+    monkeypatch.setattr(hosts, "_METADATA_TRIES", 2)
+    with MetadataServer() as server:
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert hosts.announced({"GCE_METADATA_IP": server.host}, {}) is None
+        asked = len(server.asked)
+    with MetadataServer(failures=2) as server, pytest.raises(UserError, match=r"HTTP 503.*TPU_WORKER_HOSTNAMES"):
+        hosts.announced({"GCE_METADATA_IP": server.host}, {})
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9 .*TPU_WORKER_HOSTNAMES"):
+        hosts.announced({"GCE_METADATA_IP": "127.0.0.1:9"}, {})
+    assert asked == 2
+
+
 def test_the_hosts_of_a_tpu_slice_may_be_in_the_environment(monkeypatch):
     monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
     assert hosts.announced({"TPU_WORKER_HOSTNAMES": "localhost"}, {}) is None

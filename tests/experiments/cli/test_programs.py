@@ -71,7 +71,6 @@ def test_a_trained_run_is_studied_without_a_flagfile(undisturbed, tmp_path):
         ("paper.attention", ["--heads=0.1", f"--out={tmp_path}"], tmp_path / "attention.md"),
         ("paper.continuation", ["--generate.length=5", "--context=40"], undisturbed / "continuation.md"),
         ("paper.context_length", ["--lengths=32,8", "--split=test"], undisturbed / "context_length.csv"),
-        ("temperature", ["--temperatures=1.1"], undisturbed / "temperature.json"),
     ):
         out = succeed(program, f"--workdir={undisturbed}", *flags)
         assert made.exists() and str(made.parent) in out

@@ -22,7 +22,6 @@ PATHS = {
 # Whether programs join other hosts, refuse them, or may run on each.
 JOIN = {
     *({program_of(name) for name in CorpusName} - {"quickstart"}),
-    "temperature",
     *("paper.ablation", "paper.context_length", "paper.continuation"),
 }
 ALONE = {

@@ -11,7 +11,7 @@ the memory that holds them is emptied before the row is used again, so a documen
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -25,14 +25,6 @@ class Document(NamedTuple):
 
     inputs: np.ndarray  # Integer ids [T], or vectors [T, D].
     targets: np.ndarray  # Integer ids [T], the token after each input.
-
-
-class End:
-    """The answer of a source that has no more documents."""
-
-
-# Returns the next document, `End`, or None if there is none yet; it may wait for one only if it is asked to.
-Source = Callable[[bool], Document | type[End] | None]
 
 
 class Part(NamedTuple):
@@ -63,11 +55,11 @@ class _Row:
 
 
 class DocumentRows:
-    """Segments of the documents of a source, which is asked for the next one when a row becomes free."""
+    """Segments of the documents of an iterator, which is asked for the next one when a row becomes free."""
 
     def __init__(
         self,
-        source: Source,
+        source: Iterator[Document],
         *,
         batch_size: int,
         segment_len: int,
@@ -78,7 +70,7 @@ class DocumentRows:
         """Reads nothing yet.
 
         Args:
-          source: of the documents.
+          source: Iterator over the documents. If it raises `UserError`, the documents before it are read first.
           batch_size: B.
           segment_len: L.
           segments_per_call: S.
@@ -92,24 +84,18 @@ class DocumentRows:
         self._vectors = vectors
         self._at_most = lookahead * batch_size
         self._begun = 0
-        self._asks = True  # Whether the source may be asked again in this call.
         self.delivered = 0  # Documents whose results are no longer kept; set by the caller.
         self.ended = False  # Whether no more documents come.
         self.error: UserError | None = None  # Raised by the source, which ended it.
 
-    def next_call(self, *, wait: bool) -> Call | None:
-        """Returns the segments that are read next; None if there is nothing to read yet, or any more.
-
-        Args:
-          wait: whether to wait for the source's next document if there is nothing else to read.
-        """
+    def next_call(self) -> Call | None:
+        """Returns the segments that are read next, or None if no document may begin before others are delivered."""
         n_segment, batch_size, _ = self._shape
         call = Call(self._padding(), n_segment, [])
-        self._asks = True
         for segment in range(n_segment):
             busy = False
             for row in range(batch_size):
-                self._begin(row, call, segment, wait=wait and not call.parts and not any(self._rows))
+                self._begin(row, call, segment)
                 reading = self._rows[row]
                 if reading is not None:
                     busy = True
@@ -120,32 +106,25 @@ class DocumentRows:
                 return call._replace(n_segments=segment) if call.parts else None
         return call
 
-    def _begin(self, row: int, call: Call, segment: int, *, wait: bool) -> None:
-        """Gives a free row its next document; documents without positions end at once."""
-        while (
-            self._rows[row] is None and self._asks and not self.ended and self._begun - self.delivered < self._at_most
-        ):
-            document = self._next(wait)
+    def _begin(self, row: int, call: Call, segment: int) -> None:
+        """Gives a free row its next document. Documents without positions end at once."""
+        while self._rows[row] is None and not self.ended and self._begun - self.delivered < self._at_most:
+            document = self._next()
             if document is None:
                 return
             if len(document.inputs):
                 self._rows[row] = _Row(self._begun, document)
             else:
                 call.parts.append(Part(self._begun, segment, row, 0, True))
-                wait = False
             self._begun += 1
 
-    def _next(self, wait: bool) -> Document | None:
-        """Returns the source's next document; None if there is none, now or for good."""
+    def _next(self) -> Document | None:
+        """Returns the next document, or None if no more come."""
         try:
-            found = self._source(wait)
+            found = next(self._source, None)
         except UserError as error:  # The documents before it are read first.
-            self.error, self.ended = error, True
-            return None
-        self.ended = isinstance(found, type)
-        if found is None or isinstance(found, type):
-            self._asks = False
-            return None
+            self.error, found = error, None
+        self.ended = found is None
         return found
 
     def _read(self, reading: _Row, segments: Segments, segment: int, row: int) -> Part:

@@ -45,7 +45,6 @@ def local_config(config: DataConfig, cache: Path) -> DataConfig:
         tokenizer=dataclasses.replace(
             tokenizer,
             vocab_file=one(tokenizer.vocab_file),
-            sentencepiece_model=one(tokenizer.sentencepiece_model),
             hf_file=one(tokenizer.hf_file),
         ),
     )

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from txl_jax.config import DataConfig, EmptyEnd, LineMark, Tokenizer
-from txl_jax.data.sources.text import BLOCK_BYTES, SPLITS, File, Progress, Text, no_progress
+from txl_jax.data.sources.text import BLOCK_BYTES, SPLITS, File, Text, with_bar
 from txl_jax.errors import UserError
 
 # Tests are more text than the library itself, and installed packages differ from machine to machine.
@@ -20,7 +20,7 @@ _NPY_MAGIC = b"\x93NUMPY"  # How a .npy file begins.
 _BORDER_WINDOW = 1 << 16  # Bytes by which a border between splits may move to the beginning of a line.
 
 
-def read_own_text(config: DataConfig, *, progress: Progress = no_progress) -> Text:
+def read_own_text(config: DataConfig) -> Text:
     """Reads the user's own files: one, split 90/5/5, or a list per split, each concatenated in the order given.
 
     A name with * or ? matches any number of files, in the order of their names.
@@ -32,9 +32,7 @@ def read_own_text(config: DataConfig, *, progress: Progress = no_progress) -> Te
     if config.file:
         path = _checked(config.file, flag="--data.file")
         _check_text(config, [path])
-        return _split_text(
-            "text", f"own text, {os.path.getsize(path):,} bytes of {Path(path).name}", [path], config, progress
-        )
+        return _split_text("text", f"own text, {os.path.getsize(path):,} bytes of {Path(path).name}", [path], config)
     lists = {
         "train": expanded(config.train, flag="--data.train"),
         "valid": expanded(config.valid, flag="--data.valid"),
@@ -46,22 +44,22 @@ def read_own_text(config: DataConfig, *, progress: Progress = no_progress) -> Te
     sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
     # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
     digest = _of_digests(
-        _of_digests(_digest([file]) for file in progress(f"reading {name}", files)) for name, files in splits.items()
+        _of_digests(_digest([file]) for file in with_bar(f"reading {name}", files)) for name, files in splits.items()
     )
     return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, splits)
 
 
-def read_prefix(config: DataConfig, *, progress: Progress = no_progress) -> Text:
+def read_prefix(config: DataConfig) -> Text:
     """Reads a part of a published corpus, split 90/5/5.
 
     Its byte tokens are all 256, as it may lack values that occur in the rest.
     """
     path = _checked(config.file, flag="--data.file")
     described = f"prefix of {os.path.getsize(path)} bytes of {Path(path).name}"
-    return _split_text(f"{config.corpus} prefix", described, [path], config, progress)
+    return _split_text(f"{config.corpus} prefix", described, [path], config)
 
 
-def read_python_stdlib(config: DataConfig, *, progress: Progress = no_progress) -> Text:
+def read_python_stdlib(config: DataConfig) -> Text:
     """Reads the modules of the running Python's standard library in the order of their paths, split 90/5/5.
 
     Raises:
@@ -76,14 +74,14 @@ def read_python_stdlib(config: DataConfig, *, progress: Progress = no_progress) 
         )
     size = sum(map(os.path.getsize, paths))
     described = f"standard library of Python {platform.python_version()}, {len(paths)} files, {size:,} bytes"
-    return _split_text("python_stdlib", described, paths, config, progress)
+    return _split_text("python_stdlib", described, paths, config)
 
 
-def _split_text(name: str, description: str, paths: Sequence[str], config: DataConfig, progress: Progress) -> Text:
+def _split_text(name: str, description: str, paths: Sequence[str], config: DataConfig) -> Text:
     """Returns the files as one text, split by position."""
     splits = split_by_position(paths, at_lines=config.tokenizer.kind is not Tokenizer.BYTE)
     whole = [file for split in SPLITS for file in splits[split]]
-    return Text(name, description, _digest(progress("reading", whole)), splits)
+    return Text(name, description, _digest(with_bar("reading", whole)), splits)
 
 
 def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
@@ -179,10 +177,7 @@ def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
 
 def _check_end(config: DataConfig, paths: Sequence[str]) -> None:
     """Raises `UserError` for empty lines at the end of a file, if each would be a token and the config refuses them."""
-    marked = (
-        config.tokenizer.kind in (Tokenizer.WORD, Tokenizer.SENTENCEPIECE)
-        and config.tokenizer.line_mark is not LineMark.NONE
-    )
+    marked = config.tokenizer.kind is Tokenizer.WORD and config.tokenizer.line_mark is not LineMark.NONE
     if not marked or config.tokenizer.empty_end is EmptyEnd.KEEP:
         return
     for path in paths:

@@ -4,7 +4,10 @@ Nothing is held in memory: a block is at most a few megabytes, and a split may b
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
+
+import tqdm
 
 BLOCK_BYTES = 1 << 20  # Large enough that the cost per block is negligible, small beside any model.
 SPLITS = ("train", "valid", "test")
@@ -20,14 +23,19 @@ class File:
     offset: int = 0  # Position of the first byte in the file of that name.
 
 
-# (description, files) -> the same files; reading them advances a progress bar.
-Progress = Callable[[str, Iterable[File]], Iterable[File]]
+def with_bar(description: str, files: Iterable[File]) -> Iterator[File]:
+    """Yields the files. On a terminal, a bar shows how far their bytes are read if that takes more than a second."""
+    files = list(files)
+    size = sum(file.size for file in files)
+    with tqdm.tqdm(total=size, desc=description, unit="B", unit_scale=True, delay=1, disable=None) as bar:
+        for file in files:
+            yield dataclasses.replace(file, blocks=functools.partial(_advance, file, bar))
 
 
-def no_progress(description: str, files: Iterable[File]) -> Iterable[File]:
-    """Returns the files unchanged."""
-    del description
-    return files
+def _advance(file: File, bar: tqdm.tqdm) -> Iterator[bytes]:
+    for block in file.blocks():
+        yield block
+        bar.update(len(block))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from txl_jax.config import DataConfig, Tokenizer
-from txl_jax.data.sources.text import SPLITS, File, Progress, Text, no_progress
-from txl_jax.data.tokens import sentencepiece as pieces_lib
+from txl_jax.config.data import DEFAULT_SUBWORDS
+from txl_jax.data.sources.text import SPLITS, File, Text, with_bar
+from txl_jax.data.tokens import subwords
 from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary, distinct
 from txl_jax.data.tokens.character_vocabulary import UNKNOWN_CHARACTER, CharacterVocabulary
-from txl_jax.data.tokens.hf_tokenizer import HFVocabulary
 from txl_jax.data.tokens.id_vocabulary import IdVocabulary
+from txl_jax.data.tokens.subwords import SubwordVocabulary
 from txl_jax.data.tokens.utf8 import text_blocks
 from txl_jax.data.tokens.vocabulary import MARKS, Vocabulary
 from txl_jax.data.tokens.word_vocabulary import UNKNOWN_WORD, WordVocabulary
@@ -21,42 +22,31 @@ KINDS: tuple[type[Vocabulary], ...] = (
     ByteVocabulary,
     CharacterVocabulary,
     WordVocabulary,
-    pieces_lib.PieceVocabulary,
-    HFVocabulary,
+    SubwordVocabulary,
     IdVocabulary,
 )
 
 
-def make_vocabulary(config: DataConfig, text: Text, *, progress: Progress = no_progress) -> Vocabulary:
+def make_vocabulary(config: DataConfig, text: Text) -> Vocabulary:
     """Builds the vocabulary of a text, or reads a given one.
-
-    Args:
-      progress: shows how far files are read.
 
     Raises:
       UserError: the training text, or a file that the config names, cannot be read or used.
     """
     match config.tokenizer.kind:
         case Tokenizer.BYTE:
-            return _bytes_of(config, text, progress)
+            return _bytes_of(config, text)
         case Tokenizer.CHAR:
-            counts = _count(progress("counting", text.splits["train"]), config, split=iter)
+            counts = _count(with_bar("counting", text.splits["train"]), config, split=iter)
             ranked = rank(counts, min_count=config.tokenizer.min_count, unknown=UNKNOWN_CHARACTER)
             return CharacterVocabulary("".join(ranked), config.tokenizer.lower_case)
         case Tokenizer.WORD:
-            return _words_of(config, text, progress)
-        case Tokenizer.SENTENCEPIECE if config.tokenizer.sentencepiece_model:
-            model = read_named(config.tokenizer.sentencepiece_model, flag="--data.tokenizer.sentencepiece_model")
-            return _given_pieces(config, model)
-        case Tokenizer.SENTENCEPIECE:
-            return pieces_lib.train(
-                progress("counting", text.splits["train"]),
-                size=config.tokenizer.sentencepiece_vocab,
-                line_mark=config.tokenizer.line_mark,
-                lower_case=config.tokenizer.lower_case,
-            )
-        case Tokenizer.HF:
+            return _words_of(config, text)
+        case Tokenizer.SUBWORD if config.tokenizer.hf_file:
             return given_tokenizer(config.tokenizer.hf_file)
+        case Tokenizer.SUBWORD:
+            size = config.tokenizer.vocab_size or DEFAULT_SUBWORDS
+            return subwords.train(with_bar("counting", text.splits["train"]), size=size)
     raise AssertionError(f"no vocabulary for {config.tokenizer.kind}")
 
 
@@ -68,24 +58,24 @@ def read_named(path: str, *, flag: str) -> bytes:
         raise UserError(f"{flag} names {path}, which cannot be read ({error.strerror}); check the path") from error
 
 
-def _bytes_of(config: DataConfig, text: Text, progress: Progress) -> ByteVocabulary:
+def _bytes_of(config: DataConfig, text: Text) -> ByteVocabulary:
     """Returns all 256 values, or, for a whole published corpus, those of all splits, as the original counts."""
     if not text.closed_alphabet:
         return ByteVocabulary.all_bytes(config.tokenizer.newlines)
     found: set[int] = set()
     for split in SPLITS:
-        for file in progress(f"counting {split}", text.splits[split]):
+        for file in with_bar(f"counting {split}", text.splits[split]):
             for block in file.blocks():
                 found.update(distinct(block))
     return ByteVocabulary.of(bytes(found), config.tokenizer.newlines)
 
 
-def _words_of(config: DataConfig, text: Text, progress: Progress) -> WordVocabulary:
+def _words_of(config: DataConfig, text: Text) -> WordVocabulary:
     mark = [MARKS[config.tokenizer.line_mark]] if config.tokenizer.line_mark in MARKS else []
     if config.tokenizer.vocab_file:
         words, unknown = _given_words(config.tokenizer.vocab_file, mark)
     else:
-        counts = _count(progress("counting", text.splits["train"]), config, split=str.split)
+        counts = _count(with_bar("counting", text.splits["train"]), config, split=str.split)
         unknown = UNKNOWN_WORD
         words = rank(counts, min_count=config.tokenizer.min_count, unknown=unknown, first=mark)
     return WordVocabulary(tuple(words), config.tokenizer.line_mark, config.tokenizer.lower_case, unknown)
@@ -105,31 +95,21 @@ def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
     return [m for m in mark if m not in words] + words + [u for u in [unknown] if u not in words], unknown
 
 
-def _given_pieces(config: DataConfig, model: bytes) -> pieces_lib.PieceVocabulary:
-    try:
-        return pieces_lib.PieceVocabulary(model, config.tokenizer.line_mark, config.tokenizer.lower_case)
-    except (RuntimeError, OSError) as error:
-        raise UserError(
-            f"--data.tokenizer.sentencepiece_model names {config.tokenizer.sentencepiece_model}, which is no "
-            "SentencePiece model; give the .model file that its trainer wrote"
-        ) from error
-
-
-def given_tokenizer(path: str | None) -> HFVocabulary:
-    """Reads a tokenizer.json; raises `UserError` if none is named, or the file is none."""
-    if path is None:
-        raise UserError(
-            "data.tokenizer.kind is hf and data.tokenizer.hf_file is none; give --data.tokenizer.hf_file=tokenizer.json"
-        )
+def given_tokenizer(path: str) -> SubwordVocabulary:
+    """Reads a tokenizer.json; raises `UserError` if the file is not one."""
     content = read_named(path, flag="--data.tokenizer.hf_file")
     try:
-        return HFVocabulary(content.decode("utf-8"))
+        return SubwordVocabulary(content.decode("utf-8"))
     except MissingPackageError:
         raise
     except ValueError as error:
+        hint = (
+            "for a SentencePiece model, give the tokenizer.json that transformers writes with save_pretrained()"
+            if path.endswith(".model")
+            else "give the tokenizer.json that its save() wrote"
+        )
         raise UserError(
-            f"--data.tokenizer.hf_file names {path}, which is no tokenizer of the package tokenizers ({error}); give "
-            "the tokenizer.json that its save() wrote"
+            f"--data.tokenizer.hf_file must be a tokenizer of the package tokenizers, got {path} ({error}); {hint}"
         ) from error
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from txl_jax.config import DataConfig
 from txl_jax.data.sources.local_files import expanded, file_part
-from txl_jax.data.sources.text import SPLITS, Progress, no_progress
+from txl_jax.data.sources.text import SPLITS, with_bar
 from txl_jax.data.tokens.build_vocabulary import given_tokenizer
 from txl_jax.data.tokens.id_vocabulary import IdVocabulary
 from txl_jax.data.tokens.vocabulary import MIN_SPLIT_TOKENS, Vocabulary
@@ -38,7 +38,7 @@ class IdText:
     splits: dict[str, np.ndarray]
 
 
-def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None, progress: Progress = no_progress) -> IdText:
+def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdText:
     """Opens the user's files of ids: one, split 90/5/5 by position, or one per split.
 
     Without a test file the validation ids are the test text too.
@@ -46,7 +46,6 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None, progre
     Args:
       config: names the files, and the vocabulary's size or a tokenizer.json.
       vocabulary: that of a trained run; None: the one of the config.
-      progress: shows how far files are read.
 
     Raises:
       UserError: a file that is absent or holds no ids, ids outside the vocabulary, or a split of fewer than 2.
@@ -55,7 +54,7 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None, progre
     arrays = {name: _open(_one_of(paths, name), config) for name, paths in named.items() if paths}
     digests, largest = [], -1
     for name, array in arrays.items():
-        digest, its_largest = _scan(array, name, progress)
+        digest, its_largest = _scan(array, name)
         digests.append(digest)
         largest = max(largest, its_largest)
     vocabulary = vocabulary or _vocabulary(config, largest)
@@ -132,10 +131,10 @@ def _open_npy(path: str) -> np.memmap:
     return array
 
 
-def _scan(array: np.memmap, name: str, progress: Progress) -> tuple[str, int]:
+def _scan(array: np.memmap, name: str) -> tuple[str, int]:
     """Returns sha256 of a file's type and ids, and the largest id; raises `UserError` for one that cannot be any."""
     path, digest, largest, position = str(array.filename), hashlib.sha256(array.dtype.str.encode()), -1, 0
-    for file in progress(f"reading {name}", [file_part(path, array.offset, array.offset + array.nbytes)]):
+    for file in with_bar(f"reading {name}", [file_part(path, array.offset, array.offset + array.nbytes)]):
         for block in file.blocks():
             digest.update(block)
             ids = np.frombuffer(block, array.dtype)

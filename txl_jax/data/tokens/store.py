@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from txl_jax.config import LineMark
-from txl_jax.data.sources.text import SPLITS, Progress, Text, no_progress
+from txl_jax.data.sources.text import SPLITS, Text, with_bar
 from txl_jax.data.tokens.build_vocabulary import KINDS
 from txl_jax.data.tokens.vocabulary import MIN_SPLIT_TOKENS, Vocabulary, dumps, id_type, loads
 from txl_jax.errors import UserError
@@ -59,14 +59,12 @@ def open_store(
     make_vocabulary: Callable[[], Vocabulary],
     *,
     folder: Path,
-    progress: Progress = no_progress,
 ) -> TokenStore:
     """Opens the store of a text in `folder`; writes it first if it is not there.
 
     Args:
       settings: everything beside the text that the ids depend on, as JSON.
       make_vocabulary: called if the store must be written.
-      progress: shows how far files are read.
 
     Raises:
       UserError: the text cannot be encoded, or the folder cannot be written to.
@@ -79,7 +77,7 @@ def open_store(
                     print(
                         f"the tokens in {path} are damaged, or of an older version: they are written again", flush=True
                     )
-                _write(path, text, make_vocabulary(), progress)
+                _write(path, text, make_vocabulary())
     return _load(path)
 
 
@@ -114,13 +112,13 @@ def _load(path: Path) -> TokenStore:
     )
 
 
-def _write(path: Path, text: Text, vocabulary: Vocabulary, progress: Progress) -> None:
+def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
     for leftover in path.parent.glob(f"{path.name}.*"):  # Of a process that was killed: the lock is ours.
         shutil.rmtree(leftover)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.mkdir()
     try:
-        tokens = {split: _write_split(partial, split, text, vocabulary, progress) for split in SPLITS}
+        tokens = {split: _write_split(partial, split, text, vocabulary) for split in SPLITS}
         (partial / _VOCABULARY).write_text(dumps(vocabulary), encoding="utf-8")
         written = sorted(partial.iterdir())
         summary = {
@@ -137,14 +135,14 @@ def _write(path: Path, text: Text, vocabulary: Vocabulary, progress: Progress) -
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_split(folder: Path, split: str, text: Text, vocabulary: Vocabulary, progress: Progress) -> int:
+def _write_split(folder: Path, split: str, text: Text, vocabulary: Vocabulary) -> int:
     """Writes the ids of a split, and for training the starts of its lines; returns the number of ids."""
     with contextlib.ExitStack() as stack:
         ids = stack.enter_context(_npy(folder / f"{split}.npy", id_type(vocabulary.size)))
         starts, lines = None, _LineStarts(vocabulary)
         if split == "train" and vocabulary.mark is not None:
             starts = stack.enter_context(_npy(folder / _SENTENCES, np.dtype(np.int64)))
-        for block in vocabulary.blocks(progress(f"encoding {split}", text.splits[split])):
+        for block in vocabulary.blocks(with_bar(f"encoding {split}", text.splits[split])):
             if starts is not None:
                 starts.append(lines.within(block, ids.length))
             ids.append(block)

@@ -1,7 +1,7 @@
 """Vocabularies: the interface of all kinds of tokens, and their saved form.
 
-The kinds: `byte_vocabulary`, `character_vocabulary`, `word_vocabulary`, `sentencepiece`, `hf_tokenizer` and
-`id_vocabulary`, one file each.
+The kinds: `byte_vocabulary`, `character_vocabulary`, `word_vocabulary`, `subwords` and `id_vocabulary`, one file
+each.
 
 Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it; equally
 frequent ones keep the order of first occurrence, as in the original release. A vocabulary is saved as text: a title
@@ -99,7 +99,7 @@ def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
         return loader(json.loads(header), lines)
     except MissingPackageError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # Runtime: SentencePiece's own.
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(
             f"a saved vocabulary has a line '{TITLE} KIND SETTINGS' and a line per token, but this one starts "
             f"{title[:60]!r} ({error})"

@@ -1,8 +1,11 @@
-"""Tokens of a Hugging Face tokenizer.json: the pieces that the package tokenizers cuts a text into.
+"""Subword tokens of the package tokenizers: a Hugging Face tokenizer.json, given or trained on a text.
 
-The package is optional: `pip install '.[tokenizers]'`. Neither it nor this file asks the network. What the file has
-for padding, truncation, templates ("[CLS] ... [SEP]") and dropout has no effect here. A special
-token that is written in the text, such as <|endoftext|>, is that token.
+The package is optional: `pip install '.[tokenizers]'`. Neither it nor this file uses the network. Padding, truncation,
+templates ("[CLS] ... [SEP]") and dropout in the file have no effect here. A special token that is written in the text,
+such as <|endoftext|>, is that token.
+
+Training is byte-level BPE (Sennrich et al., 2016; Radford et al., 2019), because it finds the same merges each time, on
+any number of threads, so that all hosts of a run get the same vocabulary. Unigram training does not.
 """
 
 import dataclasses
@@ -25,16 +28,17 @@ from txl_jax.metrics import Measure
 # What ends a document in the usual tokenizers; an unprompted text follows the first that there is.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _LONGEST_PARAGRAPH = 1 << 20  # Characters without a line that could be cut before; more are cut between words.
+_NUM_BYTES = 256
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # Of tokenizers that spell unknown characters in bytes.
 
 
 @dataclasses.dataclass(frozen=True)
-class HFVocabulary:
+class SubwordVocabulary:
     """The tokens of a tokenizer.json."""
 
     content: str = dataclasses.field(repr=False)  # Of the file.
 
-    kind: ClassVar[str] = "hf"
+    kind: ClassVar[str] = "hf"  # As portable folders have it since 0.2.0.
     measure: ClassVar[Measure] = Measure.PPL
     line_mark: ClassVar[LineMark] = LineMark.NONE  # A line's end is text.
     mark: ClassVar[int | None] = None
@@ -93,7 +97,7 @@ class HFVocabulary:
         yield escape(self.content)
 
     @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> "HFVocabulary":
+    def load(cls, header: dict[str, Any], lines: list[str]) -> "SubwordVocabulary":
         """Builds a vocabulary from its `header` and `lines`."""
         return cls(unescape(lines[0]))
 
@@ -188,16 +192,51 @@ class HFVocabulary:
         return both.removeprefix(first).encode()
 
 
-def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
-    """Yields a text cut before lines that begin with a letter or sign, so that white space stays together.
+def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
+    """Trains a byte-level BPE vocabulary on a text. Any UTF-8 text comes back from its tokens exactly.
 
-    Tokenizers may read several newlines, or a newline and the spaces after it, as one token.
+    Args:
+      files: The training split.
+      size: V, with the 256 bytes. A short text may give fewer tokens.
+
+    Raises:
+      UserError: If size is below 256, or the text is not UTF-8.
+      MissingPackageError: If the package tokenizers is not installed.
+    """
+    if size < _NUM_BYTES:
+        raise UserError(
+            f"data.tokenizer.vocab_size must be at least {_NUM_BYTES} for subwords, which include all bytes, got {size}"
+        )
+    lib, errors = package(), list[UserError]()
+    tokenizer = lib.Tokenizer(lib.models.BPE())
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = lib.decoders.ByteLevel()
+    trainer = lib.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+
+    def paragraphs() -> Iterator[str]:
+        try:
+            yield from _paragraphs(text_blocks(files, close_lines=False))
+        except UserError as error:  # The package would wrap it.
+            errors.append(error)
+
+    tokenizer.train_from_iterator(paragraphs(), trainer)
+    if errors:
+        raise errors[0]
+    return SubwordVocabulary(tokenizer.to_str())
+
+
+def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
+    """Yields a text cut at single newlines between characters that are not white space.
+
+    Tokenizers may read several newlines, or a newline and the spaces around it, as one token.
     """
     text = ""
     for block in blocks:
         text += block
         cut = text.rfind("\n", 0, max(len(text) - 1, 0)) + 1
-        while cut and text[cut].isspace():
+        while cut and (text[cut].isspace() or text[cut - 2 : cut - 1].isspace()):
             cut = text.rfind("\n", 0, cut - 1) + 1
         if not cut and len(text) > _LONGEST_PARAGRAPH:
             cut = max(text.rfind(" "), 0) or len(text)
@@ -235,6 +274,6 @@ def package() -> ModuleType:
         import tokenizers
     except ImportError as error:
         raise MissingPackageError(
-            "--data.tokenizer.kind=hf needs the package tokenizers; pip install '.[tokenizers]'"
+            "--data.tokenizer.kind=subword needs the package tokenizers; pip install '.[tokenizers]'"
         ) from error
     return tokenizers
