@@ -3,6 +3,8 @@ r"""Train, evaluate and sample on your own text: bytes, characters, words, subwo
     python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt
     python -m experiments.text --flagfile=small --workdir=runs/mine --tokenizer=word \
         --train='shards/*.txt' --valid=valid.txt --test=test.txt
+    python -m experiments.text --flagfile=small --workdir=runs/subwords --tokenizer=subword \
+        --data.tokenizer.vocab_size=4000 --data.file=book.txt
     python -m experiments.text --flagfile=small --workdir=runs/ids --tokenizer=id --train=train.bin --valid=val.bin
 
 One file is split 90/5/5 by position. Lists are joined in the order given, patterns in the order of

@@ -23,7 +23,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("txl", deadline=None, max_examples=20, derandomize=True)
 hypothesis.settings.load_profile("txl")
 
-gc.set_threshold(200_000, 50, 100)  # JAX keeps many objects, and each search through them finds little: 3 % less time.
+gc.set_threshold(200_000, 50, 100)  # Searches among JAX's many objects find little.
 MAPS, MOST_MAPPINGS = pathlib.Path("/proc/self/maps"), 30_000
 collect_ignore = ["support"]  # Helpers: some change the process when they are imported.
 

@@ -109,7 +109,7 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, *, t
     except flags.UnrecognizedFlagError as error:
         near = config_tree.did_you_mean(error.flagname, list(flag_values))
         where = _where(words, error.flagname, flag_values)
-        raise UserError(f"{where}there is no flag --{error.flagname}{near or '; --help lists all'}") from None
+        raise UserError(f"{where}unknown flag --{error.flagname}{near or '; --help lists all'}") from None
     except flags.Error as error:
         named = re.match(r"flag --([\w.]+)", str(error))
         where = _where(words, named[1], flag_values) if named else ""
@@ -137,7 +137,7 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
     """Yields the words, flagfiles replaced by their lines. absl would find no bare name inside a file.
 
     Raises:
-      UserError: If there is no such file, with the packaged names, or files include each other.
+      UserError: If a file does not exist (with the packaged names), cannot be read, or includes itself.
     """
     words = iter(words)
     for word in words:
@@ -149,7 +149,11 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
         path = _flagfile_path(following.text if following else match[1] or "", word.where)
         if path in inside:
             raise UserError(f"{word.where}the flagfile {path} includes itself; remove the line")
-        lines = [(number, line.strip()) for number, line in enumerate(path.read_text().splitlines(), start=1)]
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{word.where}the flagfile {path} cannot be read as text ({error})") from None
+        lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
         kept = (_Word(line, f"{path}, line {n}: ") for n, line in lines if line and not line.startswith(("#", "//")))
         yield from _expanded(kept, (*inside, path))
 

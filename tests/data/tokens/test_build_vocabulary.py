@@ -146,6 +146,11 @@ def test_a_file_without_words_is_named(content, given_words, tmp_path):
         given_words(content)
 
 
+def test_subwords_are_trained_on_the_training_split():
+    own = make_vocabulary(data_config(kind=Tokenizer.SUBWORD, vocab_size=258), text_of("ab ab abab\n" * 9))
+    assert own.size == 258 and b"ab" in own.names()
+
+
 def test_a_file_that_cannot_be_read_is_named_with_its_flag(tmp_path):
     for path in (tmp_path / "absent", tmp_path):
         for kind, field in ((Tokenizer.WORD, "vocab_file"), (Tokenizer.SUBWORD, "hf_file")):

@@ -146,13 +146,19 @@ def test_a_flagfile_is_found_by_name_and_by_path_and_later_flags_win(tmp_path):
     assert parsed("--flagfile", "enwik8_12l").train.batch_size == 22
 
 
-def test_a_flag_that_a_flagfile_overrides_is_a_warning(capsys, tmp_path):
+def test_a_flag_that_a_flagfile_overrides_is_a_warning(capsys):
     assert parsed("--train.batch_size=3", "--model.n_layer=2", "--flagfile=enwik8_12l").train.batch_size == 22
     first, second = sorted(capsys.readouterr().err.splitlines())
     assert "--model.n_layer=2" in first and "--train.batch_size=3" in second and "--train.batch_size=22" in second
     assert "enwik8_12l.flags, line " in second
     parsed("--seed=3", "--flagfile=enwik8_12l", "--train.batch_size=3")
     assert capsys.readouterr().err == ""
+
+
+def test_a_flagfile_that_is_not_text_is_named(tmp_path):
+    (tmp_path / "binary.flags").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"binary\.flags"):
+        parsed(f"--flagfile={tmp_path / 'binary.flags'}")
 
 
 def test_a_flagfile_inside_a_flagfile_and_errors_with_file_and_line(tmp_path):
