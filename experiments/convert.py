@@ -17,11 +17,10 @@ import sys
 
 from absl import flags
 
-from experiments.cli import runner
+from txl_jax.cli import runner
 from txl_jax.errors import UserError
 from txl_jax.interop import formats
-from txl_jax.jobs.convert import TargetFormat, convert
-from txl_jax.jobs.weights_in import NATIVE
+from txl_jax.runs.convert import NATIVE, TargetFormat, convert
 
 FLAGS = flags.FLAGS
 

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.cli import flag_tree, programs, runner, watch
+from txl_jax.cli import flag_tree, programs, runner, watch
 from txl_jax.config import ExperimentConfig
 from txl_jax.errors import UserError
-from txl_jax.jobs import ensemble, warm_start
-from txl_jax.jobs.split_off import split_off
-from txl_jax.jobs.workdir import Workdir
-from txl_jax.runtime.paths import as_path
-from txl_jax.runtime.preemption import StopRequest
+from txl_jax.runs import ensemble, warm_start
+from txl_jax.runs.ensemble import split_off
+from txl_jax.runs.run import Workdir
+from txl_jax.runtime.stop import StopRequest
+from txl_jax.runtime.storage import as_path
 
 FLAGS = flags.FLAGS
 

@@ -6,9 +6,9 @@
 with --data.file=PATH.
 """
 
-from experiments.cli import runner
+from txl_jax.cli import runner
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.data.sources.corpora import default_data
+from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.ENWIK8))
 

@@ -15,9 +15,9 @@ otherwise, on the protocol of the original TensorFlow release:
     --data.heldout=published             validation on the test text; default: another held-out shard
 """
 
-from experiments.cli import runner
+from txl_jax.cli import runner
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.data.sources.corpora import default_data
+from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.LM1B))
 

@@ -13,10 +13,9 @@ import sys
 
 from absl import flags
 
-from experiments.cli import runner
+from txl_jax.cli import runner
 from txl_jax.errors import UserError
-from txl_jax.runtime.files import write_text
-from txl_jax.runtime.paths import as_path, is_remote
+from txl_jax.runtime.storage import as_path, is_remote, write_text
 
 FLAGS = flags.FLAGS
 

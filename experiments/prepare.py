@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from experiments.cli import flag_tree, hosts, runner, training_config
-from experiments.cli.programs import DEFAULTS
+from txl_jax.cli import flag_tree, hosts, runner, training_config
+from txl_jax.cli.programs import DEFAULTS
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.errors import UserError

@@ -7,11 +7,14 @@ bytes, and without the memory; draws the learning curve; and writes a sample. St
 the same command resumes.
 """
 
+import lzma
 import sys
+import zlib
+from collections.abc import Callable
 
 from absl import flags
 
-from experiments.cli import compilation_cache, flag_tree, runner, training_config
+from txl_jax.cli import compilation_cache, flag_tree, runner, training_config
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -23,14 +26,55 @@ from txl_jax.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from txl_jax.data.corpus import read_corpus
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.errors import UserError
-from txl_jax.jobs import compare_compressors, generate, train
-from txl_jax.jobs.workdir import Workdir
 from txl_jax.paper import plots
-from txl_jax.runtime.metrics_log import read_metrics
-from txl_jax.runtime.paths import as_path, is_remote
-from txl_jax.runtime.preemption import StopRequest
+from txl_jax.runs import generate, train
+from txl_jax.runs.build import assemble
+from txl_jax.runs.run import Workdir
+from txl_jax.runs.score import score
+from txl_jax.runs.weights import load_parameters
+from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.stop import StopRequest
+from txl_jax.runtime.storage import as_path, is_remote
+
+# -- Bits per byte of the test text: a trained run with and without its memory, beside two general compressors.
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "zlib -9": lambda data: zlib.compress(data, 9),
+    "lzma -9": lambda data: lzma.compress(data, preset=9),
+}
+
+
+def compare_compressors(
+    config: ExperimentConfig,
+    corpus: Corpus,
+    workdir: Workdir,
+    *,
+    with_memory: float,
+    log: Callable[[str], None] = print,
+) -> dict[str, float]:
+    """Returns bits per byte by name, of the compressors and of the model.
+
+    Args:
+      config: of the trained run, on bytes.
+      corpus: has the test text.
+      workdir: of the run.
+      with_memory: the run's own result on the test text.
+      log: takes lines for the user.
+    """
+    text = corpus.vocabulary.decode(corpus.test)
+    without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
+    components = assemble(without, vocab_size=corpus.vocabulary.size)
+    _, params = load_parameters(components, workdir, log=log)
+    totals = score(components, params, corpus.test, name="test without memory", log=log)
+    return {
+        **{name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()},
+        f"without memory (segments of {config.eval.segment_len})": totals.bpc,
+        f"with a memory of {config.eval.mem_len}": with_memory,
+    }
+
 
 FLAGS = flags.FLAGS
 
@@ -92,7 +136,7 @@ def _run() -> int:
         outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
         if not outcome.finished or outcome.results is None:
             return runner.exit_code_of(stop)
-    rows = compare_compressors.run(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
+    rows = compare_compressors(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
     print("\nbits per byte of the test text")
     for name, bpc in rows.items():
         print(f"  {name:<32} {bpc:.3f}")
@@ -114,7 +158,7 @@ def _draw(workdir: Workdir, rows: dict[str, float]) -> None:
     if not plots.can_draw():
         print("no learning curve drawn: matplotlib is not installed (pip install '.[plots]')")
         return
-    levels = {name: rows[name] for name in compare_compressors.COMPRESSORS}
+    levels = {name: rows[name] for name in COMPRESSORS}
     plots.learning_curve(
         read_metrics(workdir.path), path, title="Transformer-XL on Python's standard library", levels=levels
     )

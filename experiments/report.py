@@ -13,12 +13,11 @@ import sys
 
 from absl import flags
 
-from experiments.cli import runner
+from txl_jax.cli import runner
 from txl_jax.errors import UserError
 from txl_jax.run_report.page import make_page
 from txl_jax.run_report.run_records import read_runs
-from txl_jax.runtime.files import write_text
-from txl_jax.runtime.paths import as_path
+from txl_jax.runtime.storage import as_path, write_text
 
 FLAGS = flags.FLAGS
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from absl import flags
 
-from experiments.cli import runner, stored_types
+from txl_jax.cli import runner, stored_types
 from txl_jax.errors import UserError
-from txl_jax.jobs.generate import check_can_generate
+from txl_jax.runs.generate import check_can_generate
 from txl_jax.serving.engine import Engine
 from txl_jax.serving.requests import Limits
 from txl_jax.serving.row_step import Step

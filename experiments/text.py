@@ -12,9 +12,9 @@ names. --train, --valid, --test and --tokenizer are short for --data.train, .., 
 --data.tokenizer.kind.
 """
 
-from experiments.cli import runner
+from txl_jax.cli import runner
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.data.sources.corpora import default_data
+from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.TEXT))
 

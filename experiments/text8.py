@@ -6,9 +6,9 @@
 --data.file=PATH. `python -m experiments.prepare --corpus=text8` reads it ahead of time.
 """
 
-from experiments.cli import runner
+from txl_jax.cli import runner
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.data.sources.corpora import default_data
+from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.TEXT8))
 

@@ -10,9 +10,9 @@ same validation and test text and a fiftieth of the training text. Its vocabular
 (33,278 words), so cutoffs must lie below that.
 """
 
-from experiments.cli import runner
+from txl_jax.cli import runner
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.data.sources.corpora import default_data
+from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.WIKITEXT103))
 

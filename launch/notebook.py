@@ -15,11 +15,11 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments.cli import compilation_cache
+from txl_jax.cli import compilation_cache
 from txl_jax.errors import UserError
-from txl_jax.jobs.convert import convert
 from txl_jax.paper import plots
-from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runs.convert import convert
+from txl_jax.runtime.log import read_metrics
 from txl_jax.training.loop import Hook, HookContext
 
 DRIVE = Path("/content/drive")

@@ -51,7 +51,7 @@ from absl import flags
 from launch import sweep_file, sweep_table
 from launch.sweep_file import Run, Sweep
 from txl_jax.errors import UserError
-from txl_jax.runtime.paths import as_path, is_remote, shorten_storage_logs
+from txl_jax.runtime.storage import as_path, is_remote, shorten_storage_logs
 from txl_jax.training.ensemble import VARYING
 
 

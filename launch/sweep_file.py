@@ -13,15 +13,15 @@ from typing import Any
 
 from absl import flags
 
-from experiments.cli import flag_tree, runner, training_config
 from launch import sweep_draws
+from txl_jax.cli import flag_tree, runner, training_config
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.data.sources.corpora import program_of
+from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
-from txl_jax.jobs.workdir import Workdir
-from txl_jax.runtime.paths import as_path
-from txl_jax.training.validation import with_defaults
+from txl_jax.runs.run import Workdir
+from txl_jax.runs.validation import with_defaults
+from txl_jax.runtime.storage import as_path
 
 _DEFAULTS: dict[str, ExperimentConfig] = {
     program: importlib.import_module(f"experiments.{program}").DEFAULTS

@@ -15,8 +15,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.metrics import Totals
 from txl_jax.run_report.run_records import RunRecords, read_runs, swept_settings
 from txl_jax.runtime.environment import duration
-from txl_jax.runtime.files import write_json, write_text
-from txl_jax.runtime.paths import is_remote
+from txl_jax.runtime.storage import is_remote, write_json, write_text
 
 _ENDED = "sweep.json"  # The exit code of a run's last process, and the seconds of all of them.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

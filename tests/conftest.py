@@ -89,7 +89,7 @@ def storage():
 @pytest.fixture(scope="module")
 def module_bucket(storage, request):
     """A folder in the bucket for the tests of a file."""
-    from txl_jax.runtime.paths import as_path
+    from txl_jax.runtime.storage import as_path
 
     return as_path(f"gs://{BUCKET}/{request.node.name.removesuffix('.py')}")
 
@@ -97,7 +97,7 @@ def module_bucket(storage, request):
 @pytest.fixture
 def bucket(storage, request):
     """A folder in the bucket for one test; faults end with it."""
-    from txl_jax.runtime.paths import as_path
+    from txl_jax.runtime.storage import as_path
 
     yield as_path(f"gs://{BUCKET}/{request.node.name.partition('[')[0]}-{id(request)}")
     storage.calm()

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from support import tiny_run
-from txl_jax.assemble import assemble
 from txl_jax.config import DType, ExperimentConfig, ModelConfig
+from txl_jax.runs.build import assemble
 from txl_jax.training.step import make_train_step
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from experiments.cli import flag_tree
 from support import ROOT
+from txl_jax.cli import flag_tree
 
 pytestmark = pytest.mark.full
 

@@ -13,10 +13,10 @@ import txl_jax
 from support import ROOT, drawn_run, tiny_model, tiny_run
 from txl_jax.config import CorpusName, DataConfig
 from txl_jax.data.corpus import read_corpus
-from txl_jax.jobs import generate
-from txl_jax.jobs.restore import load_parameters
-from txl_jax.jobs.score import score
-from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runs import generate
+from txl_jax.runs.score import score
+from txl_jax.runs.weights import load_parameters
+from txl_jax.runtime.log import read_metrics
 
 TEXT = bytes(np.random.default_rng(3).choice(list(b"abcdefgh \n"), 1200).tolist())
 

@@ -48,11 +48,9 @@ if TYPE_CHECKING:
         TokenizerConfig,
         TrainConfig,
     )
-    from txl_jax.data.batches.segment_reader import SegmentReader, evaluation_segments, training_segments
     from txl_jax.data.corpus import read_corpus
+    from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
     from txl_jax.errors import UserError
-    from txl_jax.jobs.document_reader import Continuation
-    from txl_jax.jobs.train import train
     from txl_jax.losses import weighted_sum
     from txl_jax.memory import Memory
     from txl_jax.memory import reset as reset_memory
@@ -60,36 +58,38 @@ if TYPE_CHECKING:
     from txl_jax.modules.transformer_xl import TransformerXL
     from txl_jax.ops.attention import Visibility, attention, sinusoids
     from txl_jax.recurrence import scan_segments
-    from txl_jax.runtime.sinks.sink import Sink
+    from txl_jax.runs.score import Continuation
+    from txl_jax.runs.train import train
+    from txl_jax.runs.trainer import Outcome
+    from txl_jax.runtime.sinks import Sink
     from txl_jax.segments import Segments
     from txl_jax.trained_model import LanguageModel, load
     from txl_jax.training.loop import Hook, HookContext
-    from txl_jax.training.trainer import Outcome
 
 # Module and name there of each public name that is no setting; settings are in `txl_jax.config`.
 _PLACES = {
-    "Continuation": ("txl_jax.jobs.document_reader", "Continuation"),
+    "Continuation": ("txl_jax.runs.score", "Continuation"),
     "Hook": ("txl_jax.training.loop", "Hook"),
     "HookContext": ("txl_jax.training.loop", "HookContext"),
     "LanguageModel": ("txl_jax.trained_model", "LanguageModel"),
     "Memory": ("txl_jax.memory", "Memory"),
-    "Outcome": ("txl_jax.training.trainer", "Outcome"),
-    "SegmentReader": ("txl_jax.data.batches.segment_reader", "SegmentReader"),
+    "Outcome": ("txl_jax.runs.trainer", "Outcome"),
+    "SegmentReader": ("txl_jax.data.segments", "SegmentReader"),
     "Segments": ("txl_jax.segments", "Segments"),
-    "Sink": ("txl_jax.runtime.sinks.sink", "Sink"),
+    "Sink": ("txl_jax.runtime.sinks", "Sink"),
     "Totals": ("txl_jax.metrics", "Totals"),
     "TransformerXL": ("txl_jax.modules.transformer_xl", "TransformerXL"),
     "UserError": ("txl_jax.errors", "UserError"),
     "Visibility": ("txl_jax.ops.attention", "Visibility"),
     "attention": ("txl_jax.ops.attention", "attention"),
-    "evaluation_segments": ("txl_jax.data.batches.segment_reader", "evaluation_segments"),
+    "evaluation_segments": ("txl_jax.data.segments", "evaluation_segments"),
     "load": ("txl_jax.trained_model", "load"),
     "read_corpus": ("txl_jax.data.corpus", "read_corpus"),
     "reset_memory": ("txl_jax.memory", "reset"),
     "scan_segments": ("txl_jax.recurrence", "scan_segments"),
-    "train": ("txl_jax.jobs.train", "train"),
+    "train": ("txl_jax.runs.train", "train"),
     "sinusoids": ("txl_jax.ops.attention", "sinusoids"),
-    "training_segments": ("txl_jax.data.batches.segment_reader", "training_segments"),
+    "training_segments": ("txl_jax.data.segments", "training_segments"),
     "weighted_sum": ("txl_jax.losses", "weighted_sum"),
 }
 

@@ -3,8 +3,7 @@
 import os
 import sys
 
-from txl_jax.data.sources.corpora import CORPORA, program_of
-from txl_jax.data.sources.corpus_row import PublishedCorpus
+from txl_jax.data.published import CORPORA, PublishedCorpus, program_of
 
 
 def _corpora() -> dict[str, str]:

@@ -22,8 +22,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from txl_jax.config import GenerateConfig
-from txl_jax.data.tokens import token_ids
-from txl_jax.data.tokens.vocabulary import digest
+from txl_jax.data import ready_ids
+from txl_jax.data.vocabulary import digest
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 from txl_jax.trained_model import load
@@ -69,7 +69,7 @@ class HarnessModel(LM):
         self._batch_size = _parse_batch_size(batch_size, max_batch_size)
         self._max_gen_toks = max_gen_toks
         vocabulary = self.model.vocabulary
-        self._first = int((vocabulary.start if first is None else token_ids.one_token(vocabulary, first))[0])
+        self._first = int((vocabulary.start if first is None else ready_ids.one_token(vocabulary, first))[0])
 
     @property
     def tokenizer_name(self) -> str:

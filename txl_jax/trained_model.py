@@ -9,16 +9,19 @@ from typing import Any, Literal, overload
 import jax
 import numpy as np
 
-from txl_jax.assemble import RunComponents
 from txl_jax.config import ExperimentConfig, GenerateConfig
-from txl_jax.data.tokens import token_ids
-from txl_jax.data.tokens.token_ids import Document, Token, refuse_single_text
-from txl_jax.data.tokens.vocabulary import Vocabulary
+from txl_jax.data import ready_ids
+from txl_jax.data.ready_ids import Document, Token, refuse_single_text
+from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.inference.batch_generator import BatchGenerator
 from txl_jax.inference.forward import for_single_tokens
 from txl_jax.inference.generator import Weights
-from txl_jax.jobs.document_reader import (
+from txl_jax.memory import Memory
+from txl_jax.metrics import Totals
+from txl_jax.runs.build import RunComponents
+from txl_jax.runs.generate import Ends, check_can_generate, check_stop, generate_pieces, make_generator, read_stop
+from txl_jax.runs.score import (
     Continuation,
     DocumentReader,
     check_batch_size,
@@ -30,11 +33,7 @@ from txl_jax.jobs.document_reader import (
     to_score,
     totals,
 )
-from txl_jax.jobs.generate import check_can_generate, read_stop
-from txl_jax.jobs.generate_batch import Ends, check_stop, generate_pieces, make_generator
-from txl_jax.jobs.pretrained import open_pretrained
-from txl_jax.memory import Memory
-from txl_jax.metrics import Totals
+from txl_jax.runs.weights import open_pretrained
 from txl_jax.runtime import distributed
 
 _BATCH_SIZE = 8  # Documents read side by side.
@@ -177,11 +176,11 @@ class LanguageModel:
         Raises:
           UserError: as `score`.
         """
-        before = self.vocabulary.start if first is None else token_ids.one_token(self.vocabulary, first)
+        before = self.vocabulary.start if first is None else ready_ids.one_token(self.vocabulary, first)
         documents: list[np.ndarray] = []
         lengths: list[int] = []
         for context, continuation in pairs:
-            ids, count = token_ids.joined(self.vocabulary, context, continuation)
+            ids, count = ready_ids.joined(self.vocabulary, context, continuation)
             lengths.append(count)
             documents.append(ids if count < len(ids) else np.concatenate([before, ids]))
         found = read_all(map(to_score, documents), self._reader(batch_size).likeness)
@@ -295,7 +294,7 @@ class LanguageModel:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the token ids [T] of a text; raises `UserError` if it has characters that the vocabulary lacks."""
-        return token_ids.encode(self.vocabulary, text)
+        return ready_ids.encode(self.vocabulary, text)
 
     def decode(self, tokens: Any) -> str:
         """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD."""
@@ -315,7 +314,7 @@ class LanguageModel:
           UserError: token ids that the vocabulary lacks, or a memory of other rows.
         """
         ids = np.asarray(tokens)
-        token_ids.check_range(self.vocabulary, ids)
+        ready_ids.check_range(self.vocabulary, ids)
         return self._log_probabilities(self.params, ids.astype(np.int32), memory)
 
     @functools.cached_property
@@ -336,11 +335,11 @@ class LanguageModel:
 
     def _with_first(self, documents: Iterable[np.ndarray], first: Token | None) -> Iterator[np.ndarray]:
         """Yields each document after the token `first`; as it is if that is None."""
-        before = None if first is None else token_ids.one_token(self.vocabulary, first)
+        before = None if first is None else ready_ids.one_token(self.vocabulary, first)
         return (ids if before is None else np.concatenate([before, ids]) for ids in documents)
 
     def _ids(self, document: Document) -> np.ndarray:
-        return token_ids.token_ids(self.vocabulary, document)
+        return ready_ids.token_ids(self.vocabulary, document)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (a model lives as long as its compiled programs)
     def _generator(self, temperature: float, top_k: int | None, top_p: float) -> BatchGenerator:

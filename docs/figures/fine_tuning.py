@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.log import read_metrics
 
 
 def main() -> None:

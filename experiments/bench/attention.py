@@ -26,8 +26,8 @@ if any(word.startswith(("--topology", "-topology")) for word in sys.argv):
     aot_environment.set_environment()  # Before jax is imported, which reads it.
 
 from experiments.bench.flagfiles import config_of_flagfile
-from experiments.cli.studies import run_plan
 from txl_jax.bench.attention import Plan, run
+from txl_jax.cli.studies import run_plan
 from txl_jax.config import ExperimentConfig
 
 

@@ -26,10 +26,10 @@ from typing import Any
 from absl import flags
 
 from experiments.bench.flagfiles import config_of_flagfile
-from experiments.cli.programs import config_of_flags
-from experiments.cli.studies import run_plan
 from txl_jax.bench.estimate import Plan, run
 from txl_jax.bench.estimate_table import run_table
+from txl_jax.cli.programs import config_of_flags
+from txl_jax.cli.studies import run_plan
 from txl_jax.config import ExperimentConfig
 from txl_jax.errors import UserError
 

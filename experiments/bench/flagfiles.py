@@ -2,8 +2,8 @@
 
 from absl import flags
 
-from experiments.cli import flag_tree
-from experiments.cli.programs import config_of_flags
+from txl_jax.cli import flag_tree
+from txl_jax.cli.programs import config_of_flags
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 

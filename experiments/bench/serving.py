@@ -7,9 +7,9 @@ Weights are untrained, memories full, draws greedy; every tail of an adaptive so
 table, medians over calls, and the speedup: the median of the ratios of successive calls.
 """
 
-from experiments.cli.programs import config_of_flags
-from experiments.cli.studies import run_plan
 from txl_jax.bench.serving import DEFAULTS, Plan, run
+from txl_jax.cli.programs import config_of_flags
+from txl_jax.cli.studies import run_plan
 
 GROUPS = ("data", "model", "eval", "mesh")
 

@@ -12,8 +12,8 @@ It prints a markdown table. A softmax that needs more memory than there is gets 
 prints how many.
 """
 
-from experiments.cli.studies import run_model_study
 from txl_jax.bench.softmax_speed import DEFAULTS, Plan, run
+from txl_jax.cli.studies import run_model_study
 
 if __name__ == "__main__":
     run_model_study(Plan, run, defaults=DEFAULTS, groups=("model", "train"))

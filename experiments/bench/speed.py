@@ -15,9 +15,9 @@ With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets 
 same losses is checked first, then their calls are interleaved; the table has the speedup.
 """
 
-from experiments.cli.programs import config_of_flags
-from experiments.cli.studies import run_plan
 from txl_jax.bench.speed import DEFAULTS, Plan, run
+from txl_jax.cli.programs import config_of_flags
+from txl_jax.cli.studies import run_plan
 
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from txl_jax.paper import plots
-from txl_jax.runtime.files import write_json
-from txl_jax.runtime.paths import as_path
+from txl_jax.runtime.storage import as_path, write_json
 
 UPDATES_PER_POINT = 10
 

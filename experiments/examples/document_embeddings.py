@@ -31,11 +31,10 @@ import optax
 from absl import flags
 
 import txl_jax
-from experiments.cli import runner
 from txl_jax import CompatConfig, ModelConfig, NormPlace
+from txl_jax.cli import runner
 from txl_jax.paper import plots
-from txl_jax.runtime.files import write_json
-from txl_jax.runtime.paths import as_path
+from txl_jax.runtime.storage import as_path, write_json
 
 CONFIG = ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64, init_std=0.1, layer_norm=NormPlace.PRE)
 TOPICS, WORDS = 8, 24  # The first ids are the topics' names, the others words of any document.

@@ -24,9 +24,9 @@ import optax
 from absl import flags
 
 import txl_jax
-from experiments.cli import runner
 from experiments.examples import comparison
 from txl_jax import CompatConfig, ModelConfig, NormPlace, Residual
+from txl_jax.cli import runner
 
 CONFIG = ModelConfig(
     n_layer=2,

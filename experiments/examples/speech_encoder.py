@@ -22,8 +22,8 @@ import optax
 from absl import flags
 
 import txl_jax
-from experiments.cli import runner
 from experiments.examples import comparison
+from txl_jax.cli import runner
 
 KINDS, BANDS = 8, 16  # Kinds of syllables; bands of the spectrum.
 ROWS, FRAMES = 16, 128

@@ -10,7 +10,7 @@ training. Stopped, the same command resumes. It writes ablation.md, the table be
 numbers, ablation.csv and ablation.json.
 """
 
-from experiments.cli.studies import run_training_study
+from txl_jax.cli.studies import run_training_study
 from txl_jax.paper.ablation import Plan, run
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ tokens, and all arrays. Default heads are those with the largest mean distance. 
 of evaluation (--eval.segment_len, --eval.mem_len, --eval.clamp_len), in one row, with same_length.
 """
 
-from experiments.cli import hosts
-from experiments.cli.studies import run_study
+from txl_jax.cli import hosts
+from txl_jax.cli.studies import run_study
 from txl_jax.paper.attention_maps import Plan, run
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ still clamps. A model without recurrence (--model.encoding=vaswani, or trained w
 number of tokens that each of them scores.
 """
 
-from experiments.cli.studies import run_study
+from txl_jax.cli.studies import run_study
 from txl_jax.paper.context_length import Plan, run
 
 if __name__ == "__main__":

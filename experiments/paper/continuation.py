@@ -8,7 +8,7 @@ It writes a markdown file, --out: for each start the context, the model's contin
 (WikiText's @-@, @,@ and spaces before commas are removed).
 """
 
-from experiments.cli.studies import run_study
+from txl_jax.cli.studies import run_study
 from txl_jax.paper.continuation import Plan, run
 
 if __name__ == "__main__":

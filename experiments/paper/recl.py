@@ -10,7 +10,7 @@ gains), gains.png and context.png (figures 3 and 4) into --out, and keeps the lo
 stopped, the same command resumes, and other ratios need no new scores.
 """
 
-from experiments.cli.studies import run_group_study
+from txl_jax.cli.studies import run_group_study
 from txl_jax.paper.recl import Plan, run
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ the fastest. On a CPU a call of the sliding window takes seconds: --calls and --
 shorter.
 """
 
-from experiments.cli.studies import run_model_study
+from txl_jax.cli.studies import run_model_study
 from txl_jax.paper.sliding_window_speed import DEFAULTS, Plan, run
 
 if __name__ == "__main__":

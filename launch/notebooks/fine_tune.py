@@ -112,9 +112,9 @@ import txl_jax
 from experiments import quickstart
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.jobs import train
-from txl_jax.jobs.workdir import Workdir
-from txl_jax.runtime.preemption import StopRequest
+from txl_jax.runs import train
+from txl_jax.runs.run import Workdir
+from txl_jax.runtime.stop import StopRequest
 
 
 def train_in(path, config, corpus, title):
@@ -147,7 +147,7 @@ base = txl_jax.load(base_path)
 
 # %%
 from txl_jax.config import InitVocabulary
-from txl_jax.jobs import warm_start
+from txl_jax.runs import warm_start
 
 tuned_path = Workdir(folder / "tuned").create()
 vocabulary = InitVocabulary.OWN if base.vocabulary.kind == "byte" else InitVocabulary.KEPT

@@ -91,7 +91,7 @@ for name in ("model.n_layer", "model.d_model", "model.dtype", "train.batch_size"
 
 # %%
 from txl_jax.data.corpus import read_corpus
-from txl_jax.jobs.workdir import Workdir
+from txl_jax.runs.run import Workdir
 
 workdir = Workdir(folder / "train").create()
 corpus = read_corpus(config.data, data_dir="", cache_dir="prepared")
@@ -138,8 +138,8 @@ if TENSORBOARD:
 # just before. Stopping the cell (the square button) saves a checkpoint; running it again resumes.
 
 # %%
-from txl_jax.jobs import train
-from txl_jax.runtime.preemption import StopRequest
+from txl_jax.runs import train
+from txl_jax.runtime.stop import StopRequest
 
 curve = notebook.live_curve(
     workdir.path, every=config.train.log_every, steps=config.train.steps, title=f"Transformer-XL on {corpus.name}"
@@ -158,11 +158,11 @@ if outcome.results is None:
 # %%
 from IPython.display import Image, display
 
-from txl_jax.jobs import compare_compressors
+from experiments import quickstart
 from txl_jax.paper import plots
-from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.log import read_metrics
 
-rows = compare_compressors.run(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
+rows = quickstart.compare_compressors(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
 for name, bpc in rows.items():
     print(f"{name:<36}{bpc:.3f} bits per byte")
 
@@ -178,8 +178,8 @@ display(Image(picture))
 # prediction: the bytes that three heads with long-range attention attended to.
 
 # %%
-from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import attention_maps
+from txl_jax.runs.run import TextInfo
 
 figures = workdir.path / "attention"
 some_tokens = min(len(corpus.valid), 8 * (config.eval.mem_len + config.eval.segment_len))
@@ -195,7 +195,7 @@ display(Image(max(figures.glob("heads-*.png"))))
 # or another temperature: low temperatures repeat, high ones misspell.
 
 # %%
-from txl_jax.jobs import generate
+from txl_jax.runs import generate
 
 samples = generate.run(config, corpus.vocabulary, workdir)
 

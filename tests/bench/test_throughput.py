@@ -6,13 +6,13 @@ import jax
 import pytest
 
 from support import tiny, tiny_run
-from txl_jax.assemble import assemble
 from txl_jax.bench import compare_huggingface, throughput
 from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.inference.generator import Generator
+from txl_jax.runs.build import assemble
 
 CONFIG = ExperimentConfig(
     model=tiny.CONFIG,

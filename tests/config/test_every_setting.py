@@ -11,7 +11,7 @@ from support.cases import nightly_but
 from support.setting_probes import BASE, PROBES, parts_of
 from txl_jax.config import CorpusName
 from txl_jax.config import tree as config_tree
-from txl_jax.data.sources import corpora
+from txl_jax.data import published
 
 # Where each setting must show, and its second value.
 SECOND = {
@@ -190,7 +190,7 @@ def texts(tmp_path, monkeypatch):
     for name, size in (("tokenizer.json", 290), ("other.json", 280)):
         (tmp_path / name).write_text(hf_tokenizers.byte_level(size=size))
     (tmp_path / "empty-end.txt").write_text("one two\n" * 300 + "\n\n")
-    monkeypatch.setitem(corpora.CORPORA, CorpusName.LM1B, miniature.corpus(CorpusName.LM1B))
+    monkeypatch.setitem(published.CORPORA, CorpusName.LM1B, miniature.corpus(CorpusName.LM1B))
     (tmp_path / miniature.OFFICIAL[CorpusName.LM1B]).write_bytes(miniature.official(CorpusName.LM1B))
     (tmp_path / "prompt.txt").write_text("two")
     monkeypatch.chdir(tmp_path)

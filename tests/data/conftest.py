@@ -5,7 +5,7 @@ import requests
 
 from support import miniature
 from support.published_corpora import refuse
-from txl_jax.data.sources.corpora import CORPORA
+from txl_jax.data.published import CORPORA
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 from support.own_text import own_text
 from support.published_corpora import place_official
 from txl_jax.config import CorpusName, DataConfig, EmptyEnd, LineMark, Newlines, Tokenizer
+from txl_jax.data import corpus
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
-from txl_jax.data.sources.corpora import default_data
-from txl_jax.data.tokens import build_vocabulary
-from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
-from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.data.published import default_data
+from txl_jax.data.word_tokens import WordVocabulary
 
 SMALL_TEXT = bytes(random.Random(0).choices(b"abcdefgh\n", k=99)) + b"\n"
 
@@ -105,7 +105,7 @@ def test_stores_lie_in_the_cache(poem, tmp_path):
 def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
     config = own_text(kind=Tokenizer.WORD, **poem)
     first = read(config)
-    monkeypatch.setattr(build_vocabulary, "make_vocabulary", never)  # Nothing is counted any more,
+    monkeypatch.setattr(corpus, "make_vocabulary", never)  # Nothing is counted any more,
     moved = tmp_path / "moved"
     moved.write_bytes((tmp_path / "train").read_bytes())
     again = read(own_text(kind=Tokenizer.WORD, **poem | {"train": (str(moved),)}))  # wherever the files are.

@@ -10,7 +10,7 @@ import pytest
 from support import tiny, tiny_run
 from support.cases import full_but
 from txl_jax.config import DType, EvalConfig
-from txl_jax.data.batches.segment_reader import evaluation_segments
+from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation import streaming
 from txl_jax.evaluation.streaming import evaluate, make_eval_step
 from txl_jax.inference import forward

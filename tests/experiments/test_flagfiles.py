@@ -15,11 +15,11 @@ import jax
 import pytest
 from absl import flags
 
-from experiments.cli import flag_tree
 from support.cases import full_but
-from txl_jax.assemble import assemble
+from txl_jax.cli import flag_tree
 from txl_jax.config import CorpusName
 from txl_jax.config import tree as config_tree
+from txl_jax.runs.build import assemble
 from txl_jax.segments import Segments
 from txl_jax.training.step import make_train_step
 

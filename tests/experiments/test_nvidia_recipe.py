@@ -8,11 +8,11 @@ import pytest
 from absl import flags
 
 from experiments import wikitext103
-from experiments.cli import flag_tree
-from txl_jax.assemble import assemble
+from txl_jax.cli import flag_tree
 from txl_jax.config import LambRule
-from txl_jax.data.batches.segment_reader import training_segments
+from txl_jax.data.segments import training_segments
 from txl_jax.interop import original
+from txl_jax.runs.build import assemble
 
 B, L, V, WARMUP = 4, 6, 40, 50
 # Deviations are such that norms lie on both sides of 10.

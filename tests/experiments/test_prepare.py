@@ -4,7 +4,7 @@ import pytest
 
 from support import miniature, programs
 from txl_jax.config import CorpusName
-from txl_jax.data.sources import corpora
+from txl_jax.data import published
 
 
 def run(*flags):
@@ -13,7 +13,7 @@ def run(*flags):
 
 @pytest.mark.parametrize("name", [CorpusName.TEXT8, CorpusName.LM1B])
 def test_a_corpus_is_read_and_encoded(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(corpora.CORPORA, name, miniature.corpus(name))
+    monkeypatch.setitem(published.CORPORA, name, miniature.corpus(name))
     (tmp_path / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
     flags = (f"--corpus={name}", f"--data_dir={tmp_path}", f"--cache_dir={tmp_path / 'made'}")
     code, printed, errors = run(*flags)

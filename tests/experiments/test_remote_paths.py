@@ -5,8 +5,8 @@ import types
 import pytest
 
 from experiments import lm_eval, quickstart, report
-from experiments.cli import training_config
 from support import recorded_run
+from txl_jax.cli import training_config
 from txl_jax.errors import UserError
 from txl_jax.paper import ablation
 

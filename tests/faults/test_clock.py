@@ -7,7 +7,7 @@ import pytest
 
 from support.faults import KILLED, assert_equal_runs, finished
 from txl_jax.runtime.environment import duration
-from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.log import read_metrics
 
 HOUR, DAY = 3600, 86400
 

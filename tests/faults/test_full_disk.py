@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from support.faults import NIGHTLY, Place, assert_equal_runs, assert_one_sentence, few_or_all, finished
-from txl_jax.runtime.integrity import find_damage
+from txl_jax.runtime.checkpoint import find_damage
 
 # When the disk fills up: before which file operation, how large files may still become, and words of the error.
 MOMENTS = {

@@ -6,7 +6,7 @@ import pytest
 
 from support import BUCKET
 from support.faults import KILLED, NIGHTLY, Place, assert_equal_runs, finished
-from txl_jax.runtime.paths import as_path
+from txl_jax.runtime.storage import as_path
 
 pytestmark = NIGHTLY
 WRITES = 120  # Fewer than a whole run makes after its probe, so that most kills come before the end.

@@ -12,8 +12,8 @@ import pytest
 
 from support import BUCKET, processes
 from support.faults import NIGHTLY, PATIENCE, assert_equal_runs, cache_in
-from txl_jax.runtime import step_folders
-from txl_jax.runtime.paths import as_path
+from txl_jax.runtime import checkpoint
+from txl_jax.runtime.storage import as_path
 
 STEPS = 12
 TINY = (
@@ -70,7 +70,7 @@ def test_one_of_two_processes_is_killed(start, undisturbed, storage, fault_seed)
         number = rng.randrange(20, 100)
         codes = [code for code, _, _ in killed_at(storage, start(workdir), victim, number)]
         assert codes[victim] == -signal.SIGKILL and codes[1 - victim] not in (0, -signal.SIGKILL)
-        steps = [each.step for each in step_folders.find(workdir / "checkpoints" / "latest")]
+        steps = [each.step for each in checkpoint.find_steps(workdir / "checkpoints" / "latest")]
         print(f"process {victim} killed at write {number}; the other ended with {codes[1 - victim]}; steps {steps}")
     assert [code for code, _, _ in ended(start(workdir))] == [0, 0]
     assert_equal_runs(workdir, undisturbed)

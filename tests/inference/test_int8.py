@@ -10,12 +10,12 @@ import pytest
 from support import tiny
 from support.cases import full_but, nightly_but
 from txl_jax import sharding
-from txl_jax.assemble import assemble
 from txl_jax.config import DType, Encoding, EvalConfig, ExperimentConfig, GenerateConfig, NormPlace, WeightDType
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.generator import Generator
 from txl_jax.ops.quantized import Int8, Int8Table
+from txl_jax.runs.build import assemble
 
 MODELS = {
     "post": {},

@@ -10,9 +10,9 @@ import pytest
 from support import torch_bytes
 from support.torch_bytes import Name, Object
 from txl_jax.config import LineMark, Newlines
-from txl_jax.data.tokens import vocabulary as vocabulary_lib
-from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
-from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.data import vocabulary as vocabulary_lib
+from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import foreign_vocabulary
 

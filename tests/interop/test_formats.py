@@ -12,7 +12,7 @@ import pytest
 from support import foreign, tiny, torch_bytes
 from support.torch_bytes import Call, Name
 from txl_jax.config import AttentionWindow, Encoding, EvalConfig, ModelConfig, ShawTerms
-from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import formats, huggingface, leaves, original, safetensors_file
 from txl_jax.interop.formats import Format

@@ -13,7 +13,7 @@ from txl_jax.errors import CheckpointError
 from txl_jax.interop import leaves, safetensors_file
 from txl_jax.interop.leaves import Leaf
 from txl_jax.interop.safetensors_file import SafeTensors
-from txl_jax.runtime.files import file_sha256
+from txl_jax.runtime.storage import file_sha256
 
 TENSORS = {
     "small": np.arange(3, dtype=np.uint8),

@@ -17,10 +17,10 @@ import pytest
 from launch import sweep, sweep_file, sweep_table
 from support import shell
 from txl_jax.config import tree as config_tree
-from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import LogError
-from txl_jax.jobs.workdir import TextInfo
-from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runs.run import TextInfo
+from txl_jax.runtime.log import read_metrics
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,11 +11,11 @@ from support import tiny_run
 from txl_jax.config import Encoding, LossPart, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
-from txl_jax.jobs.score import Interrupted
 from txl_jax.metrics import Measure
 from txl_jax.paper import ablation, equal_memory
 from txl_jax.paper.ablation import Plan
 from txl_jax.paper.ablation_rows import TABLES, Row, Table, row_config, row_named
+from txl_jax.runs.score import Interrupted
 
 SIX = Table.WIKITEXT103
 RECURRENT, SHAW = TABLES[SIX][:2]

@@ -8,10 +8,10 @@ import pytest
 from support import tiny, tiny_run
 from txl_jax.config import Encoding, Network
 from txl_jax.config import tree as config_tree
-from txl_jax.jobs.score import Interrupted
-from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import attention_maps, plots
 from txl_jax.paper.attention_maps import Plan
+from txl_jax.runs.run import TextInfo
+from txl_jax.runs.score import Interrupted
 
 M, L = 9, 5  # Of tiny_run's evaluation; the validation text has 55 bytes.
 

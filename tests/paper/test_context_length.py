@@ -10,13 +10,13 @@ from txl_jax.config import Encoding
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
-from txl_jax.jobs import evaluate
-from txl_jax.jobs.score import Interrupted
-from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import context_length
 from txl_jax.paper.context_length import Plan
 from txl_jax.paper.study import Split
-from txl_jax.training.scores import as_record
+from txl_jax.runs import score
+from txl_jax.runs.run import TextInfo
+from txl_jax.runs.score import Interrupted
+from txl_jax.runs.validation import as_record
 
 # Not the defaults, so that a sweep must set or keep them.
 GIVEN = {"eval.same_length": False, "eval.clamp_len": 4, "eval.batch_size": 2, "eval.segments_per_call": 3}
@@ -51,7 +51,7 @@ def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     assert [row.attention_length for row in rows] == [3, 12], "shortest first, each once"
     for row, segment_len in zip(rows, [3, 5], strict=True):  # Those of evaluation have 5.
         at = {"eval.mem_len": row.attention_length, "eval.same_length": True, "eval.segment_len": segment_len}
-        alone = evaluate.run(
+        alone = score.evaluate_splits(
             config_tree.replace(config, at), corpus, workdir, trained_on=TextInfo.of(corpus), log=lambda line: None
         )
         assert as_record(row.totals) == alone[split] and row.seconds > 0

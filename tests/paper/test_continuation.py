@@ -7,10 +7,10 @@ from support import drawn_run, tiny_run
 from txl_jax.config import LineMark, Network, Tokenizer
 from txl_jax.config import tree as config_tree
 from txl_jax.inference.generator import Generator
-from txl_jax.jobs.score import Interrupted
-from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import continuation
 from txl_jax.paper.continuation import Plan
+from txl_jax.runs.run import TextInfo
+from txl_jax.runs.score import Interrupted
 
 WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "was", "seen", "."]
 

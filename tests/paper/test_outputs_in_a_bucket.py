@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from txl_jax.config import tree as config_tree
-from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import attention_maps, context_length, continuation, plots, recl
 from txl_jax.paper.recl import TrainedRun
+from txl_jax.runs.run import TextInfo
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 
 from support import tiny_run
 from txl_jax.config import Encoding, Network
-from txl_jax.jobs.score import Interrupted
-from txl_jax.jobs.workdir import TextInfo
 from txl_jax.paper import plots, recl
 from txl_jax.paper.recl import Plan, TrainedRun
+from txl_jax.runs.run import TextInfo
+from txl_jax.runs.score import Interrupted
 
 PLAN = Plan(lengths=(2, 8, 3), stride=3, batch_size=4)
 MODELS = {

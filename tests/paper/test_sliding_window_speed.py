@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from support import programs, tiny
-from txl_jax import assemble
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig
 from txl_jax.paper import sliding_window_speed
+from txl_jax.runs import build
 
 A, L, S = 9, 5, 2
 CONFIG = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(segment_len=L, segments_per_call=S, clamp_len=4))
@@ -36,7 +36,7 @@ def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens():
 @pytest.mark.full
 def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
     windows, segments, memories = [], [], []
-    window_step, eval_step = sliding_window_speed.make_window_step, assemble.make_eval_step
+    window_step, eval_step = sliding_window_speed.make_window_step, build.make_eval_step
 
     def note_windows(model, **options):
         step = window_step(model, **options)
@@ -60,7 +60,7 @@ def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
         return noted
 
     monkeypatch.setattr(sliding_window_speed, "make_window_step", note_windows)
-    monkeypatch.setattr(assemble, "make_eval_step", note_segments)
+    monkeypatch.setattr(build, "make_eval_step", note_segments)
     row = sliding_window_speed.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=1, calls=2)
     jax.effects_barrier()
     assert windows == [((1, A), (1, 1), Encoding.VASWANI)] * 3

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from support import recorded_run
-from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.errors import UserError
 from txl_jax.run_report.page import make_page
 from txl_jax.run_report.run_records import read_runs
-from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.log import read_metrics
 
 pytestmark = pytest.mark.full
 VOID = {"meta", "link", "wbr", "br", "path"}

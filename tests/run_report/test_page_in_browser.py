@@ -9,7 +9,7 @@ import pytest
 from support import recorded_run
 from txl_jax.run_report.page import make_page
 from txl_jax.run_report.run_records import read_runs
-from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.log import read_metrics
 
 pytestmark = pytest.mark.nightly(part="browser")
 SWITCHES = (

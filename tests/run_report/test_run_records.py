@@ -12,7 +12,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.run_report.run_records import read_runs, swept_settings
 from txl_jax.run_report.seed_groups import seed_groups
-from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runtime.log import read_metrics
 
 pytestmark = pytest.mark.full
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.checkpoints import make_state
-from txl_jax.runtime import orbax_io
+from txl_jax.runtime import checkpoint
 from txl_jax.runtime.checkpoint import Checkpointer
 
 
@@ -22,7 +22,7 @@ def quiet(monkeypatch):
         monkeypatch.setattr(logger, "filters", [*logger.filters])
     monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
     with warnings.catch_warnings():
-        orbax_io.quiet_orbax()
+        checkpoint.quiet_orbax()
         yield
 
 
@@ -31,7 +31,7 @@ def impatient(monkeypatch):
     """Calls of object storage that fail are given up after 0.3 s, with short pauses between the tries."""
     sleep = asyncio.sleep
     monkeypatch.setattr("asyncio.sleep", lambda seconds, *rest: sleep(min(seconds, 0.01), *rest))
-    monkeypatch.setattr("txl_jax.runtime.remote_path.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("txl_jax.runtime.storage.PATIENCE_SECONDS", 0.3)
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from txl_jax.runtime import append_file
-from txl_jax.runtime.append_file import AppendFile, read_appended, replace_appended
+from txl_jax.runtime import log
+from txl_jax.runtime.log import AppendFile, read_appended, replace_appended
 
 
 def test_a_local_file_is_plain(tmp_path):
@@ -50,7 +50,7 @@ def test_parts_are_joined_in_order(bucket):
 
 @pytest.mark.full
 def test_readers_see_what_is_not_sealed_after_a_while(bucket, monkeypatch):
-    monkeypatch.setattr(append_file, "SECONDS_BETWEEN_UPLOADS", 0.0)
+    monkeypatch.setattr(log, "SECONDS_BETWEEN_UPLOADS", 0.0)
     file = AppendFile(bucket / "log.txt")
     for text in ("one ", "two "):
         file.write(text)

@@ -17,9 +17,8 @@ import pytest
 
 from support.checkpoints import abstract, assert_same, make_state, step_names
 from txl_jax.errors import CheckpointError
-from txl_jax.runtime import integrity
-from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.integrity import DIGESTS
+from txl_jax.runtime import checkpoint
+from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer
 
 # Orbax does not close its event loop when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -97,8 +96,8 @@ def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tm
     with open_checkpoints(keep=1) as checkpoints:
         checkpoints.save(1, make_state(1), {})
         checkpoints.wait()
-        go_on, digest = threading.Event(), integrity.file_sha256
-        monkeypatch.setattr(integrity, "file_sha256", lambda path: go_on.wait(20) and digest(path))
+        go_on, digest = threading.Event(), checkpoint.file_sha256
+        monkeypatch.setattr(checkpoint, "file_sha256", lambda path: go_on.wait(20) and digest(path))
         checkpoints.save(2, make_state(2), {})
         while not (tmp_path / "latest" / "2").exists():
             time.sleep(0.01)

@@ -7,9 +7,9 @@ import pytest
 
 from support import miniature
 from txl_jax.config import CorpusName, DataConfig
+from txl_jax.data import own_text
 from txl_jax.data.corpus import read_corpus
-from txl_jax.data.sources import fetched
-from txl_jax.data.sources.corpora import CORPORA
+from txl_jax.data.published import CORPORA
 from txl_jax.errors import UserError
 
 pytestmark = pytest.mark.full
@@ -34,7 +34,7 @@ def test_a_folder_of_corpora(bucket, tmp_path):
     for folder in ("", "ptb"):
         (bucket / folder / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
     (bucket / "unrelated.bin").write_bytes(b"1")
-    local = fetched.local_folder(CORPORA[name], str(bucket), tmp_path)
+    local = own_text.local_folder(CORPORA[name], str(bucket), tmp_path)
     found = sorted(str(path.relative_to(local)) for path in tmp_path.rglob("*") if path.is_file())
     assert found == sorted([miniature.OFFICIAL[name], f"ptb/{miniature.OFFICIAL[name]}"])
 
@@ -43,15 +43,15 @@ def test_a_file_is_copied_again_when_it_changes(bucket, tmp_path, storage):
     name = CorpusName.PTB
     (bucket / miniature.OFFICIAL[name]).write_bytes(b"first text")
     (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 40)
-    folder = fetched.local_folder(CORPORA[name], str(bucket), tmp_path)
+    folder = own_text.local_folder(CORPORA[name], str(bucket), tmp_path)
     book = read("data", tmp_path, file=str(bucket / "book.txt"))
     requests = len(storage.requests)
-    assert fetched.local_folder(CORPORA[name], str(bucket), tmp_path) == folder
+    assert own_text.local_folder(CORPORA[name], str(bucket), tmp_path) == folder
     assert read("data", tmp_path, file=str(bucket / "book.txt")).digest == book.digest
     assert not any("media" in path for _, path in storage.requests[requests:]), "it was downloaded again"
     time.sleep(1.1)  # Times of objects are read in whole seconds.
     (bucket / miniature.OFFICIAL[name]).write_bytes(b"other text")  # As long as the first.
-    fetched.local_folder(CORPORA[name], str(bucket), tmp_path)
+    own_text.local_folder(CORPORA[name], str(bucket), tmp_path)
     assert pathlib.Path(folder, miniature.OFFICIAL[name]).read_bytes() == b"other text"
     (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 41)
     assert read("data", tmp_path, file=str(bucket / "book.txt")).digest != book.digest

@@ -6,18 +6,18 @@ import threading
 import pytest
 
 from txl_jax.errors import UserError
-from txl_jax.runtime import files
+from txl_jax.runtime import storage
 
 
 def test_a_lock_keeps_others_out_until_it_is_released(tmp_path):
     lines, entered = [], threading.Event()
 
     def enter():
-        with files.locked(tmp_path / "lock", log=lines.append):
+        with storage.locked(tmp_path / "lock", log=lines.append):
             entered.set()
 
     other = threading.Thread(target=enter)
-    with files.locked(tmp_path / "lock", log=lines.append):
+    with storage.locked(tmp_path / "lock", log=lines.append):
         other.start()
         assert not entered.wait(0.2)
     assert entered.wait(10)
@@ -31,10 +31,10 @@ def test_an_error_of_writing_names_what_the_folder_and_the_flag(tmp_path):
 
     with (
         pytest.raises(UserError, match=r"tokens.*/new\b.*No space.*--cache_dir"),
-        files.writable(tmp_path / "new", what="tokens"),
+        storage.writable(tmp_path / "new", what="tokens"),
     ):
         full()
     elsewhere = FileNotFoundError(errno.ENOENT, "No such file", "/elsewhere/file")
-    with pytest.raises(FileNotFoundError) as caught, files.writable(tmp_path, what="tokens"):
+    with pytest.raises(FileNotFoundError) as caught, storage.writable(tmp_path, what="tokens"):
         raise elsewhere
     assert caught.value is elsewhere

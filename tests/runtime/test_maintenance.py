@@ -7,7 +7,7 @@ import time
 import pytest
 
 from support.metadata_server import ROOT, MetadataServer
-from txl_jax.runtime import maintenance
+from txl_jax.runtime import stop
 
 pytestmark = pytest.mark.full
 CALM = {"maintenance_event": "NONE", "preempted": "FALSE"}
@@ -16,7 +16,7 @@ CALM = {"maintenance_event": "NONE", "preempted": "FALSE"}
 def notices_of(server):
     """A queue of the notices."""
     notices: queue.Queue[str] = queue.Queue()
-    maintenance.watch(server.host, notices.put)
+    stop.watch_notices(server.host, notices.put)
     return notices
 
 
@@ -29,8 +29,8 @@ def until(condition):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(maintenance, "_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(maintenance, "_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(stop, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(stop, "_PAUSE_SECONDS", 0.02)
 
 
 @pytest.fixture

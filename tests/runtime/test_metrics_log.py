@@ -13,8 +13,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from support.full_disk import largest_file
 from txl_jax.errors import LogError
-from txl_jax.runtime.files import write_json, write_lines
-from txl_jax.runtime.metrics_log import RunLog, read_metrics
+from txl_jax.runtime.log import RunLog, read_metrics
+from txl_jax.runtime.storage import write_json, write_lines
 
 # write_json
 

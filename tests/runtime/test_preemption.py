@@ -8,8 +8,8 @@ import pytest
 
 from support import processes
 from support.metadata_server import MetadataServer
-from txl_jax.runtime import preemption
-from txl_jax.runtime.preemption import StopRequest
+from txl_jax.runtime import stop
+from txl_jax.runtime.stop import StopRequest
 
 NAMES = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 
@@ -54,20 +54,20 @@ def test_handlers_come_back(arrivals):
 @pytest.mark.parametrize("when", ["before", "within"])
 def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
     """The SIGTERM of a machine that is shut down after the notice is the first one, and the next acts as before."""
-    monkeypatch.setattr(preemption, "_requested", threading.Event())
+    monkeypatch.setattr(stop, "_requested", threading.Event())
     if when == "before":
-        preemption.request_stop("preempted=TRUE")
-    with StopRequest() as stop:
+        stop.request_stop("preempted=TRUE")
+    with StopRequest() as asked:
         if when == "within":
-            assert not stop
-            preemption.request_stop("preempted=TRUE")
-        assert stop and stop.signal_number == signal.SIGTERM
+            assert not asked
+            stop.request_stop("preempted=TRUE")
+        assert asked and asked.signal_number == signal.SIGTERM
         send(signal.SIGTERM)
-        assert stop and arrivals == []
+        assert asked and arrivals == []
         send(signal.SIGTERM)
         assert arrivals == [signal.SIGTERM]
-    with StopRequest() as stop:
-        assert stop, "for the rest of the process"
+    with StopRequest() as asked:
+        assert asked, "for the rest of the process"
 
 
 SCRIPT = """
@@ -78,8 +78,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments.cli import google_cloud, hosts
-from txl_jax.runtime.preemption import StopRequest
+from txl_jax.cli import google_cloud, hosts
+from txl_jax.runtime.stop import StopRequest
 
 hosts._given = dict  # No flags here.
 hosts.join()

@@ -9,7 +9,7 @@ import pytest
 
 from support.checkpoints import abstract
 from txl_jax.errors import UserError
-from txl_jax.runtime import integrity, step_folders
+from txl_jax.runtime import checkpoint
 from txl_jax.runtime.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.full
@@ -47,7 +47,7 @@ def names(folder):
 
 def test_what_is_saved_comes_back_and_old_steps_go(saved, bucket):
     assert names(bucket) == ["200", "300"]
-    assert integrity.find_damage(bucket / "300") is None and integrity.is_verified(bucket / "300")
+    assert checkpoint.find_damage(bucket / "300") is None and checkpoint.is_verified(bucket / "300")
     assert restored_step(saved) == 300 and saved.latest_step() == 300
     assert restored_step(Checkpointer(str(bucket), keep=1, log=print)) == 300
 
@@ -59,7 +59,7 @@ def test_damage_ends_in_the_step_before(saved, bucket, lines):
     assert name in lines[-1]
     (bucket / "300" / name).unlink()
     assert restored_step(saved) == 200
-    (bucket / "300" / integrity.DIGESTS).unlink()
+    (bucket / "300" / checkpoint.DIGESTS).unlink()
     assert restored_step(saved) == 200
     assert any("unverified" in line for line in lines)
 
@@ -67,10 +67,10 @@ def test_damage_ends_in_the_step_before(saved, bucket, lines):
 def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, bucket, storage):
     storage.refuse("DELETE|batch")
     with pytest.raises(PermissionError):  # A deletion begins with the commit.
-        step_folders.delete(bucket / "300")
+        checkpoint.delete_step(bucket / "300")
     storage.calm()
     assert saved.latest_step() == 300
-    (bucket / "300" / step_folders.COMMIT).unlink()
+    (bucket / "300" / checkpoint.COMMIT).unlink()
     assert saved.latest_step() == 200 and restored_step(saved) == 200
     saved.sweep()
     assert names(bucket) == ["200"]
@@ -94,7 +94,7 @@ def test_of_two_folders_of_a_step_the_later_counts(saved, bucket):
     for path in list((bucket / "200").rglob("*")):
         target = bucket / "300" / path.relative_to(bucket / "200")
         target.write_bytes(path.read_bytes())
-    assert [each.path.name for each in step_folders.find(bucket)] == ["300.again-1", "300", "200"]
+    assert [each.path.name for each in checkpoint.find_steps(bucket)] == ["300.again-1", "300", "200"]
     _, _, notes = saved.restore(ABSTRACT)
     assert notes == {"at": 5}
     assert saved.notes(300) == {"at": 5}
@@ -103,12 +103,12 @@ def test_of_two_folders_of_a_step_the_later_counts(saved, bucket):
 def test_a_folder_is_never_named_before_one_that_is_there(bucket):
     """After a kill between the digests of the new one and the removal of the old the new one must count."""
     for name in ("200.again-1", "300"):
-        (bucket / name / step_folders.COMMIT).write_bytes(b"")
-    written = [step_folders.new(bucket, step).name for step in (100, 200, 300)]
+        (bucket / name / checkpoint.COMMIT).write_bytes(b"")
+    written = [checkpoint.new_step_folder(bucket, step).name for step in (100, 200, 300)]
     assert written == ["100", "200.again-2", "300.again-1"]
     for name in written:
-        (bucket / name / step_folders.COMMIT).write_bytes(b"")
-    assert [each.path.name for each in step_folders.find(bucket)] == [
+        (bucket / name / checkpoint.COMMIT).write_bytes(b"")
+    assert [each.path.name for each in checkpoint.find_steps(bucket)] == [
         *("300.again-1", "300", "200.again-2", "200.again-1", "100"),
     ]
 

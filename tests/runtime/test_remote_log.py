@@ -3,8 +3,7 @@
 import pytest
 
 from tests.runtime.test_metrics_log import read_events_of
-from txl_jax.runtime.append_file import read_appended
-from txl_jax.runtime.metrics_log import RunLog, read_metrics
+from txl_jax.runtime.log import RunLog, read_appended, read_metrics
 
 
 @pytest.mark.full

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from txl_jax.runtime import paths
+from txl_jax.runtime import storage
 
 pytestmark = pytest.mark.full
 
@@ -17,9 +17,9 @@ def test_objects_are_written_read_listed_and_removed(bucket, tmp_path):
     assert bucket.exists() and bucket.is_dir() and not bucket.is_file() and (bucket / "c.bin").is_file()
     assert list(bucket.iterdir()) == [bucket / "a", bucket / "c.bin"]
     assert list(bucket.glob("*.bin")) == [bucket / "c.bin"]
-    assert list(paths.files_below(bucket)) == [bucket / "a" / "b.txt", bucket / "c.bin"]
-    assert (bucket / "a" / "b.txt").read_text() == "é\n" and paths.size(bucket / "a" / "b.txt") == 3
-    assert paths.modified(bucket / "c.bin") > 1e9
+    assert list(storage.files_below(bucket)) == [bucket / "a" / "b.txt", bucket / "c.bin"]
+    assert (bucket / "a" / "b.txt").read_text() == "é\n" and storage.size(bucket / "a" / "b.txt") == 3
+    assert storage.modified(bucket / "c.bin") > 1e9
     with (bucket / "a" / "b.txt").open() as text, (bucket / "c.bin").open("rb") as file:
         assert (text.read(), file.read(1), file.read()) == ("é\n", b"1", b"2")
     (tmp_path / "up").write_bytes(b"x" * 1000)
@@ -28,9 +28,9 @@ def test_objects_are_written_read_listed_and_removed(bucket, tmp_path):
     assert (tmp_path / "down").read_bytes() == b"x" * 1000
     (bucket / "c.bin").unlink()
     for _ in range(2):
-        paths.remove_tree(bucket / "a")
+        storage.remove_tree(bucket / "a")
         (bucket / "c.bin").unlink(missing_ok=True)
-    assert list(paths.files_below(bucket)) == [bucket / "up"]
+    assert list(storage.files_below(bucket)) == [bucket / "up"]
 
 
 def test_errors_are_the_systems_with_the_name(bucket, storage):

@@ -6,12 +6,12 @@ import dataclasses
 import pytest
 
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer, TokenizerConfig
-from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
-from txl_jax.jobs.train import claim
-from txl_jax.jobs.workdir import TextInfo, Workdir
-from txl_jax.runtime.paths import as_path
-from txl_jax.runtime.run_lock import NAME
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.train import claim
+from txl_jax.runtime.lock import NAME
+from txl_jax.runtime.storage import as_path
 
 pytestmark = pytest.mark.full
 CONFIG = ExperimentConfig(

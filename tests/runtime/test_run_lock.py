@@ -13,11 +13,11 @@ from support.own_text import own_text
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
-from txl_jax.jobs import train
-from txl_jax.jobs.workdir import Workdir
-from txl_jax.runtime import run_lock as lock_lib
-from txl_jax.runtime.paths import as_path
-from txl_jax.runtime.run_lock import NAME, FileLock, ObjectLock, RunLock, run_lock
+from txl_jax.runs import train
+from txl_jax.runs.run import Workdir
+from txl_jax.runtime import lock as lock_lib
+from txl_jax.runtime.lock import NAME, FileLock, ObjectLock, RunLock, run_lock
+from txl_jax.runtime.storage import as_path
 from txl_jax.training.loop import Hook
 
 pytestmark = pytest.mark.full

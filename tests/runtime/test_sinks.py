@@ -11,9 +11,8 @@ from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from tests.runtime.test_metrics_log import read_events
 from txl_jax.errors import UserError
-from txl_jax.runtime.metrics_log import RunLog, read_metrics
-from txl_jax.runtime.sinks.sink import Sink
-from txl_jax.runtime.sinks.wandb_run import WandbSink
+from txl_jax.runtime.log import RunLog, read_metrics
+from txl_jax.runtime.sinks import Sink, WandbSink
 
 SETTINGS = {
     "model.n_layer": 3,

@@ -12,9 +12,9 @@ import sys
 import jax
 import numpy as np
 
-from experiments.cli import hosts
+from txl_jax.cli import hosts
 from support import tiny_run
-from txl_jax.data.batches.segment_reader import training_segments
+from txl_jax.data.segments import training_segments
 
 data, fsdp, tensor, batch_size, tiled = map(int, sys.argv[1:])
 hosts._given = dict  # No flags here.

@@ -10,7 +10,7 @@ import pytest
 
 from support import ROOT
 from support.xla_flags import xla_flags
-from txl_jax.runtime.files import locked
+from txl_jax.runtime.storage import locked
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 from support import tiny_run
-from txl_jax.assemble import RunComponents, assemble
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
-from txl_jax.jobs.workdir import TextInfo, Workdir
+from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.run import TextInfo, Workdir
 from txl_jax.runtime.checkpoint import Checkpointer
 
 STEP = 7

@@ -19,7 +19,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from txl_jax import sharding
-from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench.collectives import collectives
 from txl_jax.config import (
     CacheDType,
@@ -35,10 +34,11 @@ from txl_jax.config import (
     TrainConfig,
 )
 from txl_jax.config import tree as config_tree
-from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
+from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
 from txl_jax.ops import adaptive_softmax
+from txl_jax.runs.build import RunComponents, assemble
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain

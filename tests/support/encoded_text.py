@@ -1,7 +1,7 @@
 """Text in blocks, as vocabularies encode it."""
 
-from txl_jax.data.sources.text import File
-from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.data.text import File
+from txl_jax.data.word_tokens import WordVocabulary
 
 WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat", "日本")
 

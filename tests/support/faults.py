@@ -18,10 +18,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from txl_jax.runtime import integrity, step_folders
-from txl_jax.runtime.metrics_log import read_metrics
-from txl_jax.runtime.paths import as_path
-from txl_jax.runtime.sinks.sink import MEASURED
+from txl_jax.runtime import checkpoint
+from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.sinks import MEASURED
+from txl_jax.runtime.storage import as_path
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
@@ -174,8 +174,8 @@ def result(workdir, name="results.json"):
 
 def arrays(folder):
     """Step and arrays of the newest checkpoint in a folder, which must be whole."""
-    newest = step_folders.find(folder)[0]
-    assert integrity.find_damage(newest.path) is None
+    newest = checkpoint.find_steps(folder)[0]
+    assert checkpoint.find_damage(newest.path) is None
     reader, path = ocp.PyTreeCheckpointer(), as_path(newest.path / "state")
     on_host = jax.tree.map(
         lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).item_metadata.tree

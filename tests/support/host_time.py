@@ -18,9 +18,9 @@ import time
 import jax
 import numpy as np
 
-from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, MeshConfig, ModelConfig, TrainConfig
-from txl_jax.data.batches.segment_reader import training_segments
+from txl_jax.data.segments import training_segments
+from txl_jax.runs.build import assemble
 
 ROWS, L, STEPS, WARMUP = 4, 32, 60, 10  # Rows per device.
 COUNTS = ("steps", "log_every", "eval_every", "checkpoint_every")

@@ -10,13 +10,13 @@ import tarfile
 import zipfile
 
 from txl_jax.config import CorpusName
-from txl_jax.data.sources import corpora, corpus_row
-from txl_jax.data.sources.corpus_row import Facts, PublishedCorpus, Remote
+from txl_jax.data import published
+from txl_jax.data.published import Facts, PublishedCorpus, Remote
 
 NOWHERE = "http://127.0.0.1:9/"  # Port 9, discard: nothing listens.
 R13 = "1-billion-word-language-modeling-benchmark-r13output"
 CUTS = {"train": 200_001, "valid": 70_000, "test": 30_007}  # No multiples of a record.
-_SHIPPED = dict(corpora.CORPORA)
+_SHIPPED = dict(published.CORPORA)
 NAMES = tuple(_SHIPPED)
 # The first source that is one file: an archive, or the text itself. A corpus without one gets an archive of its own.
 OFFICIAL = {
@@ -49,7 +49,7 @@ def files(name: CorpusName) -> dict[str, bytes]:
     """
     by_split, layout = texts(name), _SHIPPED[name].layouts[0]
     if _SHIPPED[name].cuts:
-        return {layout[corpus_row.WHOLE][0]: b"".join(by_split.values())}
+        return {layout[published.WHOLE][0]: b"".join(by_split.values())}
     if name is CorpusName.PTB:
         folder = "./simple-examples/"
         wanted = {f"{folder}data/ptb.{split}.txt": text for split, text in by_split.items()}
@@ -120,7 +120,7 @@ def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
 def facts(name: CorpusName) -> dict[str, Facts]:
     """Facts of the miniature's parts, of the same kinds as in the corpus's table."""
     by_split, row = texts(name), _SHIPPED[name]
-    parts = {corpus_row.WHOLE: b"".join(by_split.values())} if row.cuts else by_split
+    parts = {published.WHOLE: b"".join(by_split.values())} if row.cuts else by_split
     return {part: _facts(text, row.facts[part]) for part, text in parts.items()}
 
 
@@ -138,7 +138,7 @@ def _facts(text: bytes, known: Facts) -> Facts:
 
 def install(url: str = NOWHERE) -> None:
     """Makes the miniatures count as the corpora, for the rest of this process."""
-    corpora.CORPORA.update({name: corpus(name, url) for name in NAMES})
+    published.CORPORA.update({name: corpus(name, url) for name in NAMES})
 
 
 def _ptb(rng: random.Random, lines: int) -> bytes:

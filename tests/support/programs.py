@@ -61,5 +61,6 @@ def own_flags() -> Iterator[set[str]]:
 
 def _forget_flags_of_programs() -> None:
     for name in set(flags.FLAGS):
-        if flags.FLAGS.find_module_defining_flag(name).startswith(("experiments", "/")):  # Their own are under a path.
+        # Their own are under a path.
+        if flags.FLAGS.find_module_defining_flag(name).startswith(("experiments", "txl_jax.cli", "/")):
             delattr(flags.FLAGS, name)

@@ -7,8 +7,8 @@ import requests
 
 from support import miniature
 from txl_jax.config import CorpusName
-from txl_jax.data.sources import published
-from txl_jax.data.sources.corpora import CORPORA
+from txl_jax.data import prepare
+from txl_jax.data.published import CORPORA
 
 TABLE = dict(CORPORA)  # As it is shipped.
 ONE_FILE = tuple(name for name, row in TABLE.items() if row.cuts)
@@ -21,7 +21,7 @@ def refuse(url, **kwargs):
 
 def read(name, tmp_path, **options):
     """Reads from the folder `data`."""
-    return published.read(name, data_dir=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), **options)
+    return prepare.read(name, data_dir=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), **options)
 
 
 def contents(text):

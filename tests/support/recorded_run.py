@@ -8,10 +8,10 @@ import numpy as np
 
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.data.tokens.word_vocabulary import WordVocabulary
-from txl_jax.jobs.workdir import TextInfo, Workdir
-from txl_jax.runtime.metrics_log import METRICS
-from txl_jax.training.results import RESULTS
+from txl_jax.data.word_tokens import WordVocabulary
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.validation import RESULTS
+from txl_jax.runtime.log import METRICS
 
 VOCABULARY = WordVocabulary(("<eos>", "one", "<unk>"))  # Its measure is perplexity.
 LOG_EVERY, EVAL_EVERY = 20, 200

@@ -1,7 +1,7 @@
 """Stops of a run at a chosen place, and the records that do not depend on the clock."""
 
-from txl_jax.runtime.metrics_log import read_metrics
-from txl_jax.runtime.sinks.sink import MEASURED
+from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.sinks import MEASURED
 
 
 class StopAfter:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import reject
 
 from txl_jax.config import EpochMemory, Roll
-from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
+from txl_jax.data.segments import evaluation_segments, training_segments
 
 CONSTRUCTORS = [training_segments, evaluation_segments]
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from support import drawn_run
-from txl_jax.assemble import assemble
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -26,16 +25,17 @@ from txl_jax.config import (
     TrainConfig,
 )
 from txl_jax.config import tree as config_tree
-from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
-from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
-from txl_jax.data.tokens.vocabulary import dumps
+from txl_jax.data.segments import evaluation_segments, training_segments
+from txl_jax.data.vocabulary import dumps
 from txl_jax.inference.generator import Generator
-from txl_jax.jobs import evaluate, train, warm_start
-from txl_jax.jobs.generate import read_prompt, read_stop
-from txl_jax.jobs.train import training_reader
-from txl_jax.jobs.workdir import TextInfo, Workdir
-from txl_jax.runtime.metrics_log import read_metrics
+from txl_jax.runs import score, train, warm_start
+from txl_jax.runs.build import assemble
+from txl_jax.runs.generate import read_prompt, read_stop
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.train import training_reader
+from txl_jax.runtime.log import read_metrics
 from txl_jax.training.state import init_state
 from txl_jax.training.step import make_train_step
 
@@ -196,7 +196,7 @@ def scored(config):
     trained = config_tree.replace(config, {"eval.average_checkpoints": None})
     corpus, workdir = read_corpus(config.data, "."), Workdir(config_run_folder(trained))
     train.run(trained, corpus, workdir)
-    return evaluate.run(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)["test"]
+    return score.evaluate_splits(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)["test"]
 
 
 def config_run_folder(config):

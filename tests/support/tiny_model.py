@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from support import tiny, tiny_run
-from txl_jax.data.batches.segment_reader import evaluation_segments
-from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
+from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.trained_model import LanguageModel
 

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from support import tiny
-from txl_jax.assemble import Compilation, RunComponents, assemble
 from txl_jax.config import DropoutConfig, EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.data.batches.segment_reader import SegmentReader, training_segments
+from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.runs.build import Compilation, RunComponents, assemble
 from txl_jax.segments import Segments
 from txl_jax.training import weight_averaging
 from txl_jax.training.state import TrainState, init_params

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from txl_jax.data.sources.text import SPLITS, File, Text
-from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.data.text import SPLITS, File, Text
+from txl_jax.data.word_tokens import WordVocabulary
 
 SETTINGS = {"tokenizer": "word", "min_count": 1}
 WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat")

@@ -6,7 +6,7 @@ from support import drawn_run, tiny_run
 from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig, Tokenizer, TokenizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.jobs.workdir import Workdir
+from txl_jax.runs.run import Workdir
 
 SENTENCE = b"the cat sat on a mat and saw the dog run . it ran to the cat , which ran away from it too"
 TEXT = b"\n".join(b" ".join(SENTENCE.split()[k % 7 : k % 7 + 5 + k % 11]) for k in range(300))

@@ -29,24 +29,20 @@ from pathlib import Path
 from unittest import mock
 
 from support import miniature
-from txl_jax import assemble
-from txl_jax.data.sources import published
-from txl_jax.data.tokens import store
-from txl_jax.jobs import evaluate
+from txl_jax.data import prepare, token_store
+from txl_jax.runs import build, score, trainer
+from txl_jax.runs.validation import Results, Validation
 from txl_jax.runtime import checkpoint
-from txl_jax.training import trainer
-from txl_jax.training.results import Results
-from txl_jax.training.validation import Validation
 
 # Where a phase begins and ends.
 PHASES = {
-    "preparing": [(published, "_prepare"), (store, "_write")],
+    "preparing": [(prepare, "_prepare"), (token_store, "_write")],
     "restoring": [(trainer.Trainer, "_restore")],
-    "compiling": [(assemble.TrainingFunctions, "compile_step")],
+    "compiling": [(build.TrainingFunctions, "compile_step")],
     "training": [(trainer, "train")],
     "evaluating": [(Validation, "evaluate")],
     "testing": [(Results, "make")],
-    "scoring again": [(evaluate, "run")],
+    "scoring again": [(score, "run")],
 }
 
 

@@ -1,4 +1,4 @@
-"""Begins a run with trained weights on one device and on a mesh of eight; run by tests/jobs/test_warm_start.py.
+"""Begins a run with trained weights on one device and on a mesh of eight; run by tests/runs/test_warm_start.py.
 
 The weights are in a portable folder. Prints, for each, what is recorded, and the sha256 of the parameters after the
 transfer to another vocabulary: 13 words in clusters cut at 3 and 7, of a trained run with 11.
@@ -9,13 +9,13 @@ import tempfile
 from pathlib import Path
 
 from support import drawn_run
-from txl_jax.assemble import assemble
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, MeshConfig, ModelConfig, Tokenizer, TokenizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
-from txl_jax.jobs import warm_start
-from txl_jax.jobs.convert import convert
-from txl_jax.jobs.workdir import Workdir
+from txl_jax.runs import warm_start
+from txl_jax.runs.build import assemble
+from txl_jax.runs.convert import convert
+from txl_jax.runs.run import Workdir
 
 WORDS = [f"w{i}" for i in range(9)]
 

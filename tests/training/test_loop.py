@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from txl_jax.errors import NonFiniteError, UserError
-from txl_jax.runtime.metrics_log import NoLog
+from txl_jax.runtime.log import NoLog
 from txl_jax.training.loop import Hook, train
 from txl_jax.training.step import UpdateMetrics
 

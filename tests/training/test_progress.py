@@ -10,7 +10,7 @@ import pytest
 
 from txl_jax.errors import NonFiniteError
 from txl_jax.runtime.environment import duration
-from txl_jax.runtime.sinks.sink import MEASURED
+from txl_jax.runtime.sinks import MEASURED
 from txl_jax.training.members import Members
 from txl_jax.training.progress import Progress, StepCost
 from txl_jax.training.step import UpdateMetrics

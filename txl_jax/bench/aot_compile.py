@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import flops, sharding
-from txl_jax.assemble import RunComponents
 from txl_jax.bench.collectives import Collective, collectives, crossings
 from txl_jax.bench.roofline import Work
 from txl_jax.config import Remat
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.generator import Context, Generator
-from txl_jax.jobs import report
 from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.runs.build import RunComponents
+from txl_jax.runs.train import device_bytes
 
 BLOCK = 16  # Tokens that generation writes per call.
 
@@ -63,7 +63,7 @@ def work_per_update(components: RunComponents, *, compiled: Compiled | None) -> 
     per_token = flops.of_training(config.model, vocab_size=vocab_size, **lengths)
     if config.model.remat is Remat.FULL:
         per_token += flops.of_recomputing(config.model, vocab_size=vocab_size, **lengths)
-    sizes = report.device_bytes(components)
+    sizes = device_bytes(components)
     tensor_shards = components.mesh.shape[sharding.TENSOR]
     weights = components.num_parameters * jnp.dtype(config.model.dtype).itemsize / tensor_shards
     traffic = (

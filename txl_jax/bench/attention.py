@@ -32,7 +32,7 @@ from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.errors import UserError
 from txl_jax.ops.attention import Implementation
 from txl_jax.runtime import environment
-from txl_jax.runtime.files import write_json
+from txl_jax.runtime.storage import write_json
 
 CONFIGS = ("enwik8_12l", "enwik8_24l", "wt103_base", "wt103_large")
 PATHS = ("reference", "tiled", "fused", "plain", "cudnn")

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from txl_jax import sharding
-from txl_jax.assemble import RunComponents
 from txl_jax.bench import throughput
 from txl_jax.bench.huggingface_model import HuggingFaceModel
 from txl_jax.bench.synthetic_tokens import draw_tokens
@@ -18,10 +17,11 @@ from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.config import CacheDType, EvalConfig, ExperimentConfig, MemoryStart, TrainConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import require
-from txl_jax.data.batches.segment_reader import evaluation_segments, training_segments
+from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.errors import UserError
 from txl_jax.evaluation.streaming import make_eval_step
 from txl_jax.inference.scorer import make_scorer
+from txl_jax.runs.build import RunComponents
 
 # Largest difference of a token's nats that float32 explains over the segments compared; measured: 1e-5 and less.
 TOLERANCE = 1e-4

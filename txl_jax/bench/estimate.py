@@ -14,7 +14,6 @@ import jax
 from jax.sharding import AbstractMesh
 
 from txl_jax import sharding
-from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench import aot_compile, topologies
 from txl_jax.bench.aot_compile import Compiled, DoesNotFitError
 from txl_jax.bench.collectives import Collective
@@ -25,10 +24,11 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.errors import UserError
-from txl_jax.jobs import report
-from txl_jax.jobs.generate import check_can_generate
+from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.generate import check_can_generate
+from txl_jax.runs.train import device_bytes
 from txl_jax.runtime import environment
-from txl_jax.runtime.files import write_json
+from txl_jax.runtime.storage import write_json
 
 TASKS = {
     "training": aot_compile.compile_training,
@@ -104,7 +104,7 @@ def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> list[dic
     )
     for task, implementation in format_attention(components).items():
         log(f"{f'attention, {task}':<24}{implementation}")
-    for name, size in report.device_bytes(components).items():
+    for name, size in device_bytes(components).items():
         log(f"{name:<24}{format_bytes(size)} per device")
     if compiles:
         records = [_estimate_task(components, topology, chip, name, log) for name in plan.tasks]
@@ -143,7 +143,7 @@ def make_record(
         "topology": topology,
         "mesh": dict(components.mesh.shape),
         "parameters": components.num_parameters,
-        "device_bytes": report.device_bytes(components),
+        "device_bytes": device_bytes(components),
         "attention": format_attention(components),
         "config": config_tree.to_dict(components.config),
         "task": task,

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from txl_jax.assemble import RunComponents
 from txl_jax.bench import aot_compile, topologies
 from txl_jax.bench.aot_compile import Compiled, DoesNotFitError
 from txl_jax.bench.estimate import (
@@ -20,7 +19,8 @@ from txl_jax.bench.roofline import lower_bounds
 from txl_jax.config import ExperimentConfig, MeshConfig, Remat
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
-from txl_jax.jobs import report
+from txl_jax.runs.build import RunComponents
+from txl_jax.runs.train import device_bytes
 
 _HEAD = (
     "| configuration | rows x segment, memory | slice | mesh | remat | attention | parameters and optimizer | "
@@ -106,7 +106,7 @@ def candidate_meshes(config: ExperimentConfig, num_devices: int) -> Iterator[tup
 
 def format_row(name: str, components: RunComponents, topology: str, compiled: Compiled) -> str:
     """Formats the table row of a configuration on a slice."""
-    config, persistent = components.config, report.device_bytes(components)
+    config, persistent = components.config, device_bytes(components)
     chip = topologies.chip(topology)
     bounds = lower_bounds(aot_compile.work_per_update(components, compiled=compiled), chip)
     sizes = (

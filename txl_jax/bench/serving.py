@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 
-from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench import throughput
 from txl_jax.bench.output import Log, print_line
 from txl_jax.bench.synthetic_tokens import default_vocab_size
@@ -14,7 +13,8 @@ from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.config.settings import check_fields, setting
 from txl_jax.inference.generator import Weights
-from txl_jax.jobs.generate import check_can_generate
+from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
 from txl_jax.serving.row_step import Rows, Step
 

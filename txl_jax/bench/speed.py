@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from txl_jax import flops
-from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench import compare_huggingface, throughput
 from txl_jax.bench.compare_huggingface import Comparison
 from txl_jax.bench.huggingface_model import HuggingFaceModel
@@ -16,9 +15,10 @@ from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
-from txl_jax.jobs.generate import check_can_generate
+from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
-from txl_jax.runtime.files import write_json
+from txl_jax.runtime.storage import write_json
 
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
 TASKS = ("data_loading", "training", "evaluation", "generation")

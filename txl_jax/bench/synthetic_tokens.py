@@ -7,7 +7,7 @@ adaptive softmax takes as long for a tail as it has tokens.
 import numpy as np
 
 from txl_jax.config import CorpusName
-from txl_jax.data.sources.corpora import CORPORA
+from txl_jax.data.published import CORPORA
 
 SHIFT, EXPONENT = 2.7, 1.1
 

@@ -17,13 +17,13 @@ import jax
 import numpy as np
 
 from txl_jax import flops
-from txl_jax.assemble import RunComponents
 from txl_jax.bench.synthetic_tokens import draw_tokens
 from txl_jax.config import EvalConfig, Order, TrainConfig
 from txl_jax.config.settings import require
-from txl_jax.data.batches.segment_reader import SegmentReader, evaluation_segments, training_segments
+from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
 from txl_jax.inference.generator import Generator
 from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.runs.build import RunComponents
 from txl_jax.runtime.environment import bytes_on_device
 from txl_jax.segments import Segments
 

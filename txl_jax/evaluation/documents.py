@@ -1,7 +1,7 @@
 """Reading of documents: the model reads many texts in the rows of a batch, each from an empty memory.
 
 One program of fixed shape [S, B, L] reads any number of documents of any lengths; how they share its rows is in
-`txl_jax.data.batches.document_rows`. A document's results are those that it has alone.
+`txl_jax.data.documents`. A document's results are those that it has alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax.data.batches.document_rows import Call, DocumentRows, Part
+from txl_jax.data.documents import Call, DocumentRows, Part
 from txl_jax.inference.scorer import Scorer
 from txl_jax.runtime import distributed
 from txl_jax.segments import Segments

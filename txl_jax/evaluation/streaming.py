@@ -1,6 +1,6 @@
 """Streaming evaluation: the model reads a text once, segment after segment, with its memory.
 
-Every token but the first is scored exactly once (their order: `txl_jax.data.batches.segment_reader`).
+Every token but the first is scored exactly once (their order: `txl_jax.data.segments`).
 """
 
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 
 from txl_jax import losses, recurrence
 from txl_jax.config import EvalConfig
-from txl_jax.data.batches.segment_reader import SegmentReader
+from txl_jax.data.segments import SegmentReader
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.metrics import Totals
 from txl_jax.modules.language_model import LanguageModel

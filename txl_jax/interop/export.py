@@ -13,16 +13,16 @@ import numpy as np
 
 from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace, Residual
 from txl_jax.config import tree as config_tree
-from txl_jax.data.tokens.subwords import SubwordVocabulary
-from txl_jax.data.tokens.vocabulary import MARKS, Vocabulary
-from txl_jax.data.tokens.word_vocabulary import WordVocabulary
+from txl_jax.data.subwords import SubwordVocabulary
+from txl_jax.data.vocabulary import MARKS, Vocabulary
+from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import huggingface, original, safetensors_file
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.portable import CONFIG, VOCABULARY, WEIGHTS, ModelInfo, write_vocabulary
 from txl_jax.modules.positions import encoding_of
-from txl_jax.runtime.files import write_json, write_lines
+from txl_jax.runtime.storage import write_json, write_lines
 
 _WORDS = "vocab.txt"
 _UNKNOWN = ("<UNK>", "<unk>")  # In the order in which TransfoXLTokenizer searches for them.

@@ -20,13 +20,13 @@ import jax
 import numpy as np
 from jax import export
 
-from txl_jax.data.tokens.vocabulary import Vocabulary, digest
+from txl_jax.data.vocabulary import Vocabulary, digest
 from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.inference.flat_functions import Arrays, FlatModel
 from txl_jax.interop import safetensors_file
 from txl_jax.interop.leaves import leaf_of
 from txl_jax.interop.safetensors_file import SafeTensors
-from txl_jax.runtime.files import file_sha256, write_json, write_text
+from txl_jax.runtime.storage import file_sha256, write_json, write_text
 
 MANIFEST, MANIFEST_DIGEST, WEIGHTS, TOKENS = "manifest.json", "manifest.sha256", "weights.safetensors", "tokens.json"
 # Of one file for all: the functions hold no kernels, and XLA compiles them where they run.

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from txl_jax.config import LineMark, Newlines
-from txl_jax.data.tokens import vocabulary as vocabulary_lib
-from txl_jax.data.tokens.build_vocabulary import KINDS
-from txl_jax.data.tokens.byte_vocabulary import ByteVocabulary
-from txl_jax.data.tokens.vocabulary import MARKS, Vocabulary
-from txl_jax.data.tokens.word_vocabulary import UNKNOWN_WORD, WordVocabulary
+from txl_jax.data import vocabulary as vocabulary_lib
+from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.data.corpus import KINDS
+from txl_jax.data.vocabulary import MARKS, Vocabulary
+from txl_jax.data.word_tokens import UNKNOWN_WORD, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import torch_files
 from txl_jax.interop.safe_pickle import Record

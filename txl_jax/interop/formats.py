@@ -17,7 +17,7 @@ import numpy as np
 
 from txl_jax.config import AttentionWindow, CompatConfig, EvalConfig, ExperimentConfig, ModelConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.data.tokens.vocabulary import Vocabulary
+from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import (
     foreign_vocabulary,

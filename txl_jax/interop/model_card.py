@@ -5,7 +5,7 @@ from typing import Any
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.config.tree import format_value
-from txl_jax.data.tokens.vocabulary import Vocabulary
+from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.metrics import Measure
 from txl_jax.version import __version__
 

@@ -21,17 +21,17 @@ import numpy as np
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.data.tokens.build_vocabulary import KINDS
-from txl_jax.data.tokens.subwords import SubwordVocabulary
-from txl_jax.data.tokens.vocabulary import TITLE, Vocabulary, digest, dumps, loads
+from txl_jax.data.corpus import KINDS
+from txl_jax.data.subwords import SubwordVocabulary
+from txl_jax.data.vocabulary import TITLE, Vocabulary, digest, dumps, loads
 from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import safetensors_file
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.model_card import make_card
 from txl_jax.interop.safetensors_file import SafeTensors
-from txl_jax.runtime.array_trees import describe_arrays, describe_difference
-from txl_jax.runtime.files import file_sha256, write_json, write_text
+from txl_jax.runtime.checkpoint import describe_arrays, describe_difference
+from txl_jax.runtime.storage import file_sha256, write_json, write_text
 
 CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
 TOKENIZER = "tokenizer.json"

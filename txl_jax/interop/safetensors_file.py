@@ -18,7 +18,7 @@ import numpy as np
 
 from txl_jax.errors import CheckpointError
 from txl_jax.interop.leaves import Leaf, Leaves
-from txl_jax.runtime.paths import as_given, local_copy
+from txl_jax.runtime.storage import as_given, local_copy
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # Bytes; the limit of the reference implementation.

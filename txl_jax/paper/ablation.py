@@ -15,17 +15,16 @@ from txl_jax.config import EvalConfig, ExperimentConfig, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
-from txl_jax.jobs import train
-from txl_jax.jobs.score import Interrupted
-from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure
 from txl_jax.paper import context_length
 from txl_jax.paper.ablation_report import Score, write_tables
 from txl_jax.paper.ablation_rows import TABLES, Row, Table, row_config, row_named
 from txl_jax.paper.equal_memory import with_equal_memory
+from txl_jax.runs import train
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.score import Interrupted
 from txl_jax.runtime import distributed
-from txl_jax.runtime.files import write_json
-from txl_jax.runtime.paths import as_given
+from txl_jax.runtime.storage import as_given, write_json
 
 # Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints it.
 _TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005}

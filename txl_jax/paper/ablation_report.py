@@ -11,7 +11,7 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.metrics import Measure
 from txl_jax.paper.ablation_rows import Row, Table
 from txl_jax.runtime import environment
-from txl_jax.runtime.files import write_json, write_text
+from txl_jax.runtime.storage import write_json, write_text
 
 
 class Score(NamedTuple):

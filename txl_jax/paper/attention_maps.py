@@ -19,17 +19,16 @@ from txl_jax.config import ExperimentConfig, Network
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
-from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import progress_bar
-from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Totals
 from txl_jax.modules.positions import encoding_of
 from txl_jax.paper import attention_terms, plots
 from txl_jax.paper.study import Split
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.score import progress_bar
+from txl_jax.runs.validation import with_duration
+from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
-from txl_jax.runtime.files import write_bytes, write_json, write_text
-from txl_jax.runtime.paths import as_given
-from txl_jax.training.scores import with_duration
+from txl_jax.runtime.storage import as_given, write_bytes, write_json, write_text
 
 _DEFAULT_HEADS = 3  # Heads of figures 6 and 7, as in the paper.
 _TOP_TOKENS = 12  # Tokens that are listed per head.

@@ -14,22 +14,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
-from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import score
-from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
 from txl_jax.modules.positions import encoding_of
 from txl_jax.paper import plots
 from txl_jax.paper.study import Split
+from txl_jax.runs.build import assemble
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.score import score
+from txl_jax.runs.validation import as_record, format_scores, with_duration
+from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed
-from txl_jax.runtime.files import write_text
-from txl_jax.training.scores import as_record, format_scores, with_duration
+from txl_jax.runtime.storage import write_text
 
 _COLUMNS = ("attention_length", "tokens", "loss", "bpc", "perplexity", "seconds")
 _COLUMN_OF = {Measure.BPC: "bpc", Measure.PPL: "perplexity"}

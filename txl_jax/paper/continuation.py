@@ -15,16 +15,15 @@ from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.inference.generator import Generator
-from txl_jax.jobs.generate import check_can_generate
-from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import Interrupted
-from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.paper.detokenize import detokenize
 from txl_jax.paper.study import Split
+from txl_jax.runs.generate import check_can_generate
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.score import Interrupted
+from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed, environment
-from txl_jax.runtime.files import write_text
-from txl_jax.runtime.paths import as_given
+from txl_jax.runtime.storage import as_given, write_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from txl_jax.assemble import assemble
 from txl_jax.config import ExperimentConfig
 from txl_jax.errors import UserError
 from txl_jax.paper.ablation_rows import TABLES, Row, Table, row_config
+from txl_jax.runs.build import assemble
 from txl_jax.runtime import environment
 
 

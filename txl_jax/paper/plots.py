@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from txl_jax.metrics import Measure
-from txl_jax.runtime.files import write_bytes
+from txl_jax.runtime.storage import write_bytes
 
 
 def can_draw() -> bool:

@@ -22,16 +22,15 @@ from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.evaluation.context_losses import context_losses, positions
-from txl_jax.jobs.restore import load_to_score
-from txl_jax.jobs.score import check_finite, progress_bar
-from txl_jax.jobs.workdir import TextInfo, Workdir
 from txl_jax.metrics import Measure, Totals
 from txl_jax.paper import plots, recl_gains
 from txl_jax.paper.study import Split
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.score import check_finite, progress_bar
+from txl_jax.runs.validation import format_scores, with_duration
+from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
-from txl_jax.runtime.files import write_bytes, write_json, write_text
-from txl_jax.runtime.paths import as_given
-from txl_jax.training.scores import format_scores, with_duration
+from txl_jax.runtime.storage import as_given, write_bytes, write_json, write_text
 
 # Table 8: r = 0.1, 0.5 and 1, of models trained on WikiText-103. The two groups are not comparable with each other.
 PAPER = {

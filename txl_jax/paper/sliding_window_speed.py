@@ -17,15 +17,15 @@ import flax.linen as nn
 import jax
 
 from txl_jax import sharding
-from txl_jax.assemble import RunComponents, assemble
 from txl_jax.bench.synthetic_tokens import draw_tokens
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
-from txl_jax.data.batches.segment_reader import evaluation_segments
+from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
+from txl_jax.runs.build import RunComponents, assemble
 from txl_jax.runtime import environment
-from txl_jax.runtime.files import write_json
+from txl_jax.runtime.storage import write_json
 from txl_jax.training.state import init_params
 
 # Attention length, and how many times slower than ours the authors found the sliding window (on one GPU, 2019).

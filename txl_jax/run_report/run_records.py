@@ -11,14 +11,13 @@ from typing import Any
 
 from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.data.sources.corpora import CORPORA, default_data, program_of
+from txl_jax.data.published import CORPORA, default_data, program_of
 from txl_jax.errors import UserError
-from txl_jax.jobs import changes
-from txl_jax.jobs.workdir import Record, Workdir
 from txl_jax.metrics import Measure, Totals
-from txl_jax.runtime.metrics_log import read_metrics
-from txl_jax.runtime.paths import as_path
-from txl_jax.training.results import RESULTS
+from txl_jax.runs.run import Record, Workdir, by_name
+from txl_jax.runs.validation import RESULTS
+from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.storage import as_path
 
 Point = tuple[int, float]  # Updates done, and a value.
 _LONGEST_SAMPLE = 4000  # Characters of a sample that are shown.
@@ -167,7 +166,7 @@ def swept_settings(runs: Sequence[RunRecords], *, all_settings: bool = False) ->
 def _read(folder: Path) -> list[RunRecords]:
     workdir = Workdir(folder)
     record, records = workdir.read(), read_metrics(folder)
-    members = changes.by_name(record.members)
+    members = by_name(record.members)
     found = _json(folder / RESULTS)
     runs = []
     for member in members or [None]:

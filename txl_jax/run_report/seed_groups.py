@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from txl_jax.config import tree as config_tree
-from txl_jax.jobs.changes import short_name
 from txl_jax.metrics import Measure
 from txl_jax.run_report.run_records import RunRecords, swept_settings
+from txl_jax.runs.run import short_name
 
 SEED = "seed"
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txl_jax.config import tree as config_tree
-from txl_jax.jobs.changes import short_name
 from txl_jax.run_report.axis import Axis, axis_over, is_spread
 from txl_jax.run_report.chart import NEUTRAL, Chart, Series
 from txl_jax.run_report.curves import UNITS, best_valid_score
 from txl_jax.run_report.seed_groups import Mean, SeedGroup
+from txl_jax.runs.run import short_name
 
 _MOST_LINES = 6  # Combinations of the other settings that are joined by lines of their own.
 

@@ -19,20 +19,294 @@ a running job.
 
 import concurrent.futures
 import functools
+import json
+import logging
 import os
-from collections.abc import Callable
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import absl.logging
+import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.runtime import distributed, integrity, step_folders
-from txl_jax.runtime.array_trees import describe_arrays, describe_difference, drop_empty, restore_empty
-from txl_jax.runtime.orbax_io import open_reader, open_writer, short_error
-from txl_jax.runtime.paths import as_path, is_remote
-from txl_jax.runtime.step_folders import StepFolder
+from txl_jax.runtime import distributed
+from txl_jax.runtime.storage import as_path, file_sha256, files_below, is_remote, remove_tree, write_json
+
+# -- Comparison of saved and wanted arrays, and arrays of size zero, which Orbax refuses to save.
+
+
+def describe_arrays(tree: Any) -> dict[str, str]:
+    """Types and shapes by the arrays' names, such as {"params/q": "float32[2, 3]"}."""
+    described = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        described[jax.tree_util.keystr(path, simple=True, separator="/")] = f"{dtype}{list(np.shape(leaf))}"
+    return described
+
+
+def describe_difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
+    """One clause on how two trees differ, naming up to three arrays; empty if they do not."""
+    differ = [
+        f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"
+        for name in sorted(saved.keys() | wanted.keys())
+        if saved.get(name) != wanted.get(name)
+    ]
+    more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
+    return ", ".join(differ[:3]) + more
+
+
+def drop_empty(tree: Any) -> Any:
+    """The tree with None for each array of size zero, such as the memory of a model without recurrence."""
+    return jax.tree.map(lambda leaf: leaf if np.size(leaf) else None, tree)
+
+
+def restore_empty(tree: Any, abstract_tree: Any) -> Any:
+    """Puts back the arrays of size zero that `drop_empty` left out."""
+    leaves = iter(jax.tree.leaves(tree))
+    return jax.tree.map(lambda leaf: next(leaves) if np.size(leaf) else _empty(leaf), abstract_tree)
+
+
+def _empty(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return np.zeros_like(leaf)
+    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+
+# -- Orbax as checkpoints use it: its writer and readers, its errors in a few words, and its log lines kept back.
+
+_SAVE_TIMEOUT_SECONDS = 30 * 86400
+
+
+def open_writer(name: str) -> ocp.AsyncCheckpointer:
+    """An asynchronous writer.
+
+    Args:
+      name: distinguishes writers that are open at the same time: processes must not meet at each other's barriers.
+    """
+    multiprocessing = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name)
+    # Orbax gives a save 20 minutes of the time of day, and takes a clock that was set, or a computer that slept, for a
+    # save that hangs. With several processes the limit stays: one that fails leaves the others waiting at a barrier.
+    timeout = {} if distributed.is_multiprocess() else {"timeout_secs": _SAVE_TIMEOUT_SECONDS}
+    # Its threads wait for folders that are created asynchronously, with another such limit, which cannot be set.
+    asynchronous = ocp.options.AsyncOptions(create_directories_asynchronously=False, **timeout)
+    return ocp.AsyncCheckpointer(_handler(), async_options=asynchronous, multiprocessing_options=multiprocessing)
+
+
+def open_reader(*, alone: bool = False) -> ocp.Checkpointer:
+    """A reader that all processes read with; `alone`: one that waits for no other process."""
+    own = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own}) if alone else None
+    return ocp.Checkpointer(_handler(), multiprocessing_options=options or ocp.options.MultiprocessingOptions())
+
+
+def short_error(error: BaseException) -> str:
+    """An error in one line: Orbax's go on for pages, and name the system's reason far behind the paths."""
+    if code := re.search(r"\[os_error_code='?(\d+)", str(error)):
+        return os.strerror(int(code[1]))
+    line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
+
+
+def quiet_orbax() -> None:
+    """Hides what Orbax logs, and what Python prints of writes that Orbax did not wait for once one has failed.
+
+    `CheckpointError` and the `log` of a `Checkpointer` report it in one sentence. A program calls this once at
+    its start: it changes the process's log filters, warning filters and `sys.unraisablehook`, for good, because
+    abandoned writes outlive the save. Called again it changes nothing. With absl's verbosity at INFO or DEBUG all of
+    Orbax's log lines are shown.
+    """
+    for name, filter_function in (("absl", _is_wanted), ("asyncio", _is_no_failed_write)):
+        logging.getLogger(name).addFilter(filter_function)  # Adds no filter twice.
+    warnings.filterwarnings("ignore", r"coroutine '.*serialize.*' was never awaited", RuntimeWarning)
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _hide_closed_loops
+
+
+def _handler() -> ocp.CompositeCheckpointHandler:
+    return ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler(), notes=ocp.JsonCheckpointHandler())
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """A filter for absl's log without Orbax's lines."""
+    return absl.logging.get_verbosity() >= absl.logging.INFO or f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+def _is_no_failed_write(record: logging.LogRecord) -> bool:
+    """A filter for asyncio's log, which reports each of several failed writes that Orbax did not wait for."""
+    error = record.exc_info[1] if record.exc_info else None
+    return "os_error_code=" not in str(error)
+
+
+def _hide_closed_loops(unraisable: Any) -> None:
+    """sys.unraisablehook without TensorStore's reports of writes that end after Orbax gave up on the first of them."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
+# -- Digests of a checkpoint's files: a flipped byte restores silently, so every file is checked before a restore.
+#
+# `digests.json` holds the sha256 of every other file of a step. It is written last, so it vouches for all of them.
+
+DIGESTS = "digests.json"
+NO_DIGESTS = "it has no digests"
+
+
+def write_digests(folder: Path) -> None:
+    """Writes the digests of all files in a folder, which makes it a verified checkpoint."""
+    write_json(folder / DIGESTS, {name: file_sha256(folder / name) for name in _file_names(folder)})
+
+
+def is_verified(folder: Path) -> bool:
+    """Returns whether a folder has digests; the files themselves are not read."""
+    return (folder / DIGESTS).exists()
+
+
+def find_damage(folder: Path) -> str | None:
+    """Reads every file of a checkpoint and compares its digest.
+
+    Returns:
+      None if all files are as they were written, `NO_DIGESTS` if that cannot be known, else one clause that names the
+      damaged file.
+
+    Raises:
+      UserError: object storage cannot be reached, so that nothing is known.
+    """
+    try:
+        digests = json.loads((folder / DIGESTS).read_bytes())
+        expected = {name: str(digest) for name, digest in digests.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        _raise_if_out_of_reach(folder / DIGESTS, error)
+        return NO_DIGESTS  # Digests that cannot be read vouch for nothing.
+    for name, digest in expected.items():
+        try:
+            if file_sha256(folder / name) != digest:
+                return f"the file {name} is damaged (its sha256 is not the one in {DIGESTS})"
+        except OSError as error:
+            _raise_if_out_of_reach(folder / name, error)
+            return f"the file {name} cannot be read ({error.strerror})"
+    return None
+
+
+def _raise_if_out_of_reach(path: Path, error: Exception) -> None:
+    """Raises if an object could not be read for another reason than that it is missing: it is no damage."""
+    if is_remote(path) and isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        raise UserError(f"cannot read {path} ({error.strerror}); start again once it can be reached") from error
+
+
+def _file_names(folder: Path) -> Iterator[str]:
+    """Names of a folder's files relative to it, the digests left out."""
+    for file in files_below(folder):
+        if file != folder / DIGESTS:
+            yield file.relative_to(folder).as_posix()
+
+
+# -- The folders of steps that a `Checkpointer` has in its directory: which count, where one is written, how one goes.
+#
+# On this machine a folder gets its name when it is complete, and is renamed before it is deleted:
+#
+#     200/  200.replaced-1/  100.deleted/
+#
+# Object storage has no rename. A folder there is complete once Orbax has written `commit_success.txt`, which is the last
+# object that it writes and the first that is deleted; a step that is there already is written beside it:
+#
+#     200/  200.again-1/
+
+COMMIT = "commit_success.txt"  # Orbax's name.
+_NAME = re.compile(r"(0|[1-9]\d*)(?:\.(replaced|again)-(\d+))?")
+_LEFTOVERS = ("*.orbax-checkpoint-tmp*", "*.deleted")
+
+
+class StepFolder(NamedTuple):
+    """A step on disk; the same step may be there twice, if a run fell back past it and came to it again."""
+
+    step: int
+    path: Path
+
+
+def find_steps(directory: Path) -> list[StepFolder]:
+    """Returns the complete steps, newest first; of one step the one that was written last.
+
+    Raises:
+      CheckpointError: the directory cannot be read.
+    """
+    try:
+        if is_remote(directory):
+            names = [path.name for path in _steps(directory) if (path / COMMIT).exists()]
+        else:
+            names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint directory {directory} cannot be read ({error.strerror}); "
+            "it must be a folder that this user may read"
+        ) from error
+    found = [(int(match[1]), _rank(match), name) for name in names if (match := _NAME.fullmatch(name))]
+    found.sort(key=lambda entry: (-entry[0], entry[1]))
+    return [StepFolder(step, directory / name) for step, _, name in found]
+
+
+def is_replaced(path: Path) -> bool:
+    """Returns whether a step was renamed because its number is written anew."""
+    return ".replaced-" in path.name
+
+
+def new_step_folder(directory: Path, step: int) -> Path:
+    """Returns where a step is to be written; on this machine an earlier one of that number is renamed."""
+    path = directory / str(step)
+    if is_remote(directory):
+        found = (_NAME.fullmatch(each.name) for each in _steps(directory))
+        taken = [int(match[3] or 0) for match in found if match and int(match[1]) == step]
+        # Above all that are there: a free number below them would be the name of an earlier folder.
+        return directory / (f"{step}.again-{max(taken) + 1}" if taken else str(step))
+    if path.exists():
+        replaced = (int(other.name.rpartition("-")[2]) for other in directory.glob(f"{step}.replaced-*"))
+        path.rename(f"{path}.replaced-{max(replaced, default=0) + 1}")
+    return path
+
+
+def delete_step(path: Path) -> None:
+    """Deletes a step; a kill halfway does not leave half a step that counts."""
+    if is_remote(path):
+        (path / COMMIT).unlink(missing_ok=True)
+        remove_tree(path)
+    else:
+        shutil.rmtree(path.rename(f"{path}.deleted"))
+
+
+def sweep_steps(directory: Path) -> None:
+    """Deletes what killed runs left behind."""
+    if is_remote(directory):
+        for path in _steps(directory):
+            if not (path / COMMIT).exists():
+                remove_tree(path)
+        return
+    for pattern in _LEFTOVERS:
+        for path in directory.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _steps(directory: Path) -> Iterator[Path]:
+    """Yields all folders on object storage that are named by steps, complete or not."""
+    try:
+        yield from (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    except FileNotFoundError:
+        return
+
+
+def _rank(match: re.Match[str]) -> int:
+    """The order of folders of one step: `again` before the first, the last of them first; `replaced` after it."""
+    number = int(match[3] or 0)
+    return -number if match[2] == "again" else number
 
 
 class Checkpointer:
@@ -119,7 +393,7 @@ class Checkpointer:
     def sweep(self) -> None:
         """Deletes what killed runs left behind; only for the run that writes here, and not during a save."""
         if distributed.is_primary():
-            step_folders.sweep(self._directory)
+            sweep_steps(self._directory)
 
     def wait(self) -> None:
         """Returns once the last save is on disk with its digests.
@@ -151,22 +425,22 @@ class Checkpointer:
                 f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step} that "
                 "is being saved: they are of a run that was given up, and are deleted when the new one is verified"
             )
-        return step_folders.new(self._directory, step)
+        return new_step_folder(self._directory, step)
 
     def _finish(self, writer: ocp.AsyncCheckpointer, written: StepFolder) -> None:
         """Waits for the commit, writes the digests, then deletes steps no longer kept; runs in the background."""
         writer.wait_until_finished()
         if not distributed.is_primary():
             return
-        integrity.write_digests(written.path)
-        found = [other for other in self._candidates() if not step_folders.is_replaced(other.path)]
+        write_digests(written.path)
+        found = [other for other in self._candidates() if not is_replaced(other.path)]
         older = {other.step: other for other in reversed(found) if other.step < written.step}
         # Steps without digests are deleted first.
-        best = sorted(older.values(), key=lambda other: (integrity.is_verified(other.path), other.step), reverse=True)
+        best = sorted(older.values(), key=lambda other: (is_verified(other.path), other.step), reverse=True)
         kept = {written.path, *(other.path for other in best[: self._keep - 1])}
         for other in self._candidates():
             if other.path not in kept:
-                step_folders.delete(other.path)
+                delete_step(other.path)
 
     def _not_written(self, step: int, error: BaseException) -> CheckpointError:
         return CheckpointError(
@@ -229,8 +503,8 @@ class Checkpointer:
         tried: list[str] = []
         for candidate in candidates:
             # It is enough that one process reads every byte, and all must restore the same step.
-            damage = distributed.broadcast_from_primary(functools.partial(integrity.find_damage, candidate.path))
-            if damage == integrity.NO_DIGESTS:
+            damage = distributed.broadcast_from_primary(functools.partial(find_damage, candidate.path))
+            if damage == NO_DIGESTS:
                 unverified.append(candidate)
                 self._log(f"checkpoint {candidate.path} is unverified ({damage}): verified ones are tried first")
             elif damage is not None:
@@ -279,4 +553,4 @@ class Checkpointer:
 
     def _candidates(self) -> list[StepFolder]:
         """The steps on disk, newest first; of one step the one that was written last comes first."""
-        return step_folders.find(self._directory)
+        return find_steps(self._directory)

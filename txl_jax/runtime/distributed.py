@@ -5,6 +5,7 @@ Process 0, the primary, reads and writes the files of a run. Every function here
 process each is the plain call that it wraps.
 """
 
+import inspect
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,6 +19,13 @@ from txl_jax.errors import RemoteProcessError, UserError
 T = TypeVar("T")
 # An attribute of exceptions: they keep their type, and builtin ones take no weak reference.
 _KNOWN_TO_ALL = "known_to_all"
+
+
+def initialize(*, shutdown_timeout_seconds: int, **arguments: Any) -> None:
+    """Calls `jax.distributed.initialize`; jax 0.7 has no setting for the timeout of the end."""
+    if "shutdown_timeout_seconds" in inspect.signature(jax.distributed.initialize).parameters:
+        arguments["shutdown_timeout_seconds"] = shutdown_timeout_seconds
+    jax.distributed.initialize(**arguments)
 
 
 def is_multiprocess() -> bool:

@@ -11,7 +11,7 @@ import jax
 
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
-from txl_jax.runtime.paths import files_below, is_remote
+from txl_jax.runtime.storage import files_below, is_remote
 
 PROFILE = "profile"
 

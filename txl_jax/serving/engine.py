@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax.data.tokens.text_stream import TextStream
-from txl_jax.data.tokens.vocabulary import Vocabulary
+from txl_jax.data.vocabulary import TextStream, Vocabulary
 from txl_jax.serving.requests import Choice, Event, Limits, Piece, RequestError
 from txl_jax.serving.row_step import WIDTHS, Rings, Rows, Scores, Step
 from txl_jax.serving.sessions import EMPTY, Session, SessionStore, State

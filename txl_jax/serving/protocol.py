@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax.data.tokens import token_ids
-from txl_jax.data.tokens.vocabulary import Vocabulary
+from txl_jax.data import ready_ids
+from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.serving.requests import Choice, Completion, Limits, Piece, RequestError, Sampling, draw_seed
 from txl_jax.serving.row_step import TOP
@@ -342,6 +342,6 @@ def _ids(prompt: Any, vocabulary: Vocabulary) -> np.ndarray:
             param="prompt",
         )
     try:
-        return token_ids.token_ids(vocabulary, prompt).astype(np.int32)
+        return ready_ids.token_ids(vocabulary, prompt).astype(np.int32)
     except UserError as error:
         raise RequestError(str(error), param="prompt") from None

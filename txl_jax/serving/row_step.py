@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax.assemble import RunComponents
 from txl_jax.config import MemoryStart
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
@@ -36,6 +35,7 @@ from txl_jax.inference.weight_layout import transpose_layers
 from txl_jax.memory import start_valid
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import sampling
+from txl_jax.runs.build import RunComponents
 
 WIDTHS = (16, 64)  # Tokens of the segments that are read.
 TOP = 5  # Likeliest tokens that come with logprobs: OpenAI's limit.

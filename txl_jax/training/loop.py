@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from txl_jax.errors import UserError
-from txl_jax.runtime.metrics_log import MetricsLog
+from txl_jax.runtime.log import MetricsLog
 from txl_jax.segments import Segments
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep, UpdateMetrics

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from txl_jax.config import ModelConfig
-from txl_jax.data.tokens.vocabulary import Vocabulary
+from txl_jax.data.vocabulary import Vocabulary
 
 _TABLE = re.compile(r"(embedding|softmax)/table_(\d+)")
 _BIAS = "softmax/bias"

@@ -1,0 +1,177 @@
+"""Tests the flags that are made from the config tree, and how a command line becomes a config."""
+
+import dataclasses
+import enum
+
+import pytest
+from absl import flags
+
+from txl_jax.cli import flag_tree
+from txl_jax.config import (
+    COMPAT_PRESETS,
+    DataConfig,
+    ExperimentConfig,
+    LineMark,
+    NormPlace,
+    Order,
+    Tokenizer,
+    TokenizerConfig,
+)
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import setting
+from txl_jax.errors import UserError
+
+
+def parsed(*words, base=None):
+    """The config that a command line makes."""
+    values = flags.FlagValues()
+    flag_tree.define(ExperimentConfig(), values)
+    flag_tree.parse(["program", *words], values)
+    return flag_tree.build(base or ExperimentConfig(), values)
+
+
+def test_nothing_given_is_the_default():
+    assert parsed() == ExperimentConfig()
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "value"),
+    [
+        ("--model.n_layer=3", "model.n_layer", 3),
+        ("--model.dropout.rate=0.25", "model.dropout.rate", 0.25),
+        ("--model.layer_norm=pre", "model.layer_norm", NormPlace.PRE),
+        ("--model.untie_r", "model.untie_r", True),
+        ("--notrain.same_length", "train.same_length", False),
+        ("--model.cutoffs=20,40", "model.cutoffs", (20, 40)),
+        ("--model.tie_projs=False,true,1", "model.tie_projs", (False, True, True)),
+        ("--data.train=a.txt,b.txt", "data.train", ("a.txt", "b.txt")),
+    ],
+)
+def test_every_kind_of_value(word, name, value):
+    assert parsed(word) == config_tree.replace(ExperimentConfig(), {name: value})
+
+
+def test_what_was_not_given_stays_as_the_base_has_it():
+    base = config_tree.replace(ExperimentConfig(), {"model.n_layer": 5, "model.n_head": 2})
+    config = parsed("--model.n_layer=12", base=base)  # 12 is the default, but it was given.
+    assert (config.model.n_layer, config.model.n_head) == (12, 2)
+
+
+def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
+    words = DataConfig(
+        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3), order=Order.SENTENCES
+    )
+    base = ExperimentConfig(data=words)
+    assert parsed(base=base).data == words
+    assert parsed("--data.tokenizer.kind=byte", base=base).data == DataConfig()
+    assert parsed("--data.tokenizer.kind=char", "--data.tokenizer.min_count=2", base=base).data == DataConfig(
+        tokenizer=TokenizerConfig(kind=Tokenizer.CHAR, min_count=2)
+    )
+    assert parsed("--data.tokenizer.vocab_file=words", base=base).data == dataclasses.replace(
+        words, tokenizer=dataclasses.replace(words.tokenizer, vocab_file="words", min_count=1)
+    )
+
+
+@pytest.mark.parametrize("preset", COMPAT_PRESETS)
+def test_a_preset_changes_its_settings_and_no_others(preset):
+    config = parsed(f"--compat={preset}")
+    assert config == config_tree.replace(ExperimentConfig(), COMPAT_PRESETS[preset])
+
+
+def test_a_flag_wins_over_a_preset():
+    assert parsed("--compat=tf").optimizer.min_lr_ratio == 0.01
+    assert parsed("--optimizer.min_lr_ratio=0.5", "--compat=tf").optimizer.min_lr_ratio == 0.5
+
+
+def test_none_is_a_value_of_settings_that_may_be_none():
+    config = parsed("--eval.clamp_len=none", "--generate.top_k=NONE", "--train.patience=3", "--data.file=none")
+    assert (config.eval.clamp_len, config.generate.top_k, config.train.patience) == (None, None, 3)
+    assert config.data.file is None
+    with pytest.raises(UserError, match="none"):
+        parsed("--model.n_layer=none")
+
+
+class Size(enum.StrEnum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    size: Size = setting(Size.SMALL, "Size.")
+    seeds: tuple[int, ...] = setting((1,), "Seeds.")
+    rates: tuple[float, ...] = setting((), "Rates.")
+    out: str | None = setting(None, "Folder.", path=True)
+    quick: bool = setting(False, "Fewer steps.")
+
+
+def plan_of(*words):
+    values = flags.FlagValues()
+    flag_tree.define_plan(Plan, values)
+    flag_tree.parse(["program", *words], values)
+    return flag_tree.build_plan(Plan, values)
+
+
+def test_a_plan_becomes_flags_without_prefix():
+    assert plan_of() == Plan()
+    words = ["--size=large", "--seeds=2,3", "--rates=0.5", "--out=a", "--quick"]
+    assert plan_of(*words) == Plan(Size.LARGE, (2, 3), (0.5,), "a", True)
+    assert plan_of("--seeds=", "--out=none") == Plan(seeds=())
+    for word, pattern in (("--size=huge", "small"), ("--seeds=2,x", r"--seeds\b.*'x'"), ("--seed=2", r"\bseeds\b")):
+        with pytest.raises(UserError, match=pattern):
+            plan_of(word)
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        (["--model.n_layers=3"], r"--model\.n_layers\b.*\bmodel\.n_layer\b"),
+        (["--model.n_layer=three"], r"model\.n_layer=three\b"),
+        (["--model.layer_norm=middle"], "post"),
+        (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),
+        (["--flagfile=enwik8_12"], r"'enwik8_12'.*\benwik8_12l\b.*\bsmall\b"),
+    ],
+)
+def test_mistakes_are_named(words, pattern):
+    with pytest.raises(UserError, match=pattern):
+        parsed(*words)
+
+
+def test_a_flagfile_is_found_by_name_and_by_path_and_later_flags_win(tmp_path):
+    path = tmp_path / "mine.flags"
+    path.write_text("# a comment\n--model.n_layer=7\n--model.n_head=3\n")
+    config = parsed(f"--flagfile={path}", "--model.n_head=4")
+    assert (config.model.n_layer, config.model.n_head) == (7, 4)
+    assert parsed("--flagfile=enwik8_12l").train.batch_size == 22
+    assert parsed("--flagfile", "enwik8_12l").train.batch_size == 22
+
+
+def test_a_flag_that_a_flagfile_overrides_is_a_warning(capsys):
+    assert parsed("--train.batch_size=3", "--model.n_layer=2", "--flagfile=enwik8_12l").train.batch_size == 22
+    first, second = sorted(capsys.readouterr().err.splitlines())
+    assert "--model.n_layer=2" in first and "--train.batch_size=3" in second and "--train.batch_size=22" in second
+    assert "enwik8_12l.flags, line " in second
+    parsed("--seed=3", "--flagfile=enwik8_12l", "--train.batch_size=3")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_flagfile_that_is_not_text_is_named(tmp_path):
+    (tmp_path / "binary.flags").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"binary\.flags"):
+        parsed(f"--flagfile={tmp_path / 'binary.flags'}")
+
+
+def test_a_flagfile_inside_a_flagfile_and_errors_with_file_and_line(tmp_path):
+    path = tmp_path / "mine.flags"
+    path.write_text("--flagfile=enwik8_12l\n\n  // a comment\n--notrain.same_length\n--train.batch_size=5\n")
+    config = parsed(f"--flagfile={path}")
+    assert (config.model.n_layer, config.train.batch_size, config.train.same_length) == (12, 5, False)
+    mistakes = ("--model.n_layers=3", r"mine\.flags, line 2: .*n_layers"), ("--model.n_layer=x", r"line 2: .*n_layer=x")
+    for line, pattern in (
+        *mistakes,
+        ("--flagfile=none", "line 2: .*'none'"),
+        (f"--flagfile={path}", "line 2: .*itself"),
+    ):
+        path.write_text(f"--seed=1\n{line}\n")
+        with pytest.raises(UserError, match=pattern):
+            parsed(f"--flagfile={path}")

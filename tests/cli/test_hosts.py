@@ -1,0 +1,196 @@
+"""Tests how a program finds out that it is one of several processes, and what each is answered if they do not fit."""
+
+import fcntl
+import re
+import time
+
+import pytest
+
+from support import processes, programs
+from support.metadata_server import MetadataServer
+from txl_jax.cli import hosts
+from txl_jax.errors import UserError
+from txl_jax.runtime import distributed
+
+SALLOC_SHELL = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[1-2]"}
+SBATCH_SCRIPT = SALLOC_SHELL | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+INTERACTIVE_STEP = SBATCH_SCRIPT | {"SLURM_STEP_NODELIST": "node1", "SLURM_STEP_NUM_TASKS": "1"}
+SRUN = SBATCH_SCRIPT | {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_NUM_TASKS": "4"}
+ONE_A_NODE = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+BY_HAND = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+
+@pytest.fixture
+def no_tpu(monkeypatch):
+    monkeypatch.setattr(hosts, "_has_tpu", lambda: False)
+
+
+@pytest.mark.usefixtures("no_tpu")
+@pytest.mark.parametrize(
+    "environment",
+    [{}, SALLOC_SHELL, SBATCH_SCRIPT, INTERACTIVE_STEP, BY_HAND | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}],
+)
+def test_a_process_by_itself_waits_for_nobody(environment):
+    assert hosts.announced(environment, {}) is None
+
+
+@pytest.mark.usefixtures("no_tpu")
+def test_flags_come_before_the_environment_and_both_before_slurm():
+    found = hosts.announced(SRUN | BY_HAND, {"process_id": 0})
+    assert found.num_processes == 2
+    given = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}
+    assert found.arguments == given | {"cluster_detection_method": "deactivate"}
+
+
+@pytest.mark.usefixtures("no_tpu")
+@pytest.mark.parametrize(
+    ("environment", "count", "all_devices"),
+    [
+        (SRUN, 4, False),  # Two a node share its GPUs: jax gives each its own.
+        (ONE_A_NODE, 2, True),
+        (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 4, True),
+        (ONE_A_NODE | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, 2, False),  # The environment names them.
+    ],
+)
+def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environment, count, all_devices):
+    found = hosts.announced(environment, {})
+    assert found.num_processes == found.arguments["num_processes"] == count
+    assert ("local_device_ids" in found.arguments) == all_devices
+
+
+@pytest.mark.usefixtures("no_tpu")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"num_processes": 2}, ["--coordinator", "JAX_COORDINATOR_ADDRESS", "--process_id"]),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, ["process_id", "num_processes", "2", "1"]),
+        ({"coordinator": "a", "num_processes": 2, "process_id": 0}, ["'a'", "HOST:PORT"]),
+        ({"coordinator": "a:1", "num_processes": "two", "process_id": 0}, ["num_processes", "'two'"]),
+    ],
+)
+def test_half_an_announcement_is_refused(given, expected):
+    with pytest.raises(UserError, match=".*".join(map(re.escape, expected))):
+        hosts.announced({}, given)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "count"),
+    [
+        ({}, None),  # No Cloud TPU.
+        ({"worker-network-endpoints": "unknown:unknown:10.0.0.1", "tpu-env": "ACCELERATOR_TYPE: 'v5e-8'"}, None),
+        ({"worker-network-endpoints": "a:b:10.0.0.1,a:b:10.0.0.2"}, 2),
+        ({"worker-network-endpoints": "10.0.0.1,10.0.0.2", "tpu-env": "X: 'y'\nMEGASCALE_NUM_SLICES: '3'\n"}, 6),
+        ({"worker-network-endpoints": "10.0.0.1", "tpu-env": "MEGASCALE_NUM_SLICES: '2'\n"}, 2),
+    ],
+)
+def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(monkeypatch, attributes, count):
+    monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
+    with MetadataServer() as server:
+        server.values |= {f"attributes/{name}": value for name, value in attributes.items()}
+        environment = {"GCE_METADATA_IP": server.host}
+        found = hosts.announced(environment, {})
+        assert found == (None if count is None else hosts.Several(count, "the TPU slice", {}))
+        assert hosts.announced(environment | {"JAX_PLATFORMS": "cpu"}, {}) is None
+        assert hosts.announced(environment | {"TPU_SKIP_MDS_QUERY": "1"}, {}) is None
+
+
+def test_a_metadata_server_that_does_not_answer_is_an_error_and_a_proxy_is_not_asked(monkeypatch):
+    monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
+    monkeypatch.setattr(hosts, "_METADATA_TRIES", 2)
+    with MetadataServer() as server:
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert hosts.announced({"GCE_METADATA_IP": server.host}, {}) is None
+        asked = len(server.asked)
+    with MetadataServer(failures=2) as server, pytest.raises(UserError, match=r"HTTP 503.*TPU_WORKER_HOSTNAMES"):
+        hosts.announced({"GCE_METADATA_IP": server.host}, {})
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9 .*TPU_WORKER_HOSTNAMES"):
+        hosts.announced({"GCE_METADATA_IP": "127.0.0.1:9"}, {})
+    assert asked == 2
+
+
+def test_the_hosts_of_a_tpu_slice_may_be_in_the_environment(monkeypatch):
+    monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
+    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "localhost"}, {}) is None
+    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}).num_processes == 3
+    monkeypatch.setattr(hosts, "_has_tpu", lambda: False)
+    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}) is None
+
+
+def test_flags_that_differ_between_hosts_are_refused(monkeypatch):
+    monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(distributed, "_gather_texts", lambda own: [own, "--lengths=64 --stride=1"])
+    with pytest.raises(UserError, match=r"process 1: .*--lengths=64 .*--lengths=16,32 .*process 0") as caught:
+        hosts.check_same({"lengths": (16, 32), "stride": 1})
+    assert distributed.is_known_to_all(caught.value)
+
+
+FULL, NIGHTLY = pytest.mark.full, pytest.mark.nightly(part="long")
+TINY = [*programs.TINY, *programs.steps(2, every=2), "--train.batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("one two three four " * 400)
+    return path
+
+
+DIFFERENCES = [
+    ("--model.n_layer=3", r"process 1: .*model\.n_layer\D*\b3\b\D*\b2\b.*process 0"),
+    ("--data.file=OTHER", r"process 1: .*\bother\.txt\b"),
+    ("--data.file=NONE", "process 1: "),
+    ("--workdir=ELSEWHERE", r"\belsewhere\b.*--workdir\b"),
+]
+
+
+@pytest.mark.parametrize(
+    ("of_second", "first_prints"),
+    [pytest.param(*case, marks=FULL if "OTHER" in case[0] else NIGHTLY) for case in DIFFERENCES],
+)
+def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_path, of_second, first_prints):
+    other = tmp_path / "other.txt"
+    other.write_text("four three two one " * 400)
+    places = {"OTHER": other, "NONE": tmp_path / "none", "ELSEWHERE": tmp_path / "elsewhere"}
+    flag, _, value = of_second.partition("=")
+    changed = [f"{flag}={places.get(value, value)}"]
+    script = (
+        "import sys; from txl_jax.runs import run; run._SECONDS_TO_APPEAR = 0.5; "
+        "sys.argv[0] = 'text'; from experiments import text; from txl_jax.cli import runner; "
+        "runner.run(text.DEFAULTS)"
+    )
+    flags = [f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path / 'run'}"]
+    started = processes.start("-c", script, *TINY, *flags, of_process=[[], changed].__getitem__)
+    began = time.monotonic()
+    (code_0, _, err_0), (code_1, _, err_1) = processes.finish(started)
+    assert (code_0, code_1) == (1, 1), (err_0, err_1)
+    assert time.monotonic() - began < 60
+    assert re.search(first_prints, err_0) and len(err_0.splitlines()) == 1, err_0
+    assert err_1.startswith("process 1: error: ") and len(err_1.splitlines()) == 1, err_1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@FULL
+def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
+    """The lock is the first's; the others would wait for it for ever."""
+    (tmp_path / ".lock").write_text("99")
+    with open(tmp_path / ".lock", "a+") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        flags = [f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path}"]
+        started = processes.start("-m", "experiments.text", *TINY, *flags)
+        (code_0, _, err_0), (code_1, out_1, err_1) = processes.finish(started)
+    assert (code_0, code_1) == (1, 1)
+    assert re.match(rf"error: .*\b99\b.*{re.escape(str(tmp_path))}", err_0) and len(err_0.splitlines()) == 1
+    assert out_1 == err_1 == "", "one process printed it"
+
+
+@NIGHTLY
+def test_one_process_that_is_left_alone_reports_it():
+    script = (
+        "from txl_jax.cli import hosts, runner; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given "
+        "= dict; runner.guarded(lambda: 0, begin=hosts.join)"
+    )
+    environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    [(code, _, err)] = processes.finish(processes.start("-c", script, processes=1, **environment))
+    assert code != 0
+    assert re.match(r".*\b2\b.*--num_processes\b.*\bJAX_NUM_PROCESSES\b", err), err

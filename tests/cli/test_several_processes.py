@@ -1,0 +1,103 @@
+"""Tests that every program works on several hosts or refuses them, and that all compare their own flags."""
+
+import inspect
+import runpy
+import sys
+
+import pytest
+from absl import flags
+
+from support import ROOT, programs
+from txl_jax.cli import flag_tree, hosts, runner
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.data.published import program_of
+from txl_jax.errors import UserError
+from txl_jax.runtime import distributed
+
+PATHS = {
+    ".".join(path.relative_to(ROOT / "experiments").with_suffix("").parts): path
+    for path in sorted((ROOT / "experiments").rglob("*.py"))
+    if '__name__ == "__main__"' in path.read_text() and path.name != "__main__.py"
+}
+# Whether programs join other hosts, refuse them, or may run on each.
+JOIN = {
+    *({program_of(name) for name in CorpusName} - {"quickstart"}),
+    *("paper.ablation", "paper.context_length", "paper.continuation"),
+}
+ALONE = {
+    *("convert", "ensemble", "export", "lm_eval", "quickstart", "report", "serve"),
+    *("bench.attention", "bench.estimate", "bench.serving", "bench.softmax_speed", "bench.speed"),
+    *("examples.document_embeddings", "examples.memory_policy", "examples.speech_encoder"),
+    *("paper.attention", "paper.recl", "paper.table9"),
+}
+EACH = {"prepare"}
+BEGIN = inspect.signature(runner.guarded).parameters["begin"].default
+
+# Folders may lie elsewhere on another host; that all reach the same workdir is checked when it is opened.
+FOLDERS = {"workdir", "data_dir", "cache_dir", "out", "compilation_cache"}
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts a program up to its job, without running it; returns the job, what it does about hosts, and its flags."""
+
+    def start(name, *words):
+        guarded = []
+
+        def record(job, *, begin=BEGIN):
+            guarded.append((job, begin))
+            return 0
+
+        monkeypatch.setattr(runner, "guarded", record)
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(PATHS[name]), run_name="__main__")
+        assert ended.value.code == 0
+        [(job, begin)] = guarded
+        return job, begin, set(flags.FLAGS) - of_libraries
+
+    with programs.own_flags() as of_libraries:
+        yield start
+
+
+def test_every_program_is_of_one_kind():
+    assert set(PATHS) == JOIN | ALONE | EACH
+    assert len(PATHS) == len(JOIN) + len(ALONE) + len(EACH)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_every_program_works_on_several_hosts_or_refuses(start, name):
+    _, begin, defined = start(name)
+    assert begin is (hosts.join if name in JOIN else hosts.alone if name in ALONE else hosts.each)
+    assert set(hosts.FLAG_NAMES) <= defined if name in JOIN else not set(hosts.FLAG_NAMES) & defined
+
+
+class ReadsTextError(Exception):
+    """Raised where a program would begin to read."""
+
+
+@pytest.mark.parametrize("name", sorted(JOIN))
+def test_programs_of_several_hosts_compare_their_own_flags(start, monkeypatch, name):
+    """Those that are no settings of `ExperimentConfig`: settings are compared when a job begins."""
+
+    def stop(act):
+        raise ReadsTextError
+
+    compared = set()
+    monkeypatch.setattr(hosts, "check_same", lambda values: compared.update(values))
+    monkeypatch.setattr(distributed, "run_on_all", stop)
+    job, _, defined = start(name, "--workdir=nowhere") if "ablation" not in name else start(name, "--out=nowhere")
+    with pytest.raises(ReadsTextError):
+        job()
+    settings = {leaf.name for leaf in flag_tree.setting_leaves(ExperimentConfig)} | {"compat"}
+    aliases = {flag for flag in defined if (flags.FLAGS[flag].help or "").startswith("Alias for --")}
+    own = {flag for flag in defined if not flag.startswith("no")} - settings - aliases - set(hosts.FLAG_NAMES)
+    assert own - FOLDERS and compared == own - FOLDERS
+
+
+def test_a_program_of_one_host_is_not_run_twice(monkeypatch):
+    for name, value in {"COORDINATOR_ADDRESS": "a:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    with pytest.raises(UserError, match=r"one host.*\b2 processes"):
+        hosts.alone()
+    hosts.each()

@@ -1,0 +1,57 @@
+"""Tests the table of corpora: each name has a row, and the row is all that the rest of the project knows of it."""
+
+import dataclasses
+
+import pytest
+
+from support import ROOT
+from txl_jax.config import CorpusName, DataConfig, Heldout, Order, Tokenizer, TokenizerConfig
+from txl_jax.data import published
+from txl_jax.data.prepare import BUILDERS
+from txl_jax.data.published import CORPORA, LOCAL, check_file, default_data, program_of
+from txl_jax.errors import UserError
+
+
+def test_each_name_is_a_row_or_local():
+    assert set(CORPORA) | set(LOCAL) == set(CorpusName) and not set(CORPORA) & set(LOCAL)
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_a_row_is_complete(name):
+    row = CORPORA[name]
+    row.defaults.validate()
+    assert row.defaults.corpus is name and row.vocab_size > 1
+    assert {part for part, _, _ in row.ranges().values()} == set(row.facts)
+    assert all(set(layout) == set(row.facts) for layout in row.layouts + row.own_layouts)
+    assert row.contents and not row.contents.endswith(".")
+    assert sum(row.cuts.values()) in (0, row.facts.get(published.WHOLE, published.Facts(size=0)).size)
+    layouts = [{file for files in layout.values() for file in files} for layout in row.layouts + row.own_layouts]
+    for source in row.sources:
+        names = {remote.file for remote in source}
+        assert (len(source) == 1 and source[0].is_archive) or names in layouts, "files are found by a layout"
+    if row.defaults.tokenizer.kind is Tokenizer.BYTE and not row.closed_alphabet:
+        assert row.vocab_size == 256
+    assert (BUILDERS[name].NAME, BUILDERS[name].name) == (name, f"txl_{name}")
+
+
+def test_default_settings():
+    assert default_data(CorpusName.LM1B).order is Order.SENTENCES
+    assert default_data(CorpusName.LM1B).heldout is Heldout.SEPARATE
+    assert default_data(CorpusName.PTB).tokenizer == TokenizerConfig(kind=Tokenizer.WORD)
+    assert default_data(CorpusName.TEXT) == DataConfig(corpus=CorpusName.TEXT)
+
+
+def test_a_part_is_read_of_one_file_alone():
+    for name in CorpusName:
+        data = DataConfig(corpus=name, file="a")
+        if name is CorpusName.TEXT or (name in CORPORA and CORPORA[name].cuts):
+            check_file(data)
+        else:
+            with pytest.raises(UserError, match=rf"^data\.file is 'a'.*\b{name}\b"):
+                check_file(data)
+            check_file(dataclasses.replace(data, file=None))
+
+
+def test_the_program_of_a_corpus_is_there():
+    for name in CorpusName:
+        assert (ROOT / "experiments" / f"{program_of(name)}.py").is_file()

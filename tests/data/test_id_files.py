@@ -1,0 +1,153 @@
+"""Tests ready-made ids: types and files, splits, vocabulary sizes, the memory map, and every file that is refused."""
+
+import numpy as np
+import pytest
+
+from support import hf_tokenizers
+from support.own_text import own_text
+from txl_jax.config import IdType, Tokenizer
+from txl_jax.data.corpus import read_corpus
+from txl_jax.data.ready_ids import IdVocabulary
+from txl_jax.data.subwords import SubwordVocabulary
+from txl_jax.data.word_tokens import WordVocabulary
+from txl_jax.errors import UserError
+
+IDS = np.random.default_rng(0).integers(0, 200, 100)
+IDS[70] = 211  # The largest one.
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Reads ids of files in a folder of this test."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(vocabulary=None, **fields):
+        return read_corpus(own_text(kind=Tokenizer.ID, **fields), "nowhere", "cache", vocabulary=vocabulary)
+
+    return of
+
+
+def splits(corpus):
+    return [split.tolist() for split in (corpus.train, corpus.valid, corpus.test)]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i2", ">u2", "<i4", "u4", "i8", ">u8"])
+def test_an_array_of_any_integer_type_is_split_by_position(read, dtype):
+    np.save("ids.npy", IDS.astype(dtype))
+    corpus = read(file="ids.npy")
+    assert splits(corpus) == [IDS[:90].tolist(), IDS[90:95].tolist(), IDS[95:].tolist()]
+    assert corpus.vocabulary == IdVocabulary(212) and corpus.name == "ids" and corpus.sentences is None
+    assert corpus.vocabulary.encode(b"5 17").tolist() == [5, 17] and corpus.vocabulary.decode([5, 17]) == b"5 17 "
+
+
+@pytest.mark.parametrize("bin_type", IdType)
+def test_plain_numbers_by_split_and_without_a_test_file(read, bin_type):
+    for name, ids in (("train", IDS[:80]), ("val", IDS[80:90]), ("test", IDS[90:])):
+        ids.astype(f"<{np.dtype(bin_type.value).str[1:]}").tofile(f"{name}.bin")
+    named = {"train": ("train.bin",), "valid": ("val.bin",), "bin_type": bin_type}
+    corpus = read(**named)
+    assert splits(corpus) == [IDS[:80].tolist(), IDS[80:90].tolist(), IDS[80:90].tolist()]
+    tested = read(**named, test=("test.bin",))
+    assert splits(tested) == [IDS[:80].tolist(), IDS[80:90].tolist(), IDS[90:].tolist()]
+    assert tested.digest != corpus.digest and tested.description != corpus.description
+
+
+def test_ids_are_mapped_where_they_are(read, tmp_path):
+    np.save("ids.npy", IDS.astype(np.uint16))
+    corpus = read(file="ids.npy")
+    for split in (corpus.train, corpus.valid, corpus.test):
+        assert isinstance(split, np.memmap) and not split.flags.writeable
+        assert split.filename == str(tmp_path / "ids.npy")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy"], "nothing was copied"
+
+
+def test_the_size_is_given_or_the_largest_id_and_one(read):
+    np.save("ids.npy", IDS)
+    assert read(file="ids.npy", vocab_size=500).vocabulary == IdVocabulary(500)
+    assert read(file="ids.npy", vocab_size=212).vocabulary == IdVocabulary(212)
+    with pytest.raises(UserError, match=r"\b211\b.*\b211\b.*--data\.tokenizer\.vocab_size\b"):
+        read(file="ids.npy", vocab_size=211)
+    np.array([1, 2, 3]).astype("<u2").tofile("train.bin")
+    np.array([9, 2]).astype("<u2").tofile("val.bin")
+    assert read(train=("train.bin",), valid=("val.bin",)).vocabulary.size == 10, "the largest may be in any split"
+
+
+def test_a_tokenizer_beside_it_makes_text_of_ids(read, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(hf_tokenizers.byte_level())
+    own = SubwordVocabulary(hf_tokenizers.byte_level())
+    np.save("ids.npy", own.encode(b"one two three " * 20))
+    corpus = read(file="ids.npy", hf_file="tokenizer.json")
+    assert corpus.vocabulary == own and corpus.vocabulary.decode(corpus.train).startswith(b"one two three")
+    np.save("ids.npy", np.full(100, hf_tokenizers.SIZE))
+    with pytest.raises(UserError, match=rf"\b{hf_tokenizers.SIZE}\b.*\b{hf_tokenizers.SIZE}\b.*hf_file"):
+        read(file="ids.npy", hf_file="tokenizer.json")
+
+
+def test_ids_are_scored_in_the_vocabulary_of_a_run(read):
+    np.save("ids.npy", IDS % 3)
+    words = WordVocabulary(("<eos>", "a", "<unk>"))
+    assert read(words, file="ids.npy").vocabulary == words
+    np.save("ids.npy", IDS)
+    with pytest.raises(UserError, match=r"\b211\b.*\b3\b"):
+        read(words, file="ids.npy")
+
+
+def test_the_digest_is_of_the_ids(read):
+    digests = set()
+    for ids in (IDS, IDS[::-1], IDS.astype(np.uint16)):
+        np.save("ids.npy", ids)
+        digests.add(read(file="ids.npy").digest)
+    assert len(digests) == 3
+    np.save("moved.npy", IDS.astype(np.uint16))
+    assert read(file="moved.npy").digest in digests
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("array", "pattern"),
+    [
+        (IDS.astype(float), "float64"),
+        (IDS.reshape(10, 10), r"\(10, 10\)"),
+        (IDS > 5, "bool"),
+        (np.array([{}, {}]), "Python objects"),
+        (np.where(np.arange(100) == 60, -3, IDS), r"-3 at position 60\b"),
+        (np.where(np.arange(100) == 61, 2**31 - 1, IDS), r"2147483647 at position 61\b"),
+        (np.array([2**64 - 1, 1], np.uint64), r"18446744073709551615 at position 0\b"),
+        (IDS[:20], r"\btest\b|\bvalid\b.*\b1\b.*\b2\b"),
+    ],
+)
+def test_an_array_without_ids(read, array, pattern):
+    np.save("ids.npy", array)
+    with pytest.raises(UserError, match=pattern):
+        read(file="ids.npy")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fields", "pattern"),
+    [
+        ("ids.bin", b"123", {}, r"\b3 bytes\b.*uint16"),
+        ("ids.bin", b"1234" * 9 + b"12", {"bin_type": IdType.UINT32}, r"\b38 bytes\b.*uint32.*\bbin_type\b"),
+        ("ids.bin", b"", {}, r"ids\.bin"),
+        ("ids.txt", b"1 2 3", {}, r"\.npy\b.*\.bin\b"),
+        ("ids.npy", b"1 2 3", {}, r"ids\.npy\b"),
+        ("ids.npy", b"\x93NUMPY\x01\x00", {}, r"ids\.npy\b"),
+    ],
+)
+def test_a_file_without_ids(read, tmp_path, name, content, fields, pattern):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=pattern):
+        read(file=name, **fields)
+
+
+def test_a_file_that_was_cut_off_and_several_of_a_split(read, tmp_path):
+    np.save("ids.npy", IDS)
+    content = (tmp_path / "ids.npy").read_bytes()
+    (tmp_path / "ids.npy").write_bytes(content[:-9])
+    with pytest.raises(UserError, match=r"ids\.npy\b"):
+        read(file="ids.npy")
+    for name in ("1.bin", "2.bin", "v.bin"):
+        IDS.astype("<u2").tofile(name)
+    with pytest.raises(UserError, match=r"--data\.train\b.*\b2 files\b"):
+        read(train=("[12].bin",), valid=("v.bin",))

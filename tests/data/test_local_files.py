@@ -1,0 +1,228 @@
+"""Tests text from files on this machine: which bytes land in which split, digests, and every file that is refused."""
+
+import hashlib
+import os
+import random
+import re
+import sysconfig
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.own_text import own_text
+from txl_jax.config import CorpusName, DataConfig, EmptyEnd, LineMark, Tokenizer
+from txl_jax.data.byte_tokens import text_blocks
+from txl_jax.data.own_text import file_part, read_own_text, read_prefix, read_python_stdlib, split_by_position
+from txl_jax.data.text import BLOCK_BYTES, SPLITS
+from txl_jax.errors import UserError
+
+
+def contents(files):
+    return b"".join(block for file in files for block in file.blocks())
+
+
+def parts(text):
+    """The three splits as bytes; sizes must be as declared."""
+    read = [contents(text.splits[name]) for name in SPLITS]
+    assert [sum(file.size for file in text.splits[name]) for name in SPLITS] == list(map(len, read))
+    return read
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Path of a file to write; one for all examples of a test."""
+    return tmp_path_factory.mktemp("own") / "poem.txt"
+
+
+@pytest.fixture
+def five_files(tmp_path):
+    """Paths of files whose text is their name, ten times, and a newline."""
+    paths = []
+    for name in "abcde":
+        path = tmp_path / name
+        path.write_bytes(name.encode() * 10 + b"\n")
+        paths.append(str(path))
+    return paths
+
+
+# One file
+
+
+@pytest.mark.parametrize("size", [40, 99, 100, 101, 1234567])
+def test_bytes_are_split_by_position(size, path):
+    content = random.Random(size).randbytes(size)
+    path.write_bytes(content)
+    first, second = int(size * 90 // 100), int(size * 95 // 100)
+    own, prefix = read_own_text(own_text(file=str(path))), read_prefix(DataConfig(file=str(path)))
+    for text in (own, prefix):
+        assert parts(text) == [content[:first], content[first:second], content[second:]]
+        assert text.digest == hashlib.sha256(content).hexdigest()
+        assert not text.closed_alphabet and "poem.txt" in text.description
+    assert (own.name, prefix.name) == ("text", "enwik8 prefix")
+
+
+@pytest.mark.parametrize("kind", [Tokenizer.CHAR, Tokenizer.WORD])
+@given(lines=st.lists(st.text("ab é日😀", max_size=20), min_size=1), open_end=st.booleans())
+@settings(max_examples=100)
+def test_other_tokens_are_split_where_lines_begin(path, kind, lines, open_end):
+    content = ("\n".join(lines) + "x\n" * (not open_end)).encode() or b"x"
+    path.write_bytes(content)
+    text = read_own_text(own_text(file=str(path), kind=kind, empty_end=EmptyEnd.KEEP))
+    train, valid, test = parts(text)
+    assert train + valid + test == content
+    for percent, border in ((90, len(train)), (95, len(train + valid))):
+        nominal = len(content) * percent // 100
+        assert border >= nominal
+        before = max(nominal - 1, 0)  # That byte decides whether a line begins at the nominal border already.
+        if b"\n" in content[before:]:
+            assert content[border - 1 : border] == b"\n", "a line begins here"
+            assert b"\n" not in content[before : border - 1], "and none before"
+        elif b" " in content[before:]:
+            assert content[border - 1 : border] == b" " and b" " not in content[before : border - 1]
+        else:
+            assert border - nominal <= 3, "the rest of a character"
+    for name in SPLITS:
+        "".join(text_blocks(text.splits[name], close_lines=False))  # No character is cut.
+
+
+@pytest.mark.parametrize(("unit", "border"), [("ab ", b" "), ("日", "日".encode())])
+def test_very_long_lines_are_split_at_words_or_characters(unit, border, path):
+    content = unit.encode() * 500_000
+    path.write_bytes(content + b"\n")
+    train, valid, test = parts(read_own_text(own_text(file=str(path), kind=Tokenizer.WORD)))
+    assert train + valid + test == content + b"\n"
+    assert train.endswith(border) and valid.endswith(border)
+    assert 0 <= len(train) - len(content + b"\n") * 90 // 100 <= len(unit.encode())
+
+
+def test_large_files_come_in_blocks(path):
+    content = random.Random(0).randbytes(2 * BLOCK_BYTES + 5)
+    path.write_bytes(content)
+    file = file_part(str(path))
+    assert list(map(len, file.blocks())) == [BLOCK_BYTES, BLOCK_BYTES, 5]
+    assert b"".join(file.blocks()) == content == b"".join(file.blocks()), "each time from the beginning"
+    part = file_part(str(path), 7, BLOCK_BYTES + 9)
+    assert (part.size, part.offset) == (BLOCK_BYTES + 2, 7)
+    assert b"".join(part.blocks()) == content[7 : BLOCK_BYTES + 9]
+
+
+def test_a_file_that_becomes_shorter_or_longer(path):
+    path.write_bytes(b"x" * 100)
+    text = read_own_text(own_text(file=str(path)))
+    path.write_bytes(b"x" * 100 + b"y" * 100)
+    assert b"".join(parts(text)) == b"x" * 100
+    for size in (99, 95, 0):
+        os.truncate(path, size)
+        with pytest.raises(UserError, match=rf"^{path}\b"):
+            parts(text)
+
+
+def test_several_files_are_split_as_one(five_files):
+    whole = b"".join(name.encode() * 10 + b"\n" for name in "abcde")
+    splits = split_by_position(five_files, at_lines=False)
+    assert [contents(splits[name]) for name in SPLITS] == [whole[:49], whole[49:52], whole[52:]]
+    places = {split: [(file.name[-1], file.offset, file.size) for file in splits[split]] for split in SPLITS}
+    assert places["train"] == [*((name, 0, 11) for name in "abcd"), ("e", 0, 5)] and places["test"] == [("e", 8, 3)]
+    at_lines = split_by_position(five_files, at_lines=True)
+    assert [contents(at_lines[name]) for name in SPLITS] == [whole, b"", b""]
+
+
+# Three lists
+
+
+def test_lists_are_joined_in_the_order_given(five_files):
+    a, b, c, d, e = five_files
+    text = read_own_text(own_text(train=(c, a), valid=(b,), test=(e, d)))
+    assert parts(text) == [b"c" * 10 + b"\n" + b"a" * 10 + b"\n", b"b" * 10 + b"\n", b"eeeeeeeeee\ndddddddddd\n"]
+    assert [file.name for file in text.splits["train"]] == [c, a]
+
+
+def test_patterns_expand_in_the_order_of_names(five_files, tmp_path):
+    for name in ("part10.txt", "part2.txt", "part1.txt", "part[1].txt"):
+        (tmp_path / name).write_text(name)
+    a, b = five_files[:2]
+    text = read_own_text(own_text(train=(f"{tmp_path}/part*.txt", a), valid=(f"{tmp_path}/[de]",), test=(b,)))
+    names = [os.path.basename(file.name) for name in SPLITS for file in text.splits[name]]
+    assert names == ["part1.txt", "part10.txt", "part2.txt", "part[1].txt", "a", "d", "e", "b"]
+    as_it_is = read_own_text(own_text(train=(f"{tmp_path}/part[1].txt",), valid=(a,), test=(b,)))
+    assert parts(as_it_is)[0] == b"part[1].txt", "a file of that very name"
+
+
+def test_the_digest_depends_on_order_split_and_the_ends_of_files(five_files, tmp_path):
+    a, b, c, d, e = five_files
+    for name, content in {"one": b"on", "two": b"ce\n", "both": b"once\n"}.items():
+        (tmp_path / name).write_bytes(content)
+    arrangements = [
+        {"train": (a, b), "valid": (c,), "test": (d,)},
+        {"train": (b, a), "valid": (c,), "test": (d,)},
+        {"train": (a,), "valid": (b, c), "test": (d,)},
+        {"train": (a, b), "valid": (c,), "test": (d, e)},
+        {"train": (f"{tmp_path}/one", f"{tmp_path}/two"), "valid": (a,), "test": (b,)},
+        {"train": (f"{tmp_path}/both",), "valid": (a,), "test": (b,)},
+    ]
+    digests = [read_own_text(own_text(**lists)).digest for lists in arrangements]
+    assert len(set(digests)) == len(arrangements)
+    assert digests[0] == read_own_text(own_text(**arrangements[0])).digest
+
+
+# Files that are refused
+
+
+def test_bad_files_are_named_with_their_flag(five_files, tmp_path):
+    (tmp_path / "empty").write_bytes(b"")
+    for path in (tmp_path / "absent", tmp_path, tmp_path / "empty", tmp_path / "*.text"):
+        for split in SPLITS:
+            lists = dict.fromkeys(SPLITS, (five_files[0],)) | {split: (five_files[1], str(path))}
+            with pytest.raises(UserError, match=rf"--data\.{split}\b.*{re.escape(str(path))}(?!/)\b"):
+                read_own_text(own_text(**lists))
+        for read, corpus in ((read_own_text, CorpusName.TEXT), (read_prefix, CorpusName.TEXT8)):
+            with pytest.raises(UserError, match=rf"--data\.file\b.*{re.escape(str(path))}(?!/)\b"):
+                read(DataConfig(corpus=corpus, file=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("end", "n_empty"), [("\n\n", 1), ("\r\n\r\n", 1), (" \n \t\n\n", 2), ("\n" * 1000, 999), ("\n ", 1)]
+)
+def test_empty_lines_at_the_end_are_refused(end, n_empty, path):
+    path.write_text("first\n\nlast" + end, newline="")
+    with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b\D*--data\.tokenizer\.empty_end=keep\b"):
+        read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
+
+
+def test_empty_lines_are_refused_at_the_end_of_every_file(five_files, path):
+    path.write_text("last\n\n")
+    for split in SPLITS:
+        lists = dict.fromkeys(SPLITS, tuple(five_files[:1])) | {split: (str(path), five_files[1])}
+        with pytest.raises(UserError, match=r"poem\.txt\D*\b1\b.*--data\.tokenizer\.empty_end=keep\b"):
+            read_own_text(own_text(kind=Tokenizer.WORD, **lists))
+
+
+def test_other_ends_are_taken_and_empty_lines_where_asked_for_or_without_meaning(path):
+    path.write_text("first\n\nlast\n\n\n")
+    words = {"kind": Tokenizer.WORD}
+    for fields in ({}, {"kind": "char"}, words | {"line_mark": LineMark.NONE}, words | {"empty_end": EmptyEnd.KEEP}):
+        assert b"".join(parts(read_own_text(own_text(file=str(path), **fields)))) == b"first\n\nlast\n\n\n"
+    for end in ("", "\n", "\r\n", " \n", " \t"):
+        path.write_text("first\n\n\nlast" + end, newline="")
+        read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
+
+
+# Python's library
+
+
+def test_python_stdlib_reads_modules_in_path_order_and_no_tests(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    wanted = {"a.py": "first", "b/c.py": "second", "b/testing/x.py": "third", "b.py": "fourth"}
+    skipped = ["test/t.py", "b/tests/t.py", "idlelib/idle_test/t.py", "a.txt"]
+    skipped += ["site-packages/p.py", "dist-packages/p.py", "b/__pycache__/c.py"]
+    for name, text in wanted.items() | dict.fromkeys(skipped, "NO").items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text * 10)
+    (tmp_path / "dangling.py").symlink_to(tmp_path / "absent.py")
+    text = read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
+    assert b"".join(parts(text)).decode() == "".join(wanted[name] * 10 for name in sorted(wanted))
+    assert text.name == "python_stdlib"
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
+    with pytest.raises(UserError, match=r"python311\.zip\b.*\.py\b"):
+        read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))

@@ -1,0 +1,161 @@
+"""Tests the order of an epoch: rolls and shuffled sentences against plain lists, and the random numbers."""
+
+import collections
+import itertools
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl_jax.data import epoch_order
+from txl_jax.data.epoch_order import RandomRoll, Sequential, ShuffledSentences, random_permutation, random_words
+
+EPOCHS = st.integers(0, 10)
+SEEDS = st.integers(-(2**31), 2**64)
+
+
+@st.composite
+def sentence_starts(draw):
+    """Starts of sentences, and their end: empty ones, one only and tokens in front of the first may occur."""
+    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=12))
+    return draw(st.integers(0, 3)) + np.cumsum([0, *lengths])
+
+
+def shuffled(starts, seed):
+    return ShuffledSentences(starts, n_tokens=int(starts[-1]), seed=seed)
+
+
+def stream(made, epoch, length):
+    """The places of an epoch's whole stream."""
+    return made.places(epoch, np.arange(length)).tolist()
+
+
+def turned(values, by):
+    return values[by:] + values[:by]
+
+
+def test_sequential():
+    inputs, targets = Sequential().pairs(3, np.array([[4, 0]]), 3)
+    assert inputs.tolist() == [[[4, 5, 6], [0, 1, 2]]]
+    assert targets.tolist() == [[[5, 6, 7], [1, 2, 3]]]
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=SEEDS, epoch=EPOCHS, data=st.data())
+def test_rolled_against_lists(sizes, seed, epoch, data):
+    edges = np.cumsum([0, *sizes])
+    words = random_words(seed, epoch, len(sizes)).tolist()
+    for start, size, word in zip(edges.tolist(), sizes, words, strict=False):
+        pairs = turned([(q, q + 1) for q in range(start, start + size)], word % size)
+        skip = data.draw(st.integers(0, size - 1))
+        inputs, targets = RandomRoll(edges, seed).pairs(epoch, np.array([start + skip]), size - skip)
+        assert list(zip(inputs[0].tolist(), targets[0].tolist(), strict=True)) == pairs[skip:]
+
+
+def test_every_turn_is_alike_likely():
+    """Each stretch by itself, and the stretches of one epoch independently."""
+    made, edges = RandomRoll(np.array([0, 3, 8]), seed=5), np.array([0, 3])
+    seen = collections.Counter(tuple(made.pairs(epoch, edges, 1)[0][:, 0].tolist()) for epoch in range(3000))
+    assert set(seen) == set(itertools.product(range(3), range(3, 8)))
+    assert max(abs(times - 200) for times in seen.values()) < 70, "five standard deviations of 200"
+
+
+@given(starts=sentence_starts(), seed=SEEDS, epoch=EPOCHS)
+def test_shuffled_sentences_against_lists(starts, seed, epoch):
+    sentences = [list(range(a, b)) for a, b in itertools.pairwise(starts.tolist())]
+    expected = list(range(starts[0]))
+    for i in random_permutation(seed, epoch, len(sentences)).tolist():
+        expected += sentences[i]
+    assert stream(shuffled(starts, seed), epoch, starts[-1]) == expected
+
+
+@given(starts=sentence_starts(), seed=SEEDS, epoch=EPOCHS)
+def test_pairs_are_neighbours_in_the_stream(starts, seed, epoch):
+    made, length = shuffled(starts, seed), int(starts[-1])
+    whole = stream(made, epoch, length)
+    inputs, targets = made.pairs(epoch, np.arange(max(length - 3, 0))[:, None], 3)
+    assert inputs.shape == targets.shape == (max(length - 3, 0), 1, 3)
+    for q in range(length - 3):
+        assert (inputs[q, 0].tolist(), targets[q, 0].tolist()) == (whole[q : q + 3], whole[q + 1 : q + 4])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_long_lists_are_handled_in_chunks(chunk, monkeypatch):
+    starts = np.cumsum([2, *np.random.default_rng(0).integers(0, 6, 20)])
+    whole = stream(shuffled(starts, 4), 1, starts[-1])
+    monkeypatch.setattr(epoch_order, "CHUNK", chunk)
+    assert stream(shuffled(starts, 4), 1, starts[-1]) == whole
+    for i in range(1, 20):
+        wrong = starts.copy()
+        wrong[i] = wrong[i - 1] - 1
+        first = (i - 1) // chunk * chunk  # Of the chunk in which they decrease.
+        with pytest.raises(ValueError, match=rf"\b{first}\b.*\b{first + chunk}\b"):
+            shuffled(wrong, 4)
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64])
+def test_starts_may_be_memory_mapped_and_of_any_width(dtype, tmp_path):
+    starts = np.array([1, 4, 4, 9, 11])
+    np.save(tmp_path / "starts.npy", starts.astype(dtype))
+    mapped = np.load(tmp_path / "starts.npy", mmap_mode="r")
+    assert stream(shuffled(mapped, 2), 0, 11) == stream(shuffled(starts, 2), 0, 11)
+    assert shuffled(mapped, 2).places(0, np.arange(11)).dtype == np.int64
+
+
+def test_an_epoch_is_prepared_once_and_one_is_kept(monkeypatch):
+    prepared = []
+
+    def counting(seed, epoch, n):
+        prepared.append(epoch)
+        return random_permutation(seed, epoch, n)
+
+    monkeypatch.setattr(epoch_order, "random_permutation", counting)
+    made = shuffled(np.arange(31), seed=9)
+    streams = {epoch: stream(made, epoch, 30) for epoch in (0, 0, 1, 1, 0)}
+    assert prepared == [0, 1, 0]
+    assert streams[0] == stream(shuffled(np.arange(31), seed=9), 0, 30) != streams[1]
+
+
+def test_every_order_is_alike_likely():
+    seen = collections.Counter(tuple(random_permutation(7, epoch, 3).tolist()) for epoch in range(3000))
+    assert set(seen) == set(itertools.permutations(range(3)))
+    assert max(abs(times - 500) for times in seen.values()) < 105, "five standard deviations of 500"
+
+
+@settings(max_examples=50)
+@given(seed=SEEDS, epoch=EPOCHS, n=st.integers(1, 300))
+def test_a_permutation_holds_each_number_once(seed, epoch, n):
+    got = random_permutation(seed, epoch, n)
+    assert got.dtype == np.int32
+    assert sorted(got.tolist()) == list(range(n))
+
+
+def test_numbers_belong_to_seed_and_epoch():
+    drawn = {tuple(random_words(seed, epoch, 4).tolist()) for seed in (-1, 0, 1, 2**32) for epoch in range(5)}
+    assert len(drawn) == 20
+    assert len({tuple(random_permutation(seed, epoch, 50)) for seed in (0, 1) for epoch in range(5)}) == 10
+    assert random_words(3, 2, 9)[:4].tolist() == random_words(3, 2, 4).tolist()
+
+
+def test_the_numbers_are_those_of_runs_that_exist():
+    """Other numbers would make a resumed run read another text.
+
+    Made by `random_words(1111, 0, 2).tolist()` and so on; they may change with no version of numpy.
+    """
+    assert random_words(1111, 0, 2).tolist() == [9149335232105706365, 13657752410413150597]
+    assert random_words(-1, 7, 1).tolist() == [4692318544024626926]
+    assert random_permutation(1111, 0, 12).tolist() == [9, 7, 0, 11, 8, 2, 5, 1, 6, 3, 10, 4]
+    assert random_permutation(1111, 1, 12).tolist() == [3, 0, 6, 10, 7, 8, 11, 1, 9, 5, 4, 2]
+
+
+@pytest.mark.parametrize("starts", [np.array(0), np.array([0]), np.zeros((3, 4), int), np.zeros(3, np.uint64)])
+def test_starts_are_one_axis_of_signed_integers(starts):
+    with pytest.raises(ValueError, match=rf"\b{starts.dtype}\b.*{re.escape(str(starts.shape))}"):
+        ShuffledSentences(starts, n_tokens=0, seed=0)
+
+
+@pytest.mark.parametrize("starts", [[0, 5, 9], [0, 5, 11], [-1, 5, 10]])
+def test_starts_must_be_those_of_the_text(starts):
+    with pytest.raises(ValueError, match=rf"{starts[0]}\b.*\b{starts[-1]}\b.*\b10\b"):
+        ShuffledSentences(np.array(starts), n_tokens=10, seed=0)

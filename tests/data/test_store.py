@@ -1,0 +1,231 @@
+"""Tests token stores: what is in them, when one is opened again, and the memory that making one takes."""
+
+import functools
+import hashlib
+import json
+import os
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.token_texts import SETTINGS, WORDS, assert_same, file_of, names, never, text_of, words
+from txl_jax.config import DataConfig, LineMark, Tokenizer, TokenizerConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data import token_store
+from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.data.corpus import make_vocabulary
+from txl_jax.data.text import SPLITS, File, Text
+from txl_jax.data.token_store import find_store, fingerprint, open_store
+from txl_jax.data.vocabulary import dumps
+from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
+from txl_jax.errors import UserError
+
+# What is in a store
+
+
+def test_the_ids_of_each_split_are_mapped(tmp_path):
+    tokens = open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    assert [tokens.splits[split].tolist() for split in SPLITS] == [[0, 2, 1, 5, 1], [2, 1], [5, 1]]
+    assert tokens.sentences.tolist() == [0, 3, 5] and tokens.sentences.dtype == np.int64
+    assert tokens.vocabulary == words()
+    for array in (*tokens.splits.values(), tokens.sentences):
+        assert isinstance(array, np.memmap) and not array.flags.writeable
+    (name,) = names(tmp_path)
+    assert name == f"own-text-{fingerprint(text_of(), SETTINGS)}"
+    arrays = {f"{name}.npy" for name in (*SPLITS, "sentences")}
+    assert set(names(tmp_path / name)) == arrays | {"store.json", "vocabulary.txt"}
+    assert json.loads((tmp_path / name / "store.json").read_text())["tokens"] == {"train": 5, "valid": 2, "test": 2}
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)])
+def test_ids_are_of_the_smallest_type(size, dtype, tmp_path):
+    many = WordVocabulary(("<eos>", "<unk>", *map(str, range(2, size))))
+    tokens = open_store(text_of(b"%d 3" % (size - 1)), SETTINGS, lambda: many, folder=tmp_path)
+    assert tokens.splits["train"].dtype == dtype
+    assert tokens.splits["train"].tolist() == [size - 1, 3, 0]
+
+
+def test_tokens_without_line_marks_have_no_sentences(tmp_path):
+    unmarked = (
+        ByteVocabulary.all_bytes(),
+        CharacterVocabulary("\n\N{REPLACEMENT CHARACTER}"),
+        WordVocabulary(WORDS, LineMark.NONE),
+    )
+    text = text_of(valid=b"cat\nsat", test=b"cat sat")
+    for i, vocabulary in enumerate(unmarked):
+        tokens = open_store(text, {"i": i}, lambda own=vocabulary: own, folder=tmp_path)
+        assert tokens.sentences is None and tokens.vocabulary == vocabulary
+        for split in SPLITS:
+            assert tokens.splits[split].tolist() == np.concatenate([*vocabulary.blocks(text.splits[split])]).tolist()
+
+
+# Lines of words known and unknown, some empty.
+LINES = st.lists(st.lists(st.sampled_from(["the", "cat", "dog"]), max_size=3), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("line_mark", [mark for mark in LineMark if mark is not LineMark.NONE])
+@given(files=st.lists(LINES, min_size=1, max_size=3), block=st.integers(1, 9), open_end=st.booleans())
+@settings(max_examples=50)
+def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_path_factory):
+    """Each line in plain Python: its length, its marks, and the bytes before the first."""
+    files = [[["the", "cat"], *files[0]], *files[1:]]
+    contents = [b"".join(b" ".join(map(str.encode, line)) + b"\n" for line in lines) for lines in files]
+    if open_end and files[-1][-1]:
+        contents[-1] = contents[-1].removesuffix(b"\n")
+    marks = 2 if line_mark is LineMark.DOUBLE_S else 1
+    expected = [1 if line_mark is LineMark.S else 0]
+    for lines in files:
+        for line in lines:
+            expected.append(expected[-1] + len(line) + marks)
+    folder = tmp_path_factory.mktemp("store")
+    vocabulary = WordVocabulary(WORDS, line_mark)
+    tokens = open_store(text_of(contents, block=block), SETTINGS, lambda: vocabulary, folder=folder)
+    assert tokens.sentences.tolist() == expected
+    assert expected[-1] == len(tokens.splits["train"])
+    assert tokens.splits["train"].tolist() == [
+        token for ids in vocabulary.blocks(map(file_of, contents)) for token in ids.tolist()
+    ]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("content", "length"), [(b"", 0), (b"x", 1)])
+def test_a_split_without_a_target_is_named(split, content, length, tmp_path):
+    text = text_of(**{split: content})
+    with pytest.raises(UserError, match=rf"\b{split}\b.*\bmade up\b.*\b{length}\b.*\b2\b"):
+        open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path)
+    assert names(tmp_path) == []
+
+
+# When a store is opened again
+
+
+def test_the_same_text_and_settings_are_not_encoded_again(tmp_path):
+    assert find_store(text_of(), SETTINGS, tmp_path) is None
+    made = open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    again = text_of(b"never read", digest="d")
+    assert_same(open_store(again, dict(reversed(SETTINGS.items())), never, folder=tmp_path), made)
+    assert_same(find_store(again, SETTINGS, tmp_path), made)
+    assert len(names(tmp_path)) == 1
+
+
+def test_another_text_setting_or_version_is_another_store(tmp_path, monkeypatch):
+    open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    others = [
+        (text_of(digest="e"), SETTINGS),
+        (text_of(), SETTINGS | {"min_count": 2}),
+        (text_of(), SETTINGS | {"tokenizer": "char"}),
+        (text_of(), SETTINGS | {"more": None}),
+    ]
+    for count, (text, settings_) in enumerate(others, start=2):
+        assert find_store(text, settings_, tmp_path) is None
+        open_store(text, settings_, words, folder=tmp_path)
+        assert len(names(tmp_path)) == count
+    monkeypatch.setattr(token_store, "VERSION", token_store.VERSION + 1)
+    assert find_store(text_of(), SETTINGS, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["train.npy", "valid.npy", "test.npy", "sentences.npy", "vocabulary.txt", "store.json"]
+)
+@pytest.mark.parametrize("damage", ["cut", "gone", "longer", "flipped"])
+def test_a_damaged_store_is_made_again(name, damage, tmp_path, capsys):
+    expected = open_store(text_of(), SETTINGS, words, folder=tmp_path / "undamaged")
+    open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens")
+    folder = tmp_path / "tokens" / names(tmp_path / "tokens")[0]
+    path = folder / name
+    match damage:
+        case "cut":
+            os.truncate(path, path.stat().st_size - 2)
+        case "gone":
+            path.unlink()
+        case "longer":
+            path.write_bytes(path.read_bytes() + b"more")
+        case "flipped":
+            data = bytearray(path.read_bytes())
+            data[-1 if name.endswith(".npy") else data.rindex(b"sentences" if name == "store.json" else b"sat")] ^= 1
+            path.write_bytes(data)
+    assert find_store(text_of(), SETTINGS, tmp_path / "tokens") is None
+    assert capsys.readouterr().out == ""
+    assert_same(open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens"), expected)
+    assert names(tmp_path / "tokens") == [folder.name] and len(names(folder)) == 6
+    assert str(folder) in capsys.readouterr().out
+
+
+def test_a_damaged_summary_is_no_store(tmp_path):
+    open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    (name,) = names(tmp_path)
+    for summary in ("", "{}", "[]", "7", '{"bytes": 7}', '{"bytes": {"train.npy": 7}}'):
+        (tmp_path / name / "store.json").write_text(summary)
+        assert find_store(text_of(), SETTINGS, tmp_path) is None
+
+
+def test_an_open_store_outlives_one_that_is_made_anew(tmp_path):
+    made = open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    (name,) = names(tmp_path)
+    (tmp_path / name / "store.json").unlink()
+    open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    assert made.splits["train"].tolist() == [0, 2, 1, 5, 1]
+
+
+# The digest of some tokens, by the version that made them.
+GOLDEN = {1: "da3f63de90bf37d3"}
+
+
+def test_ids_are_those_of_this_version(tmp_path):
+    """A store of old ids would still be opened if ids changed under the old version."""
+    content = "The cat sat\n\nthe cät,\tthe 😀\r\n The end".encode()
+    text = text_of(content, content, content)
+    configs = [
+        DataConfig(),
+        DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.CHAR, lower_case=True)),
+        *(
+            DataConfig(tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=line_mark, min_count=2))
+            for line_mark in LineMark
+        ),
+    ]
+    found = hashlib.sha256()
+    for config in configs:
+        make = functools.partial(make_vocabulary, config, text)
+        tokens = open_store(text, config_tree.to_dict(config), make, folder=tmp_path)
+        found.update(dumps(tokens.vocabulary).encode())
+        found.update(
+            str([*(ids.tolist() for ids in tokens.splits.values()), np.array(tokens.sentences).tolist()]).encode()
+        )
+    message = (
+        "the same text gives other tokens than before; if that is meant, raise store.VERSION and add its digest here"
+    )
+    assert found.hexdigest()[:16] == GOLDEN[token_store.VERSION], message
+
+
+# Memory
+
+
+def repeated(block, times):
+    """A file of one block over and over, of which nothing is held."""
+    return File("large.txt", len(block) * times, lambda: (bytes(bytearray(block)) for _ in range(times)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("block", "times", "vocabulary"),
+    [
+        (b"the cat sat\n" * 20_000, 125, ByteVocabulary.all_bytes()),  # 30 MB of bytes,
+        ("the cät\n".encode() * 1000, 1000, CharacterVocabulary("the cä\n\N{REPLACEMENT CHARACTER}")),  # 9 MB,
+        (b"the cat sat\n" * 500, 1000, WordVocabulary(WORDS)),  # and 6 MB, of 2 million ids.
+    ],
+    ids=["byte", "char", "word"],
+)
+def test_memory_is_that_of_a_block(block, times, vocabulary, tmp_path):
+    large = Text("own text", "made up", "d", text_of().splits | {"train": (repeated(block, times),)})
+    open_store(text_of(), {"first": True}, lambda: vocabulary, folder=tmp_path)  # Tables of the vocabulary.
+    tracemalloc.start()
+    try:
+        tokens = open_store(large, SETTINGS, lambda: vocabulary, folder=tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(tokens.splits["train"]) > 1.9e6
+    assert peak < 1.5e6

@@ -1,0 +1,110 @@
+"""Tests bytes to text: any cutting into blocks gives the same text, words stay whole, errors name file and offset."""
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from txl_jax.data.byte_tokens import text_blocks
+from txl_jax.data.text import File
+from txl_jax.errors import UserError
+
+# Every kind of white space that cuts, one that does not, and characters of one to four bytes.
+TEXTS = st.text(
+    st.sampled_from("ab \n\t\r\N{NO-BREAK SPACE}é日😀") | st.characters(codec="utf-8", exclude_characters="\0")
+)
+SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any)
+
+
+def in_blocks(content, sizes, *, name="some.txt", offset=0):
+    """A file that comes in blocks of these sizes, over and over."""
+
+    def blocks():
+        edges = itertools.accumulate(itertools.cycle(sizes), initial=0)
+        for first, last in itertools.pairwise(edges):
+            if first >= len(content):
+                return
+            yield content[first:last]
+
+    return File(name, len(content), blocks, offset)
+
+
+def failure(*files):
+    with pytest.raises(UserError) as caught:
+        list(text_blocks(files, close_lines=False))
+    return str(caught.value)
+
+
+@given(texts=st.lists(TEXTS, max_size=3), sizes=SIZES)
+def test_any_cutting_gives_the_same_text(texts, sizes):
+    files = [in_blocks(text.encode(), sizes) for text in texts]
+    assert "".join(text_blocks(files, close_lines=False)) == "".join(texts)
+
+
+@given(texts=st.lists(TEXTS, max_size=3), sizes=SIZES)
+def test_lines_that_are_open_at_a_files_end_are_closed(texts, sizes):
+    files = [in_blocks(text.encode(), sizes) for text in texts]
+    closed = [text + "\n" if text and not text.endswith("\n") else text for text in texts]
+    assert "".join(text_blocks(files, close_lines=True)) == "".join(closed)
+
+
+@given(text=TEXTS, sizes=SIZES)
+def test_no_block_ends_inside_a_word(text, sizes):
+    blocks = text_blocks([in_blocks(text.encode(), sizes)], close_lines=False)
+    assert [word for block in blocks for word in block.split()] == text.split()
+
+
+@pytest.mark.parametrize("white", ["\n", " ", "\t", "\r"])
+def test_blocks_come_while_a_file_is_read(white):
+    """A block is handed on as soon as white space in it ends a word."""
+    read = []
+
+    def blocks():
+        for block in (b"one", f"{white}two".encode(), f"{white}three".encode()):
+            read.append(block)
+            yield block
+
+    coming = text_blocks([File("some.txt", 13, blocks)], close_lines=False)
+    joined = ""
+    while white not in joined:
+        joined += next(coming)
+    assert joined == f"one{white}" and len(read) == 2
+
+
+@pytest.mark.parametrize("character", ["a", "é", "日", "😀"])
+def test_text_without_white_space_is_cut_between_characters(character):
+    text, size = character * 100_000, 10_007  # A prime, so that every place in a character is met.
+    blocks = list(text_blocks([in_blocks(text.encode(), [size])], close_lines=False))
+    assert "".join(blocks) == text
+    assert max(len(block.encode()) for block in blocks) < 100_000, "it is not held as a whole"
+
+
+@given(start=TEXTS, end=TEXTS, sizes=SIZES, offset=st.integers(0, 99), bad=st.sampled_from([b"\xff", b"\0"]))
+def test_a_byte_that_is_no_text_is_named_with_its_place_in_the_file(start, end, sizes, offset, bad):
+    whole = in_blocks("日 ".encode(), sizes, name="other.txt")
+    broken = in_blocks(start.encode() + bad + end.encode(), sizes, offset=offset)
+    named = rf"\b0xff\b.*\b{offset + len(start.encode())}\b"
+    if bad == b"\0":
+        named = rf"\b{offset + len(start.encode())}\b.*--data\.tokenizer\.kind=byte\b"
+    assert re.search(rf"^some\.txt\b.*{named}", failure(whole, broken, whole))
+
+
+@given(start=TEXTS, character=st.sampled_from("é日😀"), sizes=SIZES, offset=st.integers(0, 99), data=st.data())
+def test_a_character_that_is_cut_off_at_the_end_is_named(start, character, sizes, offset, data):
+    cut = character.encode()[: data.draw(st.integers(1, len(character.encode()) - 1))]
+    bad = in_blocks(start.encode() + cut, sizes, offset=offset)
+    place = offset + len(start.encode())
+    assert re.search(rf"^some\.txt\b.*\b{cut[0]:#04x}\b.*\b{place}\b", failure(bad))
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 100])
+def test_a_byte_order_mark_is_no_part_of_the_first_word(block):
+    content = "\ufeffthe \ufeff cat".encode()
+    blocks = [content[i : i + block] for i in range(0, len(content), block)]
+    assert (
+        "".join(text_blocks([File("a.txt", len(content), lambda: iter(blocks))], close_lines=False)) == "the \ufeff cat"
+    )
+    part = File("a.txt", len(content), lambda: iter(blocks), offset=3)  # Not the beginning of the file.
+    assert "".join(text_blocks([part], close_lines=False)) == "\ufeffthe \ufeff cat"

@@ -1,0 +1,56 @@
+"""A small run of 24 updates, and a workdir in which it has finished."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from support import drawn_run
+from txl_jax.config import DropoutConfig, EvalConfig, ModelConfig, OptimizerConfig
+from txl_jax.runs import train
+from txl_jax.runs.run import Workdir
+
+
+@pytest.fixture(scope="session")
+def _both(tmp_path_factory):
+    """(config, corpus): 3,000 bytes; an epoch is 37 steps."""
+    words = np.random.default_rng(0).choice(["one", "two", "three", "four"], 800)
+    changes = {
+        "model": ModelConfig(n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)),
+        "optimizer": OptimizerConfig(learning_rate=0.01, warmup_steps=4),
+        "train__steps": 24,
+        "train__batch_size": 8,
+        "train__segment_len": 9,
+        "train__mem_len": 7,
+        "train__segments_per_call": 2,
+        "train__log_every": 4,
+        "train__eval_every": 8,
+        "train__checkpoint_every": 6,
+        "eval": EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=None, segments_per_call=3),
+    }
+    return drawn_run.on_text(tmp_path_factory.mktemp("text"), " ".join(words).encode()[:3000], **changes)
+
+
+@pytest.fixture(scope="session")
+def config(_both):
+    return _both[0]
+
+
+@pytest.fixture(scope="session")
+def corpus(_both):
+    return _both[1]
+
+
+@pytest.fixture(scope="session")
+def run_once(config, corpus, tmp_path_factory):
+    """(workdir, outcome) of the run, which no test changes."""
+    workdir = Workdir(tmp_path_factory.mktemp("once") / "whole")
+    return workdir, train.run(config, corpus, workdir)
+
+
+@pytest.fixture
+def finished(run_once, tmp_path):
+    """(workdir, outcome) of a copy that a test may change."""
+    workdir, outcome = run_once
+    shutil.copytree(workdir.path, tmp_path / "whole")
+    return Workdir(tmp_path / "whole"), outcome

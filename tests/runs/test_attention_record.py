@@ -1,0 +1,210 @@
+"""Tests the record of a run's implementations of attention: kept on resume and in scoring, or the change is logged.
+
+The implementation in tiles is replaced here by the reference, off by a part in 100,000 for each key of its tile, so
+that two tiles give other numbers, and the test chooses what is there and what "auto" prefers.
+"""
+
+import contextlib
+import json
+import shutil
+
+import pytest
+
+from support import tiny_run
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, Network
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
+from txl_jax.ops.attention import Implementation, Implementations, Tile, cached, choice, dispatch, kernels
+from txl_jax.ops.attention.tiled import limits
+from txl_jax.runs import run, train, weights
+from txl_jax.runs.build import AttentionChoice, Chosen, assemble
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runtime import distributed
+from txl_jax.runtime.log import read_metrics
+
+SMALL, LARGE = Tile(4, 8), Tile(8, 16)
+
+
+# The record by itself
+
+
+def choice_of(training, evaluation="tiled 4x8"):
+    return AttentionChoice(*(Chosen(Implementation.parse(text), f"reason {text}") for text in (training, evaluation)))
+
+
+def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
+    config, record = ExperimentConfig(), {"training": "tiled 4x8", "evaluation": "reference"}
+    assert run.kept_attention(record, config, config) == record
+    for changes, kept in (
+        ({"train.log_every": 7}, record),
+        ({"eval.mem_len": 12}, {"training": "tiled 4x8"}),
+        ({"model.attention": "reference"}, {}),
+    ):
+        assert run.kept_attention(record, config, config_tree.replace(config, changes)) == kept
+    tiled = Implementation("tiled", tile=SMALL)
+    assert run.parse_attention(record, config) == Implementations(tiled, Implementation("reference"))
+    assert run.parse_attention({"training": "tiled 4x8"}, config) == Implementations(tiled, "auto")
+
+
+def test_what_changed_is_named_with_its_reason():
+    before = {"training": "fused triton 64x64", "evaluation": "tiled 4x8"}
+    [line] = run.attention_changes(before, choice_of("reference"))
+    assert line == "attention: training was fused triton 64x64 and is now reference (reason reference)"
+    assert run.attention_changes({}, choice_of("reference")) == run.attention_changes(before, None) == []
+    recorded = Implementations("auto", Implementation.parse("reference"))
+    [line] = run.evaluation_lines(recorded, choice_of("reference"))
+    assert line == "attention: evaluation was reference and is now tiled 4x8 (reason tiled 4x8)"
+    assert run.evaluation_lines(recorded, choice_of("tiled 4x8", "reference")) == []
+
+
+def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
+    """That what they compare reaches all of them is tested in runtime/test_distributed.py."""
+    compared: list = []
+    monkeypatch.setattr(distributed, "assert_same_on_all", lambda *given: compared.append(given))
+    for training in ("tiled 4x8", "tiled 4x8", "fused triton 64x64"):
+        run.check_same_attention(choice_of(training))
+    (first, complaint), (same, _), (other, _) = compared
+    assert first == same != other
+    assert complaint(first, other).startswith("it would compute attention by fused triton 64x64 in training")
+
+
+# Runs
+
+
+SIZES = {
+    "data": DataConfig(corpus=CorpusName.TEXT, file="words.txt"),
+    "model": ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8, init_std=0.5),
+    "train.batch_size": 4,
+    "train.steps": 4,
+    "train.segments_per_call": 2,
+    "train.log_every": 2,
+    "train.eval_every": 4,
+    "train.checkpoint_every": 4,
+    "eval.valid_tokens": 200,
+}
+CONFIG = config_tree.replace(tiny_run.CONFIG, SIZES)
+
+
+def changed(**values):
+    return config_tree.replace(CONFIG, {name.replace("__", "."): value for name, value in values.items()})
+
+
+class Tiles:
+    """A substitute for the implementation in tiles: the tile that is chosen now, and why it cannot serve."""
+
+    def __init__(self, tile):
+        self.tile = tile
+        self.refusal = None
+
+    def patch(self, monkeypatch):
+        refusal_of = choice.refusal_of
+        monkeypatch.setattr(
+            choice, "refusal_of", lambda path, problem: self.refusal if path == "tiled" else refusal_of(path, problem)
+        )
+        monkeypatch.setattr(limits, "is_faster", lambda problem: self.refusal is None)
+        monkeypatch.setattr(limits, "default_tile", lambda problem: self.tile)
+        monkeypatch.setattr(kernels, "training", self._training)
+        monkeypatch.setattr(kernels, "cached", self._cached)
+        return self
+
+    def _training(self, implementation):
+        def compute(*, visibility, dropout, **arrays):
+            return dispatch._reference(arrays, visibility, dropout) * (1 + 1e-5 * implementation.tile.key)
+
+        return compute
+
+    def _cached(self, implementation):
+        return lambda *arguments: cached.cached_attention(*arguments) * (1 + 1e-5 * implementation.tile.key)
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    return Tiles(SMALL).patch(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def runs(corpus, tmp_path_factory):
+    """The run with small tiles when it has ended, and stopped in the middle."""
+    found = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Tiles(SMALL).patch(monkeypatch)
+        for name, stops in (("stopped", True), ("whole", False)):
+            found[name] = Workdir(tmp_path_factory.mktemp(name))
+            assert train.run(CONFIG, corpus, found[name], stop_requested=lambda: stops).finished is not stops  # noqa: B023
+    return found
+
+
+@pytest.fixture
+def stopped(runs, tmp_path):
+    return Workdir(shutil.copytree(runs["stopped"].path, tmp_path / "run"))
+
+
+def recorded(workdir):
+    return json.loads(workdir.config_file.read_text()).get("attention")
+
+
+def rewrite(workdir, attention):
+    """Changes the record of a run; None takes it away."""
+    saved = json.loads(workdir.config_file.read_text())
+    del saved["attention"]
+    workdir.config_file.write_text(json.dumps(saved | ({} if attention is None else {"attention": attention})))
+
+
+def losses(workdir):
+    return [(record["kind"], record["step"], record["loss"]) for record in read_metrics(workdir.path)]
+
+
+@pytest.mark.full
+def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(runs, stopped, corpus, tiles):
+    tiles.tile = LARGE
+    assert train.run(CONFIG, corpus, stopped).finished
+    assert losses(stopped) == losses(runs["whole"])
+    assert recorded(stopped) == recorded(runs["whole"]) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+    logged = [line for line in (stopped.path / "log.txt").read_text().splitlines() if "attention training" in line]
+    assert ["as the run was begun" in line for line in logged] == [False, True]
+
+
+def start_again(workdir, config, corpus):
+    """The part of a start that chooses, compares and records; returns the lines that it would log."""
+    recorded = weights.recorded_attention(workdir, config)
+    components = assemble(config, vocab_size=corpus.vocabulary.size, recorded_attention=recorded)
+    with contextlib.ExitStack() as stack:
+        return train.claim(workdir, config, TextInfo.of(corpus), stack, attention=components.attention)
+
+
+@pytest.mark.full
+def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, tiles):
+    rewrite(stopped, {"training": "fused mosaic_roll 128x256", "evaluation": "tiled 4x8"})
+    [line] = start_again(stopped, CONFIG, corpus)
+    assert "training was fused mosaic_roll 128x256 and is now tiled 4x8 " in line and "evaluation" not in line
+    assert recorded(stopped) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+    tiles.refusal = "the head width is 4, below 8"
+    [line] = start_again(stopped, CONFIG, corpus)
+    assert "training was tiled 4x8 and is now reference, " in line
+    assert "evaluation was tiled 4x8 and is now reference" in line
+    assert recorded(stopped) == {"training": "reference", "evaluation": "reference"}
+    assert start_again(stopped, CONFIG, corpus) == []
+    components = weights.assemble_trained(CONFIG, stopped, vocab_size=corpus.vocabulary.size, log=pytest.fail)
+    assert str(components.model.attention.cached) == "reference"
+
+
+@pytest.mark.full
+def test_a_run_from_before_the_record_keeps_the_reference_in_training(stopped, corpus, tiles):
+    rewrite(stopped, None)
+    assert start_again(stopped, CONFIG, corpus) == []
+    assert recorded(stopped) == {"training": "reference", "evaluation": "tiled 4x8"}
+
+
+@pytest.mark.full
+def test_a_damaged_record_is_named(stopped):
+    rewrite(stopped, {"training": "tild 4x8"})
+    with pytest.raises(UserError, match=r"config\.json is damaged"):
+        stopped.load()
+
+
+@pytest.mark.full
+def test_an_lstm_has_no_attention_to_record(corpus, tmp_path):
+    workdir = Workdir(tmp_path)
+    lstm = changed(model__network=Network.LSTM)
+    assert start_again(workdir, lstm, corpus) == [] and recorded(workdir) is None
+    assert start_again(workdir, lstm, corpus) == []

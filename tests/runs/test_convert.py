@@ -1,0 +1,208 @@
+"""Tests of conversions: folders that are written, what is refused, and that nothing is left after an error."""
+
+import json
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import txl_jax
+from support import drawn_run, trained
+from txl_jax.config import NormPlace
+from txl_jax.errors import CheckpointError, UserError
+from txl_jax.interop import portable, safetensors_file
+from txl_jax.interop.leaves import leaf_of
+from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.runs import convert as convert_job
+from txl_jax.runs.convert import TargetFormat, convert
+
+TEXTS = [trained.TEXT[:200], trained.TEXT[200:230]]
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A workdir of words with wt103's structure, and results."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    made = trained.make(folder, **trained.WT103)
+    scores = {"loss": 1.5, "bpc": 2.25, "perplexity": 4.5, "tokens": 100.0, "step": drawn_run.STEP}
+    results = {"best_valid": scores, "test": scores | {"loss": 1.75}, "eval": {"segment_len": 5, "mem_len": 9}}
+    (folder / "results.json").write_text(json.dumps(results))
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(workdir, tmp_path_factory):
+    """The portable folder of that run."""
+    target = tmp_path_factory.mktemp("portable") / "model"
+    convert(workdir.path, target, log=lambda line: None)
+    return target
+
+
+def test_a_portable_folder_is_the_run(workdir, folder):
+    assert sorted(os.listdir(folder)) == ["README.md", "config.json", "model.safetensors", "vocabulary.txt"]
+    run, model = txl_jax.load(workdir.path), txl_jax.load(folder)
+    assert model.step == run.step == drawn_run.STEP and model.vocabulary == run.vocabulary
+    assert (model.config.model, model.config.eval) == (run.config.model, run.config.eval)
+    jax.tree.map(np.testing.assert_array_equal, model.params, run.params)
+    assert model.score(TEXTS) == run.score(TEXTS)
+    scores = json.loads((folder / "config.json").read_text())["scores"]
+    assert scores["best_valid"]["loss"] == 1.5 and scores["test"]["loss"] == 1.75
+    card = (folder / "README.md").read_text()
+    assert "| validation | 4.5000 | 1.5000 | 100 |" in card and "| test | 4.5000 | 1.7500 | 100 |" in card
+
+
+def test_no_path_of_this_machine_goes_along(workdir, folder):
+    for name in ("config.json", "README.md", "vocabulary.txt"):
+        assert str(workdir.path.parent) not in (folder / name).read_text()
+
+
+def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(workdir.path, copy)
+    results = json.loads((copy / "results.json").read_text())
+    results["test"]["step"] += 1
+    (copy / "results.json").write_text(json.dumps(results))
+    convert(copy, tmp_path / "model", log=lambda line: None)
+    assert "## Scores" not in (tmp_path / "model" / "README.md").read_text()
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["scores"] == {}
+
+
+@pytest.mark.parametrize(
+    ("to_format", "changes"),
+    [
+        (TargetFormat.HUGGINGFACE, {"model__untie_r": True}),
+        pytest.param(TargetFormat.ORIGINAL, {"model__layer_norm": NormPlace.PRE}, marks=pytest.mark.full),
+    ],
+)
+def test_to_another_format_and_back(tmp_path, to_format, changes):
+    made = trained.make(tmp_path / "run", **trained.WT103, **changes)
+    lines = []
+    convert(made.path, tmp_path / "there", to_format=to_format, log=lines.append)
+    assert any(line.startswith("verified") for line in lines)
+    assert any("compat.memory_start" in line for line in lines) is (to_format is TargetFormat.HUGGINGFACE)
+    before = txl_jax.load(made.path)
+    assert (tmp_path / "there" / "vocab.txt").read_text().splitlines() == list(before.vocabulary.words)
+    tensors = SafeTensors(tmp_path / "there" / "model.safetensors")
+    prefix = "transformer." if to_format is TargetFormat.HUGGINGFACE else ""
+    assert tensors.metadata == {"format": "pt"}
+    assert tensors.shapes[f"{prefix}word_emb.emb_layers.1.weight"] == (3, 16)
+    assert "crit.out_layers.1.weight" not in tensors, "a shared tensor is there once"
+    convert(tmp_path / "there", tmp_path / "back", log=lambda line: None)
+    after = txl_jax.load(tmp_path / "back")
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+    assert after.vocabulary == before.vocabulary
+    names = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "layer_norm", "div_val", "tie_projs", "tie_weight")
+    assert all(getattr(after.config.model, name) == getattr(before.config.model, name) for name in names)
+    assert after.config.eval.mem_len == 9 and after.config.eval.clamp_len == 6
+    if to_format is TargetFormat.ORIGINAL:  # The same start of memory: also the same losses.
+        assert after.score(TEXTS) == before.score(TEXTS)
+
+
+def test_a_folder_is_not_written_over(folder, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(UserError, match=r"full is there already and is not empty"):
+        convert(folder, tmp_path / "full")
+    with pytest.raises(UserError, match=r"file is no folder"):
+        convert(folder, tmp_path / "full" / "file")
+    with pytest.raises(UserError, match=r"lies in --from"):
+        convert(folder, folder / "new")
+    (tmp_path / "empty").mkdir()
+    convert(folder, tmp_path / "empty", log=lambda line: None)
+    assert txl_jax.load(tmp_path / "empty").step == drawn_run.STEP
+
+
+def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatch):
+    """A disk that changes a byte, and a writer that mixes up two arrays."""
+    write = safetensors_file.write
+
+    def swapped(path, leaves, **options):
+        inner = "stack.layers.attention.query", "stack.layers.attention.key"
+        return write(path, {**leaves, inner[0]: leaves[inner[1]], inner[1]: leaves[inner[0]]}, **options)
+
+    def flipped(path, leaves, **options):
+        digest = write(path, leaves, **options)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        return digest
+
+    for broken, message in (
+        (swapped, r"attention/(key|query) is not written as it was read"),
+        (flipped, r"is damaged"),
+    ):
+        monkeypatch.setattr(portable.safetensors_file, "write", broken)
+        with pytest.raises(CheckpointError, match=message):
+            convert(folder, tmp_path / "new" / "model", log=lambda line: None)
+        assert not list((tmp_path / "new").iterdir())
+
+
+def test_losses_that_differ_or_are_not_finite_are_refused():
+    verify = convert_job.check_same_losses
+    one = np.ones((2, 3), np.float32)
+    assert verify(one, one) == 0
+    with pytest.raises(CheckpointError, match=r"other losses, by up to 0\.001"):
+        verify(one, one * np.float32(1.001))
+    with pytest.raises(CheckpointError, match=r"not finite"):
+        verify(one * np.nan, one * np.nan)
+    with pytest.raises(CheckpointError, match=r"other losses"):
+        verify(one, one * np.nan)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def swap_tensors(path):
+    tensors = SafeTensors(path)
+    leaves = {name: leaf_of(np.array(tensors[name])) for name in tensors}
+    name = "softmax.bias"
+    leaves[name] = leaf_of(np.zeros(leaves[name].shape[0] + 1, np.float32))
+    digest = safetensors_file.write(path, leaves)
+    config = path.with_name("config.json")
+    rewrite(config, sha256=json.loads(config.read_text())["sha256"] | {"model.safetensors": digest})
+
+
+DAMAGE = {
+    "flipped bit": ("model.safetensors", flip, r"model\.safetensors"),
+    "no weights": ("model.safetensors", os.unlink, r"model\.safetensors"),
+    "other words": (
+        "vocabulary.txt",
+        lambda path: path.write_text(path.read_text() + "zebra\n"),
+        r"vocabulary\.txt",
+    ),
+    "vocabulary of another size": ("config.json", lambda path: rewrite(path, vocab_size=7), r"vocab_size 7"),
+    "newer format": ("config.json", lambda path: rewrite(path, txl_jax_model=99), r"version 99"),
+    "unknown setting": ("config.json", lambda path: rewrite(path, config={"model.n_layers": 2}), r"did you mean"),
+    "contradicting sizes": ("model.safetensors", swap_tensors, r"softmax/bias is float32\[\d+\] there"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_named(folder, tmp_path, name, damage, message):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    damage(copy / name)
+    with pytest.raises(UserError, match=message) as raised:
+        txl_jax.load(copy)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UserError):
+        convert(copy, tmp_path / "new", log=lambda line: None)
+    assert not (tmp_path / "new").exists()
+
+
+def test_other_folders_are_refused_with_what_to_do(folder, tmp_path):
+    with pytest.raises(UserError, match=r"holds no run"):
+        txl_jax.load(tmp_path)
+    with pytest.raises(UserError, match=r"member 'seed=2' was given"):
+        txl_jax.load(folder, member="seed=2")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"python -m experiments\.convert --from=\S+ --to=NEW_FOLDER"):
+        txl_jax.load(tmp_path)

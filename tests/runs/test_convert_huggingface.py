@@ -1,0 +1,105 @@
+"""Tests of conversions beside transformers 4.35.2: the same losses, logits, tensors and greedy tokens."""
+
+import numpy as np
+import pytest
+
+import txl_jax
+from support import trained
+from txl_jax.config import GenerateConfig
+from txl_jax.runs.convert import TargetFormat, convert
+from txl_jax.runs.weights import open_pretrained
+
+V = 61
+# wt103's structure, scaled down: three tails, div_val 4, projections shared but for the head's.
+SIZES = {
+    "vocab_size": V,
+    "cutoffs": [7, 19, 40],
+    "d_model": 64,
+    "d_embed": 64,
+    "n_head": 4,
+    "d_head": 16,
+    "d_inner": 96,
+    "div_val": 4,
+    "n_layer": 3,
+    "mem_len": 24,
+    "clamp_len": 15,
+    "same_length": True,
+    "init_std": 0.15,
+    "proj_init_std": 0.15,
+    "eos_token_id": None,
+}
+pytestmark = [
+    pytest.mark.nightly(part="huggingface"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def library():
+    """(torch, transformers)."""
+    import torch
+    import transformers.models.transfo_xl
+
+    torch.set_num_threads(1)
+    return torch, transformers
+
+
+def losses(torch, model, ids):
+    """The peer's loss of each token but the first, in segments of 8."""
+    found, memory = [], None
+    for start in range(0, len(ids) - 1, 8):
+        segment = torch.tensor(ids[None, start : start + 9].astype(np.int64))
+        with torch.no_grad():
+            out = model(segment[:, :-1], mems=memory)
+        memory = out.mems
+        found.append(-out.prediction_scores[0].gather(1, segment[0, 1:, None])[:, 0].numpy())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize(("untie_r", "safe"), [(True, True), (False, False)], ids=["safetensors", "pytorch_model.bin"])
+def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe):
+    torch, transformers = library
+    torch.manual_seed(5)
+    peer = transformers.TransfoXLLMHeadModel(transformers.TransfoXLConfig(**SIZES, untie_r=untie_r)).eval()
+    with torch.no_grad():
+        for name, value in peer.named_parameters():
+            if "bias" in name or "layer_norm" in name:
+                value += 0.1 * torch.randn_like(value)
+    peer.save_pretrained(tmp_path / "theirs", safe_serialization=safe)
+    lines: list[str] = []
+    convert(tmp_path / "theirs", tmp_path / "ours", log=lines.append)
+    assert any(line.startswith("verified") for line in lines)
+    ids = np.random.default_rng(0).integers(V, size=49)
+    model = txl_jax.load(tmp_path / "ours")
+    [found] = model.score([ids.tolist()], per_token=True)
+    np.testing.assert_allclose(found, losses(torch, peer, ids), atol=1e-5, rtol=0)
+    check_greedy(torch, peer, model, ids[:5])
+    convert(tmp_path / "ours", tmp_path / "back", to_format=TargetFormat.HUGGINGFACE, log=lines.append)
+    again = transformers.TransfoXLLMHeadModel.from_pretrained(tmp_path / "back").eval()
+    expected, there = peer.state_dict(), again.state_dict()
+    assert expected.keys() == there.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, there[name]), name
+    with torch.no_grad():
+        segment = torch.tensor(ids[None, :20])
+        logits = [each(segment).prediction_scores for each in (peer, again)]
+    assert torch.equal(*logits)
+
+
+def check_greedy(torch, peer, model, prompt):
+    """Compares 200 greedy tokens after a prompt."""
+    with torch.no_grad():
+        theirs = peer.generate(torch.tensor(prompt[None]), max_new_tokens=200, do_sample=False, pad_token_id=0)
+    [ours] = model.generate([model.decode(prompt)], GenerateConfig(length=200, temperature=0.0, top_k=None))
+    assert model.encode(ours).tolist() == theirs[0, len(prompt) :].tolist()
+
+
+def test_its_tokenizer_reads_the_words(library, tmp_path):
+    _, transformers = library
+    made = trained.make(tmp_path / "run", **trained.WT103)
+    convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE, log=lambda line: None)
+    tokenizer = transformers.TransfoXLTokenizer.from_pretrained(tmp_path / "theirs")
+    vocabulary = open_pretrained(made.path).vocabulary
+    text = "the cat sat on the zebra"  # The last word is unknown.
+    assert tokenizer.encode(text) == vocabulary.encode(text.encode()).tolist()
+    assert len(tokenizer) == vocabulary.size and tokenizer.eos_token_id == vocabulary.mark

@@ -1,0 +1,126 @@
+"""Tests what validation decides while a run goes on: when it ends early, and when the mean of the weights begins."""
+
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from support.run_records import StopAfter
+from txl_jax.config import tree as config_tree
+from txl_jax.runs import train
+from txl_jax.runs.build import assemble
+from txl_jax.runs.run import Workdir
+from txl_jax.runs.validation import Validation
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.log import read_metrics
+from txl_jax.training.members import Members
+
+EVERY = 3
+
+
+@pytest.fixture(scope="module")
+def given(config, corpus, usual_emitters):
+    """(config, corpus): a run with so high a rate that its loss goes up and down."""
+    changes = {
+        "model.n_layer": 1,
+        "optimizer.learning_rate": 0.1,
+        "optimizer.warmup_steps": 0,
+        "train.steps": 60,
+        "train.batch_size": 4,
+        "train.segments_per_call": 1,
+        "train.log_every": 60,
+        "train.eval_every": EVERY,
+        "train.checkpoint_every": 30,
+        "eval.segments_per_call": 1,
+    }
+    return config_tree.replace(config, changes), corpus
+
+
+def run(given, folder, **changes):
+    config, corpus = given
+    stop_requested = changes.pop("stop_requested", lambda: False)
+    config = config_tree.replace(config, {name.replace("__", "."): value for name, value in changes.items()})
+    workdir = Workdir(folder)
+    outcome = train.run(config, corpus, workdir, stop_requested=stop_requested)
+    return outcome, [r["loss"] for r in read_metrics(folder) if r["kind"] == "valid"], (config, corpus, workdir)
+
+
+def first(due, losses):
+    """The first evaluation, from 1, after which `due` of the losses so far."""
+    return next(n for n in range(1, len(losses) + 1) if due(losses[:n]))
+
+
+def never_better(losses, patience):
+    return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
+
+
+def state_of(found):
+    config, corpus, workdir = found
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    with Checkpointer(workdir.latest, keep=2, log=print) as latest:
+        return latest.restore(parts.training.abstract_state)[1]
+
+
+@pytest.fixture(scope="module")
+def whole(given, tmp_path_factory):
+    return run(given, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize(
+    ("losses", "ends"),
+    [
+        ([[5.0, 6.0]], False),
+        ([[5.0, 6.0, 5.0]], True),  # As good as the best is no better.
+        ([[5.0, 6.0, 4.9]], False),
+        ([[5.0, 4.0, 4.5]], False),
+        ([[5.0, 6.0, 7.0], [5.0, 6.0, 4.0]], False),  # A member that still improves keeps all running.
+        ([[5.0, 6.0, 7.0], [5.0, 6.0, 6.0]], True),
+    ],
+)
+def test_patience_is_the_number_of_evaluations_without_improvement(config, losses, ends):
+    config = config_tree.replace(config, {"train.patience": 2})
+    names = tuple(map(str, range(len(losses)))) if len(losses) > 1 else ()
+    validation = Validation(types.SimpleNamespace(config=config, members=Members(names)), None, None, print)
+    validation.losses = losses
+    assert validation.out_of_patience is ends
+
+
+def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
+    _, losses, _ = whole
+    last = first(lambda so_far: never_better(so_far, 2), losses)
+    assert last < len(losses), "the losses of this run fall all the time; choose a higher rate"
+    outcome, found, _ = run(given, tmp_path, train__patience=2)
+    assert outcome.finished and outcome.step == last * EVERY and found == losses[:last]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["steps"] == last * EVERY and results["best_valid"]["loss"] == min(found)
+    # Given more patience it goes on.
+    longer, found, _ = run(given, tmp_path, train__patience=None)
+    assert longer.step == 60 and found == losses
+
+
+def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path):
+    _, losses, _ = whole
+    due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), losses)
+    outcome, found, run_found = run(given, tmp_path, average__nt_asgd_patience=1)
+    state = state_of(run_found)
+    assert int(state.average.begun) == due * EVERY < 60
+    assert found[:due] == losses[:due], "before it begins, the mean is the parameters"
+    assert found[due + 1 :] != losses[due + 1 :]
+    mean, last = (jax.tree.leaves(tree)[0] for tree in (state.average.params, state.params))
+    assert np.abs(mean - last).max() > 1e-3
+    assert outcome.results["best_valid"]["loss"] == min(found)
+    assert state.scored_params is state.average.params
+
+
+@pytest.mark.full
+def test_losses_of_other_settings_are_not_compared(given, tmp_path):
+    """Scored at another temperature they are worse than before, and so would end a run of little patience at once."""
+    stopped, before, _ = run(given, tmp_path, stop_requested=StopAfter(31))
+    assert not stopped.finished and len(before) >= 2
+    outcome, found, _ = run(given, tmp_path, eval__temperature=10.0, train__patience=1)
+    after = found[len(before) :]
+    assert after[0] > min(before), "choose a temperature that scores worse"
+    ends = next((n for n in range(1, len(after) + 1) if never_better(after[:n], 1)), len(after))
+    assert len(after) == ends > 1 and outcome.finished

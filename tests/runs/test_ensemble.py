@@ -1,0 +1,280 @@
+"""Tests ensembles: each member is the run that it would be alone, stopped, resumed, scored and split off alike."""
+
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import drawn_run, tiny, tiny_run
+from support.run_records import StopAfter
+from txl_jax.config import DType
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
+from txl_jax.runs import ensemble, score, train
+from txl_jax.runs.build import Compilation, assemble
+from txl_jax.runs.checkpoints import RunCheckpoints
+from txl_jax.runs.ensemble import split_off
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.weights import load_state
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.sinks import MEASURED
+from txl_jax.training.ensemble import Variation, make_ensemble_step
+from txl_jax.training.step import make_train_step
+
+STEPS = 12
+RATE, DROPOUT = "optimizer.learning_rate", "model.dropout.rate"
+# A rate that is 0 in one and not in another; the others at rates of their own throughout.
+MEMBERS = [{"seed": 3}, {DROPOUT: 0.0, "seed": 4, RATE: 0.02}, {DROPOUT: 0.5}]
+NAMES = ["seed=3", "seed=4+learning_rate=0.02+dropout.rate=0.0", "dropout.rate=0.5"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(config, corpus)."""
+    changes = {
+        "model__dropout__attention": 0.2,
+        "model__dropout__embedding": 0.1,
+        "train__steps": STEPS,
+        "train__segments_per_call": 2,
+        "train__log_every": 4,
+        "train__eval_every": 4,
+        "train__checkpoint_every": 2,
+        "average__start_step": 6,
+        "eval__segments_per_call": 4,
+    }
+    return drawn_run.on_text(tmp_path_factory.mktemp("text"), drawn_run.letters(), **changes)
+
+
+def run(base, folder, chosen=MEMBERS, **others):
+    return ensemble.run(base[0], chosen, base[1], Workdir(folder), **others)
+
+
+def records(path, member=None):
+    """The records of a run, or those of one member, without what the clock decides."""
+    left_out = {*MEASURED, "member"}
+    found = read_metrics(path)
+    return [{k: v for k, v in each.items() if k not in left_out} for each in found if each.get("member") == member]
+
+
+def state_of(workdir, base):
+    """Step, state and notes of the newest checkpoint."""
+    config, _ = workdir.load()
+    return load_state(assemble(config, vocab_size=base[1].vocabulary.size), workdir, log=print)
+
+
+def assert_equal_trees(found, expected):
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    """(folder, outcome) of an ensemble that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(base, folder)
+
+
+@pytest.mark.full
+def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
+    """Shown by the member that differs most."""
+    base = config_tree.replace(base[0], {"model.dtype": DType.FLOAT64}), base[1]
+    outcome = run(base, tmp_path / "all")
+    assert outcome.finished and outcome.step == STEPS and list(outcome.results["members"]) == NAMES
+    name, lone = NAMES[1], Workdir(tmp_path / "lone")
+    alone = train.run(ensemble.member_configs(base[0], MEMBERS)[name], base[1], lone)
+    found, expected = records(tmp_path / "all", name), records(lone.path)
+    for one, other in zip(found, expected, strict=True):
+        assert one.pop("kind") == other.pop("kind") and one == pytest.approx(other, rel=1e-6)
+    own = outcome.results["members"][name]
+    assert own["test"]["loss"] == pytest.approx(alone.results["test"]["loss"], rel=1e-9)
+    assert own["best_valid"]["step"] == alone.results["best_valid"]["step"]
+    own_state, lone_state = (state_of(each, base)[1] for each in (Workdir(tmp_path / "all", name), lone))
+    for (path, a), b in zip(jax.tree.leaves_with_path(own_state), jax.tree.leaves(lone_state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=jax.tree_util.keystr(path))
+
+
+def test_one_workdir_holds_all_members(base, whole):
+    folder, outcome = whole
+    assert outcome.finished and outcome.step == STEPS
+    losses = [found["test"]["loss"] for found in outcome.results["members"].values()]
+    assert len({round(loss, 3) for loss in losses}) == 3
+    assert json.loads((folder / "results.json").read_text()) == outcome.results
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["members"] == [{"seed": 3}, {"seed": 4, RATE: 0.02, DROPOUT: 0.0}, {DROPOUT: 0.5}]
+    assert saved["config"] == config_tree.to_dict(base[0])
+    assert {record["member"] for record in read_metrics(folder)} == set(NAMES)
+    rows = [line.strip("| ").split(" | ") for line in (folder / "members.md").read_text().splitlines() if "|" in line]
+    for name, (member, valid, updates, test) in zip(NAMES, rows[2:], strict=True):
+        found = outcome.results["members"][name]
+        assert member == name and int(updates) == found["test"]["step"] == found["best_valid"]["step"]
+        assert float(valid) == pytest.approx(found["best_valid"]["bpc"], abs=0.006)
+        assert float(test) == pytest.approx(found["test"]["bpc"], abs=0.006)
+
+
+def test_a_finished_ensemble_is_neither_compiled_nor_scored_again(base, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "all"
+    shutil.copytree(whole[0], folder)
+    monkeypatch.setattr(ensemble, "score_or_stop", pytest.fail)
+    monkeypatch.setattr(Compilation, "of", pytest.fail)
+    before = (folder / "metrics.jsonl").read_bytes()
+    outcome = run(base, folder)
+    assert outcome.finished and outcome.results == whole[1].results
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def assert_same_ensembles(folder, expected):
+    for name in NAMES:
+        assert records(folder, name) == records(expected, name)
+    newest = []
+    for each in (folder, expected):
+        with Checkpointer(Workdir(each).latest, keep=2, log=print) as latest:
+            newest.append(latest.latest_step())
+    assert newest[0] == newest[1]
+
+
+@pytest.mark.full
+def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
+    """After updates, and in the middle of the evaluation of one of them."""
+    for calls in (2, 6):
+        assert not run(base, tmp_path, stop_requested=StopAfter(calls)).finished
+    outcome = run(base, tmp_path)
+    assert outcome.finished and outcome.results["members"] == whole[1].results["members"]
+    assert_same_ensembles(tmp_path, whole[0])
+    for name in NAMES:
+        found, expected = (state_of(Workdir(folder, name), base)[1] for folder in (tmp_path, whole[0]))
+        assert_equal_trees(found, expected)
+
+
+@pytest.mark.full
+def test_a_kill_between_the_saves_of_members_is_made_good(base, whole, tmp_path, monkeypatch):
+    """The best parameters of some members are written, those of the others and the checkpoint are not."""
+
+    class Killed(BaseException):
+        pass
+
+    calls, save_best = iter(range(1, 100)), RunCheckpoints.save_best
+
+    def save_some(self, *arguments):
+        if next(calls) == 4:
+            raise Killed
+        save_best(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunCheckpoints, "save_best", save_some)
+        with pytest.raises(Killed):
+            run(base, tmp_path)
+    assert run(base, tmp_path).results["members"] == whole[1].results["members"]
+    assert_same_ensembles(tmp_path, whole[0])
+
+
+@pytest.mark.parametrize("chosen", [MEMBERS[:2], MEMBERS[::-1]], ids=["fewer", "order"])
+def test_other_members_in_a_used_workdir_are_refused(base, whole, chosen):
+    before = sorted(whole[0].rglob("*"))
+    with pytest.raises(UserError, match=f"{re.escape(NAMES[0])}.*--workdir"):
+        run(base, whole[0], chosen)
+    with pytest.raises(UserError, match=f"{re.escape(NAMES[0])}.*none.*--workdir"):
+        train.run(base[0], base[1], Workdir(whole[0]))
+    assert sorted(whole[0].rglob("*")) == before
+
+
+def test_a_member_is_loaded_and_scored_by_its_name(base, whole):
+    folder, outcome = whole
+    for name, config in ensemble.member_configs(base[0], MEMBERS).items():
+        workdir = Workdir(folder, name)
+        assert workdir.load()[0] == config
+        scored = score.evaluate_splits(config, base[1], workdir, trained_on=TextInfo.of(base[1]))
+        expected = outcome.results["members"][name]
+        assert scored["test"]["loss"] == expected["test"]["loss"] and scored["step"] == expected["best_valid"]["step"]
+
+
+def test_a_member_that_is_not_there_is_refused_with_the_names(base, whole, tmp_path):
+    for wrong in ("seed=7", None):
+        with pytest.raises(UserError, match=rf"--ensemble_member.*{re.escape(NAMES[0])}"):
+            Workdir(whole[0], wrong).load()
+    lone = Workdir(tmp_path).create()
+    lone.record(base[0], TextInfo.of(base[1]))
+    with pytest.raises(UserError, match=r"--ensemble_member.*'seed=3'"):
+        Workdir(tmp_path, "seed=3").load()
+
+
+@pytest.mark.full
+def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_path):
+    """The state is the ensemble's, bit for bit; its updates from there on agree with the ensemble's up to rounding."""
+    name = NAMES[1]
+    assert not run(base, tmp_path / "all", stop_requested=StopAfter(9)).finished
+    made = split_off(tmp_path / "all", name, tmp_path / "own")
+    config, _ = made.load()
+    assert config == ensemble.member_configs(base[0], MEMBERS)[name]
+    (step, found, _), (expected_step, expected, _) = (
+        state_of(each, base) for each in (made, Workdir(tmp_path / "all", name))
+    )
+    assert 0 < step == expected_step < STEPS
+    assert_equal_trees(found, expected)
+    assert records(made.path) == records(tmp_path / "all", name)
+    with pytest.raises(UserError, match=r"--to"):
+        split_off(tmp_path / "all", name, made.path)
+    outcome = train.run(config, base[1], made)
+    ours, theirs = outcome.results["test"], whole[1].results["members"][name]["test"]
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    own, all_of_it = records(made.path), records(whole[0], name)
+    assert [(r["kind"], r["step"]) for r in own] == [(r["kind"], r["step"]) for r in all_of_it]
+
+
+def test_a_member_of_a_finished_ensemble_is_finished_when_split_off(base, whole, tmp_path):
+    name = NAMES[2]
+    made = split_off(whole[0], name, tmp_path / "own")
+    before = records(made.path)
+    outcome = train.run(made.load()[0], base[1], made)
+    own = whole[1].results["members"][name]
+    assert outcome.finished and {key: outcome.results[key] for key in own} == own
+    assert records(made.path) == before == records(whole[0], name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "n_compared"),
+    [(DType.FLOAT64, 1e-9, 1), pytest.param(DType.BFLOAT16, 2e-2, 2, marks=pytest.mark.full)],
+)
+def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, n_compared, x64):
+    """Seeds, rates of dropout and learning rates of its own; in bfloat16 a traced rate must widen nothing."""
+    rates = ("model.dropout.embedding", "model.dropout.qkv", "model.dropout.weight", DROPOUT)
+    config = config_tree.replace(tiny_run.CONFIG, {"model.dtype": dtype, "model.dropout.attention": 0.2})
+    configs = [
+        config_tree.replace(config, {"seed": 3} | dict.fromkeys(rates, 0.0)),
+        config_tree.replace(config, {"seed": 4, RATE: 0.02} | dict.fromkeys(rates, 0.3)),
+    ]
+    made, segments = assemble(config, vocab_size=tiny.V), tiny_run.text().segments(0, 1)
+    state, step = tiny_run.state(made), jax.jit(make_ensemble_step(made.model, config))
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (state, segments))
+    after, found = step(Variation.of(config, configs), *both)
+    assert abs(found.nats[0] - found.nats[1]) > 1e-3 * found.nats[0]
+    for i, own in list(enumerate(configs))[-n_compared:]:
+        alone = assemble(own, vocab_size=tiny.V)
+        lone_step = jax.jit(make_train_step(alone.model, alone.optimizer, alone.schedule, own))
+        expected_after, expected = lone_step(state, segments)
+        # In bfloat16 the same roundings, up to the order of sums.
+        np.testing.assert_allclose(found.nats[i], expected.nats, rtol=min(2e-3, tolerance))
+        np.testing.assert_allclose(found.grad_norm[i], expected.grad_norm, rtol=tolerance)
+        if dtype is DType.FLOAT64:
+            pairs = zip(jax.tree.leaves(after.params), jax.tree.leaves(expected_after.params), strict=True)
+            for leaf, expected_leaf in pairs:
+                np.testing.assert_allclose(leaf[i], expected_leaf, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "changes", "pattern"),
+    [
+        ([{"seed": 1}, {"seed": 1}], {}, "seed=1; seed=1"),
+        ([{"seed": 1}, {"model.n_layer": 3}], {}, r"model\.n_layer\b.*model\.dropout"),
+        ([{"seed": 1}, {DROPOUT: 1.5}], {}, r"model\.dropout\D*\b1\.5\b"),
+        ([{"seed": 1}, {"seed": 2}], {"train.patience": 2}, r"train\.patience\D*\b2\b"),
+    ],
+)
+def test_mistakes_are_refused(base, chosen, changes, pattern, tmp_path):
+    with pytest.raises(UserError, match=pattern):
+        run((config_tree.replace(base[0], changes), base[1]), tmp_path, chosen)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,175 @@
+"""Tests of exported models: the numbers of the model in a process without this project, and what is refused."""
+
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import txl_jax
+from experiments import export as job
+from experiments.export import export_model
+from support import ROOT, links, trained
+from txl_jax.config import GenerateConfig, Tokenizer
+from txl_jax.errors import CheckpointError, UserError
+from txl_jax.interop import exported_folder
+from txl_jax.runs.convert import convert
+
+pytestmark = pytest.mark.full
+EXAMPLE = ROOT / "docs" / "examples" / "run_exported.py"
+# What jax needs, and the two packages of the example.
+PACKAGES = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy", "flatbuffers", "safetensors")
+FILES = ["generate.jax_export", "manifest.json", "manifest.sha256", "score.jax_export", "tokens.json"]
+FILES += ["weights.safetensors"]
+COUNT = 50
+BYTES = {"tokenizer": Tokenizer.BYTE, "model__n_layer": 1}
+
+RUN = """
+import json, pathlib, runpy, sys
+sys.path.append(sys.argv[1])
+import numpy as np
+example, folder, ids = runpy.run_path(sys.argv[2]), pathlib.Path(sys.argv[3]), json.loads(sys.argv[4])
+manifest, weights, memory, functions = example["load"](folder)
+used = {name: np.full_like(array, manifest["segment_len"]) for name, array in memory.items()}  # The reset empties it.
+model = manifest, weights, used, functions
+print(json.dumps({
+    "nats": example["score"](model, ids).tolist(),
+    "ids": example["generate"](model, ids[:12], int(sys.argv[5])) if "generate" in functions else None,
+    "imported": sorted({name.partition(".")[0] for name in sys.modules} & {"txl_jax", "flax", "experiments"}),
+}))
+"""
+
+
+def run_elsewhere(folder, ids, tmp_path):
+    """Runs the example in a process whose packages are `PACKAGES` alone."""
+    path = links.link(tmp_path / "packages", *PACKAGES)
+    words = map(str, (path, EXAMPLE, folder, json.dumps(ids.tolist()), COUNT))
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", RUN, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_same_numbers(found, model, ids, folder):
+    """Compares what the example printed with the library's results."""
+    assert found["imported"] == []
+    [expected] = model.score([ids], per_token=True)
+    np.testing.assert_allclose(found["nats"], expected, rtol=1e-6, atol=1e-6)
+    [text] = model.generate([ids[:12]], GenerateConfig(length=COUNT, temperature=0.0))
+    pieces = json.loads((folder / "tokens.json").read_bytes())
+    assert b"".join(bytes.fromhex(pieces[i]) for i in found["ids"]).decode(errors="replace") == text
+    assert len(set(found["ids"])) > 2
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return trained.make(tmp_path_factory.mktemp("runs") / "run", **BYTES)
+
+
+@pytest.fixture(scope="module")
+def folder(workdir, tmp_path_factory):
+    """The exported model, of two rows."""
+    target = tmp_path_factory.mktemp("exported") / "model"
+    export_model(workdir.path, target, rows=2, log=lambda line: None)
+    return target
+
+
+@pytest.mark.parametrize("changes", [BYTES, trained.WT103], ids=["bytes", "clusters"])
+def test_another_process_computes_what_the_model_does(changes, tmp_path):
+    made, folder = trained.make(tmp_path / "run", **changes), tmp_path / "model"
+    export_model(made.path, folder, rows=2, log=lambda line: None)
+    model = txl_jax.load(made.path)
+    ids = model.encode(trained.TEXT[:28])  # Six segments; the memory of 9 fills up in the second.
+    assert_same_numbers(run_elsewhere(folder, ids, tmp_path), model, ids, folder)
+
+
+def test_int8_is_exported_where_it_is_asked_for(workdir, tmp_path):
+    """Equal but for roundings to int8 and to 16 bits that fall on the other side; far nearer than float32 is."""
+    target, int8 = tmp_path / "int8", {"weight_dtype": "int8", "cache_dtype": "int8"}
+    export_model(workdir.path, target, **int8, log=lambda line: None)
+    models = [txl_jax.load(workdir.path, **types) for types in (int8, {})]
+    ids = models[0].encode(trained.TEXT[:150])
+    found = run_elsewhere(target, ids, tmp_path)["nats"]
+    off, effect = (np.abs(found - model.score([ids], per_token=True)[0]).max() for model in models)
+    assert off < effect / 20, (off, effect)
+
+
+def test_the_manifest_describes_the_files(workdir, folder):
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    manifest, weights, functions = exported_folder.read(folder)
+    assert (manifest["rows"], manifest["segment_len"], manifest["mem_len"]) == (2, 5, 9)
+    for name, function in functions.items():
+        assert function.platforms == ("cpu", "tpu", "cuda") and function.nr_devices == 1
+        described = manifest["functions"][name]["arguments"].values()
+        shapes = [(list(array.shape), str(array.dtype)) for array in function.in_avals[-len(described) :]]
+        assert shapes == [(each["shape"], each["dtype"]) for each in described]
+    described = {name: each["dtype"] for name, each in manifest["weights"].items()}
+    assert {name: str(array.dtype) for name, array in weights.items()} == described
+    assert "clusters.0.table" not in weights  # It is the embedding's.
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_file_is_refused(folder, name):
+    load = runpy.run_path(str(EXAMPLE))["load"]
+    path = folder / name
+    whole = path.read_bytes()
+    try:
+        for place in (0, len(whole) // 2, len(whole) - 1):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(CheckpointError, match=name.replace("sha256", "json")):
+                exported_folder.read(folder)
+            with pytest.raises(ValueError, match="not as it was exported"):
+                load(folder)
+    finally:
+        path.write_bytes(whole)
+
+
+def test_a_file_too_many_or_too_few_is_refused(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "more").touch()
+    with pytest.raises(CheckpointError, match="more"):
+        exported_folder.read(copy)
+    (copy / "more").rename(copy / "tokens.json")
+    with pytest.raises(CheckpointError, match="tokens"):
+        exported_folder.read(copy)
+
+
+def test_other_numbers_than_the_models_are_refused(workdir, folder):
+    config = txl_jax.load(workdir.path).config
+    components = job._on_one_device(config, 2, vocab_size=256)
+    model = job._flat(components, txl_jax.load(workdir.path).params, print)
+    name = "layers.0.output"
+    other = model._replace(weights=model.weights | {name: model.weights[name] * 1.001})
+    with pytest.raises(CheckpointError, match="score"):
+        job._verify(folder, other, 256)
+
+
+def test_a_network_that_does_not_generate_is_scored_only(tmp_path):
+    made = trained.make(tmp_path / "lstm", tokenizer=Tokenizer.BYTE, model__n_layer=1, model__network="lstm")
+    model = txl_jax.load(made.path)
+    lines = []
+    flat = job._flat(job._on_one_device(model.config, 1, vocab_size=256), model.params, lines.append)
+    assert list(flat.functions) == ["score"] and "lstm" in lines[0]
+
+
+def test_bad_input_is_refused_and_nothing_is_written(workdir, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="--rows=0"):
+        export_model(workdir.path, out, rows=0, log=lambda line: None)
+    with pytest.raises(UserError, match="inside"):
+        export_model(workdir.path, workdir.path / "inside", log=lambda line: None)
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    with pytest.raises(UserError, match="flatbuffers"):
+        export_model(workdir.path, out, log=lambda line: None)
+    assert not out.exists()
+
+
+def test_an_exported_model_is_no_source_of_weights(folder, tmp_path):
+    for read in (txl_jax.load, lambda path: convert(path, tmp_path / "out", log=lambda line: None)):
+        with pytest.raises(UserError, match="is an exported model"):
+            read(folder)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,162 @@
+"""Tests the generation job: prompts of words, what ends a sample, what is printed and saved, and what is no stop."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from support import drawn_run, trained
+from txl_jax.config import (
+    CacheDType,
+    Encoding,
+    GenerateConfig,
+    LineMark,
+    Newlines,
+)
+from txl_jax.config import tree as config_tree
+from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
+from txl_jax.errors import UserError
+from txl_jax.runs import generate
+from txl_jax.runs.generate import read_stop
+
+LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(config, corpus, workdir) of a run on few characters, so that each comes soon."""
+    folder = tmp_path_factory.mktemp("run")
+    config, corpus = drawn_run.on_text(
+        folder,
+        b"the cat sat\n" * 100,
+        data__tokenizer__kind="char",
+        generate=GenerateConfig(length=LENGTH, samples=3, top_k=None, seed=4),
+    )
+    workdir, _ = drawn_run.make(folder / "run", config, corpus)
+    return config, corpus, workdir
+
+
+def write(run, *, stop_requested=lambda: False, **changes):
+    """(texts, what was written on the way, what was logged) as strings."""
+    config, corpus, workdir = run
+    config = config_tree.replace(config, {f"generate.{name}": value for name, value in changes.items()})
+    written, logged = [], []
+    texts = generate.run(
+        config, corpus.vocabulary, workdir, log=logged.append, write=written.append, stop_requested=stop_requested
+    )
+    return [text.decode() for text in texts], "".join(written), logged
+
+
+def places(texts):
+    """First index of each known character but the newline in each text; -1: not found."""
+    return {character: [text.find(character) for text in texts] for character in "the cas"}
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    texts, _, logged = write(run)
+    assert [len(text) for text in texts] == [LENGTH] * 3
+    assert any(re.search(rf"\b{LENGTH}\b", line) for line in logged)
+    return texts
+
+
+def test_each_sample_ends_with_its_first_stop_token(run, whole):
+    stop = next(c for c, found in places(whole).items() if 0 <= found[0] < 16 and (max(found) >= 16 or -1 in found))
+    texts, written, logged = write(run, stop=stop)
+    for text, longer in zip(texts, whole, strict=True):
+        start, found, _ = longer.partition(stop)
+        assert text == start + found
+    assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), "blocks go on for the others"
+    assert written.startswith(texts[0] + "\n"), "the first sample is streamed up to there"
+    assert any(re.search(rf"\b{LENGTH}\b", line) for line in logged)
+    saved = (run[2].path / "sample-seed4.txt").read_text()
+    assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
+
+
+@pytest.mark.parametrize(("prompt", "begins"), [("the  zebra\ncat", "the <unk> \ncat "), (" ", "")])
+def test_prompts_are_words_and_may_be_unknown(prompt, begins, tmp_path):
+    workdir = trained.make(tmp_path / "run")
+    config, text = workdir.load()
+    written = []
+    asked = config_tree.replace(config, {"generate.prompt": prompt, "generate.length": 12})
+    generate.run(asked, text.vocabulary, workdir, log=str, write=written.append)
+    found = "".join(written)
+    assert found.startswith(begins)
+    assert len(found.removeprefix(begins).replace("\n", " <eos> ").split()) >= 12
+    assert set(found.split()) <= set(text.vocabulary.words)
+
+
+@pytest.mark.full
+def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypatch):
+    config, corpus, workdir = run
+    made, real = [], generate.Generator
+    monkeypatch.setattr(generate, "Generator", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
+    config = config_tree.replace(config, {"eval.cache_dtype": CacheDType.BFLOAT16, "generate.length": 1})
+    generate.run(config, corpus.vocabulary, workdir, log=str, write=str)
+    assert [kwargs["memory_dtype"] for kwargs in made] == [jnp.bfloat16]
+
+
+def test_a_stop_ends_after_a_block_and_while_the_prompt_is_read(run):
+    questions = iter([False, False])
+    texts, _, _ = write(run, stop_requested=lambda: next(questions, True))
+    assert len(texts[0]) == 32  # Two blocks of 16, after as many questions.
+    config = config_tree.replace(run[0], {"generate.prompt": "the cat " * 20})
+    assert generate.run(config, run[1].vocabulary, run[2], log=str, write=str, stop_requested=lambda: True) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model.encoding": Encoding.VASWANI}, r"model\.encoding.*\bvaswani\b"),
+        ({"eval.mem_len": 0, "eval.same_length": False}, r"eval\.mem_len\D*\b0\b"),
+    ],
+)
+def test_models_that_cannot_generate_are_refused(run, changes, named):
+    with pytest.raises(UserError, match=named):
+        generate.run(config_tree.replace(run[0], changes), run[1].vocabulary, run[2])
+
+
+WORDS = ("<eos>", "the", "<unk>", "cat", "<S>", "<s>")
+
+
+def words(line_mark, **fields):
+    return WordVocabulary(WORDS, line_mark, **fields)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "stop", "token"),
+    [
+        (ByteVocabulary(b"\n a"), "", None),
+        (ByteVocabulary(b"\n a"), "\\n", 0),
+        (ByteVocabulary(b"\n a"), "a", 2),
+        (ByteVocabulary(b"\n\\n"), "\\\\", 1),
+        (ByteVocabulary(b"\n\xff"), "\udcff", 1),  # As Python takes a byte of the command line that is no UTF-8.
+        (CharacterVocabulary("a\né\N{REPLACEMENT CHARACTER}"), "é", 2),
+        (CharacterVocabulary("a\né\N{REPLACEMENT CHARACTER}", lower_case=True), "A", 0),
+        (words(LineMark.EOS), "\\n", 0),
+        (words(LineMark.EOS), "<eos>", 0),
+        (words(LineMark.DOUBLE_S), "\\n", 4),
+        (words(LineMark.S, lower_case=True), "<S>", 4),
+        (words(LineMark.S, lower_case=True), "The", 1),
+    ],
+)
+def test_the_text_of_a_token_is_found(vocabulary, stop, token):
+    assert read_stop(GenerateConfig(stop=stop), vocabulary) == token
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "stop", "pattern"),
+    [
+        (ByteVocabulary(b"\n a"), "a a", r"'a a'.*\b3\b.*'a', ' ', 'a'"),
+        (ByteVocabulary.all_bytes(Newlines.DROP), "\\n", r"'\\\\n'.*\b0\b"),
+        (words(LineMark.EOS), "<unk>", "'<unk>'.*'<unk>'"),
+        (words(LineMark.EOS), "the cat", r"\b2\b.*'the', 'cat'"),
+        (words(LineMark.NONE), "\\n", r"generate\.stop.*\b0\b"),
+        (words(LineMark.EOS), "\udcff", r"generate\.stop.*\b0xff\b"),
+    ],
+)
+def test_what_is_not_one_known_token_is_refused_by_what_it_became(vocabulary, stop, pattern):
+    with pytest.raises(UserError, match=pattern) as error:
+        read_stop(GenerateConfig(stop=stop), vocabulary)
+    assert "\n" not in str(error.value)

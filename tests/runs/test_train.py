@@ -1,0 +1,156 @@
+"""Tests the training job: stop and resume, kills, a run in a bucket, non-finite losses, what is refused."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from support.run_records import StopAfter, numbers
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import NonFiniteError, UserError
+from txl_jax.runs import score, train, validation
+from txl_jax.runs.build import assemble
+from txl_jax.runs.checkpoints import RunCheckpoints
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.log import read_metrics
+from txl_jax.training.loop import Hook
+
+STEPS = 24
+
+
+def weights(config, corpus, workdir):
+    """Everything in the latest checkpoint, as arrays."""
+    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    with Checkpointer(workdir.latest, keep=2, log=print) as latest:
+        step, state, _ = latest.restore(parts.training.abstract_state)
+    return step, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def test_a_run_leaves_results_metrics_and_checkpoints(finished, config, corpus):
+    workdir, outcome = finished
+    assert outcome.finished and outcome.step == STEPS
+    assert json.loads((workdir.path / "results.json").read_text()) == outcome.results
+    assert outcome.results["test"]["tokens"] == len(corpus.test) - 1
+    records = read_metrics(workdir.path)
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(4, STEPS + 1, 4))
+    valid = [r for r in records if r["kind"] == "valid"]
+    assert [r["step"] for r in valid] == [8, 16, 24]
+    assert outcome.results["best_valid"]["loss"] == min(r["loss"] for r in valid)
+    assert weights(config, corpus, workdir)[0] == STEPS
+    assert valid[-1]["loss"] < np.log(256)  # It learned something.
+
+
+def test_a_stopped_run_goes_on_exactly(finished, config, corpus, tmp_path):
+    """The fifth question is asked in the middle of the first evaluation, which the next start repeats."""
+    whole, _ = finished
+    workdir = Workdir(tmp_path / "pieces")
+    assert not train.run(config, corpus, workdir, stop_requested=StopAfter(5)).finished
+    assert "valid" not in {record["kind"] for record in numbers(workdir)}
+    assert not train.run(config, corpus, workdir, stop_requested=StopAfter(4)).finished
+    assert train.run(config, corpus, workdir).finished
+    assert numbers(workdir) == numbers(whole)
+    for resumed, undisturbed in zip(
+        weights(config, corpus, workdir)[1], weights(config, corpus, whole)[1], strict=True
+    ):
+        np.testing.assert_array_equal(resumed, undisturbed)
+
+
+@pytest.mark.full
+def test_a_hook_ends_a_start_after_some_updates_of_a_longer_schedule(finished, config, corpus, tmp_path):
+    whole, _ = finished
+    workdir = Workdir(tmp_path / "pieces")
+    for step in (8, 16):
+        hook = Hook(8, lambda context, at=step: context.request_stop() if context.step == at else None)
+        outcome = train.run(config, corpus, workdir, hooks=[hook])
+        assert (outcome.finished, outcome.step, outcome.results) == (False, step, None)
+    assert train.run(config, corpus, workdir).finished
+    assert numbers(workdir) == numbers(whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fails", ["repeated evaluation", "test"])
+def test_what_was_recorded_before_a_kill_is_not_recorded_twice(finished, config, corpus, tmp_path, monkeypatch, fails):
+    """A kill between a record and the file that marks it as done."""
+    whole, _ = finished
+    workdir = Workdir(tmp_path / "pieces")
+    asked = StopAfter(5)  # In the first evaluation, which then has to be repeated.
+    assert not train.run(config, corpus, workdir, stop_requested=asked).finished
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*unused):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if fails == "test":
+            patch.setattr(validation, "write_json", killed)
+        else:
+            patch.setattr(RunCheckpoints, "save", killed)
+        with pytest.raises(Killed):
+            train.run(config, corpus, workdir)
+    kind = "test" if fails == "test" else "valid"
+    assert [record["kind"] for record in read_metrics(workdir.path)][-1] == kind
+    train.run(config, corpus, workdir)
+    assert numbers(workdir) == numbers(whole)
+
+
+@pytest.mark.full
+def test_a_run_in_a_bucket_is_that_in_a_folder(finished, config, corpus, bucket):
+    """An error ends it between two checkpoints; it resumes, and is scored once more."""
+    (local, outcome), remote = finished, Workdir(bucket / "run")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(context):
+        if context.step == 16:  # The last checkpoint is of 12.
+            raise Killed
+
+    with pytest.raises(Killed):
+        train.run(config, corpus, remote, hooks=[Hook(4, kill)])
+    assert read_metrics(remote.path)[-1]["step"] == 16  # Written again, and not twice.
+    assert train.run(config, corpus, remote).results == outcome.results
+    assert numbers(remote) == numbers(local)
+
+
+def test_a_workdir_that_cannot_be_made_is_one_sentence(config, corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.*--workdir"):
+        train.run(config, corpus, Workdir(tmp_path / "file" / "run"))
+
+
+@pytest.mark.full
+def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corpus, tmp_path):
+    workdir = Workdir(tmp_path / "run")
+    train.run(config, corpus, workdir, stop_requested=StopAfter(3))
+    steps = sorted(path.name for path in workdir.latest.iterdir())
+    # The same run, but with a rate that blows up; the workdir records that it was started so.
+    wild = config_tree.replace(config, {"optimizer.learning_rate": 1e30})
+    workdir.record(wild, TextInfo.of(corpus))
+    with pytest.raises(NonFiniteError) as error:
+        train.run(wild, corpus, workdir)
+    assert re.search(r"(?<![\w.])6(?![\w.])", str(error.value)), "the step of the checkpoint"
+    assert sorted(path.name for path in workdir.latest.iterdir()) == steps
+
+
+def test_a_run_that_diverges_ends_with_results_that_json_can_hold(config, corpus, tmp_path):
+    """A loss above 709 nats has no perplexity in float64."""
+    wild = {"optimizer.learning_rate": 1e3, "optimizer.warmup_steps": 0, "train.steps": 4, "train.eval_every": 4}
+    workdir = Workdir(tmp_path / "run")
+    changed = config_tree.replace(config, wild)
+    assert train.run(changed, corpus, workdir).finished
+    score.evaluate_splits(changed, corpus, workdir, trained_on=TextInfo.of(corpus))
+    results, again = (json.loads((workdir.path / f"{name}.json").read_text()) for name in ("results", "evaluation"))
+    for found in (results["best_valid"], results["test"], again["test"]):
+        assert found["loss"] > 709 and found["perplexity"] is None and "loss" in found["note"]
+
+
+def test_a_text_too_short_for_the_batch_is_refused_before_anything_is_written(config, corpus, tmp_path):
+    workdir = Workdir(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"train\.batch_size"):
+        train.run(config_tree.replace(config, {"train.batch_size": 2000}), corpus, workdir)
+    assert not workdir.path.exists()

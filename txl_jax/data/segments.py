@@ -1,0 +1,275 @@
+"""Batching: cuts a stream of tokens into rows and segments, as a pure function of (seed, epoch, step).
+
+A text of T tokens has T - 1 targets, the tokens 1 .. T - 1; the input of a target is the token before it. Row b of the
+B rows reads the n targets from 1 + b * n on, L of them per step. With T = 12, B = 2 and L = 3, evaluation (n = 6) reads
+these targets, step by step:
+
+    row 0:   1 2 3 | 4  5  6
+    row 1:   7 8 9 | 10 11 .      the last position is padding, of weight 0
+
+and training (n = 3, since only 3 of a row's 5 fill whole segments) the targets 1 2 3 and 4 5 6, again in each epoch.
+Nothing but a cache is kept between calls, so a position in the data is a number.
+
+Variants, all for the same 12 tokens:
+
+- Evaluation with 2 warm-up tokens: rows begin earlier, where there is an earlier. Positions in brackets have weight 0.
+
+      row 0:    1  2  3 | 4 5  6 | .  . .
+      row 1:   (5  6) 7 | 8 9 10 | 11 . .
+
+- Training, `Roll.STREAM`, rolled by 8: the T - 1 targets 9 10 11 1 2 .. 8 are split into rows like a text.
+- Training, `Roll.ROWS`, rolled by 3 and by 1: row 0 owns the targets 1 .. 5 and row 1 the targets 6 .. 11 (the T - 1
+  targets are split as evenly as can be), and of its rolled targets each row reads the whole segments:
+
+      row 0:   4 5 1        skipped this time: 2 3
+      row 1:   7 8 9        skipped this time: 10 11 6
+
+- Training with stride 2: targets that a segment reads again, in brackets, have weight 0; only a row's first segment has
+  nothing to read again.
+
+      row 0:   1 2 3 | (3) 4 5
+      row 1:   6 7 8 | (8) 9 10
+
+- Training with shuffled sentences: the sentences are concatenated in a new order in each epoch, and the stream of T
+  tokens is split into rows like a text.
+
+A roll moves the skipped targets, so that every target is read in the long run. `txl_jax.data.epoch_order` has the
+details of rolls and shuffling. `own` names the rows that a process reads: all processes draw the same random numbers,
+and each reads its own rows.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from txl_jax.config import EpochMemory, Roll
+from txl_jax.data.epoch_order import EpochOrder, RandomRoll, Sequential, ShuffledSentences
+from txl_jax.errors import UserError
+from txl_jax.segments import Segments
+
+
+class Rows(NamedTuple):
+    """The pairs (input, target) that each row reads in one pass: pair q has target q + 1. int64 [B] each."""
+
+    first: np.ndarray  # The first pair.
+    scored: np.ndarray  # The first pair that counts.
+    end: np.ndarray  # The pair after the last one.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SegmentReader:
+    """Segments of a text by step; built by `training_segments` or `evaluation_segments`."""
+
+    tokens: np.ndarray  # Integer ids [T]; may be memory-mapped, only the positions asked for are read.
+    batch_size: int  # B, rows over all processes.
+    segment_len: int  # L
+    stride: int  # New positions of each segment after a row's first; those before were read already.
+    rows: Rows  # Of all processes.
+    order: EpochOrder  # From an epoch's pairs to positions in the text.
+    repeats: bool  # Whether another epoch follows a pass; otherwise only padding does.
+    epoch_memory: EpochMemory  # Whether the rows are reset where it begins.
+    own: Sequence[int] | np.ndarray | None  # Indices of the rows that are returned; None: all.
+
+    @property
+    def n_segments(self) -> int:
+        """Returns the number of steps of one pass over the text."""
+        after_first = int((self.rows.end - self.rows.first).max()) - self.segment_len
+        return 1 + max(-(-after_first // self.stride), 0)
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Returns the number of targets of weight 1 in one pass, over all rows of all processes."""
+        return int((self.rows.end - self.rows.scored).sum())
+
+    @property
+    def skipped_tokens(self) -> int:
+        """Returns the number of targets that one pass skips, over all processes.
+
+        With a roll or shuffling they are other ones in each epoch.
+        """
+        return len(self.tokens) - 1 - self.tokens_per_epoch
+
+    def segments(self, first_step: int, count: int) -> Segments:
+        """Returns the segments of `count` steps from `first_step` on, of this process's rows: [S, own rows, L].
+
+        Training steps continue through epochs of `n_segments` steps; rows are reset where one begins, or, if memory is
+        carried, only at step 0. In evaluation, steps from `n_segments` on are padding, so blocks of S segments have
+        one shape.
+
+        Raises:
+          ValueError: a negative step or a count below 1.
+        """
+        if first_step < 0 or count < 1:
+            raise ValueError(f"{count} segments from step {first_step}; ask for at least 1, from step 0 or later")
+        epoch_S, index_S = np.divmod(np.arange(first_step, first_step + count), self.n_segments)
+        parts = [self._within_epoch(epoch, index_S[epoch_S == epoch]) for epoch in np.unique(epoch_S).tolist()]
+        return Segments(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def scored(self, first_step: int, count: int) -> np.ndarray:
+        """Returns the index of the token that each position of evaluation steps scores, int64 [S, own rows, L].
+
+        0, the index of the one token that is never scored, marks positions of weight 0.
+
+        >>> evaluation_segments(np.arange(20, 32), batch_size=2, segment_len=3).scored(1, 1).tolist()
+        [[[4, 5, 6], [10, 11, 0]]]
+        """
+        first_B, scored_B, end_B = self._own_rows()
+        pair_SxBxL = self._pairs(np.arange(first_step, first_step + count), first_B)
+        counts = (pair_SxBxL >= scored_B[:, None]) & (pair_SxBxL < end_B[:, None])
+        return np.where(counts, pair_SxBxL + 1, 0)
+
+    def _own_rows(self) -> Rows:
+        """Returns the rows of this process."""
+        return self.rows if self.own is None else Rows(*(of_all[np.asarray(self.own)] for of_all in self.rows))
+
+    def _pairs(self, index_S: np.ndarray, first_B: np.ndarray) -> np.ndarray:
+        """Returns the index of the pair at each position, [S, B, L]; indices go on past a row's end."""
+        first_SxB = first_B + index_S[:, None] * self.stride
+        return first_SxB[..., None] + np.arange(self.segment_len)
+
+    def _within_epoch(self, epoch: int, index_S: np.ndarray) -> Segments:
+        """Returns the segments of one epoch with these indices."""
+        first_B, scored_B, end_B = self._own_rows()
+        live = self.repeats or epoch == 0
+        begins = live and (epoch == 0 or self.epoch_memory is EpochMemory.EMPTIED)
+        pair_SxBxL = self._pairs(index_S, first_B)
+        real_SxBxL = (pair_SxBxL < end_B[:, None]) & live
+        again_SxL = (index_S[:, None] > 0) & (np.arange(self.segment_len) < self.segment_len - self.stride)
+        counts_SxBxL = real_SxBxL & (pair_SxBxL >= scored_B[:, None]) & ~again_SxL[:, None]
+        input_SxBxL, target_SxBxL = self.order.pairs(epoch, pair_SxBxL[..., 0], self.segment_len)
+        return Segments(
+            inputs=self._take(input_SxBxL, real_SxBxL),
+            targets=self._take(target_SxBxL, real_SxBxL),
+            weights=counts_SxBxL.astype(np.float32),
+            reset=np.repeat(((index_S == 0) & begins | (not live))[:, None], len(first_B), axis=1),
+        )
+
+    def _take(self, position: np.ndarray, real: np.ndarray) -> np.ndarray:
+        """Returns the tokens at positions in the text as int32; 0 for padding, which may lie past the text's end."""
+        return np.where(real, np.take(self.tokens, position, mode="clip"), 0).astype(np.int32)
+
+
+def training_segments(
+    tokens: np.ndarray,
+    *,
+    batch_size: int,
+    segment_len: int,
+    stride: int | None = None,
+    seed: int = 0,
+    roll: Roll = Roll.NONE,
+    sentence_starts: np.ndarray | None = None,
+    epoch_memory: EpochMemory = EpochMemory.EMPTIED,
+    own: Sequence[int] | np.ndarray | None = None,
+) -> SegmentReader:
+    """Builds the training segments: whole ones only, so targets that fill none are skipped.
+
+    Without a roll the same targets are skipped in every epoch.
+
+    >>> reader = training_segments(np.arange(12), batch_size=2, segment_len=3)
+    >>> reader.n_segments, reader.tokens_per_epoch, reader.skipped_tokens
+    (1, 6, 5)
+
+    Args:
+      tokens: integer ids [T], may be memory-mapped.
+      batch_size: B, over all processes.
+      segment_len: L.
+      stride: positions by which a row advances from segment to segment; in all but its first segment of an epoch only
+        so many are scored, the last ones. None: L.
+      seed: of rolls and shuffling; not read without them.
+      roll: rotates the stream, or each row, by a random number in each epoch.
+      sentence_starts: signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
+        The sentences are then shuffled in each epoch. None: the text keeps its order.
+      epoch_memory: whether the rows are reset where an epoch begins, or at step 0 only.
+      own: indices of the rows that this process reads, ascending; None: all.
+
+    Raises:
+      UserError: a text too short for one segment; a stride beyond L.
+      ValueError: own rows outside the batch; sentence starts of another text, or together with a roll.
+    """
+    _check(tokens, batch_size, segment_len, own)
+    n_pairs = len(tokens) - 1
+    stride = segment_len if stride is None else stride
+    if not 1 <= stride <= segment_len:
+        raise UserError(f"stride is {stride} and segment_len is {segment_len}; give a stride between 1 and that")
+    row_len = _training_row_len(n_pairs, batch_size, segment_len, stride)
+    if sentence_starts is not None and roll is not Roll.NONE:
+        raise ValueError(f"sentence_starts are given and roll is {roll}; shuffled sentences need no roll")
+    first_B = np.arange(batch_size) * row_len
+    order: EpochOrder = Sequential()
+    if sentence_starts is not None:
+        order = ShuffledSentences(sentence_starts, n_tokens=len(tokens), seed=seed)
+    elif roll is Roll.STREAM:
+        order = RandomRoll(np.array([0, n_pairs]), seed)
+    elif roll is Roll.ROWS:
+        edges = np.arange(batch_size + 1) * n_pairs // batch_size
+        first_B, order = edges[:-1], RandomRoll(edges, seed)
+    rows = Rows(first_B, first_B, first_B + row_len)
+    return SegmentReader(tokens, batch_size, segment_len, stride, rows, order, True, epoch_memory, own)
+
+
+def _training_row_len(n_pairs: int, batch_size: int, segment_len: int, stride: int) -> int:
+    """Returns the number of pairs of a row, which fill whole segments."""
+    row_len = n_pairs // batch_size
+    row_len -= (row_len - segment_len) % stride
+    if row_len < segment_len:
+        needed = batch_size * segment_len
+        raise UserError(
+            f"the training text has {n_pairs + 1} tokens and one segment of all rows takes batch_size x segment_len = "
+            f"{batch_size} x {segment_len} = {needed} and one more; lower --train.batch_size or --train.segment_len, "
+            "or give a longer text"
+        )
+    return row_len
+
+
+def evaluation_segments(
+    tokens: np.ndarray,
+    *,
+    batch_size: int,
+    segment_len: int,
+    warmup_tokens: int = 0,
+    own: Sequence[int] | np.ndarray | None = None,
+) -> SegmentReader:
+    """Builds the evaluation segments: every token but the first is a target of weight 1 exactly once; rows are padded.
+
+    >>> reader = evaluation_segments(np.arange(12), batch_size=2, segment_len=3)
+    >>> reader.segments(1, 1).targets.tolist()
+    [[[4, 5, 6], [10, 11, 0]]]
+
+    Args:
+      tokens: integer ids [T], may be memory-mapped.
+      batch_size: B, over all processes.
+      segment_len: L.
+      warmup_tokens: targets before its own that a row reads with weight 0, to fill its memory. Row 0 has none before
+        its own and rows near it fewer than this, so they end with more padding; a pass is up to this many positions
+        longer. A row without targets of its own reads none.
+      own: indices of the rows that this process reads, ascending; None: all.
+
+    Raises:
+      UserError: a text of fewer than 2 tokens; negative warmup_tokens.
+      ValueError: own rows outside the batch.
+    """
+    _check(tokens, batch_size, segment_len, own)
+    if warmup_tokens < 0:
+        raise UserError(f"warmup_tokens is {warmup_tokens}; it cannot be negative")
+    n_pairs = len(tokens) - 1
+    row_len = -(-n_pairs // batch_size)
+    scored_B = np.minimum(np.arange(batch_size) * row_len, n_pairs)
+    end_B = np.minimum(scored_B + row_len, n_pairs)
+    first_B = np.where(scored_B < end_B, np.maximum(scored_B - warmup_tokens, 0), end_B)
+    rows = Rows(first_B, scored_B, end_B)
+    order = Sequential()
+    return SegmentReader(tokens, batch_size, segment_len, segment_len, rows, order, False, EpochMemory.EMPTIED, own)
+
+
+def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Sequence[int] | np.ndarray | None) -> None:
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise UserError(f"the tokens are of type {tokens.dtype}; give integer ids")
+    if tokens.ndim != 1 or len(tokens) < 2:
+        raise UserError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
+    if batch_size < 1 or segment_len < 1:
+        raise ValueError(f"batch_size is {batch_size} and segment_len is {segment_len}; both must be at least 1")
+    rows = range(batch_size) if own is None else [int(row) for row in own]
+    if list(rows) != sorted(set(rows) & set(range(batch_size))):
+        raise ValueError(f"own rows are {rows} and batch_size is {batch_size}; rows ascend from 0 to below that")

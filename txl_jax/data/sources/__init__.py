@@ -1,1 +1,0 @@
-"""Sources: the bytes of published corpora and of the user's own files."""

@@ -1,0 +1,297 @@
+"""Subword tokens of the package tokenizers: a Hugging Face tokenizer.json, given or trained on a text.
+
+The package is optional: `pip install '.[tokenizers]'`. Neither it nor this file uses the network. Padding, truncation,
+templates ("[CLS] ... [SEP]") and dropout in the file have no effect here. A special token that is written in the text,
+such as <|endoftext|>, is that token.
+
+Training is byte-level BPE (Sennrich et al., 2016; Radford et al., 2019), because it finds the same merges each time, on
+any number of threads, so that all hosts of a run get the same vocabulary. Unigram training does not.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from txl_jax.config import LineMark
+from txl_jax.data.byte_tokens import text_blocks
+from txl_jax.data.text import File
+from txl_jax.data.vocabulary import check_ids, escape, id_type, prompt_text, read_named, unescape
+from txl_jax.errors import MissingPackageError, UserError
+from txl_jax.metrics import Measure
+
+# What ends a document in the usual tokenizers; an unprompted text follows the first that there is.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_LONGEST_PARAGRAPH = 1 << 20  # Characters without a line that could be cut before; more are cut between words.
+_NUM_BYTES = 256
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # Of tokenizers that spell unknown characters in bytes.
+
+
+@dataclasses.dataclass(frozen=True)
+class SubwordVocabulary:
+    """The tokens of a tokenizer.json."""
+
+    content: str = dataclasses.field(repr=False)  # Of the file.
+
+    kind: ClassVar[str] = "hf"  # As portable folders have it since 0.2.0.
+    measure: ClassVar[Measure] = Measure.PPL
+    line_mark: ClassVar[LineMark] = LineMark.NONE  # A line's end is text.
+    mark: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        if not self.size:
+            raise UserError("it has no tokens")
+
+    @functools.cached_property
+    def size(self) -> int:
+        """V: the largest id and one; ids between may be without a token."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def start(self) -> np.ndarray:
+        """Returns the token that ends documents, else the newline's, else the id 0."""
+        ends = (self._tokenizer.token_to_id(token) for token in _ENDS)
+        end = next((token for token in ends if token is not None), None)
+        return np.array([end] if end is not None else (self._ids("\n") or [0])[-1:])
+
+    @property
+    def unknown_id(self) -> int | None:
+        """Returns the id of what the vocabulary lacks; None if it lacks nothing, or refuses such a text."""
+        model = self._settings["model"]
+        found: int | None = model.get("unk_id")
+        return self._tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else found
+
+    def names(self) -> list[bytes]:
+        """Returns the name of each token; b"" of ids without one."""
+        return list(self._texts)
+
+    def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
+        """Yields the ids of a split, in blocks of one axis.
+
+        Raises:
+          UserError: a text that is no UTF-8, or has a character that the tokenizer cannot encode; names the file.
+        """
+        for file in files:
+            for text in _paragraphs(text_blocks([file], close_lines=False)):
+                yield self._encode(text, f"{file.name}: ")
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Returns the ids of a text that may go on."""
+        return self._encode(prompt_text(text), "")
+
+    def decode(self, ids: Any) -> bytes:
+        """Concatenates the tokens' bytes, of which a character may need several."""
+        return b"".join(self._texts[token] for token in check_ids(ids, self.size).tolist())
+
+    def header(self) -> dict[str, Any]:
+        """Returns the settings of the saved form: none."""
+        return {}
+
+    def lines(self) -> Iterator[str]:
+        """Yields the file's content as one line."""
+        yield escape(self.content)
+
+    @classmethod
+    def load(cls, header: dict[str, Any], lines: list[str]) -> "SubwordVocabulary":
+        """Builds a vocabulary from its `header` and `lines`."""
+        return cls(unescape(lines[0]))
+
+    def _encode(self, text: str, where: str) -> np.ndarray:
+        if self._may_drop:
+            self._check_characters(text, where)
+        return np.array(self._ids(text, where), id_type(self.size))
+
+    def _ids(self, text: str, where: str = "") -> list[int]:
+        try:
+            found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # The package raises nothing narrower.
+            raise UserError(f"{where}the tokenizer cannot encode the text ({error})") from error
+        return found
+
+    @property
+    def _may_drop(self) -> bool:
+        """Returns whether characters without a token vanish: byte pair encoding without an unknown token drops them."""
+        model = self._settings["model"]
+        return model.get("type") == "BPE" and model.get("unk_token") is None and not model.get("byte_fallback")
+
+    def _check_characters(self, text: str, where: str) -> None:
+        """Raises `UserError` for a character that the tokenizer would drop."""
+        normalizer = self._tokenizer.normalizer
+        for character in sorted(set(text) - self._kept):
+            normal = character if normalizer is None else normalizer.normalize_str(character)
+            ids = self._ids(character, where)
+            # Byte tokens spell all bytes of a character or lose some of it.
+            spelt = not self._byte_level or self.decode(ids).endswith(normal.encode())
+            if normal and not normal.isspace() and not (ids and spelt):
+                raise UserError(
+                    f"{where}the tokenizer has no token for {character!r} (U+{ord(character):04X}) and none for "
+                    "unknown ones, so that it would vanish; give another tokenizer, or remove it from the text"
+                )
+        self._kept.update(text)
+
+    @functools.cached_property
+    def _kept(self) -> set[str]:
+        """Characters that were checked."""
+        return set()
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The file without what is for other uses."""
+        settings = json.loads(self.content)
+        if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
+            raise UserError("it holds no model")
+        model = settings["model"] | ({"dropout": None} if "dropout" in settings["model"] else {})
+        return settings | {"truncation": None, "padding": None, "model": model}
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        settings = json.dumps(self._settings)
+        try:
+            return package().Tokenizer.from_str(settings)
+        except MissingPackageError:
+            raise
+        except Exception as error:  # The package raises nothing narrower.
+            raise UserError(str(error)) from error
+
+    @functools.cached_property
+    def _byte_level(self) -> bool:
+        """Returns whether the characters of a token encode bytes, as in GPT-2."""
+        return '"ByteLevel"' in json.dumps([self._settings.get("decoder") or self._settings.get("pre_tokenizer")])
+
+    @functools.cached_property
+    def _texts(self) -> list[bytes]:
+        """The bytes of each token, as they are after another one: decoders drop a space at a text's start."""
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        names = {token: name for name, token in ids.items()}
+        contents = [token["content"] for token in self._settings.get("added_tokens") or ()]
+        added = {ids[content]: content for content in contents}
+        before = next((token for token in sorted(names) if token not in added), None)
+        texts = []
+        for token in range(self.size):
+            if token in added:
+                texts.append(added[token].encode())
+            elif token not in names:
+                texts.append(b"")
+            elif self._byte_level:
+                texts.append(_bytes_of(names[token]))
+            elif self._settings["model"].get("byte_fallback") and (byte := _BYTE_TOKEN.fullmatch(names[token])):
+                texts.append(bytes([int(byte[1], 16)]))
+            else:
+                texts.append(self._text_after(before, token))
+        return texts
+
+    def _text_after(self, before: int | None, token: int) -> bytes:
+        """Returns what a token adds to the text of the token `before`."""
+        first: str = self._tokenizer.decode([before], skip_special_tokens=False)
+        both: str = self._tokenizer.decode([before, token], skip_special_tokens=False)
+        return both.removeprefix(first).encode()
+
+
+def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
+    """Trains a byte-level BPE vocabulary on a text. Any UTF-8 text comes back from its tokens exactly.
+
+    Args:
+      files: The training split.
+      size: V, with the 256 bytes. A short text may give fewer tokens.
+
+    Raises:
+      UserError: If size is below 256, or the text is not UTF-8.
+      MissingPackageError: If the package tokenizers is not installed.
+    """
+    if size < _NUM_BYTES:
+        raise UserError(
+            f"data.tokenizer.vocab_size must be at least {_NUM_BYTES} for subwords, which include all bytes, got {size}"
+        )
+    lib, errors = package(), list[UserError]()
+    tokenizer = lib.Tokenizer(lib.models.BPE())
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = lib.decoders.ByteLevel()
+    trainer = lib.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+
+    def paragraphs() -> Iterator[str]:
+        try:
+            yield from _paragraphs(text_blocks(files, close_lines=False))
+        except UserError as error:  # The package would wrap it.
+            errors.append(error)
+
+    tokenizer.train_from_iterator(paragraphs(), trainer)
+    if errors:
+        raise errors[0]
+    return SubwordVocabulary(tokenizer.to_str())
+
+
+def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
+    """Yields a text cut at single newlines between characters that are not white space.
+
+    Tokenizers may read several newlines, or a newline and the spaces around it, as one token.
+    """
+    text = ""
+    for block in blocks:
+        text += block
+        cut = text.rfind("\n", 0, max(len(text) - 1, 0)) + 1
+        while cut and (text[cut].isspace() or text[cut - 2 : cut - 1].isspace()):
+            cut = text.rfind("\n", 0, cut - 1) + 1
+        if not cut and len(text) > _LONGEST_PARAGRAPH:
+            cut = max(text.rfind(" "), 0) or len(text)
+        if cut:
+            yield text[:cut]
+            text = text[cut:]
+    if text:
+        yield text
+
+
+@functools.cache
+def _byte_characters() -> dict[str, int]:
+    """Returns the byte that each character of a byte-level token encodes.
+
+    Printable ASCII and Latin-1 are their own; the others, in order, are the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _bytes_of(name: str) -> bytes:
+    """Returns the bytes of a byte-level token; a character that encodes none is text."""
+    table = _byte_characters()
+    return b"".join(bytes([table[c]]) if c in table else c.encode() for c in name)
+
+
+def package() -> ModuleType:
+    """Imports the package tokenizers.
+
+    Raises:
+      MissingPackageError: it is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingPackageError(
+            "--data.tokenizer.kind=subword needs the package tokenizers; pip install '.[tokenizers]'"
+        ) from error
+    return tokenizers
+
+
+def given_tokenizer(path: str) -> SubwordVocabulary:
+    """Reads a tokenizer.json; raises `UserError` if the file is not one."""
+    content = read_named(path, flag="--data.tokenizer.hf_file")
+    try:
+        return SubwordVocabulary(content.decode("utf-8"))
+    except MissingPackageError:
+        raise
+    except ValueError as error:
+        hint = (
+            "for a SentencePiece model, give the tokenizer.json that transformers writes with save_pretrained()"
+            if path.endswith(".model")
+            else "give the tokenizer.json that its save() wrote"
+        )
+        raise UserError(
+            f"--data.tokenizer.hf_file must be a tokenizer of the package tokenizers, got {path} ({error}); {hint}"
+        ) from error

@@ -1,1 +1,0 @@
-"""Tokens: vocabularies, and the stores of token ids."""

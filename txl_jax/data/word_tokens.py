@@ -1,0 +1,208 @@
+"""Word tokens."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from txl_jax.config import LineMark
+from txl_jax.data.byte_tokens import text_blocks
+from txl_jax.data.text import File
+from txl_jax.data.vocabulary import MARKS, check_distinct, check_ids, escape, id_type, prompt_text, unescape
+from txl_jax.errors import UserError
+from txl_jax.metrics import Measure
+
+UNKNOWN_WORD = "<unk>"
+
+
+@dataclasses.dataclass(frozen=True)
+class WordVocabulary:
+    """Words, separated by white space, by rank; the line mark, if there is one, comes first."""
+
+    words: tuple[str, ...] = dataclasses.field(repr=False)  # Distinct.
+    line_mark: LineMark = LineMark.EOS
+    lower_case: bool = False
+    unknown: str = UNKNOWN_WORD  # One of `words`: encodes all words that are not.
+
+    kind: ClassVar[str] = "word"
+    measure: ClassVar[Measure] = Measure.PPL
+
+    def __post_init__(self) -> None:
+        check_distinct(self.words, self.unknown, self.kind)
+        if self.line_mark in MARKS and MARKS[self.line_mark] not in self._ids:
+            raise UserError(f"a vocabulary with line mark {self.line_mark} lacks the word {MARKS[self.line_mark]}")
+
+    @property
+    def size(self) -> int:
+        """Returns V, the number of tokens."""
+        return len(self.words)
+
+    @property
+    def start(self) -> np.ndarray:
+        """Returns the line mark, or without one the most frequent word."""
+        return np.array([self.mark or 0])
+
+    @property
+    def mark(self) -> int | None:
+        """Returns the id that ends a line; None if lines are not marked."""
+        return self._ids[MARKS[self.line_mark]] if self.line_mark in MARKS else None
+
+    @property
+    def unknown_id(self) -> int:
+        """Returns the id of tokens that the vocabulary lacks."""
+        return self._ids[self.unknown]
+
+    def names(self) -> list[bytes]:
+        """Returns the name of each token."""
+        return [word.encode() for word in self.words]
+
+    def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
+        """Yields the ids of a split, every line ended by its mark.
+
+        <eos>:     w w <eos> w <eos>           each line and a mark
+        one <S>:   <S> w w <S> w <S>           a mark before all, and each line and a mark
+        two <S>:   <S> w w <S> <S> w <S>       a mark before and after each line
+        """
+        blocks = (self._encode(block) for block in text_blocks(files, close_lines=True))
+        if self.line_mark in (LineMark.S, LineMark.DOUBLE_S):
+            yield np.array([self.mark], self._type)
+        # Where a line's end opens the next line too, the last one opens nothing.
+        yield from (_without_last(blocks) if self.line_mark is LineMark.DOUBLE_S else blocks)
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Returns the ids of a text that may go on."""
+        return self._encode(prompt_text(text))
+
+    def decode(self, ids: Any) -> bytes:
+        """Returns each word and a space; a newline for a mark."""
+        texts = [self._texts[token] for token in check_ids(ids, self.size).tolist()]
+        return "".join(texts).encode()
+
+    def header(self) -> dict[str, Any]:
+        """Returns the settings of the saved form."""
+        return {"line_mark": self.line_mark.value, "lower_case": self.lower_case, "unknown": self.unknown}
+
+    def lines(self) -> Iterator[str]:
+        """Yields the tokens of the saved form."""
+        return map(escape, self.words)
+
+    @classmethod
+    def load(cls, header: dict[str, Any], lines: list[str]) -> "WordVocabulary":
+        """Builds a vocabulary from its `header` and `lines`."""
+        words = tuple(map(unescape, lines))
+        return cls(words, LineMark(header["line_mark"]), header["lower_case"], header["unknown"])
+
+    def _encode(self, text: str) -> np.ndarray:
+        text = text.lower() if self.lower_case else text
+        if self.line_mark in MARKS:
+            marks = " ".join([MARKS[self.line_mark]] * (2 if self.line_mark is LineMark.DOUBLE_S else 1))
+            text = text.replace("\n", f" {marks} ")
+        words = text.split()
+        unknown = itertools.repeat(self.unknown_id)
+        return np.fromiter(map(self._ids.get, words, unknown), self._type, len(words))
+
+    @property
+    def _type(self) -> np.dtype:
+        return id_type(self.size)
+
+    @functools.cached_property
+    def _ids(self) -> dict[str, int]:
+        return {word: token for token, word in enumerate(self.words)}
+
+    @functools.cached_property
+    def _texts(self) -> list[str]:
+        mark = MARKS.get(self.line_mark)
+        return ["\n" if word == mark else word + " " for word in self.words]
+
+
+def _without_last(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields the blocks without their very last id."""
+    pending = None
+    for block in blocks:
+        if not len(block):
+            continue
+        if pending is not None:
+            yield pending
+        pending = block
+    if pending is not None:
+        yield pending[:-1]
+
+
+# -- Character tokens.
+
+UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CharacterVocabulary:
+    """Unicode characters by rank; the replacement character encodes those that the training text lacks."""
+
+    characters: str = dataclasses.field(repr=False)  # Distinct.
+    lower_case: bool = False
+
+    kind: ClassVar[str] = "char"
+    measure: ClassVar[Measure] = Measure.BPC
+    line_mark: ClassVar[LineMark] = LineMark.NONE
+    mark: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        check_distinct(self.characters, UNKNOWN_CHARACTER, self.kind)
+
+    @property
+    def size(self) -> int:
+        """Returns V, the number of tokens."""
+        return len(self.characters)
+
+    @property
+    def start(self) -> np.ndarray:
+        """Returns a newline, else a space, else the first character."""
+        return self._encode(next(c for c in ("\n", " ", self.characters[0]) if c in self.characters))
+
+    @property
+    def unknown_id(self) -> int:
+        """Returns the id of tokens that the vocabulary lacks."""
+        return self.characters.index(UNKNOWN_CHARACTER)
+
+    def names(self) -> list[bytes]:
+        """Returns the name of each token."""
+        return [character.encode() for character in self.characters]
+
+    def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
+        """Yields the ids of a split, in blocks of one axis."""
+        for block in text_blocks(files, close_lines=False):
+            yield self._encode(block)
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Returns the ids of a text that may go on."""
+        return self._encode(prompt_text(text))
+
+    def decode(self, ids: Any) -> bytes:
+        """Returns the text of ids of any shape, in row-major order."""
+        return "".join(map(self.characters.__getitem__, check_ids(ids, self.size).tolist())).encode()
+
+    def header(self) -> dict[str, Any]:
+        """Returns the settings of the saved form."""
+        return {"lower_case": self.lower_case}
+
+    def lines(self) -> Iterator[str]:
+        """Yields the tokens of the saved form."""
+        return map(escape, self.characters)
+
+    @classmethod
+    def load(cls, header: dict[str, Any], lines: list[str]) -> "CharacterVocabulary":
+        """Builds a vocabulary from its `header` and `lines`."""
+        return cls("".join(map(unescape, lines)), header["lower_case"])
+
+    def _encode(self, text: str) -> np.ndarray:
+        text = text.lower() if self.lower_case else text
+        return self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
+
+    @functools.cached_property
+    def _ids(self) -> np.ndarray:
+        """Returns the id of each of Unicode's code points."""
+        ids = np.full(0x110000, self.unknown_id, id_type(self.size))
+        ids[np.frombuffer(self.characters.encode("utf-32-le"), np.uint32)] = np.arange(self.size)
+        return ids

@@ -1,0 +1,1 @@
+"""One run: its folder and record, and the jobs on it: training, scoring, generation, conversion."""

@@ -1,0 +1,294 @@
+"""The ensemble job: runs that differ in seed, learning rate or dropout, trained as one run with a leading member axis.
+
+There is one workdir, one program of an update (`txl_jax.training.ensemble`) and one checkpoint, whose arrays have the
+member axis; the best parameters are kept per member, and records name their member. All members have made the same
+number of updates. If a loss of one is not finite, all stop.
+
+A member can be scored, sampled and exported alone (`Workdir(path, member=NAME)`, `--ensemble_member=NAME`), and
+`split_off` makes it a run of its own.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from txl_jax.config import ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import Corpus
+from txl_jax.data.segments import SegmentReader
+from txl_jax.errors import CheckpointError, UserError
+from txl_jax.metrics import Measure, Totals
+from txl_jax.runs import train, warm_start
+from txl_jax.runs.build import Compilation, RunComponents, assemble
+from txl_jax.runs.run import TextInfo, Workdir, member_name
+from txl_jax.runs.train import claim, score_or_stop, training_reader, with_end_token
+from txl_jax.runs.trainer import Outcome, Trainer
+from txl_jax.runs.validation import RESULTS, TrainTask
+from txl_jax.runs.warm_start import WarmStart
+from txl_jax.runs.weights import load_state, recorded_attention
+from txl_jax.runtime import profiler
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.lock import run_lock
+from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
+from txl_jax.runtime.sinks import Sink
+from txl_jax.runtime.storage import write_json, write_text
+from txl_jax.segments import Segments
+from txl_jax.training import ensemble as ensemble_step
+from txl_jax.training.loop import Hook
+from txl_jax.training.members import Members
+from txl_jax.training.state import TrainState
+from txl_jax.training.step import TrainStep
+
+Member = Mapping[str, float]  # The settings that differ from the base, by dotted name.
+
+
+def run(
+    base: ExperimentConfig,
+    members: Sequence[Member],
+    corpus: Corpus,
+    workdir: Workdir,
+    *,
+    hooks: Sequence[Hook] = (),
+    sinks: Sequence[Sink] = (),
+    profile_steps: tuple[int, int] | None = None,
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> Outcome:
+    """Trains all members to the end, or until a stop is requested; the same call resumes where that stopped.
+
+    results.json has an object `members` with the scores of each, and members.md has them as a table.
+
+    Args:
+      hooks: as in `txl_jax.runs.train.run`, and so are the others; states have the member axis.
+
+    Raises:
+      UserError: fewer than two members, two that are alike, a setting in which they cannot differ, more than one
+        device; or as `txl_jax.runs.train.run`.
+      NonFiniteError: a loss of one of them was not finite; it is named.
+    """
+    base = with_end_token(base, corpus)
+    members = [_in_order(member) for member in members]
+    configs = member_configs(base, members)
+    if profile_steps is not None:
+        profiler.check_steps(*profile_steps, steps=base.train.steps)
+    recorded = recorded_attention(workdir, base)
+    components = assemble(base, vocab_size=corpus.vocabulary.size, recorded_attention=recorded)
+    if components.mesh.size != 1:
+        raise UserError(
+            f"the mesh has {components.mesh.size} devices and the members of an ensemble share one; give "
+            "--mesh.data=1, or train each as a run of its own"
+        )
+    readers = [training_reader(components, corpus, seed=config.seed) for config in configs.values()]
+    weights = warm_start.load(components, corpus.vocabulary, workdir)
+    lock = run_lock(workdir.path)
+    stop_requested = lock.checking(stop_requested)
+    hooks = [*hooks, Hook(base.train.checkpoint_every, lambda context: lock.confirm())]
+    with contextlib.ExitStack() as stack:
+        begin = functools.partial(claim, workdir, base, TextInfo.of(corpus), stack, members, lock=lock)
+        changes = begin(attention=components.attention, weights=weights)
+        weights = weights or warm_start.of_earlier_start(workdir)
+        task = _task(components, corpus, configs, readers, stop_requested, weights)
+        trainer = Trainer(
+            task,
+            workdir.path,
+            hooks=hooks,
+            sinks=sinks,
+            profile_steps=profile_steps,
+            stop_requested=stop_requested,
+        )
+        outcome = trainer.run(changes)
+    if outcome.results is not None:
+        print(f"table     {_write_table(workdir.path, outcome.results, corpus.vocabulary.measure)}", flush=True)
+    return outcome
+
+
+def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[str, ExperimentConfig]:
+    """Returns the config of each member by its name, such as "seed=2+learning_rate=0.001".
+
+    Raises:
+      UserError: as `run`.
+    """
+    if len(members) < 2:
+        raise UserError(f"{len(members)} members were given; give two or more, or train a run of its own")
+    for name in sorted({name for member in members for name in member}):
+        if name not in ensemble_step.VARYING:
+            near = config_tree.did_you_mean(name, ensemble_step.VARYING)
+            raise UserError(
+                f"members cannot differ in {name}; they can in {', '.join(ensemble_step.VARYING)}, which change no "
+                f"shape{near}"
+            )
+    if base.train.patience:
+        raise UserError(
+            f"train.patience is {base.train.patience}, and the members of an ensemble are trained to the same end; "
+            "leave it out"
+        )
+    names = [member_name(_in_order(member)) for member in members]
+    configs = [config_tree.replace(base, dict(member)) for member in members]
+    if any(config in configs[:i] for i, config in enumerate(configs)):
+        raise UserError(f"the members are {'; '.join(names)}; two that are alike would be trained twice")
+    for config in configs:
+        config.validate()
+        if not 0 <= config.seed < 2**32:
+            raise UserError(f"a member's seed is {config.seed}; in an ensemble seeds go from 0 to {2**32 - 1}")
+    return dict(zip(names, configs, strict=True))
+
+
+def _in_order(member: Member) -> dict[str, float]:
+    """Sorts the differences of a member, so that its name does not depend on their order."""
+    return {name: member[name] for name in (*ensemble_step.VARYING, *member) if name in member}
+
+
+def _task(
+    components: RunComponents,
+    corpus: Corpus,
+    configs: Mapping[str, ExperimentConfig],
+    readers: Sequence[SegmentReader],
+    stop_requested: Callable[[], Any],
+    weights: WarmStart | None,
+) -> TrainTask:
+    members, base = Members(tuple(configs)), components.config
+    abstract_state = members.abstract(components.training.abstract_state)
+    init = ensemble_step.make_ensemble_init(
+        components.model, base, [config.seed for config in configs.values()], begin=weights and weights.state
+    )
+    variation = ensemble_step.Variation.of(base, list(configs.values()))
+
+    def init_state() -> TrainState:
+        return jax.device_put(init(), jax.tree.map(lambda leaf: leaf.sharding, abstract_state))
+
+    def segments(first: int, count: int) -> Segments:
+        """Returns the segments of all members [n, S, B, L]."""
+        each = [reader.segments(first, count) for reader in readers]
+        return jax.tree.map(lambda *arrays: jnp.asarray(np.stack(arrays)), *each)
+
+    def compile_step() -> tuple[TrainStep, str]:
+        step = ensemble_step.make_ensemble_step(components.model, base)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
+        jitted = jax.jit(step, donate_argnums=1, out_shardings=shardings)
+        compilation = Compilation.of(jitted.lower(variation, abstract_state, segments(0, base.train.segments_per_call)))
+        line = train.memory_line(components, compilation, count=len(members))
+        return lambda state, upcoming: compilation.program(variation, state, upcoming), line
+
+    return TrainTask(
+        config=base,
+        members=members,
+        measure=corpus.vocabulary.measure,
+        facts=train.facts(components, corpus) | warm_start.facts(weights),
+        opening=[
+            *train.opening(components, corpus, readers[0]),
+            *warm_start.opening(weights),
+            f"ensemble  {'; '.join(members.names)}: one program, losses in this order",
+        ],
+        cost=train.step_cost(components),
+        segments_per_epoch=readers[0].n_segments,
+        abstract_state=abstract_state,
+        abstract_params=components.training.abstract_state.params,
+        init_state=init_state,
+        compile_step=compile_step,
+        segments=segments,
+        score=functools.partial(score_or_stop, components, corpus, stop_requested),
+    )
+
+
+def _write_table(folder: Path, results: Mapping[str, Any], measure: Measure) -> Path:
+    """Writes members.md: the scores of all members, and the facts that a number needs beside it."""
+    lines = [
+        (
+            f"{results['text']}; {results['device']}, {results['date']}; the test text was scored with the parameters "
+            "of the best validation."
+        ),
+        "",
+        f"| member | best valid {measure} | after updates | test {measure} |",
+        "|---|---|---|---|",
+    ]
+    for name, found in results["members"].items():
+        best, test = found["best_valid"], found["test"]
+        valid = _value(best, measure) if best else ""
+        lines.append(f"| {name} | {valid} | {test['step']:,} | {_value(test, measure)} |")
+    write_text(folder / "members.md", "\n".join(lines) + "\n")
+    return folder / "members.md"
+
+
+def _value(scores: Mapping[str, float], measure: Measure) -> str:
+    return Totals(scores["loss"], 1).format(measure).split()[-1]
+
+
+# -- Splitting a member off an ensemble: a workdir of its own, which the ordinary training job resumes.
+
+
+def split_off(workdir: Path, member: str, target: Path, *, log: Callable[[str], None] = print) -> Workdir:
+    """Copies a member of an ensemble into a workdir of its own, with its config, state, best parameters and records.
+
+    The state is that of the ensemble, bit for bit, and from there on it is an ordinary run. Its updates are then those
+    of the unbatched program, which agree with the ensemble's up to rounding.
+
+    Raises:
+      UserError: there is no such member, it has no checkpoint yet, or `target` holds a run.
+      CheckpointError: the checkpoints cannot be read.
+    """
+    source, made = Workdir(workdir, member), Workdir(target)
+    config, text = source.load()
+    index, members = source.member_index(), source.members()
+    if made.holds_run():
+        raise UserError(f"{target} holds a run already; give another folder with --to=PATH")
+    components = assemble(config, vocab_size=text.vocabulary.size)
+    restored = load_state(components, source, log=log)
+    if restored is None:
+        raise UserError(f"{workdir} has no checkpoint yet; train it first")
+    step, state, notes = restored
+    with made.create().lock():
+        own_notes = notes | {"running_totals": members.from_json(notes["running_totals"])[index]}
+        _save(made.latest, step, state, own_notes, log)
+        _copy_best(source, made, components.training.abstract_state.params, log)
+        records = [record for record in read_metrics(workdir) if record.get("member") == member]
+        replace_appended(target / METRICS, [json.dumps(_without_member(record)) + "\n" for record in records])
+        _copy_results(source, made, member)
+        # Last: without config.json the folder holds no run.
+        made.record(
+            config,
+            text,
+            attention=source.attention(config),
+            warm_start=source.read().warm_start,
+        )
+    log(f"split off {member} after step {step}: {target}")
+    return made
+
+
+def _copy_best(source: Workdir, made: Workdir, abstract_params: Any, log: Callable[[str], None]) -> None:
+    try:
+        with Checkpointer(source.best, keep=1, log=log) as best:
+            restored = best.restore({"params": abstract_params})
+    except CheckpointError as error:
+        log(f"{error}; the member goes on without its best parameters so far")
+        return
+    if restored is not None:
+        step, tree, notes = restored
+        _save(made.best, step, tree, notes, log)
+
+
+def _save(folder: Path, step: int, state: Any, notes: dict[str, Any], log: Callable[[str], None]) -> None:
+    with Checkpointer(folder, keep=1, log=log) as checkpoints:
+        checkpoints.save(step, state, notes)
+
+
+def _without_member(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != "member"}
+
+
+def _copy_results(source: Workdir, made: Workdir, member: str) -> None:
+    """Writes results.json of the member, in the form and order of a run by itself."""
+    try:
+        results = json.loads((source.path / RESULTS).read_text())
+        own = results["members"][member]
+    except (OSError, ValueError, KeyError, TypeError):  # It has not ended, or the file is damaged.
+        return
+    flat: dict[str, Any] = {}
+    for name, value in results.items():
+        flat |= own if name == "members" else {name: value}
+    write_json(made.path / RESULTS, flat)

@@ -1,0 +1,291 @@
+"""Warm starts: training that begins with the parameters of a trained model (`init_from`), as in fine-tuning.
+
+Optimizer, step, memory and the position in the text are those of a new run. A warm start happens once, before the first
+checkpoint of a workdir: config.json records what was read (path, step, sha256 of the parameters, tokens kept), and
+later starts of the same command resume without reading the weights again.
+
+The settings that make the parameters what they are must be those of the trained model. Programs take them from there
+where no flag gives them (`with_trained_settings`), and from config.json once there is one.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, TokenizerConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.config.tree import Leaf
+from txl_jax.data import corpus as corpus_lib
+from txl_jax.data.corpus import Corpus
+from txl_jax.data.vocabulary import Vocabulary
+from txl_jax.errors import CheckpointError, UserError
+from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.run import Workdir
+from txl_jax.runs.weights import Pretrained, open_pretrained
+from txl_jax.runtime import distributed
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.training.state import TrainState
+from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, shape_differences, transfer
+
+_CUTOFFS = "model.cutoffs"
+# Settings beside those of the model and its compatibility in which the fine-tuning may differ, and which change losses.
+_NOTED = ("train.segment_len", "train.mem_len", "train.clamp_len", "train.same_length")
+_UNNOTED = ("model.attention", "model.remat", "model.init_std", "model.projection_init_std")
+
+
+class Basis(NamedTuple):
+    """The settings and the vocabulary that a warm start begins from."""
+
+    config: ExperimentConfig
+    vocabulary: Vocabulary
+
+
+class WarmStart(NamedTuple):
+    """Weights that were read for a run that begins.
+
+    Attributes:
+      record: for config.json.
+      notes: a line for people about each group of settings that differ and may.
+      state: initial parameters of a new model -> the state before the first update.
+    """
+
+    record: Mapping[str, Any]
+    notes: list[str]
+    state: Callable[[Any], TrainState]
+
+
+def basis(path: str, workdir: Workdir) -> Basis:
+    """Returns the settings of the run in the workdir, whose weights are not needed again; without one those at `path`.
+
+    Raises:
+      UserError: there are neither, or they cannot be read.
+    """
+    if workdir.holds_run():
+        record = workdir.read()
+        return Basis(record.config, record.text.vocabulary)
+    found = _open(path)
+    return Basis(found.config, found.vocabulary)
+
+
+def with_trained_settings(defaults: ExperimentConfig, trained: Basis, which: InitVocabulary) -> ExperimentConfig:
+    """Returns `defaults` with the trained model's sizes and compatibility and, if its vocabulary is kept, tokens."""
+    names = [leaf.name for leaf in config_tree.leaves() if _is_of_model(leaf)]
+    taken = {name: config_tree.get(trained.config, name) for name in names}
+    if which is InitVocabulary.KEPT:
+        taken |= _tokenizer_settings(trained.vocabulary)
+    return config_tree.replace(defaults, taken)
+
+
+def read_corpus(config: ExperimentConfig, workdir: Workdir, data_dir: str, cache_dir: str | None) -> Corpus:
+    """Reads the text of a config in its own vocabulary or, with `init_vocabulary` kept, in the trained model's.
+
+    Raises:
+      UserError: the text or that vocabulary cannot be read, or the config's tokenizer is another than its.
+    """
+    return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=_kept_vocabulary(config, workdir))
+
+
+def _kept_vocabulary(config: ExperimentConfig, workdir: Workdir) -> Vocabulary | None:
+    """Returns the vocabulary that a text is read in; None: its own."""
+    if config.init_from is None or config.init_vocabulary is not InitVocabulary.KEPT:
+        return None
+    vocabulary = basis(config.init_from, workdir).vocabulary
+    wanted = _tokenizer_settings(vocabulary)
+    given = {name: config_tree.get(config, name) for name in wanted}
+    if different := [
+        f"{name} is {given[name]} and there {wanted[name]}" for name in wanted if given[name] != wanted[name]
+    ]:
+        raise UserError(
+            f"init_vocabulary is kept, the vocabulary of {config.init_from}, and {'; '.join(different)}; leave these "
+            "flags out"
+        )
+    return vocabulary
+
+
+def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
+    """Raises `UserError` if settings differ that make the parameters what they are; names every one.
+
+    Bounds of clusters may differ, as they depend on the vocabulary; their number may not.
+    """
+    refused = []
+    for leaf, theirs, ours in config_tree.differences(trained, config):
+        if leaf.name == _CUTOFFS and len(theirs) == len(ours):
+            continue
+        if leaf.setting.shapes_params and _is_read(leaf.name, config):
+            here, there = (config_tree.format_value(value) or "empty" for value in (ours, theirs))
+            refused.append(f"{leaf.name} is {here} and there {there}")
+    if refused:
+        raise UserError(
+            f"the weights of {config.init_from} are of another model: {'; '.join(refused)}; leave these settings out, "
+            "and they are taken from there"
+        )
+
+
+def load(components: RunComponents, vocabulary: Vocabulary, workdir: Workdir) -> WarmStart | None:
+    """Reads the weights that a run begins with; all processes call it.
+
+    Returns:
+      None: it begins with random ones, or resumes.
+
+    Raises:
+      UserError: there are no weights, they do not fit config and vocabulary, or are not those of an earlier start.
+      CheckpointError: they are damaged.
+    """
+    config = components.config
+    if config.init_from is None or distributed.broadcast_from_primary(lambda: _has_checkpoint(workdir)):
+        return None
+
+    def prepare() -> tuple[Pretrained, RowMap]:
+        trained = _open(config.init_from or "")
+        check_model(config, trained.config)
+        return trained, _match(config, trained, vocabulary)
+
+    trained, rows = distributed.run_on_all(prepare)
+    there = _assemble_trained(trained, components)
+    step, params = trained.load_params(there)
+    initial = components.training.abstract_state.params
+    if different := shape_differences(params, initial):
+        raise UserError(f"the parameters of {trained.path} have other shapes than the model's: {'; '.join(different)}")
+    record = {
+        "path": str(trained.path),
+        "step": step,
+        "sha256": digest(params),
+        "tokens": {"kept": rows.kept, "new": rows.new, "dropped": rows.dropped, "moved": rows.moved},
+    }
+    distributed.broadcast_from_primary(lambda: _check_same_weights(record, workdir))
+    move = transfer(rows, trained.config.model, config.model, jit=components.jit)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
+
+    def state(own: Any) -> TrainState:
+        return components.training.state_from_params(move(own, params, shardings))
+
+    return WarmStart(record, _notes(config, trained.config), state)
+
+
+def recorded(workdir: Workdir) -> dict[str, Any] | None:
+    """Returns the record of a workdir's warm start; None: there is no run, or it began with random weights."""
+    return workdir.read().warm_start if workdir.holds_run() else None
+
+
+def of_earlier_start(workdir: Workdir) -> WarmStart | None:
+    """Returns the record of a run that resumes, whose state comes from its checkpoint; all processes call it."""
+    record = distributed.broadcast_from_primary(lambda: recorded(workdir))
+
+    def no_state(initial: Any) -> TrainState:
+        raise CheckpointError(
+            f"the checkpoints in {workdir.latest} vanished while the run was opened; start the same command again"
+        )
+
+    return None if record is None else WarmStart(record, [], no_state)
+
+
+def facts(weights: WarmStart | None) -> dict[str, Any]:
+    """Returns the weights that a run began with, for results.json; nothing for random ones."""
+    return {} if weights is None else {"warm_start": dict(weights.record)}
+
+
+def opening(weights: WarmStart | None) -> list[str]:
+    """Describes the weights that a run began with, for its opening lines; nothing for random ones."""
+    if weights is None:
+        return []
+    record, tokens = weights.record, weights.record["tokens"]
+    moved = f" ({tokens['moved']:,} moved to a cluster of another width)" if tokens["moved"] else ""
+    counts = f"{tokens['kept']:,} tokens kept, {tokens['new']:,} new{moved}, {tokens['dropped']:,} dropped"
+    return [
+        f"init      weights of {record['path']} after step {record['step']:,}, sha256 {record['sha256'][:12]}...",
+        f"          vocabulary: {counts}",
+        *weights.notes,
+    ]
+
+
+def digest(params: Any) -> str:
+    """Returns sha256 of parameters: names, types, shapes and values, in hexadecimal; all processes call it."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(params):
+        values = np.ascontiguousarray(distributed.to_host(leaf))
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found.update(f"{name} {values.dtype} {values.shape}\n".encode())
+        found.update(values.data)
+    return found.hexdigest()
+
+
+def _open(path: str) -> Pretrained:
+    try:
+        return open_pretrained(path)
+    except UserError as error:
+        raise UserError(f"--init_from is {path}, whose weights cannot be taken: {error}") from error
+
+
+def _assemble_trained(trained: Pretrained, components: RunComponents) -> RunComponents:
+    """Assembles the trained model on the mesh of the run that begins."""
+    ours = ("mesh.data", "mesh.dcn_data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
+    defaults = {"eval.average_checkpoints": ExperimentConfig().eval.average_checkpoints}
+    changed = defaults | {name: config_tree.get(components.config, name) for name in ours}
+    config = config_tree.replace(trained.config, changed)
+    return assemble(config, vocab_size=trained.vocabulary.size, mesh=components.mesh)
+
+
+def _has_checkpoint(workdir: Workdir) -> bool:
+    with Checkpointer(workdir.latest, keep=1, log=lambda line: None) as latest:
+        return latest.latest_step() is not None
+
+
+def _is_of_model(leaf: Leaf) -> bool:
+    return leaf.setting.shapes_params or leaf.name.startswith("compat.")
+
+
+def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
+    """Returns the settings that make token ids what they are, as a given vocabulary has them."""
+    values = {"kind": vocabulary.kind, **vocabulary.header()}
+    names = [leaf.name for leaf in config_tree.leaves(TokenizerConfig) if leaf.setting.shapes_tokens]
+    defaults = TokenizerConfig()
+    found = {f"data.tokenizer.{name}": values.get(name, getattr(defaults, name)) for name in names}
+    return {
+        name: config_tree.get(config_tree.replace(ExperimentConfig(), {name: value}), name)
+        for name, value in found.items()
+    }
+
+
+def _is_read(name: str, config: ExperimentConfig) -> bool:
+    """Returns whether the model has what the setting describes."""
+    if name == "compat.shaw_terms":
+        return config.model.has_shaw_terms
+    return name != "compat.final_norm" or config.model.layer_norm is NormPlace.PRE
+
+
+def _match(config: ExperimentConfig, trained: Pretrained, vocabulary: Vocabulary) -> RowMap:
+    """Matches the tokens; raises `UserError` for vocabularies whose tokens mean different things."""
+    theirs = trained.vocabulary
+    same = theirs == vocabulary
+    if not same and theirs.kind != vocabulary.kind:
+        raise UserError(
+            f"the tokens of {trained.path} are of kind {theirs.kind} ({theirs.size:,}) and those of the text of kind "
+            f"{vocabulary.kind} ({vocabulary.size:,}); give --init_vocabulary=kept to read "
+            "the text in that vocabulary"
+        )
+    matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
+    return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
+
+
+def _check_same_weights(record: Mapping[str, Any], workdir: Workdir) -> None:
+    """Raises `UserError` if a start before, which ended without a checkpoint, began with other weights."""
+    old = recorded(workdir)
+    if old is not None and old["sha256"] != record["sha256"]:
+        raise UserError(
+            f"the weights in {record['path']} changed since the run in {workdir.path} began (sha256 "
+            f"{old['sha256'][:12]}... of step {old['step']}, now {record['sha256'][:12]}... of step {record['step']}); "
+            "give another --workdir"
+        )
+
+
+def _notes(config: ExperimentConfig, trained: ExperimentConfig) -> list[str]:
+    """Names the settings that differ and change losses, in one line."""
+    named = [
+        f"{leaf.name} {config_tree.format_value(ours)} (there {config_tree.format_value(theirs)})"
+        for leaf, theirs, ours in config_tree.differences(trained, config)
+        if leaf.name in _NOTED or (leaf.name.startswith(("model.", "compat.")) and leaf.name not in _UNNOTED)
+    ]
+    return [f"note      settings that differ from those of the weights: {', '.join(named)}"] if named else []

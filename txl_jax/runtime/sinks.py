@@ -1,0 +1,323 @@
+"""The protocol of all sinks, and the names that dashboards group records by."""
+
+import contextlib
+import hashlib
+import importlib.util
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from txl_jax.errors import UserError
+
+# Values of a "train" record that the clock and the device decide: a resumed run repeats all others bit for bit.
+MEASURED = (
+    "tokens_per_second",
+    "step_seconds",
+    "host_wait_share",
+    "model_flops_per_second",
+    "peak_share",
+    "device_memory_bytes",
+)
+
+
+class Sink:
+    """A receiver of what a run reports. Its methods do nothing: override those that you need.
+
+    A run calls them from its own thread, with several processes in process 0 alone. If a method raises, the run logs
+    that in one line, calls the sink no more, and goes on.
+    """
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Takes the settings by dotted names, and facts such as device and versions; called first, in every start."""
+
+    def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
+        """Takes one record.
+
+        Args:
+          kind: "train", "valid", "test", or a hook's own.
+          step: updates done.
+          values: numbers by name, nan and infinities among them.
+          member: of the ensemble that it is about; None: a run by itself.
+        """
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Takes a text, such as a sample, after `step` updates."""
+
+    def flush(self) -> None:
+        """Makes what was taken durable; called at each checkpoint."""
+
+    def close(self) -> None:
+        """Ends; called last, also when the run fails."""
+
+
+def grouped_names(kind: str, values: Mapping[str, float], member: str | None) -> dict[str, float]:
+    """Returns the values by the names that dashboards group at the slash: "train/loss", "speed/tokens_per_second".
+
+    >>> grouped_names("train", {"loss": 2.0, "tokens_per_second": 9.0}, None)
+    {'train/loss': 2.0, 'speed/tokens_per_second': 9.0}
+    >>> grouped_names("valid", {"loss": 2.0}, "seed=2")
+    {'seed=2/valid/loss': 2.0}
+    """
+    prefix = "" if member is None else f"{member}/"
+    return {f"{prefix}{'speed' if name in MEASURED else kind}/{name}": value for name, value in values.items()}
+
+
+# -- TensorBoard files of a run: scalars, settings and texts, written in the calling thread.
+#
+# tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later its
+# queue is full and the training loop waits forever. And its files are named by the second, while TensorBoard reads them
+# in the order of their names: a run that is resumed within that second would overwrite the file before, and one that is
+# resumed after the clock went back would be read before it. Hence the number in the names here. On object storage each
+# file is written on this machine and uploaded when it is flushed.
+
+_NUMBERED = re.compile(r"events\.(\d+)\.")
+# Columns of TensorBoard's table of settings (HPARAMS).
+_RESULTS = ("valid/loss", "test/loss", "test/bpc", "test/perplexity")
+
+
+class TensorBoardSink(Sink):
+    """A new TensorBoard file in a folder, made when it is first used; it hides the later steps of the files before it.
+
+    tensorboardX is imported then and not with this module: the import is slow, and takes PyTorch with it where that is
+    installed.
+
+    Args:
+      folder: made if missing; its parent must exist.
+      first_step: what earlier files hold of later steps is hidden.
+      upload: whether the folder is on object storage, so that files are written elsewhere first.
+
+    Every method raises OSError when the file cannot be written, and ImportError without tensorboardX.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int, upload: bool = False):
+        self._folder = self._local = folder
+        self._first_step = first_step
+        self._upload = upload
+        self._number = 0  # Of the newest file; 0: nothing was written yet.
+        self._file: Any = None
+        self._settings: Mapping[str, Any] | None = None  # Not written yet.
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Keeps the settings until there is something else to write, so that a run's first step waits for no import."""
+        self._settings = values
+
+    def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
+        """Adds a scalar for each value; "=" in the name of a member becomes "_", as TensorBoard wants it."""
+        from tensorboardX import summary
+
+        named = grouped_names(kind, values, member)
+        self._write(step, *(summary.scalar(name, number) for name, number in named.items()))
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Adds a text, which TensorBoard shows as Markdown: as a block of code, so that each character is kept."""
+        from tensorboardX import summary
+
+        indented = "".join(f"    {line}\n" for line in text.splitlines())
+        self._write(step, summary.text(tag, indented))
+
+    def flush(self) -> None:
+        """Writes the settings, and uploads what was written to object storage; a local file is written already."""
+        self._write_settings()
+        if self._temporary is None or self._file is None:
+            return
+        self._file.close()
+        self._file = None
+        for path in _event_files(self._local):
+            (self._folder / path.name).upload(path)  # type: ignore[attr-defined]
+            path.unlink()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self.flush()
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError:
+                # It leaves its file open then, which Python 3.13 reports on standard error.
+                with contextlib.suppress(OSError):
+                    self._file._py_recordio_writer.close()  # noqa: SLF001
+                raise
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _write_settings(self) -> None:
+        """Adds the settings twice: as a text, and for the table of settings (HPARAMS)."""
+        values, self._settings = self._settings, None
+        if values is None:
+            return
+        from tensorboardX import summary
+
+        rows = "".join(f"| {name} | {value} |\n" for name, value in values.items())
+        # The plugin takes numbers, booleans and strings.
+        plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
+        experiment, start, _ = summary.hparams(plain, dict.fromkeys(_RESULTS, 0.0))
+        found = (summary.text("settings", f"| setting | value |\n|---|---|\n{rows}"), experiment, start)
+        self._write(self._first_step, *found)
+
+    def _write(self, step: int, *summaries: Any) -> None:
+        self._write_settings()
+        from tensorboardX.proto import event_pb2
+
+        event = event_pb2.Event(wall_time=time.time(), step=step)
+        for summary in summaries:
+            event.summary.value.extend(summary.value)
+        if not self._number:
+            self._begin()
+        self._write_event(event)
+
+    def _begin(self) -> None:
+        """Makes the folder, and begins with an event that hides the later steps of earlier files."""
+        from tensorboardX.proto import event_pb2
+
+        if self._upload:
+            self._temporary = tempfile.TemporaryDirectory(prefix="tensorboard-")
+            self._local = Path(self._temporary.name)
+        self._folder.mkdir(exist_ok=True)
+        self._number = max(map(_number, _event_files(self._folder)), default=0)
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step + 1, session_log=start))
+
+    def _write_event(self, event: Any) -> None:
+        from tensorboardX import event_file_writer
+
+        if self._file is None:
+            self._number += 1
+            self._file = event_file_writer.EventsWriter(str(self._local / f"events.{self._number:06}"))
+        self._file.write_event(event)
+        self._file.flush()
+
+
+def _event_files(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if _NUMBERED.match(path.name)]
+    except FileNotFoundError:
+        return []
+
+
+def _number(path: Path) -> int:
+    found = _NUMBERED.match(path.name)
+    assert found
+    return int(found[1])
+
+
+# -- Weights & Biases: the records of a run in a project there (extra `wandb`).
+#
+# Where it writes to, and whether over a network at all, is decided by wandb's own variables: WANDB_MODE=offline,
+# WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL.
+
+
+class WandbSink(Sink):
+    """One run of a W&B project; the same workdir continues the same run.
+
+    Args:
+      project: made if missing.
+      workdir: of the run; its name is the run's, and wandb's own files go into its folder `wandb` (on object storage
+        into that of the current folder).
+
+    Raises:
+      UserError: wandb is not installed.
+    """
+
+    def __init__(self, project: str, workdir: Path):
+        if importlib.util.find_spec("wandb") is None:
+            raise UserError(
+                f"the W&B project is {project!r} and wandb is not installed; pip install 'txl_jax[wandb]', or leave "
+                "--wandb_project out"
+            )
+        self._project = project
+        self._workdir = workdir
+        self._run: Any = None
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Begins the run, or continues it, with the settings as its config."""
+        import wandb
+
+        self._run = wandb.init(
+            project=self._project,
+            name=self._workdir.name,
+            id=hashlib.sha256(str(self._workdir).encode()).hexdigest()[:16],
+            resume="allow",
+            dir=None if "://" in str(self._workdir) else str(self._workdir),
+            config=dict(values),
+            settings=wandb.Settings(console="off"),  # log.txt has the lines; wandb would replace sys.stdout.
+        )
+        # By default W&B counts calls, and drops what a resumed run repeats.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
+        """Adds the values at their step."""
+        self._run.log({"step": step, **grouped_names(kind, values, member)})
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Adds a text as a table of one row."""
+        import wandb
+
+        self._run.log({"step": step, tag: wandb.Table(columns=["step", "text"], data=[[step, text]])})
+
+    def close(self) -> None:
+        """Ends the run, once all is sent."""
+        if self._run is not None:
+            self._run.finish()
+
+
+# -- All sinks as one: a sink that fails is reported once and left out from there on, and the run goes on.
+
+
+class FanOut(Sink):
+    """Passes everything on to each sink in turn.
+
+    Args:
+      sinks: those that have not failed yet are called.
+      report: takes one line about a sink that failed.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], report: Callable[[str], None]):
+        self._sinks = list(sinks)
+        self._failed: list[Sink] = []
+        self._report = report
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Passes on the settings."""
+        self._each(lambda sink: sink.settings(values))
+
+    def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
+        """Passes on a record."""
+        self._each(lambda sink: sink.record(kind, step, values, member))
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Passes on a text."""
+        self._each(lambda sink: sink.text(step, tag, text))
+
+    def flush(self) -> None:
+        """Flushes each sink."""
+        self._each(lambda sink: sink.flush())
+
+    def close(self) -> None:
+        """Closes each sink, those that have failed too."""
+        self._each(lambda sink: sink.close())
+        for sink in self._failed:
+            with contextlib.suppress(Exception):
+                sink.close()
+        self._failed.clear()
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:  # noqa: BLE001 (a dashboard that is down must not end a run of days)
+                self._sinks.remove(sink)
+                self._failed.append(sink)
+                self._report(
+                    f"note      {type(sink).__name__} failed and gets nothing more in this start; the run goes on "
+                    f"({_brief(error)})"
+                )
+
+
+def _brief(error: Exception) -> str:
+    line = (str(error).splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

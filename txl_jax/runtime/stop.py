@@ -1,0 +1,200 @@
+"""SIGTERM, Ctrl-C or a notice as a request to stop after the current step, in all processes at the same step."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import requests
+from jax.experimental import multihost_utils
+
+from txl_jax.runtime import distributed
+
+# Counts the calls of `reached_preemption_sync_point` in this process. They are jax's step numbers: all processes make
+# the same calls, so that the same number is the same point of the program in each.
+_sync_points = itertools.count(1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_ALONE, _TOGETHER = "as soon as this step is done", "with all processes"
+_requested = threading.Event()  # Set by `request_stop`, for the rest of the process.
+
+
+def request_stop(reason: str) -> None:
+    """Makes the `StopRequest` that is active, or the next one, true, as SIGTERM would; from any thread.
+
+    It is not a signal, so that the SIGTERM of a machine that is shut down afterwards is the first one and does not end
+    the process while it saves.
+
+    Args:
+      reason: printed on the error stream, such as "preempted=TRUE".
+    """
+    _requested.set()
+    everywhere = distributed.is_multiprocess()
+    _print_now(f"{reason}: saving and stopping {_TOGETHER if everywhere else _ALONE}")
+    if everywhere:
+        os.kill(os.getpid(), signal.SIGTERM)  # jax's own handler, which may be called any number of times.
+
+
+class StopRequest:
+    """A context that notes the first SIGTERM or SIGINT; a second one acts as usual. True once one was noted.
+
+    With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
+    (`reached_preemption_sync_point`); every process must ask for the truth value at the same sequence of steps. A
+    second SIGTERM changes nothing then.
+
+    Attributes:
+      signal_number: the signal that has arrived; 0 until then. Several processes always stop by SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._is_multiprocess = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._is_multiprocess = distributed.is_multiprocess()
+        # With several processes SIGTERM is left alone: jax has a handler of its own, below Python's.
+        handlers = {signal.SIGINT: self._forward} if self._is_multiprocess else dict.fromkeys(_SIGNALS, self._note)
+        for number, handler in handlers.items():
+            self._previous[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._restore()
+
+    def __bool__(self) -> bool:
+        if (
+            self._is_multiprocess
+            and not self.signal_number
+            and multihost_utils.reached_preemption_sync_point(next(_sync_points))
+        ):
+            self.signal_number = signal.SIGTERM
+        if not self._is_multiprocess and not self.signal_number and _requested.is_set():
+            self.signal_number = signal.SIGTERM
+        return self.signal_number != 0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.signal_number = number
+        self._acknowledge(number, _ALONE)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._acknowledge(number, _TOGETHER)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _acknowledge(self, number: int, when: str) -> None:
+        self._restore()
+        _print_now(f"{signal.Signals(number).name}: saving and stopping {when}; once more stops at once")
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+
+def _print_now(line: str) -> None:
+    """Writes a line to the error stream. Not by print: a signal may have come in the middle of one."""
+    os.write(2, f"{line}\n".encode())
+
+
+# -- Notices of Google Cloud that a machine will be taken away: by maintenance of its host, or by preemption.
+#
+# The metadata server of a machine (Compute Engine, TPU VM) answers a request with `wait_for_change` when the value has
+# changed. It gives notice of maintenance a minute to an hour ahead, and of a preemption half a minute.
+# https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice
+
+# Keys of the metadata server, and the value with which the machine ends. (A machine that migrates goes on.)
+NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
+
+_WAIT_SECONDS = 60  # The server answers after this even if nothing has changed.
+_RETRY_SECONDS = 10
+_PAUSE_SECONDS = 0.5  # A server that answers at once all the same is not asked without a pause.
+
+
+def watch_notices(server: str, on_notice: Callable[[str], None]) -> None:
+    """Starts daemon threads that wait for a notice; they end with the first one, or where the server has no such key.
+
+    Args:
+      server: host, or host:port, of the metadata server. One that does not answer is tried again.
+      on_notice: called once, in another thread, with the key and the value, such as "preempted=TRUE".
+    """
+    first = _First(on_notice)
+    for key, final in NOTICES.items():
+        threading.Thread(target=_wait, args=(server, key, final, first), name=f"notice of {key}", daemon=True).start()
+
+
+class _First:
+    """A function that passes on only its first call, from any thread."""
+
+    def __init__(self, function: Callable[[str], None]) -> None:
+        self.done = threading.Event()
+        self._function = function
+        self._lock = threading.Lock()
+
+    def __call__(self, text: str) -> None:
+        with self._lock:
+            if self.done.is_set():
+                return
+            self.done.set()
+        self._function(text)
+
+
+def _wait(server: str, key: str, final: str, on_notice: _First) -> None:
+    """Asks for a key until it has its final value."""
+    with requests.Session() as session:
+        session.trust_env = False  # A proxy has another machine's metadata, or none.
+        session.headers["Metadata-Flavor"] = "Google"
+        url, etag = f"http://{server}/computeMetadata/v1/instance/{key}", "0"
+        while not on_notice.done.is_set():
+            query: dict[str, str | int] = {"wait_for_change": "true", "timeout_sec": _WAIT_SECONDS, "last_etag": etag}
+            try:
+                answer = session.get(url, params=query, timeout=(5, 2 * _WAIT_SECONDS))
+            except requests.RequestException:
+                answer = None
+            if answer is not None and answer.status_code == requests.codes.not_found:
+                return
+            if answer is None or not answer.ok:
+                time.sleep(_RETRY_SECONDS)
+                continue
+            if answer.text.strip().upper() == final:
+                on_notice(f"{key}={final}")
+                return
+            etag = answer.headers.get("ETag", "0")
+            time.sleep(_PAUSE_SECONDS)
+
+
+# -- Machines of Google Cloud: a notice of maintenance or of a preemption stops the program as SIGTERM does.
+
+_PRODUCT = Path("/sys/class/dmi/id/product_name")  # Of the machine, by its firmware; "Google Compute Engine" there.
+
+
+def stop_on_notice() -> None:
+    """Starts to wait for notices in the background where this is a machine of Google Cloud; elsewhere does nothing."""
+    server = metadata_server(os.environ, _PRODUCT)
+    if server is not None:
+        watch_notices(server, request_stop)
+
+
+def metadata_server(environment: Mapping[str, str], product: Path) -> str | None:
+    """Returns host, or host:port, of this machine's metadata server; None: it has none.
+
+    The two variables are those of Google's own libraries. No network is used to answer.
+
+    Args:
+      environment: environment variables.
+      product: the file with the machine's name in its firmware.
+    """
+    if environment.get("NO_GCE_CHECK", "").lower() == "true":
+        return None
+    if server := environment.get("GCE_METADATA_HOST"):
+        return server
+    try:
+        is_google = product.read_text().startswith("Google")
+    except OSError:
+        return None
+    return "metadata.google.internal" if is_google else None
