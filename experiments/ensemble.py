@@ -16,7 +16,6 @@ in which the program of its corpus trains on.
 """
 
 import sys
-from pathlib import Path
 
 from absl import flags
 
@@ -69,7 +68,7 @@ def _run() -> int:
     return 128 + (stop.signal_number or 0) if stop and not outcome.finished else 0
 
 
-def _folder(flag: str) -> Path:
+def _folder(flag: str) -> str:
     """Returns the folder that a flag names; raises `UserError` if it names none."""
     path: str = FLAGS[flag].value or ""
     if not path:

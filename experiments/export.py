@@ -73,7 +73,7 @@ def export_model(
     target = as_path(target)
     check_new_folder(target)
     pretrained = open_pretrained(source, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
-    if target.is_relative_to(pretrained.path):
+    if f"{target}/".startswith(f"{pretrained.path}/"):
         raise UserError(f"--to={target} lies in --from={pretrained.path}; give a folder outside of it")
     components = _on_one_device(pretrained.config, rows, vocab_size=pretrained.vocabulary.size)
     step, params = pretrained.load_params(components, log=log)

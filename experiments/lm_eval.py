@@ -15,7 +15,7 @@ from absl import flags
 
 from txl_jax.cli import runner
 from txl_jax.errors import UserError
-from txl_jax.runtime.storage import as_path, is_remote, write_text
+from txl_jax.runtime.storage import as_path, is_remote, write
 
 FLAGS = flags.FLAGS
 
@@ -53,7 +53,7 @@ def _run() -> int:
         model, FLAGS.tasks, include_path=FLAGS.include_path, num_fewshot=FLAGS.num_fewshot, limit=limit
     )
     if FLAGS.output:
-        write_text(output, json.dumps(results, indent=2, default=str) + "\n")
+        write(output, (json.dumps(results, indent=2, default=str) + "\n").encode())
         print(f"results   {FLAGS.output}")
     return 0
 

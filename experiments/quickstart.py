@@ -8,6 +8,7 @@ the same command resumes.
 """
 
 import lzma
+import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -127,7 +128,7 @@ def _run() -> int:
     config = training_config.with_absolute_paths(flag_tree.build(DEFAULTS))
     config.validate()
     workdir = Workdir(as_path(FLAGS.workdir))
-    prepared = str(workdir.create().path / "prepared")
+    prepared = os.path.join(workdir.create().path, "prepared")
     compilation_cache.enable(prepared)
     corpus = read_corpus(config.data, data_dir="", cache_dir=prepared)
     print(f"{corpus.description}\nsha256 {corpus.digest}")
@@ -154,7 +155,7 @@ def _print_shorter(train_config: TrainConfig) -> None:
 
 
 def _draw(workdir: Workdir, rows: dict[str, float]) -> None:
-    path = workdir.path / "learning_curve.png"
+    path = os.path.join(workdir.path, "learning_curve.png")
     if not plots.can_draw():
         print("no learning curve drawn: matplotlib is not installed (pip install '.[plots]')")
         return

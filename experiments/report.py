@@ -8,6 +8,7 @@ Each word is the workdir of a run (of an ensemble: with all of its members), or 
 may still be training. The page is one file that loads nothing, for light and dark screens of any width.
 """
 
+import os
 import shlex
 import sys
 
@@ -17,7 +18,7 @@ from txl_jax.cli import runner
 from txl_jax.errors import UserError
 from txl_jax.run_report.page import make_page
 from txl_jax.run_report.run_records import read_runs
-from txl_jax.runtime.storage import as_path, write_text
+from txl_jax.runtime.storage import as_path, make_folder, write
 
 FLAGS = flags.FLAGS
 
@@ -34,9 +35,9 @@ def _run(paths: list[str]) -> int:
         raise UserError("no run was given; name workdirs, as python -m experiments.report runs/mine --out=report.html")
     runs = read_runs(paths)
     out = as_path(FLAGS.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(os.path.dirname(out))
     command = shlex.join(["python", "-m", "experiments.report", *paths, f"--out={FLAGS.out}"])
-    write_text(out, make_page(runs, command=command))
+    write(out, make_page(runs, command=command).encode())
     print(f"report    {out}: {len(runs)} run{'s' if len(runs) > 1 else ''}")
     return 0
 

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"{len(files)} files were given ({' '.join(files) or 'none'}); give one, as sweep.toml")
         if not given.out:
             raise UserError("no folder was given; give the folder of the runs with --out=PATH")
-        out = as_path(given.out) if is_remote(given.out) else Path(given.out).expanduser()
+        out = as_path(given.out) if is_remote(given.out) else os.path.expanduser(given.out)
         return _do(given, sweep_file.read(Path(files[0]), out), out)
     except (flags.Error, UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -95,7 +95,7 @@ def _flags() -> flags.FlagValues:
     return given
 
 
-def _do(given: flags.FlagValues, sweep: Sweep, out: Path) -> int:
+def _do(given: flags.FlagValues, sweep: Sweep, out: str) -> int:
     launcher_flags = shlex.split(given["with"].value)
     if given.print:
         print(_launcher_text(sweep.unfinished, given.print, launcher_flags), end="")
@@ -202,8 +202,8 @@ class _Pool:
     def _start(self, run: Run) -> None:
         gpu = self._free.pop(0)
         environment = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-        run.folder.mkdir(parents=True, exist_ok=True)
-        with open(run.folder / "sweep.log", "a") as log:
+        os.makedirs(run.folder, exist_ok=True)
+        with open(os.path.join(run.folder, "sweep.log"), "a") as log:
             # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run without saving.
             process = subprocess.Popen(
                 run.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import os
 import re
 import sys
 import tomllib
@@ -21,7 +22,8 @@ from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
 from txl_jax.runs.run import Workdir
 from txl_jax.runs.validation import with_defaults
-from txl_jax.runtime.storage import as_path
+from txl_jax.runtime.storage import as_path, exists
+from txl_jax.runtime.storage import read as read_file
 
 _DEFAULTS: dict[str, ExperimentConfig] = {
     program: importlib.import_module(f"experiments.{program}").DEFAULTS
@@ -36,7 +38,7 @@ class Run:
     """One run of a sweep."""
 
     name: str
-    folder: Path
+    folder: str
     differs: Mapping[str, Any]  # The settings in which runs differ, by the flag's name.
     command: tuple[str, ...]
     config: ExperimentConfig
@@ -49,11 +51,11 @@ class Run:
     @property
     def results(self) -> dict[str, Any] | None:
         """The content of results.json; None if the run has not finished with these settings, or the file is damaged."""
-        path = self.workdir.path / "results.json"
-        if not path.exists() or self.workdir.load()[0] != self.config:
+        path = os.path.join(self.workdir.path, "results.json")
+        if not exists(path) or self.workdir.load()[0] != self.config:
             return None
         try:
-            results = json.loads(path.read_text())
+            results = json.loads(read_file(path))
             same = with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
             # A run that was given more steps keeps the old results until it ends. With patience it may end early.
             ended = results["steps"] == self.config.train.steps or self.config.train.patience is not None
@@ -76,7 +78,7 @@ class Sweep:
         return [run for run in self.runs if run.results is None]
 
 
-def read(path: Path, out: Path) -> Sweep:
+def read(path: Path, out: str) -> Sweep:
     """Reads a file and checks every run as its program would.
 
     Raises:
@@ -183,9 +185,9 @@ def _as_text(value: Any) -> str:
     return ",".join(map(_as_text, value)) if isinstance(value, list) else str(value)
 
 
-def _run(program: str, common: list[str], point: _Point, names: list[str], out: Path) -> Run:
+def _run(program: str, common: list[str], point: _Point, names: list[str], out: str) -> Run:
     name = _name(point, names)
-    arguments, folder = [*common, *_as_flags(point.differs)], out / name
+    arguments, folder = [*common, *_as_flags(point.differs)], os.path.join(out, name)
     try:
         config = _config(program, arguments)
         Workdir(as_path(folder)).check_same_settings(config)

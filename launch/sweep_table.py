@@ -4,9 +4,9 @@ import csv
 import fcntl
 import io
 import json
+import os
 import signal
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from launch import sweep_means
@@ -15,7 +15,8 @@ from txl_jax.config import tree as config_tree
 from txl_jax.metrics import Totals
 from txl_jax.run_report.run_records import RunRecords, read_runs, swept_settings
 from txl_jax.runtime.environment import duration
-from txl_jax.runtime.storage import is_remote, write_json, write_text
+from txl_jax.runtime.storage import exists, is_dir, is_remote, make_folder, names, read, write_json
+from txl_jax.runtime.storage import write as write_file
 
 _ENDED = "sweep.json"  # The exit code of a run's last process, and the seconds of all of them.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -23,17 +24,18 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def note_end(run: Run, *, seconds: float, code: int) -> None:
     """Records the end of a run's process: its exit code, and its time added to that of earlier ones."""
-    write_json(run.folder / _ENDED, {"seconds": _ended(run).get("seconds", 0.0) + seconds, "exit_code": code})
+    ended = {"seconds": _ended(run).get("seconds", 0.0) + seconds, "exit_code": code}
+    write_json(os.path.join(run.folder, _ENDED), ended)
 
 
-def write(sweep: Sweep, out: Path) -> int:
+def write(sweep: Sweep, out: str) -> int:
     """Prints the table and writes results.csv; returns the exit code: 1 if a run has failed."""
     rows = [_row(sweep, run) for run in sweep.runs]
     _write(sweep.names, rows, out)
     return int(any(row["state"].startswith("failed") for row in rows))
 
 
-def write_runs(paths: Sequence[str], out: Path | None) -> int:
+def write_runs(paths: Sequence[str], out: str | None) -> int:
     """Does the same for the runs in folders, wherever they were trained; without `out` it only prints.
 
     Raises:
@@ -45,7 +47,7 @@ def write_runs(paths: Sequence[str], out: Path | None) -> int:
     return 0
 
 
-def _write(names: Sequence[str], rows: Sequence[dict[str, Any]], out: Path | None) -> None:
+def _write(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str | None) -> None:
     tables = {"results": (["run", *names, *_MEASURED, "state"], rows)}
     if averaged := sweep_means.means(names, rows):
         tables["means"] = (sweep_means.columns(names), averaged)
@@ -58,15 +60,16 @@ def _write(names: Sequence[str], rows: Sequence[dict[str, Any]], out: Path | Non
             print(line)
     if out is None:
         return
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     print()
     for name, (columns, content) in tables.items():
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(content)
-        write_text(out / f"{name}.csv", text.getvalue())
-        print(f"{name:<10}{out / f'{name}.csv'}", flush=True)
+        path = os.path.join(out, f"{name}.csv")
+        write_file(path, text.getvalue().encode())
+        print(f"{name:<10}{path}", flush=True)
 
 
 def state_of(run: Run) -> str:
@@ -79,7 +82,7 @@ def state_of(run: Run) -> str:
     code = _ended(run).get("exit_code", 0)
     if code and code not in [sign for number in _STOP_SIGNALS for sign in (-number, 128 + number)]:
         return f"failed: {_failure(run, code)}"
-    return f"stopped after step {step}" if (run.folder / "sweep.log").exists() or step else "not started"
+    return f"stopped after step {step}" if exists(os.path.join(run.folder, "sweep.log")) or step else "not started"
 
 
 _MEASURED = ("best_valid", "test", "measure", "steps", "seconds")
@@ -91,7 +94,7 @@ def _row(sweep: Sweep, run: Run) -> dict[str, Any]:
     row = {"run": run.name, **{name: in_effect.get(name, "") for name in sweep.names}, "state": state_of(run)}
     if seconds := _ended(run).get("seconds"):
         row["seconds"] = round(seconds, 1)
-    found = read_runs([str(run.folder)])[0] if run.workdir.config_file.exists() else None
+    found = read_runs([run.folder])[0] if exists(run.workdir.config_file) else None
     if found is None:
         return row
     if "seconds" not in row and found.training_seconds:  # Of a run that another machine has started.
@@ -145,13 +148,14 @@ def _markdown(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> Iterator[
 
 def _ended(run: Run) -> dict[str, Any]:
     try:
-        return json.loads((run.folder / _ENDED).read_text())
+        return json.loads(read(os.path.join(run.folder, _ENDED)))
     except (FileNotFoundError, ValueError):  # Without it the table lacks a number; no run needs it.
         return {}
 
 
 def _saved_steps(run: Run) -> list[int]:
-    return [int(path.name) for path in run.workdir.latest.glob("*") if path.name.isdigit()]
+    latest = run.workdir.latest
+    return [int(name) for name in names(latest) if name.isdigit()] if is_dir(latest) else []
 
 
 def is_running(run: Run) -> bool:
@@ -159,7 +163,7 @@ def is_running(run: Run) -> bool:
     if is_remote(run.folder):  # Object storage has no locks.
         return False
     try:
-        with open(run.folder / ".lock") as handle:
+        with open(os.path.join(run.folder, ".lock")) as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -172,5 +176,5 @@ def _failure(run: Run, code: int) -> str:
     """The last line that the run printed, or the signal that killed it."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
-    lines = (run.folder / "sweep.log").read_text(errors="replace").split("\n")
+    lines = read(os.path.join(run.folder, "sweep.log")).decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")[:300]

@@ -89,16 +89,16 @@ def storage():
 @pytest.fixture(scope="module")
 def module_bucket(storage, request):
     """A folder in the bucket for the tests of a file."""
-    from txl_jax.runtime.storage import as_path
+    from support.remote import Remote
 
-    return as_path(f"gs://{BUCKET}/{request.node.name.removesuffix('.py')}")
+    return Remote(f"gs://{BUCKET}/{request.node.name.removesuffix('.py')}")
 
 
 @pytest.fixture
 def bucket(storage, request):
     """A folder in the bucket for one test; faults end with it."""
-    from txl_jax.runtime.storage import as_path
+    from support.remote import Remote
 
-    yield as_path(f"gs://{BUCKET}/{request.node.name.partition('[')[0]}-{id(request)}")
+    yield Remote(f"gs://{BUCKET}/{request.node.name.partition('[')[0]}-{id(request)}")
     storage.calm()
     storage.is_up = True

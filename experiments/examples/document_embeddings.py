@@ -9,6 +9,7 @@ not depend on how much was read. The program measures both over a document of a 
 Then it shows what the memory is for. The first word of a document names one of 8 topics; all other words are drawn
 without regard to it. The model is trained to name the topic at each word. A linear probe, fitted on the embeddings of
 some documents, is asked for the topic of other documents, from one passage of each. If the model reads each passage
+from pathlib import Path
 from an empty memory, the probe is right in 1 of 8 documents at best, in all passages but the first. N layers with a
 memory of M tokens reach N * M tokens back, and no further.
 
@@ -22,6 +23,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -226,15 +228,15 @@ def embed_file(workdir: str, file: str, out: str) -> int:
     Raises:
       UserError: there is no such file, or `workdir` has no trained model.
     """
-    if not as_path(file).is_file():
+    if not Path(file).is_file():
         raise txl_jax.UserError(f"--file is {file}, which is no file; give a text")
     model = txl_jax.load(workdir)
     lengths: dict[str, Any] = {"clamp_len": model.config.eval.clamp_len, "same_length": model.config.eval.same_length}
     read = model.components.jit(functools.partial(read_passage, model.components.model, **lengths))
-    folder, count = as_path(out), 0
+    folder, count = Path(as_path(out)), 0
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "embeddings.f32"
-    with as_path(file).open("rb") as lines, path.open("wb") as written:
+    with open(file, "rb") as lines, path.open("wb") as written:
         embeddings = stream(functools.partial(read, model.params), model.init_memory(1), map(model.encode, lines))
         for embedding in embeddings:
             count += 1
@@ -277,7 +279,7 @@ def _run() -> int:
 
 def _write(out: str, stream_records: list[dict[str, float]], shares: dict[str, np.ndarray]) -> None:
     """Writes results.json and reach.png, and prints the shares by distance of a passage to the topic's name."""
-    folder = as_path(out)
+    folder = Path(as_path(out))
     folder.mkdir(parents=True, exist_ok=True)
     points = {
         name: {PASSAGE * number: round(float(value), 3) for number, value in enumerate(share)}

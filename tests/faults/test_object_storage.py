@@ -6,7 +6,7 @@ import pytest
 
 from support import BUCKET
 from support.faults import KILLED, NIGHTLY, Place, assert_equal_runs, finished
-from txl_jax.runtime.storage import as_path
+from support.remote import Remote
 
 pytestmark = NIGHTLY
 WRITES = 120  # Fewer than a whole run makes after its probe, so that most kills come before the end.
@@ -17,7 +17,7 @@ class Bucket(Place):
     """Runs whose workdirs are in a bucket; text and tokens are on this machine, and shared."""
 
     def workdir(self, name):
-        return as_path(f"gs://{BUCKET}/{name}")
+        return Remote(f"gs://{BUCKET}/{name}")
 
     def cache(self, name):
         return self.folder / "undisturbed" / "cache"

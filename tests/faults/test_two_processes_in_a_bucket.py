@@ -12,8 +12,8 @@ import pytest
 
 from support import BUCKET, processes
 from support.faults import NIGHTLY, PATIENCE, assert_equal_runs, cache_in
+from support.remote import Remote
 from txl_jax.runtime import checkpoint
-from txl_jax.runtime.storage import as_path
 
 STEPS = 12
 TINY = (
@@ -65,7 +65,7 @@ def killed_at(storage, started, victim, number):
 def test_one_of_two_processes_is_killed(start, undisturbed, storage, fault_seed):
     """Each process once, at a drawn write; the third start ends."""
     rng = random.Random(fault_seed)
-    workdir = as_path(f"gs://{BUCKET}/two-processes")
+    workdir = Remote(f"gs://{BUCKET}/two-processes")
     for victim in (1, 0):
         number = rng.randrange(20, 100)
         codes = [code for code, _, _ in killed_at(storage, start(workdir), victim, number)]

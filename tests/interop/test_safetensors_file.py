@@ -13,7 +13,7 @@ from txl_jax.errors import CheckpointError
 from txl_jax.interop import leaves, safetensors_file
 from txl_jax.interop.leaves import Leaf
 from txl_jax.interop.safetensors_file import SafeTensors
-from txl_jax.runtime.storage import file_sha256
+from txl_jax.runtime.storage import sha256
 
 TENSORS = {
     "small": np.arange(3, dtype=np.uint8),
@@ -39,7 +39,7 @@ def check_equal(found, expected):
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "a.safetensors"
     digest = safetensors_file.write(path, leaves_of(TENSORS), metadata={"format": "pt"})
-    assert digest == file_sha256(path)
+    assert digest == sha256(path)
     found = SafeTensors(path)
     check_equal(found, TENSORS)
     assert found.metadata == {"format": "pt"} and found.shapes["matrix"] == (2, 3)

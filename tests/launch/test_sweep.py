@@ -174,20 +174,20 @@ def test_failed_runs_are_reported_and_tried_again(write, capsys):
     )
     for times in (1, 2):
         sweep._Pool(found, slots=[None]).run()
-        assert sweep_table.write(found, found.runs[0].folder.parent) == 1
+        assert sweep_table.write(found, Path(found.runs[0].folder).parent) == 1
         assert capsys.readouterr().out.count("| failed: error: no |") == 2
-        assert (found.runs[1].folder / "sweep.log").read_text() == "error: no\n" * times
+        assert (Path(found.runs[1].folder) / "sweep.log").read_text() == "error: no\n" * times
 
 
 def test_states_are_read_from_the_folders(write):
     run = read(write("[grid]\nseed = [1]\n")).runs[0]
     assert sweep_table.state_of(run) == "not started"
-    run.folder.mkdir(parents=True)
-    (run.folder / "sweep.log").write_text("step 1\nerror: a | b\n\n")
+    Path(run.folder).mkdir(parents=True)
+    (Path(run.folder) / "sweep.log").write_text("step 1\nerror: a | b\n\n")
     sweep_table.note_end(run, seconds=2.0, code=1)
     sweep_table.note_end(run, seconds=3.0, code=1)
     assert sweep_table.state_of(run) == "failed: error: a | b"
-    assert json.loads((run.folder / "sweep.json").read_text()) == {"seconds": 5.0, "exit_code": 1}
+    assert json.loads((Path(run.folder) / "sweep.json").read_text()) == {"seconds": 5.0, "exit_code": 1}
     sweep_table.note_end(run, seconds=1.0, code=-signal.SIGKILL)
     assert re.fullmatch(r"failed: .*\bSIGKILL\b", sweep_table.state_of(run))
     for code in (-signal.SIGTERM, 128 + signal.SIGINT):
@@ -195,7 +195,7 @@ def test_states_are_read_from_the_folders(write):
         assert re.fullmatch(r"stopped\D*\b0", sweep_table.state_of(run))
     with run.workdir.lock():
         assert re.fullmatch(r"running\D*\b0", sweep_table.state_of(run))
-    (run.folder / "sweep.json").write_text("{")
+    (Path(run.folder) / "sweep.json").write_text("{")
     assert re.fullmatch(r"stopped\D*\b0", sweep_table.state_of(run))
 
 
@@ -215,7 +215,7 @@ def test_damaged_results_and_those_of_other_settings_are_none(write, text, finis
         run.config, TextInfo("text", "own text", "d" * 64, WordVocabulary(("<eos>", "one", "<unk>")))
     )
     evaluation = json.dumps(config_tree.to_dict(run.config.eval))
-    (run.folder / "results.json").write_text(text.replace("EVAL", evaluation))
+    (Path(run.folder) / "results.json").write_text(text.replace("EVAL", evaluation))
     assert (run.results is not None) == finished
 
 
@@ -235,7 +235,7 @@ def test_a_run_that_is_going_on_is_left_alone(write, capsys):
     """A run of another sweep, for example; it is no failure."""
     found = read(write("[grid]\nseed = [1, 2]\n"))
     found = dataclasses.replace(found, runs=tuple(instead(run, "") for run in found.runs))
-    found.runs[0].folder.mkdir(parents=True)
+    Path(found.runs[0].folder).mkdir(parents=True)
     with found.runs[0].workdir.lock():
         sweep._Pool(found, slots=[None]).run()
         output = capsys.readouterr().out
@@ -261,8 +261,8 @@ def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
     pool = sweep._Pool(found, slots=[None, None])
     pool.run()
     assert pool.signal_number == signal.Signals[name]
-    assert (found.runs[0].folder / "got").read_text() == name.replace("HUP", "TERM")
-    assert not found.runs[2].folder.exists()
+    assert (Path(found.runs[0].folder) / "got").read_text() == name.replace("HUP", "TERM")
+    assert not Path(found.runs[2].folder).exists()
 
 
 @pytest.mark.full
@@ -272,7 +272,7 @@ def test_gpus_are_shared_out(write):
     script = (
         "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
-    waits = f"\nwhile not os.path.exists({str(found.runs[2].folder / 'gpu')!r}): time.sleep(0.01)"
+    waits = f"\nwhile not os.path.exists({str(Path(found.runs[2].folder) / 'gpu')!r}): time.sleep(0.01)"
     runs = [instead(found.runs[0], script + waits), *(instead(run, script) for run in found.runs[1:])]
     sweep._Pool(dataclasses.replace(found, runs=tuple(runs)), slots=["4", "7"]).run()
-    assert [(run.folder / "gpu").read_text() for run in found.runs] == ["4", "7", "7"]
+    assert [(Path(run.folder) / "gpu").read_text() for run in found.runs] == ["4", "7", "7"]

@@ -7,6 +7,7 @@ that two tiles give other numbers, and the test chooses what is there and what "
 import contextlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -140,14 +141,14 @@ def stopped(runs, tmp_path):
 
 
 def recorded(workdir):
-    return json.loads(workdir.config_file.read_text()).get("attention")
+    return json.loads(Path(workdir.config_file).read_text()).get("attention")
 
 
 def rewrite(workdir, attention):
     """Changes the record of a run; None takes it away."""
-    saved = json.loads(workdir.config_file.read_text())
+    saved = json.loads(Path(workdir.config_file).read_text())
     del saved["attention"]
-    workdir.config_file.write_text(json.dumps(saved | ({} if attention is None else {"attention": attention})))
+    Path(workdir.config_file).write_text(json.dumps(saved | ({} if attention is None else {"attention": attention})))
 
 
 def losses(workdir):

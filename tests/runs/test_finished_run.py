@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -51,12 +52,12 @@ def test_a_finished_run_is_scored_again_at_other_lengths(finished, config, corpu
 def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus, capsys):
     workdir, _ = finished
     (workdir.path / "results.json").unlink()
-    for path in workdir.best.rglob("*"):
+    for path in Path(workdir.best).rglob("*"):
         if path.is_file() and path.name != "digests.json":
             path.write_bytes(path.read_bytes()[:-1] + b"#")
     outcome = train.run(config, corpus, workdir)
     assert outcome.finished and outcome.results["best_valid"] is None
-    assert str(workdir.best) in capsys.readouterr().out
+    assert workdir.best in capsys.readouterr().out
     assert generate.run(config, corpus.vocabulary, workdir)
 
 

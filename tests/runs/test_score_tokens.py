@@ -1,6 +1,7 @@
 """Tests the scores of single tokens: their file, their sum, and how a token is printed."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def score(run, *, changes=None, **others):
 
 def table(run, split):
     """(numbers, tokens, nats as they are written) of a file, split as a reader would that knows tabs and lines."""
-    lines = score_job.scores_file(run[2], split).read_text(encoding="utf-8").splitlines()
+    lines = Path(score_job.scores_file(run[2], split)).read_text(encoding="utf-8").splitlines()
     assert lines[0].split("\t") == ["index", "token", "nats"]
     return zip(*(line.split("\t") for line in lines[1:]), strict=True)
 

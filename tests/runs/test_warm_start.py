@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -149,7 +150,7 @@ def test_a_warm_start_is_recorded_and_happens_once(folder, tmp_path, capfd):
     corpus, workdir = read(folder, config), Workdir(tmp_path / "new")
     stops = iter([False, False, True])
     train.run(config, corpus, workdir, stop_requested=lambda: next(stops, True))
-    record = json.loads(workdir.config_file.read_text())["warm_start"]
+    record = json.loads(Path(workdir.config_file).read_text())["warm_start"]
     assert record["path"] == str(tmp_path / "old") and record["step"] == drawn_run.STEP
     out = capfd.readouterr().out
     assert re.search(rf"(?m)^init .*{record['sha256'][:12]}", out) and "256 tokens kept, 0 new, 0 dropped" in out
@@ -159,7 +160,7 @@ def test_a_warm_start_is_recorded_and_happens_once(folder, tmp_path, capfd):
     resumed = train.run(config, corpus, workdir)
     assert "resuming" in capfd.readouterr().out
     assert resumed.results["test"] == whole.results["test"] and resumed.results["warm_start"] == record
-    assert json.loads(workdir.config_file.read_text())["warm_start"] == record
+    assert json.loads(Path(workdir.config_file).read_text())["warm_start"] == record
 
 
 def test_weights_that_changed_before_the_first_checkpoint_are_refused(folder, tmp_path):

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -43,14 +44,14 @@ def test_a_setting_that_does_not_touch_training_may_change(workdir):
 def test_a_vocabulary_of_other_words_is_refused(workdir):
     """Ids would mean other words, and shapes would be the same."""
     exchanged = WordVocabulary(("<eos>", "the", "<unk>", "dog"))
-    workdir.vocabulary_file.write_text(dumps(exchanged))
+    Path(workdir.vocabulary_file).write_text(dumps(exchanged))
     with pytest.raises(ValueError, match=r"vocabulary\.txt\b.*\b4\b"):
         workdir.load()
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text("the\ncat\n")])
 def test_a_missing_or_damaged_vocabulary_is_named(workdir, damage):
-    damage(workdir.vocabulary_file)
+    damage(Path(workdir.vocabulary_file))
     with pytest.raises(ValueError, match=r"vocabulary\.txt\b(?!.*\b4\b)"):
         workdir.load()
 
@@ -81,7 +82,7 @@ def test_settings_are_compared_before_a_text_is_read(workdir, tmp_path):
     "text", ["{", "[]", '{"format": 3, "config": {}}', '{"format": 3, "config": 7, "text": {}}', ""]
 )
 def test_a_damaged_config_is_named(workdir, text):
-    workdir.config_file.write_text(text)
+    Path(workdir.config_file).write_text(text)
     with pytest.raises(ValueError, match=r"config\.json"):
         workdir.load()
 
@@ -89,10 +90,10 @@ def test_a_damaged_config_is_named(workdir, text):
 @pytest.mark.parametrize("number", [None, 2, "3", FORMAT + 1])
 def test_a_record_of_another_format_is_refused_whatever_else_it_has(workdir, number):
     saved = {"config": {"model.n_later": 3}} | ({} if number is None else {"format": number})
-    workdir.config_file.write_text(json.dumps(saved))
+    Path(workdir.config_file).write_text(json.dumps(saved))
     with pytest.raises(UserError, match=rf"config\.json has format {number or 1!r} and .* {FORMAT}; commit \w+"):
         workdir.check_same_settings(CONFIG)
-    assert json.loads(workdir.config_file.read_text()) == saved
+    assert json.loads(Path(workdir.config_file).read_text()) == saved
 
 
 def refusal(workdir):
@@ -105,7 +106,7 @@ def refusal(workdir):
 
 
 def test_a_flipped_bit_in_what_is_recorded_is_named_or_harmless(workdir):
-    for path in (workdir.config_file, workdir.vocabulary_file):
+    for path in map(Path, (workdir.config_file, workdir.vocabulary_file)):
         whole = path.read_bytes()
         for place in range(0, len(whole), 7):
             damaged = bytearray(whole)

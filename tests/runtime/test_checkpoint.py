@@ -96,8 +96,8 @@ def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tm
     with open_checkpoints(keep=1) as checkpoints:
         checkpoints.save(1, make_state(1), {})
         checkpoints.wait()
-        go_on, digest = threading.Event(), checkpoint.file_sha256
-        monkeypatch.setattr(checkpoint, "file_sha256", lambda path: go_on.wait(20) and digest(path))
+        go_on, digest = threading.Event(), checkpoint.sha256
+        monkeypatch.setattr(checkpoint, "sha256", lambda path: go_on.wait(20) and digest(path))
         checkpoints.save(2, make_state(2), {})
         while not (tmp_path / "latest" / "2").exists():
             time.sleep(0.01)

@@ -90,7 +90,7 @@ def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
 
     with open_checkpoints() as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "file_sha256", fail)
+            patch.setattr(checkpoint, "sha256", fail)
             checkpoints.save(1, make_state(), {})
             with pytest.raises(CheckpointError, match=r"\bstep 1\b.*\bNo space left\b") as late:
                 checkpoints.save(2, make_state(), {})
@@ -115,7 +115,7 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open
     def fail(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "file_sha256", fail)
+    monkeypatch.setattr(checkpoint, "sha256", fail)
     with pytest.raises(KeyboardInterrupt), open_checkpoints() as checkpoints:  # noqa: PT012
         checkpoints.save(1, make_state(), {})
         raise KeyboardInterrupt

@@ -11,7 +11,6 @@ from txl_jax.errors import UserError
 from txl_jax.runs.run import TextInfo, Workdir
 from txl_jax.runs.train import claim
 from txl_jax.runtime.lock import NAME
-from txl_jax.runtime.storage import as_path
 
 pytestmark = pytest.mark.full
 CONFIG = ExperimentConfig(
@@ -40,7 +39,7 @@ def test_a_folder_without_a_run(bucket):
 
 def test_a_bucket_that_is_absent(bucket):
     with pytest.raises(UserError, match=r"gs://absent-bucket/run.*no such bucket"):
-        Workdir(as_path("gs://absent-bucket/run")).create()
+        Workdir("gs://absent-bucket/run").create()
 
 
 @pytest.mark.parametrize("status", [401, 403])

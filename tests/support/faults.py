@@ -17,11 +17,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 from txl_jax.runtime import checkpoint
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
-from txl_jax.runtime.storage import as_path
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
@@ -176,7 +176,7 @@ def arrays(folder):
     """Step and arrays of the newest checkpoint in a folder, which must be whole."""
     newest = checkpoint.find_steps(folder)[0]
     assert checkpoint.find_damage(newest.path) is None
-    reader, path = ocp.PyTreeCheckpointer(), as_path(newest.path / "state")
+    reader, path = ocp.PyTreeCheckpointer(), epath.Path(newest.path) / "state"
     on_host = jax.tree.map(
         lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).item_metadata.tree
     )

@@ -4,6 +4,7 @@ Each probe takes a config and returns something that can be compared; `BASE` is 
 """
 
 import functools
+import os
 from pathlib import Path
 
 import flax.linen as nn
@@ -188,7 +189,7 @@ def files(config):
     records = [
         (record["kind"], record["step"], record["loss"], record.get("tokens")) for record in read_metrics(workdir.path)
     ]
-    return records, sorted(path.name for path in workdir.latest.iterdir())
+    return records, sorted(os.listdir(workdir.latest))
 
 
 def scored(config):

@@ -6,7 +6,6 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -304,7 +303,7 @@ def _pretrained(workdir: Workdir) -> Pretrained:
     return dataclasses.replace(pretrained, config=_changed_by_flags(pretrained.config, pretrained.path))
 
 
-def _changed_by_flags(trained: ExperimentConfig, path: Path) -> ExperimentConfig:
+def _changed_by_flags(trained: ExperimentConfig, path: str) -> ExperimentConfig:
     """Returns the config of a trained model with the flags given now; raises `UserError` if they change the model."""
     config = training_config.with_absolute_paths(flag_tree.build(_without_old_files(trained)))
     refused = [

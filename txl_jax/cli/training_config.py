@@ -51,5 +51,5 @@ def _absolute(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_absolute, value))
     if is_remote(value or ""):
-        return os.fspath(as_path(value))
+        return as_path(value)
     return value and os.path.abspath(os.path.expanduser(value))

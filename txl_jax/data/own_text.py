@@ -14,7 +14,16 @@ from txl_jax.config import DataConfig, EmptyEnd, LineMark, Tokenizer
 from txl_jax.data.published import PublishedCorpus
 from txl_jax.data.text import BLOCK_BYTES, SPLITS, File, Text, with_bar
 from txl_jax.errors import UserError
-from txl_jax.runtime.storage import as_path, is_remote, modified, remote_error, size
+from txl_jax.runtime.storage import (
+    as_path,
+    download,
+    is_remote,
+    matching,
+    modified,
+    names,
+    remote_error,
+    size,
+)
 
 # -- Copies of remote texts on this machine: ids are memory-mapped, and archives are read at random, so files are local.
 #
@@ -62,16 +71,17 @@ def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
       UserError: the folder cannot be read.
     """
     root = as_path(data_dir)
-    places = [root, *(root / name for name in corpus.folders), root / "downloads" / "manual"]
+    places = [root, *(os.path.join(root, name) for name in corpus.folders), os.path.join(root, "downloads", "manual")]
     layouts = [*corpus.layouts, *corpus.own_layouts]
     wanted = {file for layout in layouts for files in layout.values() for file in files} | set(corpus.archives)
     target = cache / _FOLDER / hashlib.sha256(data_dir.encode()).hexdigest()[:16]
     try:
         for place in places:
             for name in wanted & _names_in(place, wanted):
-                local = target / (place / name).relative_to(root)
-                if not _is_copy(local, place / name):
-                    _fetch(place / name, local)
+                url = os.path.join(place, name)
+                local = target / os.path.relpath(url, root)
+                if not _is_copy(local, url):
+                    _fetch(url, local)
     except OSError as error:
         raise remote_error("read", root, error) from error
     target.mkdir(parents=True, exist_ok=True)
@@ -87,12 +97,12 @@ def check_cache(cache_dir: str | None, data_dir: str) -> None:
         )
 
 
-def _names_in(place: Path, wanted: Iterable[str]) -> set[str]:
+def _names_in(place: str, wanted: Iterable[str]) -> set[str]:
     """Names of files, with the folders above them, relative to a place."""
     found: set[str] = set()
     for folder in {os.path.dirname(name) for name in wanted}:
         try:
-            found |= {os.path.join(folder, path.name) for path in (place / folder).iterdir()}
+            found |= {os.path.join(folder, name) for name in names(os.path.join(place, folder).rstrip("/"))}
         except FileNotFoundError:
             continue
     return found
@@ -106,8 +116,7 @@ def _copies(path: str, cache: Path) -> list[str]:
     try:
         urls = [url]
         if glob.has_magic(path):
-            bucket = as_path("/".join(path.split("/", 3)[:3]))
-            urls = list(bucket.glob(path.split("/", 3)[3]))
+            urls = matching(url)
             if not urls:
                 raise UserError(f"no object matches {path}; check the pattern")
         return [str(_copy(each, cache)) for each in urls]
@@ -115,15 +124,15 @@ def _copies(path: str, cache: Path) -> list[str]:
         raise remote_error("read", url, error) from error
 
 
-def _copy(url: Path, cache: Path) -> Path:
+def _copy(url: str, cache: Path) -> Path:
     identity = f"{url} {size(url)} {modified(url)}"
-    local = cache / _FOLDER / hashlib.sha256(identity.encode()).hexdigest()[:16] / url.name
+    local = cache / _FOLDER / hashlib.sha256(identity.encode()).hexdigest()[:16] / os.path.basename(url)
     if not local.exists():
         _fetch(url, local)
     return local
 
 
-def _is_copy(local: Path, url: Path) -> bool:
+def _is_copy(local: Path, url: str) -> bool:
     """Returns whether a file is what `_fetch` made of the object as it is now, by size and time."""
     if not local.exists():
         return False
@@ -131,13 +140,13 @@ def _is_copy(local: Path, url: Path) -> bool:
     return (found.st_size, found.st_mtime) == (size(url), modified(url))
 
 
-def _fetch(url: Path, local: Path) -> None:
+def _fetch(url: str, local: Path) -> None:
     """Downloads under a temporary name first; the copy gets the object's time."""
     local.parent.mkdir(parents=True, exist_ok=True)
     part = local.with_name(f".{local.name}.{os.getpid()}.tmp")
     try:
         time = modified(url)  # Before the download: an object that is replaced meanwhile is copied again.
-        url.download(part)  # type: ignore[attr-defined]
+        download(url, part)
         os.utime(part, (time, time))
         os.replace(part, local)
     finally:

@@ -97,7 +97,7 @@ def _is_whole(path: Path) -> bool:
         sizes, digests = summary["bytes"], summary["sha256"]
         if any((path / name).stat().st_size != size for name, size in sizes.items()):
             return False  # Early, as the digests read the whole files.
-        return {name: storage.file_sha256(path / name) for name in sizes} == digests
+        return {name: storage.sha256(path / name) for name in sizes} == digests
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -127,7 +127,7 @@ def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
             "digest": text.digest,
             "tokens": tokens,
             "bytes": {file.name: file.stat().st_size for file in written},
-            "sha256": {file.name: storage.file_sha256(file) for file in written},
+            "sha256": {file.name: storage.sha256(file) for file in written},
         }
         (partial / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         shutil.rmtree(path, ignore_errors=True)  # A damaged one.

@@ -26,7 +26,7 @@ from txl_jax.inference.flat_functions import Arrays, FlatModel
 from txl_jax.interop import safetensors_file
 from txl_jax.interop.leaves import leaf_of
 from txl_jax.interop.safetensors_file import SafeTensors
-from txl_jax.runtime.storage import file_sha256, write_json, write_text
+from txl_jax.runtime import storage
 
 MANIFEST, MANIFEST_DIGEST, WEIGHTS, TOKENS = "manifest.json", "manifest.sha256", "weights.safetensors", "tokens.json"
 # Of one file for all: the functions hold no kernels, and XLA compiles them where they run.
@@ -66,7 +66,7 @@ def write(folder: Path, model: FlatModel, vocabulary: Vocabulary, facts: Mapping
       OSError, LogError: the files cannot be written.
     """
     safetensors_file.write(folder / WEIGHTS, {name: leaf_of(array) for name, array in model.weights.items()})
-    write_json(folder / TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)])
+    storage.write_json(folder / TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)])
     functions = {}
     for name, function in model.functions.items():
         weights, memory = ({n: _shape(a) for n, a in arrays.items()} for arrays in (model.weights, model.memory))
@@ -94,15 +94,15 @@ def write(folder: Path, model: FlatModel, vocabulary: Vocabulary, facts: Mapping
         "functions": functions,
         "memory": _described(model.memory),
         "weights": _described(model.weights),
-        "sha256": {path.name: file_sha256(path) for path in sorted(folder.iterdir())},
+        "sha256": {path.name: storage.sha256(path) for path in sorted(folder.iterdir())},
     }
-    write_json(folder / MANIFEST, manifest)
-    write_text(folder / MANIFEST_DIGEST, _digest_line((folder / MANIFEST).read_bytes()))
+    storage.write_json(folder / MANIFEST, manifest)
+    storage.write(folder / MANIFEST_DIGEST, _digest_line((folder / MANIFEST).read_bytes()).encode())
 
 
-def is_exported(path: Path) -> bool:
+def is_exported(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path is the folder of an exported model, by the names of its files."""
-    return (path / MANIFEST).is_file() and (path / MANIFEST_DIGEST).is_file()
+    return all(storage.exists(os.path.join(path, name)) for name in (MANIFEST, MANIFEST_DIGEST))
 
 
 def read(folder: Path) -> ExportedModel:
@@ -123,7 +123,9 @@ def read(folder: Path) -> ExportedModel:
         raise UserError(
             f"{folder / MANIFEST} has version {manifest.get(_KIND)!r}, not {_KIND_VERSION}; export it again"
         )
-    found = {name: file_sha256(folder / name) for name in os.listdir(folder) if name not in (MANIFEST, MANIFEST_DIGEST)}
+    found = {
+        name: storage.sha256(folder / name) for name in os.listdir(folder) if name not in (MANIFEST, MANIFEST_DIGEST)
+    }
     expected = manifest["sha256"]
     if changed := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
         raise CheckpointError(f"{folder / changed[0]} is not as {MANIFEST} has it (sha256); export the model again")

@@ -12,6 +12,7 @@ read, so that a copy that was cut off is not taken for the model.
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from txl_jax.interop import safetensors_file
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.model_card import make_card
 from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_arrays, describe_difference
-from txl_jax.runtime.storage import file_sha256, write_json, write_text
+from txl_jax.runtime.storage import AnyPath
 
 CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
 TOKENIZER = "tokenizer.json"
@@ -59,15 +61,15 @@ class ModelInfo:
     scores: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def is_portable(folder: Path) -> bool:
+def is_portable(folder: AnyPath) -> bool:
     """Returns whether a folder's config.json is that of a portable folder; nothing else is read."""
     try:
-        return _KIND in json.loads((folder / CONFIG).read_bytes())
+        return _KIND in json.loads(storage.read(os.path.join(folder, CONFIG)))
     except (OSError, ValueError, TypeError):
         return False
 
 
-def write(folder: Path, info: ModelInfo, leaves: Leaves) -> None:
+def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     """Writes the files into a folder that exists; config.json last, as the folder is none without it.
 
     Args:
@@ -78,11 +80,12 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> None:
     """
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
-    sha256 = safetensors_file.write(folder / WEIGHTS, named, metadata={"format": "txl_jax"})
+    sha256 = safetensors_file.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
     write_vocabulary(folder, info.vocabulary)
     num_parameters = leaves_lib.num_bytes(leaves) // 4
     settings = _settings(info.config)
-    write_text(folder / CARD, make_card(info.config, info.vocabulary, num_parameters, info.description, info.scores))
+    card = make_card(info.config, info.vocabulary, num_parameters, info.description, info.scores)
+    storage.write(os.path.join(folder, CARD), card.encode())
     saved = {
         _KIND: _KIND_VERSION,
         "description": info.description,
@@ -93,16 +96,16 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> None:
         "scores": dict(info.scores),
         "sha256": {WEIGHTS: sha256, VOCABULARY: digest(info.vocabulary)},
     }
-    write_json(folder / CONFIG, saved)
+    storage.write_json(os.path.join(folder, CONFIG), saved)
 
 
-def read_info(folder: Path) -> ModelInfo:
+def read_info(folder: AnyPath) -> ModelInfo:
     """Reads all but the weights.
 
     Raises:
       UserError: this is no portable folder, it is of a newer version, or a file is damaged.
     """
-    saved = _read_config(folder)
+    path, saved = os.path.join(folder, CONFIG), _read_config(folder)
     try:
         config = config_tree.from_dict(saved["config"])
         config.model.validate()
@@ -110,20 +113,21 @@ def read_info(folder: Path) -> ModelInfo:
         step, description, scores = int(saved["step"]), str(saved["description"]), dict(saved["scores"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{folder / CONFIG} is damaged or of another version ({error}); copy or convert the folder again"
+            f"{path} is damaged or of another version ({error}); copy or convert the folder again"
         ) from error
     vocabulary = read_vocabulary(folder)
     if digest(vocabulary) != expected:
-        raise UserError(f"{folder / VOCABULARY} is not the file that {CONFIG} names (sha256); copy the folder again")
+        vocabulary_file = os.path.join(folder, VOCABULARY)
+        raise UserError(f"{vocabulary_file} is not the file that {CONFIG} names (sha256); copy the folder again")
     if vocabulary.size != saved.get("vocab_size"):
         raise UserError(
-            f"{folder / CONFIG} has vocab_size {saved.get('vocab_size')} and {VOCABULARY} has {vocabulary.size} "
-            "tokens; copy or convert the folder again"
+            f"{path} has vocab_size {saved.get('vocab_size')} and {VOCABULARY} has {vocabulary.size} tokens; copy or "
+            "convert the folder again"
         )
     return ModelInfo(config, vocabulary, step, description, scores)
 
 
-def read_leaves(folder: Path) -> dict[str, Leaf]:
+def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
     """Checks the file of weights against its sha256 and returns them by path; each is read when it is asked for.
 
     Raises:
@@ -131,10 +135,10 @@ def read_leaves(folder: Path) -> dict[str, Leaf]:
       CheckpointError: the file of weights cannot be read, or is not the one that was written.
     """
     expected = _read_config(folder).get("sha256", {})
-    tensors = SafeTensors(folder / WEIGHTS)
-    if file_sha256(tensors.local) != expected.get(WEIGHTS):
+    tensors = SafeTensors(os.path.join(folder, WEIGHTS))
+    if storage.sha256(tensors.local) != expected.get(WEIGHTS):
         raise CheckpointError(
-            f"{folder / WEIGHTS} is damaged (its sha256 is not the one in {CONFIG}); copy or convert the folder again"
+            f"{tensors.path} is damaged (its sha256 is not the one in {CONFIG}); copy or convert the folder again"
         )
     return {name.replace(".", "/"): tensors.leaf(name) for name in tensors}
 
@@ -176,9 +180,10 @@ def _settings(config: ExperimentConfig) -> dict[str, Any]:
     return {name: value for name, value in values if name.partition(".")[0] in _GROUPS and name not in paths}
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: AnyPath) -> dict[str, Any]:
+    path = os.path.join(folder, CONFIG)
     try:
-        saved = json.loads((folder / CONFIG).read_bytes())
+        saved = json.loads(storage.read(path))
         version = saved[_KIND]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -186,32 +191,32 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "`python -m experiments.convert` wrote"
         ) from error
     if version != _KIND_VERSION:
-        raise UserError(f"{folder / CONFIG} has version {version!r}, not {_KIND_VERSION}; install a newer txl_jax")
+        raise UserError(f"{path} has version {version!r}, not {_KIND_VERSION}; install a newer txl_jax")
     found: dict[str, Any] = saved
     return found
 
 
-def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> None:
+def write_vocabulary(folder: AnyPath, vocabulary: Vocabulary) -> None:
     """Writes vocabulary.txt, and the tokenizer.json of Hugging Face tokens."""
-    write_text(folder / VOCABULARY, dumps(vocabulary))
+    storage.write(os.path.join(folder, VOCABULARY), dumps(vocabulary).encode())
     if isinstance(vocabulary, SubwordVocabulary):
-        write_text(folder / TOKENIZER, vocabulary.content)
+        storage.write(os.path.join(folder, TOKENIZER), vocabulary.content.encode())
 
 
-def holds_vocabulary(folder: Path) -> bool:
+def holds_vocabulary(folder: AnyPath) -> bool:
     """Returns whether a folder has a vocabulary.txt in the format of txl_jax; other programs use the name too."""
     try:
-        with (folder / VOCABULARY).open("rb") as file:
+        with open(os.path.join(folder, VOCABULARY), "rb") as file:
             return file.read(len(TITLE)) == TITLE.encode()
     except OSError:
         return False
 
 
-def read_vocabulary(folder: Path) -> Vocabulary:
+def read_vocabulary(folder: AnyPath) -> Vocabulary:
     """Reads vocabulary.txt; raises `UserError` if it cannot be read."""
-    path = folder / VOCABULARY
+    path = os.path.join(folder, VOCABULARY)
     try:
-        return loads(path.read_text(encoding="utf-8"), KINDS)
+        return loads(storage.read(path).decode(), KINDS)
     except MissingPackageError:
         raise
     except (OSError, ValueError) as error:

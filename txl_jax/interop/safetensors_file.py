@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +17,7 @@ import numpy as np
 
 from txl_jax.errors import CheckpointError
 from txl_jax.interop.leaves import Leaf, Leaves
-from txl_jax.runtime.storage import as_given, local_copy
+from txl_jax.runtime.storage import local_copy
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # Bytes; the limit of the reference implementation.
@@ -61,7 +60,7 @@ class SafeTensors(Mapping[str, np.ndarray]):
         Raises:
           CheckpointError: the file cannot be read, is truncated, or is no safetensors file.
         """
-        self.path = as_given(path)
+        self.path = os.fspath(path)
         try:
             self.local = local_copy(self.path, self)
             header, start, size = _read_header(self.local)
@@ -97,7 +96,7 @@ class SafeTensors(Mapping[str, np.ndarray]):
         return Leaf(self.shapes[name], self.dtypes[name], lambda: self[name])
 
 
-def write(path: Path, leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> str:
+def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> str:
     """Writes a file and syncs it to disk; one tensor at a time is in memory.
 
     Args:
@@ -147,7 +146,7 @@ def _read_bytes(name: str, leaf: Leaf) -> Any:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
     """Returns the header, the position of the first tensor, and the file's size; raises `ValueError` for others."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size

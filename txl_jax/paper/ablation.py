@@ -8,6 +8,7 @@ best of all, and the length beside it the shortest that reaches it.
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from txl_jax.runs import train
 from txl_jax.runs.run import TextInfo, Workdir
 from txl_jax.runs.score import Interrupted
 from txl_jax.runtime import distributed
-from txl_jax.runtime.storage import as_given, write_json
+from txl_jax.runtime.storage import as_path, exists, read, write_json
 
 # Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints it.
 _TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005}
@@ -104,7 +105,7 @@ def run(
     """
     plan.validate()
     plan.check(config)
-    rows, folder, measure = plan.chosen_rows, as_given(plan.out or ""), corpus.vocabulary.measure
+    rows, folder, measure = plan.chosen_rows, as_path(plan.out or ""), corpus.vocabulary.measure
     if plan.equal_memory:
         rows = with_equal_memory(config, rows, corpus.vocabulary.size, log=log)
     settings = {"table": plan.table, "lengths": plan.lengths, "stride": plan.stride, "seeds": plan.seeds}
@@ -112,7 +113,7 @@ def run(
     for seed in plan.seeds:  # All rows of a seed before the next, so that an early table has every row.
         for row in rows:
             of_row = row_config(config, row, seed)
-            workdir = Workdir(folder / f"{row.name}-seed{seed}")
+            workdir = Workdir(os.path.join(folder, f"{row.name}-seed{seed}"))
             log(f"\n=== {row.name}, seed {seed} ===")
             outcome = train.run(of_row, corpus, workdir, stop_requested=stop_requested)
             if not outcome.finished:
@@ -121,8 +122,8 @@ def run(
             scores = _score_lengths(of_row, corpus, workdir, plan, outcome.step, **log_and_stop)
             found.setdefault(row.name, []).append(_summarize(of_row, scores, measure))
             distributed.broadcast_from_primary(lambda: write_tables(folder, found, rows, corpus, settings))
-    log("\n" + distributed.broadcast_from_primary(lambda: (folder / "ablation.md").read_text()))
-    log(f"results   {folder / 'ablation.md'}")
+    log("\n" + distributed.broadcast_from_primary(lambda: read(os.path.join(folder, "ablation.md")).decode()))
+    log(f"results   {os.path.join(folder, 'ablation.md')}")
     return found
 
 
@@ -130,10 +131,10 @@ def _score_lengths(
     config: ExperimentConfig, corpus: Corpus, workdir: Workdir, plan: Plan, step: int, **log_and_stop: Any
 ) -> dict[int, float]:
     """Returns the validation measure at each attention length; earlier scores are in ablation.json of the run."""
-    path, text = workdir.path / "ablation.json", TextInfo.of(corpus)
+    path, text = os.path.join(workdir.path, "ablation.json"), TextInfo.of(corpus)
     evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
     identity = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
-    kept = distributed.broadcast_from_primary(lambda: json.loads(path.read_text()) if path.exists() else {})
+    kept = distributed.broadcast_from_primary(lambda: json.loads(read(path)) if exists(path) else {})
     defaults = {f"eval.{name}": value for name, value in config_tree.to_dict(EvalConfig()).items()}
     known = kept["scores"] if defaults | kept.get("of", {}) == json.loads(json.dumps(identity)) else {}
     for length in _lengths(config, plan):

@@ -2,16 +2,16 @@
 
 import csv
 import io
+import os
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from txl_jax.data.corpus import Corpus
 from txl_jax.metrics import Measure
 from txl_jax.paper.ablation_rows import Row, Table
 from txl_jax.runtime import environment
-from txl_jax.runtime.storage import write_json, write_text
+from txl_jax.runtime.storage import write, write_json
 
 
 class Score(NamedTuple):
@@ -31,7 +31,7 @@ class Score(NamedTuple):
 
 
 def write_tables(
-    folder: Path,
+    folder: str,
     found: Mapping[str, Sequence[Score]],
     rows: Sequence[Row],
     corpus: Corpus,
@@ -53,14 +53,14 @@ def write_tables(
         for name, scores in found.items()
         for seed, score in zip(settings["seeds"], scores, strict=False)
     ]
-    write_json(folder / "ablation.json", {**facts, **settings, "scores": records})
+    write_json(os.path.join(folder, "ablation.json"), {**facts, **settings, "scores": records})
     text = io.StringIO()
     writer = csv.DictWriter(text, ["row", "seed", "init", "best", "length"], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
-    write_text(folder / "ablation.csv", text.getvalue())
+    write(os.path.join(folder, "ablation.csv"), text.getvalue().encode())
     lines = [_caption({**facts, **settings}), "", *_by_row(found, rows, measure), "", *_by_length(found, rows, measure)]
-    write_text(folder / "ablation.md", "\n".join(lines) + "\n")
+    write(os.path.join(folder, "ablation.md"), ("\n".join(lines) + "\n").encode())
 
 
 def _caption(facts: Mapping[str, Any]) -> str:

@@ -6,9 +6,9 @@ memory is not full yet are left out of the average.
 
 import dataclasses
 import io
+import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from txl_jax.runs.score import progress_bar
 from txl_jax.runs.validation import with_duration
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
-from txl_jax.runtime.storage import as_given, write_bytes, write_json, write_text
+from txl_jax.runtime.storage import as_path, make_folder, write, write_json
 
 _DEFAULT_HEADS = 3  # Heads of figures 6 and 7, as in the paper.
 _TOP_TOKENS = 12  # Tokens that are listed per head.
@@ -149,8 +149,8 @@ def run(
     progress = {"measure": corpus.vocabulary.measure, "log": log, "stop_requested": stop_requested}
     began = time.monotonic()
     average, queries = _read(parts, params, tokens, first_full, positions, progress)
-    folder = as_given(plan.out) if plan.out else workdir.outputs / "attention"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = as_path(plan.out) if plan.out else os.path.join(workdir.outputs, "attention")
+    make_folder(folder)
     heads = plan.layer_heads or attention_terms.widest(average, _DEFAULT_HEADS)
     _write(folder, average, heads, queries, tokens, corpus, facts={"step": int(step), "split": plan.split}, log=log)
     log(with_duration(f"results   {folder}", time.monotonic() - began))
@@ -204,7 +204,7 @@ def _query(weights: attention_terms.AttentionWeights, position: int, row: int) -
 
 
 def _write(
-    folder: Path,
+    folder: str,
     average: np.ndarray,
     heads: Sequence[tuple[int, int]],
     queries: Sequence[Query],
@@ -222,27 +222,30 @@ def _write(
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
     data = io.BytesIO()
     np.savez_compressed(data, **arrays)
-    write_bytes(folder / "attention.npz", data.getvalue())
+    write(os.path.join(folder, "attention.npz"), data.getvalue())
     names = [f"layer {layer + 1}, head {head + 1}" for layer, head in heads]
     chosen = [{"layer": layer, "head": head, "span": float(distances[layer, head])} for layer, head in heads]
     write_json(
-        folder / "attention.json", {"text": corpus.description, **facts, **environment.describe(), "heads": chosen}
+        os.path.join(folder, "attention.json"),
+        {"text": corpus.description, **facts, **environment.describe(), "heads": chosen},
     )
     lines = [f"# Attention weights on {corpus.description} ({facts['split']}), step {facts['step']:,}", ""]
     for query in queries:
         lines += _markdown(query, heads, names, distances, tokens, corpus)
-    write_text(folder / "attention.md", "\n".join(lines))
+    write(os.path.join(folder, "attention.md"), "\n".join(lines).encode())
     if not plots.can_draw():
         log("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
         return
     title = f"{corpus.name} ({facts['split']}), step {facts['step']:,}"
-    plots.attention_average(average, folder / "average.png", title=f"{title}: mean attention of every head")
+    plots.attention_average(
+        average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head"
+    )
     for query in queries:
         _draw(folder, query, heads, names, tokens, corpus, title=f"{title}: the query at token {query.position:,}")
 
 
 def _draw(
-    folder: Path,
+    folder: str,
     query: Query,
     heads: Sequence[tuple[int, int]],
     names: Sequence[str],
@@ -254,11 +257,11 @@ def _draw(
     """Draws one query: the weights of each head (figure 6), and the terms of the first head (figure 7)."""
     rows = {name: query.probabilities[head] for name, head in zip(names, heads, strict=True)}
     labels = _labels(query.position, query.probabilities.shape[-1], tokens, corpus)
-    plots.attention_rows(rows, labels, folder / f"heads-{query.position}.png", title=title)
+    plots.attention_rows(rows, labels, os.path.join(folder, f"heads-{query.position}.png"), title=title)
     plots.attention_rows(
         {label: query.terms[name][heads[0]] for name, label in _TERMS.items()},
         labels,
-        folder / f"terms-{query.position}.png",
+        os.path.join(folder, f"terms-{query.position}.png"),
         title=f"{title}, {names[0]}, term by term",
         without_labels=[_TERMS["d"]],
     )

@@ -9,9 +9,9 @@ segments of evaluation, or in shorter ones where A is shorter. A model without r
 import csv
 import dataclasses
 import io
+import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from txl_jax.config import ExperimentConfig, Network
@@ -29,7 +29,7 @@ from txl_jax.runs.score import score
 from txl_jax.runs.validation import as_record, format_scores, with_duration
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed
-from txl_jax.runtime.storage import write_text
+from txl_jax.runtime.storage import write
 
 _COLUMNS = ("attention_length", "tokens", "loss", "bpc", "perplexity", "seconds")
 _COLUMN_OF = {Measure.BPC: "bpc", Measure.PPL: "perplexity"}
@@ -112,11 +112,13 @@ def run(
         totals = score(parts, params, tokens, name=name, measure=measure, log=log, stop_requested=stop_requested)
         rows.append(LengthScore(length, totals, time.monotonic() - began))
         log(with_duration(f"{name} {format_scores(totals, measure)}", rows[-1].seconds))
-        distributed.broadcast_from_primary(lambda: write_text(workdir.outputs / "context_length.csv", _csv(rows)))
-    log(f"results   {workdir.outputs / 'context_length.csv'}")
+        distributed.broadcast_from_primary(
+            lambda: write(os.path.join(workdir.outputs, "context_length.csv"), _csv(rows).encode())
+        )
+    log(f"results   {os.path.join(workdir.outputs, 'context_length.csv')}")
     how = "streaming with a memory" if stride is None else f"sliding windows, stride {stride:,}"
     title = f"{corpus.name} ({split}), step {step:,}, {how}"
-    _draw(workdir.outputs / "context_length.png", rows, measure, title=title, log=log)
+    _draw(os.path.join(workdir.outputs, "context_length.png"), rows, measure, title=title, log=log)
     return rows
 
 
@@ -177,7 +179,7 @@ def _csv(rows: Sequence[LengthScore]) -> str:
     return text.getvalue()
 
 
-def _draw(path: Path, rows: Sequence[LengthScore], measure: Measure, *, title: str, log: Callable[[str], None]) -> None:
+def _draw(path: str, rows: Sequence[LengthScore], measure: Measure, *, title: str, log: Callable[[str], None]) -> None:
     if not distributed.broadcast_from_primary(plots.can_draw):
         log("no picture drawn: matplotlib is not installed (pip install '.[plots]')")
         return

@@ -4,6 +4,7 @@ The paper's prompts are parts of WikiText-103's test set; it sampled with top-k,
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from txl_jax.runs.run import TextInfo, Workdir
 from txl_jax.runs.score import Interrupted
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed, environment
-from txl_jax.runtime.storage import as_given, write_text
+from txl_jax.runtime.storage import as_path, write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def run(
                 f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the "
                 f"{plan.split} text has {len(tokens):,}; the last possible start is {len(tokens) - context - length:,}"
             )
-    path = as_given(plan.out) if plan.out else workdir.outputs / "continuation.md"
+    path = as_path(plan.out) if plan.out else os.path.join(workdir.outputs, "continuation.md")
     parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
     assert isinstance(parts.model, TransformerXL)  # As `check` found.
     generator = Generator(
@@ -96,7 +97,7 @@ def run(
         own = tokens[start + context : start + context + length]
         sections.append(_section(corpus, start, known, written, own))
         log(f"written   from token {start:,}: {len(written)} x {length:,} tokens")
-    distributed.broadcast_from_primary(lambda: write_text(path, "\n".join(sections)))
+    distributed.broadcast_from_primary(lambda: write(path, "\n".join(sections).encode()))
     log(f"results   {path}")
 
 

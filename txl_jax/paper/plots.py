@@ -2,14 +2,14 @@
 
 import importlib.util
 import io
+import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from txl_jax.metrics import Measure
-from txl_jax.runtime.storage import write_bytes
+from txl_jax.runtime.storage import AnyPath, write
 
 
 def can_draw() -> bool:
@@ -18,7 +18,7 @@ def can_draw() -> bool:
 
 
 def learning_curve(
-    records: Sequence[Mapping[str, Any]], path: Path, *, title: str, levels: Mapping[str, float]
+    records: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str, levels: Mapping[str, float]
 ) -> None:
     """Draws bpc against updates.
 
@@ -51,7 +51,7 @@ def learning_curve(
     _save(figure, path)
 
 
-def context_curve(values: Mapping[int, float], path: Path, *, title: str, measure: Measure) -> None:
+def context_curve(values: Mapping[int, float], path: AnyPath, *, title: str, measure: Measure) -> None:
     """Draws a measure against attention lengths, on a logarithmic axis.
 
     Args:
@@ -87,7 +87,7 @@ def context_curve(values: Mapping[int, float], path: Path, *, title: str, measur
     _save(figure, path)
 
 
-def curves(values: Mapping[str, Mapping[int, float]], path: Path, *, title: str, xlabel: str, ylabel: str) -> None:
+def curves(values: Mapping[str, Mapping[int, float]], path: AnyPath, *, title: str, xlabel: str, ylabel: str) -> None:
     """Draws one line per name.
 
     Args:
@@ -108,7 +108,7 @@ def curves(values: Mapping[str, Mapping[int, float]], path: Path, *, title: str,
     _save(figure, path)
 
 
-def attention_average(average: np.ndarray, path: Path, *, title: str) -> None:
+def attention_average(average: np.ndarray, path: AnyPath, *, title: str) -> None:
     """Draws the mean attention [N, H, A] of every head, a row each, to the distances 0 .. A - 1.
 
     The color scale is the square root, or all but the nearest distances would be white.
@@ -135,7 +135,7 @@ def attention_average(average: np.ndarray, path: Path, *, title: str) -> None:
 def attention_rows(
     rows: Mapping[str, np.ndarray],
     labels: Sequence[str],
-    path: Path,
+    path: AnyPath,
     *,
     title: str,
     without_labels: Collection[str] = (),
@@ -171,11 +171,11 @@ def attention_rows(
     _save(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: AnyPath) -> None:
     """Writes a figure in the format that the name of the file has."""
     data = io.BytesIO()
-    figure.savefig(data, format=path.suffix.removeprefix("."))
-    write_bytes(path, data.getvalue())
+    figure.savefig(data, format=os.path.splitext(path)[1].removeprefix("."))
+    write(path, data.getvalue())
 
 
 def _spaced(places: Sequence[int] | np.ndarray, least: float) -> list[int]:

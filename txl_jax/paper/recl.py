@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from txl_jax.runs.score import check_finite, progress_bar
 from txl_jax.runs.validation import format_scores, with_duration
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
-from txl_jax.runtime.storage import as_given, write_bytes, write_json, write_text
+from txl_jax.runtime.storage import as_path, exists, make_folder, read, write, write_json
 
 # Table 8: r = 0.1, 0.5 and 1, of models trained on WikiText-103. The two groups are not comparable with each other.
 PAPER = {
@@ -98,8 +98,8 @@ class Plan:
             f"workdirs has {len(self.workdirs)} folders; a relative context length compares models, so give two or "
             "more",
         )
-        workdirs = [Workdir(as_given(path)) for path in self.workdirs]
-        names = self.names or [workdir.path.name for workdir in workdirs]
+        workdirs = [Workdir(as_path(path)) for path in self.workdirs]
+        names = self.names or [os.path.basename(workdir.path) for workdir in workdirs]
         require(
             len(names) == len(workdirs),
             f"names has {len(names)} names and workdirs {len(workdirs)} folders; name each run, or none",
@@ -162,9 +162,9 @@ def _losses_of(
 ) -> dict[int, np.ndarray]:
     """Returns the losses [n] of one model at every context length, from its files or computed."""
     parts, step, params = load_to_score(run.config, corpus, run.workdir, trained_on=run.trained_on, log=log)
-    own = as_given(plan.out or "") / "losses" / run.name
+    own = os.path.join(as_path(plan.out or ""), "losses", run.name)
     identity = {
-        "workdir": str(run.workdir.path),
+        "workdir": run.workdir.path,
         "step": int(step),
         "text": corpus.digest,
         "split": plan.split,
@@ -173,12 +173,12 @@ def _losses_of(
         "first": int(scored[0]),
         "stride": plan.stride,
     }
-    _check_identity(own / "scored.json", identity)
+    _check_identity(os.path.join(own, "scored.json"), identity)
     found = {}
     for length in plan.contexts:
-        path, name = own / f"{length}.npy", f"{run.name} from {length:,} tokens"
-        if path.exists():
-            found[length] = np.load(io.BytesIO(path.read_bytes()))
+        path, name = os.path.join(own, f"{length}.npy"), f"{run.name} from {length:,} tokens"
+        if exists(path):
+            found[length] = np.load(io.BytesIO(read(path)))
             continue
         began = time.monotonic()
         measure = corpus.vocabulary.measure
@@ -204,32 +204,32 @@ def _mean(losses: np.ndarray) -> Totals:
     return Totals(losses.sum(dtype=np.float64).item(), float(len(losses)))
 
 
-def _check_identity(path: Path, identity: dict[str, Any]) -> None:
+def _check_identity(path: str, identity: dict[str, Any]) -> None:
     """Writes a description of the losses beside `path`; raises `UserError` if it has one that differs."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if not exists(path):
+        make_folder(os.path.dirname(path))
         write_json(path, identity)
         return
-    before = json.loads(path.read_text())
+    before = json.loads(read(path))
     differing = [
         f"{name} was {before.get(name)} and is {value}" for name, value in identity.items() if before.get(name) != value
     ]
     if differing:
-        raise UserError(f"{path.parent} holds other losses ({'; '.join(differing)}); give another folder")
+        raise UserError(f"{os.path.dirname(path)} holds other losses ({'; '.join(differing)}); give another folder")
 
 
-def _save(path: Path, values: np.ndarray) -> None:
+def _save(path: str, values: np.ndarray) -> None:
     """Writes an array."""
     data = io.BytesIO()
     np.save(data, values)
-    write_bytes(path, data.getvalue())
+    write(path, data.getvalue())
 
 
 def _write_results(
     names: Sequence[str], losses: dict[int, np.ndarray], corpus: Corpus, plan: Plan, *, log: Callable[[str], None]
 ) -> dict[str, list[int | None]]:
     """Writes gains, lengths and plots of the group's losses [models, n] per context length; returns the lengths."""
-    folder, measure = as_given(plan.out or ""), corpus.vocabulary.measure
+    folder, measure = as_path(plan.out or ""), corpus.vocabulary.measure
     gains = {ratio: recl_gains.gains(losses, ratio=ratio) for ratio in plan.ratios}
     lengths = {
         name: [recl_gains.effective_length(gains[ratio][i], threshold=plan.threshold) for ratio in plan.ratios]
@@ -245,15 +245,15 @@ def _write_results(
         for k in range(len(plan.contexts) - 1)
     ]
     results = {"plan": dataclasses.asdict(plan), "recl": lengths, measure.value: means, "gains": steps}
-    write_json(folder / "recl.json", {**facts, **results})
-    write_text(folder / "recl.csv", _csv(steps))
+    write_json(os.path.join(folder, "recl.json"), {**facts, **results})
+    write(os.path.join(folder, "recl.csv"), _csv(steps).encode())
     table = _markdown(lengths, plan)
-    write_text(folder / "recl.md", f"{_caption(facts, plan)}\n\n{table}")
+    write(os.path.join(folder, "recl.md"), f"{_caption(facts, plan)}\n\n{table}".encode())
     log(f"\n{table}")
     ratio = min(plan.ratios)
     curves = {name: {s.longer: s.perplexity for s in gains[ratio][i]} for i, name in enumerate(names)}
     _draw(curves, means, corpus, plan, log=log)
-    log(f"results   {folder / 'recl.md'}")
+    log(f"results   {os.path.join(folder, 'recl.md')}")
     return lengths
 
 
@@ -269,16 +269,18 @@ def _draw(
     if not plots.can_draw():
         log("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
         return
-    folder, step, title = as_given(plan.out or ""), plan.lengths[2], f"{corpus.name} ({plan.split})"
+    folder, step, title = as_path(plan.out or ""), plan.lengths[2], f"{corpus.name} ({plan.split})"
     plots.curves(
         gains,
-        folder / "gains.png",
+        os.path.join(folder, "gains.png"),
         title=f"{title}: gain of {step} more tokens of context, r = {min(plan.ratios):g}",
         xlabel="context length c' (tokens)",
         ylabel="gain in perplexity over c",
     )
     label = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}[corpus.vocabulary.measure]
-    plots.curves(means, folder / "context.png", title=title, xlabel="context length (tokens)", ylabel=label)
+    plots.curves(
+        means, os.path.join(folder, "context.png"), title=title, xlabel="context length (tokens)", ylabel=label
+    )
 
 
 def _caption(facts: dict[str, Any], plan: Plan) -> str:

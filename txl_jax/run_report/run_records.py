@@ -1,8 +1,10 @@
 """Reads runs for a report: settings, records, results and samples of each, an ensemble's members one by one."""
 
 import dataclasses
+import fnmatch
 import json
 import math
+import os
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,7 @@ from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.run import Record, Workdir, by_name
 from txl_jax.runs.validation import RESULTS
 from txl_jax.runtime.log import read_metrics
-from txl_jax.runtime.storage import as_path
+from txl_jax.runtime.storage import as_path, is_dir, names, read
 
 Point = tuple[int, float]  # Updates done, and a value.
 _LONGEST_SAMPLE = 4000  # Characters of a sample that are shown.
@@ -134,7 +136,7 @@ def read_runs(paths: Sequence[str]) -> list[RunRecords]:
     return [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
-def workdirs_in(path: str) -> list[Path]:
+def workdirs_in(path: str) -> list[str]:
     """Returns the workdir itself, or those directly below a folder, by name.
 
     Raises:
@@ -143,9 +145,9 @@ def workdirs_in(path: str) -> list[Path]:
     folder = as_path(path)
     if Workdir(folder).holds_run():
         return [folder]
-    below = sorted(folder.iterdir(), key=lambda each: each.name) if folder.is_dir() else []
+    below = [os.path.join(folder, name) for name in names(folder)] if is_dir(folder) else []
     if not (found := [each for each in below if Workdir(each).holds_run()]):
-        what = "no folder" if not folder.is_dir() else "a folder without a run (no config.json in it or right below)"
+        what = "no folder" if not is_dir(folder) else "a folder without a run (no config.json in it or right below)"
         raise UserError(f"{path} is {what}; give the --workdir of a run, or the --out of a sweep")
     return found
 
@@ -163,11 +165,11 @@ def swept_settings(runs: Sequence[RunRecords], *, all_settings: bool = False) ->
     return [name for name in names if name in found]
 
 
-def _read(folder: Path) -> list[RunRecords]:
+def _read(folder: str) -> list[RunRecords]:
     workdir = Workdir(folder)
     record, records = workdir.read(), read_metrics(folder)
     members = by_name(record.members)
-    found = _json(folder / RESULTS)
+    found = _json(os.path.join(folder, RESULTS))
     runs = []
     for member in members or [None]:
         config = config_tree.replace(record.config, dict(members[member])) if member else record.config
@@ -175,7 +177,7 @@ def _read(folder: Path) -> list[RunRecords]:
         runs.append(
             RunRecords(
                 name="",
-                path=str(folder),
+                path=folder,
                 member=member,
                 config=config,
                 corpus=_title(config.data.corpus),
@@ -184,24 +186,27 @@ def _read(folder: Path) -> list[RunRecords]:
                 measure=record.text.vocabulary.measure,
                 records=[each for each in records if each.get("member") == member],
                 results=found | scores if found and scores else None,
-                samples=_samples(folder / "members" / member if member else folder),
+                samples=_samples(os.path.join(folder, "members", member) if member else folder),
             )
         )
     return runs
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _json(path: str) -> dict[str, Any] | None:
     """The content of a file; None: there is none, or it is damaged, and training makes it again."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read(path))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
 
 
-def _samples(folder: Path) -> dict[str, str]:
-    found = sorted(folder.glob("sample-seed*.txt"), key=lambda path: (len(path.name), path.name))
-    texts = {path.name: path.read_bytes().decode(errors="replace").strip("\n") for path in found}
+def _samples(folder: str) -> dict[str, str]:
+    found = names(folder) if is_dir(folder) else []
+    found = sorted(
+        (name for name in found if fnmatch.fnmatchcase(name, "sample-seed*.txt")), key=lambda name: (len(name), name)
+    )
+    texts = {name: read(os.path.join(folder, name)).decode(errors="replace").strip("\n") for name in found}
     return {name: text[:_LONGEST_SAMPLE] + ("…" if len(text) > _LONGEST_SAMPLE else "") for name, text in texts.items()}
 
 

@@ -6,8 +6,8 @@
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Self
 
 from txl_jax.runtime import distributed
@@ -16,14 +16,15 @@ from txl_jax.training.members import Members
 from txl_jax.training.state import TrainState
 
 
-def latest_folder(workdir: Path) -> Path:
+def latest_folder(workdir: str) -> str:
     """Returns the folder of the checkpoints that training resumes from."""
-    return workdir / "checkpoints" / "latest"
+    return os.path.join(workdir, "checkpoints", "latest")
 
 
-def best_folder(workdir: Path, member: str | None = None) -> Path:
+def best_folder(workdir: str, member: str | None = None) -> str:
     """Returns the folder of the best parameters of a run, or of one member of an ensemble."""
-    return workdir / "checkpoints" / "best" / (member or "")
+    best = os.path.join(workdir, "checkpoints", "best")
+    return os.path.join(best, member) if member else best
 
 
 class RunCheckpoints:
@@ -37,7 +38,7 @@ class RunCheckpoints:
       saved_step: the newest step that was saved or restored; None: none yet.
     """
 
-    def __init__(self, workdir: Path, members: Members, *, keep: int, log: Callable[[str], None]):
+    def __init__(self, workdir: str, members: Members, *, keep: int, log: Callable[[str], None]):
         self.saved_step: int | None = None
         self._latest = Checkpointer(latest_folder(workdir), keep=keep, log=log)
         self._best = [Checkpointer(best_folder(workdir, name), keep=1, log=log) for name in members.labels]

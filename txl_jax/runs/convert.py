@@ -28,7 +28,7 @@ from txl_jax.runs.run import Workdir
 from txl_jax.runs.validation import RESULTS
 from txl_jax.runs.weights import Pretrained, holds_other_weights, open_pretrained
 from txl_jax.runtime.checkpoint import describe_difference
-from txl_jax.runtime.storage import as_path, check_new_folder, is_remote, new_folder, size
+from txl_jax.runtime.storage import as_path, check_new_folder, is_remote, new_folder, read, size
 
 # -- Weights that are to be converted: of a run, a portable folder or another implementation, read by array.
 
@@ -53,7 +53,7 @@ class WeightsIn(NamedTuple):
 
 
 def open_weights(
-    source: Path, *, from_format: str | None = None, member: str | None = None, log: Callable[[str], None] = print
+    source: str, *, from_format: str | None = None, member: str | None = None, log: Callable[[str], None] = print
 ) -> WeightsIn:
     """Opens the weights of a run, of a portable folder, or of another implementation.
 
@@ -73,7 +73,7 @@ def open_weights(
     return open_foreign(source, from_format)
 
 
-def open_foreign(source: Path, from_format: str | None = None) -> WeightsIn:
+def open_foreign(source: str | os.PathLike[str], from_format: str | None = None) -> WeightsIn:
     """Opens a file or folder of another implementation.
 
     Raises:
@@ -84,6 +84,7 @@ def open_foreign(source: Path, from_format: str | None = None) -> WeightsIn:
             f"{source} holds weights of another implementation, which are read at random; copy the folder to this "
             "machine, and give the copy"
         )
+    source = Path(source)
     found = formats.read(source, None if from_format is None else formats.Format(from_format))
     vocabulary, notes = found.vocabulary, list(found.notes)
     folder = source if source.is_dir() else source.parent
@@ -102,7 +103,7 @@ def open_foreign(source: Path, from_format: str | None = None) -> WeightsIn:
     return WeightsIn(found.format, info, found.params, notes)
 
 
-def _open_native(source: Path, member: str | None, log: Callable[[str], None]) -> WeightsIn:
+def _open_native(source: str, member: str | None, log: Callable[[str], None]) -> WeightsIn:
     pretrained = open_pretrained(source, member=member)
     if isinstance(pretrained.source, Workdir):
         return _of_run(pretrained, pretrained.source, log)
@@ -125,7 +126,7 @@ def _of_run(pretrained: Pretrained, workdir: Workdir, log: Callable[[str], None]
 def _scores(workdir: Workdir, step: int) -> dict[str, Any]:
     """Returns the scores of results.json; empty if there are none, or they are of other parameters."""
     try:
-        results = json.loads((workdir.path / RESULTS).read_bytes())
+        results = json.loads(read(os.path.join(workdir.path, RESULTS)))
         own = results if workdir.member is None else results["members"][workdir.member] | {"eval": results["eval"]}
         return {name: own[name] for name in _SCORES} if own["test"]["step"] == step else {}
     except (OSError, ValueError, KeyError, TypeError):  # The run has not ended, or the file is damaged.
@@ -248,7 +249,7 @@ def convert(
     began = time.monotonic()
     source, target = as_path(source), as_path(target)
     check_new_folder(target)
-    if target.is_relative_to(source):
+    if f"{target}/".startswith(f"{source}/"):
         raise UserError(f"--to={target} lies in --from={source}; give a folder outside of it")
     read = open_weights(source, from_format=from_format, member=member, log=log)
     for line in _describe(read):

@@ -11,8 +11,8 @@ A member can be scored, sampled and exported alone (`Workdir(path, member=NAME)`
 import contextlib
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.lock import run_lock
 from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
 from txl_jax.runtime.sinks import Sink
-from txl_jax.runtime.storage import write_json, write_text
+from txl_jax.runtime.storage import read, write, write_json
 from txl_jax.segments import Segments
 from txl_jax.training import ensemble as ensemble_step
 from txl_jax.training.loop import Hook
@@ -196,7 +196,7 @@ def _task(
     )
 
 
-def _write_table(folder: Path, results: Mapping[str, Any], measure: Measure) -> Path:
+def _write_table(folder: str, results: Mapping[str, Any], measure: Measure) -> str:
     """Writes members.md: the scores of all members, and the facts that a number needs beside it."""
     lines = [
         (
@@ -211,8 +211,9 @@ def _write_table(folder: Path, results: Mapping[str, Any], measure: Measure) -> 
         best, test = found["best_valid"], found["test"]
         valid = _value(best, measure) if best else ""
         lines.append(f"| {name} | {valid} | {test['step']:,} | {_value(test, measure)} |")
-    write_text(folder / "members.md", "\n".join(lines) + "\n")
-    return folder / "members.md"
+    path = os.path.join(folder, "members.md")
+    write(path, ("\n".join(lines) + "\n").encode())
+    return path
 
 
 def _value(scores: Mapping[str, float], measure: Measure) -> str:
@@ -222,7 +223,7 @@ def _value(scores: Mapping[str, float], measure: Measure) -> str:
 # -- Splitting a member off an ensemble: a workdir of its own, which the ordinary training job resumes.
 
 
-def split_off(workdir: Path, member: str, target: Path, *, log: Callable[[str], None] = print) -> Workdir:
+def split_off(workdir: str, member: str, target: str, *, log: Callable[[str], None] = print) -> Workdir:
     """Copies a member of an ensemble into a workdir of its own, with its config, state, best parameters and records.
 
     The state is that of the ensemble, bit for bit, and from there on it is an ordinary run. Its updates are then those
@@ -247,7 +248,9 @@ def split_off(workdir: Path, member: str, target: Path, *, log: Callable[[str], 
         _save(made.latest, step, state, own_notes, log)
         _copy_best(source, made, components.training.abstract_state.params, log)
         records = [record for record in read_metrics(workdir) if record.get("member") == member]
-        replace_appended(target / METRICS, [json.dumps(_without_member(record)) + "\n" for record in records])
+        replace_appended(
+            os.path.join(target, METRICS), [json.dumps(_without_member(record)) + "\n" for record in records]
+        )
         _copy_results(source, made, member)
         # Last: without config.json the folder holds no run.
         made.record(
@@ -272,7 +275,7 @@ def _copy_best(source: Workdir, made: Workdir, abstract_params: Any, log: Callab
         _save(made.best, step, tree, notes, log)
 
 
-def _save(folder: Path, step: int, state: Any, notes: dict[str, Any], log: Callable[[str], None]) -> None:
+def _save(folder: str, step: int, state: Any, notes: dict[str, Any], log: Callable[[str], None]) -> None:
     with Checkpointer(folder, keep=1, log=log) as checkpoints:
         checkpoints.save(step, state, notes)
 
@@ -284,11 +287,11 @@ def _without_member(record: dict[str, Any]) -> dict[str, Any]:
 def _copy_results(source: Workdir, made: Workdir, member: str) -> None:
     """Writes results.json of the member, in the form and order of a run by itself."""
     try:
-        results = json.loads((source.path / RESULTS).read_text())
+        results = json.loads(read(os.path.join(source.path, RESULTS)))
         own = results["members"][member]
     except (OSError, ValueError, KeyError, TypeError):  # It has not ended, or the file is damaged.
         return
     flat: dict[str, Any] = {}
     for name, value in results.items():
         flat |= own if name == "members" else {name: value}
-    write_json(made.path / RESULTS, flat)
+    write_json(os.path.join(made.path, RESULTS), flat)

@@ -3,7 +3,6 @@
 import codecs
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from txl_jax.runs.build import RunComponents
 from txl_jax.runs.run import Workdir
 from txl_jax.runs.weights import assemble_trained, load_parameters, make
 from txl_jax.runtime import distributed
-from txl_jax.runtime.storage import as_path
+from txl_jax.runtime.storage import as_path, read, write
 
 
 def run(
@@ -76,7 +75,7 @@ def run(
     for number, text in enumerate(texts[1:], start=2):
         log(f"--- sample {number} ---")
         write((prompt + text).decode(errors="replace") + "\n")
-    path = workdir.outputs / f"sample-seed{config.generate.seed}.txt"
+    path = os.path.join(workdir.outputs, f"sample-seed{config.generate.seed}.txt")
     distributed.broadcast_from_primary(lambda: _save(path, prompt, texts))
     return texts
 
@@ -108,7 +107,7 @@ def read_prompt(config: GenerateConfig) -> bytes:
     if not config.prompt_file:
         return os.fsencode(config.prompt or "")  # As typed: the bytes need not be valid UTF-8.
     try:
-        return as_path(config.prompt_file).read_bytes()
+        return read(as_path(config.prompt_file))
     except OSError as error:
         raise UserError(
             f"cannot read the prompt file {config.prompt_file} ({error.strerror}); check --generate.prompt_file"
@@ -160,8 +159,8 @@ def until_stop(stop: int | None, tokens: np.ndarray) -> np.ndarray:
     return tokens[: found[0] + 1] if found else tokens
 
 
-def _save(path: Path, prompt: bytes, texts: list[bytes]) -> None:
-    path.write_bytes(b"\n\n--- next sample ---\n\n".join(prompt + text for text in texts) + b"\n")
+def _save(path: str, prompt: bytes, texts: list[bytes]) -> None:
+    write(path, b"\n\n--- next sample ---\n\n".join(prompt + text for text in texts) + b"\n")
 
 
 # -- Generation after many prompts: groups of prompts of about the same length, their texts, and stop strings.

@@ -11,10 +11,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from txl_jax.config import EvalConfig, ExperimentConfig
@@ -29,7 +29,19 @@ from txl_jax.runs.validation import RESULTS
 from txl_jax.runtime import distributed
 from txl_jax.runtime.lock import RunLock, run_lock
 from txl_jax.runtime.log import METRICS
-from txl_jax.runtime.storage import is_remote, modified, remote_error, write_json, write_text
+from txl_jax.runtime.storage import (
+    exists,
+    is_remote,
+    make_folder,
+    modified,
+    names,
+    probe,
+    read,
+    remote_error,
+    remove,
+    write,
+    write_json,
+)
 from txl_jax.training.members import Members
 
 # -- Comparison of a start with the one before it in the same workdir: settings and members.
@@ -212,6 +224,7 @@ def _text(record: str) -> str:
 FORMAT = 3  # Of config.json; raised when settings, parameters or draws change meaning.
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts once their caches expire.
 _SECONDS_OF_A_START = 3600  # No start waits for the others as long.
+_HALF_WRITTEN = re.compile(rf"\.probe-.*|\.(config\.json|vocabulary\.txt|{METRICS}|{RESULTS})\..*\.tmp")
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
 
 
@@ -250,35 +263,35 @@ class Workdir:
       member: the member of an ensemble that is loaded; None: all, or a run by itself.
     """
 
-    path: Path
+    path: str
     member: str | None = None
 
     @property
-    def latest(self) -> Path:
+    def latest(self) -> str:
         """Checkpoints that training resumes from; of an ensemble with all members."""
         return latest_folder(self.path)
 
     @property
-    def best(self) -> Path:
+    def best(self) -> str:
         """Parameters of the lowest validation loss, of the member if there is one."""
         return best_folder(self.path, self.member)
 
     @property
-    def outputs(self) -> Path:
+    def outputs(self) -> str:
         """Folder for scores and samples: the workdir, or a folder of the member in it; made if missing."""
-        folder = self.path / "members" / self.member if self.member else self.path
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = os.path.join(self.path, "members", self.member) if self.member else self.path
+        make_folder(folder)
         return folder
 
     @property
-    def config_file(self) -> Path:
+    def config_file(self) -> str:
         """Path of config.json."""
-        return self.path / "config.json"
+        return os.path.join(self.path, "config.json")
 
     @property
-    def vocabulary_file(self) -> Path:
+    def vocabulary_file(self) -> str:
         """Path of vocabulary.txt."""
-        return self.path / "vocabulary.txt"
+        return os.path.join(self.path, "vocabulary.txt")
 
     def create(self) -> "Workdir":
         """Makes the folder, and checks that it can be written to.
@@ -287,10 +300,7 @@ class Workdir:
           UserError: it cannot; the message names the folder.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe-{os.getpid()}"
-            probe.write_bytes(b"\0" * 4096)
-            probe.unlink(missing_ok=True)  # Another run that holds the lock may have swept it.
+            probe(self.path)
         except OSError as error:
             raise self._not_writable(error) from error
         return self
@@ -304,7 +314,7 @@ class Workdir:
     def holds_run(self) -> bool:
         """Returns whether a run was recorded here; raises `UserError` if object storage cannot be reached."""
         try:
-            return self.config_file.exists()
+            return exists(self.config_file)
         except OSError as error:
             raise remote_error("read", self.path, error) from error
 
@@ -317,16 +327,16 @@ class Workdir:
         if not distributed.is_multiprocess():
             return
         name = distributed.broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}")
-        distributed.broadcast_from_primary(lambda: (self.path / name).touch())
+        distributed.broadcast_from_primary(lambda: write(os.path.join(self.path, name), b""))
         try:
             distributed.run_on_all(lambda: self._wait_for(name))
         finally:
             if distributed.is_primary():
-                (self.path / name).unlink(missing_ok=True)
+                remove(os.path.join(self.path, name))
 
     def _wait_for(self, name: str) -> None:
         until = time.monotonic() + _SECONDS_TO_APPEAR
-        while not (self.path / name).exists():
+        while not exists(os.path.join(self.path, name)):
             if time.monotonic() > until:
                 raise UserError(
                     f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir "
@@ -347,14 +357,14 @@ class Workdir:
 
     def _sweep(self) -> None:
         """Removes half-written files of killed runs; those of other programs may belong to one that is running."""
-        names = (self.config_file.name, self.vocabulary_file.name, METRICS, RESULTS)
-        for pattern in (".probe-*", *(f".{name}.*.tmp" for name in names)):
-            for path in self.path.glob(pattern):
-                path.unlink(missing_ok=True)
-        for path in self.path.glob(".seen-by-all-*"):  # A scoring that is beginning may have one too.
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - modified(path) > _SECONDS_OF_A_START:
-                    path.unlink()
+        for name in names(self.path):
+            path = os.path.join(self.path, name)
+            if _HALF_WRITTEN.fullmatch(name):
+                remove(path)
+            elif name.startswith(".seen-by-all-"):  # A scoring that is beginning may have one too.
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - modified(path) > _SECONDS_OF_A_START:
+                        remove(path)
 
     def record(
         self,
@@ -372,7 +382,7 @@ class Workdir:
           attention: the implementations of attention; None: not recorded.
           warm_start: the weights that the run began with; None: random ones.
         """
-        write_text(self.vocabulary_file, dumps(text.vocabulary))
+        write(self.vocabulary_file, dumps(text.vocabulary).encode())
         facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {"vocabulary_sha256": digest(text.vocabulary)}
         saved = {"format": FORMAT, "config": config_tree.to_dict(config), "text": facts}
         if attention:
@@ -425,11 +435,11 @@ class Workdir:
     def read(self) -> Record:
         """Reads the whole record of the run; raises `UserError` as `load`."""
         try:
-            saved = json.loads(self.config_file.read_bytes())
+            saved = json.loads(read(self.config_file))
             number = saved.get("format", 1)  # Format 1 has no number.
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
-                f"{self.path} holds no run (no {self.config_file.name}); give the workdir of a run that was trained"
+                f"{self.path} holds no run (no config.json); give the workdir of a run that was trained"
             ) from error
         except (ValueError, AttributeError) as error:
             raise self._damaged(error) from error
@@ -461,7 +471,7 @@ class Workdir:
 
     def _load_vocabulary(self, expected_sha256: str) -> Vocabulary:
         try:
-            vocabulary = loads(self.vocabulary_file.read_text(encoding="utf-8"), KINDS)
+            vocabulary = loads(read(self.vocabulary_file).decode(), KINDS)
         except MissingPackageError:
             raise
         except (OSError, ValueError) as error:

@@ -8,11 +8,11 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
@@ -40,7 +40,7 @@ from txl_jax.runs.validation import as_result, format_scores, with_duration
 from txl_jax.runs.weights import Pretrained, load_to_score
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.environment import duration
-from txl_jax.runtime.storage import as_path, is_remote, write_json, write_lines
+from txl_jax.runtime.storage import as_path, download, is_remote, write_json, write_lines
 
 SPLITS = ("valid", "test")  # The texts that are scored.
 _SECONDS_BETWEEN_LINES = 20.0
@@ -407,7 +407,7 @@ def open_input(path: str) -> BinaryIO:
     try:
         if is_remote(path):
             with tempfile.NamedTemporaryFile() as copy:  # Its name goes; its bytes go with the descriptor.
-                as_path(path).download(copy.name)  # type: ignore[attr-defined]
+                download(as_path(path), copy.name)
                 return open(copy.name, "rb")
         return open(path, "rb")
     except OSError as error:
@@ -533,8 +533,8 @@ def evaluate_splits(
         results[split] = as_result(
             score_split(components, params, corpus, split, log=log, stop_requested=stop_requested)
         )
-    distributed.broadcast_from_primary(lambda: write_json(workdir.outputs / "evaluation.json", results))
-    log(f"results   {workdir.outputs / 'evaluation.json'}")
+    distributed.broadcast_from_primary(lambda: write_json(os.path.join(workdir.outputs, "evaluation.json"), results))
+    log(f"results   {os.path.join(workdir.outputs, 'evaluation.json')}")
     return results
 
 
@@ -588,9 +588,9 @@ def score_tokens(
     return totals
 
 
-def scores_file(workdir: Workdir, split: str) -> Path:
+def scores_file(workdir: Workdir, split: str) -> str:
     """Returns the path of a text's scores."""
-    return workdir.outputs / f"scores-{split}.tsv"
+    return os.path.join(workdir.outputs, f"scores-{split}.tsv")
 
 
 def lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Iterator[str]:

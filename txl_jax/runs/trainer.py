@@ -1,8 +1,8 @@
 """The trainer owns state, log and checkpoints of a run or of an ensemble; everything periodic is a hook."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from txl_jax.config import tree as config_tree
@@ -49,7 +49,7 @@ class Trainer:
     def __init__(
         self,
         task: TrainTask,
-        workdir: Path,
+        workdir: str,
         *,
         stop_requested: Callable[[], Any],
         hooks: Sequence[Hook] = (),
@@ -147,7 +147,7 @@ class Trainer:
         per_call = config.segments_per_call
         profiled = StepProfiler(
             train_step,
-            self._workdir / PROFILE,
+            os.path.join(self._workdir, PROFILE),
             first_step=step,
             segments_per_call=per_call,
             profile_steps=self._profile_steps,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from txl_jax.config import EvalConfig, ExperimentConfig
@@ -18,7 +18,7 @@ from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.log import MetricsLog, read_metrics
-from txl_jax.runtime.storage import write_json
+from txl_jax.runtime.storage import read, write_json
 from txl_jax.segments import Segments
 from txl_jax.training import weight_averaging
 from txl_jax.training.loop import HookContext
@@ -116,12 +116,12 @@ class Results:
     def __init__(
         self,
         task: TrainTask,
-        workdir: Path,
+        workdir: str,
         checkpoints: RunCheckpoints,
         validation: Validation,
         note: Callable[[str], None],
     ):
-        self.path = workdir / RESULTS
+        self.path = os.path.join(workdir, RESULTS)
         self._task = task
         self._checkpoints = checkpoints
         self._validation = validation
@@ -130,7 +130,7 @@ class Results:
     def on_disk(self, step: int) -> dict[str, Any] | None:
         """Reads results of `step` updates that were scored with these evaluation settings; None: there are none."""
         try:
-            results = json.loads(self.path.read_text())
+            results = json.loads(read(self.path))
             same = results["steps"] == step and with_defaults(results["eval"]) == self._validation.eval_settings
         except (OSError, ValueError, KeyError, TypeError):  # There is none, or it is damaged: it is made again.
             return None
@@ -186,7 +186,7 @@ class Validation:
       losses: validation losses of each member so far; kept for early stopping and NT-ASGD.
     """
 
-    def __init__(self, task: TrainTask, workdir: Path, checkpoints: RunCheckpoints, note: Callable[[str], None]):
+    def __init__(self, task: TrainTask, workdir: str, checkpoints: RunCheckpoints, note: Callable[[str], None]):
         self.pending = False
         self.losses: list[list[float]] = [[] for _ in task.members.labels]
         self._task = task

@@ -21,7 +21,7 @@ from txl_jax.runs.build import RunComponents, assemble
 from txl_jax.runs.run import TextInfo, Workdir
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.storage import as_path
+from txl_jax.runtime.storage import as_path, exists, is_dir, is_remote, names
 from txl_jax.training.members import Members
 from txl_jax.training.state import TrainState
 
@@ -95,7 +95,7 @@ def load_parameters(components: RunComponents, workdir: Workdir, *, log: Callabl
     """
     if components.config.eval.average_checkpoints:
         return _mean_of_newest(components, workdir, components.config.eval.average_checkpoints, log=log)
-    has_best, has_latest = distributed.broadcast_from_primary(lambda: [workdir.best.exists(), workdir.latest.exists()])
+    has_best, has_latest = distributed.broadcast_from_primary(lambda: [exists(workdir.best), exists(workdir.latest)])
     if has_best:
         try:
             with Checkpointer(workdir.best, keep=1, log=log) as best:
@@ -179,7 +179,7 @@ class Pretrained:
       source: the run, or the member of an ensemble; or the portable folder's contents without the weights.
     """
 
-    path: Path
+    path: str
     config: ExperimentConfig
     vocabulary: Vocabulary
     description: str
@@ -268,18 +268,18 @@ def _open(path: str | os.PathLike[str], member: str | None) -> Pretrained:
     return Pretrained(folder, config, text.vocabulary, description, workdir)
 
 
-def holds_other_weights(path: Path) -> bool:
+def holds_other_weights(path: str) -> bool:
     """Returns whether a path is a file of weights of another implementation by its name, or a folder with one."""
-    if path.is_file():
-        return path.suffix in _FOREIGN_SUFFIXES
-    if (path / "checkpoints").exists() or exported_folder.is_exported(path):
+    if exists(path) and not is_dir(path):
+        return os.path.splitext(path)[1] in _FOREIGN_SUFFIXES
+    if exists(os.path.join(path, "checkpoints")) or exported_folder.is_exported(path):
         return False
-    if tensorflow.find(path):
+    if not is_remote(path) and tensorflow.find(Path(path)):
         return True
-    return path.is_dir() and any(file.suffix in _FOREIGN_SUFFIXES for file in path.iterdir() if file.is_file())
+    return is_dir(path) and any(os.path.splitext(name)[1] in _FOREIGN_SUFFIXES for name in names(path))
 
 
-def _open_portable(folder: Path, member: str | None) -> Pretrained:
+def _open_portable(folder: str, member: str | None) -> Pretrained:
     if member is not None:
         raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
     info = portable.read_info(folder)

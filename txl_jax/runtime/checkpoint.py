@@ -26,8 +26,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -39,7 +38,19 @@ import orbax.checkpoint as ocp
 
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.runtime import distributed
-from txl_jax.runtime.storage import as_path, file_sha256, files_below, is_remote, remove_tree, write_json
+from txl_jax.runtime.storage import (
+    as_path,
+    exists,
+    files_below,
+    is_remote,
+    make_folder,
+    names,
+    read,
+    remove,
+    remove_tree,
+    sha256,
+    write_json,
+)
 
 # -- Comparison of saved and wanted arrays, and arrays of size zero, which Orbax refuses to save.
 
@@ -160,17 +171,18 @@ DIGESTS = "digests.json"
 NO_DIGESTS = "it has no digests"
 
 
-def write_digests(folder: Path) -> None:
+def write_digests(folder: str) -> None:
     """Writes the digests of all files in a folder, which makes it a verified checkpoint."""
-    write_json(folder / DIGESTS, {name: file_sha256(folder / name) for name in _file_names(folder)})
+    files = {os.path.relpath(file, folder): file for file in files_below(folder)}
+    write_json(os.path.join(folder, DIGESTS), {name: sha256(files[name]) for name in files if name != DIGESTS})
 
 
-def is_verified(folder: Path) -> bool:
+def is_verified(folder: str) -> bool:
     """Returns whether a folder has digests; the files themselves are not read."""
-    return (folder / DIGESTS).exists()
+    return exists(os.path.join(folder, DIGESTS))
 
 
-def find_damage(folder: Path) -> str | None:
+def find_damage(folder: str) -> str | None:
     """Reads every file of a checkpoint and compares its digest.
 
     Returns:
@@ -181,32 +193,25 @@ def find_damage(folder: Path) -> str | None:
       UserError: object storage cannot be reached, so that nothing is known.
     """
     try:
-        digests = json.loads((folder / DIGESTS).read_bytes())
+        digests = json.loads(read(os.path.join(folder, DIGESTS)))
         expected = {name: str(digest) for name, digest in digests.items()}
     except (OSError, ValueError, AttributeError) as error:
-        _raise_if_out_of_reach(folder / DIGESTS, error)
+        _raise_if_out_of_reach(os.path.join(folder, DIGESTS), error)
         return NO_DIGESTS  # Digests that cannot be read vouch for nothing.
     for name, digest in expected.items():
         try:
-            if file_sha256(folder / name) != digest:
+            if sha256(os.path.join(folder, name)) != digest:
                 return f"the file {name} is damaged (its sha256 is not the one in {DIGESTS})"
         except OSError as error:
-            _raise_if_out_of_reach(folder / name, error)
+            _raise_if_out_of_reach(os.path.join(folder, name), error)
             return f"the file {name} cannot be read ({error.strerror})"
     return None
 
 
-def _raise_if_out_of_reach(path: Path, error: Exception) -> None:
+def _raise_if_out_of_reach(path: str, error: Exception) -> None:
     """Raises if an object could not be read for another reason than that it is missing: it is no damage."""
     if is_remote(path) and isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         raise UserError(f"cannot read {path} ({error.strerror}); start again once it can be reached") from error
-
-
-def _file_names(folder: Path) -> Iterator[str]:
-    """Names of a folder's files relative to it, the digests left out."""
-    for file in files_below(folder):
-        if file != folder / DIGESTS:
-            yield file.relative_to(folder).as_posix()
 
 
 # -- The folders of steps that a `Checkpointer` has in its directory: which count, where one is written, how one goes.
@@ -222,17 +227,17 @@ def _file_names(folder: Path) -> Iterator[str]:
 
 COMMIT = "commit_success.txt"  # Orbax's name.
 _NAME = re.compile(r"(0|[1-9]\d*)(?:\.(replaced|again)-(\d+))?")
-_LEFTOVERS = ("*.orbax-checkpoint-tmp*", "*.deleted")
+_LEFTOVER = re.compile(r".*\.orbax-checkpoint-tmp.*|.*\.deleted")
 
 
 class StepFolder(NamedTuple):
     """A step on disk; the same step may be there twice, if a run fell back past it and came to it again."""
 
     step: int
-    path: Path
+    path: str
 
 
-def find_steps(directory: Path) -> list[StepFolder]:
+def find_steps(directory: str) -> list[StepFolder]:
     """Returns the complete steps, newest first; of one step the one that was written last.
 
     Raises:
@@ -240,9 +245,9 @@ def find_steps(directory: Path) -> list[StepFolder]:
     """
     try:
         if is_remote(directory):
-            names = [path.name for path in _steps(directory) if (path / COMMIT).exists()]
+            found = [name for name in _steps(directory) if exists(os.path.join(directory, name, COMMIT))]
         else:
-            names = os.listdir(directory)
+            found = names(directory)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -250,57 +255,56 @@ def find_steps(directory: Path) -> list[StepFolder]:
             f"the checkpoint directory {directory} cannot be read ({error.strerror}); "
             "it must be a folder that this user may read"
         ) from error
-    found = [(int(match[1]), _rank(match), name) for name in names if (match := _NAME.fullmatch(name))]
-    found.sort(key=lambda entry: (-entry[0], entry[1]))
-    return [StepFolder(step, directory / name) for step, _, name in found]
+    steps = [(int(match[1]), _rank(match), name) for name in found if (match := _NAME.fullmatch(name))]
+    steps.sort(key=lambda entry: (-entry[0], entry[1]))
+    return [StepFolder(step, os.path.join(directory, name)) for step, _, name in steps]
 
 
-def is_replaced(path: Path) -> bool:
+def is_replaced(path: str) -> bool:
     """Returns whether a step was renamed because its number is written anew."""
-    return ".replaced-" in path.name
+    return ".replaced-" in os.path.basename(path)
 
 
-def new_step_folder(directory: Path, step: int) -> Path:
+def new_step_folder(directory: str, step: int) -> str:
     """Returns where a step is to be written; on this machine an earlier one of that number is renamed."""
-    path = directory / str(step)
+    path = os.path.join(directory, str(step))
     if is_remote(directory):
-        found = (_NAME.fullmatch(each.name) for each in _steps(directory))
+        found = (_NAME.fullmatch(name) for name in _steps(directory))
         taken = [int(match[3] or 0) for match in found if match and int(match[1]) == step]
         # Above all that are there: a free number below them would be the name of an earlier folder.
-        return directory / (f"{step}.again-{max(taken) + 1}" if taken else str(step))
-    if path.exists():
-        replaced = (int(other.name.rpartition("-")[2]) for other in directory.glob(f"{step}.replaced-*"))
-        path.rename(f"{path}.replaced-{max(replaced, default=0) + 1}")
+        return f"{path}.again-{max(taken) + 1}" if taken else path
+    if exists(path):
+        replaced = (int(name.rpartition("-")[2]) for name in names(directory) if name.startswith(f"{step}.replaced-"))
+        os.rename(path, f"{path}.replaced-{max(replaced, default=0) + 1}")
     return path
 
 
-def delete_step(path: Path) -> None:
+def delete_step(path: str) -> None:
     """Deletes a step; a kill halfway does not leave half a step that counts."""
     if is_remote(path):
-        (path / COMMIT).unlink(missing_ok=True)
+        remove(os.path.join(path, COMMIT))
         remove_tree(path)
     else:
-        shutil.rmtree(path.rename(f"{path}.deleted"))
+        os.rename(path, f"{path}.deleted")
+        shutil.rmtree(f"{path}.deleted")
 
 
-def sweep_steps(directory: Path) -> None:
+def sweep_steps(directory: str) -> None:
     """Deletes what killed runs left behind."""
     if is_remote(directory):
-        for path in _steps(directory):
-            if not (path / COMMIT).exists():
-                remove_tree(path)
-        return
-    for pattern in _LEFTOVERS:
-        for path in directory.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+        left = [name for name in _steps(directory) if not exists(os.path.join(directory, name, COMMIT))]
+    else:
+        left = [name for name in names(directory) if _LEFTOVER.fullmatch(name)] if exists(directory) else []
+    for name in left:
+        remove_tree(os.path.join(directory, name))
 
 
-def _steps(directory: Path) -> Iterator[Path]:
-    """Yields all folders on object storage that are named by steps, complete or not."""
+def _steps(directory: str) -> list[str]:
+    """Returns the names of all folders on object storage that are named by steps, complete or not."""
     try:
-        yield from (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+        return [name for name in names(directory) if _NAME.fullmatch(name)]
     except FileNotFoundError:
-        return
+        return []
 
 
 def _rank(match: re.Match[str]) -> int:
@@ -327,7 +331,7 @@ class Checkpointer:
     def __init__(self, directory: str | os.PathLike[str], *, keep: int, log: Callable[[str], None]):
         if keep < 1:
             raise UserError(f"keep is {keep} and must be at least 1: the newest checkpoint always stays")
-        self._directory = as_path(directory) if is_remote(directory) else Path(os.path.abspath(directory))
+        self._directory = as_path(directory) if is_remote(directory) else os.path.abspath(directory)
         self._keep = keep
         self._log = log
         self._writer: ocp.AsyncCheckpointer | None = None
@@ -379,12 +383,13 @@ class Checkpointer:
           RemoteProcessError: the same, in the other processes.
         """
         distributed.run_on_all(self.wait)
-        path = self._directory / distributed.broadcast_from_primary(lambda: self._prepare_folder(step))
+        name = distributed.broadcast_from_primary(lambda: self._prepare_folder(step))
+        path = os.path.join(self._directory, name)
         try:
             if self._writer is None:
-                self._writer = open_writer(self._directory.name)
+                self._writer = open_writer(os.path.basename(self._directory))
             args = ocp.args.Composite(state=ocp.args.StandardSave(drop_empty(state)), notes=ocp.args.JsonSave(notes))
-            self._writer.save(os.fspath(path), args=args)
+            self._writer.save(path, args=args)
         except Exception as error:
             self._writer = None
             raise self._not_written(step, error) from error
@@ -413,12 +418,12 @@ class Checkpointer:
     def _prepare_folder(self, step: int) -> str:
         """Deletes what killed runs left behind, and returns the name of the folder for a step."""
         try:
-            return self._clear_step(step).name
+            return os.path.basename(self._clear_step(step))
         except (OSError, CheckpointError) as error:
             raise self._not_written(step, error) from error
 
-    def _clear_step(self, step: int) -> Path:
-        self._directory.mkdir(parents=True, exist_ok=True)
+    def _clear_step(self, step: int) -> str:
+        make_folder(self._directory)
         self.sweep()
         if newer := sorted({other.step for other in self._candidates() if other.step > step}):
             self._log(
@@ -469,7 +474,7 @@ class Checkpointer:
             raise CheckpointError(f"there is no checkpoint of step {step} in {self._directory}; there are {found}")
         try:
             asked = ocp.args.Composite(notes=ocp.args.JsonRestore())
-            notes: dict[str, Any] = open_reader(alone=True).restore(os.fspath(path), args=asked).notes
+            notes: dict[str, Any] = open_reader(alone=True).restore(path, args=asked).notes
         except Exception as error:
             raise CheckpointError(
                 f"the notes of checkpoint {path} cannot be read ({short_error(error)}); use another step"
@@ -493,9 +498,13 @@ class Checkpointer:
         """
         distributed.run_on_all(self.wait)
         # The steps that process 0 finds: all must try the same ones.
-        found = distributed.broadcast_from_primary(lambda: [(each.step, each.path.name) for each in self._candidates()])
+        found = distributed.broadcast_from_primary(
+            lambda: [(each.step, os.path.basename(each.path)) for each in self._candidates()]
+        )
         candidates = [
-            StepFolder(step, self._directory / name) for step, name in found if before is None or step < before
+            StepFolder(step, os.path.join(self._directory, name))
+            for step, name in found
+            if before is None or step < before
         ]
         if not candidates:
             return None
@@ -521,7 +530,7 @@ class Checkpointer:
         )
 
     def _skip(self, candidate: StepFolder, damage: str, tried: list[str]) -> None:
-        tried.append(f"{candidate.path.name}: {damage}")
+        tried.append(f"{os.path.basename(candidate.path)}: {damage}")
         self._log(f"checkpoint {candidate.path} is skipped, an older one is tried: {damage}")
 
     def _try_restore(
@@ -532,11 +541,11 @@ class Checkpointer:
         wanted = drop_empty(abstract_state)
         restored, difference, failure = None, "", None
         try:
-            saved = reader.metadata(os.fspath(candidate.path)).item_metadata.state.tree
+            saved = reader.metadata(candidate.path).item_metadata.state.tree
             difference = describe_difference(describe_arrays(saved), describe_arrays(wanted))
             if not difference:
                 args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore())
-                restored = reader.restore(os.fspath(candidate.path), args=args)
+                restored = reader.restore(candidate.path, args=args)
         except Exception as error:  # noqa: BLE001 (damage shows as nearly any type)
             failure = short_error(error)
         if failure := distributed.first_error(failure):

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from txl_jax.errors import UserError
-from txl_jax.runtime.storage import is_remote, lock_now
+from txl_jax.runtime.storage import file_system, is_remote, lock_now, patiently
 
 NAME = ".lock"
 BEAT_SECONDS = 15.0
@@ -40,7 +40,7 @@ class RunLock:
       notes: lines for the log of the run.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: str):
         self._folder = folder
         self.notes: list[str] = []
 
@@ -54,7 +54,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Takes the lock; raises `UserError` if another run has it."""
-        scheme = str(self._folder).partition("://")[0]
+        scheme = self._folder.partition("://")[0]
         self.notes.append(f"no lock protects this run, as {scheme}:// has none: start it once at a time")
 
     def check(self) -> None:
@@ -86,7 +86,7 @@ class FileLock(RunLock):
 
     def acquire(self) -> None:
         """Takes the lock; raises `UserError` if another run has it."""
-        handle = open(self._folder / NAME, "a+")  # noqa: SIM115 (closed by `close`)
+        handle = open(os.path.join(self._folder, NAME), "a+")  # noqa: SIM115 (closed by `close`)
         try:
             lock_now(handle)
         except BlockingIOError as error:
@@ -123,10 +123,10 @@ class _Seen(NamedTuple):
 class ObjectLock(RunLock):
     """A lock in an object of gs://, which its holder renews from a thread."""
 
-    def __init__(self, folder: Path, *, log: Callable[[str], None] = print):
+    def __init__(self, folder: str, *, log: Callable[[str], None] = print):
         super().__init__(folder)
         self._log = log
-        self._bucket, _, self._key = str(folder / NAME).partition("://")[2].partition("/")
+        self._bucket, _, self._key = os.path.join(folder, NAME).partition("://")[2].partition("/")
         self._record = {
             "holder": f"process {os.getpid()} on {socket.gethostname()}",
             "machine": _machine(),
@@ -219,7 +219,7 @@ class ObjectLock(RunLock):
         try:
             _, answer = self._call(
                 "POST",
-                _file_system().base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o",
+                file_system("gs").base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o",
                 self._bucket,
                 data=json.dumps(self._record).encode(),
                 headers={"Content-Type": "application/octet-stream"},
@@ -252,22 +252,15 @@ class ObjectLock(RunLock):
         return _Seen(str(found["generation"]), record if isinstance(record, dict) else {}, age)
 
     def _call(self, method: str, url: str, *args: str, **params: Any) -> Any:
-        from txl_jax.runtime.storage import patiently
-
-        return patiently(lambda: _file_system().call(method, url, *args, **params), str(self._folder / NAME))
+        return patiently(lambda: file_system("gs").call(method, url, *args, **params), os.path.join(self._folder, NAME))
 
 
-def run_lock(folder: Path) -> RunLock:
+def run_lock(folder: str | os.PathLike[str]) -> RunLock:
     """Returns the lock of a workdir, not taken yet."""
+    folder = os.fspath(folder)
     if not is_remote(folder):
         return FileLock(folder)
-    return ObjectLock(folder) if str(folder).startswith("gs://") else RunLock(folder)
-
-
-def _file_system() -> Any:
-    from txl_jax.runtime.storage import file_system
-
-    return file_system("gs")
+    return ObjectLock(folder) if folder.startswith("gs://") else RunLock(folder)
 
 
 def _machine() -> str | None:

@@ -14,13 +14,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
 
 from txl_jax.errors import LogError, UserError
 from txl_jax.runtime.sinks import FanOut, Sink, TensorBoardSink
-from txl_jax.runtime.storage import as_path, is_remote, replace_file, writing
+from txl_jax.runtime.storage import as_path, is_remote, make_folder, names, read, remove, write, write_lines, writing
 
 # -- Text files that a run appends to.
 #
@@ -46,7 +45,7 @@ class AppendFile:
       path: local or remote; the folder of a local file must exist.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: str):
         self.closed = False
         self._path = path
         self._file: IO[str] | None = None
@@ -91,8 +90,7 @@ class AppendFile:
 
     def _upload(self) -> None:
         if not self._is_uploaded:
-            part = _folder(self._path) / f"{self._number:06}"
-            part.write_text("".join(self._unsealed), encoding="utf-8")
+            write(f"{self._path}.parts/{self._number:06}", "".join(self._unsealed).encode())
             self._uploaded, self._is_uploaded = time.monotonic(), True
 
 
@@ -105,16 +103,16 @@ def read_appended(path: str | os.PathLike[str]) -> bytes:
     """
     path = as_path(path)
     if not is_remote(path):
-        return path.read_bytes()
+        return read(path)
     while True:
         parts = _parts(path)
         if not parts:
-            return path.read_bytes()
+            return read(path)
         with contextlib.suppress(FileNotFoundError):  # A run that starts meanwhile has replaced the parts.
-            return b"".join(part.read_bytes() for part in _counted(parts))
+            return b"".join(read(part) for part in _counted(parts))
 
 
-def replace_appended(path: Path, texts: Sequence[str]) -> None:
+def replace_appended(path: str, texts: Sequence[str]) -> None:
     """Replaces the whole text of a file, which nobody appends to meanwhile; it changes at once or not at all.
 
     Raises:
@@ -122,36 +120,32 @@ def replace_appended(path: Path, texts: Sequence[str]) -> None:
       OSError: a remote one cannot.
     """
     if not is_remote(path):
-        replace_file(path, texts)
+        write_lines(path, texts)
         return
     before = _parts(path)
     number = max(map(_number, before), default=0) + 1
-    (_folder(path) / f"{number:06}.all").write_text("".join(texts), encoding="utf-8")
+    write(f"{path}.parts/{number:06}.all", "".join(texts).encode())
     for part in before:
-        part.unlink(missing_ok=True)
+        remove(part)
 
 
-def _folder(path: Path) -> Path:
-    return path.with_name(f"{path.name}.parts")
-
-
-def _parts(path: Path) -> list[Path]:
+def _parts(path: str) -> list[str]:
     """The parts in their order."""
     try:
-        found = [part for part in _folder(path).iterdir() if _PART.fullmatch(part.name)]
+        found = [f"{path}.parts/{name}" for name in names(f"{path}.parts") if _PART.fullmatch(name)]
     except FileNotFoundError:
         return []
-    return sorted(found, key=lambda part: (_number(part), part.name))
+    return sorted(found, key=lambda part: (_number(part), part))
 
 
-def _counted(parts: list[Path]) -> list[Path]:
+def _counted(parts: list[str]) -> list[str]:
     """The last part with the whole text and those after it; all if there is none."""
-    first = max((place for place, part in enumerate(parts) if part.name.endswith(".all")), default=0)
+    first = max((place for place, part in enumerate(parts) if part.endswith(".all")), default=0)
     return parts[first:]
 
 
-def _number(part: Path) -> int:
-    return int(part.name.partition(".")[0])
+def _number(part: str) -> int:
+    return int(os.path.basename(part).partition(".")[0])
 
 
 METRICS = "metrics.jsonl"
@@ -181,7 +175,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
       LogError: a line before the last is no record, or the file cannot be read.
     """
-    return list(_records(as_path(workdir) / METRICS))
+    return list(_records(os.path.join(as_path(workdir), METRICS)))
 
 
 class RunLog:
@@ -208,13 +202,11 @@ class RunLog:
     ):
         self._workdir = as_path(workdir)
         with writing(self._workdir):
-            self._workdir.mkdir(parents=True, exist_ok=True)
-            _drop_repeated(self._workdir / METRICS, first_step, redone)
-            self._metrics = AppendFile(self._workdir / METRICS)
-            self._lines = AppendFile(self._workdir / "log.txt")
-        tensorboard = TensorBoardSink(
-            self._workdir / "tensorboard", first_step=first_step, upload=is_remote(self._workdir)
-        )
+            make_folder(self._workdir)
+            _drop_repeated(os.path.join(self._workdir, METRICS), first_step, redone)
+            self._metrics = AppendFile(os.path.join(self._workdir, METRICS))
+            self._lines = AppendFile(os.path.join(self._workdir, "log.txt"))
+        tensorboard = TensorBoardSink(os.path.join(self._workdir, "tensorboard"), first_step=first_step)
         self._sinks = FanOut([tensorboard, *sinks], self.print)
 
     def __enter__(self) -> Self:
@@ -304,7 +296,7 @@ class NoLog:
         """Keeps nothing."""
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: str) -> Iterator[dict[str, Any]]:
     """Records of a file, without a torn last line."""
     try:
         lines = read_appended(path).splitlines(keepends=True)
@@ -333,7 +325,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if whole else None
 
 
-def _drop_repeated(path: Path, last_step: int, redone: Collection[str]) -> None:
+def _drop_repeated(path: str, last_step: int, redone: Collection[str]) -> None:
     """Removes torn and repeated records from a metrics file; a file without any is not touched."""
     kept = "".join(
         json.dumps(record) + "\n"

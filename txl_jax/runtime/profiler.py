@@ -1,9 +1,9 @@
 """A profile of some training steps: a trace that TensorBoard and xprof open."""
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ import jax
 
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
-from txl_jax.runtime.storage import files_below, is_remote
+from txl_jax.runtime.storage import files_below, is_remote, upload
 
 PROFILE = "profile"
 
@@ -44,7 +44,7 @@ class StepProfiler:
     def __init__(
         self,
         train_step: Callable[[Any, Any], tuple[Any, Any]],
-        folder: Path,
+        folder: str,
         *,
         first_step: int,
         segments_per_call: int,
@@ -96,16 +96,15 @@ class StepProfiler:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Each Python call, which is most of a trace and slows the run.
         folder = self._folder if self._temporary is None else self._temporary.name
-        jax.profiler.start_trace(str(folder), profiler_options=options)
+        jax.profiler.start_trace(folder, profiler_options=options)
 
     def _stop_trace(self) -> None:
         jax.profiler.stop_trace()
         if self._temporary is None:
             return
         with self._temporary as local:
-            for path in files_below(Path(local)):
-                target: Any = self._folder / path.relative_to(local).as_posix()
-                target.upload(path)
+            for path in files_below(local):
+                upload(path, os.path.join(self._folder, os.path.relpath(path, local)))
 
     def _stop(self) -> None:
         first, self._window, self._traced_from = self._traced_from, None, None

@@ -3,14 +3,15 @@
 import contextlib
 import hashlib
 import importlib.util
+import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from txl_jax.errors import UserError
+from txl_jax.runtime.storage import is_remote, make_folder, names, upload
 
 # Values of a "train" record that the clock and the device decide: a resumed run repeats all others bit for bit.
 MEASURED = (
@@ -87,15 +88,13 @@ class TensorBoardSink(Sink):
     Args:
       folder: made if missing; its parent must exist.
       first_step: what earlier files hold of later steps is hidden.
-      upload: whether the folder is on object storage, so that files are written elsewhere first.
 
     Every method raises OSError when the file cannot be written, and ImportError without tensorboardX.
     """
 
-    def __init__(self, folder: Path, *, first_step: int, upload: bool = False):
+    def __init__(self, folder: str, *, first_step: int):
         self._folder = self._local = folder
         self._first_step = first_step
-        self._upload = upload
         self._number = 0  # Of the newest file; 0: nothing was written yet.
         self._file: Any = None
         self._settings: Mapping[str, Any] | None = None  # Not written yet.
@@ -126,9 +125,9 @@ class TensorBoardSink(Sink):
             return
         self._file.close()
         self._file = None
-        for path in _event_files(self._local):
-            (self._folder / path.name).upload(path)  # type: ignore[attr-defined]
-            path.unlink()
+        for name in _event_files(self._local):
+            upload(os.path.join(self._local, name), os.path.join(self._folder, name))
+            os.unlink(os.path.join(self._local, name))
 
     def close(self) -> None:
         """Closes the file."""
@@ -173,10 +172,10 @@ class TensorBoardSink(Sink):
         """Makes the folder, and begins with an event that hides the later steps of earlier files."""
         from tensorboardX.proto import event_pb2
 
-        if self._upload:
+        if is_remote(self._folder):
             self._temporary = tempfile.TemporaryDirectory(prefix="tensorboard-")
-            self._local = Path(self._temporary.name)
-        self._folder.mkdir(exist_ok=True)
+            self._local = self._temporary.name
+        make_folder(self._folder)
         self._number = max(map(_number, _event_files(self._folder)), default=0)
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step + 1, session_log=start))
@@ -186,20 +185,20 @@ class TensorBoardSink(Sink):
 
         if self._file is None:
             self._number += 1
-            self._file = event_file_writer.EventsWriter(str(self._local / f"events.{self._number:06}"))
+            self._file = event_file_writer.EventsWriter(os.path.join(self._local, f"events.{self._number:06}"))
         self._file.write_event(event)
         self._file.flush()
 
 
-def _event_files(folder: Path) -> list[Path]:
+def _event_files(folder: str) -> list[str]:
     try:
-        return [path for path in folder.iterdir() if _NUMBERED.match(path.name)]
+        return [name for name in names(folder) if _NUMBERED.match(name)]
     except FileNotFoundError:
         return []
 
 
-def _number(path: Path) -> int:
-    found = _NUMBERED.match(path.name)
+def _number(name: str) -> int:
+    found = _NUMBERED.match(name)
     assert found
     return int(found[1])
 
@@ -222,7 +221,7 @@ class WandbSink(Sink):
       UserError: wandb is not installed.
     """
 
-    def __init__(self, project: str, workdir: Path):
+    def __init__(self, project: str, workdir: str):
         if importlib.util.find_spec("wandb") is None:
             raise UserError(
                 f"the W&B project is {project!r} and wandb is not installed; pip install 'txl_jax[wandb]', or leave "
@@ -238,10 +237,10 @@ class WandbSink(Sink):
 
         self._run = wandb.init(
             project=self._project,
-            name=self._workdir.name,
-            id=hashlib.sha256(str(self._workdir).encode()).hexdigest()[:16],
+            name=os.path.basename(self._workdir),
+            id=hashlib.sha256(os.fspath(self._workdir).encode()).hexdigest()[:16],
             resume="allow",
-            dir=None if "://" in str(self._workdir) else str(self._workdir),
+            dir=None if is_remote(self._workdir) else os.fspath(self._workdir),
             config=dict(values),
             settings=wandb.Settings(console="off"),  # log.txt has the lines; wandb would replace sys.stdout.
         )

@@ -1,0 +1,169 @@
+"""Tests of files and objects: paths as users give them, what is written and read, errors, tries, and locks."""
+
+import errno
+import importlib.util
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from txl_jax.errors import LogError, UserError
+from txl_jax.runtime import storage as files
+
+
+def test_a_local_path_is_absolute_with_its_home_and_links(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("runs")
+    for given in ("runs", "~/runs", "link", Path("runs"), f"file://{tmp_path}/runs", "x/../runs"):
+        assert files.as_path(given) == os.path.realpath(tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("memory://run", "memory://"),
+        ("gs:/bucket/run", "gs://bucket"),
+        ("s3://bucket/run", "txl_jax[s3]"),
+    ],
+)
+def test_what_cannot_be_opened_is_refused(given, expected, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r".") as refused:
+        files.as_path(given)
+    assert given in str(refused.value) and expected in str(refused.value)
+
+
+@pytest.mark.full
+def test_a_url_is_joined_like_a_path():
+    run = files.as_path("gs://bucket/runs//one/")
+    assert run == files.as_path(run) == "gs://bucket/runs/one"
+    assert files.is_remote(run) and files.is_remote(os.path.join(run, "a")) and not files.is_remote("runs/one")
+    assert (os.path.basename(run), os.path.dirname(run)) == ("one", "gs://bucket/runs")
+
+
+@pytest.mark.parametrize("place", ["disk", pytest.param("bucket", marks=pytest.mark.full)])
+def test_files_are_written_read_listed_and_removed(place, request, tmp_path):
+    folder = request.getfixturevalue("bucket") if place == "bucket" else str(tmp_path / "folder")
+    text, data, deep = (os.path.join(folder, name) for name in ("a.txt", "c.bin", "b/d.json"))
+    assert not files.exists(folder) and not files.is_dir(folder) and files.files_below(folder) == []
+    for name in (folder, os.path.dirname(deep)):
+        files.make_folder(name)
+    files.write_lines(text, ["é\n"])
+    files.write(data, b"12")
+    files.write_json(deep, {"n": 1})
+    assert files.is_dir(folder) and files.exists(data) and not files.is_dir(data)
+    assert files.names(folder) == ["a.txt", "b", "c.bin"] and files.files_below(folder) == [text, deep, data]
+    assert files.read(text).decode() == "é\n" and files.size(text) == 3 and files.modified(data) > 1e9
+    assert json.loads(files.read(deep)) == {"n": 1}
+    assert files.sha256(data) == "6b51d431df5d7f141cbececcf79edf3dd861c3b4069f0b11661a3eefacbba918"
+    for _ in range(2):
+        files.remove_tree(os.path.dirname(deep))
+        files.remove(data)
+    assert files.files_below(folder) == [text]
+    for act in (files.read, files.size, files.modified, files.names):
+        with pytest.raises(FileNotFoundError) as refused:
+            act(os.path.join(folder, "missing"))
+        assert refused.value.errno == errno.ENOENT and refused.value.filename == os.path.join(folder, "missing")
+
+
+@pytest.mark.full
+def test_objects_are_copied_to_this_machine_and_back(bucket, tmp_path):
+    (tmp_path / "up").write_bytes(b"x" * 1000)
+    files.upload(tmp_path / "up", bucket / "up")
+    files.download(bucket / "up", tmp_path / "down")
+    assert (tmp_path / "down").read_bytes() == b"x" * 1000
+    assert files.matching(bucket / "*p") == [bucket / "up"] and files.matching(bucket / "*.no") == []
+
+    class Owner:
+        pass
+
+    owner = Owner()
+    copy = files.local_copy(bucket / "up", owner)
+    assert Path(copy).read_bytes() == b"x" * 1000
+    del owner
+    assert not os.path.exists(copy) and files.local_copy("here", None) == "here"
+
+
+@pytest.mark.full
+def test_an_object_that_cannot_be_written_is_named(bucket, storage):
+    storage.refuse("POST /upload")
+    with pytest.raises(LogError, match=f"cannot write to {bucket / 'denied'}") as refused:
+        files.write(bucket / "denied", b"1")
+    cause = refused.value.__cause__
+    assert isinstance(cause, PermissionError) and "\n" not in cause.strerror
+
+
+@pytest.mark.full
+def test_what_another_process_writes_is_seen_at_once(bucket, storage):
+    """As TensorStore's objects are, which fsspec does not see."""
+    files.write(bucket / "one", b"1")
+    assert files.names(bucket) == ["one"]
+    objects = storage.storage
+    name = (bucket / "one").split("/", 3)[3]
+    found = dict(objects.get_file_obj("bucket-one", name)) | {"name": name.replace("one", "two")}
+    objects.create_file("bucket-one", found["name"], b"2", found)
+    assert files.names(bucket) == ["one", "two"] and files.exists(bucket / "two")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("impatient")
+def test_calls_are_tried_again_after_errors_that_pass(bucket, storage):
+    storage.fail_every(2, status=503)
+    for number in range(5):
+        files.write(bucket / str(number), b"1")
+    assert storage.errors >= 4
+    storage.calm()
+    assert len(files.names(bucket)) == 5
+
+
+@pytest.mark.full
+def test_a_server_that_is_gone_for_a_while_is_waited_for(bucket, storage):
+    storage.is_up = False
+    threading.Timer(1.0, lambda: setattr(storage, "is_up", True)).start()
+    files.write(bucket / "late", b"1")
+    assert files.read(bucket / "late") == b"1"
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("impatient")
+def test_the_tries_have_an_end(bucket, storage):
+    storage.fail_every(1, status=429)
+    for act in (files.read, files.exists, files.is_dir):  # It is not taken for absence.
+        storage.errors = 0
+        with pytest.raises(OSError, match="made by a test") as refused:
+            act(bucket / "one")
+        assert refused.value.errno == errno.EIO and storage.errors >= 6
+
+
+def test_a_lock_keeps_others_out_until_it_is_released(tmp_path):
+    lines, entered = [], threading.Event()
+
+    def enter():
+        with files.locked(tmp_path / "lock", log=lines.append):
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    with files.locked(tmp_path / "lock", log=lines.append):
+        other.start()
+        assert not entered.wait(0.2)
+    assert entered.wait(10)
+    other.join()
+    assert len(lines) == 1 and str(tmp_path / "lock") in lines[0], "only the one that waits logs a line"
+
+
+def test_an_error_of_writing_names_what_the_folder_and_the_flag(tmp_path):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "new" / "file"))
+
+    with (
+        pytest.raises(UserError, match=r"tokens.*/new\b.*No space.*--cache_dir"),
+        files.writable(tmp_path / "new", what="tokens"),
+    ):
+        full()
+    elsewhere = FileNotFoundError(errno.ENOENT, "No such file", "/elsewhere/file")
+    with pytest.raises(FileNotFoundError) as caught, files.writable(tmp_path, what="tokens"):
+        raise elsewhere
+    assert caught.value is elsewhere
