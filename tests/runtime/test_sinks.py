@@ -9,10 +9,10 @@ import time
 import pytest
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-from tests.runtime.test_metrics_log import read_events
+from tests.runtime.test_log import read_events
 from txl_jax.errors import UserError
 from txl_jax.runtime.log import RunLog, read_metrics
-from txl_jax.runtime.sinks import Sink, WandbSink
+from txl_jax.runtime.sinks import Sink, WeightsAndBiases
 
 SETTINGS = {
     "model.n_layer": 3,
@@ -67,7 +67,7 @@ def report_all(log):
 def test_a_sink_gets_everything_in_order(tmp_path):
     """The other one has none of the methods."""
     sink = Kept()
-    with RunLog(tmp_path, sinks=[Sink(), sink]) as log:
+    with RunLog(tmp_path, sinks=[Sink(), sink]).open() as log:
         report_all(log)
     assert sink.calls == [
         ("settings", SETTINGS),
@@ -81,7 +81,7 @@ def test_a_sink_gets_everything_in_order(tmp_path):
 @pytest.mark.parametrize("fails", ["settings", "record", "close"])
 def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys):
     broken, sound = Kept(fails), Kept()
-    with RunLog(tmp_path, sinks=[broken, sound]) as log:
+    with RunLog(tmp_path, sinks=[broken, sound]).open() as log:
         report_all(log)
         log.record("train", 30, {"loss": 1.0})
     assert [call[0] for call in broken.calls].count(fails) == (2 if fails == "close" else 1)
@@ -96,7 +96,7 @@ def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys
 
 def test_without_tensorboardx_a_run_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with RunLog(tmp_path) as log:
+    with RunLog(tmp_path).open() as log:
         report_all(log)
     assert len(read_metrics(tmp_path)) == 3
     assert capsys.readouterr().out.count("tensorboardX") == 1
@@ -109,7 +109,7 @@ def test_without_tensorboardx_a_run_goes_on(tmp_path, monkeypatch, capsys):
 def test_tensorboard_reads_back_scalars_settings_and_texts(tmp_path):
     from tensorboard.backend.event_processing import event_accumulator
 
-    with RunLog(tmp_path) as log:
+    with RunLog(tmp_path).open() as log:
         report_all(log)
     found = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
@@ -123,7 +123,7 @@ def test_tensorboard_reads_back_scalars_settings_and_texts(tmp_path):
 
 def test_tensorboard_has_the_table_of_settings(tmp_path):
     """Values by name, in the types that its plugin can sort and filter by."""
-    with RunLog(tmp_path) as log:
+    with RunLog(tmp_path).open() as log:
         log.settings(SETTINGS)
     values = {value.tag: value for event in read_events(tmp_path / "tensorboard") for value in event.summary.value}
     start = HParamsPluginData.FromString(values["_hparams_/session_start_info"].metadata.plugin_data.content)
@@ -138,7 +138,7 @@ def test_tensorboard_has_the_table_of_settings(tmp_path):
 def test_without_wandb_the_project_is_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"'mine'.*wandb is not installed.*txl_jax\[wandb\]"):
-        WandbSink("mine", tmp_path)
+        WeightsAndBiases("mine", tmp_path)
 
 
 def offline_records(folder):
@@ -167,7 +167,7 @@ def test_wandb_offline_holds_settings_records_and_texts(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     workdir = tmp_path / "my-run"
     for first_step in (0, 20):
-        with RunLog(workdir, first_step=first_step, sinks=[WandbSink("project", workdir)]) as log:
+        with RunLog(workdir, sinks=[WeightsAndBiases("project", workdir)]).open(first_step) as log:
             report_all(log)
     for _ in range(300):  # wandb's own process writes the rest after `finish`: 0.1 s, more on a busy machine.
         records = list(offline_records(workdir))

@@ -3,12 +3,14 @@
 import errno
 import importlib.util
 import json
+import math
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
+from support.full_disk import largest_file
 from txl_jax.errors import LogError, UserError
 from txl_jax.runtime import storage as files
 
@@ -67,6 +69,42 @@ def test_files_are_written_read_listed_and_removed(place, request, tmp_path):
         with pytest.raises(FileNotFoundError) as refused:
             act(os.path.join(folder, "missing"))
         assert refused.value.errno == errno.ENOENT and refused.value.filename == os.path.join(folder, "missing")
+
+
+def test_write_json_replaces_the_whole_file_or_nothing(tmp_path):
+    path, another = tmp_path / "config.json", tmp_path / "another"
+    for value in ({"a": [1, 2.5, None]}, {"b": "é"}):
+        files.write_json(path, value)
+        assert json.loads(path.read_bytes()) == value
+    another.touch()
+    assert path.stat().st_mode == another.stat().st_mode, "others may read it as they may read any new file"
+    for bad, error in (({"a": object()}, TypeError), ({"a": math.nan}, ValueError)):
+        with pytest.raises(error):
+            files.write_json(path, bad)
+    with largest_file(20_000), pytest.raises(LogError, match=r"config\.json.*File too large"):
+        files.write_json(path, "x" * 100_000)
+    assert (json.loads(path.read_bytes()), sorted(os.listdir(tmp_path))) == ({"b": "é"}, ["another", "config.json"])
+
+
+def test_lines_are_written_as_they_come_and_all_or_none(tmp_path):
+    path = tmp_path / "scores.tsv"
+
+    def lines():
+        yield "é\n"
+        assert os.listdir(tmp_path) == [next(name for name in os.listdir(tmp_path) if name.endswith(".tmp"))]
+        yield "b\n"
+
+    files.write_lines(path, lines())
+    assert path.read_text(encoding="utf-8") == "é\nb\n"
+    for mistake in (ValueError, KeyboardInterrupt):
+
+        def broken(mistake=mistake):
+            yield "new\n"
+            raise mistake
+
+        with pytest.raises(mistake):
+            files.write_lines(path, broken())
+        assert (path.read_text(encoding="utf-8"), os.listdir(tmp_path)) == ("é\nb\n", ["scores.tsv"])
 
 
 @pytest.mark.full

@@ -42,7 +42,7 @@ PHASES = {
     "training": [(trainer, "train")],
     "evaluating": [(Validation, "evaluate")],
     "testing": [(Results, "make")],
-    "scoring again": [(score, "run")],
+    "scoring again": [(score, "evaluate_splits")],
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from txl_jax.errors import NonFiniteError, UserError
-from txl_jax.runtime.log import NoLog
+from txl_jax.runtime.log import RunLog
 from txl_jax.training.loop import Hook, train
 from txl_jax.training.step import UpdateMetrics
 
@@ -62,7 +62,7 @@ class Story:
             segments_per_call=per_call,
             progress=self,
             hooks=list(hooks),
-            log=NoLog(),
+            log=RunLog(None),
             stop_requested=stop,
         )
 
@@ -151,7 +151,7 @@ def test_a_hook_may_change_the_state_for_the_next_ones():
     def step(state, segments):
         return state + 1, UpdateMetrics(*(np.zeros(1, np.float32) for _ in range(4)))
 
-    around = {"progress": mock.Mock(), "log": NoLog(), "stop_requested": lambda: False}
+    around = {"progress": mock.Mock(), "log": RunLog(None), "stop_requested": lambda: False}
     _, state = train(
         0, step, lambda done: done, first_step=0, steps=2, segments_per_call=1, hooks=[Hook(1, add)] * 2, **around
     )

@@ -6,7 +6,7 @@ from absl import flags
 
 from txl_jax.errors import UserError
 from txl_jax.runs.run import Workdir
-from txl_jax.runtime.sinks import WandbSink
+from txl_jax.runtime.sinks import WeightsAndBiases
 
 FLAGS = flags.FLAGS
 FLAG_NAMES = ("profile_steps", "wandb_project")
@@ -26,7 +26,7 @@ def given(workdir: Workdir) -> dict[str, Any]:
     Raises:
       UserError: --profile_steps is no pair of numbers, or wandb is not installed.
     """
-    sinks = [WandbSink(FLAGS.wandb_project, workdir.path)] if FLAGS.wandb_project else []
+    sinks = [WeightsAndBiases(FLAGS.wandb_project, workdir.path)] if FLAGS.wandb_project else []
     return {"sinks": sinks, "profile_steps": _profile_steps(FLAGS.profile_steps)}
 
 

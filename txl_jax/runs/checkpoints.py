@@ -33,13 +33,23 @@ class RunCheckpoints:
     Args:
       keep: number of newest steps of `latest` that stay.
       log: takes one line for people.
+      confirm: called before something is written; raises if another run writes here.
 
     Attributes:
       saved_step: the newest step that was saved or restored; None: none yet.
     """
 
-    def __init__(self, workdir: str, members: Members, *, keep: int, log: Callable[[str], None]):
+    def __init__(
+        self,
+        workdir: str,
+        members: Members,
+        *,
+        keep: int,
+        log: Callable[[str], None],
+        confirm: Callable[[], None] = lambda: None,
+    ):
         self.saved_step: int | None = None
+        self._confirm = confirm
         self._latest = Checkpointer(latest_folder(workdir), keep=keep, log=log)
         self._best = [Checkpointer(best_folder(workdir, name), keep=1, log=log) for name in members.labels]
         self._stack = contextlib.ExitStack()
@@ -69,11 +79,13 @@ class RunCheckpoints:
     def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
         """Starts writing a step, once the best parameters of its evaluation are on disk."""
         self.wait_for_best()  # Else a kill could leave a checkpoint whose evaluation's best is lost.
+        distributed.run_on_all(self._confirm)
         self._latest.save(step, state, notes)
         self.saved_step = step
 
     def save_best(self, index: int, step: int, params: Any, notes: dict[str, Any]) -> None:
         """Starts writing the best parameters of a member."""
+        distributed.run_on_all(self._confirm)
         self._best[index].save(step, {"params": params}, notes)
 
     def best_notes(self, index: int) -> dict[str, Any] | None:

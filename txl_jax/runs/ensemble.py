@@ -35,7 +35,7 @@ from txl_jax.runs.warm_start import WarmStart
 from txl_jax.runs.weights import load_state, recorded_attention
 from txl_jax.runtime import profiler
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.lock import run_lock
+from txl_jax.runtime.lock import RunLock
 from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
 from txl_jax.runtime.sinks import Sink
 from txl_jax.runtime.storage import read, write, write_json
@@ -86,9 +86,8 @@ def run(
         )
     readers = [training_reader(components, corpus, seed=config.seed) for config in configs.values()]
     weights = warm_start.load(components, corpus.vocabulary, workdir)
-    lock = run_lock(workdir.path)
+    lock = RunLock(workdir.path)
     stop_requested = lock.checking(stop_requested)
-    hooks = [*hooks, Hook(base.train.checkpoint_every, lambda context: lock.confirm())]
     with contextlib.ExitStack() as stack:
         begin = functools.partial(claim, workdir, base, TextInfo.of(corpus), stack, members, lock=lock)
         changes = begin(attention=components.attention, weights=weights)
@@ -101,6 +100,7 @@ def run(
             sinks=sinks,
             profile_steps=profile_steps,
             stop_requested=stop_requested,
+            confirm=lock.confirm,
         )
         outcome = trainer.run(changes)
     if outcome.results is not None:

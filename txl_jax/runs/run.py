@@ -27,7 +27,7 @@ from txl_jax.runs.build import AttentionChoice, Chosen
 from txl_jax.runs.checkpoints import best_folder, latest_folder
 from txl_jax.runs.validation import RESULTS
 from txl_jax.runtime import distributed
-from txl_jax.runtime.lock import RunLock, run_lock
+from txl_jax.runtime.lock import RunLock
 from txl_jax.runtime.log import METRICS
 from txl_jax.runtime.storage import (
     exists,
@@ -350,7 +350,7 @@ class Workdir:
         Raises:
           UserError: another run holds the lock.
         """
-        lock = lock or run_lock(self.path)
+        lock = lock or RunLock(self.path)
         lock.acquire()
         self._sweep()
         return lock

@@ -37,7 +37,7 @@ from txl_jax.runs.warm_start import WarmStart
 from txl_jax.runs.weights import recorded_attention
 from txl_jax.runtime import distributed, profiler
 from txl_jax.runtime.environment import bytes_on_device, device_kind, megabytes
-from txl_jax.runtime.lock import RunLock, run_lock
+from txl_jax.runtime.lock import RunLock
 from txl_jax.runtime.sinks import Sink
 from txl_jax.runtime.storage import as_path
 from txl_jax.segments import Segments
@@ -185,7 +185,7 @@ def run(
     components, reader = distributed.run_on_all(prepare)
     run_lib.check_same_attention(components.attention)
     weights = warm_start.load(components, corpus.vocabulary, workdir)
-    lock = run_lock(workdir.path)  # Process 0 takes it.
+    lock = RunLock(workdir.path)  # Process 0 takes it.
     stop_requested = lock.checking(stop_requested)
     with contextlib.ExitStack() as stack:
         begin = functools.partial(claim, workdir, config, TextInfo.of(corpus), stack, lock=lock)
@@ -195,10 +195,11 @@ def run(
         return Trainer(
             task,
             workdir.path,
-            hooks=[*hooks, Hook(config.train.checkpoint_every, lambda context: lock.confirm())],
+            hooks=hooks,
             sinks=sinks,
             profile_steps=profile_steps,
             stop_requested=stop_requested,
+            confirm=lock.confirm,
         ).run(changes)
 
 

@@ -11,7 +11,7 @@ from txl_jax.errors import NonFiniteError
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.validation import Results, TrainTask, Validation
 from txl_jax.runtime import distributed, environment
-from txl_jax.runtime.log import DeferredLog, NoLog, RunLog
+from txl_jax.runtime.log import RunLog
 from txl_jax.runtime.profiler import PROFILE, StepProfiler
 from txl_jax.runtime.sinks import Sink
 from txl_jax.training.loop import Hook, run_hooks, train
@@ -44,6 +44,7 @@ class Trainer:
       hooks: run after evaluation and before the checkpoint of a step, so a state that they return is saved.
       sinks: get settings and records too.
       profile_steps: first and last update of a profile; None: none.
+      confirm: called before something is written; raises if another run writes here.
     """
 
     def __init__(
@@ -55,17 +56,17 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         sinks: Sequence[Sink] = (),
         profile_steps: tuple[int, int] | None = None,
+        confirm: Callable[[], None] = lambda: None,
     ):
         self._task = task
         self._config = task.config.train
         self._workdir = workdir
         self._stop_requested = stop_requested
         self._user_hooks = tuple(hooks)
-        self._user_sinks = tuple(sinks)
         self._profile_steps = profile_steps
-        self._log = DeferredLog()
+        self._log = RunLog(workdir if distributed.is_primary() else None, sinks=sinks, confirm=confirm)
         self._checkpoints = RunCheckpoints(
-            workdir, task.members, keep=self._config.keep_checkpoints, log=self._log.note
+            workdir, task.members, keep=self._config.keep_checkpoints, log=self._log.note, confirm=confirm
         )
         self._validation = Validation(task, workdir, self._checkpoints, self._log.note)
         self._results = Results(task, workdir, self._checkpoints, self._validation, self._log.note)
@@ -76,7 +77,7 @@ class Trainer:
             self._log.note(change)
         with self._checkpoints:
             step, state, notes = self._restore()
-            with self._log.opened(lambda: self._open_log(step)):
+            with self._open_log(step):
                 self._introduce(step)
                 self._validation.read_losses()
                 if results := self._finished_already(step):
@@ -96,21 +97,16 @@ class Trainer:
         self._validation.pending = notes.get("evaluation_pending", False)
         return step, state, notes
 
-    def _open_log(self, step: int) -> RunLog | NoLog:
+    def _open_log(self, step: int) -> RunLog:
         """Opens the log, which drops its records of updates after `step`."""
-        if not distributed.is_primary():
-            return NoLog()
         # What was recorded and then lost its consequences to a kill is done, and recorded, again.
         redone = {"valid"} if self._validation.pending else set()
         if self._results.on_disk(step) is None:
             redone.add("test")
-        return RunLog(self._workdir, first_step=step, redone=redone, sinks=self._user_sinks)
+        return self._log.open(step, redone=redone, opening=self._task.opening)
 
     def _introduce(self, step: int) -> None:
-        for line in self._task.opening:
-            self._log.print(line)
         self._log.settings(config_tree.to_dict(self._task.config) | dict(self._task.facts) | environment.describe())
-        self._log.flush_notes()
         if step:
             epoch, index = divmod(step, self._task.segments_per_epoch)
             self._log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")

@@ -17,7 +17,7 @@ from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.environment import duration
-from txl_jax.runtime.log import MetricsLog, read_metrics
+from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.runtime.storage import read, write_json
 from txl_jax.segments import Segments
 from txl_jax.training import weight_averaging
@@ -136,7 +136,7 @@ class Results:
             return None
         return results if same else None
 
-    def make(self, step: int, state: TrainState, log: MetricsLog) -> dict[str, Any] | None:
+    def make(self, step: int, state: TrainState, log: RunLog) -> dict[str, Any] | None:
         """Scores the test text with the best parameters of each member; None: a stop was requested meanwhile."""
         members, scored = self._task.members, []
         for index in range(len(members)):
@@ -160,8 +160,12 @@ class Results:
             "eval": self._validation.eval_settings,
             **environment.describe(),
         }
-        log.seal()
-        distributed.broadcast_from_primary(lambda: write_json(self.path, results))
+
+        def write() -> None:
+            log.seal()
+            write_json(self.path, results)
+
+        distributed.broadcast_from_primary(write)
         log.print(f"results   {self.path}")
         return results
 

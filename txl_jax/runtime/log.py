@@ -1,12 +1,17 @@
 """The log of a run: `metrics.jsonl` and `log.txt` in its folder, and its sinks, TensorBoard among them.
 
-On object storage the two texts are in parts (`append_file`), and there is a TensorBoard file for each checkpoint.
-
 A resumed run repeats the steps after its last checkpoint. Opening the log drops the records of those steps, so that
-`metrics.jsonl` reads as if the run had never stopped; `log.txt` keeps all lines. With several processes, process 0 has
-a `RunLog`, and the others a `NoLog`.
+`metrics.jsonl` reads as if the run had never stopped; `log.txt` keeps all lines.
+
+On this machine both are plain files. Objects cannot be appended to: in a bucket a thread uploads each text in parts,
+which readers join in the order of their names, and TensorBoard has a file for each checkpoint.
+
+    metrics.jsonl.parts/000001       text between two calls of `seal`
+    metrics.jsonl.parts/000002.all   the whole text up to here: parts before it no longer count, and are removed
+    metrics.jsonl.parts/000003       replaced every half minute until it is sealed
 """
 
+import concurrent.futures
 import contextlib
 import json
 import math
@@ -14,290 +19,40 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import Any, Self
 
 from txl_jax.errors import LogError, UserError
-from txl_jax.runtime.sinks import FanOut, Sink, TensorBoardSink
-from txl_jax.runtime.storage import as_path, is_remote, make_folder, names, read, remove, write, write_lines, writing
+from txl_jax.runtime.sinks import Sink, TensorBoard
+from txl_jax.runtime.storage import (
+    AnyPath,
+    as_path,
+    is_remote,
+    make_folder,
+    names,
+    read,
+    remove,
+    write,
+    write_lines,
+    writing,
+)
 
-# -- Text files that a run appends to.
-#
-# On this machine that is one plain file. Objects cannot be appended to, so on object storage the text of `metrics.jsonl`
-# is in parts, which readers join in the order of their names:
-#
-#     metrics.jsonl.parts/000001       text that was written between two calls of `seal`
-#     metrics.jsonl.parts/000002.all   the whole text up to here: what is before it counts no longer
-#     metrics.jsonl.parts/000003       replaced every half minute until it is sealed
-#
-# `cat` of the parts gives the text too, as parts before an `.all` are removed once it is there.
-
+METRICS, LINES = "metrics.jsonl", "log.txt"
 SECONDS_BETWEEN_UPLOADS = 30.0  # Of a part that is not sealed yet.
 _PART = re.compile(r"(\d{6,})(\.all)?")
 
 
-class AppendFile:
-    """A text file in UTF-8 to append to; on object storage one process alone may have it open.
-
-    Every method raises OSError when it cannot be written.
-
-    Args:
-      path: local or remote; the folder of a local file must exist.
-    """
-
-    def __init__(self, path: str):
-        self.closed = False
-        self._path = path
-        self._file: IO[str] | None = None
-        self._unsealed: list[str] = []
-        self._number, self._uploaded = 0, time.monotonic()
-        self._is_uploaded = True
-        if is_remote(path):
-            self._number = max((_number(part) for part in _parts(path)), default=0) + 1
-        else:
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
-
-    def write(self, text: str) -> None:
-        """Adds text."""
-        if self._file is not None:
-            self._file.write(text)
-        else:
-            self._unsealed.append(text)
-            self._is_uploaded = False
-
-    def flush(self) -> None:
-        """Shows readers what was written; on object storage at most every half minute."""
-        if self._file is not None:
-            self._file.flush()
-        elif time.monotonic() - self._uploaded >= SECONDS_BETWEEN_UPLOADS:
-            self._upload()
-
-    def seal(self) -> None:
-        """Shows readers what was written and keeps it; called before each checkpoint, which relies on it."""
-        if self._file is not None:
-            self._file.flush()
-        elif self._unsealed:
-            self._upload()
-            self._number, self._unsealed = self._number + 1, []
-
-    def close(self) -> None:
-        """Seals and closes the file; nothing happens the second time."""
-        if not self.closed:
-            self.closed = True
-            self.seal()
-            if self._file is not None:
-                self._file.close()
-
-    def _upload(self) -> None:
-        if not self._is_uploaded:
-            write(f"{self._path}.parts/{self._number:06}", "".join(self._unsealed).encode())
-            self._uploaded, self._is_uploaded = time.monotonic(), True
-
-
-def read_appended(path: str | os.PathLike[str]) -> bytes:
-    """Returns the bytes of a file that was appended to, or that is there as one object.
-
-    Raises:
-      FileNotFoundError: there is none.
-      OSError: it cannot be read.
-    """
-    path = as_path(path)
-    if not is_remote(path):
-        return read(path)
-    while True:
-        parts = _parts(path)
-        if not parts:
-            return read(path)
-        with contextlib.suppress(FileNotFoundError):  # A run that starts meanwhile has replaced the parts.
-            return b"".join(read(part) for part in _counted(parts))
-
-
-def replace_appended(path: str, texts: Sequence[str]) -> None:
-    """Replaces the whole text of a file, which nobody appends to meanwhile; it changes at once or not at all.
-
-    Raises:
-      LogError: a local file cannot be written.
-      OSError: a remote one cannot.
-    """
-    if not is_remote(path):
-        write_lines(path, texts)
-        return
-    before = _parts(path)
-    number = max(map(_number, before), default=0) + 1
-    write(f"{path}.parts/{number:06}.all", "".join(texts).encode())
-    for part in before:
-        remove(part)
-
-
-def _parts(path: str) -> list[str]:
-    """The parts in their order."""
-    try:
-        found = [f"{path}.parts/{name}" for name in names(f"{path}.parts") if _PART.fullmatch(name)]
-    except FileNotFoundError:
-        return []
-    return sorted(found, key=lambda part: (_number(part), part))
-
-
-def _counted(parts: list[str]) -> list[str]:
-    """The last part with the whole text and those after it; all if there is none."""
-    first = max((place for place, part in enumerate(parts) if part.endswith(".all")), default=0)
-    return parts[first:]
-
-
-def _number(part: str) -> int:
-    return int(os.path.basename(part).partition(".")[0])
-
-
-METRICS = "metrics.jsonl"
-
-
-class MetricsLog(Protocol):
-    """Takes the records and lines of a run; `RunLog` writes them, `NoLog` drops them."""
-
-    def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
-        """Takes one record; `member` names the member of an ensemble that it is about."""
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Takes a text, such as a sample, for the sinks."""
-
-    def print(self, line: str) -> None:
-        """Takes one line for people."""
-
-    def seal(self) -> None:
-        """Keeps what was taken; called before a checkpoint or a result is written, which relies on it."""
-
-
-def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     """Reads the records of a run in the order written; empty if there are none. A torn last line is left out.
 
     Numbers that JSON cannot hold come as "nan", "inf" and "-inf": `float()` takes them as it takes numbers.
 
     Raises:
-      LogError: a line before the last is no record, or the file cannot be read.
+      LogError: If a line before the last is no record, or the file cannot be read.
     """
-    return list(_records(os.path.join(as_path(workdir), METRICS)))
-
-
-class RunLog:
-    """Records and lines of one run. Use it as a context manager.
-
-    Args:
-      workdir: the run's folder; made if missing.
-      first_step: the step that the run starts after (that of the checkpoint it resumes from). Records of later
-        steps are dropped.
-      redone: kinds of records that this start makes again at `first_step` itself; those are dropped too.
-      sinks: get everything too, beside TensorBoard's files in the folder.
-
-    Every method raises LogError when metrics.jsonl or log.txt cannot be written: a run decides by its own records. A
-    sink that fails is left out.
-    """
-
-    def __init__(
-        self,
-        workdir: str | os.PathLike[str],
-        *,
-        first_step: int = 0,
-        redone: Collection[str] = (),
-        sinks: Sequence[Sink] = (),
-    ):
-        self._workdir = as_path(workdir)
-        with writing(self._workdir):
-            make_folder(self._workdir)
-            _drop_repeated(os.path.join(self._workdir, METRICS), first_step, redone)
-            self._metrics = AppendFile(os.path.join(self._workdir, METRICS))
-            self._lines = AppendFile(os.path.join(self._workdir, "log.txt"))
-        tensorboard = TensorBoardSink(os.path.join(self._workdir, "tensorboard"), first_step=first_step)
-        self._sinks = FanOut([tensorboard, *sinks], self.print)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the files; nothing happens the second time."""
-        if self._metrics.closed:
-            return
-        self._sinks.close()
-        with writing(self._workdir):
-            self._metrics.close()
-            self._lines.close()
-
-    def settings(self, values: Mapping[str, Any]) -> None:
-        """Passes settings by dotted names, and facts, on to the sinks."""
-        self._sinks.settings(values)
-
-    def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
-        """Adds one record: a line `{"kind": kind, "step": step, **values}`, with `member` if it is given.
-
-        Raises:
-          UserError: a value named "kind", "step" or "member".
-        """
-        if taken := {"kind", "step", "member"} & values.keys():
-            raise UserError(f"a record's values are named {sorted(taken)}, which the record itself uses; rename them")
-        numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
-        # allow_nan=False: json would write NaN, which is no JSON, and other readers would stop at the line.
-        record: dict[str, Any] = {"kind": kind, "step": int(step)} | ({} if member is None else {"member": member})
-        record |= {name: _plain(number) for name, number in numbers.items()}
-        line = json.dumps(record, allow_nan=False)
-        with writing(self._workdir):
-            self._metrics.write(line + "\n")
-            self._metrics.flush()
-        self._sinks.record(kind, int(step), numbers, member)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Passes a text on to the sinks."""
-        self._sinks.text(step, tag, text)
-
-    def print(self, line: str) -> None:
-        """Prints a line and adds it to log.txt; after `close` it only prints."""
-        print(line, flush=True)
-        if self._lines.closed:
-            return
-        with writing(self._workdir):
-            self._lines.write(line + "\n")
-            self._lines.flush()
-
-    def seal(self) -> None:
-        """Keeps what was written; on this machine it is kept already."""
-        with writing(self._workdir):
-            self._metrics.seal()
-            self._lines.seal()
-        self._sinks.flush()
-
-
-class NoLog:
-    """A log that drops everything: with several processes the log of process 0 is that of all."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        pass
-
-    def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
-        """Drops a record."""
-
-    def settings(self, values: Mapping[str, Any]) -> None:
-        """Drops settings."""
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Drops a text."""
-
-    def print(self, line: str) -> None:
-        """Drops a line."""
-
-    def seal(self) -> None:
-        """Keeps nothing."""
+    return list(_records(os.path.join(as_path(folder), METRICS)))
 
 
 def _records(path: str) -> Iterator[dict[str, Any]]:
-    """Records of a file, without a torn last line."""
     try:
         lines = read_appended(path).splitlines(keepends=True)
     except FileNotFoundError:
@@ -305,8 +60,12 @@ def _records(path: str) -> Iterator[dict[str, Any]]:
     except OSError as error:
         raise LogError(f"cannot read {path} ({error.strerror}); allow reading, or move it away") from error
     for number, line in enumerate(lines, start=1):
-        record = _record(line)
-        if record is not None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        # Without its newline a line is torn even if what is left parses.
+        if line.endswith(b"\n") and isinstance(record, dict) and {"kind", "step"} <= record.keys():
             yield record
         elif number < len(lines):
             raise LogError(
@@ -315,14 +74,239 @@ def _records(path: str) -> Iterator[dict[str, Any]]:
             )
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """A line's record; None for a torn line. Without its newline a line is torn even if what is left parses."""
+def read_appended(path: AnyPath) -> bytes:
+    """Returns the bytes of a text that a run appends to; raises OSError if it is missing or cannot be read."""
+    path = as_path(path)
+    while parts := _parts(path):
+        first = max((place for place, part in enumerate(parts) if part.endswith(".all")), default=0)
+        with contextlib.suppress(FileNotFoundError):  # A run that starts meanwhile has replaced the parts.
+            return b"".join(read(part) for part in parts[first:])
+    return read(path)
+
+
+def replace_appended(path: AnyPath, texts: Sequence[str]) -> None:
+    """Replaces a whole text that nobody appends to meanwhile, at once or not at all.
+
+    Raises:
+      LogError: If it cannot be written.
+    """
+    path = os.fspath(path)
+    if not is_remote(path):
+        return write_lines(path, texts)
+    before = _parts(path)
+    write(f"{_part(path, _next(before))}.all", "".join(texts).encode())
+    for part in before:
+        remove(part)
+
+
+def _parts(path: str) -> list[str]:
+    """Returns the parts of a remote text in their order."""
+    if not is_remote(path):
+        return []
     try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    whole = line.endswith(b"\n") and isinstance(record, dict) and {"kind", "step"} <= record.keys()
-    return record if whole else None
+        found = [name for name in names(f"{path}.parts") if _PART.fullmatch(name)]
+    except FileNotFoundError:
+        return []
+    return [f"{path}.parts/{name}" for name in sorted(found, key=lambda name: (int(name.partition(".")[0]), name))]
+
+
+def _part(path: str, number: int) -> str:
+    return f"{path}.parts/{number:06}"
+
+
+def _next(parts: Sequence[str]) -> int:
+    return int(os.path.basename(parts[-1]).partition(".")[0]) + 1 if parts else 1
+
+
+class _Text:
+    """A text that is open: a plain file, or the lines of the part that is not sealed yet."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.file = None if is_remote(path) else open(path, "a", encoding="utf-8")  # noqa: SIM115 (`RunLog` closes it)
+        self.number = _next(_parts(path))
+        self.lines: list[str] = []
+        self.uploaded = 0  # How many of the lines.
+
+
+class RunLog:
+    """Records and lines of one run. `open` returns it as a context manager; before that, lines wait.
+
+    Args:
+      folder: The run's, made if missing. None keeps and prints nothing: with several processes only process 0 logs.
+      sinks: Get everything too, beside TensorBoard's files in the folder.
+      confirm: Called before something is uploaded; raises if another run writes here.
+
+    Every method raises LogError when metrics.jsonl or log.txt cannot be written: a run decides by its own records. A
+    sink that fails is left out, with a line.
+    """
+
+    def __init__(
+        self, folder: AnyPath | None, *, sinks: Sequence[Sink] = (), confirm: Callable[[], None] = lambda: None
+    ):
+        self._folder = None if folder is None else as_path(folder)
+        self._sinks = list(sinks)
+        self._failed: list[Sink] = []
+        self._confirm = confirm
+        self._waiting: list[str] | None = []  # None once the log was opened.
+        self._texts: dict[str, _Text] = {}  # Empty unless it is open.
+        self._threads = concurrent.futures.ThreadPoolExecutor(1, "log_upload")  # Starts with the first upload.
+        self._upload: concurrent.futures.Future[None] | None = None
+        self._upload_began = time.monotonic()
+
+    def open(self, step: int = 0, *, redone: Collection[str] = (), opening: Sequence[str] = ()) -> Self:
+        """Opens the files, and writes the lines that have waited.
+
+        Args:
+          step: The step that the run starts after, of the checkpoint it resumes from. Later records are dropped.
+          redone: Kinds of records that this start makes again at `step` itself; those are dropped too.
+          opening: Lines that come before those that have waited.
+        """
+        waiting, self._waiting = [*opening, *(self._waiting or ())], None
+        if self._folder is None:
+            return self
+        with writing(self._folder):
+            make_folder(self._folder)
+            _drop_repeated(os.path.join(self._folder, METRICS), step, redone)
+            self._texts = {name: _Text(os.path.join(self._folder, name)) for name in (METRICS, LINES)}
+        self._tensorboard = TensorBoard(os.path.join(self._folder, "tensorboard"), first_step=step)
+        self._sinks.insert(0, self._tensorboard)
+        for line in waiting:
+            self.print(line)
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes files and sinks; nothing happens the second time."""
+        if not self._texts:
+            return
+        try:
+            try:
+                self._make_sure()
+                self._call(self._tensorboard, "flush")
+            finally:
+                self._each("close")
+                for sink in self._failed:
+                    with contextlib.suppress(Exception):
+                        sink.close()
+            self._upload_all()
+        finally:
+            texts, self._texts = self._texts, {}
+            self._threads.shutdown()
+            with writing(self._folder or ""):
+                for text in texts.values():
+                    if text.file is not None:
+                        text.file.close()
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """Passes settings by dotted names, and facts, on to the sinks."""
+        self._each("settings", values)
+
+    def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
+        """Adds one record: a line `{"kind": kind, "step": step, **values}`, with `member` if it is given.
+
+        Raises:
+          UserError: If a value is named "kind", "step" or "member".
+        """
+        if taken := {"kind", "step", "member"} & values.keys():
+            raise UserError(f"a record's values are named {sorted(taken)}, which the record itself uses; rename them")
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+        record: dict[str, Any] = {"kind": kind, "step": int(step)} | ({} if member is None else {"member": member})
+        # json would write NaN, which is not valid JSON, and other readers would stop at the line.
+        record |= {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+        self._append(METRICS, json.dumps(record, allow_nan=False))
+        self._each("record", kind, int(step), numbers, member)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Passes a text, such as a sample, on to the sinks."""
+        self._each("text", step, tag, text)
+
+    def note(self, line: str) -> None:
+        """Prints a remark."""
+        self.print(f"note      {line}")
+
+    def print(self, line: str) -> None:
+        """Prints a line and adds it to log.txt; after `close` it only prints."""
+        if self._waiting is not None:
+            self._waiting.append(line)
+        elif self._folder is not None:
+            print(line, flush=True)
+            self._append(LINES, line)
+
+    def seal(self) -> None:
+        """Returns once all is kept that was written; called before a checkpoint or a result, which relies on it."""
+        if not self._texts:
+            return
+        self._make_sure()
+        self._upload_all()
+        for text in self._texts.values():
+            if text.lines:
+                text.number, text.lines, text.uploaded = text.number + 1, [], 0
+        self._each("flush")
+
+    def _append(self, name: str, line: str) -> None:
+        if not self._texts:
+            return
+        text = self._texts[name]
+        if text.file is not None:
+            with writing(text.path):
+                text.file.write(f"{line}\n")
+                text.file.flush()
+            return
+        text.lines.append(f"{line}\n")
+        if self._upload is None or self._upload.done():
+            self._wait()
+            if time.monotonic() - self._upload_began >= SECONDS_BETWEEN_UPLOADS:
+                self._begin_upload()
+
+    def _upload_all(self) -> None:
+        self._wait()
+        self._begin_upload()
+        self._wait()
+
+    def _begin_upload(self) -> None:
+        changed = {text: len(text.lines) for text in self._texts.values() if text.uploaded < len(text.lines)}
+
+        def upload() -> None:
+            self._make_sure()
+            for text, count in changed.items():
+                write(_part(text.path, text.number), "".join(text.lines[:count]).encode())
+                text.uploaded = count
+
+        self._upload_began = time.monotonic()
+        if changed:
+            self._upload = self._threads.submit(upload)
+
+    def _wait(self) -> None:
+        """Waits for the upload in progress, if any, and raises its error."""
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            upload.result()
+
+    def _make_sure(self) -> None:
+        with writing(self._folder or ""):
+            self._confirm()
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for sink in tuple(self._sinks) if self._texts else ():
+            self._call(sink, method, *arguments)
+
+    def _call(self, sink: Sink, method: str, *arguments: Any) -> None:
+        """Calls a method of a sink that has not failed yet."""
+        if sink not in self._sinks:
+            return
+        try:
+            getattr(sink, method)(*arguments)
+        except Exception as error:  # noqa: BLE001 (a dashboard that is down must not end a run of days)
+            self._sinks.remove(sink)
+            self._failed.append(sink)
+            reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0][:200])))
+            self.note(f"{type(sink).__name__} failed and gets nothing more in this start; the run goes on ({reason})")
 
 
 def _drop_repeated(path: str, last_step: int, redone: Collection[str]) -> None:
@@ -335,59 +319,3 @@ def _drop_repeated(path: str, last_step: int, redone: Collection[str]) -> None:
     with contextlib.suppress(FileNotFoundError):
         if read_appended(path) != kept.encode():
             replace_appended(path, [kept])
-
-
-def _plain(number: float) -> float | str:
-    return number if math.isfinite(number) else str(number)
-
-
-# -- A log that opens late: which records it drops depends on the checkpoint that a run resumes from.
-
-
-class DeferredLog:
-    """Takes notes before the log of a run is open, and passes everything on to it afterwards."""
-
-    def __init__(self) -> None:
-        self._log: RunLog | NoLog = NoLog()
-        self._is_open = False
-        self._pending_lines: list[str] = []
-
-    @contextlib.contextmanager
-    def opened(self, open_log: Callable[[], RunLog | NoLog]) -> Iterator[None]:
-        """Opens the log for a block; afterwards it only prints."""
-        with open_log() as self._log:
-            self._is_open = True
-            yield
-
-    def flush_notes(self) -> None:
-        """Writes the notes that were taken before the log was open."""
-        for line in self._pending_lines:
-            self.note(line)
-        self._pending_lines.clear()
-
-    def note(self, line: str) -> None:
-        """Writes a remark, now or once the log is open."""
-        if self._is_open:
-            self.print(f"note      {line}")
-        else:
-            self._pending_lines.append(line)
-
-    def print(self, line: str) -> None:
-        """Prints a line and adds it to log.txt."""
-        self._log.print(line)
-
-    def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
-        """Adds a record to metrics.jsonl."""
-        self._log.record(kind, step, values, member=member)
-
-    def seal(self) -> None:
-        """Keeps what was written, before a checkpoint or a result that relies on it."""
-        self._log.seal()
-
-    def settings(self, values: Mapping[str, Any]) -> None:
-        """Passes settings on to the sinks."""
-        self._log.settings(values)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Passes a text on to the sinks."""
-        self._log.text(step, tag, text)

@@ -1,4 +1,4 @@
-"""The protocol of all sinks, and the names that dashboards group records by."""
+"""Receivers of what a run reports: the protocol, TensorBoard, and Weights & Biases."""
 
 import contextlib
 import hashlib
@@ -7,11 +7,11 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from txl_jax.errors import UserError
-from txl_jax.runtime.storage import is_remote, make_folder, names, upload
+from txl_jax.runtime.storage import AnyPath, is_remote, make_folder, names, upload
 
 # Values of a "train" record that the clock and the device decide: a resumed run repeats all others bit for bit.
 MEASURED = (
@@ -39,9 +39,9 @@ class Sink:
 
         Args:
           kind: "train", "valid", "test", or a hook's own.
-          step: updates done.
-          values: numbers by name, nan and infinities among them.
-          member: of the ensemble that it is about; None: a run by itself.
+          step: Updates done.
+          values: Numbers by name, nan and infinities among them.
+          member: The ensemble member that it is about, or None for a run by itself.
         """
 
     def text(self, step: int, tag: str, text: str) -> None:
@@ -66,36 +66,31 @@ def grouped_names(kind: str, values: Mapping[str, float], member: str | None) ->
     return {f"{prefix}{'speed' if name in MEASURED else kind}/{name}": value for name, value in values.items()}
 
 
-# -- TensorBoard files of a run: scalars, settings and texts, written in the calling thread.
-#
-# tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later its
-# queue is full and the training loop waits forever. And its files are named by the second, while TensorBoard reads them
-# in the order of their names: a run that is resumed within that second would overwrite the file before, and one that is
-# resumed after the clock went back would be read before it. Hence the number in the names here. On object storage each
-# file is written on this machine and uploaded when it is flushed.
-
 _NUMBERED = re.compile(r"events\.(\d+)\.")
 # Columns of TensorBoard's table of settings (HPARAMS).
 _RESULTS = ("valid/loss", "test/loss", "test/bpc", "test/perplexity")
 
 
-class TensorBoardSink(Sink):
+class TensorBoard(Sink):
     """A new TensorBoard file in a folder, made when it is first used; it hides the later steps of the files before it.
 
-    tensorboardX is imported then and not with this module: the import is slow, and takes PyTorch with it where that is
-    installed.
+    tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later its
+    queue is full and the training loop waits forever. Its files are named by the second, and TensorBoard reads files in
+    the order of their names: a run that is resumed within that second would overwrite the file before, and one that is
+    resumed after the clock went back would be read before it. Hence the numbers in the names here.
+
+    tensorboardX is imported when it is first used: the import is slow, and takes PyTorch with it where that is
+    installed. Every method raises OSError if the file cannot be written, and ImportError without tensorboardX.
 
     Args:
-      folder: made if missing; its parent must exist.
-      first_step: what earlier files hold of later steps is hidden.
-
-    Every method raises OSError when the file cannot be written, and ImportError without tensorboardX.
+      folder: Made if missing. For object storage, files are written on this machine and uploaded by `flush`.
+      first_step: What earlier files hold of later steps is hidden.
     """
 
     def __init__(self, folder: str, *, first_step: int):
         self._folder = self._local = folder
         self._first_step = first_step
-        self._number = 0  # Of the newest file; 0: nothing was written yet.
+        self._number = 0  # Of the latest file; 0 if nothing was written yet.
         self._file: Any = None
         self._settings: Mapping[str, Any] | None = None  # Not written yet.
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -119,7 +114,7 @@ class TensorBoardSink(Sink):
         self._write(step, summary.text(tag, indented))
 
     def flush(self) -> None:
-        """Writes the settings, and uploads what was written to object storage; a local file is written already."""
+        """Writes the settings, and uploads files for object storage; a local file is written already."""
         self._write_settings()
         if self._temporary is None or self._file is None:
             return
@@ -130,18 +125,19 @@ class TensorBoardSink(Sink):
             os.unlink(os.path.join(self._local, name))
 
     def close(self) -> None:
-        """Closes the file."""
-        self.flush()
-        if self._file is not None:
-            try:
+        """Closes the file, without a flush."""
+        try:
+            if self._file is not None:
                 self._file.close()
-            except OSError:
-                # It leaves its file open then, which Python 3.13 reports on standard error.
-                with contextlib.suppress(OSError):
-                    self._file._py_recordio_writer.close()  # noqa: SLF001
-                raise
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        except OSError:
+            # It leaves its file open then, which Python 3.13 reports on standard error.
+            with contextlib.suppress(OSError):
+                self._file._py_recordio_writer.close()  # noqa: SLF001
+            raise
+        finally:
+            self._file = None
+            if self._temporary is not None:
+                self._temporary.cleanup()
 
     def _write_settings(self) -> None:
         """Adds the settings twice: as a text, and for the table of settings (HPARAMS)."""
@@ -164,21 +160,15 @@ class TensorBoardSink(Sink):
         event = event_pb2.Event(wall_time=time.time(), step=step)
         for summary in summaries:
             event.summary.value.extend(summary.value)
-        if not self._number:
-            self._begin()
+        if not self._number:  # The first event hides the later steps of earlier files.
+            if is_remote(self._folder):
+                self._temporary = tempfile.TemporaryDirectory(prefix="tensorboard-")
+                self._local = self._temporary.name
+            make_folder(self._folder)
+            self._number = max((int(name.split(".")[1]) for name in _event_files(self._folder)), default=0)
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step + 1, session_log=start))
         self._write_event(event)
-
-    def _begin(self) -> None:
-        """Makes the folder, and begins with an event that hides the later steps of earlier files."""
-        from tensorboardX.proto import event_pb2
-
-        if is_remote(self._folder):
-            self._temporary = tempfile.TemporaryDirectory(prefix="tensorboard-")
-            self._local = self._temporary.name
-        make_folder(self._folder)
-        self._number = max(map(_number, _event_files(self._folder)), default=0)
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step + 1, session_log=start))
 
     def _write_event(self, event: Any) -> None:
         from tensorboardX import event_file_writer
@@ -197,38 +187,29 @@ def _event_files(folder: str) -> list[str]:
         return []
 
 
-def _number(name: str) -> int:
-    found = _NUMBERED.match(name)
-    assert found
-    return int(found[1])
+class WeightsAndBiases(Sink):
+    """One run of a W&B project (extra `wandb`); the same workdir continues the same run.
 
-
-# -- Weights & Biases: the records of a run in a project there (extra `wandb`).
-#
-# Where it writes to, and whether over a network at all, is decided by wandb's own variables: WANDB_MODE=offline,
-# WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL.
-
-
-class WandbSink(Sink):
-    """One run of a W&B project; the same workdir continues the same run.
+    Where wandb writes to, and whether over a network at all, is decided by its own variables: WANDB_MODE=offline,
+    WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL.
 
     Args:
-      project: made if missing.
-      workdir: of the run; its name is the run's, and wandb's own files go into its folder `wandb` (on object storage
-        into that of the current folder).
+      project: Made if missing.
+      workdir: Names the run. wandb's own files go into its folder `wandb`, or into that of the current folder if the
+        workdir is on object storage.
 
     Raises:
-      UserError: wandb is not installed.
+      UserError: If wandb is not installed.
     """
 
-    def __init__(self, project: str, workdir: str):
+    def __init__(self, project: str, workdir: AnyPath):
         if importlib.util.find_spec("wandb") is None:
             raise UserError(
                 f"the W&B project is {project!r} and wandb is not installed; pip install 'txl_jax[wandb]', or leave "
                 "--wandb_project out"
             )
         self._project = project
-        self._workdir = workdir
+        self._workdir = os.fspath(workdir)
         self._run: Any = None
 
     def settings(self, values: Mapping[str, Any]) -> None:
@@ -238,9 +219,9 @@ class WandbSink(Sink):
         self._run = wandb.init(
             project=self._project,
             name=os.path.basename(self._workdir),
-            id=hashlib.sha256(os.fspath(self._workdir).encode()).hexdigest()[:16],
+            id=hashlib.sha256(self._workdir.encode()).hexdigest()[:16],
             resume="allow",
-            dir=None if is_remote(self._workdir) else os.fspath(self._workdir),
+            dir=None if is_remote(self._workdir) else self._workdir,
             config=dict(values),
             settings=wandb.Settings(console="off"),  # log.txt has the lines; wandb would replace sys.stdout.
         )
@@ -262,61 +243,3 @@ class WandbSink(Sink):
         """Ends the run, once all is sent."""
         if self._run is not None:
             self._run.finish()
-
-
-# -- All sinks as one: a sink that fails is reported once and left out from there on, and the run goes on.
-
-
-class FanOut(Sink):
-    """Passes everything on to each sink in turn.
-
-    Args:
-      sinks: those that have not failed yet are called.
-      report: takes one line about a sink that failed.
-    """
-
-    def __init__(self, sinks: Sequence[Sink], report: Callable[[str], None]):
-        self._sinks = list(sinks)
-        self._failed: list[Sink] = []
-        self._report = report
-
-    def settings(self, values: Mapping[str, Any]) -> None:
-        """Passes on the settings."""
-        self._each(lambda sink: sink.settings(values))
-
-    def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
-        """Passes on a record."""
-        self._each(lambda sink: sink.record(kind, step, values, member))
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Passes on a text."""
-        self._each(lambda sink: sink.text(step, tag, text))
-
-    def flush(self) -> None:
-        """Flushes each sink."""
-        self._each(lambda sink: sink.flush())
-
-    def close(self) -> None:
-        """Closes each sink, those that have failed too."""
-        self._each(lambda sink: sink.close())
-        for sink in self._failed:
-            with contextlib.suppress(Exception):
-                sink.close()
-        self._failed.clear()
-
-    def _each(self, call: Callable[[Sink], None]) -> None:
-        for sink in tuple(self._sinks):
-            try:
-                call(sink)
-            except Exception as error:  # noqa: BLE001 (a dashboard that is down must not end a run of days)
-                self._sinks.remove(sink)
-                self._failed.append(sink)
-                self._report(
-                    f"note      {type(sink).__name__} failed and gets nothing more in this start; the run goes on "
-                    f"({_brief(error)})"
-                )
-
-
-def _brief(error: Exception) -> str:
-    line = (str(error).splitlines() or [""])[0][:200]
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -57,7 +57,7 @@ def is_remote(path: AnyPath) -> bool:
 
 
 def as_path(text: AnyPath) -> str:
-    """Returns the absolute path for text from a user: "~" expanded and links resolved, or a URL without needless slashes.
+    """Returns an absolute path, "~" expanded and links resolved, or a URL without needless slashes.
 
     Raises:
       UserError: If no installed package opens such a URL, or it names no bucket.
@@ -97,28 +97,28 @@ def is_dir(path: AnyPath) -> bool:
 def _kind(path: AnyPath) -> Any:
     """Returns "file", "directory" or None. fsspec's `exists` and `isdir` are False after other errors too."""
     try:
-        return _call(path, "info")["type"]
+        return remote_call(path, "info")["type"]
     except FileNotFoundError:
         return None
 
 
 def size(path: AnyPath) -> int:
     """Returns the size of a file in bytes."""
-    return int(_call(path, "info")["size"]) if is_remote(path) else os.path.getsize(path)
+    return int(remote_call(path, "info")["size"]) if is_remote(path) else os.path.getsize(path)
 
 
 def modified(path: AnyPath) -> float:
     """Returns when a file was written, in seconds since 1970 (an object's in whole seconds)."""
     if not is_remote(path):
         return os.path.getmtime(path)
-    info = _call(path, "info")
+    info = remote_call(path, "info")
     written = info.get("mtime") or info.get("LastModified")
     return int(written.timestamp() if hasattr(written, "timestamp") else written or 0)
 
 
 def read(path: AnyPath) -> bytes:
     """Returns the bytes of a file."""
-    return bytes(_call(path, "cat_file")) if is_remote(path) else Path(path).read_bytes()
+    return bytes(remote_call(path, "cat_file")) if is_remote(path) else Path(path).read_bytes()
 
 
 def sha256(path: AnyPath) -> str:
@@ -128,7 +128,7 @@ def sha256(path: AnyPath) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     found, length = hashlib.sha256(), size(path)
     for start in range(0, length, _BLOCK_BYTES):
-        found.update(_call(path, "cat_file", start=start, end=min(start + _BLOCK_BYTES, length)))
+        found.update(remote_call(path, "cat_file", start=start, end=min(start + _BLOCK_BYTES, length)))
     return found.hexdigest()
 
 
@@ -136,8 +136,8 @@ def names(folder: AnyPath) -> list[str]:
     """Returns the sorted names of all that is in a directory; raises FileNotFoundError if it is missing."""
     if not is_remote(folder):
         return sorted(os.listdir(folder))
-    own = _call(folder, "_strip_protocol")
-    found = (name.rstrip("/") for name in _call(folder, "ls", detail=False))
+    own = remote_call(folder, "_strip_protocol")
+    found = (name.rstrip("/") for name in remote_call(folder, "ls", detail=False))
     return sorted(name.rpartition("/")[2] for name in found if name != own)
 
 
@@ -155,12 +155,12 @@ def matching(pattern: str) -> list[str]:
 
 def _urls(path: AnyPath, method: str) -> list[str]:
     scheme = os.fspath(path).partition("://")[0]
-    return sorted(f"{scheme}://{name}" for name in _call(path, method))
+    return sorted(f"{scheme}://{name}" for name in remote_call(path, method))
 
 
 def download(path: AnyPath, local: AnyPath) -> None:
     """Writes an object to a file on this machine."""
-    _call(path, "get_file", os.fspath(local))
+    remote_call(path, "get_file", os.fspath(local))
 
 
 def local_copy(path: AnyPath, owner: object) -> str:
@@ -181,7 +181,7 @@ def write(path: AnyPath, data: bytes) -> None:
     """Replaces a file, or leaves it as it was; raises `LogError` if it cannot be written."""
     if is_remote(path):
         with writing(path):
-            _call(path, "pipe_file", data)
+            remote_call(path, "pipe_file", data)
     else:
         with _replacement(path) as file:
             file.write(data)
@@ -258,7 +258,7 @@ def probe(folder: AnyPath) -> None:
     make_folder(folder)
     path = os.path.join(folder, f".probe-{os.getpid()}")
     if is_remote(path):
-        _call(path, "pipe_file", bytes(4096))
+        remote_call(path, "pipe_file", bytes(4096))
     else:
         Path(path).write_bytes(bytes(4096))
     remove(path)  # Another run that holds the lock may have swept it.
@@ -279,7 +279,7 @@ def make_folder(folder: AnyPath) -> None:
 def remove(path: AnyPath) -> None:
     """Removes a file; a missing one is no error."""
     with contextlib.suppress(FileNotFoundError):
-        _call(path, "rm_file") if is_remote(path) else os.unlink(path)
+        remote_call(path, "rm_file") if is_remote(path) else os.unlink(path)
 
 
 def remove_tree(folder: AnyPath) -> None:
@@ -287,7 +287,7 @@ def remove_tree(folder: AnyPath) -> None:
     if not is_remote(folder):
         return shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
-        _call(folder, "rm", recursive=True)
+        remote_call(folder, "rm", recursive=True)
 
 
 def check_new_folder(folder: AnyPath) -> None:
@@ -401,7 +401,7 @@ def file_system(scheme: str) -> Any:
     return fsspec.filesystem(scheme, use_listings_cache=False, **limits)
 
 
-def _call(path: AnyPath, method: str, *args: Any, **kwargs: Any) -> Any:
+def remote_call(path: AnyPath, method: str, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of a URL's file system with the URL."""
     url = os.fspath(path)
     return patiently(lambda: getattr(file_system(url.partition("://")[0]), method)(url, *args, **kwargs), url)

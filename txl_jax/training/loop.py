@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from txl_jax.errors import UserError
-from txl_jax.runtime.log import MetricsLog
+from txl_jax.runtime.log import RunLog
 from txl_jax.segments import Segments
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep, UpdateMetrics
@@ -28,7 +28,7 @@ class HookContext:
 
     step: int
     state: TrainState
-    run_log: MetricsLog
+    run_log: RunLog
     stopping: bool = False
 
     def log(self, line: str) -> None:
@@ -95,7 +95,7 @@ def train(
     segments_per_call: int,
     progress: Meter,
     hooks: Sequence[Hook],
-    log: MetricsLog,
+    log: RunLog,
     stop_requested: Callable[[], Any],
 ) -> tuple[int, TrainState]:
     """Updates the state from `first_step` to `steps`, or until a stop is requested.
@@ -141,7 +141,7 @@ def train(
 
 
 def run_hooks(
-    hooks: Sequence[Hook], step: int, state: TrainState, *, log: MetricsLog, progress: Meter
+    hooks: Sequence[Hook], step: int, state: TrainState, *, log: RunLog, progress: Meter
 ) -> tuple[TrainState, bool]:
     """Runs hooks one after the other; returns the state to go on with, and whether one has requested a stop."""
     stopping = False

@@ -10,7 +10,7 @@ import numpy as np
 from txl_jax.errors import NonFiniteError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime import environment
-from txl_jax.runtime.log import MetricsLog
+from txl_jax.runtime.log import RunLog
 from txl_jax.training.members import Members
 from txl_jax.training.step import UpdateMetrics
 
@@ -64,7 +64,7 @@ class Progress:
 
     def __init__(
         self,
-        log: MetricsLog,
+        log: RunLog,
         *,
         steps: int,
         log_every: int,

@@ -1,0 +1,322 @@
+"""Tests what a run writes about itself: no step twice after a resume, valid JSON and events."""
+
+import json
+import math
+import os
+import re
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from support.full_disk import largest_file
+from txl_jax.errors import LogError, UserError
+from txl_jax.runtime import log as log_lib
+from txl_jax.runtime import storage as files
+from txl_jax.runtime.log import RunLog, read_appended, read_metrics, replace_appended
+from txl_jax.runtime.sinks import Sink
+
+
+def log_steps(workdir, steps, first_step=0):
+    with RunLog(workdir).open(first_step) as log:
+        for step in steps:
+            log.record("train", step, {"loss": step / 4, "tokens": step})
+
+
+def test_records_come_back_in_order(tmp_path):
+    assert read_metrics(tmp_path) == []
+    with RunLog(tmp_path / "new" / "run").open() as log:
+        log.record("train", 1, {"loss": np.float32(0.5), "rate": 1e-9})
+        log.record("valid", np.int64(1), {"bpc": 2})
+        first = read_metrics(tmp_path / "new" / "run")  # Each line is with the system before the next.
+    assert first == read_metrics(tmp_path / "new" / "run")
+    assert first == [
+        {"kind": "train", "step": 1, "loss": 0.5, "rate": 1e-9},
+        {"kind": "valid", "step": 1, "bpc": 2},
+    ]
+
+
+def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
+    with RunLog(tmp_path).open() as log:
+        log.record("train", 1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(line, parse_constant=refuse)
+    assert math.isnan(float(record["a"]))
+    assert (float(record["b"]), float(record["c"])) == (math.inf, -math.inf)
+
+
+def test_names_that_the_record_uses(tmp_path):
+    with RunLog(tmp_path).open() as log:
+        for name in ("kind", "step", "member"):
+            with pytest.raises(ValueError, match=name):
+                log.record("train", 1, {name: 1.0})
+    assert read_metrics(tmp_path) == []
+
+
+def test_resuming_drops_later_steps(tmp_path):
+    log_steps(tmp_path, [10, 20, 30, 40])
+    log_steps(tmp_path, [30], first_step=20)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [10, 20, 30]
+    before = (tmp_path / "metrics.jsonl").stat()
+    log_steps(tmp_path, [], first_step=30)  # Nothing to drop: the file is left alone.
+    after = (tmp_path / "metrics.jsonl").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    log_steps(tmp_path, [], first_step=0)
+    assert read_metrics(tmp_path) == []
+
+
+def test_what_is_done_again_is_dropped_at_the_first_step_too(tmp_path):
+    with RunLog(tmp_path).open() as log:
+        for step in (10, 20):
+            for kind in ("train", "valid", "test"):
+                log.record(kind, step, {"loss": 1.0})
+    with RunLog(tmp_path).open(20, redone={"valid", "test"}):
+        pass
+    found = [(record["kind"], record["step"]) for record in read_metrics(tmp_path)]
+    assert found == [("train", 10), ("valid", 10), ("test", 10), ("train", 20)]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 10])
+def test_a_torn_last_line_is_no_record(cut, tmp_path):
+    log_steps(tmp_path, [10, 20])
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert [record["step"] for record in read_metrics(tmp_path)] == [10]
+    log_steps(tmp_path, [30], first_step=20)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [10, 30]
+
+
+def test_a_damaged_line_further_up_is_named_and_kept(tmp_path):
+    log_steps(tmp_path, [10, 20, 30])
+    path = tmp_path / "metrics.jsonl"
+    text = path.read_text().replace('"step": 20', '"st')
+    path.write_text(text)
+    for act in (lambda: read_metrics(tmp_path), RunLog(tmp_path).open):
+        with pytest.raises(LogError, match=r"\b2\b.*metrics\.jsonl"):
+            act()
+    assert path.read_text() == text
+
+
+# Lines
+
+
+def test_lines_wait_until_the_log_is_open(tmp_path, capsys):
+    log = RunLog(tmp_path)
+    log.print("early")
+    log.note("a remark")
+    assert capsys.readouterr().out == "" and os.listdir(tmp_path) == []
+    with log.open(opening=["opening"]):
+        log.print("late")
+    log.print("after")
+    assert (tmp_path / "log.txt").read_text() == "opening\nearly\nnote      a remark\nlate\n"
+    assert capsys.readouterr().out == "opening\nearly\nnote      a remark\nlate\nafter\n"
+
+
+def test_without_a_folder_nothing_is_kept_or_printed(capsys):
+    log = RunLog(None)
+    log.print("early")
+    with log.open(opening=["opening"]):
+        log.record("train", 1, {"loss": 1.0})
+        log.print("line")
+        log.seal()
+    assert capsys.readouterr().out == ""
+
+
+def test_print_prints_and_keeps(tmp_path, capsys):
+    for first_step, line in ((0, "started"), (5, "resumed é")):
+        with RunLog(tmp_path).open(first_step) as log:
+            log.print(line)
+            assert (tmp_path / "log.txt").read_text().splitlines()[-1] == line
+            log.close()  # Nothing happens the second time.
+    assert capsys.readouterr().out == "started\nresumed é\n"
+    assert (tmp_path / "log.txt").read_text() == "started\nresumed é\n"
+
+
+# TensorBoard
+
+
+def read_events(folder):
+    """Events of all files in the order written: each record is a length, its checksum, the bytes, their checksum."""
+    paths = sorted(folder.iterdir())
+    return [event for path in paths for event in read_events_of(path)]
+
+
+def read_events_of(path):
+    """Events of one file."""
+    data = path.read_bytes()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        yield Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
+
+
+def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path, monkeypatch):
+    """TensorBoard reads files in the order of their names, which is that of writing though the clock goes back."""
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
+    log_steps(tmp_path, [10, 20, 30])
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
+    log_steps(tmp_path, [30], first_step=20)
+    log_steps(tmp_path, [40], first_step=30)
+    paths = sorted((tmp_path / "tensorboard").iterdir())
+    events = [event for path in paths for event in read_events_of(path)]
+    starts = [event.step for event in events if event.session_log.status == SessionLog.START]
+    assert starts == [1, 21, 31] and len(paths) == 3
+    assert [event.step for event in events if event.summary.value] == [10, 20, 30, 30, 40]
+
+
+# Trouble
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_made(tmp_path):
+    with RunLog(tmp_path).open() as log:
+        log.record("train", 1, {"loss": 1.0})
+        with largest_file(200), pytest.raises(LogError, match=f"{re.escape(str(tmp_path))}.*File too large"):  # noqa: PT012
+            for step in range(2, 50):
+                log.record("train", step, {"loss": 1.0})
+    assert read_metrics(tmp_path)[0] == {"kind": "train", "step": 1, "loss": 1.0}
+
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(LogError, match=r"/run\b.*File exists"):
+        RunLog(tmp_path / "run").open()
+
+
+# A text in a bucket
+
+
+def append(path, *lines):
+    """Writes lines to log.txt of a run in a bucket, each in a part."""
+    with RunLog(os.path.dirname(path)).open() as log:
+        for line in lines:
+            log.print(line)
+            log.seal()
+            log.seal()  # Nothing new: no part.
+
+
+def parts(path):
+    return files.names(f"{path}.parts")
+
+
+@pytest.mark.full
+def test_parts_are_joined_in_order(bucket):
+    path = bucket / "log.txt"
+    with pytest.raises(FileNotFoundError):
+        read_appended(path)
+    append(path, *map(str, range(12)))
+    append(path, "more")
+    assert read_appended(path).decode().split() == [*map(str, range(12)), "more"]
+    assert parts(path) == [f"{number:06}" for number in range(1, 14)]
+
+
+@pytest.mark.full
+def test_readers_see_what_is_not_sealed_after_a_while(bucket, monkeypatch):
+    monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
+    with RunLog(bucket).open() as log:
+        for text in ("one", "two"):
+            log.print(text)
+            log._wait()
+            assert read_appended(bucket / "log.txt").endswith(f"{text}\n".encode())
+        assert parts(bucket / "log.txt") == ["000001"]
+
+
+@pytest.mark.full
+def test_a_replaced_text_counts_as_a_whole(bucket, storage):
+    path = bucket / "log.txt"
+    append(path, "one", "two")
+    replace_appended(path, ["new ", "text "])
+    assert (read_appended(path), parts(path)) == (b"new text ", ["000003.all"])
+    files.write(f"{path}.parts/000002", b"of a removal that was killed")
+    append(path, "end")
+    assert (read_appended(path), parts(path)) == (b"new text end\n", ["000002", "000003.all", "000004"])
+    storage.refuse("POST /upload")
+    with pytest.raises(LogError, match="permission"):
+        replace_appended(path, ["lost"])
+    assert read_appended(path) == b"new text end\n"
+
+
+def test_a_local_text_is_replaced_whole(tmp_path):
+    replace_appended(tmp_path / "log.txt", ["é", "\n"])
+    assert read_appended(tmp_path / "log.txt") == "é\n".encode()
+    assert os.listdir(tmp_path) == ["log.txt"]
+
+
+@pytest.mark.full
+def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket):
+    killed = RunLog(bucket).open()
+    for step in (1, 2, 3):
+        killed.record("train", step, {"loss": step / 2})
+        killed.print(f"step {step}")
+        if step < 3:
+            killed.seal()
+    assert [record["step"] for record in read_metrics(str(bucket))] == [1, 2]
+    assert len(list((bucket / "tensorboard").iterdir())) == 2
+    with RunLog(bucket).open(1) as log:
+        assert [record["step"] for record in read_metrics(bucket)] == [1]
+        log.record("train", 2, {"loss": 1.5})
+        log.print("again")
+    assert read_metrics(bucket) == [
+        {"kind": "train", "step": 1, "loss": 0.5},
+        {"kind": "train", "step": 2, "loss": 1.5},
+    ]
+    assert read_appended(bucket / "log.txt") == b"step 1\nstep 2\nagain\n"
+    events = [event for path in (bucket / "tensorboard").iterdir() for event in read_events_of(path)]
+    seen = [(event.step, bool(event.summary.value)) for event in events if not event.file_version]
+    assert seen == [(1, False), (1, True), (2, True), (2, False), (2, True)]
+    with RunLog(bucket).open(2):
+        pass
+    assert len(read_metrics(bucket)) == 2
+    killed._tensorboard.close()
+
+
+class Uploads:
+    """Uploads of parts that wait until they may go on, by an event."""
+
+    def __init__(self, monkeypatch):
+        self.written, self.go_on = {}, threading.Event()
+        for name, fake in {"write": self._write, "is_remote": lambda path: True, "names": lambda path: []}.items():
+            monkeypatch.setattr(log_lib, name, fake)
+        monkeypatch.setattr(log_lib, "as_path", str)
+        monkeypatch.setattr(log_lib, "TensorBoard", lambda *unused, **also_unused: Sink())
+        monkeypatch.setattr(log_lib, "_drop_repeated", lambda *unused: None)
+        monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
+
+    def _write(self, path, data):
+        assert self.go_on.wait(20)
+        self.written[path] = data
+
+
+def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(monkeypatch, tmp_path):
+    """Otherwise a kill after the checkpoint would lose records that nobody makes again."""
+    uploads, sealed = Uploads(monkeypatch), threading.Event()
+    with RunLog(tmp_path).open() as log:
+        for step in (1, 2):
+            log.record("train", step, {"loss": 1.0})
+        assert not uploads.written, "the steps go on while the first record is uploaded"
+        sealing = threading.Thread(target=lambda: (log.seal(), sealed.set()))
+        sealing.start()
+        assert not sealed.wait(0.2)
+        uploads.go_on.set()
+        sealing.join()
+    [data] = uploads.written.values()
+    assert sealed.is_set() and data.count(b"\n") == 2
+
+
+def test_what_the_lock_forbids_is_not_uploaded(monkeypatch, tmp_path):
+    def lost():
+        raise UserError("another run has taken it over")
+
+    uploads = Uploads(monkeypatch)
+    uploads.go_on.set()
+    log = RunLog(tmp_path, confirm=lost).open()
+    log.record("train", 1, {"loss": 1.0})
+    for act in (log._wait, log.seal, log.close):
+        with pytest.raises(UserError, match="taken it over"):
+            act()
+    log.close()
+    assert not uploads.written
