@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import threading
 
 import jax
 import numpy as np
 import pytest
 
+from support.metadata_server import MetadataServer
 from support.run_records import StopAfter, numbers
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import NonFiniteError, UserError
@@ -15,6 +17,7 @@ from txl_jax.runs import score, train, validation
 from txl_jax.runs.build import assemble
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.loop import Hook
@@ -97,6 +100,27 @@ def test_what_was_recorded_before_a_kill_is_not_recorded_twice(finished, config,
     assert [record["kind"] for record in read_metrics(workdir.path)][-1] == kind
     train.run(config, corpus, workdir)
     assert numbers(workdir) == numbers(whole)
+
+
+def test_before_maintenance_a_run_saves_and_goes_on(finished, config, corpus, tmp_path, monkeypatch):
+    """At the next progress line, of step 4; the other steps are those of `train.checkpoint_every`."""
+    (whole, outcome), workdir, saved = finished, Workdir(tmp_path / "run"), []
+    save = RunCheckpoints.save
+    monkeypatch.setattr(RunCheckpoints, "save", lambda own, step, *rest: saved.append(step) or save(own, step, *rest))
+    for name in ("_save_requested", "_watching"):
+        monkeypatch.setattr(stop, name, threading.Event())
+
+    def maintain(context):
+        if context.step == 2:
+            server.change("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
+            assert stop._save_requested.wait(20)
+
+    with MetadataServer(maintenance_event="NONE", preempted="FALSE") as server:
+        monkeypatch.setenv("GCE_METADATA_HOST", server.host)
+        stop.act_on_notices()
+        assert train.run(config, corpus, workdir, hooks=[Hook(2, maintain)]).results == outcome.results
+    assert numbers(workdir) == numbers(whole) and saved == [4, 6, 12, 18, 24]
+    assert "note      checkpoint of step 4," in (tmp_path / "run" / "log.txt").read_text()
 
 
 @pytest.mark.full

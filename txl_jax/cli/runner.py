@@ -118,7 +118,7 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = hosts.alone) 
     shorten_storage_logs()
     try:
         begin()
-        stop.stop_on_notice()
+        stop.act_on_notices()
         compilation_cache.enable()
         return hosts.leave(job(), together=True)
     except BaseException as error:

@@ -10,11 +10,11 @@ from txl_jax.data.prefetch import Prefetcher
 from txl_jax.errors import NonFiniteError
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.validation import Results, TrainTask, Validation
-from txl_jax.runtime import distributed, environment
+from txl_jax.runtime import distributed, environment, stop
 from txl_jax.runtime.log import RunLog
 from txl_jax.runtime.profiler import PROFILE, StepProfiler
 from txl_jax.runtime.sinks import Sink
-from txl_jax.training.loop import Hook, run_hooks, train
+from txl_jax.training.loop import Hook, HookContext, run_hooks, train
 from txl_jax.training.progress import Progress
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep
@@ -136,6 +136,9 @@ class Trainer:
         best_is_saved = Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best())
         # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
         save = Hook(config.checkpoint_every, lambda context: self._save(context.step, context.state, progress))
+        hooks = [*evaluation, best_is_saved, *self._user_hooks, save]
+        if stop.is_watched_by_all():
+            hooks.append(Hook(config.log_every, lambda context: self._save_on_notice(context, progress)))
         if validation.pending:
             state = self._repeat_evaluation(evaluation, save, step, state, progress)
             if self._must_end():
@@ -160,7 +163,7 @@ class Trainer:
                     steps=config.steps,
                     segments_per_call=per_call,
                     progress=progress,
-                    hooks=[*evaluation, best_is_saved, *self._user_hooks, save],
+                    hooks=hooks,
                     log=self._log,
                     stop_requested=self._stop_requested,
                 )
@@ -185,6 +188,12 @@ class Trainer:
         notes = {"running_totals": progress.state(), "evaluation_pending": self._validation.pending}
         self._log.seal()  # The records up to here are not made again by a run that resumes from this checkpoint.
         self._checkpoints.save(step, state, notes)
+
+    def _save_on_notice(self, context: HookContext, progress: Progress) -> None:
+        """Saves before maintenance of a machine, which may end it."""
+        if stop.save_requested() and self._checkpoints.saved_step != context.step:
+            self._save(context.step, context.state, progress)
+            self._log.note(f"checkpoint of step {context.step}, since maintenance may end this machine")
 
     def _kept(self) -> str:
         """Describes the files that a run which fails now has written."""

@@ -1,4 +1,8 @@
-"""SIGTERM, Ctrl-C or a notice as a request to stop after the current step, in all processes at the same step."""
+"""SIGTERM, Ctrl-C or a notice of Google Cloud as a request to stop or to save, in all processes at the same step.
+
+The metadata server of a machine of Google Cloud gives notice of maintenance a minute to an hour ahead, and of a
+preemption half a minute. https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice
+"""
 
 import itertools
 import os
@@ -20,7 +24,16 @@ from txl_jax.runtime import distributed
 _sync_points = itertools.count(1)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ALONE, _TOGETHER = "as soon as this step is done", "with all processes"
-_requested = threading.Event()  # Set by `request_stop`, for the rest of the process.
+_stop_requested = threading.Event()  # Set by `request_stop`, for the rest of the process.
+_save_requested = threading.Event()
+_watching = threading.Event()  # Set once this process waits for notices.
+
+# Keys of the metadata server, and the value with which the machine ends. (A machine that migrates goes on.)
+_FINAL = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
+_WAIT_SECONDS = 60  # The server answers after this even if nothing has changed.
+_RETRY_SECONDS = 10
+_PAUSE_SECONDS = 0.5  # A server that answers at once all the same is not asked without a pause.
+_PRODUCT = Path("/sys/class/dmi/id/product_name")  # Of the machine, by its firmware; "Google Compute Engine" there.
 
 
 def request_stop(reason: str) -> None:
@@ -30,13 +43,32 @@ def request_stop(reason: str) -> None:
     the process while it saves.
 
     Args:
-      reason: printed on the error stream, such as "preempted=TRUE".
+      reason: Printed on the error stream, such as "preempted=TRUE".
     """
-    _requested.set()
+    _stop_requested.set()
     everywhere = distributed.is_multiprocess()
     _print_now(f"{reason}: saving and stopping {_TOGETHER if everywhere else _ALONE}")
     if everywhere:
         os.kill(os.getpid(), signal.SIGTERM)  # jax's own handler, which may be called any number of times.
+
+
+def request_save(reason: str) -> None:
+    """Makes the next `save_requested` true; from any thread."""
+    _save_requested.set()
+    _print_now(f"{reason}: saving and going on {_TOGETHER if distributed.is_multiprocess() else _ALONE}")
+
+
+def save_requested() -> bool:
+    """Returns whether a checkpoint was requested since the last call, in any process; a collective."""
+    own = _save_requested.is_set()
+    if own:
+        _save_requested.clear()
+    return distributed.first_error("requested" if own else None) is not None
+
+
+def is_watched_by_all() -> bool:
+    """Returns whether all processes wait for notices, so that `save_requested` may become true; a collective."""
+    return distributed.first_error(None if _watching.is_set() else "not watched") is None
 
 
 class StopRequest:
@@ -47,7 +79,7 @@ class StopRequest:
     second SIGTERM changes nothing then.
 
     Attributes:
-      signal_number: the signal that has arrived; 0 until then. Several processes always stop by SIGTERM.
+      signal_number: The signal that has arrived, or 0. Several processes always stop by SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -67,13 +99,11 @@ class StopRequest:
         self._restore()
 
     def __bool__(self) -> bool:
-        if (
-            self._is_multiprocess
-            and not self.signal_number
-            and multihost_utils.reached_preemption_sync_point(next(_sync_points))
+        if not self.signal_number and (
+            multihost_utils.reached_preemption_sync_point(next(_sync_points))
+            if self._is_multiprocess
+            else _stop_requested.is_set()
         ):
-            self.signal_number = signal.SIGTERM
-        if not self._is_multiprocess and not self.signal_number and _requested.is_set():
             self.signal_number = signal.SIGTERM
         return self.signal_number != 0
 
@@ -102,92 +132,25 @@ def _print_now(line: str) -> None:
     os.write(2, f"{line}\n".encode())
 
 
-# -- Notices of Google Cloud that a machine will be taken away: by maintenance of its host, or by preemption.
-#
-# The metadata server of a machine (Compute Engine, TPU VM) answers a request with `wait_for_change` when the value has
-# changed. It gives notice of maintenance a minute to an hour ahead, and of a preemption half a minute.
-# https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice
+def act_on_notices() -> None:
+    """On a machine of Google Cloud, starts to wait in the background for notices; elsewhere does nothing.
 
-# Keys of the metadata server, and the value with which the machine ends. (A machine that migrates goes on.)
-NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
-
-_WAIT_SECONDS = 60  # The server answers after this even if nothing has changed.
-_RETRY_SECONDS = 10
-_PAUSE_SECONDS = 0.5  # A server that answers at once all the same is not asked without a pause.
-
-
-def watch_notices(server: str, on_notice: Callable[[str], None]) -> None:
-    """Starts daemon threads that wait for a notice; they end with the first one, or where the server has no such key.
-
-    Args:
-      server: host, or host:port, of the metadata server. One that does not answer is tried again.
-      on_notice: called once, in another thread, with the key and the value, such as "preempted=TRUE".
+    Before maintenance that ends the machine the run saves and goes on; a preemption stops it, as SIGTERM does.
     """
-    first = _First(on_notice)
-    for key, final in NOTICES.items():
-        threading.Thread(target=_wait, args=(server, key, final, first), name=f"notice of {key}", daemon=True).start()
-
-
-class _First:
-    """A function that passes on only its first call, from any thread."""
-
-    def __init__(self, function: Callable[[str], None]) -> None:
-        self.done = threading.Event()
-        self._function = function
-        self._lock = threading.Lock()
-
-    def __call__(self, text: str) -> None:
-        with self._lock:
-            if self.done.is_set():
-                return
-            self.done.set()
-        self._function(text)
-
-
-def _wait(server: str, key: str, final: str, on_notice: _First) -> None:
-    """Asks for a key until it has its final value."""
-    with requests.Session() as session:
-        session.trust_env = False  # A proxy has another machine's metadata, or none.
-        session.headers["Metadata-Flavor"] = "Google"
-        url, etag = f"http://{server}/computeMetadata/v1/instance/{key}", "0"
-        while not on_notice.done.is_set():
-            query: dict[str, str | int] = {"wait_for_change": "true", "timeout_sec": _WAIT_SECONDS, "last_etag": etag}
-            try:
-                answer = session.get(url, params=query, timeout=(5, 2 * _WAIT_SECONDS))
-            except requests.RequestException:
-                answer = None
-            if answer is not None and answer.status_code == requests.codes.not_found:
-                return
-            if answer is None or not answer.ok:
-                time.sleep(_RETRY_SECONDS)
-                continue
-            if answer.text.strip().upper() == final:
-                on_notice(f"{key}={final}")
-                return
-            etag = answer.headers.get("ETag", "0")
-            time.sleep(_PAUSE_SECONDS)
-
-
-# -- Machines of Google Cloud: a notice of maintenance or of a preemption stops the program as SIGTERM does.
-
-_PRODUCT = Path("/sys/class/dmi/id/product_name")  # Of the machine, by its firmware; "Google Compute Engine" there.
-
-
-def stop_on_notice() -> None:
-    """Starts to wait for notices in the background where this is a machine of Google Cloud; elsewhere does nothing."""
     server = metadata_server(os.environ, _PRODUCT)
     if server is not None:
-        watch_notices(server, request_stop)
+        watch_notices(server, {"maintenance-event": request_save, "preempted": request_stop})
+        _watching.set()
 
 
 def metadata_server(environment: Mapping[str, str], product: Path) -> str | None:
-    """Returns host, or host:port, of this machine's metadata server; None: it has none.
+    """Returns host, or host:port, of this machine's metadata server, or None if it has none.
 
     The two variables are those of Google's own libraries. No network is used to answer.
 
     Args:
-      environment: environment variables.
-      product: the file with the machine's name in its firmware.
+      environment: Environment variables.
+      product: The file with the machine's name in its firmware.
     """
     if environment.get("NO_GCE_CHECK", "").lower() == "true":
         return None
@@ -198,3 +161,37 @@ def metadata_server(environment: Mapping[str, str], product: Path) -> str | None
     except OSError:
         return None
     return "metadata.google.internal" if is_google else None
+
+
+def watch_notices(server: str, actions: Mapping[str, Callable[[str], None]]) -> None:
+    """Starts a daemon thread per key, which waits for notices; it ends where the server has no such key.
+
+    Args:
+      server: Host, or host:port, of the metadata server. One that does not answer is tried again.
+      actions: By key, called in the thread each time the value becomes final, with text such as "preempted=TRUE".
+    """
+    for key, act in actions.items():
+        threading.Thread(target=_watch, args=(server, key, act), name=f"notice of {key}", daemon=True).start()
+
+
+def _watch(server: str, key: str, act: Callable[[str], None]) -> None:
+    with requests.Session() as session:
+        session.trust_env = False  # A proxy has another machine's metadata, or none.
+        session.headers["Metadata-Flavor"] = "Google"
+        url, etag, before = f"http://{server}/computeMetadata/v1/instance/{key}", "0", ""
+        while True:
+            query: dict[str, str | int] = {"wait_for_change": "true", "timeout_sec": _WAIT_SECONDS, "last_etag": etag}
+            try:
+                answer = session.get(url, params=query, timeout=(5, 2 * _WAIT_SECONDS))
+            except requests.RequestException:
+                answer = None
+            if answer is not None and answer.status_code == requests.codes.not_found:
+                return
+            if answer is None or not answer.ok:
+                time.sleep(_RETRY_SECONDS)
+                continue
+            value = answer.text.strip().upper()
+            if value == _FINAL[key] != before:
+                act(f"{key}={value}")
+            etag, before = answer.headers.get("ETag", "0"), value
+            time.sleep(_PAUSE_SECONDS)

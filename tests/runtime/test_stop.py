@@ -1,0 +1,234 @@
+"""Tests signals and notices: what they stop or save, in one process and in two, and that handlers come back."""
+
+import os
+import queue
+import signal
+import threading
+import time
+
+import pytest
+
+from support import processes
+from support.metadata_server import ROOT, MetadataServer
+from txl_jax.cli import runner
+from txl_jax.runtime import stop
+from txl_jax.runtime.stop import StopRequest
+
+TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
+CALM = {"maintenance_event": "NONE", "preempted": "FALSE"}
+NAMES = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+
+
+@pytest.fixture
+def arrivals():
+    """The signals that reach the handlers from before the request, instead of ending the tests."""
+    seen: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: seen.append(number)) for number in NAMES.values()}
+    yield seen
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("second", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("first", NAMES)
+def test_the_first_signal_is_noted_and_the_second_acts_as_before(arrivals, first, second):
+    with StopRequest() as stop:
+        assert not stop and stop.signal_number == 0
+        send(NAMES[first])
+        assert stop and stop.signal_number == NAMES[first]
+        assert arrivals == []
+        send(second)
+        assert arrivals == [second]
+    assert stop.signal_number == NAMES[first]
+
+
+def test_handlers_come_back(arrivals):
+    before = {number: signal.getsignal(number) for number in NAMES.values()}
+    with pytest.raises(KeyError), StopRequest():  # noqa: PT012
+        assert all(signal.getsignal(number) != handler for number, handler in before.items())
+        raise KeyError
+    assert {number: signal.getsignal(number) for number in NAMES.values()} == before
+    send(signal.SIGTERM)
+    assert arrivals == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
+    """The SIGTERM of a machine that is shut down after the notice is the first one, and the next acts as before."""
+    monkeypatch.setattr(stop, "_stop_requested", threading.Event())
+    if when == "before":
+        stop.request_stop("preempted=TRUE")
+    with StopRequest() as asked:
+        if when == "within":
+            assert not asked
+            stop.request_stop("preempted=TRUE")
+        assert asked and asked.signal_number == signal.SIGTERM
+        send(signal.SIGTERM)
+        assert asked and arrivals == []
+        send(signal.SIGTERM)
+        assert arrivals == [signal.SIGTERM]
+    with StopRequest() as asked:
+        assert asked, "for the rest of the process"
+
+
+@pytest.mark.parametrize(
+    ("environment", "product", "expected"),
+    [
+        ({}, "Google Compute Engine\n", "metadata.google.internal"),
+        ({}, "Standard PC (Q35 + ICH9, 2009)\n", None),
+        ({}, None, None),
+        ({"GCE_METADATA_HOST": "127.0.0.1:80"}, None, "127.0.0.1:80"),
+        ({"NO_GCE_CHECK": "True", "GCE_METADATA_HOST": "127.0.0.1:80"}, "Google Compute Engine\n", None),
+    ],
+)
+def test_only_a_machine_of_google_cloud_has_a_server(tmp_path, environment, product, expected):
+    if product is not None:
+        (tmp_path / "product_name").write_text(product)
+    assert stop.metadata_server(environment, tmp_path / "product_name") == expected
+
+
+def until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Events of a process without requests, and short pauses."""
+    for name in ("_stop_requested", "_save_requested", "_watching"):
+        monkeypatch.setattr(stop, name, threading.Event())
+    monkeypatch.setattr(stop, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(stop, "_PAUSE_SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_preemption_ends_a_program_with_the_exit_code_of_sigterm_and_maintenance_only_saves(monkeypatch, capfd):
+    def job():
+        assert stop.is_watched_by_all() and not stop.save_requested()
+        with stop.StopRequest() as requested:
+            server.change("maintenance-event", TERMINATE)
+            until(stop.save_requested)
+            assert not requested and not stop.save_requested(), "it is asked for once"
+            server.change("preempted", "TRUE")
+            until(lambda: requested)
+        return runner.exit_code_of(requested)
+
+    with MetadataServer(**CALM) as server:
+        monkeypatch.setenv("GCE_METADATA_HOST", server.host)
+        assert runner.guarded(job) == 143
+    err = capfd.readouterr().err
+    assert f"maintenance-event={TERMINATE}: saving and going on" in err and "preempted=TRUE: saving and stopping" in err
+
+
+@pytest.fixture
+def notices(fresh):
+    """Watches a server; returns a queue of the notices."""
+    found: queue.Queue[str] = queue.Queue()
+
+    def watch(server):
+        stop.watch_notices(server.host, dict.fromkeys(stop._FINAL, found.put))
+        return found
+
+    return watch
+
+
+def test_each_change_is_noticed_at_once_and_a_machine_that_migrates_goes_on(notices):
+    with MetadataServer(**CALM) as server:
+        found = notices(server)
+        until(lambda: len(server.asked) == 4)
+        assert {path for path, _ in server.asked} == {ROOT + "maintenance-event", ROOT + "preempted"}
+        assert all(query["wait_for_change"] == "true" for _, query in server.asked)
+        assert {query["last_etag"] for _, query in server.asked} == {"0", "etag-NONE", "etag-FALSE"}
+        for value in ("MIGRATE_ON_HOST_MAINTENANCE", TERMINATE, "NONE", TERMINATE):
+            before = len(server.asked)
+            server.change("maintenance-event", value)
+            until(lambda: len(server.asked) > before)  # noqa: B023
+        server.change("preempted", "TRUE")
+        expected = sorted([*[f"maintenance-event={TERMINATE}"] * 2, "preempted=TRUE"])
+        assert sorted(found.get(timeout=5) for _ in range(3)) == expected and found.empty()
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again_and_one_without_the_keys_is_left_alone(notices):
+    with MetadataServer(failures=3, maintenance_event="NONE", preempted="TRUE") as server:
+        assert notices(server).get(timeout=5) == "preempted=TRUE"
+    earlier = set(threading.enumerate())
+    with MetadataServer() as server:
+        found = notices(server)
+        own = [one for one in set(threading.enumerate()) - earlier if one.name.startswith("notice of")]
+        until(lambda: not any(one.is_alive() for one in own))
+        assert len(server.asked) == 2 and found.empty()
+
+
+SCRIPT = """
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from txl_jax.cli import hosts
+from txl_jax.runtime import stop as stop_lib
+
+hosts._given = dict  # No flags here.
+hosts.join()
+if sys.argv[1:] == ["noticed"]:
+    stop_lib.act_on_notices()
+watched, saved = stop_lib.is_watched_by_all(), []
+with stop_lib.StopRequest() as stop:
+    step = 0
+    while not stop:
+        step += 1
+        multihost_utils.process_allgather(np.zeros(1))
+        if step % 5 == 0 and stop_lib.save_requested():
+            saved.append(step)
+            print("saved", file=sys.stderr, flush=True)
+        if step == 3:
+            print("ready", file=sys.stderr, flush=True)
+        time.sleep(0.01)
+    assert stop and stop.signal_number == 15, "it stays true"
+print(step, watched, saved, file=sys.stderr)
+"""
+
+
+def wait_for(word, process, started):
+    while word not in (line := process.stderr.readline()):
+        assert line, processes.finish(started)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("cause", "number"), [("SIGTERM", 1), ("SIGINT", 0), ("preempted", 1)])
+def test_a_signal_or_notice_to_one_process_stops_all_at_the_same_step(cause, number):
+    with MetadataServer(**CALM) as server:
+        given = [(), () if cause in NAMES else ("noticed",)].__getitem__
+        started = processes.start("-c", SCRIPT, devices=1, of_process=given, GCE_METADATA_HOST=server.host)
+        wait_for("ready", started[number], started)
+        if cause in NAMES:
+            started[number].send_signal(NAMES[cause])
+        else:
+            server.change("preempted", "TRUE")
+        ended = processes.finish(started)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    last = [err.splitlines()[-1].split(" ", 1) for _, _, err in ended]
+    assert last[0] == last[1] and int(last[0][0]) >= 3 and last[0][1] == "False []"
+    assert cause in NAMES or ["preempted=TRUE" in err for _, _, err in ended] == [False, True]
+
+
+@pytest.mark.full
+def test_maintenance_makes_all_processes_save_at_the_same_step_and_go_on():
+    with MetadataServer(**CALM) as server:
+        started = processes.start("-c", SCRIPT, "noticed", devices=1, GCE_METADATA_HOST=server.host)
+        wait_for("ready", started[1], started)
+        server.change("maintenance-event", TERMINATE)
+        wait_for("saved", started[1], started)
+        server.change("preempted", "TRUE")
+        ended = processes.finish(started)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    last = [err.splitlines()[-1] for _, _, err in ended]
+    assert last[0] == last[1] and "True [" in last[0] and "[]" not in last[0]
