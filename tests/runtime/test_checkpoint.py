@@ -1,10 +1,14 @@
-"""Tests checkpoints: what is saved comes back bit for bit, and any damage ends in an older step or an error."""
+"""Tests checkpoints on disks and in buckets: what is saved comes back; damage ends in an older step or an error."""
 
 import json
 import logging
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -16,9 +20,11 @@ import numpy as np
 import pytest
 
 from support.checkpoints import abstract, assert_same, make_state, step_names
-from txl_jax.errors import CheckpointError
-from txl_jax.runtime import checkpoint
+from support.full_disk import largest_file
+from txl_jax.errors import CheckpointError, UserError
+from txl_jax.runtime import checkpoint, distributed
 from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer
+from txl_jax.runtime.storage import files_below, names, read, write
 
 # Orbax does not close its event loop when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -253,3 +259,218 @@ def test_arguments_that_cannot_be(two_steps, open_checkpoints):
     for directory, keep, pattern in (("x", 0, r"\bkeep\D*\b0\b"), ("memory://x/y", 1, "memory://x/y")):
         with pytest.raises(ValueError, match=pattern):
             Checkpointer(directory, keep=keep, log=print)
+
+
+# Trouble
+
+SAVE_FOR_EVER = """
+    import sys
+    import jax.numpy as jnp
+    from txl_jax.runtime.checkpoint import Checkpointer
+    with Checkpointer(sys.argv[1], keep=2, log=print) as checkpoints:
+        for step in range(1, 10_000):
+            checkpoints.save(step, {"x": jnp.full(3_000_000, step, jnp.float32)}, {"step": step})
+            print(step, flush=True)
+"""
+
+
+@pytest.mark.full
+def test_kill_in_the_middle_of_a_save(tmp_path, open_checkpoints):
+    directory = tmp_path / "latest"
+    command = [sys.executable, "-c", textwrap.dedent(SAVE_FOR_EVER), str(directory)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        while process.stdout.readline().strip() != "3":
+            assert process.poll() is None
+        while not list(directory.glob("*.orbax-checkpoint-tmp*")):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    with open_checkpoints(keep=2) as checkpoints:
+        step, restored, notes = checkpoints.restore({"x": jnp.zeros(3_000_000)})
+        assert step >= 2 and notes == {"step": step}
+        assert np.all(np.asarray(restored["x"]) == step)
+        checkpoints.save(step + 1, restored, {})
+    assert all(name.isdigit() for name in step_names(directory)) and len(step_names(directory)) == 2
+
+
+@pytest.mark.usefixtures("quiet")
+def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
+    state = {"x": jax.random.normal(jax.random.key(0), (300_000,))}
+    with open_checkpoints() as checkpoints:
+        refused = pytest.raises(CheckpointError, match=r"\bstep 300\b.*latest \(File too large\)")
+        with largest_file(100_000), refused:
+            checkpoints.save(300, state, {})
+            checkpoints.wait()
+        assert checkpoints.restore(abstract(make_state()))[0] == 200
+        checkpoints.save(300, make_state(300), {})
+        checkpoints.wait()
+    assert step_names(two_steps) == ["100", "200", "300"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert (messages, capfd.readouterr()) == ([], ("", "")), "the sentence is all that people see"
+    other = logging.LogRecord("absl", logging.ERROR, "/somewhere/else.py", 1, "a line of others", (), None)
+    assert logging.getLogger("absl").filter(other), "others' log lines are theirs"
+
+
+@pytest.fixture
+def beside_another(monkeypatch):
+    """Process 0 of two; the other has no trouble."""
+    monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(distributed, "_gather_texts", lambda own: [own, ""])
+    monkeypatch.setattr(distributed, "_broadcast_text", lambda own: own)
+
+
+@pytest.mark.usefixtures("beside_another")
+def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
+    """Otherwise the others would wait in the next save, and report the disk or the network."""
+
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    with open_checkpoints() as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "sha256", fail)
+            checkpoints.save(1, make_state(), {})
+            with pytest.raises(CheckpointError, match=r"\bstep 1\b.*\bNo space left\b") as late:
+                checkpoints.save(2, make_state(), {})
+        (tmp_path / "latest").rename(tmp_path / "elsewhere")
+        (tmp_path / "latest").write_text("a file")
+        with pytest.raises(CheckpointError, match=r"\bstep 3\b") as early:
+            checkpoints.save(3, make_state(), {})
+    assert distributed.is_known_to_all(late.value) and distributed.is_known_to_all(early.value)
+
+
+def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):
+    (tmp_path / "latest").write_text("a file")
+    with open_checkpoints() as checkpoints:
+        with pytest.raises(CheckpointError, match=r"\bstep 1\b.*latest.*\bFile exists\b"):
+            checkpoints.save(1, make_state(), {})
+        with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
+            checkpoints.restore(make_state())
+    assert (tmp_path / "latest").read_text() == "a file"
+
+
+def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open_checkpoints, lines, monkeypatch):
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "sha256", fail)
+    with pytest.raises(KeyboardInterrupt), open_checkpoints() as checkpoints:  # noqa: PT012
+        checkpoints.save(1, make_state(), {})
+        raise KeyboardInterrupt
+    assert "No space left on device" in lines[-1]
+    with pytest.raises(CheckpointError, match="No space left"), open_checkpoints() as checkpoints:
+        checkpoints.save(2, make_state(), {})
+
+
+# Object storage
+
+STATE = {"a": jnp.arange(12.0), "b": {"c": jnp.ones((3, 4))}}
+ABSTRACT = abstract(STATE)
+
+
+def scaled(step):
+    return jax.tree.map(lambda leaf: leaf * step, STATE)
+
+
+@pytest.fixture
+def checkpoints(bucket, lines):
+    with Checkpointer(bucket, keep=2, log=lines.append) as opened:
+        yield opened
+
+
+@pytest.fixture
+def saved(checkpoints):
+    for step in (100, 200, 300):
+        checkpoints.save(step, scaled(step), {"at": step})
+    checkpoints.wait()
+    return checkpoints
+
+
+def restored_step(checkpoints):
+    step, state, notes = checkpoints.restore(ABSTRACT)
+    np.testing.assert_array_equal(state["a"], STATE["a"] * notes["at"])
+    return step
+
+
+@pytest.mark.full
+def test_what_is_saved_comes_back_and_old_steps_go(saved, bucket):
+    assert names(bucket) == ["200", "300"]
+    assert checkpoint.find_damage(bucket / "300") is None and checkpoint.is_verified(bucket / "300")
+    assert restored_step(saved) == 300 and saved.latest_step() == 300
+    assert restored_step(Checkpointer(str(bucket), keep=1, log=print)) == 300
+
+
+@pytest.mark.full
+def test_damage_ends_in_the_step_before(saved, bucket, lines):
+    name, _ = max(json.loads((bucket / "300" / "digests.json").read_bytes()).items())
+    (bucket / "300" / name).write_bytes(b"damaged")
+    assert restored_step(saved) == 200
+    assert name in lines[-1]
+    (bucket / "300" / name).unlink()
+    assert restored_step(saved) == 200
+    (bucket / "300" / checkpoint.DIGESTS).unlink()
+    assert restored_step(saved) == 200
+    assert any("unverified" in line for line in lines)
+
+
+@pytest.mark.full
+def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, bucket, storage):
+    storage.refuse("DELETE|batch")
+    with pytest.raises(PermissionError):  # A deletion begins with the commit.
+        checkpoint.delete_step(bucket / "300")
+    storage.calm()
+    assert saved.latest_step() == 300
+    (bucket / "300" / checkpoint.COMMIT).unlink()
+    assert saved.latest_step() == 200 and restored_step(saved) == 200
+    saved.sweep()
+    assert names(bucket) == ["200"]
+
+
+@pytest.mark.full
+def test_the_same_step_again_replaces_it_once_it_is_verified(saved, bucket):
+    saved.save(200, scaled(7), {"at": 7})
+    saved.wait()
+    assert names(bucket) == ["200.again-1"]
+    assert restored_step(saved) == 200
+    saved.save(200, scaled(8), {"at": 8})
+    saved.wait()
+    assert names(bucket) == ["200.again-2"]
+    assert saved.notes(200) == {"at": 8}
+
+
+@pytest.mark.full
+def test_of_two_folders_of_a_step_the_later_counts(saved, bucket):
+    """As after a kill between the digests of the new one and the removal of the old."""
+    saved.save(300, scaled(5), {"at": 5})
+    saved.wait()
+    for path in files_below(bucket / "200"):
+        write(path.replace("/200/", "/300/"), read(path))
+    assert [os.path.basename(each.path) for each in checkpoint.find_steps(bucket)] == ["300.again-1", "300", "200"]
+    _, _, notes = saved.restore(ABSTRACT)
+    assert notes == {"at": 5}
+    assert saved.notes(300) == {"at": 5}
+
+
+@pytest.mark.full
+def test_a_folder_is_never_named_before_one_that_is_there(bucket):
+    """After a kill between the digests of the new one and the removal of the old the new one must count."""
+    for name in ("200.again-1", "300"):
+        (bucket / name / checkpoint.COMMIT).write_bytes(b"")
+    written = [os.path.basename(checkpoint.new_step_folder(bucket, step)) for step in (100, 200, 300)]
+    assert written == ["100", "200.again-2", "300.again-1"]
+    for name in written:
+        (bucket / name / checkpoint.COMMIT).write_bytes(b"")
+    assert [os.path.basename(each.path) for each in checkpoint.find_steps(bucket)] == [
+        *("300.again-1", "300", "200.again-2", "200.again-1", "100"),
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("impatient")
+def test_an_outage_is_no_damage(saved, storage):
+    for pattern in ("digests.json", "state/manifest"):
+        storage.refuse(f"GET .*{pattern}", status=503)
+        with pytest.raises(UserError, match="start again"):
+            saved.restore(ABSTRACT)
+    storage.calm()
+    assert restored_step(saved) == 300

@@ -4,7 +4,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -68,29 +67,24 @@ class StepProfiler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stop()
+    def __exit__(self, *error: object) -> None:
+        self._end()
 
     def __call__(self, state: Any, segments: Any) -> tuple[Any, Any]:
         """Makes the updates of one call."""
         first, self._done = self._done + 1, self._done + self._count
         if self._window is not None and self._traced_from is None and self._window[0] <= self._done:
             jax.block_until_ready(state)  # What was dispatched before is no part of the profile.
-            self._start(first)
+            if self._attempt(self._start):
+                self._traced_from = first
         with jax.profiler.StepTraceAnnotation("train", step_num=first):
             state, metrics = self._train_step(state, segments)
         if self._window is not None and self._window[1] <= self._done:
             jax.block_until_ready(metrics)
-            self._stop()
+            self._end()
         return state, metrics
 
-    def _start(self, first: int) -> None:
-        if self._attempt(self._start_trace):
-            self._traced_from = first
-
-    def _start_trace(self) -> None:
+    def _start(self) -> None:
         if is_remote(self._folder):
             self._temporary = tempfile.TemporaryDirectory(prefix="profile-")
         options = jax.profiler.ProfileOptions()
@@ -98,17 +92,16 @@ class StepProfiler:
         folder = self._folder if self._temporary is None else self._temporary.name
         jax.profiler.start_trace(folder, profiler_options=options)
 
-    def _stop_trace(self) -> None:
-        jax.profiler.stop_trace()
-        if self._temporary is None:
-            return
-        with self._temporary as local:
-            for path in files_below(local):
-                upload(path, os.path.join(self._folder, os.path.relpath(path, local)))
-
     def _stop(self) -> None:
+        jax.profiler.stop_trace()
+        if self._temporary is not None:
+            with self._temporary as local:
+                for path in files_below(local):
+                    upload(path, os.path.join(self._folder, os.path.relpath(path, local)))
+
+    def _end(self) -> None:
         first, self._window, self._traced_from = self._traced_from, None, None
-        if first is not None and self._attempt(self._stop_trace):
+        if first is not None and self._attempt(self._stop):
             self._log(f"profile of the updates {first} to {self._done} in {self._folder}")
 
     def _attempt(self, act: Callable[[], None]) -> bool:
