@@ -24,7 +24,7 @@ from support.full_disk import largest_file
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.runtime import checkpoint, distributed
 from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer
-from txl_jax.runtime.storage import files_below, names, read, write
+from txl_jax.runtime.storage import files_below, names, read, sha256, write
 
 # Orbax does not close its event loop when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -102,8 +102,8 @@ def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tm
     with open_checkpoints(keep=1) as checkpoints:
         checkpoints.save(1, make_state(1), {})
         checkpoints.wait()
-        go_on, digest = threading.Event(), checkpoint.sha256
-        monkeypatch.setattr(checkpoint, "sha256", lambda path: go_on.wait(20) and digest(path))
+        go_on, digest = threading.Event(), sha256
+        monkeypatch.setattr("txl_jax.runtime.storage.sha256", lambda path: go_on.wait(20) and digest(path))
         checkpoints.save(2, make_state(2), {})
         while not (tmp_path / "latest" / "2").exists():
             time.sleep(0.01)
@@ -328,7 +328,7 @@ def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
 
     with open_checkpoints() as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "sha256", fail)
+            patch.setattr("txl_jax.runtime.storage.sha256", fail)
             checkpoints.save(1, make_state(), {})
             with pytest.raises(CheckpointError, match=r"\bstep 1\b.*\bNo space left\b") as late:
                 checkpoints.save(2, make_state(), {})
@@ -353,7 +353,7 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(tmp_path, open
     def fail(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "sha256", fail)
+    monkeypatch.setattr("txl_jax.runtime.storage.sha256", fail)
     with pytest.raises(KeyboardInterrupt), open_checkpoints() as checkpoints:  # noqa: PT012
         checkpoints.save(1, make_state(), {})
         raise KeyboardInterrupt

@@ -279,9 +279,9 @@ class Uploads:
 
     def __init__(self, monkeypatch):
         self.written, self.go_on = {}, threading.Event()
-        for name, fake in {"write": self._write, "is_remote": lambda path: True, "names": lambda path: []}.items():
-            monkeypatch.setattr(log_lib, name, fake)
-        monkeypatch.setattr(log_lib, "as_path", str)
+        for name, fake in {"write": self._write, "names": lambda path: [], "as_path": str}.items():
+            monkeypatch.setattr(files, name, fake)
+        monkeypatch.setattr(log_lib, "is_remote", lambda path: True)
         monkeypatch.setattr(log_lib, "TensorBoard", lambda *unused, **also_unused: Sink())
         monkeypatch.setattr(log_lib, "_drop_repeated", lambda *unused: None)
         monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)

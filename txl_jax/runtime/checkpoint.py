@@ -37,22 +37,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.runtime import distributed
-from txl_jax.runtime.storage import (
-    AnyPath,
-    as_path,
-    exists,
-    files_below,
-    is_dir,
-    is_remote,
-    make_folder,
-    names,
-    read,
-    remove,
-    remove_tree,
-    sha256,
-    write_json,
-)
+from txl_jax.runtime import distributed, storage
+from txl_jax.runtime.storage import AnyPath, is_remote
 
 DIGESTS = "digests.json"
 NO_DIGESTS = "it has no digests"
@@ -80,7 +66,7 @@ class Checkpointer:
     def __init__(self, directory: AnyPath, *, keep: int, log: Callable[[str], None]):
         if keep < 1:
             raise UserError(f"keep is {keep} and must be at least 1: the newest checkpoint always stays")
-        self._directory = as_path(directory) if is_remote(directory) else os.path.abspath(directory)
+        self._directory = storage.as_path(directory) if is_remote(directory) else os.path.abspath(directory)
         self._keep = keep
         self._log = log
         self._writer: ocp.AsyncCheckpointer | None = None
@@ -149,10 +135,10 @@ class Checkpointer:
         if is_remote(self._directory):
             left = [match[0] for match in _matches(self._directory) if not _is_committed(self._directory, match)]
         else:
-            found = names(self._directory) if is_dir(self._directory) else []
+            found = storage.names(self._directory) if storage.is_dir(self._directory) else []
             left = [name for name in found if _LEFTOVER.fullmatch(name)]
         for name in left:
-            remove_tree(os.path.join(self._directory, name))
+            storage.remove_tree(os.path.join(self._directory, name))
 
     def wait(self) -> None:
         """Returns once the last save is on disk with its digests.
@@ -172,7 +158,7 @@ class Checkpointer:
     def _prepare(self, step: int) -> str:
         """Deletes what killed runs left behind, and returns the name of the folder for a step."""
         try:
-            make_folder(self._directory)
+            storage.make_folder(self._directory)
             self.sweep()
             if newer := sorted({other.step for other in find_steps(self._directory) if other.step > step}):
                 self._log(
@@ -189,9 +175,9 @@ class Checkpointer:
         writer.wait_until_finished()
         if not distributed.is_primary():
             return
-        files = {os.path.relpath(file, written.path): file for file in files_below(written.path)}
-        digests = {name: sha256(file) for name, file in files.items() if name != DIGESTS}
-        write_json(os.path.join(written.path, DIGESTS), digests)
+        files = {os.path.relpath(file, written.path): file for file in storage.files_below(written.path)}
+        digests = {name: storage.sha256(file) for name, file in files.items() if name != DIGESTS}
+        storage.write_json(os.path.join(written.path, DIGESTS), digests)
         found = find_steps(self._directory)
         older = {
             other.step: other.path
@@ -357,7 +343,7 @@ def new_step_folder(directory: AnyPath, step: int) -> str:
     number = max(int(match[3] or 0) for match in earlier) + 1
     if is_remote(directory):
         return f"{path}.again-{number}"
-    if exists(path):
+    if storage.exists(path):
         os.rename(path, f"{path}.replaced-{number}")
     return path
 
@@ -365,8 +351,8 @@ def new_step_folder(directory: AnyPath, step: int) -> str:
 def delete_step(path: str) -> None:
     """Deletes a step; a kill halfway does not leave half a step that counts."""
     if is_remote(path):
-        remove(os.path.join(path, COMMIT))
-        remove_tree(path)
+        storage.remove(os.path.join(path, COMMIT))
+        storage.remove_tree(path)
     else:
         os.rename(path, f"{path}.deleted")
         shutil.rmtree(f"{path}.deleted")
@@ -375,13 +361,13 @@ def delete_step(path: str) -> None:
 def _matches(directory: AnyPath) -> list[re.Match[str]]:
     """Returns the names in a directory that are those of steps, complete or not; none if it is missing."""
     try:
-        return [match for name in names(directory) if (match := _STEP.fullmatch(name))]
+        return [match for name in storage.names(directory) if (match := _STEP.fullmatch(name))]
     except FileNotFoundError:
         return []
 
 
 def _is_committed(directory: AnyPath, match: re.Match[str]) -> bool:
-    return exists(os.path.join(directory, match[0], COMMIT))
+    return storage.exists(os.path.join(directory, match[0], COMMIT))
 
 
 # Digests
@@ -389,7 +375,7 @@ def _is_committed(directory: AnyPath, match: re.Match[str]) -> bool:
 
 def is_verified(folder: str) -> bool:
     """Returns whether a folder has digests; the files themselves are not read."""
-    return exists(os.path.join(folder, DIGESTS))
+    return storage.exists(os.path.join(folder, DIGESTS))
 
 
 def find_damage(folder: AnyPath) -> str | None:
@@ -404,14 +390,14 @@ def find_damage(folder: AnyPath) -> str | None:
     """
     path = os.path.join(folder, DIGESTS)
     try:
-        expected = {name: str(digest) for name, digest in json.loads(read(path)).items()}
+        expected = {name: str(digest) for name, digest in json.loads(storage.read(path)).items()}
     except (OSError, ValueError, AttributeError) as error:
         _raise_if_out_of_reach(path, error)
         return NO_DIGESTS  # Digests that cannot be read vouch for nothing.
     for name, digest in expected.items():
         path = os.path.join(folder, name)
         try:
-            if sha256(path) != digest:
+            if storage.sha256(path) != digest:
                 return f"the file {name} is damaged (its sha256 is not the one in {DIGESTS})"
         except OSError as error:
             _raise_if_out_of_reach(path, error)

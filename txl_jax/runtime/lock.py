@@ -180,10 +180,11 @@ class RunLock:
 
     def _create(self) -> bool:
         """Creates the object if there is none; returns whether it is this run's."""
-        fs, (bucket, key) = file_system("gs"), _bucket_and_key(self._path)
+        fs = file_system("gs")
+        bucket, key, _ = fs.split_path(self._path)
         url = fs.base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o"
-        data, headers = json.dumps(self._record).encode(), {"Content-Type": "application/octet-stream"}
         query = {"uploadType": "media", "name": key, "ifGenerationMatch": "0"}
+        data, headers = json.dumps(self._record).encode(), {"Content-Type": "application/octet-stream"}
         try:
             patiently(lambda: fs.call("POST", url, bucket, data=data, headers=headers, **query), self._path)
         except FileExistsError:
@@ -192,12 +193,8 @@ class RunLock:
 
     def _delete(self, generation: str) -> bool:
         """Deletes the object if it still has this generation; returns whether it had."""
-        bucket, key = _bucket_and_key(self._path)
         try:
-            patiently(
-                lambda: file_system("gs").call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=generation),
-                self._path,
-            )
+            _call("DELETE", self._path, ifGenerationMatch=generation)
         except (FileExistsError, FileNotFoundError):
             return False
         return True
@@ -219,18 +216,17 @@ class RunLock:
         return f"{self._path}-beat-{record.get('token')}"
 
 
-def _bucket_and_key(url: str) -> tuple[str, str]:
-    bucket, _, key = url.partition("://")[2].partition("/")
-    return bucket, key
+def _call(method: str, url: str, **query: str) -> Any:
+    """Calls the server about an object; returns the headers and the content of its answer."""
+    fs = file_system("gs")
+    bucket, key, _ = fs.split_path(url)
+    return patiently(lambda: fs.call(method, "b/{}/o/{}", bucket, key, **query), url)
 
 
 def _stat(url: str) -> tuple[str, float] | None:
     """Returns an object's generation and the seconds since it was written, by the server's clock; None if missing."""
     try:
-        headers, answer = patiently(
-            lambda: file_system("gs").call("GET", "b/{}/o/{}", *_bucket_and_key(url)),
-            url,
-        )
+        headers, answer = _call("GET", url)
     except FileNotFoundError:
         return None
     found = json.loads(answer)

@@ -22,19 +22,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from txl_jax.errors import LogError, UserError
+from txl_jax.runtime import storage
 from txl_jax.runtime.sinks import Sink, TensorBoard
-from txl_jax.runtime.storage import (
-    AnyPath,
-    as_path,
-    is_remote,
-    make_folder,
-    names,
-    read,
-    remove,
-    write,
-    write_lines,
-    writing,
-)
+from txl_jax.runtime.storage import AnyPath, is_remote
 
 METRICS, LINES = "metrics.jsonl", "log.txt"
 SECONDS_BETWEEN_UPLOADS = 30.0  # Of a part that is not sealed yet.
@@ -49,7 +39,7 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     Raises:
       LogError: If a line before the last is no record, or the file cannot be read.
     """
-    return list(_records(os.path.join(as_path(folder), METRICS)))
+    return list(_records(os.path.join(storage.as_path(folder), METRICS)))
 
 
 def _records(path: str) -> Iterator[dict[str, Any]]:
@@ -76,12 +66,12 @@ def _records(path: str) -> Iterator[dict[str, Any]]:
 
 def read_appended(path: AnyPath) -> bytes:
     """Returns the bytes of a text that a run appends to; raises OSError if it is missing or cannot be read."""
-    path = as_path(path)
+    path = storage.as_path(path)
     while parts := _parts(path):
         first = max((place for place, part in enumerate(parts) if part.endswith(".all")), default=0)
         with contextlib.suppress(FileNotFoundError):  # A run that starts meanwhile has replaced the parts.
-            return b"".join(read(part) for part in parts[first:])
-    return read(path)
+            return b"".join(storage.read(part) for part in parts[first:])
+    return storage.read(path)
 
 
 def replace_appended(path: AnyPath, texts: Sequence[str]) -> None:
@@ -92,11 +82,11 @@ def replace_appended(path: AnyPath, texts: Sequence[str]) -> None:
     """
     path = os.fspath(path)
     if not is_remote(path):
-        return write_lines(path, texts)
+        return storage.write_lines(path, texts)
     before = _parts(path)
-    write(f"{_part(path, _next(before))}.all", "".join(texts).encode())
+    storage.write(f"{_part(path, _next(before))}.all", "".join(texts).encode())
     for part in before:
-        remove(part)
+        storage.remove(part)
 
 
 def _parts(path: str) -> list[str]:
@@ -104,7 +94,7 @@ def _parts(path: str) -> list[str]:
     if not is_remote(path):
         return []
     try:
-        found = [name for name in names(f"{path}.parts") if _PART.fullmatch(name)]
+        found = [name for name in storage.names(f"{path}.parts") if _PART.fullmatch(name)]
     except FileNotFoundError:
         return []
     return [f"{path}.parts/{name}" for name in sorted(found, key=lambda name: (int(name.partition(".")[0]), name))]
@@ -144,7 +134,7 @@ class RunLog:
     def __init__(
         self, folder: AnyPath | None, *, sinks: Sequence[Sink] = (), confirm: Callable[[], None] = lambda: None
     ):
-        self._folder = None if folder is None else as_path(folder)
+        self._folder = None if folder is None else storage.as_path(folder)
         self._sinks = list(sinks)
         self._failed: list[Sink] = []
         self._confirm = confirm
@@ -165,8 +155,8 @@ class RunLog:
         waiting, self._waiting = [*opening, *(self._waiting or ())], None
         if self._folder is None:
             return self
-        with writing(self._folder):
-            make_folder(self._folder)
+        with storage.writing(self._folder):
+            storage.make_folder(self._folder)
             _drop_repeated(os.path.join(self._folder, METRICS), step, redone)
             self._texts = {name: _Text(os.path.join(self._folder, name)) for name in (METRICS, LINES)}
         self._tensorboard = TensorBoard(os.path.join(self._folder, "tensorboard"), first_step=step)
@@ -198,7 +188,7 @@ class RunLog:
         finally:
             texts, self._texts = self._texts, {}
             self._threads.shutdown()
-            with writing(self._folder or ""):
+            with storage.writing(self._folder or ""):
                 for text in texts.values():
                     if text.file is not None:
                         text.file.close()
@@ -254,7 +244,7 @@ class RunLog:
             return
         text = self._texts[name]
         if text.file is not None:
-            with writing(text.path):
+            with storage.writing(text.path):
                 text.file.write(f"{line}\n")
                 text.file.flush()
             return
@@ -275,7 +265,7 @@ class RunLog:
         def upload() -> None:
             self._make_sure()
             for text, count in changed.items():
-                write(_part(text.path, text.number), "".join(text.lines[:count]).encode())
+                storage.write(_part(text.path, text.number), "".join(text.lines[:count]).encode())
                 text.uploaded = count
 
         self._upload_began = time.monotonic()
@@ -289,7 +279,7 @@ class RunLog:
             upload.result()
 
     def _make_sure(self) -> None:
-        with writing(self._folder or ""):
+        with storage.writing(self._folder or ""):
             self._confirm()
 
     def _each(self, method: str, *arguments: Any) -> None:
