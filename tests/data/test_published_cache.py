@@ -25,13 +25,13 @@ WAITS = """
 import sys, time
 from support import miniature
 from txl_jax.config import CorpusName
-from txl_jax.data.sources import checks, published
+from txl_jax.data import prepare
 miniature.install()
 def wait(self, block):
     print("inside", flush=True)
     time.sleep(600)
-checks.Tally.add = wait
-published.read(CorpusName.LM1B, data_dir=sys.argv[1] + "/data", cache_dir=sys.argv[1] + "/cache")
+prepare.Tally.add = wait
+prepare.read(CorpusName.LM1B, data_dir=sys.argv[1] + "/data", cache_dir=sys.argv[1] + "/cache")
 """
 
 

@@ -30,7 +30,7 @@ def test_the_ids_of_each_split_are_mapped(tmp_path):
     tokens = open_store(text_of(), SETTINGS, words, folder=tmp_path)
     assert [tokens.splits[split].tolist() for split in SPLITS] == [[0, 2, 1, 5, 1], [2, 1], [5, 1]]
     assert tokens.sentences.tolist() == [0, 3, 5] and tokens.sentences.dtype == np.int64
-    assert tokens.vocabulary == words()
+    assert tokens.vocabulary == dumps(words())
     for array in (*tokens.splits.values(), tokens.sentences):
         assert isinstance(array, np.memmap) and not array.flags.writeable
     (name,) = names(tmp_path)
@@ -57,7 +57,7 @@ def test_tokens_without_line_marks_have_no_sentences(tmp_path):
     text = text_of(valid=b"cat\nsat", test=b"cat sat")
     for i, vocabulary in enumerate(unmarked):
         tokens = open_store(text, {"i": i}, lambda own=vocabulary: own, folder=tmp_path)
-        assert tokens.sentences is None and tokens.vocabulary == vocabulary
+        assert tokens.sentences is None and tokens.vocabulary == dumps(vocabulary)
         for split in SPLITS:
             assert tokens.splits[split].tolist() == np.concatenate([*vocabulary.blocks(text.splits[split])]).tolist()
 
@@ -190,7 +190,7 @@ def test_ids_are_those_of_this_version(tmp_path):
     for config in configs:
         make = functools.partial(make_vocabulary, config, text)
         tokens = open_store(text, config_tree.to_dict(config), make, folder=tmp_path)
-        found.update(dumps(tokens.vocabulary).encode())
+        found.update(tokens.vocabulary.encode())
         found.update(
             str([*(ids.tolist() for ids in tokens.splits.values()), np.array(tokens.sentences).tolist()]).encode()
         )

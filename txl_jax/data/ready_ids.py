@@ -6,18 +6,16 @@ The files are memory-mapped where they are: they are read once for their digest 
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from txl_jax.config import DataConfig, LineMark
-from txl_jax.data.byte_tokens import text_blocks
-from txl_jax.data.own_text import expanded, file_part
+from txl_jax.config import DataConfig
 from txl_jax.data.subwords import given_tokenizer
-from txl_jax.data.text import SPLITS, File, with_bar
-from txl_jax.data.vocabulary import MIN_SPLIT_TOKENS, Vocabulary, check_ids, id_type, prompt_text, unescape
+from txl_jax.data.text import SPLITS, expanded, file_part, with_bar
+from txl_jax.data.vocabulary import MIN_SPLIT_TOKENS, Vocabulary, check_ids, id_type, unescape
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
@@ -126,21 +124,13 @@ def _as_bytes(text: str | bytes) -> bytes:
 _LARGEST_SIZE = 2**31 - 1  # Of a vocabulary: ids are int32 on a device.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class IdText:
-    """Ids in three splits.
+class IdText(NamedTuple):
+    """Ids in three splits."""
 
-    Attributes:
-      description: one line for people.
-      digest: sha256 of the ids as they are stored, in hexadecimal.
-      vocabulary: of the ids.
-      splits: memory-mapped, read-only [T] each.
-    """
-
-    description: str
-    digest: str
-    vocabulary: Vocabulary
-    splits: dict[str, np.ndarray]
+    description: str  # One human-readable line.
+    digest: str  # sha256 of the ids as they are stored, in hexadecimal.
+    vocabulary: Vocabulary  # Of the ids.
+    splits: dict[str, np.ndarray]  # Memory-mapped, read-only [T].
 
 
 def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdText:
@@ -263,20 +253,17 @@ def _split(ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class IdVocabulary:
+class IdVocabulary(Vocabulary):
     """Decimal numbers from 0 to V - 1, separated by white space.
 
     >>> IdVocabulary(20).encode(b"5 17").tolist()
     [5, 17]
     """
 
-    size: int  # V.
+    size: int = 0  # V. A default, because a dataclass would take the property of `Vocabulary` for one.
 
     kind: ClassVar[str] = "id"
     measure: ClassVar[Measure] = Measure.PPL
-    line_mark: ClassVar[LineMark] = LineMark.NONE
-    mark: ClassVar[int | None] = None
-    unknown_id: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         if type(self.size) is not int or self.size < 1:
@@ -290,15 +277,6 @@ class IdVocabulary:
     def names(self) -> list[bytes]:
         """Returns the number of each token."""
         return [str(token).encode() for token in range(self.size)]
-
-    def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks."""
-        for block in text_blocks(files, close_lines=True):
-            yield self._encode(block)
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text; raises `UserError` for a word that is none."""
-        return self._encode(prompt_text(text))
 
     def decode(self, ids: Any) -> bytes:
         """Returns each number and a space."""

@@ -18,10 +18,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from txl_jax.config import LineMark
-from txl_jax.data.byte_tokens import text_blocks
-from txl_jax.data.text import File
-from txl_jax.data.vocabulary import check_ids, escape, id_type, prompt_text, read_named, unescape
+from txl_jax.data.text import File, read_named, text_blocks
+from txl_jax.data.vocabulary import Vocabulary, check_ids, escape, id_type, unescape
 from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
 
@@ -33,15 +31,13 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # Of tokenizers that spell unk
 
 
 @dataclasses.dataclass(frozen=True)
-class SubwordVocabulary:
+class SubwordVocabulary(Vocabulary):
     """The tokens of a tokenizer.json."""
 
     content: str = dataclasses.field(repr=False)  # Of the file.
 
     kind: ClassVar[str] = "hf"  # As portable folders have it since 0.2.0.
     measure: ClassVar[Measure] = Measure.PPL
-    line_mark: ClassVar[LineMark] = LineMark.NONE  # A line's end is text.
-    mark: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         if not self.size:
@@ -71,18 +67,13 @@ class SubwordVocabulary:
         return list(self._texts)
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks of one axis.
-
-        Raises:
-          UserError: a text that is no UTF-8, or has a character that the tokenizer cannot encode; names the file.
-        """
+        """Yields the ids of a split, in blocks; raises `UserError` for a character that cannot be encoded."""
         for file in files:
             for text in _paragraphs(text_blocks([file], close_lines=False)):
-                yield self._encode(text, f"{file.name}: ")
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text that may go on."""
-        return self._encode(prompt_text(text), "")
+                try:
+                    yield self._encode(text)
+                except UserError as error:
+                    raise UserError(f"{file.name}: {error}") from error
 
     def decode(self, ids: Any) -> bytes:
         """Concatenates the tokens' bytes, of which a character may need several."""
@@ -101,35 +92,30 @@ class SubwordVocabulary:
         """Builds a vocabulary from its `header` and `lines`."""
         return cls(unescape(lines[0]))
 
-    def _encode(self, text: str, where: str) -> np.ndarray:
-        if self._may_drop:
-            self._check_characters(text, where)
-        return np.array(self._ids(text, where), id_type(self.size))
+    def _encode(self, text: str) -> np.ndarray:
+        self._check_characters(text)
+        return np.array(self._ids(text), id_type(self.size))
 
-    def _ids(self, text: str, where: str = "") -> list[int]:
+    def _ids(self, text: str) -> list[int]:
         try:
             found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # The package raises nothing narrower.
-            raise UserError(f"{where}the tokenizer cannot encode the text ({error})") from error
+            raise UserError(f"the tokenizer cannot encode the text ({error})") from error
         return found
 
-    @property
-    def _may_drop(self) -> bool:
-        """Returns whether characters without a token vanish: byte pair encoding without an unknown token drops them."""
-        model = self._settings["model"]
-        return model.get("type") == "BPE" and model.get("unk_token") is None and not model.get("byte_fallback")
-
-    def _check_characters(self, text: str, where: str) -> None:
-        """Raises `UserError` for a character that the tokenizer would drop."""
-        normalizer = self._tokenizer.normalizer
+    def _check_characters(self, text: str) -> None:
+        """Raises `UserError` for a character that would vanish: BPE without an unknown token drops what it lacks."""
+        model, normalizer = self._settings["model"], self._tokenizer.normalizer
+        if model.get("type") != "BPE" or model.get("unk_token") is not None or model.get("byte_fallback"):
+            return
         for character in sorted(set(text) - self._kept):
             normal = character if normalizer is None else normalizer.normalize_str(character)
-            ids = self._ids(character, where)
+            ids = self._ids(character)
             # Byte tokens spell all bytes of a character or lose some of it.
             spelt = not self._byte_level or self.decode(ids).endswith(normal.encode())
             if normal and not normal.isspace() and not (ids and spelt):
                 raise UserError(
-                    f"{where}the tokenizer has no token for {character!r} (U+{ord(character):04X}) and none for "
+                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}) and none for "
                     "unknown ones, so that it would vanish; give another tokenizer, or remove it from the text"
                 )
         self._kept.update(text)

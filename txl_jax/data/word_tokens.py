@@ -1,25 +1,25 @@
-"""Word tokens."""
+"""Words, and characters: tokens that are ranked by how often they occur."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from txl_jax.config import LineMark
-from txl_jax.data.byte_tokens import text_blocks
-from txl_jax.data.text import File
-from txl_jax.data.vocabulary import MARKS, check_distinct, check_ids, escape, id_type, prompt_text, unescape
+from txl_jax.data.text import File, text_blocks
+from txl_jax.data.vocabulary import MARKS, Vocabulary, check_ids, escape, id_type, unescape
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
 UNKNOWN_WORD = "<unk>"
+UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclasses.dataclass(frozen=True)
-class WordVocabulary:
+class WordVocabulary(Vocabulary):
     """Words, separated by white space, by rank; the line mark, if there is one, comes first."""
 
     words: tuple[str, ...] = dataclasses.field(repr=False)  # Distinct.
@@ -31,7 +31,7 @@ class WordVocabulary:
     measure: ClassVar[Measure] = Measure.PPL
 
     def __post_init__(self) -> None:
-        check_distinct(self.words, self.unknown, self.kind)
+        _check_distinct(self.words, self.unknown, self.kind)
         if self.line_mark in MARKS and MARKS[self.line_mark] not in self._ids:
             raise UserError(f"a vocabulary with line mark {self.line_mark} lacks the word {MARKS[self.line_mark]}")
 
@@ -71,10 +71,6 @@ class WordVocabulary:
             yield np.array([self.mark], self._type)
         # Where a line's end opens the next line too, the last one opens nothing.
         yield from (_without_last(blocks) if self.line_mark is LineMark.DOUBLE_S else blocks)
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text that may go on."""
-        return self._encode(prompt_text(text))
 
     def decode(self, ids: Any) -> bytes:
         """Returns each word and a space; a newline for a mark."""
@@ -131,13 +127,8 @@ def _without_last(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         yield pending[:-1]
 
 
-# -- Character tokens.
-
-UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-
-
 @dataclasses.dataclass(frozen=True)
-class CharacterVocabulary:
+class CharacterVocabulary(Vocabulary):
     """Unicode characters by rank; the replacement character encodes those that the training text lacks."""
 
     characters: str = dataclasses.field(repr=False)  # Distinct.
@@ -145,11 +136,9 @@ class CharacterVocabulary:
 
     kind: ClassVar[str] = "char"
     measure: ClassVar[Measure] = Measure.BPC
-    line_mark: ClassVar[LineMark] = LineMark.NONE
-    mark: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
-        check_distinct(self.characters, UNKNOWN_CHARACTER, self.kind)
+        _check_distinct(self.characters, UNKNOWN_CHARACTER, self.kind)
 
     @property
     def size(self) -> int:
@@ -169,15 +158,6 @@ class CharacterVocabulary:
     def names(self) -> list[bytes]:
         """Returns the name of each token."""
         return [character.encode() for character in self.characters]
-
-    def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks of one axis."""
-        for block in text_blocks(files, close_lines=False):
-            yield self._encode(block)
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text that may go on."""
-        return self._encode(prompt_text(text))
 
     def decode(self, ids: Any) -> bytes:
         """Returns the text of ids of any shape, in row-major order."""
@@ -206,3 +186,12 @@ class CharacterVocabulary:
         ids = np.full(0x110000, self.unknown_id, id_type(self.size))
         ids[np.frombuffer(self.characters.encode("utf-32-le"), np.uint32)] = np.arange(self.size)
         return ids
+
+
+def _check_distinct(tokens: Sequence[str], unknown: str, kind: str) -> None:
+    """Raises `UserError` for a token that is there twice, or no token for unknown ones."""
+    if len(set(tokens)) != len(tokens) or unknown not in tokens:
+        raise UserError(
+            f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and hold {unknown!r}; "
+            f"{len(set(tokens))} are distinct"
+        )
