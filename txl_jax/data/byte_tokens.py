@@ -72,10 +72,6 @@ class ByteVocabulary(Vocabulary):
         """Returns the text of ids."""
         return np.frombuffer(self.symbols, np.uint8)[check_ids(ids, self.size)].tobytes()
 
-    def names(self) -> list[bytes]:
-        """Returns the name of each token."""
-        return [bytes([symbol]) for symbol in self.symbols]
-
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form."""
         return {"newlines": self.newlines.value}

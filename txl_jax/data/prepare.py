@@ -427,19 +427,15 @@ class Files:
         wanted: dict[str, dict[str, str]] = {}
         for name in sorted(sizes):
             path, member = self.places[name]
-            if member:
-                wanted.setdefault(path, {})[member] = name
-            else:
-                with open(path, "rb") as stream:
-                    yield name, _blocks(stream, first, sizes[name], contextlib.nullcontext)
+            wanted.setdefault(path, {})[member] = name
         for path, names in wanted.items():
-            unpacking = functools.partial(_unpacking, path, self.again)
-            with unpacking():
+            reading = functools.partial(_reading, path, self.again)
+            with reading():
                 for member, _, open_member in members(path):
                     if member in names:
                         name = names.pop(member)
                         with open_member() as stream:
-                            yield name, _blocks(stream, first, sizes[name], unpacking)
+                            yield name, _blocks(stream, first, sizes[name], reading)
                     if not names:
                         break
 
@@ -449,10 +445,8 @@ def _blocks(stream: IO[bytes], first: int, size: int, reading: Callable[[], Any]
         while left:
             with reading():
                 block = stream.read(min(left, RECORD_BYTES))
-                if not block and reading is not contextlib.nullcontext:
+                if not block:
                     raise EOFError(f"it ends {left:,} bytes early")
-            if not block:
-                raise UserError("a corpus's file became shorter while it was read; leave it alone while a run starts")
             left -= len(block)
             if wanted:
                 yield block
@@ -471,14 +465,11 @@ def open_files(name: str, paths: Mapping[str, str], *, again: str) -> Files:
     """
     places, sizes = {}, {}
     for file, path in paths.items():
-        if not path.endswith(ARCHIVE_SUFFIXES):
-            places[file], sizes[file] = (path, ""), os.path.getsize(path)
-            continue
-        prefix = f"{file}/" if len(paths) > 1 else ""
-        with _unpacking(path, again):
+        with _reading(path, again):
             for member, size, _ in members(path):
-                places.setdefault(prefix + member, (path, member))  # `read` takes the first of two as well.
-                sizes.setdefault(prefix + member, size)
+                called = f"{file}/{member}" if member and len(paths) > 1 else member or file
+                places.setdefault(called, (path, member))  # `read` takes the first of two as well.
+                sizes.setdefault(called, size)
     return Files(name, again, places, sizes)
 
 
@@ -488,11 +479,18 @@ Members = Iterator[tuple[str, int, Callable[[], Any]]]
 def members(path: str) -> Members:
     """Yields the files of a zip or tar archive: name, bytes, and a function that opens it until the next one comes.
 
+    Another file is its own only member, without a name.
+
     Raises:
       UserError: If a member's name leads out of the archive, or it is a device.
       OSError, EOFError, ...: Any of `_DAMAGE`, if the archive is damaged.
     """
-    return _zip_members(path) if path.endswith(".zip") else _tar_members(path)
+    if path.endswith(".zip"):
+        yield from _zip_members(path)
+    elif path.endswith(ARCHIVE_SUFFIXES):
+        yield from _tar_members(path)
+    else:
+        yield "", os.path.getsize(path), functools.partial(open, path, "rb")
 
 
 def _zip_members(path: str) -> Members:
@@ -528,17 +526,21 @@ def _tar_members(path: str) -> Members:
 
 
 @contextlib.contextmanager
-def _unpacking(path: str, again: str) -> Iterator[None]:
-    """Turns the errors of damaged archives into a `UserError`."""
+def _reading(path: str, again: str) -> Iterator[None]:
+    """Turns the errors of damaged archives, and of a file that became shorter, into a `UserError`."""
     try:
         yield
     except (UserError, PermissionError):
         raise
     except _DAMAGE as error:
-        raise UserError(
-            f"{path} cannot be unpacked ({error}); it may be damaged or only partly downloaded, get it again from "
-            f"{again}"
-        ) from error
+        if path.endswith(ARCHIVE_SUFFIXES):
+            raise UserError(
+                f"{path} cannot be unpacked ({error}); it may be damaged or only partly downloaded, get it again from "
+                f"{again}"
+            ) from error
+        if isinstance(error, EOFError):
+            raise UserError(f"{path} became shorter while it was read; leave it alone while a run starts") from error
+        raise
 
 
 def _check_safe(path: str, name: str, target: str | None, folder: str) -> None:

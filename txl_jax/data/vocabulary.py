@@ -54,6 +54,7 @@ class Vocabulary(Protocol):
 
     def names(self) -> list[bytes]:
         """Returns the name of each token: its text, a word without the space after it, a mark as its own word."""
+        return [self.decode([token]) for token in range(self.size)]
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
         """Yields the ids of a split, in blocks of one axis.

@@ -66,16 +66,19 @@ class WordVocabulary(Vocabulary):
         one <S>:   <S> w w <S> w <S>           a mark before all, and each line and a mark
         two <S>:   <S> w w <S> <S> w <S>       a mark before and after each line
         """
-        blocks = (self._encode(block) for block in text_blocks(files, close_lines=True))
         if self.line_mark in (LineMark.S, LineMark.DOUBLE_S):
             yield np.array([self.mark], self._type)
+        pending = np.empty(0, self._type)
+        for block in text_blocks(files, close_lines=True):
+            if (ids := self._encode(block)).size:
+                yield pending
+                pending = ids
         # Where a line's end opens the next line too, the last one opens nothing.
-        yield from (_without_last(blocks) if self.line_mark is LineMark.DOUBLE_S else blocks)
+        yield pending[:-1] if self.line_mark is LineMark.DOUBLE_S else pending
 
     def decode(self, ids: Any) -> bytes:
         """Returns each word and a space; a newline for a mark."""
-        texts = [self._texts[token] for token in check_ids(ids, self.size).tolist()]
-        return "".join(texts).encode()
+        return "".join(map(self._texts.__getitem__, check_ids(ids, self.size).tolist())).encode()
 
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form."""
@@ -114,19 +117,6 @@ class WordVocabulary(Vocabulary):
         return ["\n" if word == mark else word + " " for word in self.words]
 
 
-def _without_last(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yields the blocks without their very last id."""
-    pending = None
-    for block in blocks:
-        if not len(block):
-            continue
-        if pending is not None:
-            yield pending
-        pending = block
-    if pending is not None:
-        yield pending[:-1]
-
-
 @dataclasses.dataclass(frozen=True)
 class CharacterVocabulary(Vocabulary):
     """Unicode characters by rank; the replacement character encodes those that the training text lacks."""
@@ -154,10 +144,6 @@ class CharacterVocabulary(Vocabulary):
     def unknown_id(self) -> int:
         """Returns the id of tokens that the vocabulary lacks."""
         return self.characters.index(UNKNOWN_CHARACTER)
-
-    def names(self) -> list[bytes]:
-        """Returns the name of each token."""
-        return [character.encode() for character in self.characters]
 
     def decode(self, ids: Any) -> bytes:
         """Returns the text of ids of any shape, in row-major order."""
