@@ -158,7 +158,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         super().__init__(**({"file_format": "array_record"} | kwargs))
         self._find = find
         self._tallies: dict[str, dict[str, Tally]] = {}  # By part and file.
-        self._files: dict[str, list[tuple[str, int, int]]] = {}
+        self._files: dict[str, list[tuple[str, int, int]]] = {}  # By split, as in the metadata.
 
     @property
     def corpus(self) -> PublishedCorpus:
@@ -231,11 +231,11 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
             self._check(files, part)
 
     def _check(self, files: "Files", part: str) -> None:
-        tallies, title = self._tallies[part], self.corpus.title
-        of = title if self.corpus.cuts else f"the {part} split of {title}"
-        if wrong := difference(self.corpus.facts[part], _in_order(tallies), of=of):
-            self._refuse(files, list(tallies), wrong)
-        if _other_bytes(self.corpus.facts[part], _in_order(tallies)):
+        known, tallies = self.corpus.facts[part], _in_order(self._tallies[part])
+        of = self.corpus.title if self.corpus.cuts else f"the {part} split of {self.corpus.title}"
+        if wrong := difference(known, tallies, of=of):
+            self._refuse(files, list(self._tallies[part]), wrong)
+        if _other_bytes(known, tallies):
             print(
                 f"note: {of} in {files.name} has as many tokens as the published one, but other bytes; scores are "
                 "comparable only if just its white space differs",
@@ -254,8 +254,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         """Does nothing: the program prints it."""
 
 
-# The class's name gives the directory of records, txl_NAME.
-BUILDERS = {
+BUILDERS = {  # Their names are those of the directories of records.
     name: type(f"Txl{name.value.title()}", (PublishedText,), {"NAME": name, "name": f"txl_{name}"}) for name in CORPORA
 }
 
@@ -313,7 +312,7 @@ def _open_local(
         path, url = paths[official.file], official.url
         if official.size not in (None, size := os.path.getsize(path)):
             raise UserError(f"{path} has {size:,} bytes and {url} has {official.size:,}; get it again from there")
-        if official.sha256 not in (None, sha256 := storage.file_sha256(path)):
+        if official.sha256 is not None and (sha256 := storage.file_sha256(path)) != official.sha256:
             raise UserError(f"{path} has sha256 {sha256} and {url} has {official.sha256}; get it again from there")
     return open_files(name, paths, again=url)
 
@@ -463,7 +462,8 @@ def open_files(name: str, paths: Mapping[str, str], *, again: str) -> Files:
     Raises:
       UserError: If an archive is damaged, or a member's name leads out of it.
     """
-    places, sizes = {}, {}
+    places: dict[str, tuple[str, str]] = {}
+    sizes: dict[str, int] = {}
     for file, path in paths.items():
         with _reading(path, again):
             for member, size, _ in members(path):
@@ -595,20 +595,13 @@ _END_BYTES = 1 << 12  # Length of a file's end that is searched for empty lines.
 
 
 class Tally:
-    """Counts of one file.
-
-    Words are those of `str.split`, as for word tokens. They are only counted on request: that takes longer than all
-    the rest.
-    """
+    """Counts of one file. Words, as of `str.split`, are only counted on request: that takes longer than the rest."""
 
     def __init__(self, *, words: bool):
-        self.size = 0
-        self._newlines = 0
-        self._digest = hashlib.sha256()
-        self._end = b""
+        self.size = self._newlines = 0
         self._words: int | None = 0 if words else None
+        self._digest, self._end, self._in_word = hashlib.sha256(), b"", False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._in_word = False
 
     def add(self, block: bytes) -> None:
         """Counts the file's next bytes, at least one."""

@@ -61,8 +61,9 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdT
         )
     if config.file:
         borders = [len(arrays["file"]) * percent // 100 for percent in (90, 95)]
-        arrays = dict(zip(SPLITS, np.split(arrays["file"], borders), strict=True))
-    splits = {split: arrays.get(split, arrays["valid"]) for split in SPLITS}
+        splits = dict(zip(SPLITS, np.split(arrays["file"], borders), strict=True))
+    else:
+        splits = {split: arrays.get(split, arrays["valid"]) for split in SPLITS}
     for split, ids in splits.items():
         if len(ids) < MIN_SPLIT_TOKENS:
             raise UserError(
@@ -71,7 +72,7 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdT
     sizes = " + ".join(f"{len(ids):,}" for ids in splits.values())
     is_counted = isinstance(vocabulary, IdVocabulary) and tokenizer.vocab_size is None
     counted = " (the largest id and one)" if is_counted else ""
-    tested = "" if "test" in arrays else ", tested on the validation ids"
+    tested = "" if config.file or config.test else ", tested on the validation ids"
     return IdText(
         f"own ids, {sizes} in train + valid + test{tested}, of {vocabulary.size:,} tokens{counted}",
         digests[0] if config.file else hashlib.sha256("".join(digests).encode()).hexdigest(),
