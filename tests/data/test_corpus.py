@@ -208,9 +208,6 @@ def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
     assert texts(third)[2] == b"<unk> cow <unk> \n" * 2 and len(stores(tmp_path / "cache")) == 4
 
 
-# A prefix of a published corpus
-
-
 # Python's library
 
 

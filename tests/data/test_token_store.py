@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import txl_jax
+from support.encoded_text import in_blocks, joined
 from support.full_disk import largest_file
-from support.token_texts import SETTINGS, WORDS, assert_same, file_of, names, never, text_of, words
 from txl_jax.config import DataConfig, LineMark, Tokenizer, TokenizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data import token_store
@@ -30,6 +30,36 @@ from txl_jax.data.token_store import find_store, fingerprint, open_store
 from txl_jax.data.vocabulary import dumps
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
+
+SETTINGS = {"tokenizer": "word", "min_count": 1}
+WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat")
+
+
+def text_of(train=b"the cat\nsat\n", valid=b"cat\n", test=b"sat", *, digest="d", block=5):
+    """A text of three splits, each a file's content or a list of them."""
+    contents = ([split] if isinstance(split, bytes) else split for split in (train, valid, test))
+    splits = (tuple(in_blocks(content, block) for content in split) for split in contents)
+    return Text("own text", "made up", digest, dict(zip(SPLITS, splits, strict=True)))
+
+
+def words():
+    return WordVocabulary(WORDS)
+
+
+def never():
+    raise AssertionError("the store is there already")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def assert_same(one, other):
+    assert one.vocabulary == other.vocabulary
+    for split in SPLITS:
+        np.testing.assert_array_equal(one.splits[split], other.splits[split], strict=True)
+    np.testing.assert_array_equal(one.sentences, other.sentences, strict=True)
+
 
 # What is in a store
 
@@ -67,7 +97,7 @@ def test_tokens_without_line_marks_have_no_sentences(tmp_path):
         tokens = open_store(text, {"i": i}, lambda own=vocabulary: own, folder=tmp_path)
         assert tokens.sentences is None and tokens.vocabulary == dumps(vocabulary)
         for split in SPLITS:
-            assert tokens.splits[split].tolist() == np.concatenate([*vocabulary.blocks(text.splits[split])]).tolist()
+            assert tokens.splits[split].tolist() == joined(vocabulary.blocks(text.splits[split]))
 
 
 # Lines of words known and unknown, some empty.
@@ -93,9 +123,7 @@ def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_
     tokens = open_store(text_of(contents, block=block), SETTINGS, lambda: vocabulary, folder=folder)
     assert tokens.sentences.tolist() == expected
     assert expected[-1] == len(tokens.splits["train"])
-    assert tokens.splits["train"].tolist() == [
-        token for ids in vocabulary.blocks(map(file_of, contents)) for token in ids.tolist()
-    ]
+    assert tokens.splits["train"].tolist() == joined(vocabulary.blocks(map(in_blocks, contents)))
 
 
 @pytest.mark.parametrize("split", SPLITS)
