@@ -13,48 +13,37 @@ huggingface, which TransfoXLLMHeadModel of transformers 4.35.2 opens; original, 
 release. What was written is read back and compared, tensors and losses, before the folder gets its name.
 """
 
-import sys
+import dataclasses
 
-from absl import flags
-
-from txl_jax.cli import runner
-from txl_jax.errors import UserError
-from txl_jax.interop import formats
-from txl_jax.runs.convert import NATIVE, TargetFormat, convert
-
-FLAGS = flags.FLAGS
+from txl_jax import cli
+from txl_jax.cli import setting
+from txl_jax.runs.convert import SourceFormat, TargetFormat, convert
 
 
-def main() -> None:
-    """Parses the flags and converts."""
-    flags.DEFINE_string("from", None, "What is converted: a workdir, a portable folder, or foreign weights.")
-    flags.DEFINE_string("to", None, "The new folder.")
-    flags.DEFINE_enum("to_format", TargetFormat.NATIVE, list(TargetFormat), "Format of --to.")
-    flags.DEFINE_enum("from_format", None, [NATIVE, *formats.Format], "Format of --from; default: recognised.")
-    flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, if --from is the workdir of one.")
-    runner.parse_or_exit(groups=(), required=("from", "to"))
-    sys.exit(runner.guarded(_run))
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.Plan):
+    """What is converted, and to what."""
 
-
-def _run() -> int:
-    source, target = (_given(name) for name in ("from", "to"))
-    convert(
-        source,
-        target,
-        to_format=TargetFormat(FLAGS.to_format),
-        from_format=FLAGS.from_format,
-        member=FLAGS.ensemble_member,
+    from_: str = setting(
+        "", "What is converted: a workdir, a portable folder, or foreign weights.", path=True, required=True
     )
-    return 0
+    to: str = setting("", "The new folder.", path=True, required=True)
+    to_format: TargetFormat = setting(TargetFormat.NATIVE, "Format of --to.")
+    from_format: SourceFormat | None = setting(None, "Format of --from; none: recognised.")
+    ensemble_member: str | None = setting(None, "Member of an ensemble, if --from is the workdir of one.")
 
 
-def _given(name: str) -> str:
-    """Returns the value of a flag; raises `UserError` if it was not given."""
-    value: str = FLAGS[name].value or ""
-    if not value:
-        raise UserError(f"no path was given; give --{name}=PATH")
-    return value
+def run(plan: Plan, job: cli.Job) -> None:
+    """Converts."""
+    del job
+    convert(
+        plan.from_,
+        plan.to,
+        to_format=plan.to_format,
+        from_format=plan.from_format,
+        member=plan.ensemble_member,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run, Plan)

@@ -15,65 +15,60 @@ and "optimizer.": "seed=2", "learning_rate=0.001+dropout.rate=0.1". --mode=split
 in which the program of its corpus trains on.
 """
 
-import sys
+import dataclasses
+import enum
 
-from absl import flags
-
-from txl_jax.cli import flag_tree, programs, runner, watch
+from txl_jax import cli
+from txl_jax.cli import setting
 from txl_jax.config import ExperimentConfig
 from txl_jax.errors import UserError
-from txl_jax.runs import ensemble, warm_start
-from txl_jax.runs.ensemble import split_off
-from txl_jax.runs.run import Workdir
-from txl_jax.runtime.stop import StopRequest
-from txl_jax.runtime.storage import as_path
-
-FLAGS = flags.FLAGS
+from txl_jax.runs import ensemble
+from txl_jax.runs.run import Run
 
 
-def main() -> None:
-    """Parses the flags, and trains the members or splits one off."""
-    flags.DEFINE_enum("mode", "train", ("train", "split"), "Train all members, or split one off.")
-    flags.DEFINE_string("workdir", None, "Folder of the ensemble: checkpoints, logs, results. Created if missing.")
-    watch.define_flags()
-    runner.define_data_folders()
-    flag_tree.define(ExperimentConfig())
-    flags.DEFINE_multi_string(
-        "ensemble_member",
-        [],
-        'One flag per member: its settings, such as "seed=2 model.dropout.rate=0.3". For --mode=split its name.',
+class Mode(enum.StrEnum):
+    """The job of this program."""
+
+    TRAIN = "train"
+    SPLIT = "split"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.WatchPlan, cli.TextPlan):
+    """The folder and the members."""
+
+    mode: Mode = setting(Mode.TRAIN, "Train all members, or split one off.")
+    workdir: str = setting(
+        "", "Folder of the ensemble: checkpoints, logs, results. Created if missing.", path=True, required=True
     )
-    flags.DEFINE_string("to", None, "For --mode=split: the workdir of the member.")
-    runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+    ensemble_member: tuple[str, ...] = setting(
+        (),
+        'One flag per member: its settings, such as "seed=2 model.dropout.rate=0.3". For --mode=split its name.',
+        repeated=True,
+    )
+    to: str | None = setting(None, "For --mode=split: the workdir of the member.", path=True)
 
 
-def _run() -> int:
-    folder = _folder("workdir")
-    if FLAGS.mode == "split":
-        if len(FLAGS.ensemble_member) != 1:
+def run(plan: Plan, job: cli.Job) -> int | None:
+    """Trains the members, or splits one off."""
+    if plan.mode is Mode.SPLIT:
+        if len(plan.ensemble_member) != 1:
             raise UserError(
-                f"{len(FLAGS.ensemble_member)} members were given to --mode=split; give one --ensemble_member"
+                f"{len(plan.ensemble_member)} members were given to --mode=split; give one --ensemble_member"
             )
-        split_off(folder, FLAGS.ensemble_member[0], _folder("to"))
+        if plan.to is None:
+            raise UserError("no folder was given; give --to=PATH")
+        ensemble.split_off(plan.workdir, plan.ensemble_member[0], plan.to)
         return 0
-    workdir = Workdir(folder)
-    more = watch.given(workdir)
-    config = programs.config_of_flags(workdir=workdir)
-    members = [_parse_member(text) for text in FLAGS.ensemble_member]
-    ensemble.member_configs(config, members)  # Before a text is read.
-    corpus = warm_start.read_corpus(config, workdir, FLAGS.data_dir, FLAGS.cache_dir)
-    with StopRequest() as stop:
-        outcome = ensemble.run(config, members, corpus, workdir, stop_requested=lambda: stop, **more)
-    return 128 + (stop.signal_number or 0) if stop and not outcome.finished else 0
-
-
-def _folder(flag: str) -> str:
-    """Returns the folder that a flag names; raises `UserError` if it names none."""
-    path: str = FLAGS[flag].value or ""
-    if not path:
-        raise UserError(f"no folder was given; give --{flag}=PATH")
-    return as_path(path)
+    members = [_parse_member(text) for text in plan.ensemble_member]
+    with Run.open(plan.workdir) as run:
+        watched = plan.watch(run)
+        config = job.config(run)
+        ensemble.member_configs(config, members)  # Before a text is read.
+        corpus = job.corpus(config, run)
+        with job.stop:
+            outcome = ensemble.train_members(config, members, corpus, run, stop_requested=lambda: job.stop, **watched)
+    return 0 if outcome.finished else None
 
 
 def _parse_member(text: str) -> dict[str, float]:
@@ -91,4 +86,4 @@ def _parse_member(text: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run, Plan, config=ExperimentConfig(), by_corpus=True, groups=None)

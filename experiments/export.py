@@ -12,29 +12,27 @@ docs/export.md has a program that runs it with jax, numpy, safetensors and flatb
 import dataclasses
 import importlib.metadata
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
 
-from txl_jax import sharding
-from txl_jax.cli import runner, stored_types
+from txl_jax import cli, sharding
+from txl_jax.cli import setting
 from txl_jax.config import ExperimentConfig, MeshConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.inference.flat_functions import Arrays, FlatFunction, FlatModel, flat_model
 from txl_jax.interop import exported_folder
-from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
-from txl_jax.runs.weights import open_pretrained
+from txl_jax.runs.weights import open_weights
 from txl_jax.runtime.storage import as_path, check_new_folder, new_folder, size
 from txl_jax.version import __version__
 
-# -- Export of a trained model with `jax.export`: a folder that programs without txl_jax run on CPU, TPU and GPU.
+# Export of a trained model with `jax.export`: a folder that programs without txl_jax run on CPU, TPU and GPU.
 
 _CALLS = 3  # Of each function, when what was written is compared.
 
@@ -72,16 +70,16 @@ def export_model(
         raise UserError(f"--rows={rows}; give the number of rows of a batch, at least 1")
     target = as_path(target)
     check_new_folder(target)
-    pretrained = open_pretrained(source, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
-    if f"{target}/".startswith(f"{pretrained.path}/"):
-        raise UserError(f"--to={target} lies in --from={pretrained.path}; give a folder outside of it")
-    components = _on_one_device(pretrained.config, rows, vocab_size=pretrained.vocabulary.size)
-    step, params = pretrained.load_params(components, log=log)
-    log(f"from      {pretrained.description}, step {step:,}")
+    found = open_weights(source, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
+    if f"{target}/".startswith(f"{found.path}/"):
+        raise UserError(f"--to={target} lies in --from={found.path}; give a folder outside of it")
+    components = _on_one_device(found.config, rows, vocab_size=found.vocabulary.size)
+    step, params = found.params(components, log=log)
+    log(f"from      {found.description}, step {step:,}")
     model = _flat(components, params, log)
     lengths = components.config.eval
     facts = {
-        "description": pretrained.description.partition(", ")[2],
+        "description": found.description.partition(", ")[2],
         "step": step,
         "versions": {"txl_jax": __version__, "jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")},
         "rows": rows,
@@ -89,8 +87,8 @@ def export_model(
         "mem_len": lengths.mem_len,
     }
     with new_folder(target) as folder:
-        exported_folder.write(folder, model, pretrained.vocabulary, facts)
-        difference = _verify(folder, model, pretrained.vocabulary.size)
+        exported_folder.write(folder, model, found.vocabulary, facts)
+        difference = _verify(folder, model, found.vocabulary.size)
         log(f"written   {', '.join(model.functions)}: {sum(map(size, folder.iterdir())) / 1e6:,.1f} MB")
     log(f"verified  read back, largest difference {difference:.1g} on {jax.default_backend()}")
     log(f"to        {target}, for {', '.join(exported_folder.PLATFORMS)}")
@@ -102,7 +100,7 @@ def _on_one_device(config: ExperimentConfig, rows: int, *, vocab_size: int) -> R
     config = dataclasses.replace(config, eval=lengths, mesh=MeshConfig(data=1))
     config = config_tree.replace(config, {"model.attention": "reference"})
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    return assemble(config, vocab_size=vocab_size, mesh=mesh)
+    return build(config, vocab_size=vocab_size, mesh=mesh)
 
 
 def _flat(components: RunComponents, params: Any, log: Callable[[str], None]) -> FlatModel:
@@ -173,33 +171,28 @@ def _difference(expected: Any, found: Any) -> tuple[float, float]:
     return float(np.abs(one - other).max()), rounding
 
 
-FLAGS = flags.FLAGS
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.StoredTypes):
+    """What is exported, and where to."""
+
+    from_: str = setting("", "What is exported: a workdir or a portable folder.", path=True, required=True)
+    to: str = setting("", "The new folder.", path=True, required=True)
+    rows: int = setting(1, "Rows of a batch, fixed in what is exported.")
+    ensemble_member: str | None = setting(None, "Member of an ensemble, if --from is the workdir of one.")
 
 
-def main() -> None:
-    """Parses the flags and exports."""
-    flags.DEFINE_string("from", None, "What is exported: a workdir or a portable folder.")
-    flags.DEFINE_string("to", None, "The new folder.")
-    flags.DEFINE_integer("rows", 1, "Rows of a batch, fixed in what is exported.")
-    flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, if --from is the workdir of one.")
-    stored_types.define()
-    runner.parse_or_exit(groups=(), required=("from", "to"))
-    sys.exit(runner.guarded(_run))
-
-
-def _run() -> int:
-    source, target = (_given(name) for name in ("from", "to"))
-    export_model(source, target, rows=FLAGS.rows, member=FLAGS.ensemble_member, **stored_types.given())
-    return 0
-
-
-def _given(name: str) -> str:
-    """Returns the value of a flag; raises `UserError` if it was not given."""
-    value: str = FLAGS[name].value or ""
-    if not value:
-        raise UserError(f"no path was given; give --{name}=PATH")
-    return value
+def run(plan: Plan, job: cli.Job) -> None:
+    """Exports."""
+    del job
+    export_model(
+        plan.from_,
+        plan.to,
+        rows=plan.rows,
+        member=plan.ensemble_member,
+        weight_dtype=plan.weight_dtype,
+        cache_dtype=plan.cache_dtype,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run, Plan)

@@ -8,55 +8,50 @@ It registers the model "txl_jax" and calls the harness. A document begins with a
 the token --first; docs/lm-eval.md has the details, and tasks on files of yours.
 """
 
+import dataclasses
 import json
-import sys
 
-from absl import flags
-
-from txl_jax.cli import runner
+from txl_jax import cli
+from txl_jax.cli import setting
 from txl_jax.errors import UserError
-from txl_jax.runtime.storage import as_path, is_remote, write
-
-FLAGS = flags.FLAGS
+from txl_jax.runtime import storage
 
 
-def main() -> None:
-    """Parses the flags, and runs the tasks."""
-    flags.DEFINE_string("model_path", None, "Workdir of a run, or folder of converted weights.")
-    flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, by name.")
-    flags.DEFINE_list("tasks", [], "Tasks and groups of the harness, or paths of YAML files.")
-    flags.DEFINE_string("include_path", None, "Folder with YAML files of more tasks.")
-    flags.DEFINE_integer("num_fewshot", None, "Examples in the context; default: as the task has it.", lower_bound=0)
-    flags.DEFINE_float("limit", None, "Documents of each task: a number, or a part below 1; default: all.")
-    flags.DEFINE_integer("batch_size", 8, "Texts that are scored or continued side by side.", lower_bound=1)
-    flags.DEFINE_string("first", None, "Text of the token that precedes a document; default: a line mark or a newline.")
-    flags.DEFINE_string("output", None, "File for the results, as JSON; default: the table alone.")
-    runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.Plan):
+    """The model and the tasks."""
+
+    model_path: str = setting("", "Workdir of a run, or folder of converted weights.", path=True, required=True)
+    ensemble_member: str | None = setting(None, "Member of an ensemble, by name.")
+    tasks: tuple[str, ...] = setting((), "Tasks and groups of the harness, or paths of YAML files.", required=True)
+    include_path: str | None = setting(None, "Folder with YAML files of more tasks.", path=True)
+    num_fewshot: int | None = setting(None, "Examples in the context; default: as the task has it.", at_least=0)
+    limit: float | None = setting(None, "Documents of each task: a number, or a part below 1; default: all.")
+    batch_size: int = setting(8, "Texts that are scored or continued side by side.", at_least=1)
+    first: str | None = setting(None, "Text of the token that precedes a document; default: a line mark or a newline.")
+    output: str | None = setting(None, "File for the results, as JSON; default: the table alone.", path=True)
 
 
-def _run() -> int:
-    if not FLAGS.model_path or not FLAGS.tasks:
-        raise UserError("no model or no task was given; set --model_path=FOLDER and --tasks=NAME,NAME")
-    if is_remote(FLAGS.include_path or ""):
-        raise UserError(f"--include_path is {FLAGS.include_path}, and the harness reads folders of this machine alone")
-    output = as_path(FLAGS.output or "")  # A URL that nothing can open is refused before the tasks run.
+def run(plan: Plan, job: cli.Job) -> None:
+    """Runs the tasks."""
+    del job
+    if storage.is_remote(plan.include_path or ""):
+        raise UserError(f"--include_path is {plan.include_path}, and the harness reads folders of this machine alone")
     try:
         from txl_jax import lm_eval_model
     except ImportError as error:
         raise UserError(f"the harness is not installed ({error}); run pip install '.[lm-eval]'") from None
     model = lm_eval_model.HarnessModel(
-        FLAGS.model_path, member=FLAGS.ensemble_member, batch_size=FLAGS.batch_size, first=FLAGS.first
+        plan.model_path, member=plan.ensemble_member, batch_size=plan.batch_size, first=plan.first
     )
-    limit = int(FLAGS.limit) if FLAGS.limit and FLAGS.limit >= 1 else FLAGS.limit
+    limit = int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit
     results = lm_eval_model.evaluate(
-        model, FLAGS.tasks, include_path=FLAGS.include_path, num_fewshot=FLAGS.num_fewshot, limit=limit
+        model, list(plan.tasks), include_path=plan.include_path, num_fewshot=plan.num_fewshot, limit=limit
     )
-    if FLAGS.output:
-        write(output, (json.dumps(results, indent=2, default=str) + "\n").encode())
-        print(f"results   {FLAGS.output}")
-    return 0
+    if plan.output:
+        storage.write(plan.output, (json.dumps(results, indent=2, default=str) + "\n").encode())
+        print(f"results   {plan.output}")
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run, Plan)

@@ -8,44 +8,29 @@ flags change it. Hosts that share no disk may each run it; where they share one,
 and the others wait.
 """
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from absl import flags
 
-from txl_jax.cli import flag_tree, hosts, runner, training_config
-from txl_jax.cli.programs import DEFAULTS
+from txl_jax import cli
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.data.corpus import Corpus, read_corpus
+from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 
-FLAGS = flags.FLAGS
 
-
-def main() -> None:
-    """Parses the flags and reads."""
-    runner.define_data_folders()
-    flag_tree.define(ExperimentConfig())
-    flags.DEFINE_alias("corpus", "data.corpus")
-    FLAGS["corpus"].help, FLAGS["data.corpus"].help = "Corpus; text: own files.", "The same as --corpus."
-    runner.parse_or_exit(groups=("data", "data.tokenizer"), required=("corpus", "data.corpus"))
-    sys.exit(runner.guarded(_run, begin=hosts.each))
-
-
-def _run() -> int:
-    name = CorpusName(str(FLAGS["data.corpus"].value))
-    if not FLAGS["data.corpus"].present or name not in DEFAULTS:
-        raise UserError(f"no corpus was given; set --corpus=NAME, one of {', '.join(DEFAULTS)}")
-    config = training_config.with_absolute_paths(flag_tree.build(DEFAULTS[name]))
-    start = time.monotonic()
-    corpus = read_corpus(config.data, FLAGS.data_dir, FLAGS.cache_dir)
-    for label, value in _summary(name, corpus):
+def run(plan: cli.TextPlan, job: cli.Job) -> None:
+    """Reads, and prints what was read."""
+    del plan
+    if not {"corpus", "data.corpus"} & job.places.keys():
+        known = ", ".join(sorted(set(CorpusName) - {CorpusName.PYTHON_STDLIB}))
+        raise UserError(f"no corpus was given; set --corpus=NAME, one of {known}")
+    config, start = job.config(), time.monotonic()
+    corpus = job.corpus(config)
+    for label, value in _summary(config.data.corpus, corpus):
         print(f"{label:<12}{value}")
     print(f"{'time':<12}{time.monotonic() - start:.1f} s")
-    return 0
 
 
 def _summary(name: CorpusName, corpus: Corpus) -> Iterator[tuple[str, str]]:
@@ -75,4 +60,12 @@ def _with_size(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(
+        run,
+        cli.TextPlan,
+        config=ExperimentConfig(),
+        by_corpus=True,
+        groups=("data", "data.tokenizer"),
+        hosts="each",
+        aliases={"corpus": "data.corpus"},
+    )

@@ -7,15 +7,14 @@ bytes, and without the memory; draws the learning curve; and writes a sample. St
 the same command resumes.
 """
 
+import dataclasses
 import lzma
 import os
-import sys
 import zlib
 from collections.abc import Callable
 
-from absl import flags
-
-from txl_jax.cli import compilation_cache, flag_tree, runner, training_config
+from txl_jax import cli
+from txl_jax.cli import setting
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -31,16 +30,16 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.errors import UserError
 from txl_jax.paper import plots
-from txl_jax.runs import generate, train
-from txl_jax.runs.build import assemble
-from txl_jax.runs.run import Workdir
+from txl_jax.runs.build import build
+from txl_jax.runs.generate import generate_text
+from txl_jax.runs.run import Run
 from txl_jax.runs.score import score
+from txl_jax.runs.train import train_run
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime.log import read_metrics
-from txl_jax.runtime.stop import StopRequest
-from txl_jax.runtime.storage import as_path, is_remote
+from txl_jax.runtime.storage import is_remote
 
-# -- Bits per byte of the test text: a trained run with and without its memory, beside two general compressors.
+# Bits per byte of the test text: a trained run with and without its memory, beside two general compressors.
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     "zlib -9": lambda data: zlib.compress(data, 9),
@@ -51,7 +50,7 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 def compare_compressors(
     config: ExperimentConfig,
     corpus: Corpus,
-    workdir: Workdir,
+    run: Run,
     *,
     with_memory: float,
     log: Callable[[str], None] = print,
@@ -61,14 +60,14 @@ def compare_compressors(
     Args:
       config: of the trained run, on bytes.
       corpus: has the test text.
-      workdir: of the run.
+      run: the trained run.
       with_memory: the run's own result on the test text.
       log: takes lines for the user.
     """
     text = corpus.vocabulary.decode(corpus.test)
     without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
-    components = assemble(without, vocab_size=corpus.vocabulary.size)
-    _, params = load_parameters(components, workdir, log=log)
+    components = build(without, vocab_size=corpus.vocabulary.size)
+    _, params = load_parameters(components, run, log=log)
     totals = score(components, params, corpus.test, name="test without memory", log=log)
     return {
         **{name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()},
@@ -76,8 +75,6 @@ def compare_compressors(
         f"with a memory of {config.eval.mem_len}": with_memory,
     }
 
-
-FLAGS = flags.FLAGS
 
 DEFAULTS = ExperimentConfig(
     data=DataConfig(corpus=CorpusName.PYTHON_STDLIB),
@@ -114,36 +111,37 @@ DEFAULTS = ExperimentConfig(
 )
 
 
-def main() -> None:
-    """Parses the flags and runs."""
-    flags.DEFINE_string("workdir", "runs/quickstart", "Folder of the run.")
-    flag_tree.define(DEFAULTS)
-    runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.Plan):
+    """The folder."""
+
+    workdir: str = setting("runs/quickstart", "Folder of the run.", path=True)
 
 
-def _run() -> int:
-    if is_remote(FLAGS.workdir):
-        raise UserError(f"--workdir is {FLAGS.workdir}, and the quick start keeps its text there; give a local folder")
-    config = training_config.with_absolute_paths(flag_tree.build(DEFAULTS))
-    config.validate()
-    workdir = Workdir(as_path(FLAGS.workdir))
-    prepared = os.path.join(workdir.create().path, "prepared")
-    compilation_cache.enable(prepared)
-    corpus = read_corpus(config.data, data_dir="", cache_dir=prepared)
-    print(f"{corpus.description}\nsha256 {corpus.digest}")
-    _print_shorter(config.train)
-    with StopRequest() as stop:
-        outcome = train.run(config, corpus, workdir, stop_requested=lambda: stop)
-        if not outcome.finished or outcome.results is None:
-            return runner.exit_code_of(stop)
-    rows = compare_compressors(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
+def run(plan: Plan, job: cli.Job) -> int | None:
+    """Trains, compares, draws and writes a sample."""
+    if is_remote(plan.workdir):
+        raise UserError(f"--workdir is {plan.workdir}, and the quick start keeps its text there; give a local folder")
+    prepared = os.path.join(plan.workdir, "prepared")
+    cli.keep_compiled(cache_dir=prepared, given=plan.compilation_cache)
+    with Run.open(plan.workdir) as run:
+        config = job.config(run)
+        run.compare(config)
+        corpus = read_corpus(config.data, data_dir="", cache_dir=prepared)
+        print(f"{corpus.description}\nsha256 {corpus.digest}")
+        _print_shorter(config.train)
+        with job.stop:
+            outcome = train_run(config, corpus, run, stop_requested=lambda: job.stop)
+    if not outcome.finished or outcome.results is None:
+        return None
+    trained = Run.read(plan.workdir)
+    rows = compare_compressors(config, corpus, trained, with_memory=outcome.results["test"]["bpc"])
     print("\nbits per byte of the test text")
     for name, bpc in rows.items():
         print(f"  {name:<32} {bpc:.3f}")
-    _draw(workdir, rows)
+    _draw(trained.path, rows)
     print()
-    generate.run(config, corpus.vocabulary, workdir)
+    generate_text(config, trained)
     return 0
 
 
@@ -154,17 +152,17 @@ def _print_shorter(train_config: TrainConfig) -> None:
         print(f"for a quarter of the time give --train.steps={steps} --workdir=runs/quick")
 
 
-def _draw(workdir: Workdir, rows: dict[str, float]) -> None:
-    path = os.path.join(workdir.path, "learning_curve.png")
+def _draw(workdir: str, rows: dict[str, float]) -> None:
+    path = os.path.join(workdir, "learning_curve.png")
     if not plots.can_draw():
         print("no learning curve drawn: matplotlib is not installed (pip install '.[plots]')")
         return
     levels = {name: rows[name] for name in COMPRESSORS}
     plots.learning_curve(
-        read_metrics(workdir.path), path, title="Transformer-XL on Python's standard library", levels=levels
+        read_metrics(workdir), path, title="Transformer-XL on Python's standard library", levels=levels
     )
     print(f"learning curve {path}")
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run, Plan, config=DEFAULTS, groups=None)

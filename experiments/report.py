@@ -8,39 +8,35 @@ Each word is the workdir of a run (of an ensemble: with all of its members), or 
 may still be training. The page is one file that loads nothing, for light and dark screens of any width.
 """
 
+import dataclasses
 import os
 import shlex
-import sys
 
-from absl import flags
-
-from txl_jax.cli import runner
+from txl_jax import cli
+from txl_jax.cli import setting
 from txl_jax.errors import UserError
 from txl_jax.run_report.page import make_page
 from txl_jax.run_report.run_records import read_runs
-from txl_jax.runtime.storage import as_path, make_folder, write
-
-FLAGS = flags.FLAGS
+from txl_jax.runtime import storage
 
 
-def main() -> None:
-    """Parses the flags and writes the page."""
-    flags.DEFINE_string("out", "report.html", "File of the page.")
-    paths = runner.parse_or_exit(groups=(), takes_words=True)
-    sys.exit(runner.guarded(lambda: _run(paths)))
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.Plan):
+    """The page."""
+
+    out: str = setting("report.html", "File of the page.", path=True)
 
 
-def _run(paths: list[str]) -> int:
-    if not paths:
+def run(plan: Plan, job: cli.Job) -> None:
+    """Writes the page."""
+    if not job.words:
         raise UserError("no run was given; name workdirs, as python -m experiments.report runs/mine --out=report.html")
-    runs = read_runs(paths)
-    out = as_path(FLAGS.out)
-    make_folder(os.path.dirname(out))
-    command = shlex.join(["python", "-m", "experiments.report", *paths, f"--out={FLAGS.out}"])
-    write(out, make_page(runs, command=command).encode())
-    print(f"report    {out}: {len(runs)} run{'s' if len(runs) > 1 else ''}")
-    return 0
+    runs = read_runs(job.words)
+    storage.make_folder(os.path.dirname(plan.out))
+    command = shlex.join(["python", "-m", "experiments.report", *job.words, f"--out={plan.out}"])
+    storage.write(plan.out, make_page(runs, command=command).encode())
+    print(f"report    {plan.out}: {len(runs)} run{'s' if len(runs) > 1 else ''}")
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run, Plan, takes_words=True)

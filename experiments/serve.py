@@ -9,17 +9,15 @@ for --drain_seconds, then the rest are cut off; a second signal cuts them off at
 """
 
 import asyncio
+import dataclasses
 import functools
 import ipaddress
 import os
 import socket
-import sys
-from pathlib import Path
 from typing import Any
 
-from absl import flags
-
-from txl_jax.cli import runner, stored_types
+from txl_jax import cli
+from txl_jax.cli import setting
 from txl_jax.errors import UserError
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.serving.engine import Engine
@@ -28,44 +26,38 @@ from txl_jax.serving.row_step import Step
 from txl_jax.serving.sessions import SessionStore
 from txl_jax.trained_model import load
 
-FLAGS = flags.FLAGS
 _KEYS = "TXL_API_KEYS"  # Environment variable: keys, with commas.
+_USUAL = Limits()
 
 
-def main() -> None:
-    """Parses the flags, and serves until a signal."""
-    usual = Limits()
-    flags.DEFINE_string("model", None, "Workdir of a run, or portable folder. Required.")
-    flags.DEFINE_string("ensemble_member", None, "Member of an ensemble, by name.")
-    stored_types.define()
-    flags.DEFINE_string("host", "127.0.0.1", f"Address to listen on; others than loopback need {_KEYS}.")
-    flags.DEFINE_list(
-        "allowed_hosts",
-        None,
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.StoredTypes):
+    """The model, the address and the limits."""
+
+    model: str = setting("", "Workdir of a run, or portable folder.", path=True, required=True)
+    ensemble_member: str | None = setting(None, "Member of an ensemble, by name.")
+    host: str = setting("127.0.0.1", f"Address to listen on; others than loopback need {_KEYS}.")
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
         "Names in the Host header that are answered, besides --host and loopback. Any name is, if --host is a wildcard "
         "address and this is not set.",
     )
-    flags.DEFINE_integer("port", 8000, "Port; 0: a free one, which is printed.", lower_bound=0, upper_bound=65535)
-    flags.DEFINE_integer("rows", 8, "Texts that are written side by side; each needs a KV cache.", lower_bound=1)
-    flags.DEFINE_integer(
-        "max_prompt_tokens",
-        usual.prompt_tokens,
-        "Maximum prompt tokens per request, summed over its choices.",
-        lower_bound=1,
+    port: int = setting(8000, "Port; 0: a free one, which is printed.", at_least=0, at_most=65535)
+    rows: int = setting(8, "Texts that are written side by side; each needs a KV cache.", at_least=1)
+    max_prompt_tokens: int = setting(
+        _USUAL.prompt_tokens, "Maximum prompt tokens per request, summed over its choices.", at_least=1
     )
-    flags.DEFINE_integer("max_new_tokens", usual.new_tokens, "Most that max_tokens may be.", lower_bound=1)
-    flags.DEFINE_integer("max_waiting", usual.waiting, "Choices that may wait for a row.", lower_bound=0)
-    flags.DEFINE_float("request_seconds", usual.seconds, "Time of a request.", lower_bound=0)
-    flags.DEFINE_integer("max_sessions", 16, "Sessions at a time; each needs a KV cache on the host.", lower_bound=0)
-    flags.DEFINE_float("session_seconds", 3600, "Time after its last use at which a session expires.", lower_bound=0)
-    flags.DEFINE_float("drain_seconds", 30, "Time after SIGTERM in which running requests may end.", lower_bound=0)
-    runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+    max_new_tokens: int = setting(_USUAL.new_tokens, "Most that max_tokens may be.", at_least=1)
+    max_waiting: int = setting(_USUAL.waiting, "Choices that may wait for a row.", at_least=0)
+    request_seconds: float = setting(float(_USUAL.seconds), "Time of a request.", at_least=0)
+    max_sessions: int = setting(16, "Sessions at a time; each needs a KV cache on the host.", at_least=0)
+    session_seconds: float = setting(3600.0, "Time after its last use at which a session expires.", at_least=0)
+    drain_seconds: float = setting(30.0, "Time after SIGTERM in which running requests may end.", at_least=0)
 
 
-def _run() -> int:
-    if not FLAGS.model:
-        raise UserError("no model was given; set --model=FOLDER, the workdir of a run or a folder of converted weights")
+def run(plan: Plan, job: cli.Job) -> int:
+    """Serves until a signal."""
+    del job
     try:
         import uvicorn
 
@@ -73,15 +65,18 @@ def _run() -> int:
     except ImportError as error:
         raise UserError(f"the server is not installed ({error}); run pip install '.[serve]'") from None
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(_KEYS, "").split(","))))
-    _check_host(FLAGS.host, keys)
-    listening = _listen(FLAGS.host, FLAGS.port)  # Before the model is read, which takes longer.
+    _check_host(plan.host, keys)
+    listening = _listen(plan.host, plan.port)  # Before the model is read, which takes longer.
     limits = Limits(
-        prompt_tokens=FLAGS.max_prompt_tokens,
-        new_tokens=FLAGS.max_new_tokens,
-        waiting=FLAGS.max_waiting,
-        seconds=FLAGS.request_seconds,
+        prompt_tokens=plan.max_prompt_tokens,
+        new_tokens=plan.max_new_tokens,
+        waiting=plan.max_waiting,
+        seconds=plan.request_seconds,
     )
-    engine, settings = _engine(limits), Settings(Path(FLAGS.model).resolve().name, _hosts(LOOPBACK), keys, limits)
+    engine, settings = (
+        _engine(plan, limits),
+        Settings(os.path.basename(plan.model), _hosts(plan, LOOPBACK), keys, limits),
+    )
 
     class Server(uvicorn.Server):
         """A server that cuts off what has not ended some time after a signal."""
@@ -90,7 +85,7 @@ def _run() -> int:
             """Takes no new requests; a second signal ends the running ones at once."""
             del sig, frame
             engine.refuse("the server is shutting down")
-            seconds = 0.0 if self.should_exit else FLAGS.drain_seconds
+            seconds = 0.0 if self.should_exit else plan.drain_seconds
             loop.call_soon_threadsafe(loop.call_later, seconds, engine.cut_off)
             if not self.should_exit:  # Not printed here: the signal may have come in the midst of another print.
                 line = f"stopping  running requests have {seconds:g} s to end; a second signal ends them now"
@@ -111,7 +106,7 @@ def _run() -> int:
         log_level="warning",
         backlog=1024,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(FLAGS.drain_seconds) + 30,
+        timeout_graceful_shutdown=int(plan.drain_seconds) + 30,
     )
     loop = asyncio.new_event_loop()
     server = Server(config)
@@ -120,11 +115,11 @@ def _run() -> int:
     return 0 if server.started else 1
 
 
-def _hosts(loopback: tuple[str, ...]) -> tuple[str, ...]:
+def _hosts(plan: Plan, loopback: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the names that clients may use for this server, or none if they may use any."""
-    named = tuple(FLAGS.allowed_hosts or ())
-    is_wildcard = FLAGS.host in ("0.0.0.0", "::", "")
-    return () if is_wildcard and not named else (*loopback, FLAGS.host, *named)
+    named = plan.allowed_hosts
+    is_wildcard = plan.host in ("0.0.0.0", "::", "")
+    return () if is_wildcard and not named else (*loopback, plan.host, *named)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -146,18 +141,18 @@ def _listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def _engine(limits: Limits) -> Engine:
-    """Returns the engine of the model that the flags name."""
-    model = load(FLAGS.model, member=FLAGS.ensemble_member, **stored_types.given())
+def _engine(plan: Plan, limits: Limits) -> Engine:
+    """Returns the engine of the model."""
+    model = load(plan.model, member=plan.ensemble_member, weight_dtype=plan.weight_dtype, cache_dtype=plan.cache_dtype)
     check_can_generate(model.config)
-    step = Step(model.components, batch_size=FLAGS.rows)
-    store = SessionStore(limit=FLAGS.max_sessions, seconds=FLAGS.session_seconds)
+    step = Step(model.components, batch_size=plan.rows)
+    store = SessionStore(limit=plan.max_sessions, seconds=plan.session_seconds)
     named = "".join(
         f", {kind} {name}"
         for name, kind in (("weights", model.config.eval.weight_dtype), ("cache", model.config.eval.cache_dtype))
         if kind
     )
-    print(f"model     {FLAGS.model}, step {model.step}{named}; {FLAGS.rows} rows")
+    print(f"model     {plan.model}, step {model.step}{named}; {plan.rows} rows")
     return Engine(step, model.params, model.vocabulary, store, limits)
 
 
@@ -175,4 +170,4 @@ def _check_host(host: str, keys: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run, Plan)

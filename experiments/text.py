@@ -12,14 +12,14 @@ names. --train, --valid, --test and --tokenizer are short for --data.train, .., 
 --data.tokenizer.kind.
 """
 
-from txl_jax.cli import runner
+from txl_jax import cli
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.TEXT))
 
 if __name__ == "__main__":
-    runner.run(
+    cli.train_main(
         DEFAULTS,
         aliases={
             "train": "data.train",

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import flags
 
-from txl_jax.cli import compilation_cache
+from txl_jax.cli import keep_compiled
 from txl_jax.errors import UserError
 from txl_jax.paper import plots
 from txl_jax.runs.convert import convert
@@ -62,9 +61,7 @@ def open_folder(name: str, *, drive: bool) -> Path:
         parent = DRIVE / "MyDrive"
     folder = (parent / Path(name).expanduser()).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    if compilation_cache.FLAG not in flags.FLAGS:
-        compilation_cache.define_flag()  # A notebook has no command line: the default of the programs is taken.
-    compilation_cache.enable(folder)
+    keep_compiled(cache_dir=str(folder))
     return folder
 
 

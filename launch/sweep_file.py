@@ -12,18 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-
 from launch import sweep_draws
-from txl_jax.cli import flag_tree, runner, training_config
+from txl_jax.cli.corpus_program import check_program
+from txl_jax.cli.program import config_of_words
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
-from txl_jax.runs.run import Workdir
-from txl_jax.runs.validation import with_defaults
-from txl_jax.runtime.storage import as_path, exists
-from txl_jax.runtime.storage import read as read_file
+from txl_jax.runs import run as run_lib
+from txl_jax.runs.validation import RESULTS, with_defaults
+from txl_jax.runtime import storage
 
 _DEFAULTS: dict[str, ExperimentConfig] = {
     program: importlib.import_module(f"experiments.{program}").DEFAULTS
@@ -44,18 +42,13 @@ class Run:
     config: ExperimentConfig
 
     @property
-    def workdir(self) -> Workdir:
-        """The run's folder as a workdir."""
-        return Workdir(as_path(self.folder))
-
-    @property
     def results(self) -> dict[str, Any] | None:
         """The content of results.json; None if the run has not finished with these settings, or the file is damaged."""
-        path = os.path.join(self.workdir.path, "results.json")
-        if not exists(path) or self.workdir.load()[0] != self.config:
+        path = os.path.join(self.folder, RESULTS)
+        if not storage.exists(path) or run_lib.Run.read(self.folder).config != self.config:
             return None
         try:
-            results = json.loads(read_file(path))
+            results = json.loads(storage.read(path))
             same = with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
             # A run that was given more steps keeps the old results until it ends. With patience it may end early.
             ended = results["steps"] == self.config.train.steps or self.config.train.patience is not None
@@ -190,7 +183,8 @@ def _run(program: str, common: list[str], point: _Point, names: list[str], out: 
     arguments, folder = [*common, *_as_flags(point.differs)], os.path.join(out, name)
     try:
         config = _config(program, arguments)
-        Workdir(as_path(folder)).check_same_settings(config)
+        if run_lib.holds_run(folder):
+            run_lib.Run.read(folder).compare(config)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
     command = (sys.executable, "-m", f"experiments.{program}", *arguments, f"--workdir={folder}")
@@ -210,15 +204,10 @@ def _name(point: _Point, names: list[str]) -> str:
 
 
 def _config(program: str, arguments: list[str]) -> ExperimentConfig:
-    """The config that the program would make of these arguments; raises `ValueError` as the program would."""
-    parsed = flags.FlagValues()
-    flag_tree.define(_DEFAULTS[program], parsed)
-    for name in _FOLDERS if program != "quickstart" else ():
-        flags.DEFINE_string(name, None, "", flag_values=parsed)
-    flag_tree.parse([program, *arguments], parsed)
-    config = training_config.with_absolute_paths(flag_tree.build(_DEFAULTS[program], parsed))
-    config.validate()
-    runner.check_program(_DEFAULTS[program], config)
+    """Returns the config that the program would make of these arguments; raises `UserError` as it would."""
+    without = () if program == "quickstart" else _FOLDERS
+    config = config_of_words(_DEFAULTS[program], [program, *arguments], without=without)
+    check_program(_DEFAULTS[program], config)
     return config
 
 

@@ -14,6 +14,8 @@ from launch.sweep_file import Run, Sweep
 from txl_jax.config import tree as config_tree
 from txl_jax.metrics import Totals
 from txl_jax.run_report.run_records import RunRecords, read_runs, swept_settings
+from txl_jax.runs.checkpoints import latest_folder
+from txl_jax.runs.run import holds_run
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.storage import exists, is_dir, is_remote, make_folder, names, read, write_json
 from txl_jax.runtime.storage import write as write_file
@@ -94,7 +96,7 @@ def _row(sweep: Sweep, run: Run) -> dict[str, Any]:
     row = {"run": run.name, **{name: in_effect.get(name, "") for name in sweep.names}, "state": state_of(run)}
     if seconds := _ended(run).get("seconds"):
         row["seconds"] = round(seconds, 1)
-    found = read_runs([run.folder])[0] if exists(run.workdir.config_file) else None
+    found = read_runs([run.folder])[0] if holds_run(run.folder) else None
     if found is None:
         return row
     if "seconds" not in row and found.training_seconds:  # Of a run that another machine has started.
@@ -154,7 +156,7 @@ def _ended(run: Run) -> dict[str, Any]:
 
 
 def _saved_steps(run: Run) -> list[int]:
-    latest = run.workdir.latest
+    latest = latest_folder(run.folder)
     return [int(name) for name in names(latest) if name.isdigit()] if is_dir(latest) else []
 
 

@@ -1,5 +1,6 @@
 """Settings, markers and fixtures of the whole suite."""
 
+import asyncio
 import gc
 import os
 import pathlib
@@ -102,3 +103,11 @@ def bucket(storage, request):
     yield Remote(f"gs://{BUCKET}/{request.node.name.partition('[')[0]}-{id(request)}")
     storage.calm()
     storage.is_up = True
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Calls of object storage that fail are given up after 0.3 s, with short pauses between the tries."""
+    sleep = asyncio.sleep
+    monkeypatch.setattr("asyncio.sleep", lambda seconds, *rest: sleep(min(seconds, 0.01), *rest))
+    monkeypatch.setattr("txl_jax.runtime.storage.PATIENCE_SECONDS", 0.3)

@@ -6,13 +6,13 @@ import pytest
 
 from support import tiny_run
 from txl_jax.config import DType, ExperimentConfig, ModelConfig
-from txl_jax.runs.build import assemble
+from txl_jax.runs.build import build
 from txl_jax.training.step import make_train_step
 
 
 def test_a_large_model_is_put_together_without_its_arrays():
     held = sum(array.nbytes for array in jax.live_arrays())
-    made = assemble(ExperimentConfig(model=ModelConfig(n_layer=24, d_model=1024, d_inner=3072)), vocab_size=204)
+    made = build(ExperimentConfig(model=ModelConfig(n_layer=24, d_model=1024, d_inner=3072)), vocab_size=204)
     assert sum(array.nbytes for array in jax.live_arrays()) == held and made.num_parameters > 1e8
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made.training.abstract_state))
 

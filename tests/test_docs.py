@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from support import ROOT
-from txl_jax.cli import flag_tree
+from txl_jax.config.tree import preset_names
 
 pytestmark = pytest.mark.full
 
@@ -67,4 +67,4 @@ def test_every_command_of_a_page_can_be_typed(page, flag_names):
             name, _, value = word.removeprefix("--").partition("=")
             assert name in {*flag_names[program], "help", "helpfull", "flagfile"}, (page.name, program, word)
             if name == "flagfile" and value not in PLACEHOLDERS:
-                assert value in flag_tree.flagfile_names() or "/" in value, (page.name, program, word)
+                assert value in preset_names() or "/" in value, (page.name, program, word)

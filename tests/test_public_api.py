@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, drawn_run, tiny_model, tiny_run
+from support import ROOT, drawn_run, runs, tiny_model, tiny_run
 from txl_jax.config import CorpusName, DataConfig
 from txl_jax.data.corpus import read_corpus
-from txl_jax.runs import generate
 from txl_jax.runs.score import score
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime.log import read_metrics
@@ -98,11 +97,11 @@ def test_a_trained_model_scores_each_text_from_an_empty_memory(run):
 
 
 def test_it_generates_what_the_program_does(run):
-    workdir, components, corpus = run
+    workdir, components, _corpus = run
     model = txl_jax.load(workdir.path)
     settings = txl_jax.GenerateConfig(prompt="abc", length=12, seed=5)
     config = dataclasses.replace(components.config, generate=settings)
-    [expected] = generate.run(config, corpus.vocabulary, workdir, log=print, write=lambda text: None)
+    [expected] = runs.generate_text(config, workdir, log=print, write=lambda text: None)
     found = model.generate(["abc", "h", ""], settings)
     assert found[0] == expected.decode(errors="replace")
     assert len(found) == 3 and all(found)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         TokenizerConfig,
         TrainConfig,
     )
+    from txl_jax.config.tree import preset
     from txl_jax.data.corpus import read_corpus
     from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
     from txl_jax.errors import UserError
@@ -84,6 +85,7 @@ _PLACES = {
     "attention": ("txl_jax.ops.attention", "attention"),
     "evaluation_segments": ("txl_jax.data.segments", "evaluation_segments"),
     "load": ("txl_jax.trained_model", "load"),
+    "preset": ("txl_jax.config.tree", "preset"),
     "read_corpus": ("txl_jax.data.corpus", "read_corpus"),
     "reset_memory": ("txl_jax.memory", "reset"),
     "scan_segments": ("txl_jax.recurrence", "scan_segments"),
@@ -147,6 +149,7 @@ __all__ = [
     "attention",
     "evaluation_segments",
     "load",
+    "preset",
     "read_corpus",
     "reset_memory",
     "scan_segments",

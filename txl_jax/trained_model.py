@@ -33,7 +33,7 @@ from txl_jax.runs.score import (
     to_score,
     totals,
 )
-from txl_jax.runs.weights import open_pretrained
+from txl_jax.runs.weights import open_weights
 from txl_jax.runtime import distributed
 
 _BATCH_SIZE = 8  # Documents read side by side.
@@ -57,10 +57,10 @@ def load(
     Raises:
       UserError: there is no such run, member, checkpoint or type, or it cannot be read.
     """
-    pretrained = open_pretrained(path, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
-    components = pretrained.assemble()
-    step, params = pretrained.load_params(components)
-    return LanguageModel(components, pretrained.vocabulary, params, step)
+    found = open_weights(path, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
+    components = found.build()
+    step, params = found.params(components)
+    return LanguageModel(components, found.vocabulary, params, step)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

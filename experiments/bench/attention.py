@@ -25,16 +25,16 @@ from experiments.bench import aot_environment
 if any(word.startswith(("--topology", "-topology")) for word in sys.argv):
     aot_environment.set_environment()  # Before jax is imported, which reads it.
 
-from experiments.bench.flagfiles import config_of_flagfile
-from txl_jax.bench.attention import Plan, run
-from txl_jax.cli.studies import run_plan
+from txl_jax import cli
+from txl_jax.bench import attention
+from txl_jax.bench.attention import Plan
 from txl_jax.config import ExperimentConfig
 
 
-def benchmark(plan: Plan) -> None:
+def run(plan: Plan, job: cli.Job) -> None:
     """Runs the benchmark with the configurations of the plan."""
-    run({name: config_of_flagfile(name) for name in plan.configs}, plan)
+    attention.run({name: job.config_of_flagfile(name) for name in plan.configs}, plan)
 
 
 if __name__ == "__main__":
-    run_plan(Plan, benchmark, defaults=ExperimentConfig(), groups=("model", "train", "eval"))
+    cli.main(run, Plan, config=ExperimentConfig(), groups=("model", "train", "eval"))

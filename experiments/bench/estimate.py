@@ -21,32 +21,26 @@ from experiments.bench import aot_environment
 
 aot_environment.set_environment()  # Before jax is imported, which reads it.
 
-from typing import Any
-
-from absl import flags
-
-from experiments.bench.flagfiles import config_of_flagfile
-from txl_jax.bench.estimate import Plan, run
+from txl_jax import cli
+from txl_jax.bench import estimate
+from txl_jax.bench.estimate import Plan
 from txl_jax.bench.estimate_table import run_table
-from txl_jax.cli.programs import config_of_flags
-from txl_jax.cli.studies import run_plan
 from txl_jax.config import ExperimentConfig
 from txl_jax.errors import UserError
 
-FLAGS = flags.FLAGS
-DEFAULTS = ExperimentConfig()
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 
 
-def estimate(plan: Plan) -> Any:
+def run(plan: Plan, job: cli.Job) -> None:
     """Estimates the settings of the flags, or makes the table of --configs."""
     if not plan.configs:
-        return run(config_of_flags(), plan)
+        estimate.run(job.config(), plan)
+        return
     for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
-        if FLAGS[name].present:
+        if name in job.places:
             raise UserError(f"--{name} was given and the table of --configs chooses its own meshes; leave one out")
-    return run_table({name: config_of_flagfile(name) for name in plan.configs}, plan)
+    run_table({name: job.config_of_flagfile(name) for name in plan.configs}, plan)
 
 
 if __name__ == "__main__":
-    run_plan(Plan, estimate, defaults=DEFAULTS, groups=GROUPS)
+    cli.main(run, Plan, config=ExperimentConfig(), by_corpus=True, groups=GROUPS)

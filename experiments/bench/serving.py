@@ -7,11 +7,17 @@ Weights are untrained, memories full, draws greedy; every tail of an adaptive so
 table, medians over calls, and the speedup: the median of the ratios of successive calls.
 """
 
-from txl_jax.bench.serving import DEFAULTS, Plan, run
-from txl_jax.cli.programs import config_of_flags
-from txl_jax.cli.studies import run_plan
+from txl_jax import cli
+from txl_jax.bench import serving
+from txl_jax.bench.serving import DEFAULTS, Plan
 
 GROUPS = ("data", "model", "eval", "mesh")
 
+
+def run(plan: Plan, job: cli.Job) -> None:
+    """Runs the benchmark."""
+    serving.run(job.config(), plan)
+
+
 if __name__ == "__main__":
-    run_plan(Plan, lambda plan: run(config_of_flags(), plan), defaults=DEFAULTS, groups=GROUPS)
+    cli.main(run, Plan, config=DEFAULTS, by_corpus=True, groups=GROUPS)

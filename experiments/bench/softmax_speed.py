@@ -12,8 +12,15 @@ It prints a markdown table. A softmax that needs more memory than there is gets 
 prints how many.
 """
 
-from txl_jax.bench.softmax_speed import DEFAULTS, Plan, run
-from txl_jax.cli.studies import run_model_study
+from txl_jax import cli
+from txl_jax.bench import softmax_speed
+from txl_jax.bench.softmax_speed import DEFAULTS, Plan
+
+
+def run(plan: Plan, job: cli.Job) -> None:
+    """Runs the benchmark."""
+    softmax_speed.run(job.config(), plan)
+
 
 if __name__ == "__main__":
-    run_model_study(Plan, run, defaults=DEFAULTS, groups=("model", "train"))
+    cli.main(run, Plan, config=DEFAULTS, groups=("model", "train"))

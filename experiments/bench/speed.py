@@ -15,11 +15,17 @@ With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets 
 same losses is checked first, then their calls are interleaved; the table has the speedup.
 """
 
-from txl_jax.bench.speed import DEFAULTS, Plan, run
-from txl_jax.cli.programs import config_of_flags
-from txl_jax.cli.studies import run_plan
+from txl_jax import cli
+from txl_jax.bench import speed
+from txl_jax.bench.speed import DEFAULTS, Plan
 
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 
+
+def run(plan: Plan, job: cli.Job) -> None:
+    """Runs the benchmark."""
+    speed.run(job.config(), plan)
+
+
 if __name__ == "__main__":
-    run_plan(Plan, lambda plan: run(config_of_flags(), plan), defaults=DEFAULTS, groups=GROUPS)
+    cli.main(run, Plan, config=DEFAULTS, by_corpus=True, groups=GROUPS)

@@ -18,6 +18,7 @@ With a trained language model it writes the embeddings of a text, float32 [passa
     python -m experiments.examples.document_embeddings --workdir=runs/ptb_small --file=book.txt --out=runs/book
 """
 
+import dataclasses
 import functools
 import resource
 import sys
@@ -30,11 +31,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags
 
 import txl_jax
-from txl_jax import CompatConfig, ModelConfig, NormPlace
-from txl_jax.cli import runner
+from txl_jax import CompatConfig, ModelConfig, NormPlace, cli
+from txl_jax.cli import setting
 from txl_jax.paper import plots
 from txl_jax.runtime.storage import as_path, write_json
 
@@ -44,8 +44,6 @@ PASSAGE, PASSAGES = 128, 12  # Tokens of a passage, passages of a document.
 MEM_LEN = 512
 MARKS = (10_000, 100_000, 1_000_000)  # Tokens after which time and memory are written down.
 ROWS = 12  # Documents side by side.
-
-FLAGS = flags.FLAGS
 
 
 def regroup(pieces: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
@@ -245,36 +243,37 @@ def embed_file(workdir: str, file: str, out: str) -> int:
     return count
 
 
-def main() -> None:
-    """Parses the flags and runs."""
-    flags.DEFINE_string("out", "runs/document_embeddings", "Folder of the result and the picture.")
-    flags.DEFINE_string("workdir", None, "A trained run or a portable folder, which reads --file.")
-    flags.DEFINE_string("file", None, "A text to embed; needs --workdir.")
-    flags.DEFINE_integer("updates", 500, "Updates of the model.", lower_bound=10)
-    flags.DEFINE_integer("tokens", 1_000_000, "Tokens of the document that is timed.", lower_bound=10_000)
-    flags.DEFINE_integer("seed", 1, "Seed of weights and documents.")
-    runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.Plan):
+    """The folder, and how long it takes."""
+
+    out: str = setting("runs/document_embeddings", "Folder of the result and the picture.", path=True)
+    workdir: str | None = setting(None, "A trained run or a portable folder, which reads --file.", path=True)
+    file: str | None = setting(None, "A text to embed; needs --workdir.", path=True)
+    updates: int = setting(500, "Updates of the model.", at_least=10)
+    tokens: int = setting(1_000_000, "Tokens of the document that is timed.", at_least=10_000)
+    seed: int = setting(1, "Seed of weights and documents.")
 
 
-def _run() -> int:
-    if (FLAGS.workdir is None) != (FLAGS.file is None):
+def run(plan: Plan, job: cli.Job) -> None:
+    """Runs the example."""
+    del job
+    if (plan.workdir is None) != (plan.file is None):
         raise txl_jax.UserError("--workdir has the model that reads --file; give both of them, or none")
-    if FLAGS.file is not None:
-        embed_file(FLAGS.workdir, FLAGS.file, FLAGS.out)
-        return 0
-    stream_records = measure_stream(FLAGS.tokens)  # First: training needs more memory and would hide it.
+    if plan.file is not None and plan.workdir is not None:
+        embed_file(plan.workdir, plan.file, plan.out)
+        return
+    stream_records = measure_stream(plan.tokens)  # First: training needs more memory and would hide it.
     for record in stream_records:
         print(
             "after {tokens:9,} tokens: {us_per_token:5.1f} us per token, peak memory {peak_mb:.1f} MB".format(**record)
         )
-    params = train(updates=FLAGS.updates, seed=FLAGS.seed, log=print)
+    params = train(updates=plan.updates, seed=plan.seed, log=print)
     shares = {
-        name: accuracy(params, mem_len, seed=FLAGS.seed, documents=128)
+        name: accuracy(params, mem_len, seed=plan.seed, documents=128)
         for name, mem_len in (("with memory", MEM_LEN), ("without memory", 0))
     }
-    _write(FLAGS.out, stream_records, shares)
-    return 0
+    _write(plan.out, stream_records, shares)
 
 
 def _write(out: str, stream_records: list[dict[str, float]], shares: dict[str, np.ndarray]) -> None:
@@ -298,4 +297,4 @@ def _write(out: str, stream_records: list[dict[str, float]], shares: dict[str, n
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run, Plan)

@@ -12,7 +12,7 @@ tokens. Rollouts are a `lax.scan` over single steps with the memory as carried s
 reset in the same scan. It is trained by advantage actor-critic (A2C) against the same policy without memory.
 """
 
-import sys
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags
 
 import txl_jax
 from experiments.examples import comparison
-from txl_jax import CompatConfig, ModelConfig, NormPlace, Residual
-from txl_jax.cli import runner
+from txl_jax import CompatConfig, ModelConfig, NormPlace, Residual, cli
+from txl_jax.cli import setting
 
 CONFIG = ModelConfig(
     n_layer=2,
@@ -42,8 +41,6 @@ ROWS, STEPS, DISCOUNT = 64, 32, 0.97  # Episodes side by side, steps of a rollou
 SHORTEST, LONGEST = 4, 12  # Steps in the corridor.
 MEM_LEN = LONGEST + 1  # From the junction back to the light.
 LEFT, RIGHT, CORRIDOR, JUNCTION = range(4)  # Observations, one-hot.
-
-FLAGS = flags.FLAGS
 
 
 class Maze(NamedTuple):
@@ -179,29 +176,30 @@ def train(mem_len: int, *, updates: int, seed: int, log: Callable[[str], None]) 
     return curve
 
 
-def main() -> None:
-    """Parses the flags and runs."""
-    flags.DEFINE_string("out", "runs/memory_policy", "Folder of the result and the picture.")
-    flags.DEFINE_integer("updates", 300, "Updates of each of the two policies.", lower_bound=10)
-    flags.DEFINE_integer("seed", 0, "Seed of weights, mazes and turns.")
-    runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.Plan):
+    """The folder, and how long it takes."""
+
+    out: str = setting("runs/memory_policy", "Folder of the result and the picture.", path=True)
+    updates: int = setting(300, "Updates of each of the two policies.", at_least=10)
+    seed: int = setting(0, "Seed of weights, mazes and turns.")
 
 
-def _run() -> int:
+def run(plan: Plan, job: cli.Job) -> None:
+    """Runs the example."""
+    del job
     rewards = {
-        name: train(mem_len, updates=FLAGS.updates, seed=FLAGS.seed, log=print)
+        name: train(mem_len, updates=plan.updates, seed=plan.seed, log=print)
         for name, mem_len in (("with memory", MEM_LEN), ("without memory", 0))
     }
     comparison.write(
-        FLAGS.out,
+        plan.out,
         rewards,
         measure="reward",
         bounds="best possible 1, without memory 0.5",
         title="Turning to the light seen 5 to 13 steps ago",
     )
-    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run, Plan)

@@ -10,8 +10,8 @@ convolution of 7 frames does not reach: attention does.
 Utterances have different lengths; `Visibility(lengths=...)` hides the padding.
 """
 
+import dataclasses
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,17 +19,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from absl import flags
 
 import txl_jax
 from experiments.examples import comparison
-from txl_jax.cli import runner
+from txl_jax import cli
+from txl_jax.cli import setting
 
 KINDS, BANDS = 8, 16  # Kinds of syllables; bands of the spectrum.
 ROWS, FRAMES = 16, 128
 SHORTEST, LONGEST = 6, 12  # Frames of a syllable.
-
-FLAGS = flags.FLAGS
 
 
 class Utterances(NamedTuple):
@@ -176,29 +174,30 @@ def train(*, causal: bool, updates: int, seed: int, log: Callable[[str], None]) 
     return curve
 
 
-def main() -> None:
-    """Parses the flags and runs."""
-    flags.DEFINE_string("out", "runs/speech_encoder", "Folder of the result and the picture.")
-    flags.DEFINE_integer("updates", 200, "Updates of each of the two encoders.", lower_bound=10)
-    flags.DEFINE_integer("seed", 0, "Seed of weights and utterances.")
-    runner.parse_or_exit()
-    sys.exit(runner.guarded(_run))
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.Plan):
+    """The folder, and how long it takes."""
+
+    out: str = setting("runs/speech_encoder", "Folder of the result and the picture.", path=True)
+    updates: int = setting(200, "Updates of each of the two encoders.", at_least=10)
+    seed: int = setting(0, "Seed of weights and utterances.")
 
 
-def _run() -> int:
+def run(plan: Plan, job: cli.Job) -> None:
+    """Runs the example."""
+    del job
     shares = {
-        name: train(causal=causal, updates=FLAGS.updates, seed=FLAGS.seed, log=print)
+        name: train(causal=causal, updates=plan.updates, seed=plan.seed, log=print)
         for name, causal in (("both sides", False), ("past only", True))
     }
     comparison.write(
-        FLAGS.out,
+        plan.out,
         shares,
         measure="share of right frames",
         bounds="with the past only 0.125 at best",
         title="Naming the syllable that comes next",
     )
-    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run, Plan)

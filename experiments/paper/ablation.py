@@ -10,8 +10,23 @@ training. Stopped, the same command resumes. It writes ablation.md, the table be
 numbers, ablation.csv and ablation.json.
 """
 
-from txl_jax.cli.studies import run_training_study
-from txl_jax.paper.ablation import Plan, run
+from txl_jax import cli
+from txl_jax.cli.flags import groups
+from txl_jax.config import ExperimentConfig
+from txl_jax.paper import ablation
+from txl_jax.paper.ablation import Plan
+
+GROUPS = [group for group in groups() if group != "generate"]
+
+
+def run(plan: Plan, job: cli.Job) -> None:
+    """Trains and scores the rows."""
+    config = job.config()
+    plan.check(config)  # Before a text is read.
+    corpus = job.corpus(config)
+    with job.stop:
+        ablation.run(config, corpus, plan, stop_requested=lambda: job.stop)
+
 
 if __name__ == "__main__":
-    run_training_study(Plan, run)
+    cli.main(run, Plan, config=ExperimentConfig(), by_corpus=True, groups=GROUPS, hosts="join")

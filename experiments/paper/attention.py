@@ -10,9 +10,22 @@ tokens, and all arrays. Default heads are those with the largest mean distance. 
 of evaluation (--eval.segment_len, --eval.mem_len, --eval.clamp_len), in one row, with same_length.
 """
 
-from txl_jax.cli import hosts
-from txl_jax.cli.studies import run_study
-from txl_jax.paper.attention_maps import Plan, run
+from txl_jax import cli
+from txl_jax.config import ExperimentConfig
+from txl_jax.paper import attention_maps
+from txl_jax.paper.attention_maps import Plan
+from txl_jax.runs.run import Run
+
+
+def run(plan: Plan, job: cli.Job) -> None:
+    """Reads the run and its text, and draws its attention."""
+    trained = Run.read(plan.workdir, member=plan.ensemble_member)
+    config = job.config_of(trained)
+    plan.check(config)  # Before a text is read.
+    corpus = job.corpus(config, trained)
+    with job.stop:
+        attention_maps.run(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+
 
 if __name__ == "__main__":
-    run_study(Plan, run, begin=hosts.alone)
+    cli.main(run, Plan, config=ExperimentConfig(), groups=("data", "mesh", "eval"), hosts="alone")

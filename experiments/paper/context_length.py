@@ -12,8 +12,22 @@ still clamps. A model without recurrence (--model.encoding=vaswani, or trained w
 number of tokens that each of them scores.
 """
 
-from txl_jax.cli.studies import run_study
-from txl_jax.paper.context_length import Plan, run
+from txl_jax import cli
+from txl_jax.config import ExperimentConfig
+from txl_jax.paper import context_length
+from txl_jax.paper.context_length import Plan
+from txl_jax.runs.run import Run
+
+
+def run(plan: Plan, job: cli.Job) -> None:
+    """Reads the run and its text, and scores it at each length."""
+    trained = Run.read(plan.workdir, member=plan.ensemble_member)
+    config = job.config_of(trained)
+    plan.check(config)  # Before a text is read.
+    corpus = job.corpus(config, trained)
+    with job.stop:
+        context_length.run(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+
 
 if __name__ == "__main__":
-    run_study(Plan, run, stopped="the lengths before it are in context_length.csv")
+    cli.main(run, Plan, config=ExperimentConfig(), groups=("data", "mesh", "eval"), hosts="join")

@@ -8,8 +8,22 @@ It writes a markdown file, --out: for each start the context, the model's contin
 (WikiText's @-@, @,@ and spaces before commas are removed).
 """
 
-from txl_jax.cli.studies import run_study
-from txl_jax.paper.continuation import Plan, run
+from txl_jax import cli
+from txl_jax.config import ExperimentConfig
+from txl_jax.paper import continuation
+from txl_jax.paper.continuation import Plan
+from txl_jax.runs.run import Run
+
+
+def run(plan: Plan, job: cli.Job) -> None:
+    """Reads the run and its text, and continues it."""
+    trained = Run.read(plan.workdir, member=plan.ensemble_member)
+    config = job.config_of(trained)
+    plan.check(config)  # Before a text is read.
+    corpus = job.corpus(config, trained)
+    with job.stop:
+        continuation.run(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+
 
 if __name__ == "__main__":
-    run_study(Plan, run, groups=("data", "mesh", "eval", "generate"))
+    cli.main(run, Plan, config=ExperimentConfig(), groups=("data", "mesh", "eval", "generate"), hosts="join")

@@ -10,8 +10,19 @@ gains), gains.png and context.png (figures 3 and 4) into --out, and keeps the lo
 stopped, the same command resumes, and other ratios need no new scores.
 """
 
-from txl_jax.cli.studies import run_group_study
-from txl_jax.paper.recl import Plan, run
+from txl_jax import cli
+from txl_jax.paper import recl
+from txl_jax.paper.recl import Plan
+
+
+def run(plan: Plan, job: cli.Job) -> None:
+    """Scores the runs of the group on the text of the first."""
+    runs = plan.load_runs()
+    first = next(iter(runs.values()))
+    corpus = job.corpus(first.config, first)
+    with job.stop:
+        recl.run(runs, corpus, plan, stop_requested=lambda: job.stop)
+
 
 if __name__ == "__main__":
-    run_group_study(Plan, run)
+    cli.main(run, Plan)

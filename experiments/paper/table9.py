@@ -12,8 +12,15 @@ the fastest. On a CPU a call of the sliding window takes seconds: --calls and --
 shorter.
 """
 
-from txl_jax.cli.studies import run_model_study
-from txl_jax.paper.sliding_window_speed import DEFAULTS, Plan, run
+from txl_jax import cli
+from txl_jax.paper import sliding_window_speed
+from txl_jax.paper.sliding_window_speed import DEFAULTS, Plan
+
+
+def run(plan: Plan, job: cli.Job) -> None:
+    """Runs the benchmark."""
+    sliding_window_speed.run(job.config(), plan)
+
 
 if __name__ == "__main__":
-    run_model_study(Plan, run, defaults=DEFAULTS)
+    cli.main(run, Plan, config=DEFAULTS, groups=("model", "eval"))

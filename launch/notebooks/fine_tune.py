@@ -112,15 +112,15 @@ import txl_jax
 from experiments import quickstart
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.runs import train
-from txl_jax.runs.run import Workdir
+from txl_jax.runs.run import Run
+from txl_jax.runs.train import train_run
 from txl_jax.runtime.stop import StopRequest
 
 
 def train_in(path, config, corpus, title):
     curve = notebook.live_curve(path, every=config.train.log_every, steps=config.train.steps, title=title)
-    with StopRequest() as stop:
-        outcome = train.run(config, corpus, Workdir(path), hooks=[curve], stop_requested=lambda: stop)
+    with Run.open(path) as run, StopRequest() as stop:
+        outcome = train_run(config, corpus, run, hooks=[curve], stop_requested=lambda: stop)
     if outcome.results is None:
         raise SystemExit("Run this cell again to resume; the cells below need a finished run.")
 
@@ -149,7 +149,7 @@ base = txl_jax.load(base_path)
 from txl_jax.config import InitVocabulary
 from txl_jax.runs import warm_start
 
-tuned_path = Workdir(folder / "tuned").create()
+tuned_path = folder / "tuned"
 vocabulary = InitVocabulary.OWN if base.vocabulary.kind == "byte" else InitVocabulary.KEPT
 changes = {
     "data.corpus": "text",
@@ -163,13 +163,13 @@ changes = {
     "train.checkpoint_every": 100,
     "generate.prompt": PROMPT,
 }
-begins_with = warm_start.with_trained_settings(
-    config_tree.from_dict(defaults), warm_start.basis(str(base_path), tuned_path), vocabulary
-)
-config = config_tree.from_dict(config_tree.to_dict(begins_with) | changes | SETTINGS)
-corpus = warm_start.read_corpus(config, tuned_path, data_dir="", cache_dir="prepared")
-train_in(tuned_path.path, config, corpus, f"Fine-tuning on {text.name}")
-tuned = txl_jax.load(tuned_path.path)
+with Run.open(tuned_path) as run:
+    trained = warm_start.basis(str(base_path), run)
+    begins_with = warm_start.with_trained_settings(config_tree.from_dict(defaults), trained, vocabulary)
+    config = config_tree.from_dict(config_tree.to_dict(begins_with) | changes | SETTINGS)
+    corpus = warm_start.read_corpus(config, run, data_dir="", cache_dir="prepared")
+train_in(tuned_path, config, corpus, f"Fine-tuning on {text.name}")
+tuned = txl_jax.load(tuned_path)
 
 # %% [markdown]
 # ## Before and after
@@ -198,7 +198,7 @@ for name, model in (("before", base), ("after", tuned)):
 # A zip of the weights as a portable folder, which `txl_jax.load` opens when it is unpacked.
 
 # %%
-archive = notebook.download_model(tuned_path.path)
+archive = notebook.download_model(tuned_path)
 
 # %% [markdown]
 # ## Next steps

@@ -91,9 +91,8 @@ for name in ("model.n_layer", "model.d_model", "model.dtype", "train.batch_size"
 
 # %%
 from txl_jax.data.corpus import read_corpus
-from txl_jax.runs.run import Workdir
 
-workdir = Workdir(folder / "train").create()
+workdir = folder / "train"
 corpus = read_corpus(config.data, data_dir="", cache_dir="prepared")
 print(corpus.description)
 print(corpus.vocabulary.decode(corpus.train[:400]).decode(errors="replace"))
@@ -138,14 +137,15 @@ if TENSORBOARD:
 # just before. Stopping the cell (the square button) saves a checkpoint; running it again resumes.
 
 # %%
-from txl_jax.runs import train
+from txl_jax.runs.run import Run
+from txl_jax.runs.train import train_run
 from txl_jax.runtime.stop import StopRequest
 
 curve = notebook.live_curve(
-    workdir.path, every=config.train.log_every, steps=config.train.steps, title=f"Transformer-XL on {corpus.name}"
+    workdir, every=config.train.log_every, steps=config.train.steps, title=f"Transformer-XL on {corpus.name}"
 )
-with StopRequest() as stop:
-    outcome = train.run(config, corpus, workdir, hooks=[curve], stop_requested=lambda: stop)
+with Run.open(workdir) as run, StopRequest() as stop:
+    outcome = train_run(config, corpus, run, hooks=[curve], stop_requested=lambda: stop)
 if outcome.results is None:
     raise SystemExit("Run this cell again to resume; the cells below need a finished run.")
 
@@ -162,12 +162,13 @@ from experiments import quickstart
 from txl_jax.paper import plots
 from txl_jax.runtime.log import read_metrics
 
-rows = quickstart.compare_compressors(config, corpus, workdir, with_memory=outcome.results["test"]["bpc"])
+run = Run.read(workdir)
+rows = quickstart.compare_compressors(config, corpus, run, with_memory=outcome.results["test"]["bpc"])
 for name, bpc in rows.items():
     print(f"{name:<36}{bpc:.3f} bits per byte")
 
-picture = workdir.path / "learning_curve.png"
-plots.learning_curve(read_metrics(workdir.path), picture, title="Test text: model and compressors", levels=rows)
+picture = workdir / "learning_curve.png"
+plots.learning_curve(read_metrics(workdir), picture, title="Test text: model and compressors", levels=rows)
 display(Image(picture))
 
 # %% [markdown]
@@ -179,12 +180,11 @@ display(Image(picture))
 
 # %%
 from txl_jax.paper import attention_maps
-from txl_jax.runs.run import TextInfo
 
-figures = workdir.path / "attention"
+figures = workdir / "attention"
 some_tokens = min(len(corpus.valid), 8 * (config.eval.mem_len + config.eval.segment_len))
 plan = attention_maps.Plan(tokens=some_tokens, out=str(figures))
-attention_maps.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus))
+attention_maps.run(config, corpus, run, plan)
 display(Image(figures / "average.png"))
 display(Image(max(figures.glob("heads-*.png"))))
 
@@ -195,9 +195,9 @@ display(Image(max(figures.glob("heads-*.png"))))
 # or another temperature: low temperatures repeat, high ones misspell.
 
 # %%
-from txl_jax.runs import generate
+from txl_jax.runs.generate import generate_text
 
-samples = generate.run(config, corpus.vocabulary, workdir)
+samples = generate_text(config, run)
 
 # %% [markdown]
 # ## Download
@@ -205,7 +205,7 @@ samples = generate.run(config, corpus.vocabulary, workdir)
 # A zip of the weights as a portable folder: `txl_jax.load` opens it, unpacked, and `fine_tune.ipynb` takes it as `BASE`.
 
 # %%
-archive = notebook.download_model(workdir.path)
+archive = notebook.download_model(workdir)
 
 # %% [markdown]
 # ## Next steps

@@ -12,7 +12,7 @@ from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainCo
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.inference.generator import Generator
-from txl_jax.runs.build import assemble
+from txl_jax.runs.build import build
 
 CONFIG = ExperimentConfig(
     model=tiny.CONFIG,
@@ -26,7 +26,7 @@ CONFIG = ExperimentConfig(
 def components():
     intervals = {"eval_every": 2, "checkpoint_every": 2}
     config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, **intervals))
-    return assemble(config, vocab_size=tiny.V)
+    return build(config, vocab_size=tiny.V)
 
 
 def test_calls_are_interleaved_after_warm_up():
@@ -78,10 +78,10 @@ def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_
 @pytest.mark.full
 def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(components):
     changes = {"train.stride": 3, "train.mem_len": 0, "eval.stride": 2, "eval.mem_len": 0, "eval.same_length": False}
-    strided = assemble(config_tree.replace(components.config, changes), vocab_size=tiny.V)
+    strided = build(config_tree.replace(components.config, changes), vocab_size=tiny.V)
     tasks = [throughput.data_loading(strided), throughput.training(strided)]
     assert [task.tokens for task in tasks] == [12, 12] and tasks[1].shape == "2 x 4"
-    whole = assemble(config_tree.replace(components.config, changes | {"train.stride": None}), vocab_size=tiny.V)
+    whole = build(config_tree.replace(components.config, changes | {"train.stride": None}), vocab_size=tiny.V)
     assert tasks[1].flops_per_token == pytest.approx(4 / 3 * throughput.training(whole).flops_per_token)
     with pytest.raises(UserError, match=r"eval\.stride\D*\b2\b"):
         throughput.evaluation(strided, tiny_run.params(strided.model))

@@ -156,8 +156,8 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_pat
     changed = [f"{flag}={places.get(value, value)}"]
     script = (
         "import sys; from txl_jax.runs import run; run._SECONDS_TO_APPEAR = 0.5; "
-        "sys.argv[0] = 'text'; from experiments import text; from txl_jax.cli import runner; "
-        "runner.run(text.DEFAULTS)"
+        "sys.argv[0] = 'text'; from experiments import text; from txl_jax import cli; "
+        "cli.train_main(text.DEFAULTS)"
     )
     flags = [f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path / 'run'}"]
     started = processes.start("-c", script, *TINY, *flags, of_process=[[], changed].__getitem__)
@@ -187,8 +187,8 @@ def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
 @NIGHTLY
 def test_one_process_that_is_left_alone_reports_it():
     script = (
-        "from txl_jax.cli import hosts, runner; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given "
-        "= dict; runner.guarded(lambda: 0, begin=hosts.join)"
+        "from txl_jax.cli import hosts, program; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given "
+        "= dict; program.guarded(lambda: 0, begin=hosts.join)"
     )
     environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     [(code, _, err)] = processes.finish(processes.start("-c", script, processes=1, **environment))

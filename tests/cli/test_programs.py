@@ -108,7 +108,7 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
         ("bench.softmax_speed", ["--model.cutoffs=", "--model.div_val=1"], 1, ["model.cutoffs"]),
         ("enwik8", ["--workdir=WORK", "--data_dir=WORK"], 1, ["enwik8.zip", "--data.file"]),
         ("enwik8", ["--workdir=WORK", "--flagfile=wt103_base"], 1, ["data.corpus", "experiments.wikitext103"]),
-        ("text", ["--data.file=WORK/none"], 1, ["--workdir"]),
+        ("text", ["--data.file=WORK/none", "--workdir=WORK"], 1, ["WORK/none"]),
         ("text", ["--workdir=WORK", "--model.n_layr=3"], 2, ["model.n_layr", "model.n_layer"]),
         ("text", ["--workdir=WORK", "--mode=generate"], 1, ["WORK", "config.json"]),
     ],
@@ -118,3 +118,12 @@ def test_first_mistakes_are_answered_in_one_line(tmp_path, program, flags, code,
     assert got == code and err.startswith("error: ") and len(err.strip().splitlines()) == 1, err
     for words in expected:
         assert re.search(rf"(?<!\w){re.escape(words.replace('WORK', str(tmp_path)))}(?!\w)", err), (words, err)
+
+
+def test_training_without_a_workdir_names_one_after_the_flagfile(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words, name in ((["--flagfile=small"], "small"), ([], "text")):
+        code, out, err = run("text", *words, f"--data.file={tmp_path / 'none'}")
+        assert code == 1 and f"workdir   {tmp_path / 'runs' / name};" in out and str(tmp_path / "none") in err
+    code, _, err = run("text", "--mode=eval")
+    assert code == 1 and "--workdir" in err and not (tmp_path / "runs").exists()

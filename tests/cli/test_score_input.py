@@ -11,7 +11,7 @@ import pytest
 import txl_jax
 from support import ROOT, drawn_run, programs
 from txl_jax.interop import leaves, portable
-from txl_jax.runs.weights import open_pretrained
+from txl_jax.runs.weights import open_weights
 
 pytestmark = pytest.mark.full
 
@@ -51,10 +51,10 @@ def test_ctrl_c_ends_a_job_after_a_complete_record(workdir, tmp_path):
 def test_documents_of_a_file_and_mistakes_in_flags(workdir, tmp_path):
     """The model is in a portable folder here."""
     (tmp_path / "book.txt").write_text("the cat\nsat\n\n\nthe hat\n")
-    pretrained = open_pretrained(workdir)
-    step, params = pretrained.load_params(pretrained.assemble())
+    found = open_weights(workdir)
+    step, params = found.params(found.build())
     (tmp_path / "portable").mkdir()
-    info = portable.ModelInfo(pretrained.config, pretrained.vocabulary, step, "a model")
+    info = portable.ModelInfo(found.config, found.vocabulary, step, "a model")
     portable.write(tmp_path / "portable", info, leaves.from_tree(jax.device_get(params)))
     flags = f"--input={tmp_path / 'book.txt'}", "--input_format=documents"
     good = start(f"--workdir={tmp_path / 'portable'}", *flags)

@@ -1,4 +1,4 @@
-"""Tests text to token ids and back: bytes, characters and words against plain Python, and the saved form."""
+"""Tests what all kinds of tokens share: ids that are foreign, names, starts, and the saved form."""
 
 import hashlib
 import itertools
@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.encoded_text import in_blocks, joined, words_of
+from support.encoded_text import words_of
 from txl_jax.config import LineMark, Newlines
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import KINDS
-from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.data.vocabulary import digest, dumps, loads
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
@@ -23,47 +22,6 @@ SIZES = st.integers(1, 9)
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
 # What the saved form must not take for the end of a line, or for one of its own escapes.
 AWKWARD = st.text(st.sampled_from("\n\r\\nr\x0b\x0c\x1c\x85\N{LINE SEPARATOR}😀") | CHARACTERS)
-
-
-# Bytes
-
-
-@given(st.binary(min_size=1))
-def test_text_survives_encoding_with_its_own_vocabulary(text):
-    own = ByteVocabulary.of(text)
-    ids = own.encode(text)
-    assert ids.dtype == np.uint8 and ids.shape == (len(text),)
-    assert own.symbols == bytes(sorted(set(text))), "ids are ranks"
-    assert own.symbols[ids.max()] == max(text) and own.decode(ids) == text
-
-
-@given(texts=st.lists(st.binary(), max_size=3), size=SIZES)
-def test_bytes_of_several_files_follow_each_other(texts, size):
-    every = ByteVocabulary.all_bytes()
-    assert bytes(joined(every.blocks(in_blocks(text, size) for text in texts))) == b"".join(texts)
-
-
-@given(text=st.binary(), size=SIZES)
-def test_newlines_may_be_dropped(text, size):
-    text += b"a\n\na"
-    for kept in (ByteVocabulary.all_bytes(Newlines.DROP), ByteVocabulary(bytes(sorted({*text} - {10})), Newlines.DROP)):
-        assert kept.decode(joined(kept.blocks([in_blocks(text, size)]))) == text.replace(b"\n", b"")
-        assert kept.decode(kept.encode(text)) == text.replace(b"\n", b"")
-
-
-def test_a_foreign_byte_is_named_with_its_first_offset():
-    with pytest.raises(UserError, match=r"\b120\b.*\b2\b.*\b2\b"):
-        ByteVocabulary.of(b"ab").encode(b"abxayx")
-    with pytest.raises(UserError, match=r"\b120\b.*\b3\b.*\b2\b"):
-        ByteVocabulary(b"ab", Newlines.DROP).encode(b"\n\naxab")
-
-
-@given(start=st.binary().map(lambda start: start.replace(b"x", b"")), size=SIZES, offset=st.integers(0, 99))
-def test_a_foreign_byte_of_a_file_is_named_with_its_place(start, size, offset):
-    others = ByteVocabulary(bytes(set(range(256)) - {ord("x")}))
-    files = [in_blocks(b"ab", size, name="other.txt"), in_blocks(start + b"xax", size, offset=offset)]
-    with pytest.raises(UserError, match=rf"^some\.txt\b.*\b120\b.*\b{offset + len(start)}\b.*\b255\b"):
-        joined(others.blocks(files))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
@@ -98,29 +56,6 @@ def test_symbols_and_characters_must_be_distinct():
             CharacterVocabulary(characters)
 
 
-# Characters
-
-
-@given(characters=st.text(CHARACTERS), others=st.text(CHARACTERS), size=SIZES)
-def test_characters_are_known_or_replaced(characters, others, size):
-    known = "".join(dict.fromkeys(characters + "\N{REPLACEMENT CHARACTER}"))
-    vocabulary, text = CharacterVocabulary(known), others + characters
-    ids = joined(vocabulary.blocks([in_blocks(text.encode(), size)]))
-    seen = "".join(c if c in known else "\N{REPLACEMENT CHARACTER}" for c in text)
-    assert ids == [known.index(c) for c in seen] == vocabulary.encode(text.encode()).tolist()
-    assert vocabulary.decode(ids).decode() == seen
-
-
-def test_lower_case_characters():
-    vocabulary = CharacterVocabulary("aé\N{REPLACEMENT CHARACTER}i\N{COMBINING DOT ABOVE}", lower_case=True)
-    assert vocabulary.encode("AaÉB".encode()).tolist() == [0, 0, 1, 2]
-    assert vocabulary.encode("İ".encode()).tolist() == [3, 4], "one capital of two lower-case characters"
-    assert joined(vocabulary.blocks([in_blocks("É A".encode(), 1)])) == [1, 2, 0]
-
-
-# All
-
-
 def test_what_an_unprompted_text_follows():
     unknown = "\N{REPLACEMENT CHARACTER}"
     assert ByteVocabulary(b"\n a").start.tolist() == [0]
@@ -136,8 +71,10 @@ def test_what_an_unprompted_text_follows():
 
 
 def test_a_byte_and_a_character_are_called_what_they_are():
-    for vocabulary in (ByteVocabulary(b"\n\x80\xc3"), CharacterVocabulary("a\n\N{REPLACEMENT CHARACTER}é")):
-        assert vocabulary.names() == [vocabulary.decode([token]) for token in range(vocabulary.size)]
+    assert ByteVocabulary(b"\n\x80\xc3").names() == [b"\n", b"\x80", b"\xc3"]
+    assert CharacterVocabulary("a\n\N{REPLACEMENT CHARACTER}é").names() == [
+        c.encode() for c in "a\n\N{REPLACEMENT CHARACTER}é"
+    ]
 
 
 def test_the_id_of_unknown_tokens():
@@ -151,20 +88,6 @@ def test_the_id_of_unknown_tokens():
 
 def test_only_words_are_measured_by_perplexity():
     assert [kind.measure for kind in KINDS] == [Measure.BPC] * 2 + [Measure.PPL] * 3
-
-
-def test_ids_as_tokens():
-    own = IdVocabulary(300)
-    assert own.size == 300 and own.encode(b"5 17\n299").tolist() == [5, 17, 299]
-    assert own.encode(b"").shape == (0,) and own.decode([5, 17]) == b"5 17 " and own.start.tolist() == [0]
-    assert joined(own.blocks([in_blocks(b"5 17 299")])) == [5, 17, 299] and own.names()[17] == b"17"
-    assert loads(dumps(own), KINDS) == own
-    for text, named in ((b"5 the", "'the'"), (b"300", r"\b300\b"), (b"-1", "-1")):
-        with pytest.raises(UserError, match=named):
-            own.encode(text)
-
-
-# Ranks
 
 
 # The saved form

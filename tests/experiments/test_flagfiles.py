@@ -1,29 +1,29 @@
-"""Tests that every packaged flagfile resolves to its golden text, and builds a model of the published size.
+"""Tests that every flagfile is the preset of its name, and builds a model of the published size.
 
-    python -m tests.experiments.test_flagfiles     # writes the golden texts anew
+    python -m tests.experiments.test_flagfiles     # writes the presets anew
 
-A golden text that changes means that a published configuration changed, or that a default did.
+A preset that changes means that a published configuration changed, or that a default did.
 """
 
 import functools
 import importlib
 import json
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import pytest
 from absl import flags
 
+import txl_jax
+from support import ROOT
 from support.cases import full_but
-from txl_jax.cli import flag_tree
-from txl_jax.config import CorpusName
+from txl_jax.cli import flags as flag_tree
 from txl_jax.config import tree as config_tree
-from txl_jax.runs.build import assemble
+from txl_jax.runs.build import build
 from txl_jax.segments import Segments
 from txl_jax.training.step import make_train_step
 
-GOLDEN_DIR = Path(__file__).parent / "flagfiles"
+GOLDEN_DIR = ROOT / "txl_jax" / "presets"
 
 ENWIK8, TEXT8, WT103, LM1B, PTB = 204, 27, 267_735, 793_470, 10_000  # Vocabularies; enwik8's without newlines.
 
@@ -67,8 +67,6 @@ UNTIED = {"wt103_base": 151_119_838, "wt103_large": 285_205_322}
 def resolved(name, *more):
     """The config that a flagfile, and flags after it, make of its program's defaults."""
     defaults = importlib.import_module(f"experiments.{FLAGFILES[name].program}").DEFAULTS
-    if defaults.data.corpus is CorpusName.TEXT:
-        more = ("--data.file=book.txt", *more)  # The program reads no text that nobody names.
     values = flags.FlagValues()
     flag_tree.define(defaults, values)
     flag_tree.parse(["program", f"--flagfile={name}", *more], values)
@@ -78,22 +76,34 @@ def resolved(name, *more):
 @functools.cache
 def parts(name, *more):
     """The abstract parts of a run: shapes, no memory."""
-    return assemble(resolved(name, *more), vocab_size=FLAGFILES[name].vocab_size)
+    if FLAGFILES[name].program == "text":
+        more = ("--data.file=book.txt", *more)  # The program reads no text that nobody names.
+    return build(resolved(name, *more), vocab_size=FLAGFILES[name].vocab_size)
 
 
 def golden_text(name):
     return json.dumps(config_tree.to_dict(resolved(name)), indent=1) + "\n"
 
 
-def test_every_flagfile_is_in_the_table_and_has_a_golden_text():
-    assert sorted(FLAGFILES) == flag_tree.flagfile_names()
-    assert sorted(FLAGFILES) == sorted(path.stem for path in GOLDEN_DIR.glob("*.json"))
+def test_every_flagfile_is_in_the_table_and_has_a_preset():
+    assert sorted(FLAGFILES) == sorted(path.stem for path in flag_tree.FLAGFILE_DIR.glob("*.flags"))
+    assert sorted(FLAGFILES) == config_tree.preset_names()
 
 
 @pytest.mark.parametrize("name", FLAGFILES)
-def test_flagfile_resolves_to_its_golden_text(name):
-    resolved(name).validate()
+def test_a_flagfile_is_its_preset(name):
+    parts(name).config.validate()
     assert golden_text(name) == (GOLDEN_DIR / f"{name}.json").read_text()
+    assert txl_jax.preset(name) == resolved(name)
+    assert f'txl_jax.preset("{name}")' in (flag_tree.FLAGFILE_DIR / f"{name}.flags").read_text().splitlines()[0]
+
+
+def test_outside_of_a_clone_a_flagfile_is_its_preset(monkeypatch, tmp_path):
+    monkeypatch.setattr(flag_tree, "FLAGFILE_DIR", tmp_path)
+    resolved.cache_clear()
+    for name in ("small", "ptb", "lm1b_large"):
+        assert resolved(name) == txl_jax.preset(name)
+    resolved.cache_clear()
 
 
 @pytest.mark.parametrize("name", FLAGFILES)

@@ -8,11 +8,11 @@ import pytest
 from absl import flags
 
 from experiments import wikitext103
-from txl_jax.cli import flag_tree
+from txl_jax.cli import flags as flag_tree
 from txl_jax.config import LambRule
 from txl_jax.data.segments import training_segments
 from txl_jax.interop import original
-from txl_jax.runs.build import assemble
+from txl_jax.runs.build import build
 
 B, L, V, WARMUP = 4, 6, 40, 50
 # Deviations are such that norms lie on both sides of 10.
@@ -63,7 +63,7 @@ class Oracle:
 def test_updates_are_those_of_nvidias_lamb(div_val, x64):
     config = resolved("wt103_base_nvidia", f"--model.div_val={div_val}")
     assert (config.compat.lamb, config.optimizer.adam_eps) == (LambRule.NVIDIA, 1e-6)
-    made = assemble(config, vocab_size=V)
+    made = build(config, vocab_size=V)
     model, optimizer = made.model, made.optimizer
 
     def loss(params, memory, segment):

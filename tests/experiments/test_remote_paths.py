@@ -1,44 +1,37 @@
 """Tests flags that are given URLs: a report in a bucket, and what must be a folder of this machine."""
 
-import types
+from pathlib import Path
 
 import pytest
 
-from experiments import lm_eval, quickstart, report
-from support import recorded_run
-from txl_jax.cli import training_config
-from txl_jax.errors import UserError
-from txl_jax.paper import ablation
-
-
-def given(monkeypatch, program, **flags):
-    monkeypatch.setattr(program, "FLAGS", types.SimpleNamespace(**flags))
+from support import programs, recorded_run
+from txl_jax.runtime import storage as files
 
 
 @pytest.mark.full
-def test_a_report_in_a_bucket_of_runs_in_a_bucket(monkeypatch, bucket, tmp_path):
+def test_a_report_in_a_bucket_of_runs_in_a_bucket(bucket, tmp_path):
     for name in ("one", "two"):
-        made = recorded_run.make(tmp_path / name)
+        made = Path(recorded_run.make(tmp_path / name))
         for path in (path for path in made.iterdir() if path.is_file()):
-            (bucket / "runs" / name / path.name).write_bytes(path.read_bytes())
-    given(monkeypatch, report, out=str(bucket / "page" / "report.html"))
-    assert report._run([str(bucket / "runs")]) == 0
-    page = (bucket / "page" / "report.html").read_text()
-    assert page.startswith("<!doctype html>") and str(bucket / "runs") in page
+            files.write(f"{bucket}/runs/{name}/{path.name}", path.read_bytes())
+    code, _, err = programs.run("experiments.report", f"{bucket}/runs", f"--out={bucket}/page/report.html")
+    page = files.read(f"{bucket}/page/report.html").decode()
+    assert code == 0 and page.startswith("<!doctype html>") and f"{bucket}/runs" in page, err
 
 
-def test_paths_that_must_be_local_are_refused(monkeypatch):
-    given(monkeypatch, quickstart, workdir="gs://bucket/run")
-    with pytest.raises(UserError, match=r"gs://bucket/run.*local"):
-        quickstart._run()
-    given(monkeypatch, lm_eval, model_path="m", tasks=["t"], include_path="gs://bucket/tasks", output=None)
-    with pytest.raises(UserError, match=r"--include_path.*gs://bucket/tasks"):
-        lm_eval._run()
-
-
-def test_a_url_that_nothing_opens_is_refused_before_a_study_begins(monkeypatch):
-    with pytest.raises(UserError, match="ftp://host/out"):
-        training_config.with_absolute_paths(ablation.Plan(out="ftp://host/out"))
-    given(monkeypatch, lm_eval, model_path="m", tasks=["t"], include_path=None, output="ftp://host/out.json")
-    with pytest.raises(UserError, match="ftp://host"):
-        lm_eval._run()
+@pytest.mark.parametrize(
+    ("program", "words", "named"),
+    [
+        ("quickstart", ["--workdir=gs://bucket/run"], "gs://bucket/run, and the quick start"),
+        (
+            "lm_eval",
+            ["--model_path=m", "--tasks=t", "--include_path=gs://bucket/tasks"],
+            "--include_path is gs://bucket",
+        ),
+        ("lm_eval", ["--model_path=m", "--tasks=t", "--output=ftp://host/out.json"], "ftp://host/out.json"),
+        ("paper.ablation", ["--out=ftp://host/out"], "ftp://host/out"),
+    ],
+)
+def test_urls_that_cannot_be_used_are_refused_before_anything_is_done(program, words, named):
+    code, out, err = programs.run(f"experiments.{program}", *words)
+    assert code == 1 and out == "" and named in err

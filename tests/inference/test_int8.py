@@ -15,7 +15,7 @@ from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.generator import Generator
 from txl_jax.ops.quantized import Int8, Int8Table
-from txl_jax.runs.build import assemble
+from txl_jax.runs.build import build
 
 MODELS = {
     "post": {},
@@ -126,4 +126,4 @@ def test_a_mesh_of_several_devices_is_refused_before_anything_is_compiled():
     mesh = jax.sharding.AbstractMesh((2, 1, 1), (sharding.DATA, sharding.FSDP, sharding.TENSOR))
     config = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(weight_dtype=WeightDType.INT8))
     with pytest.raises(UserError, match=r"2 devices.*mesh\.data=1"):
-        assemble(config, vocab_size=tiny.V, mesh=mesh)
+        build(config, vocab_size=tiny.V, mesh=mesh)

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from launch import sweep, sweep_file, sweep_table
-from support import shell
+from support import runs, shell
 from txl_jax.config import tree as config_tree
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import LogError
-from txl_jax.runs.run import TextInfo
+from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runtime.log import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +193,8 @@ def test_states_are_read_from_the_folders(write):
     for code in (-signal.SIGTERM, 128 + signal.SIGINT):
         sweep_table.note_end(run, seconds=1.0, code=code)
         assert re.fullmatch(r"stopped\D*\b0", sweep_table.state_of(run))
-    with run.workdir.lock():
+    with Run.open(run.folder) as held:
+        held.claim()
         assert re.fullmatch(r"running\D*\b0", sweep_table.state_of(run))
     (Path(run.folder) / "sweep.json").write_text("{")
     assert re.fullmatch(r"stopped\D*\b0", sweep_table.state_of(run))
@@ -211,9 +212,8 @@ def test_states_are_read_from_the_folders(write):
 )
 def test_damaged_results_and_those_of_other_settings_are_none(write, text, finished):
     run = read(write("[grid]\nseed = [1]\n")).runs[0]
-    run.workdir.create().record(
-        run.config, TextInfo("text", "own text", "d" * 64, WordVocabulary(("<eos>", "one", "<unk>")))
-    )
+    words = WordVocabulary(("<eos>", "one", "<unk>"))
+    runs.record(run.folder, run.config, TextInfo("text", "own text", "d" * 64, words))
     evaluation = json.dumps(config_tree.to_dict(run.config.eval))
     (Path(run.folder) / "results.json").write_text(text.replace("EVAL", evaluation))
     assert (run.results is not None) == finished
@@ -236,7 +236,8 @@ def test_a_run_that_is_going_on_is_left_alone(write, capsys):
     found = read(write("[grid]\nseed = [1, 2]\n"))
     found = dataclasses.replace(found, runs=tuple(instead(run, "") for run in found.runs))
     Path(found.runs[0].folder).mkdir(parents=True)
-    with found.runs[0].workdir.lock():
+    with Run.open(found.runs[0].folder) as held:
+        held.claim()
         sweep._Pool(found, slots=[None]).run()
         output = capsys.readouterr().out
     lines = [line for line in output.splitlines() if "seed=1" in line]

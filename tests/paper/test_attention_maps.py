@@ -10,7 +10,6 @@ from txl_jax.config import Encoding, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.paper import attention_maps, plots
 from txl_jax.paper.attention_maps import Plan
-from txl_jax.runs.run import TextInfo
 from txl_jax.runs.score import Interrupted
 
 M, L = 9, 5  # Of tiny_run's evaluation; the validation text has 55 bytes.
@@ -25,7 +24,7 @@ def draw(run, folder, **others):
     config, corpus, workdir = run
     log_and_stop = {"log": lambda line: None, "stop_requested": others.pop("stop_requested", lambda: False)}
     plan = Plan(out=str(folder), **others)
-    return attention_maps.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus), **log_and_stop)
+    return attention_maps.run(config, corpus, workdir, plan, **log_and_stop)
 
 
 @pytest.mark.full

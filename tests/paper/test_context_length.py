@@ -2,6 +2,7 @@
 
 import csv
 import re
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,6 @@ from txl_jax.paper import context_length
 from txl_jax.paper.context_length import Plan
 from txl_jax.paper.study import Split
 from txl_jax.runs import score
-from txl_jax.runs.run import TextInfo
 from txl_jax.runs.score import Interrupted
 from txl_jax.runs.validation import as_record
 
@@ -35,11 +35,11 @@ def absolute(make_run, tmp_path_factory):
 def sweep(run, lengths, *, stride=None, split=Split.VALID, log=lambda line: None, **others):
     config, corpus, workdir = run
     plan = Plan(lengths=tuple(lengths), split=split, stride=stride)
-    return context_length.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus), log=log, **others)
+    return context_length.run(config, corpus, workdir, plan, log=log, **others)
 
 
 def table(run):
-    with open(run[2].path / "context_length.csv", newline="") as file:
+    with open(Path(run[2].path, "context_length.csv"), newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -51,9 +51,7 @@ def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     assert [row.attention_length for row in rows] == [3, 12], "shortest first, each once"
     for row, segment_len in zip(rows, [3, 5], strict=True):  # Those of evaluation have 5.
         at = {"eval.mem_len": row.attention_length, "eval.same_length": True, "eval.segment_len": segment_len}
-        alone = score.evaluate_splits(
-            config_tree.replace(config, at), corpus, workdir, trained_on=TextInfo.of(corpus), log=lambda line: None
-        )
+        alone = score.evaluate_splits(config_tree.replace(config, at), corpus, workdir, log=lambda line: None)
         assert as_record(row.totals) == alone[split] and row.seconds > 0
     assert rows[0].totals.nats != rows[1].totals.nats
     assert [{name: float(value) for name, value in row.items()} for row in table(recurrent)] == [
@@ -67,7 +65,7 @@ def test_without_recurrence_windows_are_scored(absolute, make_run, tmp_path, kin
     run = absolute if kind == "absolute positions" else make_run(tmp_path, GIVEN | {"train.mem_len": 0})
     config, corpus, _ = run
     rows = sweep(run, [9, 4], stride=3)
-    made = context_length.assemble(config, vocab_size=corpus.vocabulary.size).model
+    made = context_length.build(config, vocab_size=corpus.vocabulary.size).model
     step, params = make_window_step(made, clamp_len=4), tiny_run.params(made)
     for row, length in zip(rows, [4, 9], strict=True):
         expected = evaluate_windows(step, params, corpus.valid, attention_len=length, stride=3, batch_size=1)

@@ -9,7 +9,6 @@ from txl_jax.config import tree as config_tree
 from txl_jax.inference.generator import Generator
 from txl_jax.paper import continuation
 from txl_jax.paper.continuation import Plan
-from txl_jax.runs.run import TextInfo
 from txl_jax.runs.score import Interrupted
 
 WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "was", "seen", "."]
@@ -31,7 +30,7 @@ def write(run, path, **others):
     stop_requested = others.pop("stop_requested", lambda: False)
     plan = Plan(out=str(path), **others)
     log_and_stop = {"log": lambda line: None, "stop_requested": stop_requested}
-    continuation.run(config, corpus, workdir, plan, trained_on=TextInfo.of(corpus), **log_and_stop)
+    continuation.run(config, corpus, workdir, plan, **log_and_stop)
     return path.read_text()
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from txl_jax.config import tree as config_tree
 from txl_jax.paper import attention_maps, context_length, continuation, plots, recl
-from txl_jax.paper.recl import TrainedRun
-from txl_jax.runs.run import TextInfo
+from txl_jax.runtime import storage as files
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +17,7 @@ def run(make_run, module_bucket, tmp_path_factory):
 
 
 def names(folder):
-    return {path.name for path in folder.iterdir()}
+    return set(files.names(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +29,13 @@ def without_plots(monkeypatch):
 @pytest.mark.full
 def test_studies_of_one_run(run, bucket):
     config, corpus, workdir = run
-    facts = {"trained_on": TextInfo.of(corpus), "log": str}
-    context_length.run(config, corpus, workdir, context_length.Plan(lengths=(4,)), **facts)
+    context_length.run(config, corpus, workdir, context_length.Plan(lengths=(4,)), log=str)
     assert "context_length.csv" in names(workdir.path)
     short = config_tree.replace(config, {"generate.length": 5})
-    continuation.run(short, corpus, workdir, continuation.Plan(context=9), **facts)
-    assert (workdir.path / "continuation.md").read_text().count("\n### ") == 3
+    continuation.run(short, corpus, workdir, continuation.Plan(context=9), log=str)
+    assert files.read(f"{workdir.path}/continuation.md").decode().count("\n### ") == 3
     plan = attention_maps.Plan(out=str(bucket / "maps"), positions=(20,))
-    average = attention_maps.run(config, corpus, workdir, plan, **facts)
+    average = attention_maps.run(config, corpus, workdir, plan, log=str)
     assert names(bucket / "maps") == {"attention.npz", "attention.json", "attention.md"}
     with np.load(io.BytesIO((bucket / "maps" / "attention.npz").read_bytes())) as arrays:
         np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
@@ -45,10 +43,10 @@ def test_studies_of_one_run(run, bucket):
 
 @pytest.mark.full
 def test_a_study_of_a_group_keeps_its_losses(run, bucket, monkeypatch):
-    config, corpus, workdir = run
+    _, corpus, workdir = run
     plan = recl.Plan(workdirs=(str(workdir.path),) * 2, names=("a", "b"), out=str(bucket), lengths=(2, 4, 2), stride=9)
-    assert [each.workdir.path for each in plan.load_runs()] == [workdir.path] * 2
-    runs = [TrainedRun(name, config, TextInfo.of(corpus), workdir) for name in plan.names]
+    runs = plan.load_runs()
+    assert [(name, each.path) for name, each in runs.items()] == [("a", workdir.path), ("b", workdir.path)]
     found = recl.run(runs, corpus, plan, log=str)
     assert names(bucket) == {"recl.json", "recl.csv", "recl.md", "losses"}
     table = (bucket / "recl.md").read_text()

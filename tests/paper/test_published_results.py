@@ -2,7 +2,7 @@
 
 import pytest
 
-from txl_jax.cli.flag_tree import FLAGFILE_DIR
+from txl_jax.cli.flags import FLAGFILE_DIR
 from txl_jax.config import CorpusName
 from txl_jax.paper.published_results import PUBLISHED, published_for
 

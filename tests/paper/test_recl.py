@@ -11,8 +11,7 @@ import pytest
 from support import tiny_run
 from txl_jax.config import Encoding, Network
 from txl_jax.paper import plots, recl
-from txl_jax.paper.recl import Plan, TrainedRun
-from txl_jax.runs.run import TextInfo
+from txl_jax.paper.recl import Plan
 from txl_jax.runs.score import Interrupted
 
 PLAN = Plan(lengths=(2, 8, 3), stride=3, batch_size=4)
@@ -26,10 +25,9 @@ MODELS = {
 @pytest.fixture(scope="module")
 def group(make_run, tmp_path_factory):
     """(members, corpus)."""
-    members = []
+    members = {}
     for name, changes in MODELS.items():
-        config, corpus, workdir = make_run(tmp_path_factory.mktemp(name), changes)
-        members.append(TrainedRun(name, config, TextInfo.of(corpus), workdir))
+        _, corpus, members[name] = make_run(tmp_path_factory.mktemp(name), changes)
     return members, corpus
 
 
@@ -54,13 +52,11 @@ def test_losses_are_those_of_the_context_alone(group, tmp_path):
     members, corpus = group
     tokens = np.asarray(corpus.test)
     for member in members:
-        parts = tiny_run.parts(
-            **{k.replace(".", "__"): v for k, v in MODELS[member.name].items()}, model__dropout__rate=0.0
-        )
+        parts = tiny_run.parts(**{k.replace(".", "__"): v for k, v in MODELS[member].items()}, model__dropout__rate=0.0)
         model = parts.model.clone(vocab_size=corpus.vocabulary.size)
         variables = {"params": tiny_run.params(model)}
         for context in PLAN.contexts:
-            found = np.load(tmp_path / "losses" / member.name / f"{context}.npy")
+            found = np.load(tmp_path / "losses" / member / f"{context}.npy")
             assert len(found) == len(range(8, len(tokens), 3))
             places = [0, 5, len(found) - 1]
             texts = np.stack([tokens[8 + 3 * k - context : 8 + 3 * k + 1] for k in places])
@@ -89,6 +85,6 @@ def test_plans_and_groups_that_do_not_go_are_refused(group, tmp_path):
     with pytest.raises(Interrupted):
         run(group, tmp_path / "stopped", stop_requested=lambda: True)
     with pytest.raises(ValueError, match=r"\b1\b"):
-        run((members[:1], corpus), tmp_path)
+        run(({"ours": members["ours"]}, corpus), tmp_path)
     with pytest.raises(ValueError, match="ours, ours"):
-        run(([members[0], members[0]], corpus), tmp_path)
+        dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", "ours")).load_runs()

@@ -5,10 +5,9 @@ import shutil
 import numpy as np
 import pytest
 
-from support import drawn_run
+from support import drawn_run, runs
 from txl_jax.config import DropoutConfig, EvalConfig, ModelConfig, OptimizerConfig
-from txl_jax.runs import train
-from txl_jax.runs.run import Workdir
+from txl_jax.runs.run import Run
 
 
 @pytest.fixture(scope="session")
@@ -44,8 +43,9 @@ def corpus(_both):
 @pytest.fixture(scope="session")
 def run_once(config, corpus, tmp_path_factory):
     """(workdir, outcome) of the run, which no test changes."""
-    workdir = Workdir(tmp_path_factory.mktemp("once") / "whole")
-    return workdir, train.run(config, corpus, workdir)
+    folder = tmp_path_factory.mktemp("once") / "whole"
+    outcome = runs.train(config, corpus, folder)
+    return Run.read(folder), outcome
 
 
 @pytest.fixture
@@ -53,4 +53,4 @@ def finished(run_once, tmp_path):
     """(workdir, outcome) of a copy that a test may change."""
     workdir, outcome = run_once
     shutil.copytree(workdir.path, tmp_path / "whole")
-    return Workdir(tmp_path / "whole"), outcome
+    return Run.read(tmp_path / "whole"), outcome

@@ -4,22 +4,21 @@ The implementation in tiles is replaced here by the reference, off by a part in 
 that two tiles give other numbers, and the test chooses what is there and what "auto" prefers.
 """
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from support import tiny_run
+from support import runs, tiny_run
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.ops.attention import Implementation, Implementations, Tile, cached, choice, dispatch, kernels
 from txl_jax.ops.attention.tiled import limits
-from txl_jax.runs import run, train, weights
-from txl_jax.runs.build import AttentionChoice, Chosen, assemble
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs import weights
+from txl_jax.runs.build import AttentionChoice, Chosen, build
+from txl_jax.runs.run import Run, TextInfo, check_same_attention
 from txl_jax.runtime import distributed
 from txl_jax.runtime.log import read_metrics
 
@@ -34,28 +33,25 @@ def choice_of(training, evaluation="tiled 4x8"):
 
 
 def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
-    config, record = ExperimentConfig(), {"training": "tiled 4x8", "evaluation": "reference"}
-    assert run.kept_attention(record, config, config) == record
+    run = Run("somewhere")
+    assert run.attention_for(ExperimentConfig()) == Implementations("auto", "auto"), "a new run"
+    run.is_new, run.config = False, ExperimentConfig()
+    run.attention = {"training": "tiled 4x8", "evaluation": "reference"}
+    tiled, reference = Implementation("tiled", tile=SMALL), Implementation("reference")
     for changes, kept in (
-        ({"train.log_every": 7}, record),
-        ({"eval.mem_len": 12}, {"training": "tiled 4x8"}),
-        ({"model.attention": "reference"}, {}),
+        ({"train.log_every": 7}, (tiled, reference)),
+        ({"eval.mem_len": 12}, (tiled, "auto")),
+        ({"model.attention": "reference"}, ("reference", "reference")),
     ):
-        assert run.kept_attention(record, config, config_tree.replace(config, changes)) == kept
-    tiled = Implementation("tiled", tile=SMALL)
-    assert run.parse_attention(record, config) == Implementations(tiled, Implementation("reference"))
-    assert run.parse_attention({"training": "tiled 4x8"}, config) == Implementations(tiled, "auto")
+        assert run.attention_for(config_tree.replace(run.config, changes)) == Implementations(*kept)
 
 
 def test_what_changed_is_named_with_its_reason():
     before = {"training": "fused triton 64x64", "evaluation": "tiled 4x8"}
-    [line] = run.attention_changes(before, choice_of("reference"))
-    assert line == "attention: training was fused triton 64x64 and is now reference (reason reference)"
-    assert run.attention_changes({}, choice_of("reference")) == run.attention_changes(before, None) == []
-    recorded = Implementations("auto", Implementation.parse("reference"))
-    [line] = run.evaluation_lines(recorded, choice_of("reference"))
-    assert line == "attention: evaluation was reference and is now tiled 4x8 (reason tiled 4x8)"
-    assert run.evaluation_lines(recorded, choice_of("tiled 4x8", "reference")) == []
+    choice = choice_of("reference")
+    assert choice.describe(before) == "training was fused triton 64x64 and is now reference (reason reference)"
+    assert choice.describe({}) == choice.describe(choice.record()) == ""
+    assert choice.describe() == "training reference (reason reference); evaluation tiled 4x8 (reason tiled 4x8)"
 
 
 def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
@@ -63,7 +59,7 @@ def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
     compared: list = []
     monkeypatch.setattr(distributed, "assert_same_on_all", lambda *given: compared.append(given))
     for training in ("tiled 4x8", "tiled 4x8", "fused triton 64x64"):
-        run.check_same_attention(choice_of(training))
+        check_same_attention(choice_of(training))
     (first, complaint), (same, _), (other, _) = compared
     assert first == same != other
     assert complaint(first, other).startswith("it would compute attention by fused triton 64x64 in training")
@@ -124,31 +120,33 @@ def tiles(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def runs(corpus, tmp_path_factory):
+def both(corpus, tmp_path_factory):
     """The run with small tiles when it has ended, and stopped in the middle."""
     found = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         Tiles(SMALL).patch(monkeypatch)
         for name, stops in (("stopped", True), ("whole", False)):
-            found[name] = Workdir(tmp_path_factory.mktemp(name))
-            assert train.run(CONFIG, corpus, found[name], stop_requested=lambda: stops).finished is not stops  # noqa: B023
+            found[name] = Run(tmp_path_factory.mktemp(name))
+            assert runs.train(CONFIG, corpus, found[name], stop_requested=lambda: stops).finished is not stops  # noqa: B023
     return found
 
 
 @pytest.fixture
-def stopped(runs, tmp_path):
-    return Workdir(shutil.copytree(runs["stopped"].path, tmp_path / "run"))
+def stopped(both, tmp_path):
+    return Run.read_all(shutil.copytree(both["stopped"].path, tmp_path / "run"))
 
 
 def recorded(workdir):
-    return json.loads(Path(workdir.config_file).read_text()).get("attention")
+    return json.loads(Path(workdir.path, "config.json").read_text()).get("attention")
 
 
 def rewrite(workdir, attention):
     """Changes the record of a run; None takes it away."""
-    saved = json.loads(Path(workdir.config_file).read_text())
+    saved = json.loads(Path(workdir.path, "config.json").read_text())
     del saved["attention"]
-    Path(workdir.config_file).write_text(json.dumps(saved | ({} if attention is None else {"attention": attention})))
+    Path(workdir.path, "config.json").write_text(
+        json.dumps(saved | ({} if attention is None else {"attention": attention}))
+    )
 
 
 def losses(workdir):
@@ -156,21 +154,21 @@ def losses(workdir):
 
 
 @pytest.mark.full
-def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(runs, stopped, corpus, tiles):
+def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(both, stopped, corpus, tiles):
     tiles.tile = LARGE
-    assert train.run(CONFIG, corpus, stopped).finished
-    assert losses(stopped) == losses(runs["whole"])
-    assert recorded(stopped) == recorded(runs["whole"]) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
-    logged = [line for line in (stopped.path / "log.txt").read_text().splitlines() if "attention training" in line]
+    assert runs.train(CONFIG, corpus, stopped).finished
+    assert losses(stopped) == losses(both["whole"])
+    assert recorded(stopped) == recorded(both["whole"]) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+    logged = [line for line in (Path(stopped.path, "log.txt")).read_text().splitlines() if "attention training" in line]
     assert ["as the run was begun" in line for line in logged] == [False, True]
 
 
 def start_again(workdir, config, corpus):
     """The part of a start that chooses, compares and records; returns the lines that it would log."""
-    recorded = weights.recorded_attention(workdir, config)
-    components = assemble(config, vocab_size=corpus.vocabulary.size, recorded_attention=recorded)
-    with contextlib.ExitStack() as stack:
-        return train.claim(workdir, config, TextInfo.of(corpus), stack, attention=components.attention)
+    with Run.open(workdir.path) as run:
+        components = build(config, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(config))
+        run.begin(config, TextInfo.of(corpus), attention=components.attention)
+        return run.notes
 
 
 @pytest.mark.full
@@ -185,7 +183,7 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
     assert "evaluation was tiled 4x8 and is now reference" in line
     assert recorded(stopped) == {"training": "reference", "evaluation": "reference"}
     assert start_again(stopped, CONFIG, corpus) == []
-    components = weights.assemble_trained(CONFIG, stopped, vocab_size=corpus.vocabulary.size, log=pytest.fail)
+    components = weights.build_trained(CONFIG, Run.read(stopped.path), log=pytest.fail)
     assert str(components.model.attention.cached) == "reference"
 
 
@@ -200,12 +198,12 @@ def test_a_run_from_before_the_record_keeps_the_reference_in_training(stopped, c
 def test_a_damaged_record_is_named(stopped):
     rewrite(stopped, {"training": "tild 4x8"})
     with pytest.raises(UserError, match=r"config\.json is damaged"):
-        stopped.load()
+        Run.read(stopped.path)
 
 
 @pytest.mark.full
 def test_an_lstm_has_no_attention_to_record(corpus, tmp_path):
-    workdir = Workdir(tmp_path)
+    workdir = Run(tmp_path)
     lstm = changed(model__network=Network.LSTM)
     assert start_again(workdir, lstm, corpus) == [] and recorded(workdir) is None
     assert start_again(workdir, lstm, corpus) == []

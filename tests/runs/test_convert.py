@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -55,7 +56,7 @@ def test_a_portable_folder_is_the_run(workdir, folder):
 
 def test_no_path_of_this_machine_goes_along(workdir, folder):
     for name in ("config.json", "README.md", "vocabulary.txt"):
-        assert str(workdir.path.parent) not in (folder / name).read_text()
+        assert str(Path(workdir.path).parent) not in (folder / name).read_text()
 
 
 def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):

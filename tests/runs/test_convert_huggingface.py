@@ -7,7 +7,7 @@ import txl_jax
 from support import trained
 from txl_jax.config import GenerateConfig
 from txl_jax.runs.convert import TargetFormat, convert
-from txl_jax.runs.weights import open_pretrained
+from txl_jax.runs.weights import open_weights
 
 V = 61
 # wt103's structure, scaled down: three tails, div_val 4, projections shared but for the head's.
@@ -99,7 +99,7 @@ def test_its_tokenizer_reads_the_words(library, tmp_path):
     made = trained.make(tmp_path / "run", **trained.WT103)
     convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE, log=lambda line: None)
     tokenizer = transformers.TransfoXLTokenizer.from_pretrained(tmp_path / "theirs")
-    vocabulary = open_pretrained(made.path).vocabulary
+    vocabulary = open_weights(made.path).vocabulary
     text = "the cat sat on the zebra"  # The last word is unknown.
     assert tokenizer.encode(text) == vocabulary.encode(text.encode()).tolist()
     assert len(tokenizer) == vocabulary.size and tokenizer.eos_token_id == vocabulary.mark

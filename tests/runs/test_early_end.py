@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from support import runs
 from support.run_records import StopAfter
 from txl_jax.config import tree as config_tree
-from txl_jax.runs import train
-from txl_jax.runs.build import assemble
-from txl_jax.runs.run import Workdir
+from txl_jax.runs.build import build
+from txl_jax.runs.run import Run
 from txl_jax.runs.validation import Validation
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import read_metrics
@@ -42,8 +42,8 @@ def run(given, folder, **changes):
     config, corpus = given
     stop_requested = changes.pop("stop_requested", lambda: False)
     config = config_tree.replace(config, {name.replace("__", "."): value for name, value in changes.items()})
-    workdir = Workdir(folder)
-    outcome = train.run(config, corpus, workdir, stop_requested=stop_requested)
+    workdir = Run(folder)
+    outcome = runs.train(config, corpus, workdir, stop_requested=stop_requested)
     return outcome, [r["loss"] for r in read_metrics(folder) if r["kind"] == "valid"], (config, corpus, workdir)
 
 
@@ -58,7 +58,7 @@ def never_better(losses, patience):
 
 def state_of(found):
     config, corpus, workdir = found
-    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    parts = build(config, vocab_size=corpus.vocabulary.size)
     with Checkpointer(workdir.latest, keep=2, log=print) as latest:
         return latest.restore(parts.training.abstract_state)[1]
 

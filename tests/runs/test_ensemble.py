@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import drawn_run, tiny, tiny_run
+from support import drawn_run, runs, tiny, tiny_run
 from support.run_records import StopAfter
 from txl_jax.config import DType
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
-from txl_jax.runs import ensemble, score, train
-from txl_jax.runs.build import Compilation, assemble
+from txl_jax.runs import ensemble, score
+from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.ensemble import split_off
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import Run
 from txl_jax.runs.weights import load_state
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import read_metrics
@@ -51,7 +51,7 @@ def base(tmp_path_factory):
 
 
 def run(base, folder, chosen=MEMBERS, **others):
-    return ensemble.run(base[0], chosen, base[1], Workdir(folder), **others)
+    return runs.train_members(base[0], chosen, base[1], Run(folder), **others)
 
 
 def records(path, member=None):
@@ -63,8 +63,7 @@ def records(path, member=None):
 
 def state_of(workdir, base):
     """Step, state and notes of the newest checkpoint."""
-    config, _ = workdir.load()
-    return load_state(assemble(config, vocab_size=base[1].vocabulary.size), workdir, log=print)
+    return load_state(build(workdir.config, vocab_size=base[1].vocabulary.size), workdir, log=print)
 
 
 def assert_equal_trees(found, expected):
@@ -85,15 +84,17 @@ def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
     base = config_tree.replace(base[0], {"model.dtype": DType.FLOAT64}), base[1]
     outcome = run(base, tmp_path / "all")
     assert outcome.finished and outcome.step == STEPS and list(outcome.results["members"]) == NAMES
-    name, lone = NAMES[1], Workdir(tmp_path / "lone")
-    alone = train.run(ensemble.member_configs(base[0], MEMBERS)[name], base[1], lone)
-    found, expected = records(tmp_path / "all", name), records(lone.path)
+    name, lone = NAMES[1], tmp_path / "lone"
+    alone = runs.train(ensemble.member_configs(base[0], MEMBERS)[name], base[1], lone)
+    found, expected = records(tmp_path / "all", name), records(lone)
     for one, other in zip(found, expected, strict=True):
         assert one.pop("kind") == other.pop("kind") and one == pytest.approx(other, rel=1e-6)
     own = outcome.results["members"][name]
     assert own["test"]["loss"] == pytest.approx(alone.results["test"]["loss"], rel=1e-9)
     assert own["best_valid"]["step"] == alone.results["best_valid"]["step"]
-    own_state, lone_state = (state_of(each, base)[1] for each in (Workdir(tmp_path / "all", name), lone))
+    own_state, lone_state = (
+        state_of(each, base)[1] for each in (Run.read(tmp_path / "all", member=name), Run.read(lone))
+    )
     for (path, a), b in zip(jax.tree.leaves_with_path(own_state), jax.tree.leaves(lone_state), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=jax.tree_util.keystr(path))
 
@@ -132,7 +133,7 @@ def assert_same_ensembles(folder, expected):
         assert records(folder, name) == records(expected, name)
     newest = []
     for each in (folder, expected):
-        with Checkpointer(Workdir(each).latest, keep=2, log=print) as latest:
+        with Checkpointer(Run(each).latest, keep=2, log=print) as latest:
             newest.append(latest.latest_step())
     assert newest[0] == newest[1]
 
@@ -146,7 +147,7 @@ def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
     assert outcome.finished and outcome.results["members"] == whole[1].results["members"]
     assert_same_ensembles(tmp_path, whole[0])
     for name in NAMES:
-        found, expected = (state_of(Workdir(folder, name), base)[1] for folder in (tmp_path, whole[0]))
+        found, expected = (state_of(Run.read(folder, member=name), base)[1] for folder in (tmp_path, whole[0]))
         assert_equal_trees(found, expected)
 
 
@@ -178,16 +179,16 @@ def test_other_members_in_a_used_workdir_are_refused(base, whole, chosen):
     with pytest.raises(UserError, match=f"{re.escape(NAMES[0])}.*--workdir"):
         run(base, whole[0], chosen)
     with pytest.raises(UserError, match=f"{re.escape(NAMES[0])}.*none.*--workdir"):
-        train.run(base[0], base[1], Workdir(whole[0]))
+        runs.train(base[0], base[1], Run(whole[0]))
     assert sorted(whole[0].rglob("*")) == before
 
 
 def test_a_member_is_loaded_and_scored_by_its_name(base, whole):
     folder, outcome = whole
     for name, config in ensemble.member_configs(base[0], MEMBERS).items():
-        workdir = Workdir(folder, name)
-        assert workdir.load()[0] == config
-        scored = score.evaluate_splits(config, base[1], workdir, trained_on=TextInfo.of(base[1]))
+        workdir = Run.read(folder, member=name)
+        assert workdir.config == config
+        scored = score.evaluate_splits(config, base[1], workdir)
         expected = outcome.results["members"][name]
         assert scored["test"]["loss"] == expected["test"]["loss"] and scored["step"] == expected["best_valid"]["step"]
 
@@ -195,11 +196,10 @@ def test_a_member_is_loaded_and_scored_by_its_name(base, whole):
 def test_a_member_that_is_not_there_is_refused_with_the_names(base, whole, tmp_path):
     for wrong in ("seed=7", None):
         with pytest.raises(UserError, match=rf"--ensemble_member.*{re.escape(NAMES[0])}"):
-            Workdir(whole[0], wrong).load()
-    lone = Workdir(tmp_path).create()
-    lone.record(base[0], TextInfo.of(base[1]))
+            Run.read(whole[0], member=wrong)
+    runs.record(tmp_path, *base)
     with pytest.raises(UserError, match=r"--ensemble_member.*'seed=3'"):
-        Workdir(tmp_path, "seed=3").load()
+        Run.read(tmp_path, member="seed=3")
 
 
 @pytest.mark.full
@@ -207,18 +207,19 @@ def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_
     """The state is the ensemble's, bit for bit; its updates from there on agree with the ensemble's up to rounding."""
     name = NAMES[1]
     assert not run(base, tmp_path / "all", stop_requested=StopAfter(9)).finished
-    made = split_off(tmp_path / "all", name, tmp_path / "own")
-    config, _ = made.load()
+    split_off(tmp_path / "all", name, tmp_path / "own")
+    made = Run.read(tmp_path / "own")
+    config = made.config
     assert config == ensemble.member_configs(base[0], MEMBERS)[name]
     (step, found, _), (expected_step, expected, _) = (
-        state_of(each, base) for each in (made, Workdir(tmp_path / "all", name))
+        state_of(each, base) for each in (made, Run.read(tmp_path / "all", member=name))
     )
     assert 0 < step == expected_step < STEPS
     assert_equal_trees(found, expected)
     assert records(made.path) == records(tmp_path / "all", name)
     with pytest.raises(UserError, match=r"--to"):
         split_off(tmp_path / "all", name, made.path)
-    outcome = train.run(config, base[1], made)
+    outcome = runs.train(config, base[1], made)
     ours, theirs = outcome.results["test"], whole[1].results["members"][name]["test"]
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     own, all_of_it = records(made.path), records(whole[0], name)
@@ -227,9 +228,10 @@ def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_
 
 def test_a_member_of_a_finished_ensemble_is_finished_when_split_off(base, whole, tmp_path):
     name = NAMES[2]
-    made = split_off(whole[0], name, tmp_path / "own")
+    split_off(whole[0], name, tmp_path / "own")
+    made = Run.read(tmp_path / "own")
     before = records(made.path)
-    outcome = train.run(made.load()[0], base[1], made)
+    outcome = runs.train(made.config, base[1], made)
     own = whole[1].results["members"][name]
     assert outcome.finished and {key: outcome.results[key] for key in own} == own
     assert records(made.path) == before == records(whole[0], name)
@@ -247,13 +249,13 @@ def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, n_com
         config_tree.replace(config, {"seed": 3} | dict.fromkeys(rates, 0.0)),
         config_tree.replace(config, {"seed": 4, RATE: 0.02} | dict.fromkeys(rates, 0.3)),
     ]
-    made, segments = assemble(config, vocab_size=tiny.V), tiny_run.text().segments(0, 1)
+    made, segments = build(config, vocab_size=tiny.V), tiny_run.text().segments(0, 1)
     state, step = tiny_run.state(made), jax.jit(make_ensemble_step(made.model, config))
     both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (state, segments))
     after, found = step(Variation.of(config, configs), *both)
     assert abs(found.nats[0] - found.nats[1]) > 1e-3 * found.nats[0]
     for i, own in list(enumerate(configs))[-n_compared:]:
-        alone = assemble(own, vocab_size=tiny.V)
+        alone = build(own, vocab_size=tiny.V)
         lone_step = jax.jit(make_train_step(alone.model, alone.optimizer, alone.schedule, own))
         expected_after, expected = lone_step(state, segments)
         # In bfloat16 the same roundings, up to the order of sums.

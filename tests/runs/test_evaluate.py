@@ -2,14 +2,14 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support import drawn_run, tiny_run
+from support import drawn_run, runs, tiny_run
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.errors import UserError
-from txl_jax.runs.run import TextInfo, Workdir
 from txl_jax.runs.score import Interrupted, evaluate_splits, score
 
 
@@ -25,8 +25,8 @@ def run(tmp_path_factory):
 def test_both_texts_are_scored_and_written(run):
     config, corpus, workdir, components = run
     lines = []
-    results = evaluate_splits(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=lines.append)
-    assert json.loads((workdir.path / "evaluation.json").read_text()) == results
+    results = evaluate_splits(config, corpus, workdir, log=lines.append)
+    assert json.loads((Path(workdir.path, "evaluation.json")).read_text()) == results
     assert (results["step"], results["text_sha256"]) == (drawn_run.STEP, corpus.digest)
     params = tiny_run.params(components.model)
     for split in ("valid", "test"):
@@ -37,23 +37,23 @@ def test_both_texts_are_scored_and_written(run):
 
 def test_another_text_is_noted(run):
     config, corpus, workdir, _ = run
-    lines, other = [], dataclasses.replace(TextInfo.of(corpus), digest="0" * 64, description="its own text")
-    evaluate_splits(config, corpus, workdir, trained_on=other, log=lines.append)
-    assert any("its own text" in line for line in lines)
+    lines, other = [], dataclasses.replace(corpus, digest="0" * 64, description="another text")
+    evaluate_splits(config, other, workdir, log=lines.append)
+    assert any("another text" in line for line in lines)
 
 
 def test_an_empty_workdir_and_another_vocabulary_are_refused(run, tmp_path):
     config, corpus, workdir, _ = run
     with pytest.raises(UserError, match="--mode=train"):
-        evaluate_splits(config, corpus, Workdir(tmp_path), trained_on=TextInfo.of(corpus), log=str)
-    other = TextInfo(corpus.name, "letters", corpus.digest, ByteVocabulary(b"abc"))
-    with pytest.raises(ValueError, match=r"\b3\b.*\b256\b"):
-        evaluate_splits(config, corpus, workdir, trained_on=other, log=str)
+        evaluate_splits(config, corpus, runs.record(tmp_path, config, corpus), log=str)
+    other = dataclasses.replace(corpus, vocabulary=ByteVocabulary(b"abc"))
+    with pytest.raises(UserError, match=r"\b256\b.*\b3\b"):
+        evaluate_splits(config, other, workdir, log=str)
 
 
 def test_a_stop_writes_nothing(run, tmp_path):
     config, corpus, *_ = run
     workdir, _ = drawn_run.make(tmp_path / "run", config, corpus)
     with pytest.raises(Interrupted, match="valid"):
-        evaluate_splits(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str, stop_requested=lambda: True)
-    assert not (workdir.path / "evaluation.json").exists()
+        evaluate_splits(config, corpus, workdir, log=str, stop_requested=lambda: True)
+    assert not (Path(workdir.path, "evaluation.json")).exists()

@@ -5,6 +5,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,7 +162,7 @@ def test_bad_input_is_refused_and_nothing_is_written(workdir, tmp_path, monkeypa
     with pytest.raises(UserError, match="--rows=0"):
         export_model(workdir.path, out, rows=0, log=lambda line: None)
     with pytest.raises(UserError, match="inside"):
-        export_model(workdir.path, workdir.path / "inside", log=lambda line: None)
+        export_model(workdir.path, Path(workdir.path, "inside"), log=lambda line: None)
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
     with pytest.raises(UserError, match="flatbuffers"):
         export_model(workdir.path, out, log=lambda line: None)

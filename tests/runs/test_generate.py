@@ -1,11 +1,12 @@
 """Tests the generation job: prompts of words, what ends a sample, what is printed and saved, and what is no stop."""
 
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
-from support import drawn_run, trained
+from support import drawn_run, runs, trained
 from txl_jax.config import (
     CacheDType,
     Encoding,
@@ -39,12 +40,10 @@ def run(tmp_path_factory):
 
 def write(run, *, stop_requested=lambda: False, **changes):
     """(texts, what was written on the way, what was logged) as strings."""
-    config, corpus, workdir = run
+    config, _, workdir = run
     config = config_tree.replace(config, {f"generate.{name}": value for name, value in changes.items()})
     written, logged = [], []
-    texts = generate.run(
-        config, corpus.vocabulary, workdir, log=logged.append, write=written.append, stop_requested=stop_requested
-    )
+    texts = runs.generate_text(config, workdir, log=logged.append, write=written.append, stop_requested=stop_requested)
     return [text.decode() for text in texts], "".join(written), logged
 
 
@@ -70,30 +69,29 @@ def test_each_sample_ends_with_its_first_stop_token(run, whole):
     assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), "blocks go on for the others"
     assert written.startswith(texts[0] + "\n"), "the first sample is streamed up to there"
     assert any(re.search(rf"\b{LENGTH}\b", line) for line in logged)
-    saved = (run[2].path / "sample-seed4.txt").read_text()
+    saved = (Path(run[2].path, "sample-seed4.txt")).read_text()
     assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
 
 
 @pytest.mark.parametrize(("prompt", "begins"), [("the  zebra\ncat", "the <unk> \ncat "), (" ", "")])
 def test_prompts_are_words_and_may_be_unknown(prompt, begins, tmp_path):
     workdir = trained.make(tmp_path / "run")
-    config, text = workdir.load()
     written = []
-    asked = config_tree.replace(config, {"generate.prompt": prompt, "generate.length": 12})
-    generate.run(asked, text.vocabulary, workdir, log=str, write=written.append)
+    asked = config_tree.replace(workdir.config, {"generate.prompt": prompt, "generate.length": 12})
+    runs.generate_text(asked, workdir, log=str, write=written.append)
     found = "".join(written)
     assert found.startswith(begins)
     assert len(found.removeprefix(begins).replace("\n", " <eos> ").split()) >= 12
-    assert set(found.split()) <= set(text.vocabulary.words)
+    assert set(found.split()) <= set(workdir.text.vocabulary.words)
 
 
 @pytest.mark.full
 def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypatch):
-    config, corpus, workdir = run
+    config, _, workdir = run
     made, real = [], generate.Generator
     monkeypatch.setattr(generate, "Generator", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
     config = config_tree.replace(config, {"eval.cache_dtype": CacheDType.BFLOAT16, "generate.length": 1})
-    generate.run(config, corpus.vocabulary, workdir, log=str, write=str)
+    runs.generate_text(config, workdir, log=str, write=str)
     assert [kwargs["memory_dtype"] for kwargs in made] == [jnp.bfloat16]
 
 
@@ -102,7 +100,7 @@ def test_a_stop_ends_after_a_block_and_while_the_prompt_is_read(run):
     texts, _, _ = write(run, stop_requested=lambda: next(questions, True))
     assert len(texts[0]) == 32  # Two blocks of 16, after as many questions.
     config = config_tree.replace(run[0], {"generate.prompt": "the cat " * 20})
-    assert generate.run(config, run[1].vocabulary, run[2], log=str, write=str, stop_requested=lambda: True) == []
+    assert runs.generate_text(config, run[2], log=str, write=str, stop_requested=lambda: True) == []
 
 
 @pytest.mark.parametrize(
@@ -114,7 +112,7 @@ def test_a_stop_ends_after_a_block_and_while_the_prompt_is_read(run):
 )
 def test_models_that_cannot_generate_are_refused(run, changes, named):
     with pytest.raises(UserError, match=named):
-        generate.run(config_tree.replace(run[0], changes), run[1].vocabulary, run[2])
+        runs.generate_text(config_tree.replace(run[0], changes), run[2])
 
 
 WORDS = ("<eos>", "the", "<unk>", "cat", "<S>", "<s>")

@@ -49,7 +49,7 @@ def test_a_run_and_its_portable_folder_are_loaded_without_a_network(workdir, tmp
 
 
 def test_a_text_is_read_in_the_runs_tokens_though_the_file_is_gone(workdir, tmp_path):
-    config, text = workdir.load()
+    config, text = workdir.config, workdir.text
     corpus = read_corpus(config.data, "nowhere", str(tmp_path), vocabulary=text.vocabulary)
     assert corpus.vocabulary == text.vocabulary and corpus.sentences is None
     splits = [corpus.train, corpus.valid, corpus.test]

@@ -1,17 +1,18 @@
 """Tests a run in a bucket: scored, loaded, converted, and split off."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 import txl_jax
-from support import drawn_run
+from support import drawn_run, runs
 from txl_jax.errors import UserError
 from txl_jax.interop.portable import is_portable
-from txl_jax.runs import ensemble, score
+from txl_jax.runs import score
 from txl_jax.runs.convert import convert
 from txl_jax.runs.ensemble import split_off
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import Run
 
 pytestmark = pytest.mark.full
 
@@ -32,13 +33,13 @@ def test_scores_are_written_beside_the_run(text, drawn):
     config, corpus = text
     remote, local = drawn
     for workdir in drawn:
-        score.evaluate_splits(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)
-        score.score_tokens(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)
+        score.evaluate_splits(config, corpus, workdir, log=str)
+        score.score_tokens(config, corpus, workdir, log=str)
     names = {path.name for path in local.path.iterdir() if path.is_file()}
     assert {"evaluation.json", "scores-valid.tsv", "scores-test.tsv"} < names
     for name in names - {"config.json", "evaluation.json"}:
-        assert (remote.path / name).read_bytes() == (local.path / name).read_bytes(), name
-    scores = [json.loads((workdir.path / "evaluation.json").read_bytes()) for workdir in drawn]
+        assert (Path(remote.path, name)).read_bytes() == (Path(local.path, name)).read_bytes(), name
+    scores = [json.loads((Path(workdir.path, "evaluation.json")).read_bytes()) for workdir in drawn]
     assert scores[0]["valid"] == scores[1]["valid"] and scores[0]["test"] == scores[1]["test"]
 
 
@@ -66,7 +67,7 @@ def test_a_conversion_that_was_killed_is_no_portable_folder(drawn, bucket, stora
 
 def test_a_member_of_an_ensemble_is_split_off_in_a_bucket(text, bucket):
     config, corpus = text
-    results = ensemble.run(config, [{"seed": 1}, {"seed": 2}], corpus, Workdir(bucket / "both")).results
+    results = runs.train_members(config, [{"seed": 1}, {"seed": 2}], corpus, Run(bucket / "both")).results
     split_off(bucket / "both", "seed=2", bucket / "second", log=str)
     own = json.loads((bucket / "second" / "results.json").read_bytes())
     assert own["test"] == results["members"]["seed=2"]["test"]

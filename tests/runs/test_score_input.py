@@ -44,13 +44,13 @@ class Opened:
     """A trained model that is not read from a folder."""
 
     def __init__(self, model, params):
-        self.vocabulary, self.components, self.params = model.vocabulary, model.components, params
+        self.vocabulary, self.components, self.drawn = model.vocabulary, model.components, params
 
-    def assemble(self, *, log):
+    def build(self, *, log):
         return self.components
 
-    def load_params(self, components, *, log):
-        return 7, self.params
+    def params(self, components, *, log):
+        return 7, self.drawn
 
 
 def score(lines, *, per_token=False, params=None, write=None):

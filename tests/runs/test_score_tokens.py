@@ -13,7 +13,6 @@ from txl_jax.config import LineMark
 from txl_jax.config import tree as config_tree
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.runs import score as score_job
-from txl_jax.runs.run import TextInfo
 from txl_jax.runs.score import SPLITS
 
 
@@ -29,9 +28,7 @@ def run(tmp_path_factory):
 def score(run, *, changes=None, **others):
     config, corpus, workdir = run
     config = config_tree.replace(config, changes or {})
-    return score_job.score_tokens(
-        config, corpus, workdir, trained_on=TextInfo.of(corpus), log=lambda line: None, **others
-    )
+    return score_job.score_tokens(config, corpus, workdir, log=lambda line: None, **others)
 
 
 def table(run, split):
@@ -54,9 +51,7 @@ def unescaped(text):
 def test_the_file_holds_every_token_but_the_first_and_its_sum_is_the_evaluation(run):
     config, corpus, workdir = run
     totals = score(run)
-    evaluated = score_job.evaluate_splits(
-        config, corpus, workdir, trained_on=TextInfo.of(corpus), log=lambda line: None
-    )
+    evaluated = score_job.evaluate_splits(config, corpus, workdir, log=lambda line: None)
     for split in SPLITS:
         tokens = getattr(corpus, split)
         numbers, names, nats = table(run, split)

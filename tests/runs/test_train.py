@@ -4,19 +4,21 @@ import json
 import os
 import re
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from support import runs
 from support.metadata_server import MetadataServer
 from support.run_records import StopAfter, numbers
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import NonFiniteError, UserError
-from txl_jax.runs import score, train, validation
-from txl_jax.runs.build import assemble
+from txl_jax.runs import score, validation
+from txl_jax.runs.build import build
 from txl_jax.runs.checkpoints import RunCheckpoints
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import Run
 from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import read_metrics
@@ -27,7 +29,7 @@ STEPS = 24
 
 def weights(config, corpus, workdir):
     """Everything in the latest checkpoint, as arrays."""
-    parts = assemble(config, vocab_size=corpus.vocabulary.size)
+    parts = build(config, vocab_size=corpus.vocabulary.size)
     with Checkpointer(workdir.latest, keep=2, log=print) as latest:
         step, state, _ = latest.restore(parts.training.abstract_state)
     return step, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
@@ -36,7 +38,7 @@ def weights(config, corpus, workdir):
 def test_a_run_leaves_results_metrics_and_checkpoints(finished, config, corpus):
     workdir, outcome = finished
     assert outcome.finished and outcome.step == STEPS
-    assert json.loads((workdir.path / "results.json").read_text()) == outcome.results
+    assert json.loads((Path(workdir.path, "results.json")).read_text()) == outcome.results
     assert outcome.results["test"]["tokens"] == len(corpus.test) - 1
     records = read_metrics(workdir.path)
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(4, STEPS + 1, 4))
@@ -50,11 +52,11 @@ def test_a_run_leaves_results_metrics_and_checkpoints(finished, config, corpus):
 def test_a_stopped_run_goes_on_exactly(finished, config, corpus, tmp_path):
     """The fifth question is asked in the middle of the first evaluation, which the next start repeats."""
     whole, _ = finished
-    workdir = Workdir(tmp_path / "pieces")
-    assert not train.run(config, corpus, workdir, stop_requested=StopAfter(5)).finished
+    workdir = Run(tmp_path / "pieces")
+    assert not runs.train(config, corpus, workdir, stop_requested=StopAfter(5)).finished
     assert "valid" not in {record["kind"] for record in numbers(workdir)}
-    assert not train.run(config, corpus, workdir, stop_requested=StopAfter(4)).finished
-    assert train.run(config, corpus, workdir).finished
+    assert not runs.train(config, corpus, workdir, stop_requested=StopAfter(4)).finished
+    assert runs.train(config, corpus, workdir).finished
     assert numbers(workdir) == numbers(whole)
     for resumed, undisturbed in zip(
         weights(config, corpus, workdir)[1], weights(config, corpus, whole)[1], strict=True
@@ -65,12 +67,12 @@ def test_a_stopped_run_goes_on_exactly(finished, config, corpus, tmp_path):
 @pytest.mark.full
 def test_a_hook_ends_a_start_after_some_updates_of_a_longer_schedule(finished, config, corpus, tmp_path):
     whole, _ = finished
-    workdir = Workdir(tmp_path / "pieces")
+    workdir = Run(tmp_path / "pieces")
     for step in (8, 16):
         hook = Hook(8, lambda context, at=step: context.request_stop() if context.step == at else None)
-        outcome = train.run(config, corpus, workdir, hooks=[hook])
+        outcome = runs.train(config, corpus, workdir, hooks=[hook])
         assert (outcome.finished, outcome.step, outcome.results) == (False, step, None)
-    assert train.run(config, corpus, workdir).finished
+    assert runs.train(config, corpus, workdir).finished
     assert numbers(workdir) == numbers(whole)
 
 
@@ -79,9 +81,9 @@ def test_a_hook_ends_a_start_after_some_updates_of_a_longer_schedule(finished, c
 def test_what_was_recorded_before_a_kill_is_not_recorded_twice(finished, config, corpus, tmp_path, monkeypatch, fails):
     """A kill between a record and the file that marks it as done."""
     whole, _ = finished
-    workdir = Workdir(tmp_path / "pieces")
+    workdir = Run(tmp_path / "pieces")
     asked = StopAfter(5)  # In the first evaluation, which then has to be repeated.
-    assert not train.run(config, corpus, workdir, stop_requested=asked).finished
+    assert not runs.train(config, corpus, workdir, stop_requested=asked).finished
 
     class Killed(BaseException):
         pass
@@ -95,16 +97,16 @@ def test_what_was_recorded_before_a_kill_is_not_recorded_twice(finished, config,
         else:
             patch.setattr(RunCheckpoints, "save", killed)
         with pytest.raises(Killed):
-            train.run(config, corpus, workdir)
+            runs.train(config, corpus, workdir)
     kind = "test" if fails == "test" else "valid"
     assert [record["kind"] for record in read_metrics(workdir.path)][-1] == kind
-    train.run(config, corpus, workdir)
+    runs.train(config, corpus, workdir)
     assert numbers(workdir) == numbers(whole)
 
 
 def test_before_maintenance_a_run_saves_and_goes_on(finished, config, corpus, tmp_path, monkeypatch):
     """At the next progress line, of step 4; the other steps are those of `train.checkpoint_every`."""
-    (whole, outcome), workdir, saved = finished, Workdir(tmp_path / "run"), []
+    (whole, outcome), workdir, saved = finished, Run(tmp_path / "run"), []
     save = RunCheckpoints.save
     monkeypatch.setattr(RunCheckpoints, "save", lambda own, step, *rest: saved.append(step) or save(own, step, *rest))
     for name in ("_save_requested", "_watching"):
@@ -118,7 +120,7 @@ def test_before_maintenance_a_run_saves_and_goes_on(finished, config, corpus, tm
     with MetadataServer(maintenance_event="NONE", preempted="FALSE") as server:
         monkeypatch.setenv("GCE_METADATA_HOST", server.host)
         stop.act_on_notices()
-        assert train.run(config, corpus, workdir, hooks=[Hook(2, maintain)]).results == outcome.results
+        assert runs.train(config, corpus, workdir, hooks=[Hook(2, maintain)]).results == outcome.results
     assert numbers(workdir) == numbers(whole) and saved == [4, 6, 12, 18, 24]
     assert "note      checkpoint of step 4," in (tmp_path / "run" / "log.txt").read_text()
 
@@ -126,7 +128,7 @@ def test_before_maintenance_a_run_saves_and_goes_on(finished, config, corpus, tm
 @pytest.mark.full
 def test_a_run_in_a_bucket_is_that_in_a_folder(finished, config, corpus, bucket):
     """An error ends it between two checkpoints; it resumes, and is scored once more."""
-    (local, outcome), remote = finished, Workdir(bucket / "run")
+    (local, outcome), remote = finished, Run(bucket / "run")
 
     class Killed(BaseException):
         pass
@@ -136,28 +138,29 @@ def test_a_run_in_a_bucket_is_that_in_a_folder(finished, config, corpus, bucket)
             raise Killed
 
     with pytest.raises(Killed):
-        train.run(config, corpus, remote, hooks=[Hook(4, kill)])
+        runs.train(config, corpus, remote, hooks=[Hook(4, kill)])
     assert read_metrics(remote.path)[-1]["step"] == 16  # Written again, and not twice.
-    assert train.run(config, corpus, remote).results == outcome.results
+    assert runs.train(config, corpus, remote).results == outcome.results
     assert numbers(remote) == numbers(local)
 
 
 def test_a_workdir_that_cannot_be_made_is_one_sentence(config, corpus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.*--workdir"):
-        train.run(config, corpus, Workdir(tmp_path / "file" / "run"))
+        runs.train(config, corpus, Run(tmp_path / "file" / "run"))
 
 
 @pytest.mark.full
 def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corpus, tmp_path):
-    workdir = Workdir(tmp_path / "run")
-    train.run(config, corpus, workdir, stop_requested=StopAfter(3))
+    workdir = Run(tmp_path / "run")
+    runs.train(config, corpus, workdir, stop_requested=StopAfter(3))
     steps = sorted(os.listdir(workdir.latest))
     # The same run, but with a rate that blows up; the workdir records that it was started so.
     wild = config_tree.replace(config, {"optimizer.learning_rate": 1e30})
-    workdir.record(wild, TextInfo.of(corpus))
+    (Path(workdir.path) / "config.json").unlink()
+    runs.record(workdir.path, wild, corpus)
     with pytest.raises(NonFiniteError) as error:
-        train.run(wild, corpus, workdir)
+        runs.train(wild, corpus, workdir)
     assert re.search(r"(?<![\w.])6(?![\w.])", str(error.value)), "the step of the checkpoint"
     assert sorted(os.listdir(workdir.latest)) == steps
 
@@ -165,17 +168,19 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corp
 def test_a_run_that_diverges_ends_with_results_that_json_can_hold(config, corpus, tmp_path):
     """A loss above 709 nats has no perplexity in float64."""
     wild = {"optimizer.learning_rate": 1e3, "optimizer.warmup_steps": 0, "train.steps": 4, "train.eval_every": 4}
-    workdir = Workdir(tmp_path / "run")
+    workdir = Run(tmp_path / "run")
     changed = config_tree.replace(config, wild)
-    assert train.run(changed, corpus, workdir).finished
-    score.evaluate_splits(changed, corpus, workdir, trained_on=TextInfo.of(corpus))
-    results, again = (json.loads((workdir.path / f"{name}.json").read_text()) for name in ("results", "evaluation"))
+    assert runs.train(changed, corpus, workdir).finished
+    score.evaluate_splits(changed, corpus, Run.read(workdir.path))
+    results, again = (
+        json.loads((Path(workdir.path, f"{name}.json")).read_text()) for name in ("results", "evaluation")
+    )
     for found in (results["best_valid"], results["test"], again["test"]):
         assert found["loss"] > 709 and found["perplexity"] is None and "loss" in found["note"]
 
 
 def test_a_text_too_short_for_the_batch_is_refused_before_anything_is_written(config, corpus, tmp_path):
-    workdir = Workdir(tmp_path / "run")
+    workdir = Run(tmp_path / "run")
     with pytest.raises(ValueError, match=r"train\.batch_size"):
-        train.run(config_tree.replace(config, {"train.batch_size": 2000}), corpus, workdir)
-    assert not workdir.path.exists()
+        runs.train(config_tree.replace(config, {"train.batch_size": 2000}), corpus, workdir)
+    assert not Path(workdir.path).exists()

@@ -13,17 +13,17 @@ import jax
 import numpy as np
 import pytest
 
-from support import ROOT, drawn_run, tiny_run
+from support import ROOT, drawn_run, runs, tiny_run
 from support.cases import full_but
 from support.xla_flags import xla_flags
 from txl_jax.config import CorpusName, DataConfig, InitVocabulary, Tokenizer, TokenizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
-from txl_jax.runs import ensemble, train, warm_start
-from txl_jax.runs.build import assemble
+from txl_jax.runs import warm_start
+from txl_jax.runs.build import build
 from txl_jax.runs.ensemble import split_off
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import Run, TextInfo
 from txl_jax.training.loop import Hook
 
 PROGRAM = ROOT / "tests" / "support" / "warm_start_on_eight_devices.py"
@@ -59,7 +59,7 @@ def read(folder, config):
 
 def first_state(folder, config, workdir):
     """The state before the first update."""
-    components = assemble(config, vocab_size=read(folder, config).vocabulary.size)
+    components = build(config, vocab_size=read(folder, config).vocabulary.size)
     weights = warm_start.load(components, read(folder, config).vocabulary, workdir)
     return weights, jax.device_get(weights.state(components.training.init_params()))
 
@@ -67,7 +67,7 @@ def first_state(folder, config, workdir):
 def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(folder, tmp_path):
     _, parts = trained(folder, tmp_path / "old", config_of(folder, "old"))
     config = config_of(folder, "new", init_from=str(tmp_path / "old"), average__start_step=0)
-    weights, state = first_state(folder, config, Workdir(tmp_path / "new"))
+    weights, state = first_state(folder, config, Run(tmp_path / "new"))
     tiny_run.assert_equal(state.params, tiny_run.params(parts.model))
     tiny_run.assert_equal(state.average.params, state.params)
     assert state.step == 0 and all(not np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
@@ -95,9 +95,9 @@ def test_words_are_matched_by_spelling(folder, tmp_path, name):
     old, new = words(folder, **CLUSTERS[name])
     _, parts = trained(folder, tmp_path / "old", old)
     config = dataclasses.replace(new, init_from=str(tmp_path / "old"))
-    weights, state = first_state(folder, config, Workdir(tmp_path / "new"))
+    weights, state = first_state(folder, config, Run(tmp_path / "new"))
     theirs, ours = read(folder, old).vocabulary, read(folder, new).vocabulary
-    fresh = jax.device_get(assemble(new, vocab_size=ours.size).training.init_params())
+    fresh = jax.device_get(build(new, vocab_size=ours.size).training.init_params())
     loaded, counts = tiny_run.params(parts.model), {"kept": 0, "new": 0, "moved": 0}
     for word in ours.words:
         found, place = theirs.words.index(word) if word in theirs.words else None, ours.words.index(word)
@@ -134,12 +134,12 @@ def test_a_kept_vocabulary_reads_the_text_in_its_words(folder, tmp_path):
     old, new = words(folder)
     trained(folder, tmp_path / "old", old)
     config = config_tree.replace(new, {"init_from": str(tmp_path / "old"), "init_vocabulary": InitVocabulary.KEPT})
-    corpus = warm_start.read_corpus(config, Workdir(tmp_path / "new"), "nowhere", str(folder))
+    corpus = warm_start.read_corpus(config, Run(tmp_path / "new"), "nowhere", str(folder))
     theirs = read(folder, old).vocabulary
     assert corpus.vocabulary == theirs and theirs.unknown_id in corpus.train
     other = config_tree.replace(config, {"data.tokenizer.lower_case": True})
     with pytest.raises(UserError, match=r"data\.tokenizer\.lower_case is True and there False"):
-        warm_start.read_corpus(other, Workdir(tmp_path / "new"), "nowhere", str(folder))
+        warm_start.read_corpus(other, Run(tmp_path / "new"), "nowhere", str(folder))
 
 
 @pytest.mark.full
@@ -147,30 +147,31 @@ def test_a_warm_start_is_recorded_and_happens_once(folder, tmp_path, capfd):
     """Later starts resume, even if the weights are gone; the numbers are those of a run without a stop."""
     trained(folder, tmp_path / "old", config_of(folder, "old"))
     config = config_of(folder, "new", init_from=str(tmp_path / "old"), model__dropout__rate=0.2)
-    corpus, workdir = read(folder, config), Workdir(tmp_path / "new")
+    corpus, workdir = read(folder, config), Run(tmp_path / "new")
     stops = iter([False, False, True])
-    train.run(config, corpus, workdir, stop_requested=lambda: next(stops, True))
-    record = json.loads(Path(workdir.config_file).read_text())["warm_start"]
+    runs.train(config, corpus, workdir, stop_requested=lambda: next(stops, True))
+    record = json.loads(Path(workdir.path, "config.json").read_text())["warm_start"]
     assert record["path"] == str(tmp_path / "old") and record["step"] == drawn_run.STEP
     out = capfd.readouterr().out
     assert re.search(rf"(?m)^init .*{record['sha256'][:12]}", out) and "256 tokens kept, 0 new, 0 dropped" in out
     assert "model.dropout.rate 0.2 (there 0.1)" in out
-    whole = train.run(config, corpus, Workdir(tmp_path / "whole"))
+    whole = runs.train(config, corpus, Run(tmp_path / "whole"))
     shutil.rmtree(tmp_path / "old")
-    resumed = train.run(config, corpus, workdir)
+    resumed = runs.train(config, corpus, workdir)
     assert "resuming" in capfd.readouterr().out
     assert resumed.results["test"] == whole.results["test"] and resumed.results["warm_start"] == record
-    assert json.loads(Path(workdir.config_file).read_text())["warm_start"] == record
+    assert json.loads(Path(workdir.path, "config.json").read_text())["warm_start"] == record
 
 
 def test_weights_that_changed_before_the_first_checkpoint_are_refused(folder, tmp_path):
     trained(folder, tmp_path / "old", config_of(folder, "old"))
     config = config_of(folder, "new", init_from=str(tmp_path / "old"))
-    corpus, workdir = read(folder, config), Workdir(tmp_path / "new")
+    corpus, workdir = read(folder, config), Run(tmp_path / "new")
     trained(folder, workdir.path, config)
-    workdir.record(config, TextInfo.of(corpus), warm_start={"sha256": "0" * 64, "step": 3})
+    with Run.open(workdir.path) as run:
+        run.begin(config, TextInfo.of(corpus), weights={"sha256": "0" * 64, "step": 3})
     with pytest.raises(UserError, match="changed since"):
-        train.run(config, corpus, workdir)
+        runs.train(config, corpus, workdir)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(folder, 
     trained(folder, tmp_path / "old", config_of(folder, "old"))
     config = config_of(folder, "new", init_from=str(tmp_path / "old"), **changes)
     with pytest.raises(UserError) as error:
-        train.run(config, read(folder, config), Workdir(tmp_path / "new"))
+        runs.train(config, read(folder, config), Run(tmp_path / "new"))
     assert all(words in str(error.value) for words in named), error.value
     assert not (tmp_path / "new").exists()
 
@@ -196,7 +197,7 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
     old, new = words(folder)
     _, parts = trained(folder, tmp_path / "old", old)
     config = dataclasses.replace(new, init_from=str(tmp_path / "old"))
-    corpus, workdir = read(folder, new), Workdir(tmp_path / "members")
+    corpus, workdir = read(folder, new), Run(tmp_path / "members")
     states = []
 
     def keep(context):
@@ -204,7 +205,7 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
 
     still = config_tree.replace(config, {"optimizer.learning_rate": 1e-30, "train.eval_every": 4})
     members = [{"seed": 1}, {"seed": 2}]
-    ensemble.run(still, members, corpus, workdir, hooks=[Hook(1, keep)], stop_requested=lambda: True)
+    runs.train_members(still, members, corpus, workdir, hooks=[Hook(1, keep)], stop_requested=lambda: True)
     [params] = states
     theirs = read(folder, old).vocabulary
     for place, word in enumerate(corpus.vocabulary.words):
@@ -215,7 +216,7 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
         else:
             assert np.abs(first - second).max() > 1e-3
     split_off(workdir.path, "seed=2", tmp_path / "alone", log=lambda line: None)
-    assert Workdir(tmp_path / "alone").read().warm_start == workdir.read().warm_start
+    assert Run.read(tmp_path / "alone").weights == Run.read_all(workdir.path).weights
 
 
 @pytest.mark.full

@@ -1,6 +1,5 @@
 """Checkpoints of two steps, and the reports of those who read them."""
 
-import asyncio
 import logging
 import shutil
 import sys
@@ -24,14 +23,6 @@ def quiet(monkeypatch):
     with warnings.catch_warnings():
         checkpoint.quiet_orbax()
         yield
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """Calls of object storage that fail are given up after 0.3 s, with short pauses between the tries."""
-    sleep = asyncio.sleep
-    monkeypatch.setattr("asyncio.sleep", lambda seconds, *rest: sleep(min(seconds, 0.01), *rest))
-    monkeypatch.setattr("txl_jax.runtime.storage.PATIENCE_SECONDS", 0.3)
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ import time
 
 import pytest
 
-from support import tiny_run
+from support import runs, tiny_run
 from support.own_text import own_text
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
-from txl_jax.runs import train
-from txl_jax.runs.run import Workdir
+from txl_jax.runs.run import Run
 from txl_jax.runtime import lock as lock_lib
 from txl_jax.runtime.lock import NAME, RunLock
 from txl_jax.training.loop import Hook
@@ -170,7 +169,7 @@ def written_after_a_pause(storage, module_bucket, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lock_lib, "BEAT_SECONDS", 3600.0)
         with pytest.raises(UserError, match="taken it over"):
-            train.run(config, corpus, Workdir(module_bucket), hooks=[Hook(1, pause)])
+            runs.train(config, corpus, Run(module_bucket), hooks=[Hook(1, pause)])
     written = {name for name, generation in objects().items() if before.get(name) != generation}
     assert other._is_own()
     return written

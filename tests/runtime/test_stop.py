@@ -10,7 +10,7 @@ import pytest
 
 from support import processes
 from support.metadata_server import ROOT, MetadataServer
-from txl_jax.cli import runner
+from txl_jax.cli.program import guarded
 from txl_jax.runtime import stop
 from txl_jax.runtime.stop import StopRequest
 
@@ -117,11 +117,11 @@ def test_a_preemption_ends_a_program_with_the_exit_code_of_sigterm_and_maintenan
             assert not requested and not stop.save_requested(), "it is asked for once"
             server.change("preempted", "TRUE")
             until(lambda: requested)
-        return runner.exit_code_of(requested)
+        return 128 + requested.signal_number if requested else 0
 
     with MetadataServer(**CALM) as server:
         monkeypatch.setenv("GCE_METADATA_HOST", server.host)
-        assert runner.guarded(job) == 143
+        assert guarded(job) == 143
     err = capfd.readouterr().err
     assert f"maintenance-event={TERMINATE}: saving and going on" in err and "preempted=TRUE: saving and stopping" in err
 

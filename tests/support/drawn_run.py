@@ -6,22 +6,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from support import tiny_run
+from support import runs, tiny_run
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
-from txl_jax.runs.build import RunComponents, assemble
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.run import Run
 from txl_jax.runtime.checkpoint import Checkpointer
 
 STEP = 7
 
 
-def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Workdir, RunComponents]:
+def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Run, RunComponents]:
     """The workdir, and the parts of its model; `tiny_run.params` are its parameters."""
-    parts = assemble(config, vocab_size=corpus.vocabulary.size)
-    workdir = Workdir(folder).create()
-    workdir.record(config, TextInfo.of(corpus))
+    parts = build(config, vocab_size=corpus.vocabulary.size)
+    workdir = runs.record(folder, config, corpus)
     with Checkpointer(workdir.best, keep=1, log=print) as best:
         best.save(STEP, {"params": jax.device_put(tiny_run.params(parts.model))}, {})
         best.wait()

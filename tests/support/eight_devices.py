@@ -38,7 +38,7 @@ from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
 from txl_jax.ops import adaptive_softmax
-from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.build import RunComponents, build
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
@@ -193,7 +193,7 @@ def moved() -> list[float]:
     meshes = (MESHES["fsdp"], MeshConfig(data=1, fsdp=2, tensor=2), MESHES["one"])
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, log=print) as checkpoints:
         for mesh, these in zip(meshes, steps, strict=True):
-            parts = assemble(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
+            parts = build(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
             restored = checkpoints.restore(parts.training.abstract_state)
             state = parts.training.init_state() if restored is None else restored[1]
             state, more, _ = train_steps(parts, parts.training.compile_step().program, state, these)
@@ -274,7 +274,7 @@ def tail_work() -> dict:
 
 def uneven_vocabulary() -> dict:
     """Shardings of parameters with a vocabulary of 13 and a mesh axis of 2."""
-    params = assemble(config(MESHES["mixed"]), vocab_size=13).training.abstract_state.params
+    params = build(config(MESHES["mixed"]), vocab_size=13).training.abstract_state.params
     table, query = params["embedding"]["table_0"], params["stack"]["layers"]["attention"]["query"]
     return {
         "table_per_device": table.sharding.shard_shape(table.shape),
@@ -292,7 +292,7 @@ def optimizers() -> dict[str, Any]:
         changes = sizes | {"optimizer__name": name, "optimizer__weight_decay": 0.1}
         changes |= {"compat__lamb": LambRule.NVIDIA} if kind == "nvidia" else {}
         one, mixed = (
-            updated(assemble(config(MESHES[mesh], **changes, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"]))
+            updated(build(config(MESHES[mesh], **changes, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"]))
             for mesh in ("one", "mixed")
         )
         moved = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (one[0], one[1])), strict=True)]
@@ -351,7 +351,7 @@ def on_a_thread() -> dict[str, Any]:
 def refusal(mesh: MeshConfig, **changes: Any) -> str:
     """Returns the error message of settings that do not fit."""
     try:
-        assemble(config(mesh, **changes), vocab_size=42).training.check_batch_size()
+        build(config(mesh, **changes), vocab_size=42).training.check_batch_size()
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -362,7 +362,7 @@ def runs(*names: str, scored: bool = True) -> dict[str, Any]:
     found = {}
     for name in names or [f"{kind}, {mesh}" for kind in SOFTMAX for mesh in MESHES]:
         kind, mesh = name.split(", ")
-        parts = assemble(config(MESHES[mesh], **SOFTMAX[kind]), vocab_size=VOCABULARY[kind])
+        parts = build(config(MESHES[mesh], **SOFTMAX[kind]), vocab_size=VOCABULARY[kind])
         found[name] = run(parts, scores=scored and (kind, mesh) in SCORED)
     return found
 
@@ -392,7 +392,7 @@ def rest() -> dict[str, Any]:
     whole = config(MESHES["one"], model__dropout__rate=0.0)
     return {
         "runs": runs("adaptive, one", "adaptive, mixed"),
-        "microbatches": [run(assemble(each, vocab_size=42), scores=False) for each in (whole, in_chunks)],
+        "microbatches": [run(build(each, vocab_size=42), scores=False) for each in (whole, in_chunks)],
         "moved": moved(),
         "differences": differences(),
         "optimizers": optimizers(),

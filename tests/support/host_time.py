@@ -20,7 +20,7 @@ import numpy as np
 
 from txl_jax.config import ExperimentConfig, MeshConfig, ModelConfig, TrainConfig
 from txl_jax.data.segments import training_segments
-from txl_jax.runs.build import assemble
+from txl_jax.runs.build import build
 
 ROWS, L, STEPS, WARMUP = 4, 32, 60, 10  # Rows per device.
 COUNTS = ("steps", "log_every", "eval_every", "checkpoint_every")
@@ -42,7 +42,7 @@ def milliseconds_per_step(mesh: MeshConfig) -> float:
         train=TrainConfig(batch_size=rows, segment_len=L, mem_len=L, **dict.fromkeys(COUNTS, STEPS)),
         mesh=mesh,
     )
-    parts = assemble(config, vocab_size=64)
+    parts = build(config, vocab_size=64)
     step = parts.training.compile_step().program
     state, before, times = parts.training.init_state(), None, []
     reader = training_segments(np.arange(rows * L * 20) % 64, batch_size=rows, segment_len=L)

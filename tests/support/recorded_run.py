@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from support import runs
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.word_tokens import WordVocabulary
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import TextInfo
 from txl_jax.runs.validation import RESULTS
 from txl_jax.runtime.log import METRICS
 
@@ -26,9 +27,7 @@ def make(folder: Path, *, steps: int = 1000, done: int | None = None, member_set
     defaults = ExperimentConfig(data=DataConfig(corpus=CorpusName.PTB))
     config = config_tree.replace(defaults, {"train.steps": steps, "train.eval_every": EVAL_EVERY} | values)
     text = TextInfo("ptb", "Penn Treebank, 3 files", "d" * 64, VOCABULARY, data_dir="/data")
-    workdir = Workdir(folder).create()
-    workdir.record(config, text, member_settings)
-    members = list(workdir.members().names) or [None]
+    members = list(runs.record(folder, config, text, member_settings).member_names) or [None]
     last, records, scores = steps if done is None else done, [], {}
     for number, member in enumerate(members):
         found = list(_records(config, last, number, member))

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from support import drawn_run
+from support import drawn_run, runs
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -32,9 +32,9 @@ from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.data.vocabulary import dumps
 from txl_jax.inference.generator import Generator
 from txl_jax.runs import score, train, warm_start
-from txl_jax.runs.build import assemble
+from txl_jax.runs.build import build
 from txl_jax.runs.generate import read_prompt, read_stop
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import Run
 from txl_jax.runs.train import training_reader
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.state import init_state
@@ -68,7 +68,7 @@ BASE = ExperimentConfig(
 
 @functools.cache
 def parts_of(config):
-    return assemble(config, vocab_size=256)
+    return build(config, vocab_size=256)
 
 
 def shapes(config):
@@ -91,9 +91,9 @@ def first_weights(config):
         plain = {"init_from": None, "init_vocabulary": InitVocabulary.OWN, "data.file": "trained.txt"}
         trained = config_tree.replace(config, plain)
         drawn_run.make(Path(config.init_from), trained, read_corpus(trained.data, "."))
-    workdir = Workdir(Path("new-run"))
+    workdir = Run(Path("new-run"))
     read = warm_start.read_corpus(config, workdir, ".", None)
-    parts = assemble(config, vocab_size=read.vocabulary.size)
+    parts = build(config, vocab_size=read.vocabulary.size)
     weights = warm_start.load(parts, read.vocabulary, workdir)
     return dumps(read.vocabulary), weights and weights.record
 
@@ -184,8 +184,8 @@ def devices(config):
 
 def files(config):
     """Records and files of a tiny run."""
-    workdir = Workdir(config_run_folder(config))
-    train.run(config, read_corpus(config.data, "."), workdir)
+    workdir = Run(config_run_folder(config))
+    runs.train(config, read_corpus(config.data, "."), workdir)
     records = [
         (record["kind"], record["step"], record["loss"], record.get("tokens")) for record in read_metrics(workdir.path)
     ]
@@ -195,9 +195,9 @@ def files(config):
 def scored(config):
     """Test scores of a run that has ended."""
     trained = config_tree.replace(config, {"eval.average_checkpoints": None})
-    corpus, workdir = read_corpus(config.data, "."), Workdir(config_run_folder(trained))
-    train.run(trained, corpus, workdir)
-    return score.evaluate_splits(config, corpus, workdir, trained_on=TextInfo.of(corpus), log=str)["test"]
+    corpus, workdir = read_corpus(config.data, "."), Run(config_run_folder(trained))
+    runs.train(trained, corpus, workdir)
+    return score.evaluate_splits(config, corpus, workdir, log=str)["test"]
 
 
 def config_run_folder(config):

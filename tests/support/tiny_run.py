@@ -17,7 +17,7 @@ from txl_jax.config import DropoutConfig, EvalConfig, ExperimentConfig, Optimize
 from txl_jax.config import tree as config_tree
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.runs.build import Compilation, RunComponents, assemble
+from txl_jax.runs.build import Compilation, RunComponents, build
 from txl_jax.segments import Segments
 from txl_jax.training import weight_averaging
 from txl_jax.training.state import TrainState, init_params
@@ -39,7 +39,7 @@ CONFIG = ExperimentConfig(
 def parts(**changes: Any) -> RunComponents:
     """The parts of the tiny run with some settings changed: `model__dropout__rate` for model.dropout.rate."""
     dotted = {name.replace("__", "."): value for name, value in changes.items()}
-    return assemble(config_tree.replace(CONFIG, dotted), vocab_size=tiny.V)
+    return build(config_tree.replace(CONFIG, dotted), vocab_size=tiny.V)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from support import drawn_run, tiny_run
 from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig, Tokenizer, TokenizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.runs.run import Workdir
+from txl_jax.runs.run import Run
 
 SENTENCE = b"the cat sat on a mat and saw the dog run . it ran to the cat , which ran away from it too"
 TEXT = b"\n".join(b" ".join(SENTENCE.split()[k % 7 : k % 7 + 5 + k % 11]) for k in range(300))
@@ -21,7 +21,7 @@ WT103 = {
 }
 
 
-def make(folder, *, tokenizer=Tokenizer.WORD, **changes) -> Workdir:
+def make(folder, *, tokenizer=Tokenizer.WORD, **changes) -> Run:
     """Returns a workdir of the tiny run with some settings changed: `model__untie_r` for model.untie_r."""
     text = folder.with_name(f"{folder.name}-text")
     text.write_bytes(TEXT)

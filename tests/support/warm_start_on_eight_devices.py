@@ -13,9 +13,9 @@ from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, MeshConfig,
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.runs import warm_start
-from txl_jax.runs.build import assemble
+from txl_jax.runs.build import build
 from txl_jax.runs.convert import convert
-from txl_jax.runs.run import Workdir
+from txl_jax.runs.run import Run
 
 WORDS = [f"w{i}" for i in range(9)]
 
@@ -45,8 +45,8 @@ def main() -> None:
     found = []
     for mesh in (MeshConfig(data=1), MeshConfig(data=2, fsdp=2, tensor=2)):
         on_mesh = config_tree.replace(config, {"mesh": mesh, "init_from": str(folder / "portable")})
-        parts = assemble(on_mesh, vocab_size=corpus.vocabulary.size)
-        weights = warm_start.load(parts, corpus.vocabulary, Workdir(folder / "new-run"))
+        parts = build(on_mesh, vocab_size=corpus.vocabulary.size)
+        weights = warm_start.load(parts, corpus.vocabulary, Run(folder / "new-run"))
         assert weights is not None
         state = weights.state(parts.training.init_params())
         found.append({**weights.record, "after": warm_start.digest(state.params)})

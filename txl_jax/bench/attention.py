@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from txl_jax import flops
+from txl_jax import cli, flops
 from txl_jax.bench import attention_products, attention_topology, memory_traffic, topologies
 from txl_jax.bench.attention_cases import (
     TASKS,
@@ -48,7 +48,7 @@ _HEAD = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.Plan):
     """Settings of the benchmark."""
 
     configs: tuple[str, ...] = setting(CONFIGS, "Published configurations or flagfiles, with commas.")

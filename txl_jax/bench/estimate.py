@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from txl_jax import sharding
+from txl_jax import cli, sharding
 from txl_jax.bench import aot_compile, topologies
 from txl_jax.bench.aot_compile import Compiled, DoesNotFitError
 from txl_jax.bench.collectives import Collective
@@ -24,7 +24,7 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.errors import UserError
-from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.train import device_bytes
 from txl_jax.runtime import environment
@@ -38,7 +38,7 @@ TASKS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.Plan):
     """Settings of the estimate."""
 
     topology: tuple[str, ...] = setting(
@@ -130,7 +130,7 @@ def assemble_on(config: ExperimentConfig, topology: str, vocab_size: int | None)
         mesh = sharding.abstract_mesh(config.mesh, topologies.num_devices(topology), num_slices=num_slices)
     else:
         mesh = sharding.make_mesh(config.mesh, devices)
-    components = assemble(config, vocab_size=vocab_size or default_vocab_size(config.data.corpus), mesh=mesh)
+    components = build(config, vocab_size=vocab_size or default_vocab_size(config.data.corpus), mesh=mesh)
     components.training.check_batch_size()
     return components, devices is not None
 

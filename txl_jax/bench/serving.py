@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from txl_jax import cli
 from txl_jax.bench import throughput
 from txl_jax.bench.output import Log, print_line
 from txl_jax.bench.synthetic_tokens import default_vocab_size
@@ -13,7 +14,7 @@ from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.config.settings import check_fields, setting
 from txl_jax.inference.generator import Weights
-from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
 from txl_jax.serving.row_step import Rows, Step
@@ -23,7 +24,7 @@ _HEAD = "| rows | tokens/s | slowest | fastest | processor time per token |\n|--
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.Plan):
     """Settings of the benchmark."""
 
     rows: int = setting(16, "Rows that are compared with one.", at_least=2)
@@ -44,7 +45,7 @@ def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> float:
     Tails of an adaptive softmax are all read, for every token.
     """
     check_can_generate(config)
-    components = assemble(config, vocab_size=plan.vocab_size or default_vocab_size(config.data.corpus))
+    components = build(config, vocab_size=plan.vocab_size or default_vocab_size(config.data.corpus))
     params = components.training.init_params()
     if config.model.cutoffs:
         params = throughput.with_every_tail(params)

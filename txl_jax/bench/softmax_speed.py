@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from txl_jax import cli
 from txl_jax.bench.output import Log, print_line
 from txl_jax.bench.synthetic_tokens import EXPONENT, SHIFT, draw_tokens, probabilities
 from txl_jax.config import ExperimentConfig, ModelConfig, TrainConfig
@@ -36,7 +37,7 @@ DEFAULTS = ExperimentConfig(
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.Plan):
     """Settings of the benchmark."""
 
     vocab_size: int = setting(267_735, "V, size of the vocabulary.", at_least=2)

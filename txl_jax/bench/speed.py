@@ -5,7 +5,7 @@ import enum
 from collections.abc import Iterator
 from typing import Any
 
-from txl_jax import flops
+from txl_jax import cli, flops
 from txl_jax.bench import compare_huggingface, throughput
 from txl_jax.bench.compare_huggingface import Comparison
 from txl_jax.bench.huggingface_model import HuggingFaceModel
@@ -15,7 +15,7 @@ from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
-from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import write_json
@@ -34,7 +34,7 @@ class Peer(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.Plan):
     """Settings of the benchmark."""
 
     tasks: tuple[str, ...] = setting((), f"Tasks to time, with commas ({', '.join(TASKS)}); default: all.")
@@ -85,7 +85,7 @@ def run(config: ExperimentConfig, plan: Plan, log: Log = print_line) -> dict[str
     if "generation" in plan.chosen_tasks:
         check_can_generate(config)
     vocab_size = plan.vocab_size or default_vocab_size(config.data.corpus)
-    components = assemble(config, vocab_size=vocab_size)
+    components = build(config, vocab_size=vocab_size)
     facts = environment.describe()
     log(f"{components.num_parameters:,} parameters, vocabulary {vocab_size:,}, {config.model.dtype}")
     log(f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}\n")

@@ -1,1 +1,18 @@
-"""Shared code of the programs: from flags to jobs."""
+"""The runner of programs: `main(run, Plan)`; a corpus's program is `train_main(DEFAULTS)`."""
+
+from txl_jax.cli.corpus_program import WatchPlan, train_main
+from txl_jax.cli.program import Job, Plan, StoredTypes, TextPlan, TrainedRun, keep_compiled, main
+from txl_jax.config.settings import setting
+
+__all__ = [
+    "Job",
+    "Plan",
+    "StoredTypes",
+    "TextPlan",
+    "TrainedRun",
+    "WatchPlan",
+    "keep_compiled",
+    "main",
+    "setting",
+    "train_main",
+]

@@ -29,6 +29,8 @@ class Setting:
       shapes_tokens: makes the token ids of a text what they are, so that a trained run keeps it.
       shapes_params: makes trained parameters what they are, so that a warm start keeps it.
       flag: can be set from the command line; else only in code and by presets.
+      required: of a program's plan: the program cannot do without it.
+      repeated: of a program's plan: a list, of which each flag gives one entry, commas and all.
     """
 
     help: str
@@ -42,6 +44,8 @@ class Setting:
     shapes_tokens: bool = False
     shapes_params: bool = False
     flag: bool = True
+    required: bool = False
+    repeated: bool = False
 
     def range_text(self) -> str:
         """Describes the range: "at least 0 and below 1"; empty if there is none."""

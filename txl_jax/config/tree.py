@@ -2,7 +2,9 @@
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from txl_jax.config.experiment import COMPAT_PRESETS, ExperimentConfig
@@ -11,6 +13,7 @@ from txl_jax.config.training import OptimizerName
 from txl_jax.errors import UserError
 
 Config = TypeVar("Config")
+_PRESETS = Path(__file__).parents[1] / "presets"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,25 @@ def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
     """Returns the config with a preset of `COMPAT_PRESETS`; settings of other presets get their defaults."""
     named = {setting: get(ExperimentConfig(), setting) for preset in COMPAT_PRESETS.values() for setting in preset}
     return replace(config, named | dict(COMPAT_PRESETS[name]))
+
+
+def preset_names() -> list[str]:
+    """Returns the names that `preset` takes."""
+    return sorted(path.stem for path in _PRESETS.glob("*.json"))
+
+
+def preset(name: str) -> ExperimentConfig:
+    """Returns a published configuration: the settings of `experiments/flags/NAME.flags`, its sources beside them.
+
+    >>> preset("enwik8_12l").model.n_layer
+    12
+
+    Raises:
+      UserError: there is none of this name; the message has all names.
+    """
+    if name not in (known := preset_names()):
+        raise UserError(f"there is no preset {name!r} among {', '.join(known)}{did_you_mean(name, known)}")
+    return from_dict(json.loads((_PRESETS / f"{name}.json").read_text()))
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class _Row:
 
 
 class DocumentRows:
-    """Segments of the documents of an iterator, which is asked for the next one when a row becomes free."""
+    """Segments of an iterator's documents. The iterator is asked for the next one when a row becomes free."""
 
     def __init__(
         self,
@@ -74,22 +74,23 @@ class DocumentRows:
           batch_size: B.
           segment_len: L.
           segments_per_call: S.
-          vectors: width D and type of inputs that are vectors; None: they are ids.
-          lookahead: documents per row that may have begun and are not `delivered`. While a long document is read, the
-            results of those after it are kept; this bounds them.
+          vectors: Size D and dtype of inputs that are vectors, or None if they are ids.
+          lookahead: Maximum number of documents per row that have begun and are not `delivered`. While a long document
+            is read, the results of the documents after it are kept.
         """
         self._source = source
         self._rows: list[_Row | None] = [None] * batch_size
         self._shape = segments_per_call, batch_size, segment_len
-        self._vectors = vectors
+        # Axes of an input beyond [S, B, L], and its dtype.
+        self._input = ((), np.dtype(np.int32)) if vectors is None else ((vectors[0],), vectors[1])
         self._at_most = lookahead * batch_size
         self._begun = 0
         self.delivered = 0  # Documents whose results are no longer kept; set by the caller.
         self.ended = False  # Whether no more documents come.
-        self.error: UserError | None = None  # Raised by the source, which ended it.
+        self.error: UserError | None = None  # Raised by the source, which ended with it.
 
     def next_call(self) -> Call | None:
-        """Returns the segments that are read next, or None if no document may begin before others are delivered."""
+        """Returns the segments to read next, or None if no document may begin before others are delivered."""
         n_segment, batch_size, _ = self._shape
         call = Call(self._padding(), n_segment, [])
         for segment in range(n_segment):
@@ -109,23 +110,18 @@ class DocumentRows:
     def _begin(self, row: int, call: Call, segment: int) -> None:
         """Gives a free row its next document. Documents without positions end at once."""
         while self._rows[row] is None and not self.ended and self._begun - self.delivered < self._at_most:
-            document = self._next()
+            try:
+                document = next(self._source, None)
+            except UserError as error:  # The documents before it are read first.
+                self.error, document = error, None
             if document is None:
+                self.ended = True
                 return
             if len(document.inputs):
                 self._rows[row] = _Row(self._begun, document)
             else:
                 call.parts.append(Part(self._begun, segment, row, 0, True))
             self._begun += 1
-
-    def _next(self) -> Document | None:
-        """Returns the next document, or None if no more come."""
-        try:
-            found = next(self._source, None)
-        except UserError as error:  # The documents before it are read first.
-            self.error, found = error, None
-        self.ended = found is None
-        return found
 
     def _read(self, reading: _Row, segments: Segments, segment: int, row: int) -> Part:
         """Writes a row's next positions into the segments."""
@@ -141,10 +137,6 @@ class DocumentRows:
 
     def _padding(self) -> Segments:
         """Returns segments of padding, in arrays of their own: those of an earlier call may still be in transfer."""
-        inputs = np.zeros(self._shape, np.int32)
-        if self._vectors is not None:
-            width, dtype = self._vectors
-            inputs = np.zeros((*self._shape, width), dtype)
-        return Segments(
-            inputs, np.zeros(self._shape, np.int32), np.zeros(self._shape, np.float32), np.zeros(self._shape[:2], bool)
-        )
+        shape, (size, dtype) = self._shape, self._input
+        inputs = np.zeros((*shape, *size), dtype)
+        return Segments(inputs, np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape[:2], bool))

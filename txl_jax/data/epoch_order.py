@@ -10,8 +10,8 @@ A stream of T tokens holds T - 1 *pairs*: pair q has the stream's token q as inp
       4 5 1 2 3 | 7 8 9 10 11 6
 
   and the input of each is still the token before it in the text, also where a range wraps: no transition is invented.
-  Only the context jumps there (from the range's last token to its first), inside a row, and no reset bit marks it.
-  (Press's own code rotates tokens instead of pairs, and so asks for a row's first token after its last one.)
+  Only the context jumps there, from the range's last token to its first, without a reset bit. (Press's own code rotates
+  tokens instead of pairs, and so asks for a row's first token after its last one.)
 - `ShuffledSentences`: the stream is the text's sentences in random order, concatenated.
 
 Random numbers are the raw words of numpy's PCG64, which "makes a guarantee that a fixed seed will always produce the
@@ -85,11 +85,12 @@ class ShuffledSentences:
         """Checks the sentence starts; computes nothing yet.
 
         Args:
-          starts: signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
+          starts: Signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
           n_tokens: T.
+          seed: Seed of the shuffling.
 
         Raises:
-          ValueError: the starts are no such array, or belong to another text.
+          ValueError: If the starts are not such an array, or belong to another text.
         """
         _check_starts(starts, n_tokens)
         self._starts = starts

@@ -1,7 +1,7 @@
 """Prefetch: the next segments are prepared on a background thread, so that reading overlaps the devices' work.
 
-numpy releases the interpreter's lock while it sorts and gathers, so one thread is enough; and as a block of segments
-is a pure function of its step, nothing has to be undone when the caller jumps to another step.
+numpy releases the interpreter's lock while it sorts and gathers, so one thread is enough. A block of segments is a pure
+function of its step, so nothing has to be undone when the caller jumps to another step.
 """
 
 import concurrent.futures
@@ -16,26 +16,19 @@ class Prefetcher:
     """A prefetcher of blocks of S segments by their first step; a context manager.
 
     `prefetcher(step)` returns what `segments(step, S)` returns, and raises what it raises, in the caller and only for a
-    step that was asked for. Any step may be asked for at any time; prefetched blocks that do not follow it are dropped.
+    step that was asked for. You can ask for any step at any time; prefetched blocks that do not follow it are dropped.
     """
 
-    def __init__(
-        self,
-        segments: Callable[[int, int], Segments],
-        *,
-        segments_per_call: int,
-        steps: int,
-        depth: int = 2,
-    ):
+    def __init__(self, segments: Callable[[int, int], Segments], *, segments_per_call: int, steps: int, depth: int = 2):
         """Starts no work yet.
 
         Args:
-          segments: (first step, count) -> block, as `SegmentReader.segments`; called on the background thread only, so
-            it may also put the block on the devices (a jax context, such as a mesh, holds only on the thread that
-            entered it, so `segments` enters its own).
+          segments: (first step, count) -> block, like `SegmentReader.segments`. Called on the background thread only,
+            so it may also put the block on the devices. It must enter its own jax context, such as a mesh, because a
+            context holds only on the thread that entered it.
           segments_per_call: S.
-          steps: no block that ends after this step is prefetched.
-          depth: blocks to prefetch beyond the one asked for; 0: none.
+          steps: No block that ends after this step is prefetched.
+          depth: Number of blocks to prefetch beyond the one asked for. 0 disables prefetching.
         """
         if segments_per_call < 1 or depth < 0:
             raise ValueError(

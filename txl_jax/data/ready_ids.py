@@ -1,35 +1,193 @@
-"""Ready-made token ids as a text: .npy arrays of any integer type, and .bin files of plain numbers, as nanoGPT's.
+"""Ready-made token ids: of files, as a text; as tokens without a text; and of documents that callers pass.
 
-The files are memory-mapped where they are: they are read once for their digest and largest id, and nothing is copied.
+Files are .npy arrays of any integer type, or .bin files of plain numbers, like nanoGPT's. They are memory-mapped where
+they are: they are read once for their digest and largest id, and nothing is copied.
 """
 
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from txl_jax.config import DataConfig, LineMark
-from txl_jax.data.byte_tokens import text_blocks
-from txl_jax.data.own_text import expanded, file_part
+from txl_jax.config import DataConfig
 from txl_jax.data.subwords import given_tokenizer
-from txl_jax.data.text import SPLITS, File, with_bar
-from txl_jax.data.vocabulary import MIN_SPLIT_TOKENS, Vocabulary, check_ids, id_type, prompt_text, unescape
+from txl_jax.data.text import SPLITS, expanded, file_part, with_bar
+from txl_jax.data.vocabulary import MIN_SPLIT_TOKENS, Vocabulary, check_ids, id_type, unescape
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
-# -- Token ids of documents that callers give: texts, or ids that are checked.
-
 Document = str | bytes | Sequence[int] | np.ndarray  # A text (bytes: UTF-8, or any for a model of bytes), or ids [T].
 Token = str | bytes | int  # A token's text or id.
+_LARGEST_SIZE = 2**31 - 1  # Of a vocabulary: ids are int32 on a device.
+
+
+class IdText(NamedTuple):
+    """Ids in three splits."""
+
+    description: str  # One human-readable line.
+    digest: str  # sha256 of the ids as they are stored, in hexadecimal.
+    vocabulary: Vocabulary  # Of the ids.
+    splits: dict[str, np.ndarray]  # Memory-mapped, read-only [T].
+
+
+def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdText:
+    """Opens the user's files of ids: one, split 90/5/5 by position (borders are rounded down), or one per split.
+
+    Without a test file the validation ids are the test split too.
+
+    Args:
+      config: Names the files, and the vocabulary's size or a tokenizer.json.
+      vocabulary: A trained run's vocabulary, or None for the one of the config.
+
+    Raises:
+      UserError: If a file is missing or has no ids, an id is outside the vocabulary, or a split has fewer than 2.
+    """
+    tokenizer = config.tokenizer
+    named = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
+    arrays = {name: _open(name, paths, str(tokenizer.bin_type)) for name, paths in named.items() if paths}
+    digests, each_largest = zip(*(_scan(array, name) for name, array in arrays.items()), strict=True)
+    largest = max(each_largest)
+    if vocabulary is None and tokenizer.hf_file:
+        vocabulary = given_tokenizer(tokenizer.hf_file)
+    vocabulary = vocabulary or IdVocabulary(tokenizer.vocab_size or largest + 1)
+    if largest >= vocabulary.size:
+        raise UserError(
+            f"the largest id is {largest} and the vocabulary has {vocabulary.size} tokens, from 0 on; give the ids "
+            "of this vocabulary, or another --data.tokenizer.vocab_size or --data.tokenizer.hf_file"
+        )
+    if config.file:
+        borders = [len(arrays["file"]) * percent // 100 for percent in (90, 95)]
+        splits = dict(zip(SPLITS, np.split(arrays["file"], borders), strict=True))
+    else:
+        splits = {split: arrays.get(split, arrays["valid"]) for split in SPLITS}
+    for split, ids in splits.items():
+        if len(ids) < MIN_SPLIT_TOKENS:
+            raise UserError(
+                f"the {split} split has {len(ids)} ids and needs at least {MIN_SPLIT_TOKENS}; give a longer text"
+            )
+    sizes = " + ".join(f"{len(ids):,}" for ids in splits.values())
+    is_counted = isinstance(vocabulary, IdVocabulary) and tokenizer.vocab_size is None
+    counted = " (the largest id and one)" if is_counted else ""
+    tested = "" if config.file or config.test else ", tested on the validation ids"
+    return IdText(
+        f"own ids, {sizes} in train + valid + test{tested}, of {vocabulary.size:,} tokens{counted}",
+        digests[0] if config.file else hashlib.sha256("".join(digests).encode()).hexdigest(),
+        vocabulary,
+        splits,
+    )
+
+
+def _open(name: str, paths: Sequence[str], bin_type: str) -> np.memmap:
+    """Maps the one file of a split."""
+    found = expanded(paths, flag=f"--data.{name}")
+    if len(found) > 1:
+        raise UserError(
+            f"--data.{name} names {len(found)} files and ids are mapped from one; concatenate them into one"
+        )
+    path = found[0]
+    match Path(path).suffix:
+        case ".npy":
+            try:
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise UserError(f"{path} is no whole .npy file ({error}); write it with numpy.save") from error
+            if not isinstance(array, np.memmap) or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+                raise UserError(
+                    f"{path} is an array of type {array.dtype} and shape {array.shape}; give integer ids along one axis"
+                )
+            return array
+        case ".bin":
+            dtype, size = np.dtype(bin_type).newbyteorder("<"), Path(path).stat().st_size
+            if size % dtype.itemsize:
+                raise UserError(
+                    f"{path} has {size} bytes, which is no whole number of {dtype.name} ids ({dtype.itemsize} bytes "
+                    "each); give the whole file, or another --data.tokenizer.bin_type"
+                )
+            return np.memmap(path, dtype, mode="r")
+    raise UserError(f"{path} is neither a .npy nor a .bin file; ids are read from these (--data.tokenizer.kind=id)")
+
+
+def _scan(array: np.memmap, name: str) -> tuple[str, int]:
+    """Returns sha256 of a file's dtype and ids, and the largest id; raises `UserError` for one that cannot be any."""
+    path, digest, largest, position = str(array.filename), hashlib.sha256(array.dtype.str.encode()), -1, 0
+    for file in with_bar(f"reading {name}", [file_part(path, array.offset, array.offset + array.nbytes)]):
+        for block in file.blocks():
+            digest.update(block)
+            ids = np.frombuffer(block, array.dtype)
+            for foreign, found in ((ids.min() < 0, int(ids.argmin())), (ids.max() >= _LARGEST_SIZE, int(ids.argmax()))):
+                if foreign:
+                    raise UserError(
+                        f"{path} holds {ids[found]} at position {position + found}; ids run from 0 to below 2^31 - 1"
+                    )
+            largest = max(largest, int(ids.max()))
+            position += len(ids)
+    return digest.hexdigest(), largest
+
+
+@dataclasses.dataclass(frozen=True)
+class IdVocabulary(Vocabulary):
+    """Token ids as tokens, for ids or weights without a vocabulary: numbers from 0 to V - 1, with white space between.
+
+    >>> IdVocabulary(20).encode(b"5 17").tolist()
+    [5, 17]
+    """
+
+    size: int = 0  # V. A default, because a dataclass would take the property of `Vocabulary` for one.
+
+    kind: ClassVar[str] = "id"
+    measure: ClassVar[Measure] = Measure.PPL
+
+    def __post_init__(self) -> None:
+        if type(self.size) is not int or self.size < 1:
+            raise UserError(f"a vocabulary of ids has size {self.size!r}; it must be a whole number from 1 on")
+
+    @property
+    def start(self) -> np.ndarray:
+        """Returns the id 0."""
+        return np.zeros(1, id_type(self.size))
+
+    def names(self) -> list[bytes]:
+        """Returns the number of each token."""
+        return [str(token).encode() for token in range(self.size)]
+
+    def decode(self, ids: Any) -> bytes:
+        """Returns each number and a space."""
+        return "".join(f"{token} " for token in check_ids(ids, self.size).tolist()).encode()
+
+    def header(self) -> dict[str, Any]:
+        """Returns the size, which is all."""
+        return {"size": self.size}
+
+    def lines(self) -> Iterator[str]:
+        """Yields nothing."""
+        yield from ()
+
+    @classmethod
+    def load(cls, header: dict[str, Any], lines: list[str]) -> "IdVocabulary":
+        """Builds a vocabulary from its `header`."""
+        return cls(header["size"])
+
+    def _encode(self, text: str) -> np.ndarray:
+        words = text.split()
+        foreign = next((word for word in words if not (word.isascii() and word.isdecimal() and len(word) < 10)), None)
+        if foreign is not None:
+            raise UserError(
+                f"{foreign[:40]!r} is no token id; this model has ids and no vocabulary, so that a text is ids from "
+                f"0 to {self.size - 1} with spaces between them"
+            )
+        return check_ids(np.array(words, dtype=np.int64), self.size).astype(id_type(self.size))
+
+
+# Documents that callers pass
 
 
 def encode(vocabulary: Vocabulary, text: str | bytes) -> np.ndarray:
     """Returns the token ids [T] of a text; raises `UserError` if it has characters that the vocabulary lacks."""
-    content = _as_bytes(text)
+    content = text.encode() if isinstance(text, str) else text
     try:
         return vocabulary.encode(content)
     except ValueError as error:
@@ -37,11 +195,7 @@ def encode(vocabulary: Vocabulary, text: str | bytes) -> np.ndarray:
 
 
 def token_ids(vocabulary: Vocabulary, document: Document) -> np.ndarray:
-    """Returns the token ids [T] of a text, or of the ids themselves.
-
-    Raises:
-      UserError: a text that cannot be encoded, or ids outside the vocabulary.
-    """
+    """Returns the token ids [T] of a document; raises `UserError` for text or ids that the vocabulary lacks."""
     if isinstance(document, str | bytes):
         return encode(vocabulary, document)
     ids = np.asarray(document)
@@ -63,7 +217,7 @@ def check_range(vocabulary: Vocabulary, ids: np.ndarray) -> None:
 
 
 def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
-    """Returns the ids [1] of a token given as its id or text; raises `UserError` for a text of another number."""
+    """Returns the ids [1] of a token by its id or text; raises `UserError` for a text of another number of tokens."""
     ids = token_ids(vocabulary, token if isinstance(token, str | bytes) else [token])
     if len(ids) != 1:
         raise UserError(f"first is {token!r}, which this model reads as {len(ids)} tokens; give one token")
@@ -73,14 +227,14 @@ def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
 def find_token(vocabulary: Vocabulary, text: str, *, name: str) -> int:
     r"""Returns the id of the token that a setting names by its text.
 
-    The token that ends a line is given as a newline or as its own word, `<eos>`.
+    The token that ends a line is named by a newline or by its own word, `<eos>`.
 
     Args:
-      text: with \n and \r for line ends, as `escape` writes them.
-      name: of the setting.
+      text: The token's text, with \n and \r for line ends, as `escape` writes them.
+      name: Name of the setting.
 
     Raises:
-      UserError: the text is not exactly one token of the vocabulary.
+      UserError: If the text is not exactly one token of the vocabulary.
     """
     content, names = os.fsencode(unescape(text)), vocabulary.names()
     # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower case for a word.
@@ -107,222 +261,14 @@ def joined(vocabulary: Vocabulary, context: Document, continuation: Document) ->
     many as the context has alone.
     """
     if isinstance(context, str | bytes) and isinstance(continuation, str | bytes):
-        ids = encode(vocabulary, _as_bytes(context) + _as_bytes(continuation))
+        text = b"".join(part.encode() if isinstance(part, str) else part for part in (context, continuation))
+        ids = encode(vocabulary, text)
         return ids, max(len(ids) - len(encode(vocabulary, context)), 0)
     parts = token_ids(vocabulary, context), token_ids(vocabulary, continuation)
     return np.concatenate(parts), len(parts[1])
 
 
 def refuse_single_text(texts: Any) -> None:
-    """Raises `UserError` for a string in place of a list of documents: its characters would count as documents."""
+    """Raises `UserError` for a string instead of a list of documents: its characters would count as documents."""
     if isinstance(texts, str | bytes):
         raise UserError(f"a single text was given, {texts[:40]!r}; give a list of texts")
-
-
-def _as_bytes(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text
-
-
-_LARGEST_SIZE = 2**31 - 1  # Of a vocabulary: ids are int32 on a device.
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class IdText:
-    """Ids in three splits.
-
-    Attributes:
-      description: one line for people.
-      digest: sha256 of the ids as they are stored, in hexadecimal.
-      vocabulary: of the ids.
-      splits: memory-mapped, read-only [T] each.
-    """
-
-    description: str
-    digest: str
-    vocabulary: Vocabulary
-    splits: dict[str, np.ndarray]
-
-
-def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdText:
-    """Opens the user's files of ids: one, split 90/5/5 by position, or one per split.
-
-    Without a test file the validation ids are the test text too.
-
-    Args:
-      config: names the files, and the vocabulary's size or a tokenizer.json.
-      vocabulary: that of a trained run; None: the one of the config.
-
-    Raises:
-      UserError: a file that is absent or holds no ids, ids outside the vocabulary, or a split of fewer than 2.
-    """
-    named = {"file": (config.file,)} if config.file else {name: getattr(config, name) for name in SPLITS}
-    arrays = {name: _open(_one_of(paths, name), config) for name, paths in named.items() if paths}
-    digests, largest = [], -1
-    for name, array in arrays.items():
-        digest, its_largest = _scan(array, name)
-        digests.append(digest)
-        largest = max(largest, its_largest)
-    vocabulary = vocabulary or _vocabulary(config, largest)
-    if largest >= vocabulary.size:
-        raise UserError(
-            f"the largest id is {largest} and the vocabulary has {vocabulary.size} tokens, from 0 on; give the ids of "
-            "this vocabulary, or another --data.tokenizer.vocab_size or --data.tokenizer.hf_file"
-        )
-    splits = _split(arrays["file"]) if config.file else {"test": arrays["valid"]} | arrays
-    for name, ids in splits.items():
-        if len(ids) < MIN_SPLIT_TOKENS:
-            raise UserError(
-                f"the {name} split has {len(ids)} ids and needs at least {MIN_SPLIT_TOKENS}; give a longer text"
-            )
-    sizes = " + ".join(f"{len(splits[name]):,}" for name in SPLITS)
-    size_from = " (the largest id and one)" if isinstance(vocabulary, IdVocabulary) and _counted(config) else ""
-    tested = "" if config.file or config.test else ", tested on the validation ids"
-    return IdText(
-        f"own ids, {sizes} in train + valid + test{tested}, of {vocabulary.size:,} tokens{size_from}",
-        digests[0] if config.file else hashlib.sha256("".join(digests).encode()).hexdigest(),
-        vocabulary,
-        {name: splits[name] for name in SPLITS},
-    )
-
-
-def _counted(config: DataConfig) -> bool:
-    """Returns whether the size follows from the ids."""
-    return config.tokenizer.vocab_size is None
-
-
-def _vocabulary(config: DataConfig, largest: int) -> Vocabulary:
-    """Returns the tokens of a tokenizer.json if one is given, else ids without a text."""
-    if config.tokenizer.hf_file:
-        return given_tokenizer(config.tokenizer.hf_file)
-    return IdVocabulary(largest + 1 if config.tokenizer.vocab_size is None else config.tokenizer.vocab_size)
-
-
-def _one_of(paths: Sequence[str | None], name: str) -> str:
-    """Returns the one file of a split."""
-    found = expanded([path for path in paths if path], flag=f"--data.{name}")
-    if len(found) > 1:
-        raise UserError(
-            f"--data.{name} names {len(found)} files and ids are mapped from one; concatenate them into one"
-        )
-    return found[0]
-
-
-def _open(path: str, config: DataConfig) -> np.memmap:
-    """Maps a file of ids."""
-    match Path(path).suffix:
-        case ".npy":
-            return _open_npy(path)
-        case ".bin":
-            dtype = np.dtype(str(config.tokenizer.bin_type)).newbyteorder("<")
-            size = Path(path).stat().st_size
-            if size % dtype.itemsize:
-                raise UserError(
-                    f"{path} has {size} bytes, which is no whole number of {dtype.name} ids ({dtype.itemsize} bytes "
-                    "each); give the whole file, or another --data.tokenizer.bin_type"
-                )
-            return np.memmap(path, dtype, mode="r")
-    raise UserError(f"{path} is neither a .npy nor a .bin file; ids are read from these (--data.tokenizer.kind=id)")
-
-
-def _open_npy(path: str) -> np.memmap:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path} is no whole .npy file ({error}); write it with numpy.save") from error
-    if not isinstance(array, np.memmap) or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise UserError(
-            f"{path} is an array of type {array.dtype} and shape {array.shape}; give integer ids along one axis"
-        )
-    return array
-
-
-def _scan(array: np.memmap, name: str) -> tuple[str, int]:
-    """Returns sha256 of a file's type and ids, and the largest id; raises `UserError` for one that cannot be any."""
-    path, digest, largest, position = str(array.filename), hashlib.sha256(array.dtype.str.encode()), -1, 0
-    for file in with_bar(f"reading {name}", [file_part(path, array.offset, array.offset + array.nbytes)]):
-        for block in file.blocks():
-            digest.update(block)
-            ids = np.frombuffer(block, array.dtype)
-            for foreign, found in ((ids.min() < 0, int(ids.argmin())), (ids.max() >= _LARGEST_SIZE, int(ids.argmax()))):
-                if foreign:
-                    raise UserError(
-                        f"{path} holds {ids[found]} at position {position + found}; ids run from 0 to below 2^31 - 1"
-                    )
-            largest = max(largest, int(ids.max()))
-            position += len(ids)
-    return digest.hexdigest(), largest
-
-
-def _split(ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Splits ids into the first 90 %, the next 5 % and the last 5 %; borders are rounded down."""
-    first, second = len(ids) * 90 // 100, len(ids) * 95 // 100
-    return {"train": ids[:first], "valid": ids[first:second], "test": ids[second:]}
-
-
-# -- Token ids as tokens, for ids or weights that came without a vocabulary: the text "5 17" has the ids 5 and 17.
-
-
-@dataclasses.dataclass(frozen=True)
-class IdVocabulary:
-    """Decimal numbers from 0 to V - 1, separated by white space.
-
-    >>> IdVocabulary(20).encode(b"5 17").tolist()
-    [5, 17]
-    """
-
-    size: int  # V.
-
-    kind: ClassVar[str] = "id"
-    measure: ClassVar[Measure] = Measure.PPL
-    line_mark: ClassVar[LineMark] = LineMark.NONE
-    mark: ClassVar[int | None] = None
-    unknown_id: ClassVar[int | None] = None
-
-    def __post_init__(self) -> None:
-        if type(self.size) is not int or self.size < 1:
-            raise UserError(f"a vocabulary of ids has size {self.size!r}; it must be a whole number from 1 on")
-
-    @property
-    def start(self) -> np.ndarray:
-        """Returns the id 0."""
-        return np.zeros(1, id_type(self.size))
-
-    def names(self) -> list[bytes]:
-        """Returns the number of each token."""
-        return [str(token).encode() for token in range(self.size)]
-
-    def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks."""
-        for block in text_blocks(files, close_lines=True):
-            yield self._encode(block)
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text; raises `UserError` for a word that is none."""
-        return self._encode(prompt_text(text))
-
-    def decode(self, ids: Any) -> bytes:
-        """Returns each number and a space."""
-        return "".join(f"{token} " for token in check_ids(ids, self.size).tolist()).encode()
-
-    def header(self) -> dict[str, Any]:
-        """Returns the settings of the saved form."""
-        return {"size": self.size}
-
-    def lines(self) -> Iterator[str]:
-        """Yields nothing: the size is all."""
-        yield from ()
-
-    @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> "IdVocabulary":
-        """Builds a vocabulary from its `header`."""
-        return cls(header["size"])
-
-    def _encode(self, text: str) -> np.ndarray:
-        words = text.split()
-        foreign = next((word for word in words if not (word.isascii() and word.isdecimal() and len(word) < 10)), None)
-        if foreign is not None:
-            raise UserError(
-                f"{foreign[:40]!r} is no token id; this model has ids and no vocabulary, so that a text is ids from "
-                f"0 to {self.size - 1} with spaces between them"
-            )
-        return check_ids(np.array(words, dtype=np.int64), self.size).astype(id_type(self.size))

@@ -33,9 +33,8 @@ Variants, all for the same 12 tokens:
 - Training with shuffled sentences: the sentences are concatenated in a new order in each epoch, and the stream of T
   tokens is split into rows like a text.
 
-A roll moves the skipped targets, so that every target is read in the long run. `txl_jax.data.epoch_order` has the
-details of rolls and shuffling. `own` names the rows that a process reads: all processes draw the same random numbers,
-and each reads its own rows.
+A roll moves the skipped targets, so that every target is read in the long run (see `txl_jax.data.epoch_order`). `own`
+names the rows that a process reads: all processes draw the same random numbers, and each reads its own rows.
 """
 
 import dataclasses
@@ -70,7 +69,7 @@ class SegmentReader:
     order: EpochOrder  # From an epoch's pairs to positions in the text.
     repeats: bool  # Whether another epoch follows a pass; otherwise only padding does.
     epoch_memory: EpochMemory  # Whether the rows are reset where it begins.
-    own: Sequence[int] | np.ndarray | None  # Indices of the rows that are returned; None: all.
+    own: Sequence[int] | np.ndarray | None  # Indices of the rows that are returned, or None for all.
 
     @property
     def n_segments(self) -> int:
@@ -85,21 +84,17 @@ class SegmentReader:
 
     @property
     def skipped_tokens(self) -> int:
-        """Returns the number of targets that one pass skips, over all processes.
-
-        With a roll or shuffling they are other ones in each epoch.
-        """
+        """Returns the number of targets that one pass skips, over all processes: others in each moved epoch."""
         return len(self.tokens) - 1 - self.tokens_per_epoch
 
     def segments(self, first_step: int, count: int) -> Segments:
         """Returns the segments of `count` steps from `first_step` on, of this process's rows: [S, own rows, L].
 
-        Training steps continue through epochs of `n_segments` steps; rows are reset where one begins, or, if memory is
-        carried, only at step 0. In evaluation, steps from `n_segments` on are padding, so blocks of S segments have
-        one shape.
+        Training steps continue through epochs of `n_segments` steps. Rows are reset where one begins, or, if memory is
+        carried, only at step 0. In evaluation, steps from `n_segments` on are padding, so all blocks have one shape.
 
         Raises:
-          ValueError: a negative step or a count below 1.
+          ValueError: If a step is negative or a count below 1.
         """
         if first_step < 0 or count < 1:
             raise ValueError(f"{count} segments from step {first_step}; ask for at least 1, from step 0 or later")
@@ -110,7 +105,7 @@ class SegmentReader:
     def scored(self, first_step: int, count: int) -> np.ndarray:
         """Returns the index of the token that each position of evaluation steps scores, int64 [S, own rows, L].
 
-        0, the index of the one token that is never scored, marks positions of weight 0.
+        Positions of weight 0 have index 0, the one token that is never scored.
 
         >>> evaluation_segments(np.arange(20, 32), batch_size=2, segment_len=3).scored(1, 1).tolist()
         [[[4, 5, 6], [10, 11, 0]]]
@@ -125,7 +120,7 @@ class SegmentReader:
         return self.rows if self.own is None else Rows(*(of_all[np.asarray(self.own)] for of_all in self.rows))
 
     def _pairs(self, index_S: np.ndarray, first_B: np.ndarray) -> np.ndarray:
-        """Returns the index of the pair at each position, [S, B, L]; indices go on past a row's end."""
+        """Returns the index of the pair at each position, [S, B, L]; indices continue past a row's end."""
         first_SxB = first_B + index_S[:, None] * self.stride
         return first_SxB[..., None] + np.arange(self.segment_len)
 
@@ -147,7 +142,7 @@ class SegmentReader:
         )
 
     def _take(self, position: np.ndarray, real: np.ndarray) -> np.ndarray:
-        """Returns the tokens at positions in the text as int32; 0 for padding, which may lie past the text's end."""
+        """Returns the tokens at positions in the text as int32; 0 for padding, which may be past the text's end."""
         return np.where(real, np.take(self.tokens, position, mode="clip"), 0).astype(np.int32)
 
 
@@ -172,21 +167,21 @@ def training_segments(
     (1, 6, 5)
 
     Args:
-      tokens: integer ids [T], may be memory-mapped.
+      tokens: Integer ids [T], may be memory-mapped.
       batch_size: B, over all processes.
       segment_len: L.
-      stride: positions by which a row advances from segment to segment; in all but its first segment of an epoch only
-        so many are scored, the last ones. None: L.
-      seed: of rolls and shuffling; not read without them.
-      roll: rotates the stream, or each row, by a random number in each epoch.
-      sentence_starts: signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
-        The sentences are then shuffled in each epoch. None: the text keeps its order.
-      epoch_memory: whether the rows are reset where an epoch begins, or at step 0 only.
-      own: indices of the rows that this process reads, ascending; None: all.
+      stride: Positions by which a row advances from segment to segment, or None for L. In all but its first segment of
+        an epoch, only that many are scored, the last ones.
+      seed: Seed of rolls and shuffling.
+      roll: Rotates the stream, or each row, by a random number in each epoch.
+      sentence_starts: Signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
+        The sentences are then shuffled in each epoch. None keeps the order of the text.
+      epoch_memory: Whether the rows are reset where an epoch begins, or only at step 0.
+      own: Indices of the rows that this process reads, ascending, or None for all.
 
     Raises:
-      UserError: a text too short for one segment; a stride beyond L.
-      ValueError: own rows outside the batch; sentence starts of another text, or together with a roll.
+      UserError: If the text is too short for one segment, or the stride is beyond L.
+      ValueError: If own rows are outside the batch, or sentence starts are of another text or come with a roll.
     """
     _check(tokens, batch_size, segment_len, own)
     n_pairs = len(tokens) - 1
@@ -238,17 +233,17 @@ def evaluation_segments(
     [[[4, 5, 6], [10, 11, 0]]]
 
     Args:
-      tokens: integer ids [T], may be memory-mapped.
+      tokens: Integer ids [T], may be memory-mapped.
       batch_size: B, over all processes.
       segment_len: L.
-      warmup_tokens: targets before its own that a row reads with weight 0, to fill its memory. Row 0 has none before
-        its own and rows near it fewer than this, so they end with more padding; a pass is up to this many positions
-        longer. A row without targets of its own reads none.
-      own: indices of the rows that this process reads, ascending; None: all.
+      warmup_tokens: Targets before its own that a row reads with weight 0, to fill its memory. The first rows have
+        fewer before their own, so they end with more padding. A pass is up to this many positions longer. A row
+        without targets of its own reads none.
+      own: Indices of the rows that this process reads, ascending, or None for all.
 
     Raises:
-      UserError: a text of fewer than 2 tokens; negative warmup_tokens.
-      ValueError: own rows outside the batch.
+      UserError: If the text has fewer than 2 tokens, or warmup_tokens is negative.
+      ValueError: If own rows are outside the batch.
     """
     _check(tokens, batch_size, segment_len, own)
     if warmup_tokens < 0:

@@ -1,8 +1,7 @@
 """Subword tokens of the package tokenizers: a Hugging Face tokenizer.json, given or trained on a text.
 
-The package is optional: `pip install '.[tokenizers]'`. Neither it nor this file uses the network. Padding, truncation,
-templates ("[CLS] ... [SEP]") and dropout in the file have no effect here. A special token that is written in the text,
-such as <|endoftext|>, is that token.
+The package is optional (`pip install '.[tokenizers]'`), and no network is used. Padding, truncation, templates ("[CLS]
+... [SEP]") and dropout in the file have no effect. A special token in the text, such as <|endoftext|>, is that token.
 
 Training is byte-level BPE (Sennrich et al., 2016; Radford et al., 2019), because it finds the same merges each time, on
 any number of threads, so that all hosts of a run get the same vocabulary. Unigram training does not.
@@ -18,30 +17,32 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from txl_jax.config import LineMark
-from txl_jax.data.byte_tokens import text_blocks
-from txl_jax.data.text import File
-from txl_jax.data.vocabulary import check_ids, escape, id_type, prompt_text, read_named, unescape
+from txl_jax.data.text import File, read_named, text_blocks
+from txl_jax.data.vocabulary import Vocabulary, check_ids, escape, id_type, unescape
 from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
 
-# What ends a document in the usual tokenizers; an unprompted text follows the first that there is.
+# What ends a document in the usual tokenizers. An unprompted text follows the first that the file has.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _LONGEST_PARAGRAPH = 1 << 20  # Characters without a line that could be cut before; more are cut between words.
 _NUM_BYTES = 256
+# The byte that each character of a byte-level token encodes. Printable ASCII and Latin-1 stand for themselves; other
+# bytes, in order, are the characters from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): bytes([byte]) for byte in _PRINTABLE} | {chr(256 + i): bytes([b]) for i, b in enumerate(_OTHERS)}
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # Of tokenizers that spell unknown characters in bytes.
 
 
 @dataclasses.dataclass(frozen=True)
-class SubwordVocabulary:
+class SubwordVocabulary(Vocabulary):
     """The tokens of a tokenizer.json."""
 
     content: str = dataclasses.field(repr=False)  # Of the file.
+    _kept: set[str] = dataclasses.field(default_factory=set, init=False, repr=False, compare=False)  # Were checked.
 
     kind: ClassVar[str] = "hf"  # As portable folders have it since 0.2.0.
     measure: ClassVar[Measure] = Measure.PPL
-    line_mark: ClassVar[LineMark] = LineMark.NONE  # A line's end is text.
-    mark: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         if not self.size:
@@ -61,28 +62,22 @@ class SubwordVocabulary:
 
     @property
     def unknown_id(self) -> int | None:
-        """Returns the id of what the vocabulary lacks; None if it lacks nothing, or refuses such a text."""
-        model = self._settings["model"]
-        found: int | None = model.get("unk_id")
-        return self._tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else found
+        """Returns the id of the unknown token, or None if it lacks nothing, or refuses such a text."""
+        name, found = self._settings["model"].get("unk_token"), self._settings["model"].get("unk_id")
+        return self._tokenizer.token_to_id(name) if name else found
 
     def names(self) -> list[bytes]:
         """Returns the name of each token; b"" of ids without one."""
         return list(self._texts)
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks of one axis.
-
-        Raises:
-          UserError: a text that is no UTF-8, or has a character that the tokenizer cannot encode; names the file.
-        """
+        """Yields the ids of a split, in blocks; raises `UserError` for a character that cannot be encoded."""
         for file in files:
             for text in _paragraphs(text_blocks([file], close_lines=False)):
-                yield self._encode(text, f"{file.name}: ")
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text that may go on."""
-        return self._encode(prompt_text(text), "")
+                try:
+                    yield self._encode(text)
+                except UserError as error:
+                    raise UserError(f"{file.name}: {error}") from error
 
     def decode(self, ids: Any) -> bytes:
         """Concatenates the tokens' bytes, of which a character may need several."""
@@ -101,43 +96,33 @@ class SubwordVocabulary:
         """Builds a vocabulary from its `header` and `lines`."""
         return cls(unescape(lines[0]))
 
-    def _encode(self, text: str, where: str) -> np.ndarray:
-        if self._may_drop:
-            self._check_characters(text, where)
-        return np.array(self._ids(text, where), id_type(self.size))
+    def _encode(self, text: str) -> np.ndarray:
+        self._check_characters(text)
+        return np.array(self._ids(text), id_type(self.size))
 
-    def _ids(self, text: str, where: str = "") -> list[int]:
+    def _ids(self, text: str) -> list[int]:
         try:
             found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # The package raises nothing narrower.
-            raise UserError(f"{where}the tokenizer cannot encode the text ({error})") from error
+            raise UserError(f"the tokenizer cannot encode the text ({error})") from error
         return found
 
-    @property
-    def _may_drop(self) -> bool:
-        """Returns whether characters without a token vanish: byte pair encoding without an unknown token drops them."""
-        model = self._settings["model"]
-        return model.get("type") == "BPE" and model.get("unk_token") is None and not model.get("byte_fallback")
-
-    def _check_characters(self, text: str, where: str) -> None:
-        """Raises `UserError` for a character that the tokenizer would drop."""
-        normalizer = self._tokenizer.normalizer
+    def _check_characters(self, text: str) -> None:
+        """Raises `UserError` for a character that would vanish: BPE without an unknown token drops what it lacks."""
+        model, normalizer = self._settings["model"], self._tokenizer.normalizer
+        if model.get("type") != "BPE" or model.get("unk_token") is not None or model.get("byte_fallback"):
+            return
         for character in sorted(set(text) - self._kept):
             normal = character if normalizer is None else normalizer.normalize_str(character)
-            ids = self._ids(character, where)
+            ids = self._ids(character)
             # Byte tokens spell all bytes of a character or lose some of it.
             spelt = not self._byte_level or self.decode(ids).endswith(normal.encode())
             if normal and not normal.isspace() and not (ids and spelt):
                 raise UserError(
-                    f"{where}the tokenizer has no token for {character!r} (U+{ord(character):04X}) and none for "
+                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}) and none for "
                     "unknown ones, so that it would vanish; give another tokenizer, or remove it from the text"
                 )
         self._kept.update(text)
-
-    @functools.cached_property
-    def _kept(self) -> set[str]:
-        """Characters that were checked."""
-        return set()
 
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
@@ -160,36 +145,28 @@ class SubwordVocabulary:
 
     @functools.cached_property
     def _byte_level(self) -> bool:
-        """Returns whether the characters of a token encode bytes, as in GPT-2."""
+        """Whether the characters of a token encode bytes, as in GPT-2."""
         return '"ByteLevel"' in json.dumps([self._settings.get("decoder") or self._settings.get("pre_tokenizer")])
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
         """The bytes of each token, as they are after another one: decoders drop a space at a text's start."""
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        names = {token: name for name, token in ids.items()}
-        contents = [token["content"] for token in self._settings.get("added_tokens") or ()]
-        added = {ids[content]: content for content in contents}
-        before = next((token for token in sorted(names) if token not in added), None)
-        texts = []
-        for token in range(self.size):
+        texts = [b""] * self.size
+        added = {ids[token["content"]]: token["content"] for token in self._settings.get("added_tokens") or ()}
+        before = min(set(ids.values()) - added.keys(), default=None)
+        first = "" if before is None else self._tokenizer.decode([before], skip_special_tokens=False)
+        for name, token in ids.items():
             if token in added:
-                texts.append(added[token].encode())
-            elif token not in names:
-                texts.append(b"")
+                texts[token] = added[token].encode()
             elif self._byte_level:
-                texts.append(_bytes_of(names[token]))
-            elif self._settings["model"].get("byte_fallback") and (byte := _BYTE_TOKEN.fullmatch(names[token])):
-                texts.append(bytes([int(byte[1], 16)]))
+                texts[token] = b"".join(_BYTES.get(character, character.encode()) for character in name)
+            elif self._settings["model"].get("byte_fallback") and (byte := _BYTE_TOKEN.fullmatch(name)):
+                texts[token] = bytes([int(byte[1], 16)])
             else:
-                texts.append(self._text_after(before, token))
+                both = self._tokenizer.decode([before, token], skip_special_tokens=False)
+                texts[token] = both.removeprefix(first).encode()
         return texts
-
-    def _text_after(self, before: int | None, token: int) -> bytes:
-        """Returns what a token adds to the text of the token `before`."""
-        first: str = self._tokenizer.decode([before], skip_special_tokens=False)
-        both: str = self._tokenizer.decode([before, token], skip_special_tokens=False)
-        return both.removeprefix(first).encode()
 
 
 def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
@@ -230,7 +207,7 @@ def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
 def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
     """Yields a text cut at single newlines between characters that are not white space.
 
-    Tokenizers may read several newlines, or a newline and the spaces around it, as one token.
+    Tokenizers may read newlines, or a newline and the spaces around it, as one token.
     """
     text = ""
     for block in blocks:
@@ -247,29 +224,8 @@ def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-@functools.cache
-def _byte_characters() -> dict[str, int]:
-    """Returns the byte that each character of a byte-level token encodes.
-
-    Printable ASCII and Latin-1 are their own; the others, in order, are the characters from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-def _bytes_of(name: str) -> bytes:
-    """Returns the bytes of a byte-level token; a character that encodes none is text."""
-    table = _byte_characters()
-    return b"".join(bytes([table[c]]) if c in table else c.encode() for c in name)
-
-
 def package() -> ModuleType:
-    """Imports the package tokenizers.
-
-    Raises:
-      MissingPackageError: it is not installed.
-    """
+    """Imports the package tokenizers; raises `MissingPackageError` if it is not installed."""
     try:
         import tokenizers
     except ImportError as error:

@@ -1,16 +1,23 @@
-"""Text before it becomes tokens: three splits, each a sequence of files that are read in blocks of bytes.
+"""Text before it becomes tokens: three splits, each a sequence of files that are read in blocks.
 
 Nothing is held in memory: a block is at most a few megabytes, and a split may be read many times.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import glob
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import tqdm
 
-BLOCK_BYTES = 1 << 20  # Large enough that the cost per block is negligible, small beside any model.
+from txl_jax.errors import UserError
+
+BLOCK_BYTES = 1 << 20  # Large enough that the cost per block is negligible, small compared with any model.
 SPLITS = ("train", "valid", "test")
+_BYTE_ORDER_MARK = "\ufeff"  # Windows writes it before a file's first word.
+_LONGEST_WORD = 1 << 16  # Bytes. Longer ranges without white space are cut between characters.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,27 +30,136 @@ class File:
     offset: int = 0  # Position of the first byte in the file of that name.
 
 
-def with_bar(description: str, files: Iterable[File]) -> Iterator[File]:
-    """Yields the files. On a terminal, a bar shows how far their bytes are read if that takes more than a second."""
-    files = list(files)
-    size = sum(file.size for file in files)
-    with tqdm.tqdm(total=size, desc=description, unit="B", unit_scale=True, delay=1, disable=None) as bar:
-        for file in files:
-            yield dataclasses.replace(file, blocks=functools.partial(_advance, file, bar))
-
-
-def _advance(file: File, bar: tqdm.tqdm) -> Iterator[bytes]:
-    for block in file.blocks():
-        yield block
-        bar.update(len(block))
-
-
 @dataclasses.dataclass(frozen=True)
 class Text:
     """A text in three splits, before it becomes tokens."""
 
     name: str  # Short, for a row of a table.
-    description: str  # One line for people; the tokens are not part of it.
+    description: str  # One human-readable line, without the tokens.
     digest: str  # sha256 of the content, in hexadecimal.
     splits: dict[str, tuple[File, ...]]  # Keys: SPLITS.
     closed_alphabet: bool = False  # Byte tokens are the values that occur in it: a whole published corpus.
+
+
+def bar(description: str, size: int) -> tqdm.tqdm:
+    """Returns a bar of the bytes read. It shows on a terminal, if they take more than a second."""
+    return tqdm.tqdm(total=size, desc=description, unit="B", unit_scale=True, delay=1, disable=None)
+
+
+def with_bar(description: str, files: Iterable[File]) -> Iterator[File]:
+    """Yields the files, with a bar that shows how far their bytes are read."""
+    files = list(files)
+    with bar(description, sum(file.size for file in files)) as shown:
+        for file in files:
+            yield dataclasses.replace(file, blocks=functools.partial(_advance, file, shown))
+
+
+def _advance(file: File, shown: tqdm.tqdm) -> Iterator[bytes]:
+    for block in file.blocks():
+        yield block
+        shown.update(len(block))
+
+
+# Files that the user names
+
+
+def file_part(path: str, first: int = 0, last: int | None = None) -> File:
+    """Returns bytes `first` to `last - 1` of the file at `path`."""
+    last = os.path.getsize(path) if last is None else last
+    return File(path, last - first, functools.partial(_blocks, path, first, last), offset=first)
+
+
+def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
+    with open(path, "rb") as source:
+        source.seek(first)
+        while first < last:
+            block = source.read(min(BLOCK_BYTES, last - first))
+            if not block:
+                raise UserError(f"{path} became shorter while it was read; leave it alone while a run starts")
+            yield block
+            first += len(block)
+
+
+def checked(path: str, *, flag: str) -> str:
+    """Returns the path of a file that the user named; raises `UserError` if it is missing, a directory or empty."""
+    if os.path.isdir(path):
+        raise UserError(f"{flag} names {path}, which is a directory; name the files in it, for example {path}/*.txt")
+    if not os.path.exists(path):
+        raise UserError(f"{flag} names {path}, which does not exist; give the path of a text file")
+    if not os.path.getsize(path):
+        raise UserError(f"{flag} names {path}, which is empty; give a file that holds text")
+    return path
+
+
+def expanded(names: Sequence[str], *, flag: str) -> list[str]:
+    """Returns the files of names and patterns; raises `UserError` as `checked`, or if no file matches a pattern."""
+    paths = []
+    for name in names:
+        found = sorted(glob.glob(name)) if glob.has_magic(name) and not os.path.exists(name) else [name]
+        if not found:
+            raise UserError(f"{flag} names {name}, which no file matches; check the pattern")
+        paths += [checked(path, flag=flag) for path in found]
+    return paths
+
+
+def read_named(path: str, *, flag: str) -> bytes:
+    """Returns the content of a file that the user named; raises `UserError` if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{flag} names {path}, which cannot be read ({error.strerror}); check the path") from error
+
+
+# UTF-8
+
+
+def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
+    """Yields the files' text in blocks that cut neither a character nor a word of usual length.
+
+    Args:
+      files: UTF-8.
+      close_lines: Whether a last line without a newline gets one, so that the line ends with its file.
+
+    Raises:
+      UserError: If a byte is not UTF-8, or zero: the file is not text. Names file and offset.
+    """
+    for file in files:
+        rest, offset = b"", file.offset
+        for block in file.blocks():
+            block = rest + block
+            cut = _last_border(block)
+            yield _decode(block[:cut], file.name, offset)
+            rest, offset = block[cut:], offset + cut
+        last = _decode(rest, file.name, offset)
+        # A text that ends in a newline leaves no remainder.
+        yield last + "\n" if close_lines and last else last
+
+
+def _last_border(block: bytes) -> int:
+    """Returns where to cut: after the last newline, else white space, else, in a very long word, before a character."""
+    # White space at the very end stays with the next block: a line without its newline leaves a remainder.
+    for white, end in ((b"\n", None), (b" ", -1), (b"\t", -1), (b"\r", -1)):
+        if (found := block.rfind(white, 0, end)) >= 0:
+            return found + 1
+    if len(block) < _LONGEST_WORD:
+        return 0
+    start = len(block) - 1
+    while start > 0 and block[start] & 0xC0 == 0x80:  # Inside a character of several bytes.
+        start -= 1
+    return start
+
+
+def _decode(block: bytes, name: str, offset: int) -> str:
+    if (zero := block.find(b"\0")) >= 0:
+        raise UserError(
+            f"{name} holds a zero byte at offset {offset + zero}, so it is no text; give a text file, or read its "
+            "bytes as they are with --data.tokenizer.kind=byte"
+        )
+    try:
+        text = block.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{name} is not UTF-8: byte {block[error.start]:#04x} at offset {offset + error.start}; convert it (iconv "
+            "-f LATIN1 -t UTF-8, for example), or read its bytes as they are with --data.tokenizer.kind=byte"
+        ) from None
+    return text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text

@@ -1,9 +1,6 @@
-"""Vocabularies: the interface of all kinds of tokens, and their saved form.
+"""Vocabularies: the interface of all kinds of tokens, their saved form, and their text piece by piece.
 
-The kinds: `byte_vocabulary`, `character_vocabulary`, `word_vocabulary`, `subwords` and `id_vocabulary`, one file
-each.
-
-Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it; equally
+Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it. Equally
 frequent ones keep the order of first occurrence, as in the original release. A vocabulary is saved as text: a title
 with its kind and settings, and a line per token.
 """
@@ -12,68 +9,14 @@ import codecs
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
 from txl_jax.config import LineMark
-from txl_jax.data.text import File
+from txl_jax.data.text import File, text_blocks
 from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
-
-# -- Text of tokens as they come, up to a stop string.
-
-
-class TextStream:
-    r"""The text of one sequence of tokens, piece by piece, up to the first of several stop strings.
-
-    A stop string is found in the text, whatever tokens it is made of; the one that is complete first counts. A piece
-    that may be the beginning of one is held back, and so are the bytes of a character that is not complete.
-
-    >>> stream = TextStream(bytes, ["\n\n", "end"])
-    >>> [stream.add(b"one\n"), stream.add(b"two\ne"), stream.add(b"n"), stream.add(b"ough end."), stream.ended]
-    ['one', '\ntwo\n', '', 'enough ', True]
-    """
-
-    def __init__(self, decode: Callable[[Any], bytes], stop: Sequence[str]):
-        """Begins an empty text.
-
-        Args:
-          decode: returns the bytes of ids; those of successive ids may be concatenated.
-          stop: strings that are not empty.
-        """
-        self._decode = decode
-        self._stop = [text.encode() for text in stop]
-        self._held = b""
-        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.ended = False  # Whether a stop string was found.
-
-    def add(self, ids: Any) -> str:
-        """Returns the text that is certain now that `ids` have come; it does not include a stop string."""
-        if self.ended:
-            return ""
-        self._held += self._decode(ids)
-        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
-            self.ended = True
-            self._held = self._held[: min(found)[1]]
-            return self.finish()
-        certain = len(self._held) - self._begun()
-        piece, self._held = self._held[:certain], self._held[certain:]
-        return self._characters.decode(piece)
-
-    def finish(self) -> str:
-        """Returns what was held back, as no more tokens come; bytes that are no UTF-8 become U+FFFD."""
-        piece, self._held = self._held, b""
-        return self._characters.decode(piece, final=True)
-
-    def _begun(self) -> int:
-        """Returns the length of the longest end of the held text that begins a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        ends = range(min(longest, len(self._held)), 0, -1)
-        return next((n for n in ends if any(stop.startswith(self._held[-n:]) for stop in self._stop)), 0)
-
 
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
 MIN_SPLIT_TOKENS = 2  # The first token of a split is only an input, so fewer leave no target.
@@ -81,7 +24,7 @@ TITLE = "txl_jax vocabulary"  # The first words of a saved vocabulary.
 
 
 class Vocabulary(Protocol):
-    """A map between text and token ids."""
+    """A map between text and token ids. Kinds derive from it; they share the methods that have a body."""
 
     kind: ClassVar[str]  # Kind of tokens, as in the saved form's title.
     measure: ClassVar[Measure]  # Usual measure of a loss per token.
@@ -97,26 +40,48 @@ class Vocabulary(Protocol):
     @property
     def line_mark(self) -> LineMark:
         """Returns the kind of mark at the end of a line."""
+        return LineMark.NONE
 
     @property
     def mark(self) -> int | None:
-        """Returns the id that ends a line; None if lines are not marked."""
+        """Returns the id that ends a line, or None if lines are not marked."""
+        return None
 
     @property
     def unknown_id(self) -> int | None:
-        """Returns the id of tokens that the vocabulary lacks; None if it refuses such a text."""
+        """Returns the id of tokens that the vocabulary lacks, or None if it refuses such a text."""
+        return None
 
     def names(self) -> list[bytes]:
         """Returns the name of each token: its text, a word without the space after it, a mark as its own word."""
+        return [self.decode([token]) for token in range(self.size)]
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks of one axis."""
+        """Yields the ids of a split, in blocks of one axis.
+
+        Raises:
+          UserError: If a text cannot be encoded. Names the file.
+        """
+        for block in text_blocks(files, close_lines=False):
+            yield self._encode(block)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text that may go on: its end is not marked."""
+        """Returns the ids of a text that may continue: its end is not marked. Raises `UserError` as `blocks`."""
+        try:
+            return self._encode(text.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"byte {text[error.start]:#04x} at offset {error.start} is not UTF-8") from None
+
+    def _encode(self, text: str) -> np.ndarray:
+        """Does the work of `encode`; a kind defines one of the two."""
+        return self.encode(text.encode())
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the text of ids of any shape, in row-major order; texts of successive ids may be concatenated."""
+        """Returns the text of ids of any shape, in row-major order; texts of successive ids may be concatenated.
+
+        Raises:
+          UserError: If an id is not in the vocabulary.
+        """
 
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form."""
@@ -166,14 +131,6 @@ def digest(vocabulary: Vocabulary) -> str:
     return hashlib.sha256(dumps(vocabulary).encode()).hexdigest()
 
 
-def prompt_text(text: bytes) -> str:
-    """Decodes UTF-8; raises `UserError` for other bytes."""
-    try:
-        return text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"byte {text[error.start]:#04x} at offset {error.start} is not UTF-8") from None
-
-
 def check_ids(ids: Any, size: int) -> np.ndarray:
     """Returns ids along one axis; raises `UserError` for one outside the vocabulary."""
     ids = np.ravel(ids)
@@ -181,15 +138,6 @@ def check_ids(ids: Any, size: int) -> np.ndarray:
     if foreign.size:
         raise UserError(f"token id {foreign[0]} is outside the vocabulary; ids run from 0 to {size - 1}")
     return ids.astype(np.intp)
-
-
-def check_distinct(tokens: Sequence[str], unknown: str, kind: str) -> None:
-    """Raises `UserError` for a token that is there twice, or no token for unknown ones."""
-    if len(set(tokens)) != len(tokens) or unknown not in tokens:
-        raise UserError(
-            f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and hold {unknown!r}; "
-            f"{len(set(tokens))} are distinct"
-        )
 
 
 _ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n", "\r": "\\r"})
@@ -206,9 +154,51 @@ def unescape(line: str) -> str:
     return "\\".join(part.replace("\\n", "\n").replace("\\r", "\r") for part in parts)
 
 
-def read_named(path: str, *, flag: str) -> bytes:
-    """Returns the content of a file that the user named; raises `UserError` if it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{flag} names {path}, which cannot be read ({error.strerror}); check the path") from error
+class TextStream:
+    r"""The text of one sequence of tokens, piece by piece, up to the first stop string.
+
+    A stop string is found in the text, whatever tokens it is made of; the one that is complete first counts. A piece
+    that may be the beginning of one is held back, and so are the bytes of a character that is not complete.
+
+    >>> stream = TextStream(bytes, ["\n\n", "end"])
+    >>> [stream.add(b"one\n"), stream.add(b"two\ne"), stream.add(b"n"), stream.add(b"ough end."), stream.ended]
+    ['one', '\ntwo\n', '', 'enough ', True]
+    """
+
+    def __init__(self, decode: Callable[[Any], bytes], stop: Sequence[str]):
+        """Begins an empty text.
+
+        Args:
+          decode: returns the bytes of ids; those of successive ids may be concatenated.
+          stop: strings that are not empty.
+        """
+        self._decode = decode
+        self._stop = [text.encode() for text in stop]
+        self._held = b""
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.ended = False  # Whether a stop string was found.
+
+    def add(self, ids: Any) -> str:
+        """Returns the text that is certain now that `ids` have come; it does not include a stop string."""
+        if self.ended:
+            return ""
+        self._held += self._decode(ids)
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.ended = True
+            self._held = self._held[: min(found)[1]]
+            return self.finish()
+        certain = len(self._held) - self._begun()
+        piece, self._held = self._held[:certain], self._held[certain:]
+        return self._characters.decode(piece)
+
+    def finish(self) -> str:
+        """Returns what was held back, as no more tokens come; bytes that are no UTF-8 become U+FFFD."""
+        piece, self._held = self._held, b""
+        return self._characters.decode(piece, final=True)
+
+    def _begun(self) -> int:
+        """Returns the length of the longest end of the held text that begins a stop string."""
+        longest = max(map(len, self._stop), default=1) - 1
+        ends = range(min(longest, len(self._held)), 0, -1)
+        return next((n for n in ends if any(stop.startswith(self._held[-n:]) for stop in self._stop)), 0)

@@ -1,25 +1,25 @@
-"""Word tokens."""
+"""Words, and characters: tokens that are ranked by how often they occur."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from txl_jax.config import LineMark
-from txl_jax.data.byte_tokens import text_blocks
-from txl_jax.data.text import File
-from txl_jax.data.vocabulary import MARKS, check_distinct, check_ids, escape, id_type, prompt_text, unescape
+from txl_jax.data.text import File, text_blocks
+from txl_jax.data.vocabulary import MARKS, Vocabulary, check_ids, escape, id_type, unescape
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
 UNKNOWN_WORD = "<unk>"
+UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclasses.dataclass(frozen=True)
-class WordVocabulary:
+class WordVocabulary(Vocabulary):
     """Words, separated by white space, by rank; the line mark, if there is one, comes first."""
 
     words: tuple[str, ...] = dataclasses.field(repr=False)  # Distinct.
@@ -31,7 +31,7 @@ class WordVocabulary:
     measure: ClassVar[Measure] = Measure.PPL
 
     def __post_init__(self) -> None:
-        check_distinct(self.words, self.unknown, self.kind)
+        _check_distinct(self.words, self.unknown, self.kind)
         if self.line_mark in MARKS and MARKS[self.line_mark] not in self._ids:
             raise UserError(f"a vocabulary with line mark {self.line_mark} lacks the word {MARKS[self.line_mark]}")
 
@@ -66,20 +66,19 @@ class WordVocabulary:
         one <S>:   <S> w w <S> w <S>           a mark before all, and each line and a mark
         two <S>:   <S> w w <S> <S> w <S>       a mark before and after each line
         """
-        blocks = (self._encode(block) for block in text_blocks(files, close_lines=True))
         if self.line_mark in (LineMark.S, LineMark.DOUBLE_S):
             yield np.array([self.mark], self._type)
+        pending = np.empty(0, self._type)
+        for block in text_blocks(files, close_lines=True):
+            if (ids := self._encode(block)).size:
+                yield pending
+                pending = ids
         # Where a line's end opens the next line too, the last one opens nothing.
-        yield from (_without_last(blocks) if self.line_mark is LineMark.DOUBLE_S else blocks)
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text that may go on."""
-        return self._encode(prompt_text(text))
+        yield pending[:-1] if self.line_mark is LineMark.DOUBLE_S else pending
 
     def decode(self, ids: Any) -> bytes:
         """Returns each word and a space; a newline for a mark."""
-        texts = [self._texts[token] for token in check_ids(ids, self.size).tolist()]
-        return "".join(texts).encode()
+        return "".join(map(self._texts.__getitem__, check_ids(ids, self.size).tolist())).encode()
 
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form."""
@@ -118,26 +117,8 @@ class WordVocabulary:
         return ["\n" if word == mark else word + " " for word in self.words]
 
 
-def _without_last(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yields the blocks without their very last id."""
-    pending = None
-    for block in blocks:
-        if not len(block):
-            continue
-        if pending is not None:
-            yield pending
-        pending = block
-    if pending is not None:
-        yield pending[:-1]
-
-
-# -- Character tokens.
-
-UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-
-
 @dataclasses.dataclass(frozen=True)
-class CharacterVocabulary:
+class CharacterVocabulary(Vocabulary):
     """Unicode characters by rank; the replacement character encodes those that the training text lacks."""
 
     characters: str = dataclasses.field(repr=False)  # Distinct.
@@ -145,11 +126,9 @@ class CharacterVocabulary:
 
     kind: ClassVar[str] = "char"
     measure: ClassVar[Measure] = Measure.BPC
-    line_mark: ClassVar[LineMark] = LineMark.NONE
-    mark: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
-        check_distinct(self.characters, UNKNOWN_CHARACTER, self.kind)
+        _check_distinct(self.characters, UNKNOWN_CHARACTER, self.kind)
 
     @property
     def size(self) -> int:
@@ -165,19 +144,6 @@ class CharacterVocabulary:
     def unknown_id(self) -> int:
         """Returns the id of tokens that the vocabulary lacks."""
         return self.characters.index(UNKNOWN_CHARACTER)
-
-    def names(self) -> list[bytes]:
-        """Returns the name of each token."""
-        return [character.encode() for character in self.characters]
-
-    def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks of one axis."""
-        for block in text_blocks(files, close_lines=False):
-            yield self._encode(block)
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text that may go on."""
-        return self._encode(prompt_text(text))
 
     def decode(self, ids: Any) -> bytes:
         """Returns the text of ids of any shape, in row-major order."""
@@ -206,3 +172,12 @@ class CharacterVocabulary:
         ids = np.full(0x110000, self.unknown_id, id_type(self.size))
         ids[np.frombuffer(self.characters.encode("utf-32-le"), np.uint32)] = np.arange(self.size)
         return ids
+
+
+def _check_distinct(tokens: Sequence[str], unknown: str, kind: str) -> None:
+    """Raises `UserError` for a token that is there twice, or no token for unknown ones."""
+    if len(set(tokens)) != len(tokens) or unknown not in tokens:
+        raise UserError(
+            f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and hold {unknown!r}; "
+            f"{len(set(tokens))} are distinct"
+        )

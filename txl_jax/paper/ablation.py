@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from txl_jax import cli
 from txl_jax.config import EvalConfig, ExperimentConfig, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
@@ -21,9 +22,9 @@ from txl_jax.paper import context_length
 from txl_jax.paper.ablation_report import Score, write_tables
 from txl_jax.paper.ablation_rows import TABLES, Row, Table, row_config, row_named
 from txl_jax.paper.equal_memory import with_equal_memory
-from txl_jax.runs import train
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import Run
 from txl_jax.runs.score import Interrupted
+from txl_jax.runs.train import train_run
 from txl_jax.runtime import distributed
 from txl_jax.runtime.storage import as_path, exists, read, write_json
 
@@ -32,7 +33,7 @@ _TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005}
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.TextPlan):
     """The rows, seeds and attention lengths."""
 
     table: Table = setting(Table.WIKITEXT103, "Table of the paper.")
@@ -113,13 +114,14 @@ def run(
     for seed in plan.seeds:  # All rows of a seed before the next, so that an early table has every row.
         for row in rows:
             of_row = row_config(config, row, seed)
-            workdir = Workdir(os.path.join(folder, f"{row.name}-seed{seed}"))
+            path = os.path.join(folder, f"{row.name}-seed{seed}")
             log(f"\n=== {row.name}, seed {seed} ===")
-            outcome = train.run(of_row, corpus, workdir, stop_requested=stop_requested)
+            with Run.open(path) as run:
+                outcome = train_run(of_row, corpus, run, stop_requested=stop_requested)
             if not outcome.finished:
                 raise Interrupted(f"{row.name}, seed {seed}")
             log_and_stop = {"log": log, "stop_requested": stop_requested}
-            scores = _score_lengths(of_row, corpus, workdir, plan, outcome.step, **log_and_stop)
+            scores = _score_lengths(of_row, corpus, Run.read(path), plan, outcome.step, **log_and_stop)
             found.setdefault(row.name, []).append(_summarize(of_row, scores, measure))
             distributed.broadcast_from_primary(lambda: write_tables(folder, found, rows, corpus, settings))
     log("\n" + distributed.broadcast_from_primary(lambda: read(os.path.join(folder, "ablation.md")).decode()))
@@ -128,10 +130,10 @@ def run(
 
 
 def _score_lengths(
-    config: ExperimentConfig, corpus: Corpus, workdir: Workdir, plan: Plan, step: int, **log_and_stop: Any
+    config: ExperimentConfig, corpus: Corpus, trained: Run, plan: Plan, step: int, **log_and_stop: Any
 ) -> dict[int, float]:
     """Returns the validation measure at each attention length; earlier scores are in ablation.json of the run."""
-    path, text = os.path.join(workdir.path, "ablation.json"), TextInfo.of(corpus)
+    path = os.path.join(trained.path, "ablation.json")
     evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
     identity = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
     kept = distributed.broadcast_from_primary(lambda: json.loads(read(path)) if exists(path) else {})
@@ -140,7 +142,7 @@ def _score_lengths(
     for length in _lengths(config, plan):
         if str(length) not in known:
             one = context_length.Plan(lengths=(length,), stride=_stride(config, plan, length))
-            [found] = context_length.run(config, corpus, workdir, one, trained_on=text, **log_and_stop)
+            [found] = context_length.run(config, corpus, trained, one, **log_and_stop)
             known[str(length)] = found.totals.value(corpus.vocabulary.measure)
             distributed.broadcast_from_primary(lambda: write_json(path, {"of": identity, "scores": known}))
     return {length: known[str(length)] for length in _lengths(config, plan)}

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from txl_jax import sharding
+from txl_jax import cli, sharding
 from txl_jax.config import ExperimentConfig, Network
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
@@ -23,7 +23,7 @@ from txl_jax.metrics import Totals
 from txl_jax.modules.positions import encoding_of
 from txl_jax.paper import attention_terms, plots
 from txl_jax.paper.study import Split
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import Run
 from txl_jax.runs.score import progress_bar
 from txl_jax.runs.validation import with_duration
 from txl_jax.runs.weights import load_to_score
@@ -36,7 +36,7 @@ _TERMS = {"a": "(a) content", "b": "(b) content and distance", "d": "(d) distanc
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.TrainedRun):
     """The text, and the heads and queries that are drawn."""
 
     split: Split = setting(Split.VALID, "Text that is read.")
@@ -102,10 +102,9 @@ class Query:
 def run(
     config: ExperimentConfig,
     corpus: Corpus,
-    workdir: Workdir,
+    trained: Run,
     plan: Plan,
     *,
-    trained_on: TextInfo,
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> np.ndarray:
@@ -114,9 +113,8 @@ def run(
     Args:
       config: of the trained run.
       corpus: has the text.
-      workdir: of the run.
+      trained: the run; another text than its own may be read if its vocabulary is the same.
       plan: text, heads and queries.
-      trained_on: the run's own text; another may be read if its vocabulary is the same.
       log: takes lines for the user.
       stop_requested: whether to stop.
 
@@ -130,7 +128,7 @@ def run(
     """
     plan.validate()
     plan.check(config)
-    parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
+    parts, step, params = load_to_score(config, corpus, trained, log=log)
     eval_config, tokens = config.eval, np.asarray(getattr(corpus, plan.split)[: plan.tokens])
     n_segment = len(tokens) // eval_config.segment_len
     first_full = -(-eval_config.mem_len // eval_config.segment_len)
@@ -149,7 +147,7 @@ def run(
     progress = {"measure": corpus.vocabulary.measure, "log": log, "stop_requested": stop_requested}
     began = time.monotonic()
     average, queries = _read(parts, params, tokens, first_full, positions, progress)
-    folder = as_path(plan.out) if plan.out else os.path.join(workdir.outputs, "attention")
+    folder = as_path(plan.out) if plan.out else os.path.join(trained.outputs, "attention")
     make_folder(folder)
     heads = plan.layer_heads or attention_terms.widest(average, _DEFAULT_HEADS)
     _write(folder, average, heads, queries, tokens, corpus, facts={"step": int(step), "split": plan.split}, log=log)

@@ -9,34 +9,33 @@ segments of evaluation, or in shorter ones where A is shorter. A model without r
 import csv
 import dataclasses
 import io
-import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from txl_jax import cli
 from txl_jax.config import ExperimentConfig, Network
 from txl_jax.config import tree as config_tree
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.modules.positions import encoding_of
 from txl_jax.paper import plots
 from txl_jax.paper.study import Split
-from txl_jax.runs.build import assemble
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.build import build
+from txl_jax.runs.run import Run
 from txl_jax.runs.score import score
 from txl_jax.runs.validation import as_record, format_scores, with_duration
 from txl_jax.runs.weights import load_to_score
-from txl_jax.runtime import distributed
-from txl_jax.runtime.storage import write
+from txl_jax.runtime import distributed, storage
 
 _COLUMNS = ("attention_length", "tokens", "loss", "bpc", "perplexity", "seconds")
 _COLUMN_OF = {Measure.BPC: "bpc", Measure.PPL: "perplexity"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.TrainedRun):
     """The attention lengths and the text."""
 
     lengths: tuple[int, ...] = setting((64, 128, 256, 512, 1024, 2048), "Attention lengths.")
@@ -45,9 +44,7 @@ class Plan:
         None, "Without recurrence: scored tokens per window; 1: the published protocol.", at_least=1
     )
 
-    def validate(self) -> None:
-        """Raises `UserError` for a setting out of range."""
-        check_fields(self, "")
+    stopped: ClassVar[str] = "the lengths before it are in context_length.csv"
 
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` for a run that cannot be scored so."""
@@ -77,10 +74,9 @@ class LengthScore:
 def run(
     config: ExperimentConfig,
     corpus: Corpus,
-    workdir: Workdir,
+    trained: Run,
     plan: Plan,
     *,
-    trained_on: TextInfo,
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> list[LengthScore]:
@@ -89,9 +85,8 @@ def run(
     Args:
       config: of the trained run.
       corpus: has the text.
-      workdir: of the run.
+      trained: the run; another text than its own may be read if its vocabulary is the same.
       plan: lengths, text and stride.
-      trained_on: the run's own text; another may be scored if its vocabulary is the same.
       log: takes lines for the user.
       stop_requested: whether to stop.
 
@@ -100,25 +95,23 @@ def run(
       Interrupted: a stop was requested; the rows before it are written.
     """
     plan.validate()
-    split, stride = plan.split, plan.stride
+    split, stride, outputs = plan.split, plan.stride, trained.outputs
     configs = at_lengths(config, plan.lengths, stride=stride)
-    _, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
+    _, step, params = load_to_score(config, corpus, trained, log=log)
     measure = corpus.vocabulary.measure
     rows: list[LengthScore] = []
     for length, changed in configs.items():
         name, began = f"{split} at attention length {length:,}", time.monotonic()
-        parts = assemble(changed, vocab_size=corpus.vocabulary.size)
+        parts = build(changed, vocab_size=corpus.vocabulary.size)
         tokens = getattr(corpus, split)
         totals = score(parts, params, tokens, name=name, measure=measure, log=log, stop_requested=stop_requested)
         rows.append(LengthScore(length, totals, time.monotonic() - began))
         log(with_duration(f"{name} {format_scores(totals, measure)}", rows[-1].seconds))
-        distributed.broadcast_from_primary(
-            lambda: write(os.path.join(workdir.outputs, "context_length.csv"), _csv(rows).encode())
-        )
-    log(f"results   {os.path.join(workdir.outputs, 'context_length.csv')}")
+        distributed.broadcast_from_primary(lambda: storage.write(f"{outputs}/context_length.csv", _csv(rows).encode()))
+    log(f"results   {outputs}/context_length.csv")
     how = "streaming with a memory" if stride is None else f"sliding windows, stride {stride:,}"
     title = f"{corpus.name} ({split}), step {step:,}, {how}"
-    _draw(os.path.join(workdir.outputs, "context_length.png"), rows, measure, title=title, log=log)
+    _draw(f"{outputs}/context_length.png", rows, measure, title=title, log=log)
     return rows
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from txl_jax import cli
 from txl_jax.config import ExperimentConfig, Tokenizer
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
@@ -20,15 +21,14 @@ from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.paper.detokenize import detokenize
 from txl_jax.paper.study import Split
 from txl_jax.runs.generate import check_can_generate
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import Run
 from txl_jax.runs.score import Interrupted
 from txl_jax.runs.weights import load_to_score
-from txl_jax.runtime import distributed, environment
-from txl_jax.runtime.storage import as_path, write
+from txl_jax.runtime import distributed, environment, storage
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.TrainedRun):
     """The contexts that are continued."""
 
     split: Split = setting(Split.TEST, "Text that has the contexts.")
@@ -49,10 +49,9 @@ class Plan:
 def run(
     config: ExperimentConfig,
     corpus: Corpus,
-    workdir: Workdir,
+    trained: Run,
     plan: Plan,
     *,
-    trained_on: TextInfo,
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> None:
@@ -61,9 +60,8 @@ def run(
     Args:
       config: of the trained run; `generate.length` tokens are written after a context.
       corpus: has the text.
-      workdir: of the run.
+      trained: the run; another text than its own may be read if its vocabulary is the same.
       plan: text, starts and length of the contexts.
-      trained_on: the run's own text; another may be read if its vocabulary is the same.
       log: takes lines for the user.
       stop_requested: whether to stop.
 
@@ -80,8 +78,8 @@ def run(
                 f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the "
                 f"{plan.split} text has {len(tokens):,}; the last possible start is {len(tokens) - context - length:,}"
             )
-    path = as_path(plan.out) if plan.out else os.path.join(workdir.outputs, "continuation.md")
-    parts, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
+    path = plan.out or os.path.join(trained.outputs, "continuation.md")
+    parts, step, params = load_to_score(config, corpus, trained, log=log)
     assert isinstance(parts.model, TransformerXL)  # As `check` found.
     generator = Generator(
         parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh
@@ -97,7 +95,7 @@ def run(
         own = tokens[start + context : start + context + length]
         sections.append(_section(corpus, start, known, written, own))
         log(f"written   from token {start:,}: {len(written)} x {length:,} tokens")
-    distributed.broadcast_from_primary(lambda: write(path, "\n".join(sections).encode()))
+    distributed.broadcast_from_primary(lambda: storage.write(path, "\n".join(sections).encode()))
     log(f"results   {path}")
 
 

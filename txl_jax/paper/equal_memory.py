@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from txl_jax.config import ExperimentConfig
 from txl_jax.errors import UserError
 from txl_jax.paper.ablation_rows import TABLES, Row, Table, row_config
-from txl_jax.runs.build import assemble
+from txl_jax.runs.build import build
 from txl_jax.runtime import environment
 
 
@@ -16,7 +16,7 @@ def training_bytes(config: ExperimentConfig, vocab_size: int) -> int:
     Raises:
       UserError: the backend does not report it.
     """
-    parts = assemble(config, vocab_size=vocab_size)
+    parts = build(config, vocab_size=vocab_size)
     compilation = parts.training.compile_step()
     if compilation.temporary_bytes is None:
         raise UserError(

@@ -12,12 +12,12 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from txl_jax.config import ExperimentConfig
+from txl_jax import cli
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
@@ -25,7 +25,7 @@ from txl_jax.evaluation.context_losses import context_losses, positions
 from txl_jax.metrics import Measure, Totals
 from txl_jax.paper import plots, recl_gains
 from txl_jax.paper.study import Split
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import Run
 from txl_jax.runs.score import check_finite, progress_bar
 from txl_jax.runs.validation import format_scores, with_duration
 from txl_jax.runs.weights import load_to_score
@@ -44,17 +44,8 @@ PAPER = {
 }
 
 
-class TrainedRun(NamedTuple):
-    """A model of the group."""
-
-    name: str
-    config: ExperimentConfig
-    trained_on: TextInfo
-    workdir: Workdir
-
-
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.TextPlan):
     """The models of the group, the contexts they are scored from, and the measure of gains."""
 
     workdirs: tuple[str, ...] = setting((), "Folders of the trained runs.", path=True)
@@ -87,8 +78,8 @@ class Plan:
         )
         require(self.out, "no folder was given; set out to a folder for losses, table and plots")
 
-    def load_runs(self) -> list[TrainedRun]:
-        """Reads the settings of the runs.
+    def load_runs(self) -> dict[str, Run]:
+        """Reads the runs; returns them by their names.
 
         Raises:
           UserError: fewer than two runs, another number of names, or a folder that has no run.
@@ -98,17 +89,17 @@ class Plan:
             f"workdirs has {len(self.workdirs)} folders; a relative context length compares models, so give two or "
             "more",
         )
-        workdirs = [Workdir(as_path(path)) for path in self.workdirs]
-        names = self.names or [os.path.basename(workdir.path) for workdir in workdirs]
+        names = self.names or tuple(map(os.path.basename, self.workdirs))
         require(
-            len(names) == len(workdirs),
-            f"names has {len(names)} names and workdirs {len(workdirs)} folders; name each run, or none",
+            len(names) == len(self.workdirs),
+            f"names has {len(names)} names and workdirs {len(self.workdirs)} folders; name each run, or none",
         )
-        return [TrainedRun(name, *workdir.load(), workdir) for name, workdir in zip(names, workdirs, strict=True)]
+        require(len(set(names)) == len(names), f"the models are called {', '.join(names)}; give them different names")
+        return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}
 
 
 def run(
-    runs: Sequence[TrainedRun],
+    runs: Mapping[str, Run],
     corpus: Corpus,
     plan: Plan,
     *,
@@ -133,25 +124,22 @@ def run(
       Interrupted: a stop was requested; what was scored before stays.
     """
     plan.validate()
-    names = [each.name for each in runs]
-    require(
-        len(names) >= 2, f"the group has {len(names)} model; a relative length compares models, so give two or more"
-    )
-    require(len(set(names)) == len(names), f"the models are called {', '.join(names)}; give them different names")
+    require(len(runs) >= 2, f"the group has {len(runs)} model; a relative length compares models, so give two or more")
     tokens = getattr(corpus, plan.split)
     scored = positions(len(tokens), longest=plan.contexts[-1], stride=plan.stride)
-    for each in runs:  # An error in the last is found before the first takes its hours.
-        load_to_score(each.config, corpus, each.workdir, trained_on=each.trained_on, log=lambda line: None)
+    for each in runs.values():  # An error in the last is found before the first takes its hours.
+        load_to_score(each.config, corpus, each, log=lambda line: None)
     losses: dict[int, list[np.ndarray]] = {length: [] for length in plan.contexts}
-    for each in runs:
-        found = _losses_of(each, corpus, tokens, scored, plan, log=log, stop_requested=stop_requested)
+    for name, each in runs.items():
+        found = _losses_of(name, each, corpus, tokens, scored, plan, log=log, stop_requested=stop_requested)
         for length, values in found.items():
             losses[length].append(values)
-    return _write_results(names, {c: np.stack(rows) for c, rows in losses.items()}, corpus, plan, log=log)
+    return _write_results(list(runs), {c: np.stack(rows) for c, rows in losses.items()}, corpus, plan, log=log)
 
 
 def _losses_of(
-    run: TrainedRun,
+    name: str,
+    run: Run,
     corpus: Corpus,
     tokens: np.ndarray,
     scored: np.ndarray,
@@ -161,10 +149,10 @@ def _losses_of(
     stop_requested: Callable[[], Any],
 ) -> dict[int, np.ndarray]:
     """Returns the losses [n] of one model at every context length, from its files or computed."""
-    parts, step, params = load_to_score(run.config, corpus, run.workdir, trained_on=run.trained_on, log=log)
-    own = os.path.join(as_path(plan.out or ""), "losses", run.name)
+    parts, step, params = load_to_score(run.config, corpus, run, log=log)
+    own = os.path.join(as_path(plan.out or ""), "losses", name)
     identity = {
-        "workdir": run.workdir.path,
+        "workdir": run.path,
         "step": int(step),
         "text": corpus.digest,
         "split": plan.split,
@@ -176,14 +164,14 @@ def _losses_of(
     _check_identity(os.path.join(own, "scored.json"), identity)
     found = {}
     for length in plan.contexts:
-        path, name = os.path.join(own, f"{length}.npy"), f"{run.name} from {length:,} tokens"
+        path, what = os.path.join(own, f"{length}.npy"), f"{name} from {length:,} tokens"
         if exists(path):
             found[length] = np.load(io.BytesIO(read(path)))
             continue
         began = time.monotonic()
         measure = corpus.vocabulary.measure
         progress = functools.partial(progress_bar, measure=measure, log=log, stop_requested=stop_requested)
-        with progress(name, total=len(scored), unit="token") as show:
+        with progress(what, total=len(scored), unit="token") as show:
             found[length] = context_losses(
                 parts.evaluation.window_step,
                 params,
@@ -194,9 +182,9 @@ def _losses_of(
                 after_call=lambda done: show(done, Totals()),
             )
         totals = _mean(found[length])
-        check_finite(totals, name)
+        check_finite(totals, what)
         _save(path, found[length])
-        log(with_duration(f"{name} {format_scores(totals, measure)}", time.monotonic() - began))
+        log(with_duration(f"{what} {format_scores(totals, measure)}", time.monotonic() - began))
     return found
 
 
@@ -244,7 +232,9 @@ def _write_results(
         for i, name in enumerate(names)
         for k in range(len(plan.contexts) - 1)
     ]
-    results = {"plan": dataclasses.asdict(plan), "recl": lengths, measure.value: means, "gains": steps}
+    shared = {field.name for field in dataclasses.fields(cli.TextPlan)}
+    own = {name: value for name, value in dataclasses.asdict(plan).items() if name not in shared}
+    results = {"plan": own, "recl": lengths, measure.value: means, "gains": steps}
     write_json(os.path.join(folder, "recl.json"), {**facts, **results})
     write(os.path.join(folder, "recl.csv"), _csv(steps).encode())
     table = _markdown(lengths, plan)

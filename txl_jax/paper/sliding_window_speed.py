@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from txl_jax import sharding
+from txl_jax import cli, sharding
 from txl_jax.bench.synthetic_tokens import draw_tokens
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
-from txl_jax.runs.build import RunComponents, assemble
+from txl_jax.runs.build import RunComponents, build
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import write_json
 from txl_jax.training.state import init_params
@@ -36,7 +36,7 @@ _VOCABULARY = 204  # enwik8's bytes without newline, as the published numbers ar
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(cli.Plan):
     """The attention lengths and the number of calls."""
 
     lengths: tuple[int, ...] = setting(tuple(PAPER), "Attention lengths.")
@@ -152,7 +152,7 @@ class _Side(NamedTuple):
 
 def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: int) -> _Side:
     """Returns the call that scores the last position of a window of A random tokens."""
-    parts = assemble(config, vocab_size=vocab_size)
+    parts = build(config, vocab_size=vocab_size)
     params = _params(parts)
     step = sharding.bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
     # The text's second window is the first that scores one token.
@@ -164,7 +164,7 @@ def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: in
 
 def _streaming(config: ExperimentConfig, vocab_size: int) -> _Side:
     """Returns the call that scores S segments of random tokens with a full memory."""
-    parts, eval_config = assemble(config, vocab_size=vocab_size), config.eval
+    parts, eval_config = build(config, vocab_size=vocab_size), config.eval
     weights = parts.evaluation.prepare_params(_params(parts))
     memory = parts.evaluation.init_memory(weights)
     memory = memory.replace(valid=memory.valid * 0 + eval_config.mem_len)

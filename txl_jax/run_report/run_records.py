@@ -16,7 +16,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.published import CORPORA, default_data, program_of
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure, Totals
-from txl_jax.runs.run import Record, Workdir, by_name
+from txl_jax.runs.run import Run, by_name, holds_run
 from txl_jax.runs.validation import RESULTS
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.storage import as_path, is_dir, names, read
@@ -143,10 +143,10 @@ def workdirs_in(path: str) -> list[str]:
       UserError: neither the folder nor one below it holds a run.
     """
     folder = as_path(path)
-    if Workdir(folder).holds_run():
+    if holds_run(folder):
         return [folder]
     below = [os.path.join(folder, name) for name in names(folder)] if is_dir(folder) else []
-    if not (found := [each for each in below if Workdir(each).holds_run()]):
+    if not (found := [each for each in below if holds_run(each)]):
         what = "no folder" if not is_dir(folder) else "a folder without a run (no config.json in it or right below)"
         raise UserError(f"{path} is {what}; give the --workdir of a run, or the --out of a sweep")
     return found
@@ -166,8 +166,7 @@ def swept_settings(runs: Sequence[RunRecords], *, all_settings: bool = False) ->
 
 
 def _read(folder: str) -> list[RunRecords]:
-    workdir = Workdir(folder)
-    record, records = workdir.read(), read_metrics(folder)
+    record, records = Run.read_all(folder), read_metrics(folder)
     members = by_name(record.members)
     found = _json(os.path.join(folder, RESULTS))
     runs = []
@@ -214,7 +213,7 @@ def _title(corpus: CorpusName) -> str:
     return CORPORA[corpus].title if corpus in CORPORA else {CorpusName.TEXT: "own text"}.get(corpus, str(corpus))
 
 
-def _folder_flags(record: Record) -> tuple[str, ...]:
+def _folder_flags(record: Run) -> tuple[str, ...]:
     if record.config.data.corpus is CorpusName.PYTHON_STDLIB:
         return ()
     folders = {"data_dir": record.text.data_dir, "cache_dir": record.text.cache_dir}

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -35,7 +35,7 @@ from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.state import TrainState, init_state, state_from_params
 from txl_jax.training.step import make_train_step
 
-# -- The implementations of attention that a run uses, chosen once for its lengths and the devices of its mesh.
+# The implementations of attention that a run uses, chosen once for its lengths and the devices of its mesh.
 
 
 class Chosen(NamedTuple):
@@ -55,6 +55,27 @@ class AttentionChoice(NamedTuple):
     def implementations(self) -> Implementations:
         """Without the reasons."""
         return Implementations(self.training.implementation, self.evaluation.implementation)
+
+    def record(self) -> dict[str, str]:
+        """Returns the implementations by use, as config.json has them."""
+        return {use: str(chosen.implementation) for use, chosen in self._asdict().items()}
+
+    def describe(self, before: Mapping[str, str] | None = None) -> str:
+        """Describes what was chosen and why, for people.
+
+        Args:
+          before: implementations by use; only what differs from them is described, nothing if all are the same.
+        """
+        clauses: dict[str, str] = {}
+        for use, chosen in self._asdict().items():
+            name = str(chosen.implementation)
+            if before is None:
+                clauses[f"{use} {name}"] = chosen.reason
+            elif before.get(use, name) != name:
+                clauses[f"{use} was {before[use]} and is now {name}"] = chosen.reason
+        if len(set(clauses.values())) == 1:
+            return f"{', '.join(clauses)} ({next(iter(clauses.values()))})"
+        return "; ".join(f"{clause} ({reason})" for clause, reason in clauses.items())
 
 
 def choose_attention(
@@ -142,7 +163,7 @@ def _choose(kept: Implementation | str, path: str, problem: Problem) -> Chosen:
     return Chosen(*choice.choose(path, problem))
 
 
-# -- Shardings of batches and memories over a mesh, and their transfer to the devices.
+# Shardings of batches and memories over a mesh, and their transfer to the devices.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,12 +436,12 @@ class EvaluationFunctions:
         return scorer.memory_dtype(self.components.model, self.components.config.eval)
 
 
-def assemble(
+def build(
     config: ExperimentConfig,
     *,
     vocab_size: int,
     mesh: Mesh | None = None,
-    recorded_attention: Implementations | None = None,
+    recorded: Implementations | None = None,
 ) -> RunComponents:
     """Assembles the components of a run.
 
@@ -428,7 +449,7 @@ def assemble(
       config: the settings.
       vocab_size: V.
       mesh: None: over this run's own devices.
-      recorded_attention: the implementations of attention of an earlier start (`choose_attention`).
+      recorded: the implementations of attention of an earlier start (`choose_attention`).
 
     Raises:
       UserError: settings that do not fit each other, the vocabulary or the devices.
@@ -452,7 +473,7 @@ def assemble(
     if config.model.network is not Network.TRANSFORMER_XL:
         model = RecurrentModel(config.model, config.compat, vocab_size, mesh.size)
     else:
-        attention = choose_attention(config, mesh, recorded=recorded_attention)
+        attention = choose_attention(config, mesh, recorded=recorded)
         model = TransformerXL(config.model, config.compat, vocab_size, mesh.size, attention=attention.implementations)
     return RunComponents(
         config=config,

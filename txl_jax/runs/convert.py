@@ -23,16 +23,29 @@ from txl_jax.interop import export, formats, portable
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.portable import ModelInfo
-from txl_jax.runs.build import RunComponents, assemble
-from txl_jax.runs.run import Workdir
+from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.run import Run
 from txl_jax.runs.validation import RESULTS
-from txl_jax.runs.weights import Pretrained, holds_other_weights, open_pretrained
+from txl_jax.runs.weights import Weights, holds_other_weights, open_weights
+from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_difference
-from txl_jax.runtime.storage import as_path, check_new_folder, is_remote, new_folder, read, size
+from txl_jax.runtime.storage import as_path, check_new_folder, is_remote, new_folder, size
 
-# -- Weights that are to be converted: of a run, a portable folder or another implementation, read by array.
+# Weights that are to be converted: of a run, a portable folder or another implementation, read by array.
 
 NATIVE = "native"
+
+
+class SourceFormat(enum.StrEnum):
+    """Formats that can be read: our own, and those of `formats.Format`."""
+
+    NATIVE = "native"
+    HUGGINGFACE = "huggingface"
+    ORIGINAL = "original"
+    TENSORFLOW = "tensorflow"
+    NVIDIA = "nvidia"
+
+
 _SCORES = ("best_valid", "test", "eval")
 
 
@@ -52,7 +65,7 @@ class WeightsIn(NamedTuple):
     notes: list[str]
 
 
-def open_weights(
+def read_weights(
     source: str, *, from_format: str | None = None, member: str | None = None, log: Callable[[str], None] = print
 ) -> WeightsIn:
     """Opens the weights of a run, of a portable folder, or of another implementation.
@@ -104,36 +117,36 @@ def open_foreign(source: str | os.PathLike[str], from_format: str | None = None)
 
 
 def _open_native(source: str, member: str | None, log: Callable[[str], None]) -> WeightsIn:
-    pretrained = open_pretrained(source, member=member)
-    if isinstance(pretrained.source, Workdir):
-        return _of_run(pretrained, pretrained.source, log)
-    return WeightsIn(NATIVE, pretrained.source, portable.read_leaves(source), [])
+    found = open_weights(source, member=member)
+    if isinstance(found.source, Run):
+        return _of_run(found, found.source, log)
+    return WeightsIn(NATIVE, found.source, portable.read_leaves(source), [])
 
 
-def _of_run(pretrained: Pretrained, workdir: Workdir, log: Callable[[str], None]) -> WeightsIn:
+def _of_run(found: Weights, run: Run, log: Callable[[str], None]) -> WeightsIn:
     """Loads the best parameters of a run."""
-    components = pretrained.assemble(log=log)
-    step, params = pretrained.load_params(components, log=log)
+    components = found.build(log=log)
+    step, params = found.params(components, log=log)
     # The weights are the mean already.
-    config = config_tree.replace(pretrained.config, {"eval.average_checkpoints": None})
-    description = pretrained.description.partition(", ")[2]
-    averaged = pretrained.config.eval.average_checkpoints is not None
-    scores = {} if averaged else _scores(workdir, step)
-    info = ModelInfo(config, pretrained.vocabulary, step, f"{description}, after {step:,} updates", scores)
+    config = config_tree.replace(found.config, {"eval.average_checkpoints": None})
+    description = found.description.partition(", ")[2]
+    averaged = found.config.eval.average_checkpoints is not None
+    scores = {} if averaged else _scores(run, step)
+    info = ModelInfo(config, found.vocabulary, step, f"{description}, after {step:,} updates", scores)
     return WeightsIn("run", info, leaves_lib.from_tree(params), [])
 
 
-def _scores(workdir: Workdir, step: int) -> dict[str, Any]:
+def _scores(run: Run, step: int) -> dict[str, Any]:
     """Returns the scores of results.json; empty if there are none, or they are of other parameters."""
     try:
-        results = json.loads(read(os.path.join(workdir.path, RESULTS)))
-        own = results if workdir.member is None else results["members"][workdir.member] | {"eval": results["eval"]}
+        results = json.loads(storage.read(os.path.join(run.path, RESULTS)))
+        own = results if run.member is None else results["members"][run.member] | {"eval": results["eval"]}
         return {name: own[name] for name in _SCORES} if own["test"]["step"] == step else {}
     except (OSError, ValueError, KeyError, TypeError):  # The run has not ended, or the file is damaged.
         return {}
 
 
-# -- Verification of a conversion: the tensors that were written equal those that were read, and so do the losses.
+# Verification of a conversion: the tensors that were written equal those that were read, and so do the losses.
 
 _SEGMENTS, _SEGMENT_LEN, _MEM_LEN = 3, 8, 12  # Memory is empty, filled in part, and full.
 
@@ -177,7 +190,7 @@ def _scorer(config: ExperimentConfig, vocab_size: int) -> tuple[Callable[..., An
     """Returns the jitted (params, memory, tokens [1, L + 1]) -> (losses [1, L], memory) of a model on one device."""
     one_device = MeshConfig(data=1)
     mesh = sharding.make_mesh(one_device, jax.devices()[:1])
-    components = assemble(dataclasses.replace(config, mesh=one_device), vocab_size=vocab_size, mesh=mesh)
+    components = build(dataclasses.replace(config, mesh=one_device), vocab_size=vocab_size, mesh=mesh)
     model: Any = components.model  # `apply` returns what its method does.
     lengths = {"clamp_len": config.eval.clamp_len, "same_length": config.eval.same_length}
 
@@ -251,7 +264,7 @@ def convert(
     check_new_folder(target)
     if f"{target}/".startswith(f"{source}/"):
         raise UserError(f"--to={target} lies in --from={source}; give a folder outside of it")
-    read = open_weights(source, from_format=from_format, member=member, log=log)
+    read = read_weights(source, from_format=from_format, member=member, log=log)
     for line in _describe(read):
         log(line)
     with new_folder(target) as folder:

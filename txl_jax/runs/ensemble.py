@@ -4,11 +4,10 @@ There is one workdir, one program of an update (`txl_jax.training.ensemble`) and
 member axis; the best parameters are kept per member, and records name their member. All members have made the same
 number of updates. If a loss of one is not finite, all stop.
 
-A member can be scored, sampled and exported alone (`Workdir(path, member=NAME)`, `--ensemble_member=NAME`), and
+A member can be scored, sampled and exported alone (`Run.read(path, member=NAME)`, `--ensemble_member=NAME`), and
 `split_off` makes it a run of its own.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -26,19 +25,17 @@ from txl_jax.data.segments import SegmentReader
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import train, warm_start
-from txl_jax.runs.build import Compilation, RunComponents, assemble
-from txl_jax.runs.run import TextInfo, Workdir, member_name
-from txl_jax.runs.train import claim, score_or_stop, training_reader, with_end_token
+from txl_jax.runs.build import Compilation, RunComponents, build
+from txl_jax.runs.run import Run, TextInfo, member_name
+from txl_jax.runs.train import score_or_stop, training_reader, with_end_token
 from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runs.validation import RESULTS, TrainTask
 from txl_jax.runs.warm_start import WarmStart
-from txl_jax.runs.weights import load_state, recorded_attention
-from txl_jax.runtime import profiler
+from txl_jax.runs.weights import load_state
+from txl_jax.runtime import profiler, storage
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.lock import RunLock
 from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
 from txl_jax.runtime.sinks import Sink
-from txl_jax.runtime.storage import read, write, write_json
 from txl_jax.segments import Segments
 from txl_jax.training import ensemble as ensemble_step
 from txl_jax.training.loop import Hook
@@ -49,11 +46,11 @@ from txl_jax.training.step import TrainStep
 Member = Mapping[str, float]  # The settings that differ from the base, by dotted name.
 
 
-def run(
+def train_members(
     base: ExperimentConfig,
     members: Sequence[Member],
     corpus: Corpus,
-    workdir: Workdir,
+    run: Run,
     *,
     hooks: Sequence[Hook] = (),
     sinks: Sequence[Sink] = (),
@@ -65,11 +62,11 @@ def run(
     results.json has an object `members` with the scores of each, and members.md has them as a table.
 
     Args:
-      hooks: as in `txl_jax.runs.train.run`, and so are the others; states have the member axis.
+      hooks: as in `txl_jax.runs.train.train_run`, and so are the others; states have the member axis.
 
     Raises:
       UserError: fewer than two members, two that are alike, a setting in which they cannot differ, more than one
-        device; or as `txl_jax.runs.train.run`.
+        device; or as `txl_jax.runs.train.train_run`.
       NonFiniteError: a loss of one of them was not finite; it is named.
     """
     base = with_end_token(base, corpus)
@@ -77,34 +74,28 @@ def run(
     configs = member_configs(base, members)
     if profile_steps is not None:
         profiler.check_steps(*profile_steps, steps=base.train.steps)
-    recorded = recorded_attention(workdir, base)
-    components = assemble(base, vocab_size=corpus.vocabulary.size, recorded_attention=recorded)
+    components = build(base, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(base))
     if components.mesh.size != 1:
         raise UserError(
             f"the mesh has {components.mesh.size} devices and the members of an ensemble share one; give "
             "--mesh.data=1, or train each as a run of its own"
         )
     readers = [training_reader(components, corpus, seed=config.seed) for config in configs.values()]
-    weights = warm_start.load(components, corpus.vocabulary, workdir)
-    lock = RunLock(workdir.path)
-    stop_requested = lock.checking(stop_requested)
-    with contextlib.ExitStack() as stack:
-        begin = functools.partial(claim, workdir, base, TextInfo.of(corpus), stack, members, lock=lock)
-        changes = begin(attention=components.attention, weights=weights)
-        weights = weights or warm_start.of_earlier_start(workdir)
-        task = _task(components, corpus, configs, readers, stop_requested, weights)
-        trainer = Trainer(
-            task,
-            workdir.path,
-            hooks=hooks,
-            sinks=sinks,
-            profile_steps=profile_steps,
-            stop_requested=stop_requested,
-            confirm=lock.confirm,
-        )
-        outcome = trainer.run(changes)
+    weights = warm_start.load(components, corpus.vocabulary, run)
+    record = weights and weights.record
+    run.begin(base, TextInfo.of(corpus), attention=components.attention, weights=record, members=members)
+    stop_requested = run.stopping(stop_requested)
+    outcome = Trainer(
+        _task(components, corpus, configs, readers, stop_requested, weights or warm_start.of_earlier_start(run)),
+        run.path,
+        hooks=hooks,
+        sinks=sinks,
+        profile_steps=profile_steps,
+        stop_requested=stop_requested,
+        confirm=run.confirm,
+    ).run(run.notes)
     if outcome.results is not None:
-        print(f"table     {_write_table(workdir.path, outcome.results, corpus.vocabulary.measure)}", flush=True)
+        print(f"table     {_write_table(run.path, outcome.results, corpus.vocabulary.measure)}", flush=True)
     return outcome
 
 
@@ -112,7 +103,7 @@ def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[st
     """Returns the config of each member by its name, such as "seed=2+learning_rate=0.001".
 
     Raises:
-      UserError: as `run`.
+      UserError: as `train_members`.
     """
     if len(members) < 2:
         raise UserError(f"{len(members)} members were given; give two or more, or train a run of its own")
@@ -212,7 +203,7 @@ def _write_table(folder: str, results: Mapping[str, Any], measure: Measure) -> s
         valid = _value(best, measure) if best else ""
         lines.append(f"| {name} | {valid} | {test['step']:,} | {_value(test, measure)} |")
     path = os.path.join(folder, "members.md")
-    write(path, ("\n".join(lines) + "\n").encode())
+    storage.write(path, ("\n".join(lines) + "\n").encode())
     return path
 
 
@@ -220,50 +211,40 @@ def _value(scores: Mapping[str, float], measure: Measure) -> str:
     return Totals(scores["loss"], 1).format(measure).split()[-1]
 
 
-# -- Splitting a member off an ensemble: a workdir of its own, which the ordinary training job resumes.
-
-
-def split_off(workdir: str, member: str, target: str, *, log: Callable[[str], None] = print) -> Workdir:
+def split_off(workdir: str, member: str, target: str, *, log: Callable[[str], None] = print) -> None:
     """Copies a member of an ensemble into a workdir of its own, with its config, state, best parameters and records.
 
-    The state is that of the ensemble, bit for bit, and from there on it is an ordinary run. Its updates are then those
-    of the unbatched program, which agree with the ensemble's up to rounding.
+    The state is that of the ensemble, bit for bit, and from there on the ordinary training job resumes it. Its updates
+    are then those of the unbatched program, which agree with the ensemble's up to rounding.
 
     Raises:
       UserError: there is no such member, it has no checkpoint yet, or `target` holds a run.
       CheckpointError: the checkpoints cannot be read.
     """
-    source, made = Workdir(workdir, member), Workdir(target)
-    config, text = source.load()
-    index, members = source.member_index(), source.members()
-    if made.holds_run():
-        raise UserError(f"{target} holds a run already; give another folder with --to=PATH")
-    components = assemble(config, vocab_size=text.vocabulary.size)
-    restored = load_state(components, source, log=log)
-    if restored is None:
-        raise UserError(f"{workdir} has no checkpoint yet; train it first")
-    step, state, notes = restored
-    with made.create().lock():
-        own_notes = notes | {"running_totals": members.from_json(notes["running_totals"])[index]}
+    source = Run.read(workdir, member=member)
+    with Run.open(target) as made:
+        made.claim()
+        components = build(source.config, vocab_size=source.text.vocabulary.size)
+        restored = load_state(components, source, log=log)
+        if restored is None:
+            raise UserError(f"{workdir} has no checkpoint yet; train it first")
+        step, state, notes = restored
+        members = Members(source.member_names)
+        own_notes = notes | {"running_totals": members.from_json(notes["running_totals"])[members.names.index(member)]}
         _save(made.latest, step, state, own_notes, log)
         _copy_best(source, made, components.training.abstract_state.params, log)
-        records = [record for record in read_metrics(workdir) if record.get("member") == member]
+        records = [record for record in read_metrics(source.path) if record.get("member") == member]
         replace_appended(
-            os.path.join(target, METRICS), [json.dumps(_without_member(record)) + "\n" for record in records]
+            os.path.join(made.path, METRICS), [json.dumps(_without_member(record)) + "\n" for record in records]
         )
         _copy_results(source, made, member)
+        made.weights = source.weights
         # Last: without config.json the folder holds no run.
-        made.record(
-            config,
-            text,
-            attention=source.attention(config),
-            warm_start=source.read().warm_start,
-        )
+        made.record(source.config, source.text, attention=source.attention)
     log(f"split off {member} after step {step}: {target}")
-    return made
 
 
-def _copy_best(source: Workdir, made: Workdir, abstract_params: Any, log: Callable[[str], None]) -> None:
+def _copy_best(source: Run, made: Run, abstract_params: Any, log: Callable[[str], None]) -> None:
     try:
         with Checkpointer(source.best, keep=1, log=log) as best:
             restored = best.restore({"params": abstract_params})
@@ -284,14 +265,14 @@ def _without_member(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name != "member"}
 
 
-def _copy_results(source: Workdir, made: Workdir, member: str) -> None:
+def _copy_results(source: Run, made: Run, member: str) -> None:
     """Writes results.json of the member, in the form and order of a run by itself."""
     try:
-        results = json.loads(read(os.path.join(source.path, RESULTS)))
+        results = json.loads(storage.read(os.path.join(source.path, RESULTS)))
         own = results["members"][member]
     except (OSError, ValueError, KeyError, TypeError):  # It has not ended, or the file is damaged.
         return
     flat: dict[str, Any] = {}
     for name, value in results.items():
         flat |= own if name == "members" else {name: value}
-    write_json(os.path.join(made.path, RESULTS), flat)
+    storage.write_json(os.path.join(made.path, RESULTS), flat)

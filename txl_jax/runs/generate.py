@@ -15,24 +15,21 @@ from txl_jax.inference.batch_generator import BatchGenerator, Drawn, Prompts, ro
 from txl_jax.inference.generator import Generator, Weights
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.runs import run as run_lib
 from txl_jax.runs.build import RunComponents
-from txl_jax.runs.run import Workdir
-from txl_jax.runs.weights import assemble_trained, load_parameters, make
-from txl_jax.runtime import distributed
-from txl_jax.runtime.storage import as_path, read, write
+from txl_jax.runs.run import Run, check_same_settings
+from txl_jax.runs.weights import build_trained, load_parameters
+from txl_jax.runtime import distributed, storage
 
 
-def run(
+def generate_text(
     config: ExperimentConfig,
-    vocabulary: Vocabulary,
-    workdir: Workdir,
+    run: Run,
     *,
     log: Callable[[str], None] = print,
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:
-    """Writes `generate.samples` texts, streams the first one, and saves them all in the workdir.
+    """Writes `generate.samples` texts with a trained run, streams the first one, and saves them all in its folder.
 
     Args:
       log: takes one line for people.
@@ -42,20 +39,20 @@ def run(
       The texts without the prompt. One that ended with the stop token includes it, if that token has a text.
 
     Raises:
-      UserError: the workdir holds no checkpoint; there is no prompt file; the prompt has bytes outside the vocabulary;
+      UserError: the run has no checkpoint; there is no prompt file; the prompt has bytes outside the vocabulary;
         `generate.stop` is not one of its tokens; the model has absolute positions, or no memory.
     """
+    vocabulary = run.text.vocabulary
     check_can_generate(config)
     stop = read_stop(config.generate, vocabulary)
-    run_lib.check_settings(config)
+    check_same_settings(config)
     prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config.generate))))
     ids = _encode(vocabulary, prompt, what="the prompt")
     prompt = vocabulary.decode(ids)  # As the model reads it: words with single spaces between them, for example.
     if not len(ids):
         ids = vocabulary.start
-    make(workdir)
-    components = assemble_trained(config, workdir, vocab_size=vocabulary.size, log=log)
-    step, params = load_parameters(components, workdir, log=log)
+    components = build_trained(config, run, log=log)
+    step, params = load_parameters(components, run, log=log)
     assert isinstance(components.model, TransformerXL)  # As `check_can_generate` has seen.
     generator = Generator(
         components.model,
@@ -75,8 +72,9 @@ def run(
     for number, text in enumerate(texts[1:], start=2):
         log(f"--- sample {number} ---")
         write((prompt + text).decode(errors="replace") + "\n")
-    path = os.path.join(workdir.outputs, f"sample-seed{config.generate.seed}.txt")
-    distributed.broadcast_from_primary(lambda: _save(path, prompt, texts))
+    path = os.path.join(run.outputs, f"sample-seed{config.generate.seed}.txt")
+    separated = b"\n\n--- next sample ---\n\n".join(prompt + text for text in texts) + b"\n"
+    distributed.broadcast_from_primary(lambda: storage.write(path, separated))
     return texts
 
 
@@ -107,7 +105,7 @@ def read_prompt(config: GenerateConfig) -> bytes:
     if not config.prompt_file:
         return os.fsencode(config.prompt or "")  # As typed: the bytes need not be valid UTF-8.
     try:
-        return read(as_path(config.prompt_file))
+        return storage.read(config.prompt_file)
     except OSError as error:
         raise UserError(
             f"cannot read the prompt file {config.prompt_file} ({error.strerror}); check --generate.prompt_file"
@@ -159,11 +157,7 @@ def until_stop(stop: int | None, tokens: np.ndarray) -> np.ndarray:
     return tokens[: found[0] + 1] if found else tokens
 
 
-def _save(path: str, prompt: bytes, texts: list[bytes]) -> None:
-    write(path, b"\n\n--- next sample ---\n\n".join(prompt + text for text in texts) + b"\n")
-
-
-# -- Generation after many prompts: groups of prompts of about the same length, their texts, and stop strings.
+# Generation after many prompts: groups of prompts of about the same length, their texts, and stop strings.
 
 
 class Piece(NamedTuple):
@@ -191,7 +185,7 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def make_generator(components: RunComponents, config: GenerateConfig) -> BatchGenerator:
-    """Returns the generator of a model that can generate (`jobs.generate.check_can_generate`)."""
+    """Returns the generator of a model that can generate (`check_can_generate`)."""
     assert isinstance(components.model, TransformerXL)
     return BatchGenerator(
         components.model,

@@ -35,9 +35,9 @@ from txl_jax.metrics import Measure, Totals
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import sampling
 from txl_jax.runs.build import RunComponents
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.run import Run
 from txl_jax.runs.validation import as_result, format_scores, with_duration
-from txl_jax.runs.weights import Pretrained, load_to_score
+from txl_jax.runs.weights import Weights, load_to_score
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.storage import as_path, download, is_remote, write_json, write_lines
@@ -202,7 +202,7 @@ def check_finite(totals: Totals, name: str) -> None:
         raise NonFiniteError(f"{name}: the summed loss is {totals.nats}, so these parameters cannot be used")
 
 
-# -- Documents read by a trained model: losses, greedy matches and hidden states, many documents side by side.
+# Documents read by a trained model: losses, greedy matches and hidden states, many documents side by side.
 
 
 class Likeness(NamedTuple):
@@ -378,7 +378,7 @@ def _takes_embeddings(components: RunComponents) -> TransformerXL:
     return model
 
 
-# -- The job that scores the documents of a file: a record of JSON per document, or per token.
+# Documents of a file: a record of JSON per document, or per token.
 #
 #     {"index": 0, "nats": 35.17, "tokens": 14}
 #     {"index": 1, "nats": 0.0, "tokens": 0}
@@ -386,9 +386,9 @@ def _takes_embeddings(components: RunComponents) -> TransformerXL:
 #     {"index": 0, "position": 1, "token": "h", "nats": 2.3841858}
 #
 # `index` counts the documents from 0 on. The first token of a document is not scored. `token` is its name in the
-# vocabulary, with \xNN for a byte that is no character by itself; `nats` is minus the logprob of the token and reads back
-# as exactly the number that was computed. `eval.batch_size` documents are read side by side, each from an empty memory,
-# so that a document's scores are those that it has alone. Memory does not grow with the length of the file.
+# vocabulary, with \xNN for a byte that is no character by itself; `nats` is minus the logprob of the token and reads
+# back as exactly the number that was computed. `eval.batch_size` documents are read side by side, each from an empty
+# memory, so that a document's scores are those that it has alone. Memory does not grow with the length of the file.
 
 
 class InputFormat(enum.StrEnum):
@@ -432,7 +432,7 @@ def documents(lines: Iterable[bytes], form: InputFormat) -> Iterator[tuple[int, 
 
 
 def score_documents(
-    pretrained: Pretrained,
+    model: Weights,
     texts: Iterable[tuple[int, bytes]],
     *,
     name: str,
@@ -443,7 +443,7 @@ def score_documents(
     """Writes the records of each document as soon as it is scored, in the order of the input; returns their number.
 
     Args:
-      pretrained: the trained model; its config has the evaluation lengths.
+      model: a trained model; its config has the evaluation lengths.
       texts: the documents, each after the number of its line.
       name: of the input, in errors.
       per_token: a record per token instead of one per document.
@@ -453,8 +453,8 @@ def score_documents(
       UserError: there is no checkpoint; a document cannot be encoded. The records before it are written.
       NonFiniteError: the loss of a document is nan or infinite.
     """
-    components, vocabulary = pretrained.assemble(log=log), pretrained.vocabulary
-    _, params = pretrained.load_params(components, log=log)
+    components, vocabulary = model.build(log=log), model.vocabulary
+    _, params = model.params(components, log=log)
     weights = components.evaluation.prepare_params(params)
     reader = DocumentReader(components, weights, batch_size=components.config.eval.batch_size)
     read: collections.deque[tuple[int, np.ndarray]] = collections.deque()  # (line, ids), until they are written.
@@ -500,28 +500,23 @@ def _token_records(index: int, ids: np.ndarray, nats: np.ndarray, names: list[st
         yield json.dumps(record) + "\n"
 
 
-# -- The evaluation job: scores the validation and test text with a trained run's parameters.
-
-
 def evaluate_splits(
     config: ExperimentConfig,
     corpus: Corpus,
-    workdir: Workdir,
+    run: Run,
     *,
-    trained_on: TextInfo,
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Any]:
     """Scores both texts at the evaluation lengths of `config`; returns and writes evaluation.json.
 
-    Args:
-      trained_on: what the run was trained on; another text may be scored if its vocabulary is the same.
+    Another text than that of the training may be scored if its vocabulary is the same.
 
     Raises:
-      UserError: the text has another vocabulary, or the workdir holds no checkpoint.
+      UserError: the text has another vocabulary, or the run has no checkpoint.
       Interrupted: a stop was requested.
     """
-    components, step, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
+    components, step, params = load_to_score(config, corpus, run, log=log)
     results: dict[str, Any] = {
         "text": corpus.description,
         "text_sha256": corpus.digest,
@@ -533,12 +528,13 @@ def evaluate_splits(
         results[split] = as_result(
             score_split(components, params, corpus, split, log=log, stop_requested=stop_requested)
         )
-    distributed.broadcast_from_primary(lambda: write_json(os.path.join(workdir.outputs, "evaluation.json"), results))
-    log(f"results   {os.path.join(workdir.outputs, 'evaluation.json')}")
+    path = os.path.join(run.outputs, "evaluation.json")
+    distributed.broadcast_from_primary(lambda: write_json(path, results))
+    log(f"results   {path}")
     return results
 
 
-# -- The scoring job: the negative log-likelihood (logprob) of every token of the validation and test text, as TSV.
+# Tokens: the negative log-likelihood (logprob) of every token of the validation and test text, as TSV.
 #
 #     index	token	nats
 #     1	h	2.3841858
@@ -558,22 +554,20 @@ _CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATO
 def score_tokens(
     config: ExperimentConfig,
     corpus: Corpus,
-    workdir: Workdir,
+    run: Run,
     *,
-    trained_on: TextInfo,
     log: Callable[[str], None] = print,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Totals]:
-    """Scores both texts as `evaluate.run` does; writes scores-valid.tsv and scores-test.tsv, each when it is done.
+    """Scores both texts as `evaluate_splits` does; writes scores-valid.tsv and scores-test.tsv, each when it is done.
 
-    Args:
-      trained_on: what the run was trained on; another text may be scored if its vocabulary is the same.
+    Another text than that of the training may be scored if its vocabulary is the same.
 
     Raises:
-      UserError: the text has another vocabulary, or the workdir holds no checkpoint.
+      UserError: the text has another vocabulary, or the run has no checkpoint.
       Interrupted: a stop was requested.
     """
-    components, _, params = load_to_score(config, corpus, workdir, trained_on=trained_on, log=log)
+    components, _, params = load_to_score(config, corpus, run, log=log)
     totals = {}
     for split in SPLITS:
         tokens = getattr(corpus, split)
@@ -581,16 +575,16 @@ def score_tokens(
         totals[split] = score_split(
             components, params, corpus, split, log=log, stop_requested=stop_requested, token_nats=nats
         )
-        path = scores_file(workdir, split)
+        path = scores_file(run, split)
         text = lines(tokens, nats, corpus.vocabulary)
         distributed.broadcast_from_primary(functools.partial(write_lines, path, text))
         log(f"scores    {path}")
     return totals
 
 
-def scores_file(workdir: Workdir, split: str) -> str:
+def scores_file(run: Run, split: str) -> str:
     """Returns the path of a text's scores."""
-    return os.path.join(workdir.outputs, f"scores-{split}.tsv")
+    return os.path.join(run.outputs, f"scores-{split}.tsv")
 
 
 def lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Iterator[str]:

@@ -1,20 +1,19 @@
 """The training job: from config and text to checkpoints and results.json.
 
 Starting goes in this order, so that the cheap failures come first and nothing is written before them:
-  1. the components are assembled, with the attention of an earlier start, and the text is cut into segments: settings
+  1. the components are built, with the attention of an earlier start, and the text is cut into segments: settings
      that do not fit fail here, and so do processes that do not have the same ones;
-  2. the workdir is made, locked, and compared with an earlier start in it;
-  3. the newest sound checkpoint is restored, or the state initialized, with the weights of `init_from` if it is set;
+  2. weights to begin with are read; the run is recorded in its folder;
+  3. the newest sound checkpoint is restored, or the state initialized;
   4. the opening lines are printed, and the step is compiled;
   5. the loop runs, with evaluation and checkpoints as hooks;
   6. the best parameters are scored on the test text.
 Steps 3 to 6 are those of `txl_jax.runs.trainer`.
 """
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,20 +25,16 @@ from txl_jax.data import ready_ids
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.metrics import Totals
-from txl_jax.runs import run as run_lib
 from txl_jax.runs import warm_start
-from txl_jax.runs.build import AttentionChoice, Compilation, RunComponents, assemble
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.runs.build import Compilation, RunComponents, build
+from txl_jax.runs.run import Run, TextInfo, check_same_settings
 from txl_jax.runs.score import Interrupted, score
 from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runs.validation import TrainTask
 from txl_jax.runs.warm_start import WarmStart
-from txl_jax.runs.weights import recorded_attention
 from txl_jax.runtime import distributed, profiler
 from txl_jax.runtime.environment import bytes_on_device, device_kind, megabytes
-from txl_jax.runtime.lock import RunLock
 from txl_jax.runtime.sinks import Sink
-from txl_jax.runtime.storage import as_path
 from txl_jax.segments import Segments
 from txl_jax.training.loop import Hook
 from txl_jax.training.members import Members
@@ -47,115 +42,18 @@ from txl_jax.training.progress import StepCost
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep
 
-# -- Lines and facts about a run: sizes, work per step, memory per device.
 
-
-def facts(components: RunComponents, corpus: Corpus) -> dict[str, Any]:
-    """Returns text and size of a run, as results.json begins."""
-    return {"corpus": corpus.name, "text": corpus.description, "parameters": components.num_parameters}
-
-
-def step_cost(components: RunComponents) -> StepCost:
-    """Returns the work of one update of one run or member, and the peak of all devices of the mesh."""
-    train, peak = components.config.train, flops.device_peak(jax.devices()[0].device_kind)
-    per_token = flops.of_training(
-        components.config.model,
-        vocab_size=components.model.vocab_size,
-        segment_len=train.segment_len,
-        mem_len=train.mem_len,
-        same_length=train.same_length,
-    )
-    return StepCost(
-        tokens=train.batch_size * train.new_tokens,
-        flops=per_token * train.batch_size * train.segment_len,
-        peak_flops=None if peak is None else peak * components.mesh.size,
-    )
-
-
-def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) -> list[str]:
-    """Describes text, model, work per step, evaluation and devices, one line each."""
-    c, train = components.config.model, components.config.train
-    tokens_per_step = train.batch_size * train.new_tokens
-    epochs = train.steps / reader.n_segments
-    attention = [] if components.attention is None else [run_lib.opening_line(components.attention)]
-    axes = ", ".join(f"{name} {size}" for name, size in components.mesh.shape.items())
-    return [
-        (
-            f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} "
-            f"tokens to train / validate / test on, vocabulary {corpus.vocabulary.size:,}"
-        ),
-        f"model     {_sizes(c)}, {c.dtype}: {components.num_parameters:,} parameters",
-        f"training  {train.batch_size} rows x {train.new_tokens} = {tokens_per_step:,} tokens per step, "
-        + (
-            f"after {train.segment_len - train.stride} that are read again"
-            if train.stride
-            else f"memory {train.mem_len}"
-        )
-        + f"; {train.steps:,} steps = {epochs:.2f} epochs of {reader.n_segments:,} steps "
-        f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
-        f"scoring   {_how_scored(components.config.eval)}",
-        f"devices   {components.mesh.size} x {device_kind()} ({axes})"
-        + (f" in {slices} slices" if (slices := sharding.num_slices(components.mesh)) > 1 else "")
-        + (f" in {jax.process_count()} processes" if distributed.is_multiprocess() else ""),
-        *attention,
-    ]
-
-
-def _how_scored(eval_config: EvalConfig) -> str:
-    clamp = f"distances clamped at {eval_config.clamp_len}" if eval_config.clamp_len else "no clamp"
-    if eval_config.stride:
-        return (
-            f"the last {eval_config.stride} of windows of {eval_config.segment_len}, {clamp}, {eval_config.batch_size} "
-            "windows at a time"
-        )
-    early = f", each begun {eval_config.warmup_tokens} tokens early" if eval_config.warmup_tokens else ""
-    rows = f"{eval_config.batch_size} row{'s' if eval_config.batch_size > 1 else ''}"
-    return f"segments of {eval_config.segment_len}, memory {eval_config.mem_len}, {clamp}, {rows}{early}"
-
-
-def _sizes(c: ModelConfig) -> str:
-    if c.network is not Network.TRANSFORMER_XL:
-        return f"{c.n_layer} {c.network.upper()} layers of {c.d_model} cells"
-    how = "" if c.encoding is type(c).encoding else f", positions as {c.encoding}"
-    return f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}{how}"
-
-
-def device_bytes(components: RunComponents) -> dict[str, int]:
-    """Returns the persistent bytes per device: parameters, optimizer state, memory."""
-    state = components.training.abstract_state
-    found = {
-        "parameters": bytes_on_device(state.params),
-        "optimizer": bytes_on_device(state.opt_state),
-        "segment memory": bytes_on_device(state.memory),
-    }
-    if state.average is not None:
-        found["averaged parameters"] = bytes_on_device(state.average)
-    return found
-
-
-def memory_line(components: RunComponents, compilation: Compilation, *, count: int = 1) -> str:
-    """Describes the estimated memory per device and the time of compilation; `count`: ensemble members."""
-    sizes = {name: count * size for name, size in device_bytes(components).items()}
-    if compilation.temporary_bytes is not None:
-        sizes["activations and gradients"] = compilation.temporary_bytes
-    by_kind = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
-    return (
-        f"memory    {megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
-        f"(compiled in {compilation.seconds:.1f} s)"
-    )
-
-
-def run(
+def train_run(
     config: ExperimentConfig,
     corpus: Corpus,
-    workdir: Workdir,
+    run: Run,
     *,
     hooks: Sequence[Hook] = (),
     sinks: Sequence[Sink] = (),
     profile_steps: tuple[int, int] | None = None,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Outcome:
-    """Trains to the end, or until a stop is requested; in a used workdir it resumes where that stopped.
+    """Trains an open run to the end, or until a stop is requested; a recorded one resumes where that stopped.
 
     Args:
       hooks: the caller's, run after evaluation and before the checkpoint of a step. To train N updates of a longer
@@ -174,33 +72,27 @@ def run(
     if profile_steps is not None:
         profiler.check_steps(*profile_steps, steps=config.train.steps)
     config = with_end_token(config, corpus)
-    run_lib.check_agreement(config, corpus)
-    recorded = recorded_attention(workdir, config)
+    check_same_settings(config)
+    recorded = run.attention_for(config)
 
     def prepare() -> tuple[RunComponents, SegmentReader]:
-        components = assemble(config, vocab_size=corpus.vocabulary.size, recorded_attention=recorded)
+        components = build(config, vocab_size=corpus.vocabulary.size, recorded=recorded)
         components.training.check_batch_size()
         return components, training_reader(components, corpus)
 
     components, reader = distributed.run_on_all(prepare)
-    run_lib.check_same_attention(components.attention)
-    weights = warm_start.load(components, corpus.vocabulary, workdir)
-    lock = RunLock(workdir.path)  # Process 0 takes it.
-    stop_requested = lock.checking(stop_requested)
-    with contextlib.ExitStack() as stack:
-        begin = functools.partial(claim, workdir, config, TextInfo.of(corpus), stack, lock=lock)
-        changes = distributed.broadcast_from_primary(lambda: begin(attention=components.attention, weights=weights))
-        workdir.check_shared()
-        task = _task(components, corpus, reader, stop_requested, weights or warm_start.of_earlier_start(workdir))
-        return Trainer(
-            task,
-            workdir.path,
-            hooks=hooks,
-            sinks=sinks,
-            profile_steps=profile_steps,
-            stop_requested=stop_requested,
-            confirm=lock.confirm,
-        ).run(changes)
+    weights = warm_start.load(components, corpus.vocabulary, run)
+    run.begin(config, TextInfo.of(corpus), attention=components.attention, weights=weights and weights.record)
+    stop_requested = run.stopping(stop_requested)
+    return Trainer(
+        _task(components, corpus, reader, stop_requested, weights or warm_start.of_earlier_start(run)),
+        run.path,
+        hooks=hooks,
+        sinks=sinks,
+        profile_steps=profile_steps,
+        stop_requested=stop_requested,
+        confirm=run.confirm,
+    ).run(run.notes)
 
 
 def train(
@@ -233,9 +125,10 @@ def train(
     """
     config = config.resolved()
     config.validate()
-    workdir = Workdir(as_path(path))
-    corpus = distributed.run_on_all(lambda: warm_start.read_corpus(config, workdir, data_dir, cache_dir))
-    return run(config, corpus, workdir, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
+    with Run.open(path) as run:
+        run.compare(config)
+        corpus = distributed.run_on_all(lambda: warm_start.read_corpus(config, run, data_dir, cache_dir))
+        return train_run(config, corpus, run, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
 
 
 def with_end_token(config: ExperimentConfig, corpus: Corpus) -> ExperimentConfig:
@@ -248,36 +141,6 @@ def with_end_token(config: ExperimentConfig, corpus: Corpus) -> ExperimentConfig
     if text is not None:
         end_token = ready_ids.find_token(corpus.vocabulary, text, name="data.reset_at")
     return config_tree.replace(config, {"model.end_token": end_token})
-
-
-def claim(
-    workdir: Workdir,
-    config: ExperimentConfig,
-    text: TextInfo,
-    stack: contextlib.ExitStack,
-    members: Sequence[Mapping[str, float]] = (),
-    *,
-    attention: AttentionChoice | None = None,
-    weights: WarmStart | None = None,
-    lock: RunLock | None = None,
-) -> list[str]:
-    """Locks the workdir until `stack` is closed, and records the run in it; returns a line for each change.
-
-    Args:
-      lock: that of the workdir, if the caller has made it already.
-      weights: those that the run begins with; None: random ones, or it resumes.
-    """
-    workdir.check_same_run(config, text, members)
-    lock = stack.enter_context(workdir.create().lock(lock))
-    changes = workdir.check_same_run(config, text, members, attention)
-    workdir.record(
-        config,
-        text,
-        members,
-        attention=run_lib.attention_to_json(attention),
-        warm_start=warm_start.recorded(workdir) if weights is None else weights.record,
-    )
-    return [*lock.notes, *changes]
 
 
 def training_reader(components: RunComponents, corpus: Corpus, *, seed: int | None = None) -> SegmentReader:
@@ -361,3 +224,101 @@ def score_or_stop(
         )
     except Interrupted:
         return None
+
+
+# Lines and facts about a run: sizes, work per step, memory per device.
+
+
+def facts(components: RunComponents, corpus: Corpus) -> dict[str, Any]:
+    """Returns text and size of a run, as results.json begins."""
+    return {"corpus": corpus.name, "text": corpus.description, "parameters": components.num_parameters}
+
+
+def step_cost(components: RunComponents) -> StepCost:
+    """Returns the work of one update of one run or member, and the peak of all devices of the mesh."""
+    train, peak = components.config.train, flops.device_peak(jax.devices()[0].device_kind)
+    per_token = flops.of_training(
+        components.config.model,
+        vocab_size=components.model.vocab_size,
+        segment_len=train.segment_len,
+        mem_len=train.mem_len,
+        same_length=train.same_length,
+    )
+    return StepCost(
+        tokens=train.batch_size * train.new_tokens,
+        flops=per_token * train.batch_size * train.segment_len,
+        peak_flops=None if peak is None else peak * components.mesh.size,
+    )
+
+
+def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) -> list[str]:
+    """Describes text, model, work per step, evaluation and devices, one line each."""
+    c, train = components.config.model, components.config.train
+    tokens_per_step = train.batch_size * train.new_tokens
+    epochs = train.steps / reader.n_segments
+    attention = [] if components.attention is None else [f"attention {components.attention.describe()}"]
+    axes = ", ".join(f"{name} {size}" for name, size in components.mesh.shape.items())
+    return [
+        (
+            f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} "
+            f"tokens to train / validate / test on, vocabulary {corpus.vocabulary.size:,}"
+        ),
+        f"model     {_sizes(c)}, {c.dtype}: {components.num_parameters:,} parameters",
+        f"training  {train.batch_size} rows x {train.new_tokens} = {tokens_per_step:,} tokens per step, "
+        + (
+            f"after {train.segment_len - train.stride} that are read again"
+            if train.stride
+            else f"memory {train.mem_len}"
+        )
+        + f"; {train.steps:,} steps = {epochs:.2f} epochs of {reader.n_segments:,} steps "
+        f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
+        f"scoring   {_how_scored(components.config.eval)}",
+        f"devices   {components.mesh.size} x {device_kind()} ({axes})"
+        + (f" in {slices} slices" if (slices := sharding.num_slices(components.mesh)) > 1 else "")
+        + (f" in {jax.process_count()} processes" if distributed.is_multiprocess() else ""),
+        *attention,
+    ]
+
+
+def _how_scored(eval_config: EvalConfig) -> str:
+    clamp = f"distances clamped at {eval_config.clamp_len}" if eval_config.clamp_len else "no clamp"
+    if eval_config.stride:
+        return (
+            f"the last {eval_config.stride} of windows of {eval_config.segment_len}, {clamp}, {eval_config.batch_size} "
+            "windows at a time"
+        )
+    early = f", each begun {eval_config.warmup_tokens} tokens early" if eval_config.warmup_tokens else ""
+    rows = f"{eval_config.batch_size} row{'s' if eval_config.batch_size > 1 else ''}"
+    return f"segments of {eval_config.segment_len}, memory {eval_config.mem_len}, {clamp}, {rows}{early}"
+
+
+def _sizes(c: ModelConfig) -> str:
+    if c.network is not Network.TRANSFORMER_XL:
+        return f"{c.n_layer} {c.network.upper()} layers of {c.d_model} cells"
+    how = "" if c.encoding is type(c).encoding else f", positions as {c.encoding}"
+    return f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}{how}"
+
+
+def device_bytes(components: RunComponents) -> dict[str, int]:
+    """Returns the persistent bytes per device: parameters, optimizer state, memory."""
+    state = components.training.abstract_state
+    found = {
+        "parameters": bytes_on_device(state.params),
+        "optimizer": bytes_on_device(state.opt_state),
+        "segment memory": bytes_on_device(state.memory),
+    }
+    if state.average is not None:
+        found["averaged parameters"] = bytes_on_device(state.average)
+    return found
+
+
+def memory_line(components: RunComponents, compilation: Compilation, *, count: int = 1) -> str:
+    """Describes the estimated memory per device and the time of compilation; `count`: ensemble members."""
+    sizes = {name: count * size for name, size in device_bytes(components).items()}
+    if compilation.temporary_bytes is not None:
+        sizes["activations and gradients"] = compilation.temporary_bytes
+    by_kind = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
+    return (
+        f"memory    {megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
+        f"(compiled in {compilation.seconds:.1f} s)"
+    )

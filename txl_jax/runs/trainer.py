@@ -19,7 +19,7 @@ from txl_jax.training.progress import Progress
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep
 
-# -- Everything that a trainer runs but does not own: config, compiled step, segments, scoring.
+# Everything that a trainer runs but does not own: config, compiled step, segments, scoring.
 
 
 @dataclasses.dataclass(frozen=True)

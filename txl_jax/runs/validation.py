@@ -1,7 +1,5 @@
 """Validation while a run trains: scores, best parameters, the trigger of weight averaging, early stopping."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -27,7 +25,7 @@ from txl_jax.training.progress import StepCost
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep
 
-# -- Scores of a text as records and as lines for people.
+# Scores of a text as records and as lines for people.
 
 
 def as_record(totals: Totals) -> dict[str, float]:
@@ -63,7 +61,7 @@ def with_duration(line: str, seconds: float) -> str:
     return f"{line}  in {duration(seconds)}"
 
 
-# -- results.json: the scores of the best parameters on the test text, of a run or of each member of an ensemble.
+# results.json: the scores of the best parameters on the test text, of a run or of each member of an ensemble.
 
 RESULTS = "results.json"
 
@@ -118,7 +116,7 @@ class Results:
         task: TrainTask,
         workdir: str,
         checkpoints: RunCheckpoints,
-        validation: Validation,
+        validation: "Validation",
         note: Callable[[str], None],
     ):
         self.path = os.path.join(workdir, RESULTS)

@@ -22,9 +22,9 @@ from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.runs.build import RunComponents, assemble
-from txl_jax.runs.run import Workdir
-from txl_jax.runs.weights import Pretrained, open_pretrained
+from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.run import Run
+from txl_jax.runs.weights import Weights, open_weights
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.training.state import TrainState
@@ -57,15 +57,14 @@ class WarmStart(NamedTuple):
     state: Callable[[Any], TrainState]
 
 
-def basis(path: str, workdir: Workdir) -> Basis:
-    """Returns the settings of the run in the workdir, whose weights are not needed again; without one those at `path`.
+def basis(path: str, run: Run) -> Basis:
+    """Returns what is recorded of the run, if there is something: weights are not needed again; else those at `path`.
 
     Raises:
       UserError: there are neither, or they cannot be read.
     """
-    if workdir.holds_run():
-        record = workdir.read()
-        return Basis(record.config, record.text.vocabulary)
+    if not run.is_new:
+        return Basis(run.config, run.text.vocabulary)
     found = _open(path)
     return Basis(found.config, found.vocabulary)
 
@@ -79,20 +78,20 @@ def with_trained_settings(defaults: ExperimentConfig, trained: Basis, which: Ini
     return config_tree.replace(defaults, taken)
 
 
-def read_corpus(config: ExperimentConfig, workdir: Workdir, data_dir: str, cache_dir: str | None) -> Corpus:
+def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: str | None) -> Corpus:
     """Reads the text of a config in its own vocabulary or, with `init_vocabulary` kept, in the trained model's.
 
     Raises:
       UserError: the text or that vocabulary cannot be read, or the config's tokenizer is another than its.
     """
-    return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=_kept_vocabulary(config, workdir))
+    return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=_kept_vocabulary(config, run))
 
 
-def _kept_vocabulary(config: ExperimentConfig, workdir: Workdir) -> Vocabulary | None:
+def _kept_vocabulary(config: ExperimentConfig, run: Run) -> Vocabulary | None:
     """Returns the vocabulary that a text is read in; None: its own."""
     if config.init_from is None or config.init_vocabulary is not InitVocabulary.KEPT:
         return None
-    vocabulary = basis(config.init_from, workdir).vocabulary
+    vocabulary = basis(config.init_from, run).vocabulary
     wanted = _tokenizer_settings(vocabulary)
     given = {name: config_tree.get(config, name) for name in wanted}
     if different := [
@@ -124,38 +123,37 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
         )
 
 
-def load(components: RunComponents, vocabulary: Vocabulary, workdir: Workdir) -> WarmStart | None:
+def load(components: RunComponents, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
     """Reads the weights that a run begins with; all processes call it.
 
     Returns:
       None: it begins with random ones, or resumes.
 
     Raises:
-      UserError: there are no weights, they do not fit config and vocabulary, or are not those of an earlier start.
+      UserError: there are no weights, or they do not fit config and vocabulary.
       CheckpointError: they are damaged.
     """
     config = components.config
-    if config.init_from is None or distributed.broadcast_from_primary(lambda: _has_checkpoint(workdir)):
+    if config.init_from is None or distributed.broadcast_from_primary(lambda: _has_checkpoint(run)):
         return None
 
-    def prepare() -> tuple[Pretrained, RowMap]:
+    def prepare() -> tuple[Weights, RowMap]:
         trained = _open(config.init_from or "")
         check_model(config, trained.config)
         return trained, _match(config, trained, vocabulary)
 
     trained, rows = distributed.run_on_all(prepare)
     there = _assemble_trained(trained, components)
-    step, params = trained.load_params(there)
+    step, params = trained.params(there)
     initial = components.training.abstract_state.params
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters of {trained.path} have other shapes than the model's: {'; '.join(different)}")
     record = {
-        "path": str(trained.path),
+        "path": trained.path,
         "step": step,
         "sha256": digest(params),
         "tokens": {"kept": rows.kept, "new": rows.new, "dropped": rows.dropped, "moved": rows.moved},
     }
-    distributed.broadcast_from_primary(lambda: _check_same_weights(record, workdir))
     move = transfer(rows, trained.config.model, config.model, jit=components.jit)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
 
@@ -165,21 +163,15 @@ def load(components: RunComponents, vocabulary: Vocabulary, workdir: Workdir) ->
     return WarmStart(record, _notes(config, trained.config), state)
 
 
-def recorded(workdir: Workdir) -> dict[str, Any] | None:
-    """Returns the record of a workdir's warm start; None: there is no run, or it began with random weights."""
-    return workdir.read().warm_start if workdir.holds_run() else None
-
-
-def of_earlier_start(workdir: Workdir) -> WarmStart | None:
-    """Returns the record of a run that resumes, whose state comes from its checkpoint; all processes call it."""
-    record = distributed.broadcast_from_primary(lambda: recorded(workdir))
+def of_earlier_start(run: Run) -> WarmStart | None:
+    """Returns the record of a run that resumes, whose state comes from its checkpoint; None: it began at random."""
 
     def no_state(initial: Any) -> TrainState:
         raise CheckpointError(
-            f"the checkpoints in {workdir.latest} vanished while the run was opened; start the same command again"
+            f"the checkpoints in {run.latest} vanished while the run was opened; start the same command again"
         )
 
-    return None if record is None else WarmStart(record, [], no_state)
+    return None if run.weights is None else WarmStart(run.weights, [], no_state)
 
 
 def facts(weights: WarmStart | None) -> dict[str, Any]:
@@ -212,24 +204,24 @@ def digest(params: Any) -> str:
     return found.hexdigest()
 
 
-def _open(path: str) -> Pretrained:
+def _open(path: str) -> Weights:
     try:
-        return open_pretrained(path)
+        return open_weights(path)
     except UserError as error:
         raise UserError(f"--init_from is {path}, whose weights cannot be taken: {error}") from error
 
 
-def _assemble_trained(trained: Pretrained, components: RunComponents) -> RunComponents:
+def _assemble_trained(trained: Weights, components: RunComponents) -> RunComponents:
     """Assembles the trained model on the mesh of the run that begins."""
     ours = ("mesh.data", "mesh.dcn_data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     defaults = {"eval.average_checkpoints": ExperimentConfig().eval.average_checkpoints}
     changed = defaults | {name: config_tree.get(components.config, name) for name in ours}
     config = config_tree.replace(trained.config, changed)
-    return assemble(config, vocab_size=trained.vocabulary.size, mesh=components.mesh)
+    return build(config, vocab_size=trained.vocabulary.size, mesh=components.mesh)
 
 
-def _has_checkpoint(workdir: Workdir) -> bool:
-    with Checkpointer(workdir.latest, keep=1, log=lambda line: None) as latest:
+def _has_checkpoint(run: Run) -> bool:
+    with Checkpointer(run.latest, keep=1, log=lambda line: None) as latest:
         return latest.latest_step() is not None
 
 
@@ -256,7 +248,7 @@ def _is_read(name: str, config: ExperimentConfig) -> bool:
     return name != "compat.final_norm" or config.model.layer_norm is NormPlace.PRE
 
 
-def _match(config: ExperimentConfig, trained: Pretrained, vocabulary: Vocabulary) -> RowMap:
+def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -> RowMap:
     """Matches the tokens; raises `UserError` for vocabularies whose tokens mean different things."""
     theirs = trained.vocabulary
     same = theirs == vocabulary
@@ -268,17 +260,6 @@ def _match(config: ExperimentConfig, trained: Pretrained, vocabulary: Vocabulary
         )
     matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
     return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
-
-
-def _check_same_weights(record: Mapping[str, Any], workdir: Workdir) -> None:
-    """Raises `UserError` if a start before, which ended without a checkpoint, began with other weights."""
-    old = recorded(workdir)
-    if old is not None and old["sha256"] != record["sha256"]:
-        raise UserError(
-            f"the weights in {record['path']} changed since the run in {workdir.path} began (sha256 "
-            f"{old['sha256'][:12]}... of step {old['step']}, now {record['sha256'][:12]}... of step {record['step']}); "
-            "give another --workdir"
-        )
 
 
 def _notes(config: ExperimentConfig, trained: ExperimentConfig) -> list[str]:

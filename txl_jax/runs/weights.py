@@ -1,4 +1,4 @@
-"""Pretrained weights at a path: the config, the vocabulary and the parameters of a trained model."""
+"""Trained weights at a path: the config, the vocabulary and the parameters of a run or of a portable folder."""
 
 import dataclasses
 import os
@@ -15,90 +15,72 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import exported_folder, portable, tensorflow
-from txl_jax.ops.attention import Implementations
-from txl_jax.runs import run as run_lib
-from txl_jax.runs.build import RunComponents, assemble
-from txl_jax.runs.run import TextInfo, Workdir
+from txl_jax.ops.attention import Implementation
+from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.storage import as_path, exists, is_dir, is_remote, names
+from txl_jax.runtime.storage import as_path, exists, is_dir, names
 from txl_jax.training.members import Members
 from txl_jax.training.state import TrainState
 
-# -- Checkpoint restore: the parameters of a trained run, or of one member of an ensemble.
-
 
 def load_to_score(
-    config: ExperimentConfig, corpus: Corpus, workdir: Workdir, *, trained_on: TextInfo, log: Callable[[str], None]
+    config: ExperimentConfig, corpus: Corpus, run: Run, *, log: Callable[[str], None]
 ) -> tuple[RunComponents, int, Any]:
     """Loads a trained run that is to score a text: (its components, step, parameters).
 
-    Args:
-      workdir: of a run, or of an ensemble with the member chosen.
-      trained_on: the text of the training; another text may be scored if its vocabulary is the same.
-
     Raises:
-      UserError: the text has another vocabulary, processes have different ones, or the workdir cannot be written to.
+      UserError: the text has another vocabulary than the run, or processes have different ones.
       CheckpointError: as `load_parameters`.
     """
-    run_lib.check_agreement(config, corpus)
-    if corpus.vocabulary != trained_on.vocabulary:
+    check_same_settings(config)
+    check_same_text(corpus)
+    if corpus.vocabulary != run.text.vocabulary:
         raise UserError(
-            f"the run was trained on {trained_on.description!r} with {trained_on.vocabulary.size} tokens, and "
+            f"the run was trained on {run.text.description!r} with {run.text.vocabulary.size} tokens, and "
             f"{corpus.description!r} was read with {corpus.vocabulary.size} or others; read it in the run's vocabulary"
         )
-    if corpus.digest != trained_on.digest:
-        log(f"note: this is not the text of training ({trained_on.description}), but {corpus.description}")
-    make(workdir)
-    components = assemble_trained(config, workdir, vocab_size=corpus.vocabulary.size, log=log)
-    return components, *load_parameters(components, workdir, log=log)
+    if corpus.digest != run.text.digest:
+        log(f"note: this is not the text of training ({run.text.description}), but {corpus.description}")
+    components = build_trained(config, run, log=log)
+    return components, *load_parameters(components, run, log=log)
 
 
-def assemble_trained(
-    config: ExperimentConfig, workdir: Workdir, *, vocab_size: int, log: Callable[[str], None]
-) -> RunComponents:
-    """Assembles the components of a trained run with its recorded implementations of attention; all processes call it.
+def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> RunComponents:
+    """Builds the components of a trained run with its recorded implementations of attention; all processes call it.
 
     Raises:
       UserError: settings that do not fit each other or the devices, or processes with other devices.
     """
-    recorded = recorded_attention(workdir, config)
-    components = distributed.run_on_all(lambda: assemble(config, vocab_size=vocab_size, recorded_attention=recorded))
-    run_lib.check_same_attention(components.attention)
-    for line in run_lib.evaluation_lines(recorded, components.attention):
-        log(line)
+    recorded, vocab_size = run.attention_for(config), run.text.vocabulary.size
+    components = distributed.run_on_all(lambda: build(config, vocab_size=vocab_size, recorded=recorded))
+    choice = components.attention
+    check_same_attention(choice)
+    if choice is not None and recorded.cached != choice.evaluation.implementation:
+        was = f"was {recorded.cached} and is now " if isinstance(recorded.cached, Implementation) else ""
+        log(f"attention: evaluation {was}{choice.evaluation.implementation} ({choice.evaluation.reason})")
     return components
 
 
-def recorded_attention(workdir: Workdir, config: ExperimentConfig) -> Implementations:
-    """Returns the recorded implementations of attention that a start with `config` keeps; all processes call it."""
-    record = distributed.broadcast_from_primary(lambda: workdir.attention(config))
-    return run_lib.parse_attention(record, config)
-
-
-def make(workdir: Workdir) -> None:
-    """Makes the folder of a run; raises `UserError` if it cannot be written to."""
-    distributed.broadcast_from_primary(lambda: workdir.create() and None)
-
-
-def load_parameters(components: RunComponents, workdir: Workdir, *, log: Callable[[str], None]) -> tuple[int, Any]:
+def load_parameters(components: RunComponents, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
     """Loads the best parameters of a run, or, before its first evaluation, the latest: (step, parameters).
 
     With `eval.average_checkpoints` the mean of that many newest checkpoints, and the newest's step.
 
     Args:
-      workdir: of a run, or of an ensemble with the member chosen.
+      run: a run, or an ensemble with the member chosen.
 
     Raises:
       UserError: the run has no checkpoint, or fewer than are to be averaged.
       CheckpointError: it has checkpoints, but none can be read.
     """
     if components.config.eval.average_checkpoints:
-        return _mean_of_newest(components, workdir, components.config.eval.average_checkpoints, log=log)
-    has_best, has_latest = distributed.broadcast_from_primary(lambda: [exists(workdir.best), exists(workdir.latest)])
+        return _mean_of_newest(components, run, components.config.eval.average_checkpoints, log=log)
+    has_best, has_latest = distributed.broadcast_from_primary(lambda: [exists(run.best), exists(run.latest)])
     if has_best:
         try:
-            with Checkpointer(workdir.best, keep=1, log=log) as best:
+            with Checkpointer(run.best, keep=1, log=log) as best:
                 restored = best.restore({"params": components.training.abstract_state.params})
             if restored is not None:
                 return restored[0], restored[1]["params"]
@@ -107,31 +89,30 @@ def load_parameters(components: RunComponents, workdir: Workdir, *, log: Callabl
                 raise
             log(str(error))
     if has_latest:
-        latest = load_state(components, workdir, log=log)
+        latest = load_state(components, run, log=log)
         if latest is not None:
             log("no best checkpoint to be had; these are the latest parameters")
             return latest[0], latest[1].scored_params
-    raise UserError(f"{workdir.path} has no checkpoint yet; train it first (--mode=train)")
+    raise UserError(f"{run.path} has no checkpoint yet; train it first (--mode=train)")
 
 
 def load_state(
-    components: RunComponents, workdir: Workdir, *, log: Callable[[str], None], before: int | None = None
+    components: RunComponents, run: Run, *, log: Callable[[str], None], before: int | None = None
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Loads the newest sound training state: (step, state, notes); None if there is none.
 
     Args:
-      workdir: of a run, or of an ensemble with the member chosen, whose part of the state is returned; the notes are
+      run: a run, or an ensemble with the member chosen, whose part of the state is returned; the notes are
         those of all members.
       before: only steps before this one.
 
     Raises:
       CheckpointError: there are checkpoints, but none can be read.
     """
-    members, index = Members(), 0
-    if workdir.member is not None:
-        members, index = workdir.members(), workdir.member_index()
+    members = Members(run.member_names)
+    index = run.member_names.index(run.member) if run.member else 0
     abstract_state = members.abstract(components.training.abstract_state)
-    with Checkpointer(workdir.latest, keep=components.config.train.keep_checkpoints, log=log) as latest:
+    with Checkpointer(run.latest, keep=components.config.train.keep_checkpoints, log=log) as latest:
         restored = latest.restore(abstract_state, before=before)
     if restored is None:
         return None
@@ -139,17 +120,15 @@ def load_state(
     return step, members.take(state, index), notes
 
 
-def _mean_of_newest(
-    components: RunComponents, workdir: Workdir, count: int, *, log: Callable[[str], None]
-) -> tuple[int, Any]:
+def _mean_of_newest(components: RunComponents, run: Run, count: int, *, log: Callable[[str], None]) -> tuple[int, Any]:
     """Averages the scored parameters of the newest checkpoints; returns the newest step and the mean."""
     steps: list[int] = []
     total = None
     while len(steps) < count:
-        restored = load_state(components, workdir, log=log, before=steps[-1] if steps else None)
+        restored = load_state(components, run, log=log, before=steps[-1] if steps else None)
         if restored is None:
             raise UserError(
-                f"eval.average_checkpoints is {count} and {workdir.latest} holds {len(steps)}; train with as many "
+                f"eval.average_checkpoints is {count} and {run.latest} holds {len(steps)}; train with as many "
                 "--train.keep_checkpoints, or give a smaller number"
             )
         steps.append(restored[0])
@@ -168,8 +147,8 @@ def _no_log(line: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pretrained:
-    """A trained model that was found at a path; its weights are not read before `load_params`.
+class Weights:
+    """A trained model that was found at a path; its weights are not read before `params`.
 
     Attributes:
       path: the folder, absolute.
@@ -183,19 +162,19 @@ class Pretrained:
     config: ExperimentConfig
     vocabulary: Vocabulary
     description: str
-    source: Workdir | portable.ModelInfo
+    source: Run | portable.ModelInfo
 
-    def assemble(self, *, log: Callable[[str], None] = _no_log) -> RunComponents:
-        """Assembles the model over the mesh of its config, with the recorded implementations of attention.
+    def build(self, *, log: Callable[[str], None] = _no_log) -> RunComponents:
+        """Builds the model over the mesh of its config, with the recorded implementations of attention.
 
         Raises:
           UserError: settings that do not fit the devices.
         """
-        if isinstance(self.source, Workdir):
-            return assemble_trained(self.config, self.source, vocab_size=self.vocabulary.size, log=log)
-        return distributed.run_on_all(lambda: assemble(self.config, vocab_size=self.vocabulary.size))
+        if isinstance(self.source, Run):
+            return build_trained(self.config, self.source, log=log)
+        return distributed.run_on_all(lambda: build(self.config, vocab_size=self.vocabulary.size))
 
-    def load_params(self, components: RunComponents, *, log: Callable[[str], None] = _no_log) -> tuple[int, Any]:
+    def params(self, components: RunComponents, *, log: Callable[[str], None] = _no_log) -> tuple[int, Any]:
         """Loads the parameters onto the components' mesh, in their shardings: (number of updates, parameters).
 
         Of a run they are the best, or the latest before its first evaluation. Of a portable folder each device reads
@@ -208,19 +187,19 @@ class Pretrained:
           UserError: there is no checkpoint yet.
           CheckpointError: the weights are damaged, or of another model.
         """
-        if isinstance(self.source, Workdir):
+        if isinstance(self.source, Run):
             return load_parameters(components, self.source, log=log)
         leaves = distributed.run_on_all(lambda: portable.read_leaves(self.path))
         return self.source.step, portable.place(leaves, components.training.abstract_state.params)
 
 
-def open_pretrained(
+def open_weights(
     path: str | os.PathLike[str],
     *,
     member: str | None = None,
     weight_dtype: str | None = None,
     cache_dtype: str | None = None,
-) -> Pretrained:
+) -> Weights:
     """Opens the folder of a trained model: a run's workdir, or a portable folder (see `interop.portable`).
 
     Args:
@@ -248,11 +227,13 @@ def open_pretrained(
     return dataclasses.replace(found, config=config)
 
 
-def _open(path: str | os.PathLike[str], member: str | None) -> Pretrained:
+def _open(path: str | os.PathLike[str], member: str | None) -> Weights:
     folder = as_path(path)
     if portable.is_portable(folder):
-        return _open_portable(folder, member)
-    workdir = Workdir(folder, member)
+        if member is not None:
+            raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
+        info = portable.read_info(folder)
+        return Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
     if exported_folder.is_exported(folder):
         raise UserError(
             f"{folder} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; give "
@@ -263,24 +244,15 @@ def _open(path: str | os.PathLike[str], member: str | None) -> Pretrained:
             f"{folder} holds no run of txl_jax but other files of weights; convert them with "
             f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`, and give that folder"
         )
-    config, text = workdir.load()
-    description = f"the run {folder}{f' ({member})' if member else ''}, trained on {text.description}"
-    return Pretrained(folder, config, text.vocabulary, description, workdir)
+    run = Run.read(folder, member=member)
+    description = f"the run {folder}{f' ({member})' if member else ''}, trained on {run.text.description}"
+    return Weights(folder, run.config, run.text.vocabulary, description, run)
 
 
 def holds_other_weights(path: str) -> bool:
     """Returns whether a path is a file of weights of another implementation by its name, or a folder with one."""
-    if exists(path) and not is_dir(path):
-        return os.path.splitext(path)[1] in _FOREIGN_SUFFIXES
+    if not is_dir(path):
+        return exists(path) and path.endswith(_FOREIGN_SUFFIXES)
     if exists(os.path.join(path, "checkpoints")) or exported_folder.is_exported(path):
         return False
-    if not is_remote(path) and tensorflow.find(Path(path)):
-        return True
-    return is_dir(path) and any(os.path.splitext(name)[1] in _FOREIGN_SUFFIXES for name in names(path))
-
-
-def _open_portable(folder: str, member: str | None) -> Pretrained:
-    if member is not None:
-        raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
-    info = portable.read_info(folder)
-    return Pretrained(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
+    return bool(tensorflow.find(Path(path))) or any(name.endswith(_FOREIGN_SUFFIXES) for name in names(path))

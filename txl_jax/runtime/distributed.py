@@ -7,6 +7,9 @@ process each is the plain call that it wraps.
 
 import inspect
 import json
+import os
+import secrets
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from txl_jax.errors import RemoteProcessError, UserError
+from txl_jax.runtime import storage
 
 T = TypeVar("T")
 # An attribute of exceptions: they keep their type, and builtin ones take no weak reference.
@@ -103,6 +107,30 @@ def assert_same_on_all(value: str, complaint: Callable[[str, str], str]) -> None
 def is_known_to_all(error: BaseException) -> bool:
     """Returns whether every process raises this error or its counterpart, so that none waits for another."""
     return getattr(error, _KNOWN_TO_ALL, False)
+
+
+def is_seen_by_all(folder: str, *, seconds: float) -> bool:
+    """Returns whether all processes see the folder that process 0 does, after so many seconds for a network's caches.
+
+    Raises:
+      OSError: it cannot be written to or read.
+    """
+    if not is_multiprocess():
+        return True
+    marker = os.path.join(folder, broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}"))
+    broadcast_from_primary(lambda: storage.write(marker, b""))
+
+    def wait() -> bool:
+        until = time.monotonic() + seconds
+        while not (found := storage.exists(marker)) and time.monotonic() < until:
+            time.sleep(0.1)
+        return found
+
+    try:
+        return first_error(None if run_on_all(wait) else "missing") is None
+    finally:
+        if is_primary():
+            storage.remove(marker)
 
 
 def to_host(array: Any) -> np.ndarray:

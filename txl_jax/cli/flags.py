@@ -1,9 +1,9 @@
 """absl flags from a tree of settings, and the tree from the parsed flags.
 
 Every setting of `ExperimentConfig` is a flag of the same dotted name, `--model.n_layer`, and so is every setting of a
-study's plan, without a prefix. `--compat=NAME` applies a preset first. A flagfile is found by its bare name:
-`--flagfile=enwik8_12l` is the file in `experiments/flags`, also in a flagfile. The last of several values counts. A
-setting that may be None takes the word "none".
+program's plan, without a prefix. `--compat=NAME` applies the settings of an implementation first. A flagfile is found
+by its bare name: `--flagfile=enwik8_12l` is the file in `experiments/flags`, or outside of a clone the preset of the
+same settings. The last of several values counts. A setting that may be None takes the word "none".
 """
 
 import enum
@@ -20,7 +20,8 @@ from txl_jax.config import tree as config_tree
 from txl_jax.config.tree import Leaf
 from txl_jax.errors import UserError
 
-FLAGFILE_DIR = Path(__file__).parents[2] / "experiments/flags"
+FLAGS = flags.FLAGS
+FLAGFILE_DIR = Path(__file__).parents[2] / "experiments/flags"  # In a clone.
 NONE = "none"
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
@@ -37,7 +38,7 @@ def define(defaults: ExperimentConfig, flag_values: flags.FlagValues = flags.FLA
 
 
 def define_plan(plan: type, flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines one flag per setting of a study's plan, a dataclass of `setting` fields."""
+    """Defines one flag per setting of a program's plan, a dataclass of `setting` fields."""
     for leaf in setting_leaves(plan):
         _define_leaf(leaf, leaf.default, flag_values)
 
@@ -52,6 +53,11 @@ def groups(cls: type = ExperimentConfig) -> list[str]:
     return list(dict.fromkeys(leaf.name.rpartition(".")[0] for leaf in setting_leaves(cls) if "." in leaf.name))
 
 
+def flag_name(leaf: Leaf) -> str:
+    """Returns the name of a setting's flag: a field that would be a word of Python has an underscore after it."""
+    return leaf.name.removesuffix("_")
+
+
 def is_optional(flag: flags.Flag) -> bool:
     """Returns whether a flag takes the word "none"."""
     return isinstance(flag.parser, _OptionalParser)
@@ -60,9 +66,9 @@ def is_optional(flag: flags.Flag) -> bool:
 def given(flag_values: flags.FlagValues, cls: type = ExperimentConfig) -> dict[str, Any]:
     """Returns the settings that the command line or a flagfile named, with their values."""
     return {
-        leaf.name: _from_flag(leaf, flag_values[leaf.name].value)
+        leaf.name: _from_flag(leaf, flag_values[flag_name(leaf)].value)
         for leaf in setting_leaves(cls)
-        if flag_values[leaf.name].present
+        if flag_values[flag_name(leaf)].present
     }
 
 
@@ -79,8 +85,12 @@ def build(base: ExperimentConfig, flag_values: flags.FlagValues = flags.FLAGS) -
 
 
 def build_plan(plan: type[Plan], flag_values: flags.FlagValues = flags.FLAGS) -> Plan:
-    """Returns a study's plan with the settings that were given; raises `UserError` as `build`."""
-    return plan(**given(flag_values, plan))
+    """Returns a program's plan with the settings that were given; raises `UserError` as `build`, or for one missing."""
+    found = given(flag_values, plan)
+    for leaf in setting_leaves(plan):
+        if leaf.setting.required and not found.get(leaf.name):
+            raise UserError(f"no {flag_name(leaf)} was given; give --{flag_name(leaf)}=... ({leaf.setting.help})")
+    return plan(**found)
 
 
 def _for_other_tokens(base: ExperimentConfig, chosen: dict[str, Any]) -> ExperimentConfig:
@@ -94,8 +104,22 @@ def _for_other_tokens(base: ExperimentConfig, chosen: dict[str, Any]) -> Experim
     return config_tree.replace(base, {name: config_tree.get(ExperimentConfig(), name) for name in reset})
 
 
-def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, *, takes_words: bool = False) -> list[str]:
-    """Parses a command line; returns the words that are no flags, if the program takes such.
+class Parsed(NamedTuple):
+    """A command line.
+
+    Attributes:
+      words: those that are no flags.
+      places: of each flag that was given: "" for the command line, else "FILE, line N: ".
+      flagfile: the name of the last flagfile, without folder and ending; None: there was none.
+    """
+
+    words: list[str]
+    places: dict[str, str]
+    flagfile: str | None
+
+
+def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, *, takes_words: bool = False) -> Parsed:
+    """Parses a command line.
 
     Raises:
       UserError: an unknown flag (with the nearest names), a value of the wrong kind, a word that is no
@@ -116,7 +140,9 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, *, t
         raise UserError(f"{where}{_in_plain_words(str(error))}") from None
     if len(rest) > 1 and not takes_words:
         raise UserError(f"{rest[1]!r} is not a flag; flags are written --name=value")
-    return rest[1:]
+    places = {name: word.where for word in words if (name := word.name(flag_values))}
+    files = re.findall(r"(?m)^--?flagfile[=\n](.*)", "\n".join(typed))
+    return Parsed(rest[1:], places, Path(files[-1]).stem if files else None)
 
 
 class _Word(NamedTuple):
@@ -146,7 +172,10 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
             yield word
             continue
         following = None if match[1] is not None else next(words, None)
-        path = _flagfile_path(following.text if following else match[1] or "", word.where)
+        name = following.text if following else match[1] or ""
+        if (path := _flagfile_path(name)) is None:
+            yield from _preset_words(name, word.where)
+            continue
         if path in inside:
             raise UserError(f"{word.where}the flagfile {path} includes itself; remove the line")
         try:
@@ -181,20 +210,22 @@ def _in_plain_words(message: str) -> str:
     return re.sub(r"could not convert string to float.*", "give a number", message)
 
 
-def flagfile_names() -> list[str]:
-    """Returns the names of the packaged flagfiles."""
-    return sorted(path.stem for path in FLAGFILE_DIR.glob("*.flags"))
+def _flagfile_path(name: str) -> Path | None:
+    places = (Path(name).expanduser(), FLAGFILE_DIR / f"{name}.flags", FLAGFILE_DIR / name)
+    return next((path for path in places if path.is_file()), None)
 
 
-def _flagfile_path(name: str, where: str) -> Path:
-    for path in (Path(name).expanduser(), FLAGFILE_DIR / f"{name}.flags", FLAGFILE_DIR / name):
-        if path.is_file():
-            return path
-    known = flagfile_names()
-    raise UserError(
-        f"{where}there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"
-        f"{config_tree.did_you_mean(name, known)}"
-    )
+def _preset_words(name: str, where: str) -> Iterator[_Word]:
+    """Yields the settings of a preset as flags; raises `UserError`, with all names, if there is none of this name."""
+    if name not in (known := config_tree.preset_names()):
+        raise UserError(
+            f"{where}there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"
+            f"{config_tree.did_you_mean(name, known)}"
+        )
+    config = config_tree.preset(name)
+    for leaf in setting_leaves(ExperimentConfig):
+        value = config_tree.format_value(config_tree.get(config, leaf.name))
+        yield _Word(f"--{leaf.name}={value}", f"preset {name}: ")
 
 
 class _OptionalParser(flags.ArgumentParser):
@@ -228,8 +259,10 @@ class _Serializer(flags.ArgumentSerializer):
 
 
 def _define_leaf(leaf: Leaf, default: Any, flag_values: flags.FlagValues) -> None:
-    name, text = leaf.name, leaf.setting.help
-    if leaf.is_list:
+    name, text = flag_name(leaf), leaf.setting.help
+    if leaf.setting.repeated:
+        flags.DEFINE_multi_string(name, list(default), text, flag_values=flag_values)
+    elif leaf.is_list:
         flags.DEFINE_list(name, [str(item) for item in default], text, flag_values=flag_values)
     elif leaf.type is bool:
         flags.DEFINE_bool(name, default, text, flag_values=flag_values)

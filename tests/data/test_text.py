@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txl_jax.data.byte_tokens import text_blocks
-from txl_jax.data.text import File
+from txl_jax.data.text import File, text_blocks
 from txl_jax.errors import UserError
 
 # Every kind of white space that cuts, one that does not, and characters of one to four bytes.

@@ -8,8 +8,10 @@ from collections.abc import Collection, Sequence
 
 from absl import flags
 
-from txl_jax.cli import flag_tree, hosts
+from txl_jax.cli import flags as flag_tree
+from txl_jax.cli import hosts
 from txl_jax.config import ExperimentConfig
+from txl_jax.config import tree as config_tree
 
 _WIDEST = 36  # Longer `--name=default` have their help on the next line.
 _PROGRAM, _HOSTS = "program", "several hosts"
@@ -67,7 +69,7 @@ def help_text(
         takes_flagfile = group == _PROGRAM and "seed" in flag_values
         lines += ["", f"{group}:", *_table([_FLAGFILE, *rows] if takes_flagfile else rows, width)]
     if "seed" in flag_values:
-        published = f"Published configurations: {', '.join(flag_tree.flagfile_names())}"
+        published = f"Published configurations: {', '.join(config_tree.preset_names())}"
         lines += ["", *textwrap.wrap(published, width, subsequent_indent="  ")]
     return "\n".join(lines)
 

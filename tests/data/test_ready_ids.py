@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from support import hf_tokenizers
+from support.encoded_text import in_blocks, joined
 from support.own_text import own_text
 from txl_jax.config import IdType, Tokenizer
-from txl_jax.data.corpus import read_corpus
+from txl_jax.data.corpus import KINDS, read_corpus
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.data.subwords import SubwordVocabulary
+from txl_jax.data.vocabulary import dumps, loads
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 
@@ -100,6 +102,17 @@ def test_the_digest_is_of_the_ids(read):
     assert len(digests) == 3
     np.save("moved.npy", IDS.astype(np.uint16))
     assert read(file="moved.npy").digest in digests
+
+
+def test_ids_as_tokens():
+    own = IdVocabulary(300)
+    assert own.size == 300 and own.encode(b"5 17\n299").tolist() == [5, 17, 299]
+    assert own.encode(b"").shape == (0,) and own.decode([5, 17]) == b"5 17 " and own.start.tolist() == [0]
+    assert joined(own.blocks([in_blocks(b"5 17 299")])) == [5, 17, 299] and own.names()[17] == b"17"
+    assert loads(dumps(own), KINDS) == own
+    for text, named in ((b"5 the", "'the'"), (b"300", r"\b300\b"), (b"-1", "-1")):
+        with pytest.raises(UserError, match=named):
+            own.encode(text)
 
 
 # What is refused

@@ -1,4 +1,4 @@
-"""Tests words as tokens: against plain Python, marks of lines, unknown words."""
+"""Tests words and characters as tokens: against plain Python, marks of lines, unknown words."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from support.encoded_text import WORDS, in_blocks, joined, words_of
 from txl_jax.config import LineMark
-from txl_jax.data.word_tokens import WordVocabulary
+from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 
 
@@ -99,3 +99,25 @@ def test_words_must_be_distinct_and_hold_the_unknown_and_the_mark(words, line_ma
 def test_a_word_and_a_mark_are_called_by_their_word():
     for line_mark in LineMark:
         assert words_of(line_mark).names() == [word.encode() for word in WORDS]
+
+
+# Characters
+
+CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
+
+
+@given(characters=st.text(CHARACTERS), others=st.text(CHARACTERS), size=st.integers(1, 9))
+def test_characters_are_known_or_replaced(characters, others, size):
+    known = "".join(dict.fromkeys(characters + "\N{REPLACEMENT CHARACTER}"))
+    vocabulary, text = CharacterVocabulary(known), others + characters
+    ids = joined(vocabulary.blocks([in_blocks(text.encode(), size)]))
+    seen = "".join(c if c in known else "\N{REPLACEMENT CHARACTER}" for c in text)
+    assert ids == [known.index(c) for c in seen] == vocabulary.encode(text.encode()).tolist()
+    assert vocabulary.decode(ids).decode() == seen
+
+
+def test_lower_case_characters():
+    vocabulary = CharacterVocabulary("aé\N{REPLACEMENT CHARACTER}i\N{COMBINING DOT ABOVE}", lower_case=True)
+    assert vocabulary.encode("AaÉB".encode()).tolist() == [0, 0, 1, 2]
+    assert vocabulary.encode("İ".encode()).tolist() == [3, 4], "one capital of two lower-case characters"
+    assert joined(vocabulary.blocks([in_blocks("É A".encode(), 1)])) == [1, 2, 0]

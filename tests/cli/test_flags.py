@@ -6,7 +6,7 @@ import enum
 import pytest
 from absl import flags
 
-from txl_jax.cli import flag_tree
+from txl_jax.cli import flags as flag_tree
 from txl_jax.config import (
     COMPAT_PRESETS,
     DataConfig,

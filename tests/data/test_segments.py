@@ -1,17 +1,68 @@
-"""Tests batching: what each segment holds, against lists, for any text, batch, segment, order and process."""
+"""Tests batching: hand-drawn cases, lists for any text, batch, segment, order and process, and what is refused."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
-from support.segment_readers import KINDS, assert_equal, epoch_of, make, numbered, rows_of, sentence_starts
-from txl_jax.config import Roll
+from txl_jax.config import EpochMemory, Roll
 from txl_jax.data.epoch_order import random_permutation, random_words
-from txl_jax.data.segments import training_segments
+from txl_jax.data.segments import evaluation_segments, training_segments
+from txl_jax.errors import UserError
 from txl_jax.segments import Segments
+
+CONSTRUCTORS = [training_segments, evaluation_segments]
+
+
+def numbered(length):
+    """A text whose tokens are their positions."""
+    return np.arange(length)
+
+
+def sentence_starts(length):
+    """Any sentences of a text of this length: some are empty, and up to 3 tokens precede the first."""
+    cuts = np.random.default_rng(length).integers(0, length + 1, length // 4)
+    return np.sort(np.concatenate([[min(length % 4, *cuts, length)], cuts, [length]]))
+
+
+# Ways to cut a text, by a name: the constructor, and what it is given beside the sizes (from the text's length).
+KINDS = {
+    "sequential": (training_segments, lambda length: {}),
+    "memory carried": (training_segments, lambda length: {"epoch_memory": EpochMemory.CARRIED}),
+    "stream rolled": (training_segments, lambda length: {"roll": Roll.STREAM}),
+    "rows rolled": (training_segments, lambda length: {"roll": Roll.ROWS, "epoch_memory": EpochMemory.CARRIED}),
+    "sentences": (training_segments, lambda length: {"sentence_starts": sentence_starts(length)}),
+    "evaluation": (evaluation_segments, lambda length: {}),
+    "warm-up": (evaluation_segments, lambda length: {"warmup_tokens": 1 + length // 7}),
+}
+
+
+def make(kind, length, batch_size, segment_len, **others):
+    """A reader of a numbered text; texts too short for it are left to the tests of errors."""
+    constructor, given_beside = KINDS[kind]
+    if constructor is training_segments and length - 1 < batch_size * segment_len:
+        reject()
+    others = given_beside(length) | others
+    return constructor(numbered(length), batch_size=batch_size, segment_len=segment_len, **others)
+
+
+def rows_of(values):
+    """[S, B, L] to the B rows in reading order, [B, S * L]."""
+    return values.transpose(1, 0, 2).reshape(values.shape[1], -1)
+
+
+def epoch_of(reader, epoch):
+    """All segments of one epoch."""
+    return reader.segments(epoch * reader.n_segments, reader.n_segments)
+
+
+def assert_equal(first, second):
+    for name, a, b in zip(first._fields, first, second, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
 
 SIZES = {"length": st.integers(2, 120), "batch_size": st.integers(1, 7), "segment_len": st.integers(1, 9)}
 WARMUP = st.integers(0, 30)
@@ -191,19 +242,13 @@ def test_rows_are_reset_where_a_pass_begins_and_nowhere_else(kind, length, batch
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(**SIZES, first_step=st.integers(0, 300), count=st.integers(1, 12))
-def test_a_block_is_its_single_steps_from_anywhere(kind, first_step, count, length, batch_size, segment_len):
+def test_a_block_is_its_single_steps_from_anywhere_so_a_resumed_run_reads_on(
+    kind, first_step, count, length, batch_size, segment_len
+):
     block = make(kind, length, batch_size, segment_len).segments(first_step, count)
     reader = make(kind, length, batch_size, segment_len)
     singles = [reader.segments(step, 1) for step in range(first_step, first_step + count)]
     assert_equal(block, Segments(*map(np.concatenate, zip(*singles, strict=True))))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(**SIZES, stop=st.integers(1, 60))
-def test_a_resumed_run_reads_on_where_it_stopped(kind, stop, length, batch_size, segment_len):
-    whole = make(kind, length, batch_size, segment_len).segments(0, stop + 5)
-    resumed = make(kind, length, batch_size, segment_len).segments(stop, 5)
-    assert_equal(resumed, Segments(*(values[stop:] for values in whole)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,3 +272,123 @@ def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, le
         assert_equal(share.segments(first_step, 4), Segments(*(array[:, own] for array in expected)))
         for name in ("batch_size", "n_segments", "tokens_per_epoch", "skipped_tokens"):
             assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
+
+
+def test_a_case_drawn_by_hand():
+    reader = evaluation_segments(np.array([10, 11, 12, 13, 14, 15, 16, 17]), batch_size=3, segment_len=2)
+    got = reader.segments(0, 2)
+    assert got.inputs.tolist() == [[[10, 11], [13, 14], [16, 0]], [[12, 0], [15, 0], [0, 0]]]
+    assert got.targets.tolist() == [[[11, 12], [14, 15], [17, 0]], [[13, 0], [16, 0], [0, 0]]]
+    assert got.weights.tolist() == [[[1, 1], [1, 1], [1, 0]], [[1, 0], [1, 0], [0, 0]]]
+    assert got.reset.tolist() == [[True] * 3, [False] * 3]
+
+
+def test_warm_up_drawn_by_hand():
+    """The picture of the module's docstring."""
+    reader = evaluation_segments(numbered(12), batch_size=2, segment_len=3, warmup_tokens=2)
+    got = reader.segments(0, 3)
+    assert rows_of(got.targets).tolist() == [[1, 2, 3, 4, 5, 6, 0, 0, 0], [5, 6, 7, 8, 9, 10, 11, 0, 0]]
+    assert rows_of(got.inputs).tolist() == [[0, 1, 2, 3, 4, 5, 0, 0, 0], [4, 5, 6, 7, 8, 9, 10, 0, 0]]
+    assert rows_of(got.weights).tolist() == [[1, 1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1, 0, 0]]
+    assert reader.n_segments == 3
+
+
+def words(*turns):
+    return lambda seed, epoch, count: np.array(turns[:count], np.uint64)
+
+
+def test_rolls_drawn_by_hand(monkeypatch):
+    """The pictures of the module's docstring."""
+    sizes = {"batch_size": 2, "segment_len": 3}
+    monkeypatch.setattr("txl_jax.data.epoch_order.random_words", words(8 + 11, 1))
+    got = training_segments(numbered(12), **sizes, roll=Roll.STREAM).segments(0, 1)
+    assert got.targets.tolist() == [[[9, 10, 11], [1, 2, 3]]]
+    monkeypatch.setattr("txl_jax.data.epoch_order.random_words", words(3 + 5, 1 + 6))
+    got = training_segments(numbered(12), **sizes, roll=Roll.ROWS).segments(0, 1)
+    assert got.targets.tolist() == [[[4, 5, 1], [7, 8, 9]]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_types_and_shapes(kind):
+    constructor, given_beside = KINDS[kind]
+    for dtype in (np.uint8, np.uint16, np.int32, np.int64):
+        got = constructor(np.zeros(200, dtype), batch_size=3, segment_len=5, **given_beside(200)).segments(2, 4)
+        assert [values.dtype for values in got] == [np.int32, np.int32, np.float32, bool]
+        assert [values.shape for values in got] == [(4, 3, 5)] * 3 + [(4, 3)]
+        assert all(type(values) is np.ndarray and values.flags.c_contiguous for values in got)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_a_memory_mapped_text_reads_the_same(kind, dtype, tmp_path):
+    text = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 1000, dtype=dtype)
+    text.tofile(tmp_path / "ids")
+    mapped = np.memmap(tmp_path / "ids", dtype, "r")
+    constructor, given_beside = KINDS[kind]
+    others = {"batch_size": 3, "segment_len": 7, **given_beside(1000)}
+    in_memory, on_disk = (constructor(ids, **others).segments(5, 99) for ids in (text, mapped))
+    assert_equal(in_memory, on_disk)
+    assert all(type(values) is np.ndarray for values in on_disk)
+
+
+class IndexingForbidden(np.ndarray):
+    """Tokens that record which places were taken, and refuse any other way of reading."""
+
+    def take(self, indices, *args, **kwargs):
+        self.taken = indices
+        return np.zeros(np.shape(indices), self.dtype)
+
+    def __getitem__(self, key):
+        raise AssertionError(f"read {key} of a text that may lie on disk")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_places_asked_for_are_read(kind):
+    text = np.zeros(1000, np.uint8).view(IndexingForbidden)
+    constructor, given_beside = KINDS[kind]
+    constructor(text, batch_size=3, segment_len=7, **given_beside(1000)).segments(2, 4)
+    assert text.taken.size == 4 * 3 * 7
+
+
+def test_a_text_of_exactly_one_segment_and_one_token_less():
+    for roll in Roll:
+        assert training_segments(numbered(31), batch_size=5, segment_len=6, roll=roll).n_segments == 1
+    with pytest.raises(UserError) as caught:
+        training_segments(numbered(30), batch_size=5, segment_len=6)
+    assert {"5", "6", "30"} <= set(re.findall(r"\d+", str(caught.value)))
+    assert "--train.batch_size" in str(caught.value) and "--train.segment_len" in str(caught.value)
+
+
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+@pytest.mark.parametrize(
+    ("shape", "sizes", "named"),
+    [
+        ((0,), {}, r"\(0,\)"),
+        ((1,), {}, r"\(1,\)"),
+        ((4, 5), {}, r"\(4, 5\)"),
+        ((50,), {"batch_size": 0}, r"batch_size\D*\b0\b"),
+        ((50,), {"segment_len": -1}, "segment_len.*-1"),
+        ((50,), {"own": [6]}, r"\[6\].*batch_size.*\b6\b"),
+        ((50,), {"own": [-1, 2]}, r"\[-1, 2\]"),
+        ((50,), {"own": [2, 1]}, r"\[2, 1\]"),
+        ((50,), {"own": [3, 3]}, r"\[3, 3\]"),
+    ],
+)
+def test_texts_sizes_and_rows_that_cannot_be(constructor, shape, sizes, named):
+    with pytest.raises(ValueError, match=named):
+        constructor(np.zeros(shape, np.uint8), **{"batch_size": 6, "segment_len": 2} | sizes)
+
+
+def test_other_settings_that_cannot_be():
+    sizes = {"batch_size": 2, "segment_len": 2}
+    with pytest.raises(ValueError, match=r"warmup_tokens.*-1\b"):
+        evaluation_segments(numbered(50), **sizes, warmup_tokens=-1)
+    for roll in (Roll.STREAM, Roll.ROWS):
+        with pytest.raises(ValueError, match=rf"sentence_starts.*\broll\b.*\b{roll}\b"):
+            training_segments(numbered(50), **sizes, roll=roll, sentence_starts=np.array([0, 50]))
+    for stride in (-1, 3):
+        with pytest.raises(ValueError, match=rf"stride\D*{stride}\b.*segment_len.*\b2\b"):
+            training_segments(numbered(50), **sizes, stride=stride)
+    for first_step, count in ((-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=rf"\b{count}\b.*{first_step}\b"):
+            training_segments(numbered(50), **sizes).segments(first_step, count)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from support.own_text import own_text
 from txl_jax.config import CorpusName, DataConfig, EmptyEnd, LineMark, Tokenizer
-from txl_jax.data.byte_tokens import text_blocks
-from txl_jax.data.own_text import file_part, read_own_text, read_prefix, read_python_stdlib, split_by_position
-from txl_jax.data.text import BLOCK_BYTES, SPLITS
+from txl_jax.data.own_text import read_own_text, read_prefix, read_python_stdlib, split_by_position
+from txl_jax.data.text import BLOCK_BYTES, SPLITS, file_part, text_blocks
 from txl_jax.errors import UserError
 
 

@@ -6,7 +6,8 @@ import pytest
 from absl import flags
 
 from support import programs
-from txl_jax.cli import flag_tree, help_text
+from txl_jax.cli import flags as flag_tree
+from txl_jax.cli import help
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 
@@ -25,7 +26,7 @@ def headings(text):
 
 
 def test_every_flag_is_in_a_group_once_with_its_default(values):
-    text = help_text.help_text(list(values), None, values)
+    text = help.help_text(list(values), None, values)
     usages = re.findall(r"(?m)^  --([\w.]+)=(\S*)", text)
     assert sorted(name for name, _ in usages) == sorted(["flagfile", *(n for n in values if not n.startswith("help"))])
     defaults = dict(usages)
@@ -36,7 +37,7 @@ def test_every_flag_is_in_a_group_once_with_its_default(values):
 
 
 def test_groups_that_a_program_does_not_read_are_left_out(values):
-    text = help_text.help_text(list(values), ("model", "eval"), values, note="A note.")
+    text = help.help_text(list(values), ("model", "eval"), values, note="A note.")
     assert headings(text) == ["program", "several hosts", "model", "eval"]
     assert "--helpfull" in text and "\nA note.\n" in text
     assert "--compat=" in text and "--seed=" not in text
@@ -45,5 +46,5 @@ def test_groups_that_a_program_does_not_read_are_left_out(values):
 def test_help_of_a_program_has_its_flags_and_the_flagfiles():
     code, out, err = programs.run("experiments.enwik8", "--help")
     assert code == 0 and not err
-    for words in ("python -m experiments.enwik8", "--model.d_embed=none", *flag_tree.flagfile_names()):
+    for words in ("python -m experiments.enwik8", "--model.d_embed=none", *config_tree.preset_names()):
         assert words in out

@@ -1,17 +1,25 @@
-"""Tests token stores: what is in them, when one is opened again, and the memory that making one takes."""
+"""Tests token stores: contents, reuse, memory, and what errors, full disks, kills and second processes leave."""
 
 import functools
 import hashlib
 import json
 import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.token_texts import SETTINGS, WORDS, assert_same, file_of, names, never, text_of, words
+import txl_jax
+from support.encoded_text import in_blocks, joined
+from support.full_disk import largest_file
 from txl_jax.config import DataConfig, LineMark, Tokenizer, TokenizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data import token_store
@@ -23,6 +31,36 @@ from txl_jax.data.vocabulary import dumps
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 
+SETTINGS = {"tokenizer": "word", "min_count": 1}
+WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat")
+
+
+def text_of(train=b"the cat\nsat\n", valid=b"cat\n", test=b"sat", *, digest="d", block=5):
+    """A text of three splits, each a file's content or a list of them."""
+    contents = ([split] if isinstance(split, bytes) else split for split in (train, valid, test))
+    splits = (tuple(in_blocks(content, block) for content in split) for split in contents)
+    return Text("own text", "made up", digest, dict(zip(SPLITS, splits, strict=True)))
+
+
+def words():
+    return WordVocabulary(WORDS)
+
+
+def never():
+    raise AssertionError("the store is there already")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def assert_same(one, other):
+    assert one.vocabulary == other.vocabulary
+    for split in SPLITS:
+        np.testing.assert_array_equal(one.splits[split], other.splits[split], strict=True)
+    np.testing.assert_array_equal(one.sentences, other.sentences, strict=True)
+
+
 # What is in a store
 
 
@@ -30,7 +68,7 @@ def test_the_ids_of_each_split_are_mapped(tmp_path):
     tokens = open_store(text_of(), SETTINGS, words, folder=tmp_path)
     assert [tokens.splits[split].tolist() for split in SPLITS] == [[0, 2, 1, 5, 1], [2, 1], [5, 1]]
     assert tokens.sentences.tolist() == [0, 3, 5] and tokens.sentences.dtype == np.int64
-    assert tokens.vocabulary == words()
+    assert tokens.vocabulary == dumps(words())
     for array in (*tokens.splits.values(), tokens.sentences):
         assert isinstance(array, np.memmap) and not array.flags.writeable
     (name,) = names(tmp_path)
@@ -57,9 +95,9 @@ def test_tokens_without_line_marks_have_no_sentences(tmp_path):
     text = text_of(valid=b"cat\nsat", test=b"cat sat")
     for i, vocabulary in enumerate(unmarked):
         tokens = open_store(text, {"i": i}, lambda own=vocabulary: own, folder=tmp_path)
-        assert tokens.sentences is None and tokens.vocabulary == vocabulary
+        assert tokens.sentences is None and tokens.vocabulary == dumps(vocabulary)
         for split in SPLITS:
-            assert tokens.splits[split].tolist() == np.concatenate([*vocabulary.blocks(text.splits[split])]).tolist()
+            assert tokens.splits[split].tolist() == joined(vocabulary.blocks(text.splits[split]))
 
 
 # Lines of words known and unknown, some empty.
@@ -85,9 +123,7 @@ def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_
     tokens = open_store(text_of(contents, block=block), SETTINGS, lambda: vocabulary, folder=folder)
     assert tokens.sentences.tolist() == expected
     assert expected[-1] == len(tokens.splits["train"])
-    assert tokens.splits["train"].tolist() == [
-        token for ids in vocabulary.blocks(map(file_of, contents)) for token in ids.tolist()
-    ]
+    assert tokens.splits["train"].tolist() == joined(vocabulary.blocks(map(in_blocks, contents)))
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -190,7 +226,7 @@ def test_ids_are_those_of_this_version(tmp_path):
     for config in configs:
         make = functools.partial(make_vocabulary, config, text)
         tokens = open_store(text, config_tree.to_dict(config), make, folder=tmp_path)
-        found.update(dumps(tokens.vocabulary).encode())
+        found.update(tokens.vocabulary.encode())
         found.update(
             str([*(ids.tolist() for ids in tokens.splits.values()), np.array(tokens.sentences).tolist()]).encode()
         )
@@ -229,3 +265,137 @@ def test_memory_is_that_of_a_block(block, times, vocabulary, tmp_path):
         tracemalloc.stop()
     assert len(tokens.splits["train"]) > 1.9e6
     assert peak < 1.5e6
+
+
+def failing(kind):
+    """Files whose second block cannot be had."""
+
+    def blocks():
+        yield b"the cat\n"
+        raise kind
+
+    return (File("some.txt", 99, blocks),)
+
+
+def test_text_that_cannot_be_read_leaves_no_store(tmp_path):
+    for error in (ValueError("some.txt is not UTF-8"), KeyboardInterrupt()):
+        broken = Text("own text", "made up", "d", text_of().splits | {"valid": failing(error)})
+        with pytest.raises(type(error)) as caught:
+            open_store(broken, SETTINGS, words, folder=tmp_path)
+        assert caught.value is error, "nothing else is reported"
+        assert names(tmp_path) == []
+    assert len(open_store(text_of(), SETTINGS, words, folder=tmp_path).splits["train"]) == 5
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_full_disk_is_one_sentence_and_leaves_no_store(split, tmp_path):
+    text = text_of(**{split: b"x" * 300_000}, block=1000)
+    named = rf"{re.escape(str(tmp_path))}/new\b.*\bFile too large\b.*--cache_dir\b"
+    with largest_file(100_000), pytest.raises(UserError, match=named):
+        open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new")
+    assert names(tmp_path / "new") == []
+    assert len(open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new").splits[split]) == 300_000
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=rf"{tmp_path}/file/tokens\b.*\bNot a directory\b.*--cache_dir\b"):
+        open_store(text_of(), SETTINGS, words, folder=tmp_path / "file" / "tokens")
+
+
+def test_a_read_only_folder_is_enough_for_a_store_that_is_there(tmp_path, monkeypatch):
+    made = open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    monkeypatch.setattr(Path, "mkdir", never)
+    monkeypatch.setattr(os, "mkdir", never)
+    assert_same(open_store(text_of(), SETTINGS, never, folder=tmp_path), made)
+
+
+OTHER = textwrap.dedent(
+    """
+    import sys, time
+    from pathlib import Path
+    from txl_jax.data.token_store import open_store
+    from txl_jax.data.text import File, Text
+    from txl_jax.data.word_tokens import WordVocabulary
+
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+
+    def make():
+        (folder / f"{name}-makes").touch()
+        return WordVocabulary(("the", "<eos>", "cat", "<unk>", "<S>", "sat"))
+
+    def blocks(content):
+        yield content[:4]
+        (folder / f"{name}-is-inside").touch()
+        deadline = time.monotonic() + 30
+        while not (folder / "go-on").exists():
+            assert time.monotonic() < deadline, "the signal to continue does not come"
+            time.sleep(0.01)
+        yield content[4:]
+
+    contents = {"train": b"the cat\\nsat\\n", "valid": b"cat\\n", "test": b"sat"}
+    splits = {split: (File("some.txt", len(c), lambda c=c: blocks(c)),) for split, c in contents.items()}
+    text = Text("own text", "made up", "d", splits)
+    tokens = open_store(text, {"tokenizer": "word", "min_count": 1}, make, folder=folder / "tokens")
+    print(tokens.splits["train"].tolist(), tokens.sentences.tolist())
+    """
+)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a process that makes the store of `text_of()` in `tmp_path` / tokens; it waits there for a file go-on."""
+    started = []
+
+    def start(name):
+        environment = os.environ | {"PYTHONPATH": str(Path(txl_jax.__file__).parents[1])}
+        command = [sys.executable, "-c", OTHER, str(tmp_path), name]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no process made {path.name}"
+        time.sleep(0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_of_two_processes_one_makes_the_store_and_the_other_waits(is_killed, tmp_path, start):
+    """If the first is killed, the second makes it."""
+    first = start("first")
+    wait_for(tmp_path / "first-is-inside")
+    second = start("second")
+    assert second.stdout.readline().strip(), "it logs that it waits"
+    assert not (tmp_path / "second-makes").exists()
+    if is_killed:
+        first.kill()
+        wait_for(tmp_path / "second-is-inside")
+    (tmp_path / "go-on").touch()
+    results = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert results == ["" if is_killed else "[0, 2, 1, 5, 1] [0, 3, 5]\n", "[0, 2, 1, 5, 1] [0, 3, 5]\n"]
+    assert (tmp_path / "second-makes").exists() == is_killed
+    assert len(names(tmp_path / "tokens")) == 1
+
+
+@pytest.mark.full
+def test_a_killed_process_leaves_no_store_and_what_it_left_is_cleared(tmp_path, start):
+    killed = start("first")
+    wait_for(tmp_path / "first-is-inside")
+    killed.kill()
+    killed.wait()
+    assert len(names(tmp_path / "tokens")) == 1, "its unfinished store"
+    assert find_store(text_of(), SETTINGS, tmp_path / "tokens") is None
+    open_store(text_of(digest="another"), SETTINGS, words, folder=tmp_path / "tokens")
+    made = open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens")
+    assert made.splits["train"].tolist() == [0, 2, 1, 5, 1]
+    assert names(tmp_path / "tokens") == sorted(
+        f"own-text-{fingerprint(text_of(digest=digest), SETTINGS)}" for digest in ("d", "another")
+    )

@@ -1,0 +1,378 @@
+"""Tests `main` by programs of the tests: plans, configs, exit codes, and the compilation cache."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import pytest
+
+from support import ROOT, drawn_run, programs, runs
+from support.own_text import own_text
+from txl_jax import cli
+from txl_jax.cli import hosts, program, setting
+from txl_jax.cli.program import exit_code_for, guarded, keep_compiled
+from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, ModelConfig, Tokenizer
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import require
+from txl_jax.data.corpus import read_corpus
+from txl_jax.errors import CheckpointError, RemoteProcessError, UserError
+from txl_jax.runs.run import Run
+from txl_jax.runs.score import Interrupted
+from txl_jax.runtime import distributed, stop
+
+GLOO = "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.TextPlan):
+    lengths: tuple[int, ...] = setting((1, 2), "Lengths.")
+    from_: str = setting("", "Folder.", path=True, required=True)
+    member: tuple[str, ...] = setting((), "Members.", repeated=True)
+
+    def validate(self):
+        require(self.lengths, "no length was given; give one")
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Runs a program with a command line; returns its exit code, and the plan and the job that it was called with."""
+
+    def start(*words, run=lambda plan, job: None, plan=Plan, **options):
+        called = []
+        monkeypatch.setattr(sys, "argv", ["program", *words])
+        with programs.own_flags(), pytest.raises(SystemExit) as ended:
+            cli.main(lambda *given: called.append(given) or run(*given), plan, **options)
+        return ended.value.code, *(called or [None])
+
+    return start
+
+
+def test_a_plan_has_absolute_paths_and_the_job_what_was_typed(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.flags").write_text("--lengths=3,4\n")
+    words = ["--from=here", "--member=a=1,2", "--member=b", "--flagfile=mine.flags", "word"]
+    code, (plan, job) = start(*words, takes_words=True, config=ExperimentConfig())
+    assert code == 0 and (plan.lengths, plan.from_, plan.member) == ((3, 4), str(tmp_path / "here"), ("a=1,2", "b"))
+    assert job.words == ["word"] and job.flagfile == "mine"
+    assert job.places == {
+        "from": "",
+        "member": "",
+        "lengths": f"{tmp_path / 'mine.flags'}, line 1: ".replace(f"{tmp_path}/", ""),
+    }
+
+
+def test_the_config_is_the_flags_over_the_defaults(start, tmp_path):
+    defaults, found = config_tree.replace(ExperimentConfig(), {"eval.mem_len": 7}), []
+    note = lambda plan, job: found.append((job.config(), job.config_of_flagfile("wt103_base")))  # noqa: E731
+    assert start("--from=x", "--model.n_layer=2", run=note, config=defaults)[0] == 0
+    assert start("--from=x", "--data.corpus=ptb", run=note, config=defaults, by_corpus=True)[0] == 0
+    (own, flagfile), (by_corpus, _) = found
+    assert own == config_tree.replace(defaults, {"model.n_layer": 2})
+    assert (flagfile.model.n_layer, flagfile.model.d_model, flagfile.eval.mem_len) == (2, 410, 640)
+    assert by_corpus.data.corpus is CorpusName.PTB and by_corpus.data.tokenizer.kind is Tokenizer.WORD
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--from=x", "--lengths="], 1, "no length"),
+        ([], 1, "no from was given; give --from="),
+        (["--from=ftp://host/x"], 1, "ftp://host/x"),
+        (["--from=x", "--lenghts=3"], 2, "lengths"),
+        (["--from=x", "word"], 2, "'word'"),
+    ],
+)
+def test_a_plan_is_checked_before_anything_is_run(start, capsys, words, code, message):
+    assert start(*words, run=pytest.fail)[0] == code
+    assert message in capsys.readouterr().err
+
+
+def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):
+    compared = []
+    monkeypatch.setattr(distributed, "assert_same_on_all", lambda value, complaint: compared.append(value))
+    start("--from=here", hosts="join")
+    assert compared == ["--lengths=1,2 --member="]
+
+
+def interrupt(plan, job):
+    with job.stop:
+        stop.request_stop("a test")
+        raise Interrupted("the middle")
+
+
+@pytest.mark.parametrize(("run", "code"), [(interrupt, 143), (lambda plan, job: 7, 7)])
+def test_the_exit_code_is_the_programs_or_that_of_the_signal(start, monkeypatch, capsys, run, code):
+    monkeypatch.setattr(stop, "_stop_requested", threading.Event())
+    assert start("--from=x", run=run)[0] == code
+    assert ("stopped   on request in the middle; the same command" in capsys.readouterr().out) is (code == 143)
+
+
+# With the settings of a trained model
+
+SIZES = {"n_layer": 1, "d_model": 12, "n_head": 3, "d_head": 5, "d_inner": 14, "untie_r": True}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on words with the numerics of another implementation; returns its folder and its config."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text").write_text("one two three\n" * 200)
+    model = ModelConfig(**SIZES)
+    config = ExperimentConfig(model=model, data=own_text(file=str(folder / "text"), kind=Tokenizer.WORD))
+    config = config_tree.apply_preset(config_tree.replace(config, {"model.dropout.rate": 0.3}), "hf")
+    drawn_run.make(folder / "run", config, read_corpus(config.data, "nowhere", str(folder)))
+    return folder, config
+
+
+@pytest.fixture
+def built(trained, start, capsys):
+    """Returns the config of a command line with --init_from for a new run, or one that is recorded."""
+
+    def built(folder, *words):
+        found = []
+
+        def run(plan, job):
+            with Run.open(folder) as opened:
+                found.append(job.config(opened))
+
+        files = [f"--data.file={trained[0] / 'text'}", f"--init_from={trained[0] / 'run'}"]
+        code, *_ = start("--from=x", *files, *words, run=run, config=ExperimentConfig(data=own_text()))
+        if code:
+            raise UserError(capsys.readouterr().err)
+        return found[0]
+
+    return built
+
+
+def test_sizes_and_compatibility_come_from_the_trained_model(trained, built, tmp_path):
+    """And nothing else: dropout, tokens, lengths and optimizer are those of the program and the flags."""
+    config = built(tmp_path / "new", "--train.mem_len=30")
+    assert {name: getattr(config.model, name) for name in SIZES} == SIZES
+    assert config.compat == trained[1].compat != ExperimentConfig().compat
+    assert config.model.dropout == ExperimentConfig().model.dropout
+    assert config.data.tokenizer.kind is Tokenizer.BYTE and config.train.mem_len == 30
+
+
+def test_flags_of_the_same_model_may_be_given_and_others_are_named(built, tmp_path):
+    assert built(tmp_path / "new", "--model.n_layer=1").model.n_layer == 1
+    with pytest.raises(UserError, match=r"model\.n_layer is 4 and there 1; model\.d_head is 6 and there 5; leave"):
+        built(tmp_path / "new", "--model.n_layer=4", "--model.d_head=6")
+    other = built(tmp_path / "new", "--compat=tf").compat
+    assert other.layer_norm_eps == COMPAT_PRESETS["tf"]["compat.layer_norm_eps"]
+
+
+def test_a_kept_vocabulary_brings_its_tokenizer(built, tmp_path):
+    config = built(tmp_path / "new", "--init_vocabulary=kept")
+    assert config.data.tokenizer.kind is Tokenizer.WORD
+    for words, named in (
+        (["--data.tokenizer.vocab_file=words"], "vocab_file"),
+        (["--init_from=none"], "give --init_from"),
+    ):
+        with pytest.raises(UserError, match=named):
+            built(tmp_path / "new", "--init_vocabulary=kept", *words)
+
+
+def test_a_second_start_needs_the_workdir_alone(trained, built, tmp_path):
+    """The folder of the weights may be gone, and flags left out: the record takes the place of the defaults."""
+    first = built(tmp_path / "new", "--train.mem_len=30")
+    runs.record(tmp_path / "new", first, read_corpus(trained[1].data, "nowhere", str(trained[0])))
+    (trained[0] / "run").rename(trained[0] / "gone")
+    try:
+        assert built(tmp_path / "new") == first
+        assert built(tmp_path / "new", "--train.log_every=7").train.log_every == 7
+        with pytest.raises(UserError, match=r"init_from is .*run, whose weights cannot be taken: .* holds no run"):
+            built(tmp_path / "another")
+    finally:
+        (trained[0] / "gone").rename(trained[0] / "run")
+
+
+# Errors
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+def known_to_all(error):
+    error.known_to_all = True
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (ValueError(GLOO), True),  # Raised where an array is fetched.
+        (jax.errors.JaxRuntimeError(GLOO), True),
+        (caused(CheckpointError("step 3 could not be written"), RuntimeError("UNAVAILABLE: barrier")), True),
+        (ConnectionResetError(104, "Connection reset by peer"), False),  # Of a disk, or of a download.
+        (caused(ConnectionError("they did not come together"), RuntimeError("UNAVAILABLE")), False),
+        (known_to_all(RemoteProcessError("process 1: Connection reset by peer")), False),
+    ],
+)
+def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, error, lost):
+    assert not hosts.lost_another(error), "alone there is none to lose"
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "is_multiprocess", lambda: False)
+    assert (exit_code_for(error) == hosts.LOST == 75) is lost
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and (err == f"error: {error}\n") is not lost
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Collectives that were run, and how the process was ended at once."""
+    done = []
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "run_on_all", lambda act: done.append("together"))
+    monkeypatch.setattr(hosts.os, "_exit", lambda code: done.append(code))
+    return done
+
+
+def test_all_that_end_together_wait_for_each_other(ended):
+    assert hosts.leave(143, together=True) == 143 and ended == ["together"]
+    hosts.leave(1, together=False)
+    assert ended == ["together", 1]
+
+
+def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(ended, monkeypatch):
+    def lose(act):
+        raise ValueError(GLOO)
+
+    monkeypatch.setattr(distributed, "run_on_all", lose)
+    with pytest.raises(ValueError, match="Gloo"):
+        hosts.leave(0, together=True)
+    hosts.leave(1, together=True)
+    assert ended == [1]
+
+
+def test_all_meet_as_soon_as_they_have_joined(ended, monkeypatch):
+    monkeypatch.setattr(hosts, "announced", lambda *unused: hosts.Several(2, "a test", {}))
+    monkeypatch.setattr(hosts, "_given", dict)
+    monkeypatch.setattr(hosts, "_redirect_output", lambda **unused: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **unused: ended.append("joined"))
+    hosts.join()
+    assert ended == ["joined", "together"]
+
+
+@pytest.mark.parametrize("error", [UserError("lengths is 0; give more"), FileNotFoundError(2, "No such file", "a.txt")])
+def test_an_error_of_a_user_is_one_line_and_a_bug_keeps_its_traceback(capsys, error):
+    def job(error):
+        raise error
+
+    assert guarded(lambda: job(error)) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
+    with pytest.raises(ValueError, match="shapes"):
+        guarded(lambda: job(ValueError("shapes differ")))
+    assert capsys.readouterr().err == ""
+
+
+# The compilation cache
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+from txl_jax import cli
+
+def run(plan, job):
+    heavy = jax.jit(lambda x: sum(jnp.sin(x * i).sum() for i in range(100)))
+    events = []
+    jax.monitoring.register_event_listener(lambda name, **unused: events.append(name))
+    found = heavy.lower(jnp.zeros(5)).compile()(jnp.arange(5.0))
+    hits = [name for name in events if name.endswith("compilation_cache/cache_hits")]
+    print(found, "hit" if hits else "miss")
+
+cli.main(run, cli.TextPlan)
+"""
+
+
+def compile_in_a_process(*words, **environment):
+    """Starts a program that compiles one function; returns the function's value, "hit" or "miss", and the errors."""
+    own = ("JAX_COMPILATION", "JAX_PERSISTENT", "XLA_")  # With the flags of tests it compiles too fast to be kept.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words],
+        env=kept | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return *done.stdout.split(), done.stderr
+
+
+@pytest.mark.full
+def test_a_second_start_reads_what_the_first_compiled(tmp_path):
+    value, found, _ = compile_in_a_process(f"--data_dir={tmp_path}")
+    assert found == "miss" and list((tmp_path / "prepared" / "compilation").rglob("*-cache"))
+    assert compile_in_a_process(f"--data_dir={tmp_path}") == (value, "hit", "")
+
+
+@pytest.mark.nightly(part="faults")
+def test_the_cache_may_be_in_a_bucket(bucket, storage):
+    flag = f"--compilation_cache={bucket}"
+    value, found, _ = compile_in_a_process(flag, **storage.environment)
+    assert found == "miss" and any(name.endswith("-cache") for name in storage.names())
+    assert compile_in_a_process(flag, **storage.environment) == (value, "hit", "")
+
+
+@pytest.mark.nightly(part="faults")
+def test_a_damaged_entry_costs_a_warning(tmp_path):
+    value, _, _ = compile_in_a_process(f"--data_dir={tmp_path}")
+    for path in tmp_path.rglob("*-cache"):
+        path.write_bytes(path.read_bytes()[:100])
+    damaged, found, err = compile_in_a_process(f"--data_dir={tmp_path}")
+    assert (damaged, found) == (value, "miss") and "compilation cache" in err
+
+
+@pytest.fixture
+def kept_in(monkeypatch):
+    """Keeps this process's own cache; returns the folder that `keep_compiled` sets, None: none."""
+
+    def kept_in(*arguments, already=None, processes=1, **more):
+        found = {"jax_compilation_cache_dir": None}
+        own = jax.config.values["jax_compilation_cache_dir"]
+        jax.config.update("jax_compilation_cache_dir", already)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(program.jax.config, "update", lambda name, value: found.update({name: value}))
+                patch.setattr(distributed, "is_multiprocess", lambda: processes > 1)
+                keep_compiled(*arguments, **more)
+        finally:
+            jax.config.update("jax_compilation_cache_dir", own)
+        return found["jax_compilation_cache_dir"]
+
+    return kept_in
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        ({"data_dir": "/a"}, "/a/prepared/compilation/"),
+        ({"data_dir": "/a", "cache_dir": "/b"}, "/b/compilation/"),
+        ({"data_dir": "/a", "given": "/c"}, "/c/"),
+        ({"given": "gs://bucket/c"}, "gs://bucket/c/"),
+        ({"given": "/c", "already": "/of/the/user", "processes": 2}, "/c/"),
+        ({"data_dir": "/a", "given": "off"}, None),
+        ({"data_dir": "/a", "given": ""}, None),
+        ({"data_dir": "gs://bucket/a"}, None),
+        ({"data_dir": "/a", "already": "/of/the/user"}, None),
+        ({"data_dir": "/a", "processes": 2}, None),
+        ({}, None),
+    ],
+)
+def test_where_compiled_programs_are_kept(kept_in, arguments, folder):
+    found = kept_in(**arguments)
+    assert (found is None) is (folder is None)
+    assert found is None or (found.startswith(folder) and "/" not in found.removeprefix(folder)), found
+
+
+def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert kept_in(given=str(tmp_path / "file" / "inner")) is None
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1 and f"{tmp_path / 'file'}, which is a file" in line
+    assert kept_in(str(tmp_path / "a-typo")) and os.listdir(tmp_path) == ["file"]

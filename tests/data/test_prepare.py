@@ -1,0 +1,778 @@
+"""Tests published corpora: archives, checks, places of files in miniature, records, their damage, and downloads."""
+
+import dataclasses
+import fcntl
+import hashlib
+import http.server
+import io
+import itertools
+import os
+import random
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import threading
+import zipfile
+
+import pytest
+import requests
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support import ROOT, miniature
+from support.cases import full_but
+from support.full_disk import largest_file
+from support.published_corpora import (
+    ONE_FILE,
+    TABLE,
+    WORDS,
+    by_split,
+    contents,
+    expected_digest,
+    flat,
+    official,
+    official_in_the_manual_folder,
+    own_archive,
+    place,
+    place_official,
+    read,
+    refusal,
+    refuse,
+    unpacked,
+)
+from txl_jax.config import CorpusName, Heldout
+from txl_jax.data import prepare
+from txl_jax.data.prepare import Tally, difference, fit, open_files
+from txl_jax.data.published import CORPORA, WHOLE, Facts, Remote
+from txl_jax.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("miniatures")
+
+# Archives
+
+URL = "http://example.org/it.zip"
+MEMBERS = {"box/b.txt": b"bee" * 50_000, "box/a.txt": b"ay", "box/c.txt": b"", "c.txt": b"sea"}
+LAYOUT = {"one": ("b.txt",), "two": ("box/a.txt", "box/c.txt")}
+
+
+def open_archive(path):
+    return open_files(str(path), {path.name: str(path)}, again=URL)
+
+
+def opened(tmp_path, file, members=MEMBERS):
+    return open_archive(write(tmp_path / file, miniature.archive(file, members)))
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def unpacked_from(files, names):
+    sizes = {name: files.sizes[name] for name in names}
+    return {name: b"".join(blocks) for name, blocks in files.read(sizes)}
+
+
+@pytest.fixture(params=["x.zip", "x.tar", "x.tar.gz", "x.tgz"])
+def container(request, tmp_path):
+    return opened(tmp_path, request.param)
+
+
+def test_sizes_and_contents(container, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    assert container.sizes == {name: len(content) for name, content in MEMBERS.items()}
+    wanted = ["box/a.txt", "box/c.txt", "box/b.txt"]
+    assert unpacked_from(container, wanted) == {name: MEMBERS[name] for name in wanted}
+    assert unpacked_from(container, ["c.txt"]) == {"c.txt": b"sea"}
+    assert container.name in container.where("c.txt") and "c.txt" in container.where("c.txt")
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is unpacked"
+
+
+def test_a_tar_is_read_in_its_own_order_and_not_beyond_what_is_wanted(tmp_path):
+    tar = opened(tmp_path, "x.tar", {"z": b"1", "m": b"2", "a": b"3"})
+    assert list(unpacked_from(tar, ["a", "z"])) == ["z", "a"]
+    long = opened(tmp_path, "long.tar.gz", {"z": b"1", "a": random.Random(0).randbytes(1_000_000)})
+    with open(long.name, "r+b") as file:
+        file.truncate(500_000)
+    assert unpacked_from(long, ["z"]) == {"z": b"1"}
+
+
+@pytest.mark.parametrize("prefix", ["", "./", "some/where/"])
+def test_files_are_found_by_the_ends_of_their_paths(prefix, container, tmp_path):
+    members = {f"{prefix}{name}": content for name, content in MEMBERS.items() if name != "c.txt"}
+    moved = opened(tmp_path, "moved.zip", members | {f"{prefix}box/not-b.txt": b"", f"{prefix}b.txt.old": b""})
+    first_that_fits = [{"one": ("absent",)}, LAYOUT, {"one": ("a.txt",)}]
+    assert fit(moved, first_that_fits) == {
+        "one": [f"{prefix}box/b.txt"],
+        "two": [f"{prefix}box/a.txt", f"{prefix}box/c.txt"],
+    }
+
+
+def test_missing_files_and_two_that_could_be_meant_are_named(container):
+    with pytest.raises(UserError) as caught:
+        fit(container, [{"one": ("x", "y", "z")}, {"one": ("b.txt", "absent.txt")}])
+    assert re.search(rf"^{container.name}\b.*\babsent\.txt\b.*{URL}", str(caught.value))
+    assert not re.search(r"\b[yz]\b", str(caught.value)), "of the layout that lacks more"
+    with pytest.raises(UserError, match=rf"{container.name}\b.* box/c\.txt\b.* c\.txt\b"):
+        fit(container, [{"one": ("c.txt",)}])
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
+@pytest.mark.parametrize("name", ["/etc/passwd", "../a", "box/../../a", "box/..", "C:\\a", "..\\a", "c:/a", "box/../a"])
+def test_names_that_lead_out_are_refused(kind, name, tmp_path):
+    with pytest.raises(UserError, match=rf"x\.{kind}\b.*{re.escape(repr(name))}"):
+        opened(tmp_path, f"x.{kind}", {"good.txt": b"1", name: b"2"})
+
+
+def write_links(path, links, kind=tarfile.SYMTYPE):
+    """An archive with the file box/a.txt and links, from name to target."""
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("box/a.txt", "ay")
+            for name, target in links.items():
+                info = zipfile.ZipInfo(name)
+                info.external_attr = (stat.S_IFLNK | 0o777) << 16
+                archive.writestr(info, target)
+        return
+    with tarfile.open(path, "w") as archive:
+        info = tarfile.TarInfo("box/a.txt")
+        info.size = 2
+        archive.addfile(info, io.BytesIO(b"ay"))
+        for name, target in links.items():
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, target
+            archive.addfile(info)
+
+
+@pytest.mark.parametrize("file", ["x.zip", "x.tar"])
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../a", "../box/../../a", "..\\..\\a", "c:\\a"])
+def test_links_that_lead_out_are_refused(file, target, tmp_path):
+    write_links(tmp_path / file, {"box/link": target})
+    with pytest.raises(UserError, match=rf"{file}\b.*'box/link'.*{re.escape(repr(target))}"):
+        open_archive(tmp_path / file)
+
+
+@pytest.mark.parametrize("file", ["x.zip", "x.tar"])
+def test_links_that_stay_inside_are_no_harm(file, tmp_path):
+    write_links(tmp_path / file, {"box/link": "a.txt", "box/up": "../box/a.txt"})
+    assert unpacked_from(open_archive(tmp_path / file), ["box/a.txt"]) == {"box/a.txt": b"ay"}
+
+
+def test_hard_links_count_from_the_archives_root(tmp_path):
+    write_links(tmp_path / "x.tar", {"box/deep/link": "box/a.txt"}, kind=tarfile.LNKTYPE)
+    assert list(open_archive(tmp_path / "x.tar").sizes) == ["box/a.txt"]
+    for target in ("../a.txt", "/etc/passwd"):
+        write_links(tmp_path / "x.tar", {"box/deep/link": target}, kind=tarfile.LNKTYPE)
+        with pytest.raises(UserError, match=r"x\.tar\b.*'box/deep/link'"):
+            open_archive(tmp_path / "x.tar")
+
+
+def test_devices_are_refused(tmp_path):
+    for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE):
+        write_links(tmp_path / "x.tar", {"box/device": ""}, kind=kind)
+        with pytest.raises(UserError, match=r"x\.tar\b.*'box/device'"):
+            open_archive(tmp_path / "x.tar")
+
+
+def read_all(path):
+    archive = open_archive(path)
+    fit(archive, [{"all": ("a", "b")}])
+    return unpacked_from(archive, ["a", "b"])
+
+
+@pytest.mark.parametrize("file", ["x.zip", "x.tar", "x.tar.gz"])
+def test_an_archive_cut_anywhere_is_reported_as_damaged_or_lacking_a_file(file, tmp_path):
+    members = {"a": b"ay" * 1500, "b": b"bee" * 1000}
+    whole = miniature.archive(file, members)
+    # A tar's blocks are filled up, and it ends in empty ones, all of which nobody misses.
+    needed = len(whole.rstrip(b"\0")) if file == "x.tar" else len(whole)
+    for length in [*range(0, needed, max(needed // 60, 1)), needed - 1]:
+        with pytest.raises(UserError, match=rf"{tmp_path / file}\b.*{URL}"):
+            read_all(write(tmp_path / file, whole[:length]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file", ["x.zip", "x.tar.gz"])
+def test_flipped_bits_give_the_right_text_or_a_clear_error(file, tmp_path):
+    members = {"a": b"one two three\n" * 5, "b": b"four"}
+    whole = miniature.archive(file, members)
+    messages = set()
+    for offset in range(len(whole)):
+        for bit in range(8):
+            damaged = bytearray(whole)
+            damaged[offset] ^= 1 << bit
+            (tmp_path / file).write_bytes(damaged)
+            try:
+                found = read_all(tmp_path / file)
+                # Some bytes, such as the date, do not matter, and an empty file is refused by its size.
+                assert found == members or b"" in found.values()
+            except ValueError as error:
+                messages.add(str(error))
+    assert any(URL in message for message in messages)
+    assert all(str(tmp_path / file) in message for message in messages)
+
+
+def test_a_member_of_another_size_and_one_with_a_password(tmp_path):
+    path, whole = tmp_path / "x.zip", miniature.archive("x.zip", {"a": b"text"})
+    entry, start = whole.index(b"PK\x01\x02"), whole.index(b"PK\x03\x04")
+    longer, locked = bytearray(whole), bytearray(whole)
+    longer[entry + 24] = 9  # Where the table of contents holds the size.
+    locked[entry + 8] |= 1
+    locked[start + 6] |= 1
+    for damaged in (longer, locked):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"x\.zip\b.*{URL}"):
+            unpacked_from(open_archive(path), ["a"])
+
+
+def test_what_is_no_archive(tmp_path):
+    for path in (tmp_path / "x.zip", tmp_path / "x.tar", tmp_path / "x.tgz"):
+        with pytest.raises(UserError, match=rf"{path}\b.*{URL}"):
+            open_archive(write(path, b"<html><body>404 Not Found</body></html>" * 30))
+
+
+# Counts
+
+PIECES = st.sampled_from(["a", "bc", " ", "\n", "\r\n", "\n\n", "é", "\u3000", "\u00a0", "日本", "\t"])
+
+
+def tally(text: bytes, *cuts: int) -> Tally:
+    """The tally of a text that comes in blocks."""
+    counted = Tally(words=True)
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    for first, last in itertools.pairwise(borders):
+        if first < last:
+            counted.add(text[first:last])
+    return counted
+
+
+@given(st.lists(PIECES, max_size=30).map("".join), st.lists(st.integers(0, 60), max_size=6))
+def test_blocks_count_as_the_whole(text, cuts):
+    counted = tally(text.encode(), *cuts)
+    lines = text.count("\n") + (bool(text) and not text.endswith("\n"))
+    assert counted.lines == lines
+    assert counted.tokens == len(text.split()) + lines
+    assert counted.size == len(text.encode())
+    assert counted.sha256 == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_differences_have_both_numbers():
+    two = [tally(b"a b\n"), tally(b"c\n\n\n")]
+    assert difference(Facts(), two, of="it") == difference(Facts(size=8, lines=4, tokens=7), two, of="it") == ""
+    for known, made, numbers in (
+        (Facts(size=10), two, ["8", "10"]),
+        (Facts(lines=2), two, ["4", "2", "2"]),  # The last: its empty lines.
+        (Facts(tokens=1006), [*two[:1], tally(b"c\n.\n")], ["7", "1,006"]),
+    ):
+        assert re.findall(r"\d[\d,]*", difference(known, made, of="it")) == numbers
+    one, known = [tally(b"text")], hashlib.sha256(b"else").hexdigest()
+    assert re.search(rf"\b{one[0].sha256}\b.*\b{known}\b", difference(Facts(sha256=known), one, of="it"))
+    assert difference(Facts(sha256=one[0].sha256), one, of="it") == ""
+
+
+ARRANGEMENTS = [
+    unpacked,
+    flat,
+    by_split,
+    official,
+    official_in_the_manual_folder,
+    *map(own_archive, ("zip", "tar.gz", "tgz", "tar")),
+]
+CASES = [
+    (name, arrange)
+    for name in miniature.NAMES
+    for arrange in ARRANGEMENTS
+    if TABLE[name].own_layouts or arrange is not by_split
+]
+# Each corpus once, and each arrangement once.
+QUICK = [(name, official) for name in miniature.NAMES] + [(CorpusName.PTB, arrange) for arrange in ARRANGEMENTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "arrange"), full_but(QUICK, CASES), ids=lambda value: getattr(value, "__name__", value)
+)
+def test_a_corpus_in_each_arrangement_of_files(name, arrange, tmp_path):
+    arrange(tmp_path, name)
+    before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "data").rglob("*"))}
+    text = read(name, tmp_path)
+    expected = miniature.texts(name)
+    assert contents(text) == contents(text) == expected, "a text may be read twice"
+    assert {split: sum(file.size for file in files) for split, files in text.splits.items()} == {
+        split: len(part) for split, part in expected.items()
+    }
+    assert list(text.splits) == ["train", "valid", "test"]
+    assert text.digest == expected_digest(name), "the digest does not depend on the arrangement of the files"
+    assert (text.name, text.closed_alphabet) == (name, TABLE[name].closed_alphabet)
+    assert re.search(rf"{CORPORA[name].title}.*\b{sum(map(len, expected.values())):,}\b", text.description)
+    after = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "data").rglob("*"))}
+    assert after == before, "the files are left alone"
+    left = sorted(os.listdir(tmp_path / "cache" / "tfds"))
+    assert left == [f".txl_{name}.lock", f"txl_{name}"], "nothing is left over"
+
+
+@pytest.mark.parametrize("name", [CorpusName.TEXT8, CorpusName.PTB, CorpusName.LM1B])
+def test_a_prepared_corpus_needs_nothing_else(name, tmp_path):
+    place_official(tmp_path, name)
+    first = read(name, tmp_path)
+    shutil.rmtree(tmp_path / "data")
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    second = read(name, tmp_path)
+    assert contents(second) == miniature.texts(name)
+    assert (second.name, second.description, second.digest) == (first.name, first.description, first.digest)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == stamps
+
+
+def test_files_have_names_for_errors(tmp_path):
+    unpacked(tmp_path, CorpusName.PTB)
+    place_official(tmp_path, CorpusName.LM1B)
+    ptb, lm1b = read(CorpusName.PTB, tmp_path), read(CorpusName.LM1B, tmp_path)
+    assert [file.name for files in ptb.splits.values() for file in files] == ["ptb train", "ptb valid", "ptb test"]
+    assert [file.name for file in lm1b.splits["train"]] == [f"lm1b train, news.en-0000{i}-of-00100" for i in (1, 2, 3)]
+    shards = miniature.shards(miniature.texts(CorpusName.LM1B)["train"])
+    assert [b"".join(file.blocks()) for file in lm1b.splits["train"]] == shards, "in order, unlike the archive"
+    assert [file.size for file in lm1b.splits["train"]] == list(map(len, shards))
+
+
+def test_streams_of_one_file_do_not_disturb_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_RECORDS_PER_BLOCK", 1)
+    unpacked(tmp_path, CorpusName.ENWIK8)
+    (file,) = read(CorpusName.ENWIK8, tmp_path).splits["train"]
+    slow, quick = file.blocks(), file.blocks()
+    first = next(slow)
+    assert b"".join(quick) == miniature.texts(CorpusName.ENWIK8)["train"]
+    assert first + b"".join(slow) == miniature.texts(CorpusName.ENWIK8)["train"]
+
+
+@pytest.mark.parametrize("name", full_but([CorpusName.LM1B], miniature.NAMES))
+def test_many_files_of_records(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "RECORD_BYTES", 1000)
+    monkeypatch.setattr(prepare, "SHARD_RECORDS", 7)
+    place_official(tmp_path, name)
+    assert contents(read(name, tmp_path)) == miniature.texts(name)
+    files = sorted((tmp_path / "cache" / "tfds" / f"txl_{name}").rglob("*train*"))
+    assert len(files) == -(-len(miniature.texts(name)["train"]) // 7000) > 5
+
+
+def test_the_same_builders_serve_tensorflow_datasets(tmp_path):
+    import tensorflow_datasets as tfds
+
+    place_official(tmp_path, CorpusName.PTB)
+    read(CorpusName.PTB, tmp_path)
+    builder = tfds.builder("txl_ptb", data_dir=tmp_path / "cache" / "tfds")
+    source = builder.as_data_source("valid")
+    assert b"".join(source[i]["block"] for i in range(len(source))) == miniature.texts(CorpusName.PTB)["valid"]
+    without_code = tfds.builder_from_directory(tmp_path / "cache" / "tfds" / "txl_ptb" / "1.0.0")
+    assert set(without_code.info.splits) == {"train", "valid", "test"}
+
+
+def test_one_billion_words_heldout_shards(tmp_path):
+    place_official(tmp_path, CorpusName.LM1B)
+    texts = miniature.texts(CorpusName.LM1B)
+    separate = read(CorpusName.LM1B, tmp_path)
+    same = read(CorpusName.LM1B, tmp_path, heldout=Heldout.PUBLISHED)
+    assert contents(separate) == texts
+    assert contents(same) == texts | {"valid": texts["test"]}
+    assert separate.digest != same.digest
+
+
+@pytest.mark.parametrize("name", ONE_FILE)
+@pytest.mark.parametrize("packed", [False, True])
+def test_another_number_of_bytes(name, packed, tmp_path):
+    files = dict.fromkeys(miniature.files(name), b"x" * 1234)
+    if packed:
+        files = {f"{name}.tgz": miniature.archive(".tgz", files)}
+    place(tmp_path / "data", files)
+    where = tmp_path / "data" / next(iter(files))
+    assert re.search(rf"{where}\b.*\b1,234\b.*\b300,008\b", refusal(name, tmp_path))
+
+
+@pytest.mark.parametrize("offset", [0, 250_000, 300_007])
+def test_a_wrong_byte_anywhere(offset, tmp_path):
+    text = bytearray(miniature.files(CorpusName.ENWIK8)["enwik8"])
+    text[offset] ^= 1
+    place(tmp_path / "data", {"enwik8": bytes(text)})
+    message = refusal(CorpusName.ENWIK8, tmp_path)
+    found, known = hashlib.sha256(text).hexdigest(), CORPORA[CorpusName.ENWIK8].facts[WHOLE].sha256
+    assert re.search(rf"\b{found}\b.*\benwik8\b.*\b{known}\b", message)
+
+
+def test_an_official_archive_with_other_content(tmp_path):
+    for name in miniature.PACKED:
+        path, whole = tmp_path / "data" / miniature.OFFICIAL[name], miniature.official(name)
+        place(tmp_path / "data", {path.name: whole[:-1]})
+        assert re.search(rf"^{path}\b.*\b{len(whole) - 1:,}\b.*\b{len(whole):,}\b", refusal(name, tmp_path))
+        changed = whole[:-1] + bytes([whole[-1] ^ 1])
+        place(tmp_path / "data", {path.name: changed})
+        found, known = hashlib.sha256(changed).hexdigest(), hashlib.sha256(whole).hexdigest()
+        assert re.search(rf"^{path}\b.*\b{found}\b.*\b{known}\b", refusal(name, tmp_path))
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+@pytest.mark.parametrize("name", WORDS)
+def test_another_number_of_tokens(name, split, tmp_path):
+    text, known = miniature.texts(name)[split], CORPORA[name].facts[split].tokens
+    changes = {
+        text[:-1] + b"\nmore words here\n": known + 4 + (not text.endswith(b" \n")),
+        text + b"\n": known + 1,
+        text + b"\n\n\n": known + 3,
+    }
+    for changed, count in changes.items():
+        by_split(tmp_path, name)
+        path = tmp_path / "data" / TABLE[name].folders[-1] / f"{split}.txt"
+        path.write_bytes(changed)
+        assert re.search(rf"^{path}\b.*\b{count:,}\b.*\b{known:,}\b", refusal(name, tmp_path))
+
+
+def test_the_same_words_in_other_bytes_are_noted(tmp_path, capsys):
+    """Copies of the Penn Treebank differ in the white space around lines; the counts do not."""
+    stripped = b"\n".join(line.strip() for line in miniature.texts(CorpusName.PTB)["valid"].splitlines()) + b"\n"
+    parts = miniature.texts(CorpusName.PTB) | {"valid": stripped}
+    place(tmp_path / "data", {f"ptb.{split}.txt": text for split, text in parts.items()})
+    assert contents(read(CorpusName.PTB, tmp_path)) == parts
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if re.search(r"\b(train|valid|test)\b", line)]
+    assert "Penn Treebank" in note and "valid" in note
+
+
+@pytest.mark.parametrize(("split", "where"), [("train", "news.en-00001-of-00100"), ("test", "news.en.heldout-00000")])
+def test_another_number_of_sentences(split, where, tmp_path):
+    unpacked(tmp_path, CorpusName.LM1B)
+    path = next(path for path in (tmp_path / "data").rglob("*") if path.name.startswith(where))
+    path.write_bytes(path.read_bytes() + b"One more .\n")
+    known = CORPORA[CorpusName.LM1B].facts[split].lines
+    assert re.search(rf"{where}.*\b{known + 1:,}\b.*\b{known:,}\b", refusal(CorpusName.LM1B, tmp_path))
+
+
+def test_a_folder_without_a_file(tmp_path):
+    for name, gone in ((CorpusName.PTB, "ptb.valid.txt"), (CorpusName.LM1B, "news.en-00002-of-00100")):
+        unpacked(tmp_path, name)
+        (path,) = (tmp_path / "data").rglob(gone)
+        path.unlink()
+        lacking = path.relative_to(tmp_path / "data")
+        assert re.search(rf"{tmp_path}/data\b.* {lacking}\b.*{CORPORA[name].title}", refusal(name, tmp_path))
+
+
+def test_what_is_whole_wins_over_what_is_not(tmp_path):
+    by_split(tmp_path, CorpusName.PTB)
+    (tmp_path / "data" / TABLE[CorpusName.PTB].folders[-1] / "valid.txt").unlink()
+    official_in_the_manual_folder(tmp_path, CorpusName.PTB)
+    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+
+
+def test_common_names_count_only_in_the_corpuss_own_folder(tmp_path):
+    place(tmp_path / "data", {f"{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()})
+    refusal(CorpusName.PTB, tmp_path, UserError)
+    os.rename(tmp_path / "data", tmp_path / "ptb")
+    text = prepare.read(CorpusName.PTB, data_dir=str(tmp_path / "ptb"), cache_dir=str(tmp_path / "cache"))
+    assert contents(text) == miniature.texts(CorpusName.PTB)
+
+
+@pytest.mark.parametrize("name", miniature.NAMES)
+def test_without_files_and_network_every_source_is_asked_once_and_named(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(CORPORA, name, TABLE[name])
+    asked = []
+    monkeypatch.setattr(requests, "head", lambda url, **options: (asked.append(url), refuse(url)))
+    message = refusal(name, tmp_path, UserError)
+    assert sorted(asked) == sorted(source[0].url for source in TABLE[name].sources)
+    assert all(source[0].url in message for source in TABLE[name].sources)
+    assert all(remote.file in message for source in TABLE[name].sources for remote in source)
+    assert re.search(rf"{tmp_path / 'data' / TABLE[name].folders[0]}\b.*--data_dir\b", message)
+    assert ("--data.file=PATH" in message) == (name in ONE_FILE)
+    assert not (tmp_path / "cache").exists(), "nothing is left"
+
+
+# Waits for ever once the first bytes have been counted.
+WAITS = """
+import sys, time
+from support import miniature
+from txl_jax.config import CorpusName
+from txl_jax.data import prepare
+miniature.install()
+def wait(self, block):
+    print("inside", flush=True)
+    time.sleep(600)
+prepare.Tally.add = wait
+prepare.read(CorpusName.LM1B, data_dir=sys.argv[1] + "/data", cache_dir=sys.argv[1] + "/cache")
+"""
+
+
+def test_a_thread_waits_too(tmp_path):
+    place_official(tmp_path, CorpusName.PTB)
+    folder = tmp_path / "cache" / "tfds"
+    folder.mkdir(parents=True)
+    digests = []
+    with open(folder / ".txl_ptb.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=lambda: digests.append(read(CorpusName.PTB, tmp_path).digest))
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and not (folder / "txl_ptb").exists()
+    thread.join(60)
+    assert digests == [expected_digest(CorpusName.PTB)]
+
+
+@pytest.mark.full
+def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path):
+    place_official(tmp_path, CorpusName.LM1B)
+    command = [sys.executable, "-c", WAITS, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        while process.stdout.readline() not in ("inside\n", ""):
+            pass
+        process.kill()
+    assert list((tmp_path / "cache" / "tfds").rglob("incomplete*")), "the test must kill in the middle"
+    assert contents(read(CorpusName.LM1B, tmp_path)) == miniature.texts(CorpusName.LM1B)
+    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [".txl_lm1b.lock", "txl_lm1b"]
+    assert os.listdir(tmp_path / "cache" / "tfds" / "txl_lm1b") == ["1.0.0"], "what was left is gone"
+
+
+@pytest.mark.parametrize("cache", ["file", "file/below", "/proc/nowhere"])
+def test_a_cache_that_cannot_be_made(cache, tmp_path):
+    place_official(tmp_path, CorpusName.PTB)
+    (tmp_path / "file").touch()
+    cache = tmp_path / cache
+    with pytest.raises(UserError, match=rf"\bPenn Treebank\b.*{cache}/tfds\b.*--cache_dir\b"):
+        prepare.read(CorpusName.PTB, data_dir=str(tmp_path / "data"), cache_dir=str(cache))
+
+
+@pytest.mark.full
+def test_a_full_disk(tmp_path):
+    place_official(tmp_path, CorpusName.LM1B)
+    folder = tmp_path / "cache" / "tfds"
+    with largest_file(100_000):
+        message = refusal(CorpusName.LM1B, tmp_path, UserError)
+    assert re.search(rf"One Billion Word.*{folder}\b.*\bFile too large\b.*--cache_dir\b", message)
+    assert contents(read(CorpusName.LM1B, tmp_path)) == miniature.texts(CorpusName.LM1B)
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "flipped"])
+def test_a_damaged_cache(damage, tmp_path):
+    place_official(tmp_path, CorpusName.ENWIK8)
+    read(CorpusName.ENWIK8, tmp_path)
+    (path,) = (tmp_path / "cache" / "tfds" / "txl_enwik8").rglob("*train*")
+    if damage == "removed":
+        path.unlink()
+    elif damage == "flipped":
+        data = bytearray(path.read_bytes())
+        data[data.index(miniature.texts(CorpusName.ENWIK8)["train"][1000:1008])] ^= 1
+        path.write_bytes(data)
+    else:
+        path.write_bytes(path.read_bytes()[: 70_000 if damage == "cut" else 0])
+    folder = tmp_path / "cache" / "tfds" / "txl_enwik8" / "1.0.0"
+    with pytest.raises(UserError, match=rf"{folder}\b"):
+        contents(read(CorpusName.ENWIK8, tmp_path))
+    shutil.rmtree(folder)
+    assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dataset_info.json", "metadata.json"])
+def test_damage_beside_the_records(name, tmp_path):
+    """Cut, without content, gone, or with flipped bits: never another text, and never more than one sentence."""
+    place_official(tmp_path, CorpusName.PTB)
+    read(CorpusName.PTB, tmp_path)
+    folder = tmp_path / "cache" / "tfds" / "txl_ptb" / "1.0.0"
+    whole = (folder / name).read_bytes()
+    flipped = [whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :] for place in range(0, len(whole), 25)]
+    for content in (whole[: len(whole) // 2], b"", *flipped):
+        (folder / name).write_bytes(content)
+        try:
+            assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+        except UserError as error:
+            message = str(error)
+            assert str(folder) in message and "\n" not in message
+
+
+# Downloads, from a server on this machine
+
+
+PTB_FILES = {f"ptb.{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()}
+
+
+HEAD, SEND = requests.head, requests.Session.send
+
+
+def only_to_this_machine(session, request, **options):
+    assert request.url.startswith("http://127.0.0.1:"), request.url
+    return SEND(session, request, **options)
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves the server's folder, and keeps what it was asked."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, directory=args[2].folder, **kwargs)
+
+    def log_message(self, *args):
+        pass
+
+    def send_response(self, code, message=None):
+        self.server.asked.append(f"{self.command} {self.path}")
+        super().send_response(code, message)
+
+
+@pytest.fixture
+def server(tmp_path, miniatures, monkeypatch):
+    """A running server of the folder `served`, with its URL and the requests that it had; no other is asked."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")  # Without the proxy that the environment may name.
+    monkeypatch.setattr(requests, "head", HEAD)
+    monkeypatch.setattr(requests.Session, "send", only_to_this_machine)
+    (tmp_path / "served").mkdir()
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.folder, running.asked = tmp_path / "served", []
+    running.url = f"http://127.0.0.1:{running.server_port}/"
+    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+    yield running
+    running.shutdown()
+    running.server_close()
+
+
+@pytest.fixture
+def source(server, monkeypatch):
+    """Serves files and makes them a corpus's sources."""
+
+    def set_sources(name, *sources, **others):
+        row = dataclasses.replace(miniature.corpus(name), sources=sources, **others)
+        monkeypatch.setitem(CORPORA, name, row)
+
+    return set_sources
+
+
+def serve(server, file, content):
+    (server.folder / file).write_bytes(content)
+    return miniature.remote(file, content, server.url)
+
+
+def left_in_the_cache(tmp_path):
+    """Files that a download would leave."""
+    found = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and "txl" not in path.name]
+    return [path for path in found if path.parent.name != "1.0.0"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", miniature.NAMES)
+def test_a_corpus_is_downloaded_once(name, server, source, tmp_path):
+    file = miniature.OFFICIAL[name]
+    source(name, (serve(server, file, miniature.official(name)),))
+    assert contents(read(name, tmp_path)) == miniature.texts(name)
+    assert server.asked == [f"HEAD /{file}", f"GET /{file}"]
+    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [f".txl_{name}.lock", f"txl_{name}"], "no copy is kept"
+    assert not (tmp_path / "data").exists()
+    read(name, tmp_path)
+    assert len(server.asked) == 2
+
+
+@pytest.mark.full
+def test_a_source_of_two_archives(server, source, tmp_path):
+    """If both have a member of one name, a layout tells them apart. One archive in the folder is not enough."""
+    texts = miniature.texts(CorpusName.PTB)
+    members = {
+        "train.zip": {"README": b"1", "text": texts["train"]},
+        "heldout.tgz": {"README": b"2", "text": texts["valid"], "other": texts["test"]},
+    }
+    remotes = tuple(serve(server, file, miniature.archive(file, parts)) for file, parts in members.items())
+    source(
+        CorpusName.PTB,
+        remotes,
+        layouts=({"train": ("train.zip/text",), "valid": ("heldout.tgz/text",), "test": ("other",)},),
+    )
+    (tmp_path / "data").mkdir()
+    for remote in remotes:
+        shutil.copy(server.folder / remote.file, tmp_path / "data")
+        assert contents(read(CorpusName.PTB, tmp_path)) == texts
+        assert len(server.asked) == 3
+        shutil.rmtree(tmp_path / "cache")
+
+
+@pytest.mark.full
+def test_a_source_of_several_files(server, source, tmp_path):
+    source(CorpusName.PTB, tuple(serve(server, file, content) for file, content in PTB_FILES.items()))
+    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+    assert sorted(server.asked) == sorted(["HEAD /ptb.train.txt", *(f"GET /{file}" for file in PTB_FILES)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dead", ["nothing listens", "not found", "other file", "other size", "no archive"])
+def test_the_next_source_is_taken(dead, server, source, tmp_path):
+    whole = miniature.official(CorpusName.ENWIK8)
+    good = serve(server, "enwik8.zip", whole)
+    bad = {
+        "nothing listens": miniature.remote("enwik8.zip", whole),
+        "not found": miniature.remote("absent.zip", whole, server.url),
+        "other file": dataclasses.replace(serve(server, "other.zip", b"x" * len(whole)), sha256=good.sha256),
+        "other size": Remote(serve(server, "short.zip", whole[:-1]).url, size=len(whole)),
+        "no archive": Remote(serve(server, "page.zip", b"<html>sign in</html>").url),
+    }[dead]
+    source(CorpusName.ENWIK8, (bad,), (good,))
+    assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
+    assert "GET /enwik8.zip" in server.asked
+    assert not left_in_the_cache(tmp_path)
+
+
+@pytest.mark.full
+def test_a_wrong_checksum_is_reported_with_both(server, source, tmp_path):
+    whole = miniature.official(CorpusName.TEXT8)
+    served = serve(server, "text8.zip", whole[:-1] + bytes([whole[-1] ^ 1]))
+    right = hashlib.sha256(whole).hexdigest()
+    source(CorpusName.TEXT8, (dataclasses.replace(served, sha256=right),))
+    message = refusal(CorpusName.TEXT8, tmp_path)
+    assert re.search(rf"{served.url}.*\b{served.sha256}\b.*\b{right}\b", message), "what came, then what should"
+    assert not left_in_the_cache(tmp_path)
+    assert server.asked == ["HEAD /text8.zip", "GET /text8.zip"]
+
+
+@pytest.mark.full
+def test_a_download_outlives_a_failure_that_came_after_it(server, source, tmp_path, monkeypatch):
+    source(CorpusName.PTB, (serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB)),))
+
+    def full(self, block):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(prepare.Tally, "add", full)
+        # Rest of a killed download, which the next start removes.
+        cut = tmp_path / "cache" / "tfds" / "txl_ptb_downloads" / "txl_ptb" / "x.tmp.123"
+        cut.mkdir(parents=True)
+        with pytest.raises(UserError, match=r"\bPenn Treebank\b.*\bNo space left on device\b.*--cache_dir\b"):
+            read(CorpusName.PTB, tmp_path)
+        assert not cut.exists()
+    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+    assert [line for line in server.asked if line.startswith("GET")] == ["GET /simple-examples.tgz"]
+    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [".txl_ptb.lock", "txl_ptb"]
+
+
+@pytest.mark.full
+def test_what_came_and_is_not_the_corpus(server, source, tmp_path):
+    """An unknown checksum lets it in, its content does not; the next start asks again instead of keeping it."""
+    members = dict(miniature.files(CorpusName.PTB))
+    members["./simple-examples/data/ptb.test.txt"] += b"more\n"
+    serve(server, "simple-examples.tgz", miniature.archive(".tgz", members))
+    source(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
+    row = CORPORA[CorpusName.PTB]
+    known = row.facts["test"].tokens
+    # The line that was added counts as a word and a line's end.
+    with pytest.raises(UserError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{row.url}"):
+        read(CorpusName.PTB, tmp_path)
+    serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
+    assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+
+
+@pytest.mark.full
+def test_a_download_that_is_cut_is_not_taken(server, source, tmp_path, monkeypatch):
+    whole = miniature.official(CorpusName.ENWIK8)
+    serve(server, "enwik8.zip", whole)
+
+    def cut(self):
+        if self.command == "HEAD":
+            return http.server.SimpleHTTPRequestHandler.do_HEAD(self)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(whole)))
+        self.end_headers()
+        self.wfile.write(whole[: len(whole) // 2])
+        self.close_connection = True
+
+    monkeypatch.setattr(Handler, "do_GET", cut, raising=False)
+    source(CorpusName.ENWIK8, (Remote(server.url + "enwik8.zip"),))
+    assert f"{server.url}enwik8.zip" in refusal(CorpusName.ENWIK8, tmp_path)

@@ -1,0 +1,248 @@
+"""Tests `Run`: what is recorded and read back, once; the refusals of another text or other settings; its lock."""
+
+import fcntl
+import json
+import os
+import re
+import threading
+import time
+
+import pytest
+
+from support import runs
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer, TokenizerConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.vocabulary import dumps
+from txl_jax.data.word_tokens import WordVocabulary
+from txl_jax.errors import UserError
+from txl_jax.runs.run import FORMAT, Run, TextInfo, holds_run
+from txl_jax.runtime import storage as files
+from txl_jax.runtime.lock import NAME
+
+CONFIG = ExperimentConfig(
+    data=DataConfig(corpus=CorpusName.TEXT, file="a.txt", tokenizer=TokenizerConfig(kind=Tokenizer.WORD))
+)
+WORDS = WordVocabulary(("<eos>", "the", "<unk>", "cat"))
+TEXT = TextInfo("text", "own text", "d" * 64, WORDS)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a recorded run."""
+    runs.record(tmp_path / "run", CONFIG, TEXT)
+    return tmp_path / "run"
+
+
+def compared(folder, changes):
+    """The notes of a start with other settings."""
+    config = config_tree.replace(CONFIG, changes)
+    with Run.open(folder) as run:
+        run.compare(config)
+        run.begin(config, TEXT)
+        return run.notes
+
+
+@pytest.fixture(params=["disk", pytest.param("bucket", marks=pytest.mark.full)])
+def place(request, tmp_path):
+    return str(tmp_path / "run") if request.param == "disk" else str(request.getfixturevalue("bucket"))
+
+
+def test_what_was_recorded_is_read_and_nothing_is_made_before(place):
+    with Run.open(place) as run:
+        assert run.is_new and not holds_run(place) and (files.is_remote(place) or not os.path.exists(place))
+        run.compare(CONFIG)
+        run.begin(CONFIG, TEXT)
+        with pytest.raises(UserError, match="another run"):
+            Run.open(place)
+    found = Run.read(place)
+    assert (found.config, found.text, found.is_new, found.member_names) == (CONFIG, TEXT, False, ())
+    assert {"config.json", "vocabulary.txt"} <= set(files.names(place)) <= {"config.json", "vocabulary.txt", NAME}
+
+
+def test_the_record_is_read_once_and_written_only_if_it_changes(place, monkeypatch):
+    runs.record(place, CONFIG, TEXT)
+    read, write, seen = files.read, files.write, []
+    monkeypatch.setattr(files, "read", lambda path: (seen.append(os.path.basename(path)), read(path))[1])
+    monkeypatch.setattr(
+        files, "write", lambda path, data: (seen.append(f"+{os.path.basename(path)}"), write(path, data))
+    )
+    with Run.open(place) as run:
+        run.compare(CONFIG)
+        run.begin(CONFIG, TEXT)
+    assert seen == ["config.json", "vocabulary.txt"]
+    with Run.open(place) as run:
+        run.begin(config_tree.replace(CONFIG, {"train.log_every": 7}), TEXT)
+    assert seen[2:] == ["config.json", "vocabulary.txt", "+vocabulary.txt", "+config.json"]
+    assert Run.read(place).config.train.log_every == 7
+
+
+def test_of_two_starts_of_a_new_run_the_later_is_refused(tmp_path):
+    with Run.open(tmp_path / "run") as late:
+        runs.record(tmp_path / "run", CONFIG, TEXT)
+        with pytest.raises(UserError, match="meanwhile"):
+            late.begin(CONFIG, TEXT)
+
+
+def test_a_setting_that_does_not_touch_training_may_change(folder):
+    [note] = compared(folder, {"train.log_every": 7})
+    assert re.search(r"--train\.log_every\D*\b200\b\D*\b7\b", note)
+    assert compared(folder, {"train.log_every": 7}) == []
+
+
+def test_a_vocabulary_of_other_words_is_refused(folder):
+    """Ids would mean other words, and shapes would be the same."""
+    exchanged = WordVocabulary(("<eos>", "the", "<unk>", "dog"))
+    (folder / "vocabulary.txt").write_text(dumps(exchanged))
+    with pytest.raises(UserError, match=r"vocabulary\.txt\b.*\b4\b"):
+        Run.read(folder)
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text("the\ncat\n")])
+def test_a_missing_or_damaged_vocabulary_is_named(folder, damage):
+    damage(folder / "vocabulary.txt")
+    with pytest.raises(UserError, match=r"vocabulary\.txt\b(?!.*\b4\b)"):
+        Run.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("digest", "words", "named"),
+    [("e" * 64, WORDS.words, "own text"), (TEXT.digest, (*WORDS.words, "dog"), r"4\b.*\b5")],
+)
+def test_another_text_or_vocabulary_is_refused(folder, digest, words, named):
+    """The text's digest decides, whatever its description says; the vocabulary may be another file of words."""
+    with Run.open(folder) as run, pytest.raises(UserError, match=rf"\b{named}\b"):
+        run.begin(CONFIG, TextInfo("text", "own text", digest, WordVocabulary(words)))
+
+
+def test_settings_are_compared_before_a_text_is_read(folder, tmp_path):
+    warm = config_tree.replace(CONFIG, {"init_from": "old"})
+    runs.record(tmp_path / "warm", warm, TEXT)
+    minimum = config_tree.replace(CONFIG, {"data.tokenizer.min_count": 2})
+    for recorded, changed, message in (
+        (folder, minimum, r"--data\.tokenizer\.min_count\D*\b1\b\D*\b2\b"),
+        (folder, warm, r"init_from was .* and is now"),
+        (tmp_path / "warm", CONFIG, r"init_from was .* and is now"),
+    ):
+        with Run.open(recorded) as run, pytest.raises(UserError, match=message):
+            run.compare(changed)
+
+
+def test_members_are_compared_and_chosen(tmp_path):
+    members = [{"seed": 1}, {"seed": 2, "optimizer.learning_rate": 0.5}]
+    assert runs.record(tmp_path, CONFIG, TEXT, members).member_names == ("seed=1", "seed=2+learning_rate=0.5")
+    chosen = Run.read(tmp_path, member="seed=2+learning_rate=0.5")
+    assert (chosen.config.seed, chosen.config.optimizer.learning_rate) == (2, 0.5)
+    with (
+        Run.open(tmp_path) as run,
+        pytest.raises(UserError, match=r"members .* seed=1; seed=2.* and are now seed=1$|now"),
+    ):
+        run.compare(CONFIG, members[:1])
+    for member, message in ((None, "seed=1, seed=2"), ("seed=3", "'seed=3'.*seed=1, seed=2")):
+        with pytest.raises(UserError, match=message):
+            Run.read(tmp_path, member=member)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": 3, "config": {}}', '{"format": 3, "config": 7, "text": {}}', ""]
+)
+def test_a_damaged_config_is_named(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json"):
+        Run.read(folder)
+
+
+@pytest.mark.parametrize("number", [None, 2, "3", FORMAT + 1])
+def test_a_record_of_another_format_is_refused_whatever_else_it_has(folder, number):
+    saved = {"config": {"model.n_later": 3}} | ({} if number is None else {"format": number})
+    (folder / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=rf"config\.json has format {number or 1!r} and .* {FORMAT}; commit \w+"):
+        Run.open(folder)
+    assert json.loads((folder / "config.json").read_text()) == saved
+
+
+def refusal(folder):
+    """The sentence with which a run is refused; empty if it opens."""
+    try:
+        Run.read(folder)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_flipped_bit_in_what_is_recorded_is_named_or_harmless(folder):
+    for path in (folder / "config.json", folder / "vocabulary.txt"):
+        whole = path.read_bytes()
+        for place in range(0, len(whole), 7):
+            damaged = bytearray(whole)
+            damaged[place] ^= (1, 32, 128)[place % 3]  # Other digits, other cases, no UTF-8.
+            path.write_bytes(damaged)
+            if error := refusal(folder):
+                assert error.startswith(f"{folder}/") and "\n" not in error
+        path.write_bytes(whole)
+
+
+def test_a_lock_clears_what_killed_runs_began_and_nothing_else(folder):
+    ours = [f".{name}.12.tmp" for name in ("config.json", "vocabulary.txt", "metrics.jsonl", "results.json")]
+    others = [".evaluation.json.12.tmp", NAME, "config.json", "vocabulary.txt"]
+    for name in (".probe-12", *ours, others[0]):
+        (folder / name).touch()
+    for name, age in ((".seen-by-all-1", 7200), (".seen-by-all-2", 0)):
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - age,) * 2)
+    with Run.open(folder):
+        assert files.names(folder) == sorted([*others, ".seen-by-all-2"])
+
+
+def test_the_lock_of_a_process_that_is_gone_keeps_nobody_out(folder):
+    (folder / NAME).write_text("1")  # A process that is there, but does not hold it.
+    with Run.open(folder), pytest.raises(UserError, match=rf"\b{os.getpid()}\b.*/run\b.*--workdir"):
+        Run.open(folder)
+
+
+def test_a_check_of_the_lock_refuses_nobody(folder):
+    """A sweep checks whether a run is going on."""
+    with open(folder / NAME, "a+") as handle:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        threading.Timer(0.2, fcntl.flock, [handle, fcntl.LOCK_UN]).start()
+        Run.open(folder).close()
+
+
+def test_a_folder_without_a_run_is_named(place):
+    with pytest.raises(UserError, match=r"config\.json"):
+        Run.read(place)
+
+
+@pytest.mark.full
+def test_a_bucket_that_is_absent(bucket):
+    with (
+        Run.open("gs://absent-bucket/run") as run,
+        pytest.raises(UserError, match=r"gs://absent-bucket/run.*no such bu"),
+    ):
+        run.begin(CONFIG, TEXT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_bucket_that_is_denied(bucket, storage, status):
+    storage.refuse("POST /upload", status=status)
+    with Run.open(bucket) as run, pytest.raises(UserError, match=r"cannot write to .*gcloud"):
+        run.begin(CONFIG, TEXT)
+    storage.refuse("GET ", status=status)
+    for act in (Run.open, Run.read, holds_run):
+        with pytest.raises(UserError, match=r"cannot read .*gcloud"):
+            act(bucket)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_stays_away_is_no_folder_without_a_run(bucket, storage):
+    """Otherwise a second run, of other settings, would begin in the folder of the first."""
+    runs.record(bucket, CONFIG, TEXT)
+    storage.refuse("GET ", status=503)
+    writes = len(storage.writes)
+    for act in (Run.open, Run.read, holds_run):
+        with pytest.raises(UserError, match=r"cannot read .*made by a test"):
+            act(bucket)
+    assert storage.writes[writes:] == []
+    storage.calm()
+    assert Run.read(bucket).config == CONFIG
