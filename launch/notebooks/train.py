@@ -219,5 +219,4 @@ archive = notebook.download_model(workdir)
 # python -m experiments.paper.context_length --workdir=runs/train --lengths=64,128,256
 # ```
 #
-# `fine_tune.ipynb` continues from this model on a text of yours; `own_model.ipynb` uses the memory in a Flax module of your
-# own.
+# `fine_tune.ipynb` continues from this model on a text of yours.

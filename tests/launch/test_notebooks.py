@@ -15,7 +15,7 @@ from launch import notebook as shared
 from support import ROOT
 
 FOLDER = ROOT / "launch" / "notebooks"
-NAMES = ("train", "fine_tune", "own_model")
+NAMES = ("train", "fine_tune")
 TINY = {
     "model.n_layer": 1,
     "model.d_model": 16,
@@ -165,13 +165,6 @@ def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
 
 
 @pytest.mark.full
-def test_own_model(in_this_process, tmp_path, capsys):
-    in_this_process("own_model", {"TENSORBOARD": False, "STEPS": 10})
-    assert "largest change before the token: 0.0e+00" in capsys.readouterr().out
-    assert (tmp_path / "runs" / "own_model" / "own_model.npz").exists()
-
-
-@pytest.mark.full
 def test_without_colab_there_is_no_upload():
     with pytest.raises(txl_jax.UserError, match="path of a file"):
         shared.upload()
@@ -182,11 +175,5 @@ def test_without_colab_there_is_no_upload():
 def test_in_a_kernel(name, tmp_path):
     """Whole notebooks in Jupyter, on the default texts, over eight devices."""
     tiny = {**TINY, "train.batch_size": 8, "eval.batch_size": 8, "eval.segments_per_call": 8, "eval.segment_len": 64}
-    given = {"STEPS": 160} if name == "own_model" else {"SETTINGS": tiny}
-    printed = in_a_kernel(name, given, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    printed = in_a_kernel(name, {"SETTINGS": tiny}, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=8")
     assert "8 x cpu" in printed
-    if name == "own_model":
-        folder = tmp_path / "runs" / "own_model"
-        assert list(folder.glob("compilation/*/*"))  # Programs that a second start reads.
-        bits = {memory: float(value) for memory, value in re.findall(r"^(memory|no).* (\S+) bits per", printed, re.M)}
-        assert bits["memory"] < 0.9 and 2.7 < bits["no"] < 3.3
