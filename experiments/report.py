@@ -1,41 +1,140 @@
-"""Writes one HTML page about one or several runs: learning curves, results, settings, time, samples.
+"""Compares runs: a table of settings, scores and speed, and a figure with their learning curves.
 
-    python -m experiments.report runs/mine --out=report.html
-    python -m experiments.report runs/mine runs/other --out=report.html
-    python -m experiments.report runs/sweep --out=report.html
+    python -m experiments.report runs/mine runs/other
+    python -m experiments.report runs/sweep --out=report     # report/report.md, report.csv and report.png
 
-Each word is the workdir of a run (of an ensemble: with all of its members), or a folder of workdirs as a sweep's. A run
-may still be training. The page is one file that loads nothing, for light and dark screens of any width.
+Each word is the workdir of a run (for an ensemble, all members count as runs), or a directory of workdirs such as a
+sweep's --out. Runs may still be training. Where runs differ only in their seed, a second table has means ± standard
+deviations over the seeds, and the figure has a line with a band for them.
 """
 
 import dataclasses
 import os
-import shlex
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from txl_jax import cli
 from txl_jax.cli import setting
+from txl_jax.config import CorpusName
 from txl_jax.errors import UserError
-from txl_jax.run_report.page import make_page
-from txl_jax.run_report.run_records import read_runs
+from txl_jax.metrics import Measure
+from txl_jax.paper import plots
+from txl_jax.runs import records
+from txl_jax.runs.records import RunRecords
+from txl_jax.runs.run import short_name
 from txl_jax.runtime import storage
+
+# The paper's test scores on whole corpora (Dai et al., 2019, tables 1 to 5), by the flagfile of the model.
+PAPER = {
+    CorpusName.ENWIK8: {"enwik8_12l": "1.06", "enwik8_18l": "1.03", "enwik8_24l": "0.99"},
+    CorpusName.TEXT8: {"text8_24l": "1.08"},
+    CorpusName.WIKITEXT103: {"wt103_base": "24.0", "wt103_large": "18.3"},
+    CorpusName.LM1B: {"lm1b_base": "23.5", "lm1b_large": "21.8"},
+    CorpusName.PTB: {"ptb": "54.52"},
+}
+MOST_LINES = 8  # Of the figure, the best ones.
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.Plan):
-    """The page."""
+    """The report."""
 
-    out: str = setting("report.html", "File of the page.", path=True)
+    out: str | None = setting(
+        None, "Directory for report.md, report.csv and report.png. If none, the tables are only printed.", path=True
+    )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Writes the page."""
+    """Prints the tables and writes the files."""
     if not job.words:
-        raise UserError("no run was given; name workdirs, as python -m experiments.report runs/mine --out=report.html")
-    runs = read_runs(job.words)
-    storage.make_folder(os.path.dirname(plan.out))
-    command = shlex.join(["python", "-m", "experiments.report", *job.words, f"--out={plan.out}"])
-    storage.write(plan.out, make_page(runs, command=command).encode())
-    print(f"report    {plan.out}: {len(runs)} run{'s' if len(runs) > 1 else ''}")
+        raise UserError("no run was given; name workdirs, as python -m experiments.report runs/mine --out=report")
+    runs = records.read_runs(job.words)
+    _check_one_measure(runs)
+    names = records.swept_settings(runs)
+    rows = [_row(run, names) for run in runs]
+    lines = [*records.markdown(names, rows), *_paper(runs)]
+    print("\n".join(lines))
+    if plan.out is None:
+        return
+    print()
+    storage.make_folder(plan.out)
+    columns = ["run", *names, *records.MEASURED, "tokens_per_second", "state"]
+    storage.write(os.path.join(plan.out, "report.csv"), records.csv_file(columns, rows))
+    if _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
+        lines += ["", "![Learning curves](report.png)"]
+    storage.write(os.path.join(plan.out, "report.md"), "\n".join([*lines, ""]).encode())
+    print(f"report    {os.path.join(plan.out, 'report.md')}: {len(runs)} run{'s' if len(runs) > 1 else ''}")
+
+
+def _check_one_measure(runs: Sequence[RunRecords]) -> None:
+    by_measure = {run.measure: run.name for run in runs}
+    if len(by_measure) > 1:
+        found = " and ".join(f"{name} has {measure}" for measure, name in by_measure.items())
+        raise UserError(f"{found}, which one figure cannot compare; make a report of each kind of run")
+
+
+def _row(run: RunRecords, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the row of a run with its speed, and with its last step even while it is training."""
+    rate = run.tokens_per_second
+    return {"steps": run.last_step} | run.row(names) | ({"tokens_per_second": rate} if rate else {})
+
+
+def _paper(runs: Sequence[RunRecords]) -> Iterator[str]:
+    """Yields lines with the paper's scores on the corpora of the runs."""
+    for corpus in dict.fromkeys(run.config.data.corpus for run in runs):
+        if scores := PAPER.get(corpus):
+            yield ""
+            yield f"The paper's test scores on all of {corpus}: {', '.join(map(' '.join, scores.items()))}."
+
+
+def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[str, dict[int, list[float]]]:
+    """Returns the lines of the figure by name: the scores of a line's runs at each step.
+
+    Each run is a line of validation scores, and runs that differ only in their seed are one line together, over the
+    steps at which all of them were scored. A single run has a line of training scores too.
+
+    Args:
+      names: Settings in which runs differ.
+      runs: Runs of one measure.
+    """
+    if len(runs) == 1:
+        kinds = {kind: runs[0].scores(kind) for kind in ("train", "valid")}
+        return {kind: {step: [score] for step, score in points} for kind, points in kinds.items() if points}
+    by_name, lines = {run.name: run for run in runs}, {}
+    for group in records.seed_groups(names, [run.row(names) for run in runs]):
+        curves = {row["run"]: points for row in group if (points := dict(by_name[row["run"]].scores("valid")))}
+        if steps := sorted(set.intersection(*map(set, curves.values()))) if curves else []:
+            settings = [f"{short_name(name)} {group[0][name]}" for name in names if name != records.SEED]
+            name = ", ".join([*settings, f"mean of {len(curves)} seeds"]) if len(curves) > 1 else next(iter(curves))
+            lines[name] = {step: [points[step] for points in curves.values()] for step in steps}
+    return lines
+
+
+def _draw(lines: dict[str, dict[int, list[float]]], measure: Measure, path: str) -> bool:
+    """Draws the lines, with bands of one standard deviation around means. Returns whether there is a figure."""
+    if not plots.can_draw():
+        print("no figure drawn: matplotlib is not installed (pip install '.[plots]')")
+        return False
+    if not lines:
+        print("no figure drawn: no scores are recorded yet")
+        return False
+    means = {name: {step: statistics.fmean(found) for step, found in line.items()} for name, line in lines.items()}
+    best = sorted(means, key=lambda name: min(means[name].values()))[:MOST_LINES]
+    plots.curves(
+        {name: points for name, points in means.items() if name in best},
+        path,
+        title="Learning curves" + (f", the best {len(best)} of {len(lines)}" if len(best) < len(lines) else ""),
+        xlabel="updates",
+        ylabel=plots.UNITS[measure],
+        deviations={
+            name: {step: statistics.stdev(found) for step, found in line.items()}
+            for name, line in lines.items()
+            if all(len(found) > 1 for found in line.values())
+        },
+        log=measure is Measure.PPL,
+    )
+    return True
 
 
 if __name__ == "__main__":

@@ -1,22 +1,18 @@
 """The results of a sweep's runs as one table, read from their folders."""
 
-import csv
+import dataclasses
 import fcntl
-import io
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from launch import sweep_means
 from launch.sweep_file import Run, Sweep
 from txl_jax.config import tree as config_tree
-from txl_jax.metrics import Totals
-from txl_jax.run_report.run_records import RunRecords, read_runs, swept_settings
+from txl_jax.runs import records
 from txl_jax.runs.checkpoints import latest_folder
 from txl_jax.runs.run import holds_run
-from txl_jax.runtime.environment import duration
 from txl_jax.runtime.storage import exists, is_dir, is_remote, make_folder, names, read, write_json
 from txl_jax.runtime.storage import write as write_file
 
@@ -43,34 +39,24 @@ def write_runs(paths: Sequence[str], out: str | None) -> int:
     Raises:
       UserError: a folder holds no run.
     """
-    runs = read_runs(paths)
-    names = swept_settings(runs)
-    _write(names, [_row_of_records(run, names) for run in runs], out)
+    runs = records.read_runs(paths)
+    names = records.swept_settings(runs)
+    _write(names, [run.row(names) for run in runs], out)
     return 0
 
 
 def _write(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str | None) -> None:
-    tables = {"results": (["run", *names, *_MEASURED, "state"], rows)}
-    if averaged := sweep_means.means(names, rows):
-        tables["means"] = (sweep_means.columns(names), averaged)
-    print()
-    for line in _markdown(names, rows):
-        print(line)
-    if averaged:
-        print()
-        for line in sweep_means.markdown(names, averaged):
-            print(line)
+    print("", *records.markdown(names, rows), sep="\n")
     if out is None:
         return
     make_folder(out)
     print()
+    tables = {"results": (["run", *names, *records.MEASURED, "state"], rows)}
+    if averaged := records.means(names, rows):
+        tables["means"] = (records.mean_columns(names), averaged)
     for name, (columns, content) in tables.items():
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(content)
         path = os.path.join(out, f"{name}.csv")
-        write_file(path, text.getvalue().encode())
+        write_file(path, records.csv_file(columns, content))
         print(f"{name:<10}{path}", flush=True)
 
 
@@ -87,65 +73,17 @@ def state_of(run: Run) -> str:
     return f"stopped after step {step}" if exists(os.path.join(run.folder, "sweep.log")) or step else "not started"
 
 
-_MEASURED = ("best_valid", "test", "measure", "steps", "seconds")
-
-
 def _row(sweep: Sweep, run: Run) -> dict[str, Any]:
     """Returns a row of results.csv."""
     in_effect = config_tree.to_dict(run.config) | dict(run.differs)
     row = {"run": run.name, **{name: in_effect.get(name, "") for name in sweep.names}, "state": state_of(run)}
     if seconds := _ended(run).get("seconds"):
         row["seconds"] = round(seconds, 1)
-    found = read_runs([run.folder])[0] if holds_run(run.folder) else None
-    if found is None:
+    if not holds_run(run.folder):
         return row
-    if "seconds" not in row and found.training_seconds:  # Of a run that another machine has started.
-        row["seconds"] = round(found.training_seconds, 1)
-    if run.results is None:
-        return row | _best_so_far(found)
-    return row | _scores(found) | {"steps": run.results["steps"]}
-
-
-def _row_of_records(run: RunRecords, names: Sequence[str]) -> dict[str, Any]:
-    """The same for a run without a file that describes it."""
-    values = config_tree.to_dict(run.config)
-    row: dict[str, Any] = {
-        "run": run.name,
-        **{name: config_tree.format_value(values[name]) for name in names},
-        "state": run.state,
-    }
-    if run.training_seconds:
-        row["seconds"] = round(run.training_seconds, 1)
-    if run.results is None:
-        return row | _best_so_far(run)
-    return row | _scores(run) | {"steps": run.results.get("steps", run.last_step)}
-
-
-def _best_so_far(run: RunRecords) -> dict[str, Any]:
-    return {"best_valid": run.best_valid[1], "measure": str(run.measure)} if run.best_valid else {}
-
-
-def _scores(run: RunRecords) -> dict[str, Any]:
-    found = {name: (run.results or {}).get(name) for name in ("best_valid", "test")}
-    values = {name: Totals(score["loss"], 1).value(run.measure) for name, score in found.items() if score}
-    return values | {"measure": str(run.measure)}
-
-
-def _markdown(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The rows as a Markdown table."""
-    cells = [
-        [
-            row["run"],
-            *(row[name] for name in names),
-            sweep_means.score(row, "best_valid"),
-            sweep_means.score(row, "test"),
-            row.get("steps", ""),
-            duration(row["seconds"]) if "seconds" in row else "",
-            row["state"],
-        ]
-        for row in rows
-    ]
-    return sweep_means.markdown_table(["run", *names, "best valid", "test", "steps", "time", "state"], cells)
+    found = records.read_runs([run.folder])[0]
+    # The recorded rates are the time of a run that another machine has started.
+    return dataclasses.replace(found, results=run.results).row([]) | row
 
 
 def _ended(run: Run) -> dict[str, Any]:

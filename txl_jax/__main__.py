@@ -29,7 +29,7 @@ PROGRAMS = {
         "experiments.export": "a trained model for other programs (jax.export, StableHLO)",
         "experiments.ensemble": "several runs of one model at once (seeds, learning rates, dropout)",
         "experiments.lm_eval": "a trained model on tasks of lm-evaluation-harness",
-        "experiments.report": "a page about runs: curves, results, settings, time, samples",
+        "experiments.report": "runs side by side: a table of settings, scores and speed, learning curves",
         "experiments.serve": "an HTTP server of a trained model: OpenAI's completions, sessions",
     },
     "Tables and figures of the paper": {

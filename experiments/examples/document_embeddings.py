@@ -291,8 +291,8 @@ def _write(out: str, stream_records: list[dict[str, float]], shares: dict[str, n
         print(f"  {name:<16} {'  '.join(f'{distance}: {value:.2f}' for distance, value in values.items())}")
     if plots.can_draw():
         title = f"Topic found from a passage ({CONFIG.n_layer} layers, memory {MEM_LEN}: reach {reach:,} tokens)"
-        labels = {"xlabel": "tokens from the topic's name to the passage", "ylabel": "share of right topics"}
-        plots.curves(points, folder / "reach.png", title=title, **labels)
+        xlabel, ylabel = "tokens from the topic's name to the passage", "share of right topics"
+        plots.curves(points, folder / "reach.png", title=title, xlabel=xlabel, ylabel=ylabel)
         print(f"picture {folder / 'reach.png'}")
 
 

@@ -1,16 +1,100 @@
-"""Tests the program that writes a report, as a user starts it."""
+"""Tests the program that compares runs, as a user starts it: its tables, its files and the lines of its figure."""
+
+import csv
+import json
+import statistics
 
 import pytest
 
+from experiments import report
 from support import programs, recorded_run
+from txl_jax.cli.flags import FLAGFILE_DIR
+from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.metrics import Measure
+from txl_jax.paper import plots
+from txl_jax.runs.records import read_runs, swept_settings
+from txl_jax.runtime import storage
+from txl_jax.runtime.log import read_metrics
 
-pytestmark = pytest.mark.full
+
+@pytest.mark.full
+def test_the_numbers_of_a_run_are_those_of_its_files(tmp_path):
+    folder = recorded_run.make(tmp_path / "mine")
+    code, printed, errors = programs.run("experiments.report", folder, f"--out={tmp_path / 'new' / 'out'}")
+    assert (code, errors) == (0, "") and f"{tmp_path / 'new' / 'out' / 'report.md'}: 1 run\n" in printed
+    results = json.loads((folder / "results.json").read_text())
+    valid, test = (results[name]["perplexity"] for name in ("best_valid", "test"))
+    rate = statistics.median(each["tokens_per_second"] for each in read_metrics(folder) if each["kind"] == "train")
+    text = (tmp_path / "new" / "out" / "report.md").read_text()
+    assert f"| mine | ppl {valid:.2f} | ppl {test:.2f} | 1000 | {rate:,.0f} | 0:" in text and text[:100] in printed
+    assert "ptb 54.52" in text and "![Learning curves](report.png)" in text
+    with open(tmp_path / "new" / "out" / "report.csv", newline="") as file:
+        [row] = csv.DictReader(file)
+    assert float(row["test"]) == pytest.approx(test) and float(row["tokens_per_second"]) == rate
+    lines = report.learning_curves([], read_runs([str(folder)]))
+    for kind in ("train", "valid"):
+        expected = {each["step"]: [each["perplexity"]] for each in read_metrics(folder) if each["kind"] == kind}
+        assert lines[kind] == expected
 
 
-def test_it_writes_one_file_and_prints_its_path(tmp_path):
+@pytest.mark.full
+def test_runs_of_several_seeds_are_one_line_over_the_steps_that_all_have(tmp_path):
+    for seed, rate, done in ((1, 0.001, None), (2, 0.001, 700), (3, 0.001, 0), (1, 0.002, None)):
+        recorded_run.make(tmp_path / f"{rate}+{seed}", seed=seed, optimizer__learning_rate=rate, done=done)
+    runs = read_runs([str(tmp_path)])
+    lines = report.learning_curves(swept_settings(runs), runs)
+    assert list(lines) == ["learning_rate 0.001, mean of 2 seeds", "0.002+1"]
+    assert lines["learning_rate 0.001, mean of 2 seeds"] == {
+        step: [dict(run.scores("valid"))[step] for run in runs[:2]] for step in (200, 400, 600)
+    }
+    code, printed, _ = programs.run("experiments.report", tmp_path)
+    assert code == 0 and "| 0.001+2 | 2 | 0.001 | ppl" in printed and "| 700 of 1,000 updates |" in printed
+    assert "| 0.001+3 | 3 | 0.001 |  |  | 0 |  |  | 0 of 1,000 updates |" in printed
+
+
+def test_the_figure_has_the_means_of_the_best_lines_and_their_deviations(monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(plots, "can_draw", lambda: True)
+    monkeypatch.setattr(plots, "curves", lambda values, path, **rest: drawn.update(rest, values=values))
+    lines = {"worst": {1: [99.0]}, "mean": {1: [3.0, 5.0]}} | {f"{i}": {1: [9.0], 2: [i]} for i in range(7)}
+    assert report._draw(lines, Measure.PPL, "report.png")
+    assert drawn["values"] == {"mean": {1: 4.0}} | {f"{i}": {1: 9.0, 2: i} for i in range(7)}
+    assert drawn["deviations"] == {"mean": {1: pytest.approx(2**0.5)}} and drawn["log"]
+    assert drawn["title"].endswith("the best 8 of 9")
+
+
+@pytest.mark.full
+def test_a_report_in_a_bucket_of_runs_in_a_bucket(bucket, tmp_path):
     for seed in (1, 2):
-        recorded_run.make(tmp_path / "sweep" / f"seed={seed}", seed=seed)
-    out = tmp_path / "new" / "page.html"
-    code, printed, errors = programs.run("experiments.report", tmp_path / "sweep", f"--out={out}")
-    assert (code, errors) == (0, "") and str(out) in printed and "2 runs" in printed
-    assert out.read_text().startswith("<!doctype html>")
+        made = recorded_run.make(tmp_path / f"seed={seed}", seed=seed)
+        for path in (path for path in made.iterdir() if path.is_file()):
+            storage.write(f"{bucket}/runs/{made.name}/{path.name}", path.read_bytes())
+    code, _, err = programs.run("experiments.report", f"{bucket}/runs", f"--out={bucket}/report")
+    assert code == 0 and "| seed=2 | 2 |" in storage.read(f"{bucket}/report/report.md").decode(), err
+    assert storage.read(f"{bucket}/report/report.png").startswith(b"\x89PNG")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("done", "can_draw", "reason"), [(None, False, "matplotlib"), (0, True, "no scores")])
+def test_without_a_figure_the_tables_are_written(tmp_path, monkeypatch, done, can_draw, reason):
+    monkeypatch.setattr(plots, "can_draw", lambda: can_draw)
+    code, printed, _ = programs.run(
+        "experiments.report", recorded_run.make(tmp_path / "a", done=done), f"--out={tmp_path}"
+    )
+    assert code == 0 and f"no figure drawn: {reason}" in printed and not (tmp_path / "report.png").exists()
+    assert "png" not in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.full
+def test_runs_of_two_measures_are_refused(tmp_path, monkeypatch):
+    words = recorded_run.make(tmp_path / "words")
+    monkeypatch.setattr(recorded_run, "VOCABULARY", ByteVocabulary(bytes(range(256))))
+    code, printed, errors = programs.run("experiments.report", words, recorded_run.make(tmp_path / "bytes"))
+    assert (code, printed) == (1, "") and "words has ppl and bytes has bpc" in errors
+
+
+def test_the_papers_scores_are_those_of_the_flagfiles():
+    for corpus, scores in report.PAPER.items():
+        for name, score in scores.items():
+            text = (FLAGFILE_DIR / f"{name}.flags").read_text()
+            assert f"--data.corpus={corpus}\n" in text and score in text.partition("\n--")[0]

@@ -1,15 +1,14 @@
 """Tests random search, and tables over seeds and over runs of other machines."""
 
 import csv
-import math
 import re
 
 import numpy as np
 import pytest
 
-from launch import sweep, sweep_draws, sweep_file, sweep_means
+from launch import sweep, sweep_draws, sweep_file
 from support import recorded_run
-from txl_jax.run_report.run_records import read_runs
+from txl_jax.runs.records import read_runs
 
 
 def read(path):
@@ -79,22 +78,6 @@ def test_mistakes_are_named(write, capsys, text, pattern):
 
 
 # Tables
-
-
-def test_means_leave_out_what_has_not_finished_or_diverged():
-    rows = [
-        {"lr": 1, "seed": 1, "state": "finished", "measure": "ppl", "best_valid": 10.0, "test": 12.0},
-        {"lr": 1, "seed": 2, "state": "finished", "measure": "ppl", "best_valid": 14.0, "test": 13.0},
-        {"lr": 2, "seed": 1, "state": "stopped after step 3", "measure": "ppl", "best_valid": 1.0},
-        {"lr": 2, "seed": 2, "state": "finished", "measure": "ppl", "best_valid": 5.0, "test": 6.0},
-        {"lr": 2, "seed": 3, "state": "finished", "measure": "ppl", "best_valid": math.inf, "test": math.nan},
-    ]
-    first, second = sweep_means.means(["lr", "seed"], rows)
-    assert (first["best_valid"], first["test"], first["seeds"]) == (12.0, 12.5, 2)
-    assert first["best_valid_deviation"] == pytest.approx(math.sqrt(8))
-    assert (second["best_valid"], second["test"]) == (5.0, 6.0) and "best_valid_deviation" not in second
-    assert list(sweep_means.markdown(["lr", "seed"], [first]))[-1] == "| 1 | ppl 12.00 ± 2.83 | ppl 12.50 ± 0.71 | 2 |"
-    assert sweep_means.means(["lr", "seed"], rows[1:3]) == []
 
 
 def test_a_table_of_any_runs(tmp_path, capsys):

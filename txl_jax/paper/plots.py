@@ -11,6 +11,8 @@ import numpy as np
 from txl_jax.metrics import Measure
 from txl_jax.runtime.storage import AnyPath, write
 
+UNITS = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}
+
 
 def can_draw() -> bool:
     """Returns whether matplotlib is installed."""
@@ -80,29 +82,49 @@ def context_curve(values: Mapping[int, float], path: AnyPath, *, title: str, mea
     plot.set_xscale("log", base=2)
     plot.set_xticks(list(values), [f"{length:,}" for length in values])
     plot.xaxis.set_minor_locator(NullLocator())
-    ylabel = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}[measure]
-    plot.set(title=title, xlabel="attention length (tokens)", ylabel=ylabel)
+    plot.set(title=title, xlabel="attention length (tokens)", ylabel=UNITS[measure])
     plot.margins(x=0.06, y=0.14)
     plot.grid(alpha=0.25)
     _save(figure, path)
 
 
-def curves(values: Mapping[str, Mapping[int, float]], path: AnyPath, *, title: str, xlabel: str, ylabel: str) -> None:
+def curves(
+    values: Mapping[str, Mapping[int, float]],
+    path: AnyPath,
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    deviations: Mapping[str, Mapping[int, float]] | None = None,
+    log: bool = False,
+) -> None:
     """Draws one line per name.
 
     Args:
       values: by name, y at each x.
+      deviations: by name, half the height of a band around the line at each x. Lines without a name here have no band.
+      log: Draws y on a logarithmic axis.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
     """
+    from matplotlib.ticker import LogFormatter
+
     figure = _figure()
     plot = figure.add_subplot()
     colors = ("#c0392b", "#2980b9", "#27ae60", "#8e44ad", "#d68910", "#16a085", "#7f8c8d", "#2c3e50")
     for i, (name, points) in enumerate(values.items()):
         style = {"color": colors[i % len(colors)], "marker": "os^Dv"[i % 5], "markersize": 4, "linewidth": 1.4}
-        plot.plot(*zip(*points.items(), strict=True), label=name, **style)
+        # With a marker at each point, a long line would be hidden.
+        plot.plot(*zip(*points.items(), strict=True), label=name, markevery=max(1, len(points) // 40), **style)
+        if band := (deviations or {}).get(name):
+            low, high = ([y + sign * band[x] for x, y in points.items()] for sign in (-1, 1))
+            plot.fill_between(list(points), low, high, color=style["color"], alpha=0.15, linewidth=0)
     plot.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    if log:
+        plot.set_yscale("log")
+        plot.yaxis.set_major_formatter(LogFormatter())
+        plot.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     plot.grid(alpha=0.25)
     plot.legend(frameon=False)
     _save(figure, path)

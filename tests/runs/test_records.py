@@ -1,0 +1,122 @@
+"""Tests that runs are read as rows: records, results, ensemble members, names, settings, and means over seeds."""
+
+import json
+import math
+import statistics
+
+import pytest
+
+from support import recorded_run
+from txl_jax.errors import UserError
+from txl_jax.runs.records import markdown, means, read_runs, seed_groups, swept_settings
+from txl_jax.runtime.log import read_metrics
+
+
+@pytest.mark.full
+def test_a_run_has_its_records_and_results(tmp_path):
+    folder = recorded_run.make(tmp_path / "mine", seed=3)
+    [run] = read_runs([str(folder)])
+    valid = [(each["step"], each["perplexity"]) for each in read_metrics(folder) if each["kind"] == "valid"]
+    rates = [each["tokens_per_second"] for each in read_metrics(folder) if each["kind"] == "train"]
+    seconds = sum(recorded_run.LOG_EVERY * 22 * 512 / rate for rate in rates)
+    results = json.loads((folder / "results.json").read_text())
+    assert (run.name, run.state, run.last_step) == ("mine", "finished", 1000)
+    assert run.scores("valid") == valid and run.best_valid == min(valid, key=lambda point: point[1])
+    assert run.test == pytest.approx(results["test"]["perplexity"])
+    assert run.training_seconds == pytest.approx(seconds) and run.tokens_per_second == statistics.median(rates)
+    assert run.row(["seed", "init_from"]) == {
+        "run": "mine",
+        "state": "finished",
+        "seed": "3",
+        "init_from": "none",
+        "measure": "ppl",
+        "steps": 1000,
+        **{name: pytest.approx(results[name]["perplexity"]) for name in ("best_valid", "test")},
+        "seconds": pytest.approx(seconds, abs=0.05),
+    }
+
+
+@pytest.mark.full
+def test_members_of_an_ensemble_are_runs(tmp_path):
+    members = [{"seed": 1}, {"seed": 2, "optimizer.learning_rate": 0.001}]
+    folder = recorded_run.make(tmp_path / "both", member_settings=members)
+    runs = read_runs([str(folder)])
+    assert [run.name for run in runs] == ["seed=1", "seed=2+learning_rate=0.001"]
+    assert [run.config.seed for run in runs] == [1, 2]
+    results = json.loads((folder / "results.json").read_text())
+    for run in runs:
+        assert run.test == pytest.approx(results["members"][run.name]["test"]["perplexity"])
+        assert {record["member"] for record in run.records} == {run.name}
+    assert [run.name for run in read_runs([str(folder), str(recorded_run.make(tmp_path / "own"))])] == [
+        "both: seed=1",
+        "both: seed=2+learning_rate=0.001",
+        "own",
+    ]
+
+
+@pytest.mark.full
+def test_a_folder_of_runs_and_folders_of_the_same_name(tmp_path):
+    for name in ("b", "a"):
+        recorded_run.make(tmp_path / "sweep" / name, seed=ord(name))
+    (tmp_path / "sweep" / "results.csv").write_text("")
+    assert [run.name for run in read_runs([str(tmp_path / "sweep"), str(tmp_path / "sweep" / "a")])] == ["a", "b"]
+    paths = [str(tmp_path / "sweep" / "a"), str(recorded_run.make(tmp_path / "other" / "a"))]
+    assert [run.name for run in read_runs(paths)] == paths
+
+
+@pytest.mark.full
+def test_a_run_that_goes_on_and_damaged_results(tmp_path):
+    [run] = read_runs([str(recorded_run.make(tmp_path / "half", done=500))])
+    row = run.row([])
+    assert (run.state, run.test, run.results) == ("500 of 1,000 updates", None, None)
+    assert row["best_valid"] == run.best_valid[1] and not {"test", "steps"} & row.keys()
+    folder = recorded_run.make(tmp_path / "damaged")
+    (folder / "results.json").write_text("{")
+    (folder / "metrics.jsonl").write_text('{"kind": "valid", "step": 5, "perplexity": "nan"}\n{"kind": "va')
+    [run] = read_runs([str(folder)])
+    assert run.row([]) == {"run": "damaged", "state": "5 of 1,000 updates"}
+    assert run.scores("valid") == [] and run.tokens_per_second is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("made", [False, True])
+def test_a_folder_without_a_run_is_one_sentence(tmp_path, made):
+    folder = tmp_path / "none"
+    if made:
+        (folder / "below").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"{folder}.*{'config.json' if made else 'no folder'}"):
+        read_runs([str(folder)])
+
+
+@pytest.mark.full
+def test_runs_are_grouped_by_all_but_the_seed(tmp_path):
+    for seed, rate in ((1, 0.1), (2, 0.1), (1, 0.2)):
+        recorded_run.make(tmp_path / f"{seed}-{rate}", seed=seed, model__dropout__rate=rate, train__log_every=seed)
+    runs = read_runs([str(tmp_path)])
+    names = swept_settings(runs)
+    assert names == ["seed", "model.dropout.rate"]
+    rows = {run.name: run.row(names) for run in runs}
+    [same, other] = seed_groups(names, list(rows.values()))
+    assert same == [rows["1-0.1"], rows["2-0.1"]] and other == [rows["1-0.2"]]
+    tests = [run.test for run in runs if run.config.model.dropout.rate == 0.1]
+    mean, _ = means(names, list(rows.values()))
+    assert (mean["model.dropout.rate"], mean["seeds"]) == ("0.1", 2)
+    assert (mean["test"], mean["test_deviation"]) == (statistics.mean(tests), statistics.stdev(tests))
+
+
+def test_means_leave_out_what_has_not_finished_or_diverged():
+    rows = [
+        {"lr": 1, "seed": 1, "state": "finished", "measure": "ppl", "best_valid": 10.0, "test": 12.0},
+        {"lr": 1, "seed": 2, "state": "finished", "measure": "ppl", "best_valid": 14.0, "test": 13.0},
+        {"lr": 2, "seed": 1, "state": "stopped after step 3", "measure": "ppl", "best_valid": 1.0},
+        {"lr": 2, "seed": 2, "state": "finished", "measure": "ppl", "best_valid": 5.0, "test": 6.0},
+        {"lr": 2, "seed": 3, "state": "finished", "measure": "ppl", "best_valid": math.inf, "test": math.nan},
+    ]
+    first, second = means(["lr", "seed"], rows)
+    assert (first["best_valid"], first["test"], first["seeds"]) == (12.0, 12.5, 2)
+    assert first["best_valid_deviation"] == pytest.approx(math.sqrt(8))
+    assert (second["best_valid"], second["test"]) == (5.0, 6.0) and "best_valid_deviation" not in second
+    lines = list(markdown(["lr", "seed"], [{"run": f"r|{i}"} | row for i, row in enumerate(rows)]))
+    assert lines[2] == "| r\\|0 | 1 | 1 | ppl 10.00 | ppl 12.00 |  |  | finished |"
+    assert lines[-2] == "| 1 | ppl 12.00 ± 2.83 | ppl 12.50 ± 0.71 | 2 |"
+    assert means(["lr", "seed"], rows[1:3]) == []

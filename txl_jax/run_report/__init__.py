@@ -1,1 +1,0 @@
-"""A page of one or several runs: learning curves, results, settings, time, samples."""

@@ -1,0 +1,258 @@
+"""Reads runs as rows of a table: scores, speed, the settings in which they differ, and means over seeds.
+
+A row is a dict by column name: "run", the settings that differ, "best_valid", "test", "measure", "steps", "seconds",
+"state". Columns whose values are not known yet are missing.
+"""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from txl_jax.config import ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
+from txl_jax.metrics import Measure, Totals
+from txl_jax.runs.run import Run, by_name, holds_run
+from txl_jax.runs.validation import RESULTS
+from txl_jax.runtime.environment import duration
+from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.storage import as_path, is_dir, names, read
+
+Row = Mapping[str, Any]
+Point = tuple[int, float]  # A training step, and the value recorded there.
+
+MEASURED = ("best_valid", "test", "measure", "steps", "seconds")
+SEED = "seed"
+_SCORES = ("best_valid", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecords:
+    """One run, or one member of an ensemble, as its directory describes it.
+
+    Attributes:
+      name: Name of the directory and of the member, or the path where two directories have the same name.
+      path: The workdir.
+      member: Name of the ensemble member, or None for a single run.
+      config: Its settings.
+      measure: The measure in which its losses are reported.
+      records: Its records in metrics.jsonl.
+      results: Its content of results.json, or None before training has ended.
+    """
+
+    name: str
+    path: str
+    member: str | None
+    config: ExperimentConfig
+    measure: Measure
+    records: Sequence[Mapping[str, Any]]
+    results: Mapping[str, Any] | None
+
+    def curve(self, kind: str, field: str) -> list[Point]:
+        """Returns the finite values of a field in the records of a kind ("train", "valid", "test"), by step."""
+        found = [each for each in self.records if each["kind"] == kind and field in each]
+        points = [(int(each["step"]), float(each[field])) for each in found]
+        return [point for point in points if math.isfinite(point[1])]
+
+    def scores(self, kind: str) -> list[Point]:
+        """Returns the curve of the measure in the records of a kind."""
+        return self.curve(kind, {Measure.BPC: "bpc", Measure.PPL: "perplexity"}[self.measure])
+
+    @property
+    def last_step(self) -> int:
+        """The last recorded training step."""
+        return max((int(record["step"]) for record in self.records), default=0)
+
+    @property
+    def best_valid(self) -> Point | None:
+        """The lowest recorded validation score and its step."""
+        return min(self.scores("valid"), key=lambda point: point[1], default=None)
+
+    @property
+    def test(self) -> float | None:
+        """The test score of the best parameters, or None before training has ended."""
+        return self._result("test")
+
+    @property
+    def state(self) -> str:
+        """The word "finished", or how far training is."""
+        if self.results is not None:
+            return "finished"
+        return f"{self.last_step:,} of {self.config.train.steps:,} updates"
+
+    @property
+    def training_seconds(self) -> float:
+        """Time of all training steps by their recorded rates, without start, evaluation and checkpoints."""
+        rates = self.curve("train", "tokens_per_second")
+        tokens_per_step = self.config.train.batch_size * self.config.train.new_tokens
+        before = [0, *(step for step, _ in rates)]
+        return sum((step - since) * tokens_per_step / rate for since, (step, rate) in zip(before, rates, strict=False))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median of the recorded rates, or None if there are none."""
+        rates = [rate for _, rate in self.curve("train", "tokens_per_second")]
+        return statistics.median(rates) if rates else None
+
+    def row(self, names: Sequence[str]) -> dict[str, Any]:
+        """Returns the run as a row with these settings. Until training ends, the best score is the recorded one."""
+        row: dict[str, Any] = {"run": self.name, "state": self.state}
+        row |= {name: config_tree.format_value(config_tree.get(self.config, name)) for name in names}
+        if seconds := self.training_seconds:
+            row["seconds"] = round(seconds, 1)
+        if self.results is not None:
+            scores = {name: score for name in _SCORES if (score := self._result(name)) is not None}
+            steps = self.results.get("steps", self.last_step)
+            return row | scores | {"measure": str(self.measure), "steps": steps}
+        if self.best_valid:
+            row |= {"best_valid": self.best_valid[1], "measure": str(self.measure)}
+        return row
+
+    def _result(self, name: str) -> float | None:
+        found = (self.results or {}).get(name)
+        return Totals(float(found["loss"]), 1).value(self.measure) if found else None
+
+
+def read_runs(paths: Sequence[str]) -> list[RunRecords]:
+    """Reads the runs at paths: workdirs, or directories of workdirs such as a sweep's --out.
+
+    Raises:
+      UserError: If a directory contains no run, or a run that cannot be read.
+    """
+    folders = list(dict.fromkeys(folder for path in paths for folder in _workdirs(path)))
+    last = [Path(folder).name for folder in folders]
+    short = {folder: name if last.count(name) == 1 else folder for folder, name in zip(folders, last, strict=True)}
+    return [run for folder in folders for run in _read(folder, "" if len(folders) == 1 else short[folder])]
+
+
+def _workdirs(path: str) -> list[str]:
+    """Returns the workdir itself, or the workdirs directly below a directory, by name."""
+    folder = as_path(path)
+    if holds_run(folder):
+        return [folder]
+    below = [os.path.join(folder, name) for name in names(folder)] if is_dir(folder) else []
+    if not (found := [each for each in below if holds_run(each)]):
+        what = "no folder" if not is_dir(folder) else "a folder without a run (no config.json in it or right below)"
+        raise UserError(f"{path} is {what}; give the --workdir of a run, or the --out of a sweep")
+    return found
+
+
+def _read(folder: str, name: str) -> Iterator[RunRecords]:
+    """Yields a run, or each member of an ensemble, whose own name is enough if `name` is empty."""
+    record, records = Run.read_all(folder), read_metrics(folder)
+    members, found = by_name(record.members), _results(folder)
+    for member in members or [None]:
+        scores = found.get("members", {}).get(member) if found and member else found
+        yield RunRecords(
+            name=": ".join(filter(None, [name, member])) or Path(folder).name,
+            path=folder,
+            member=member,
+            config=config_tree.replace(record.config, dict(members[member])) if member else record.config,
+            measure=record.text.vocabulary.measure,
+            records=[each for each in records if each.get("member") == member],
+            results=found | scores if found and scores else None,
+        )
+
+
+def _results(folder: str) -> dict[str, Any] | None:
+    """Returns the content of results.json, or None if it is missing or corrupted: training writes it again."""
+    try:
+        content = json.loads(read(os.path.join(folder, RESULTS)))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def swept_settings(runs: Sequence[RunRecords]) -> list[str]:
+    """Returns the settings in which at least one run differs, in the order of the config.
+
+    Settings that change numbers only by rounding, such as the mesh and the logging interval, do not count.
+    """
+    first, *others = [run.config for run in runs]
+    found = {leaf.name for other in others for leaf, _, _ in config_tree.differences(first, other)}
+    return [leaf.name for leaf in config_tree.leaves() if leaf.name in found and not leaf.setting.free_on_resume]
+
+
+def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
+    """Groups rows that differ only in their seed among the settings `names`, in the order of each group's first row."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(repr([row.get(name, "") for name in names if name != SEED]), []).append(row)
+    return list(groups.values())
+
+
+def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns a row with the means of each group of seeds, or none if no two rows differ only in their seed.
+
+    Each has the settings, "seeds" (the number of finished runs), and mean and sample standard deviation of the scores
+    as "best_valid", "best_valid_deviation", "test" and "test_deviation", where they are known.
+    """
+    groups, found = seed_groups(names, rows), []
+    for group in groups:
+        ended = [row for row in group if row["state"] == "finished"]
+        mean = {name: group[0].get(name, "") for name in names if name != SEED} | {"seeds": len(ended)}
+        if ended:
+            mean["measure"] = ended[0]["measure"]
+        for name in _SCORES:
+            values = [
+                row[name] for row in ended if math.isfinite(row.get(name, math.nan))
+            ]  # Not of runs that diverged.
+            if values:
+                mean[name] = statistics.fmean(values)
+            if len(values) > 1:
+                mean[f"{name}_deviation"] = statistics.stdev(values)
+        found.append(mean)
+    return found if len(groups) < len(rows) else []
+
+
+def mean_columns(names: Sequence[str]) -> list[str]:
+    """Returns the columns of `means`."""
+    scores = [column for name in _SCORES for column in (name, f"{name}_deviation")]
+    return [*(name for name in names if name != SEED), *scores, "measure", "seeds"]
+
+
+def csv_file(columns: Sequence[str], rows: Sequence[Row]) -> bytes:
+    """Returns rows as a CSV file with all digits. Missing values are empty."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
+    """Yields the lines of a Markdown table of rows, and of a second one with the means over seeds, if any."""
+    speed = ["tokens_per_second"] * any("tokens_per_second" in row for row in rows)
+    yield from _table(["run", *names, *_SCORES, "steps", *speed, "seconds", "state"], rows)
+    if averaged := means(names, rows):
+        yield ""
+        yield from _table([*(name for name in names if name != SEED), *_SCORES, "seeds"], averaged)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
+    headings = {"best_valid": "best valid", "tokens_per_second": "tokens/s", "seconds": "time"}
+    yield f"| {' | '.join(headings.get(column, column) for column in columns)} |"
+    yield "|---" * len(columns) + "|"
+    for row in rows:
+        yield f"| {' | '.join(_cell(row, column) for column in columns)} |"
+
+
+def _cell(row: Row, column: str) -> str:
+    if column not in row:
+        return ""
+    if column == "seconds":
+        return duration(row[column])
+    if column == "tokens_per_second":
+        return f"{row[column]:,.0f}"
+    if column in _SCORES:
+        digits, deviation = 2 if row["measure"] == Measure.PPL else 4, row.get(f"{column}_deviation")
+        spread = "" if deviation is None else f" ± {deviation:.{digits}f}"
+        return f"{row['measure']} {row[column]:.{digits}f}{spread}"
+    return str(row[column]).replace("|", "\\|")
