@@ -10,16 +10,218 @@ law that is printed with the share of each cluster.
 
 It prints a markdown table. A softmax that needs more memory than there is gets a fraction of the tokens, and the table
 prints how many.
+
+T is the number of tokens, D the width of their hidden states, V the vocabulary's size.
 """
 
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import multiprocessing
+import os
+import re
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
 from txl_jax import cli
-from txl_jax.bench import softmax_speed
-from txl_jax.bench.softmax_speed import DEFAULTS, Plan
+from txl_jax.bench import throughput
+from txl_jax.bench.synthetic_tokens import EXPONENT, SHIFT, draw_tokens, probabilities
+from txl_jax.bench.throughput import Task, Throughput
+from txl_jax.config import ExperimentConfig, ModelConfig, TrainConfig
+from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.errors import UserError
+from txl_jax.modules.softmax import Softmax
+from txl_jax.runtime import environment
+
+# WikiText-103 and the paper's large model.
+DEFAULTS = ExperimentConfig(
+    model=ModelConfig(d_model=1024, cutoffs=(20_000, 40_000, 200_000), div_val=4),
+    train=TrainConfig(batch_size=60, segment_len=150),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.Plan):
+    """Settings of the benchmark."""
+
+    vocab_size: int = setting(267_735, "V, size of the vocabulary.", at_least=2)
+    calls: int = setting(5, "Timed calls of each softmax, interleaved.", at_least=1)
+    memory_gb: float | None = setting(
+        None,
+        "Memory limit of a softmax in GB (10^9 bytes); none: the accelerator's memory, or 70 % of a CPU's.",
+        above=0,
+    )
+
+    def validate(self) -> None:
+        """Raises `UserError` for values out of their range."""
+        check_fields(self, "")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Runs the benchmark."""
-    softmax_speed.run(job.config(), plan)
+    """Measures both softmaxes of the settings of the flags."""
+    benchmark(job.config(), plan)
+
+
+def benchmark(config: ExperimentConfig, plan: Plan) -> None:
+    """Measures both softmaxes and prints a markdown table.
+
+    Calls are interleaved, so that a slow minute of the machine affects all alike.
+
+    Raises:
+      UserError: If the settings have no adaptive softmax, or the memory limit is too small for one token.
+    """
+    adaptive = dataclasses.replace(config.model, tie_weight=False, tie_projs=())
+    adaptive.validate()
+    adaptive.validate_vocabulary(plan.vocab_size)
+    require(adaptive.cutoffs, "model.cutoffs is empty; the adaptive softmax needs at least one")
+    softmaxes = {"adaptive": adaptive, "full": dataclasses.replace(adaptive, cutoffs=(), div_val=1)}
+    tokens = config.train.batch_size * config.train.segment_len
+    limit = device_memory() if plan.memory_gb is None else int(plan.memory_gb * 1e9)
+
+    facts = environment.describe()
+    print(f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}")
+    print(f"vocabulary {plan.vocab_size:,}, width {adaptive.d_model}, {adaptive.dtype}, cutoffs {[*adaptive.cutoffs]}")
+    print(f"{format_shares(adaptive.cutoffs, plan.vocab_size, tokens)}\n", flush=True)
+    programs = {name: _largest_that_fits(each, plan.vocab_size, tokens, limit) for name, each in softmaxes.items()}
+    peaks = [  # Before this process fills its own memory.
+        _peak_of_own_process(softmaxes[name], plan.vocab_size, program.tokens) for name, program in programs.items()
+    ]
+    tasks = [_task(name, softmaxes[name], plan.vocab_size, program) for name, program in programs.items()]
+    print("| softmax | tokens | seconds | slowest | fastest | per token | memory needed | peak of a process |")
+    print("|---|---|---|---|---|---|---|---|")
+    for timing, peak in zip(throughput.measure_interleaved(tasks, warmup=1, calls=plan.calls), peaks, strict=True):
+        print(format_row(timing, peak))
+    for name, program in programs.items():
+        if program.tokens < tokens:
+            needed, most = environment.megabytes(program.memory_bytes_of_all), environment.megabytes(limit)
+            print(f"\nThe {name} softmax of all {tokens:,} tokens would need {needed}; the limit is {most}.")
+
+
+def format_shares(cutoffs: tuple[int, ...], vocab_size: int, tokens: int) -> str:
+    """Formats the distribution of the targets: the share of each cluster, expected and among the tokens drawn."""
+    law, drawn = probabilities(vocab_size), draw_tokens(vocab_size, tokens)
+    shares = [
+        f"{law[start:end].sum():.1%} ({((start <= drawn) & (drawn < end)).mean():.1%})"
+        for start, end in itertools.pairwise((0, *cutoffs, vocab_size))
+    ]
+    return (
+        f"targets: p(rank) ~ 1 / (rank + {SHIFT})^{EXPONENT}; "
+        f"shares of head and tails, expected (and drawn): {', '.join(shares)}"
+    )
+
+
+def format_row(timing: Throughput, process_peak: int | None) -> str:
+    """Formats one row of the table; `process_peak` is in bytes, or None if it is unknown."""
+    task, median = timing.task, statistics.median(timing.seconds)
+    return (
+        f"| {task.name} | {task.tokens:,} | {median:.3g} | {max(timing.seconds):.3g} | {min(timing.seconds):.3g} | "
+        f"{median / task.tokens * 1e6:,.0f} µs | {environment.megabytes(task.memory_bytes or 0)} | "
+        f"{'' if process_peak is None else environment.megabytes(process_peak)} |"
+    )
+
+
+def device_memory() -> int:
+    """Returns the memory limit in bytes: that of an accelerator; 70 % of a CPU's, which other processes use too."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return int(0.7 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return device.memory_stats()["bytes_limit"]
+
+
+class _Program(NamedTuple):
+    call: jax.stages.Compiled
+    tokens: int  # Fewer than were asked for if those need too much memory.
+    memory_bytes: int  # Arguments, results and scratch, by the compiler's account.
+    memory_bytes_of_all: int  # The same for the tokens that were asked for.
+
+
+def _task(name: str, config: ModelConfig, vocab_size: int, program: _Program) -> Task:
+    inputs, shape = _inputs(config, vocab_size, program.tokens), f"{program.tokens} x 1"
+    return Task(
+        name,
+        shape,
+        0,
+        program.tokens,
+        lambda: jax.block_until_ready(program.call(*inputs)),
+        memory_bytes=program.memory_bytes,
+    )
+
+
+def _largest_that_fits(config: ModelConfig, vocab_size: int, tokens: int, memory_limit: int) -> _Program:
+    """Compiles for the tokens, half of them, and so on, until the program fits."""
+    needed_by_all = None
+    while tokens:
+        call = _compile(config, vocab_size, tokens)
+        found: Any = call.memory_analysis()
+        needed = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+        needed_by_all = needed_by_all or needed
+        if needed <= memory_limit:
+            return _Program(call, tokens, needed, needed_by_all)
+        tokens //= 2
+    raise UserError(
+        f"the memory limit is {memory_limit:,} bytes and a softmax of one token needs {needed:,}; raise --memory_gb"
+    )
+
+
+def _compile(config: ModelConfig, vocab_size: int, tokens: int) -> jax.stages.Compiled:
+    """Compiles the gradient of the mean nll with respect to parameters and hidden states; nothing is allocated."""
+    softmax = Softmax(config, vocab_size)
+
+    def loss(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        nll: Any = softmax.apply({"params": params}, hidden, targets, *_untied(config), method="nll")
+        return jnp.mean(nll)
+
+    shapes = jax.eval_shape(functools.partial(_inputs, config, vocab_size, tokens))
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes).compile()
+
+
+def _inputs(config: ModelConfig, vocab_size: int, tokens: int) -> tuple[Any, jax.Array, jax.Array]:
+    """Returns (parameters, hidden states [T, D], targets [T])."""
+    keys = jax.random.split(jax.random.key(0))
+    targets = jnp.asarray(draw_tokens(vocab_size, tokens))
+    hidden = jax.random.normal(keys[0], (tokens, config.d_model), config.dtype)
+
+    @jax.jit
+    def init(key: jax.Array) -> Any:
+        softmax = Softmax(config, vocab_size)
+        return nn.unbox(softmax.init(key, hidden[:1], targets[:1], *_untied(config), method="nll"))["params"]
+
+    return init(keys[1]), hidden, targets
+
+
+def _untied(config: ModelConfig) -> tuple[list[None], list[None]]:
+    """Returns the embedding's tables and projections for a softmax that shares none of them."""
+    n_table = config.n_cluster if config.div_val > 1 else 1
+    return [None] * n_table, [None] * config.n_cluster
+
+
+def _peak_of_own_process(config: ModelConfig, vocab_size: int, tokens: int) -> int | None:
+    """Runs `_peak_of_one_call` in a fresh process; None on an accelerator, whose memory is not the process's."""
+    if jax.default_backend() != "cpu":
+        return None
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_peak_of_one_call, config, vocab_size, tokens).result()
+
+
+def _peak_of_one_call(config: ModelConfig, vocab_size: int, tokens: int) -> int | None:
+    """Compiles and calls once; returns the peak memory of this process, or None where the system does not report it.
+
+    Not from `resource.getrusage`, whose peak starts with that of the parent process.
+    """
+    call = _compile(config, vocab_size, tokens)
+    jax.block_until_ready(call(*_inputs(config, vocab_size, tokens)))
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    peak = re.search(r"VmHWM:\s*(\d+) kB", status)
+    return int(peak[1]) * 1024 if peak else None
 
 
 if __name__ == "__main__":

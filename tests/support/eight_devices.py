@@ -7,9 +7,11 @@ tokens, of which the second and third divide among neither 8 devices nor (the se
 import concurrent.futures
 import dataclasses
 import json
+import math
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,7 +21,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from txl_jax import sharding
-from txl_jax.bench.collectives import collectives
 from txl_jax.config import (
     CacheDType,
     DropoutConfig,
@@ -125,9 +126,62 @@ def run(parts: RunComponents, *, scores: bool) -> dict:
         "memory_per_device": shard_of(state.memory.hidden),
         "temporary_bytes": compilation.temporary_bytes,
         "largest": largest_parts(parts),
-        "collectives": [one._asdict() for one in collectives(train_step.as_text())] if parts.mesh.size > 1 else [],
+        "collectives": collectives(train_step.as_text()),
     }
     return found | (scored(parts, state.params) if scores else {})
+
+
+def collectives(text: str) -> list[dict]:
+    """What XLA's text of a program for CPUs sends between devices: size, group, loops around it, executions, source."""
+    computations: dict[str, list[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            name = header[1]  # The last one is the program's own.
+        computations.setdefault(name, []).append(line)
+
+    def visit(name: str, loops: int, times: int) -> Iterator[dict]:
+        for line in computations[name]:
+            if found := re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line):
+                arrays = [
+                    (math.prod(map(int, filter(None, sizes.split(",")))) * int(bits or 8) // 8, array)
+                    for array, bits, sizes in re.findall(r"(\b[a-z]+(\d*)\[([\d,]*)\])", found[1])
+                ]
+                devices = group_size(line)
+                source = re.search(r'op_name="([^"]*)"', line)
+                if devices > 1:
+                    yield {
+                        "kind": found[2],
+                        "n_bytes": sum(size for size, _ in arrays),
+                        "largest": max(arrays)[0],
+                        "shape": max(arrays)[1],
+                        "devices": devices,
+                        "loops": loops,
+                        "times": times,
+                        "source": source[1] if source else "",
+                    }
+            count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            for role, inner in re.findall(
+                r"(body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", line
+            ):
+                is_body = role == "body"
+                yield from visit(inner, loops + is_body, times * int(count[1]) if is_body and count else times)
+
+    return list(visit(name, 0, 1))
+
+
+def group_size(line: str) -> int:
+    """How many devices exchange with one another, in each of the ways in which XLA writes groups."""
+    if "source_target_pairs=" in line:
+        return 2
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(found[1])
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return len(found[1].split(","))
+    found = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
+    assert found, line
+    sizes = dict(axis.split("=") for axis in found[1].split(","))
+    return math.prod(int(sizes[axis]) for axis in found[2].split(","))
 
 
 def on_one_device(tree: Any) -> int:

@@ -1,4 +1,4 @@
-"""The attention of one layer of a configuration, in training and in evaluation, as something to check, time or compile.
+"""The attention of one layer of a configuration, in training and in evaluation, as something to check or time.
 
 Training is forward and backward over [memory; segment], evaluation forward over a KV cache. Letters: B rows, H heads,
 L segment length, M memory length, K keys, E head width, P distances, R slots of the KV cache.
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, Network
+from txl_jax.config import Encoding, ExperimentConfig, Network
 from txl_jax.config.settings import require
 from txl_jax.inference.cache import cache_capacity
 from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cached_attention, choice
@@ -28,46 +28,25 @@ _SEED = 7
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes of one layer's attention.
+    """Sizes of one layer's attention."""
 
-    Attributes:
-      config: name of the configuration.
-      task: one of `TASKS`.
-      dtype: of queries, keys and values.
-      batch: B, on one device.
-      n_head: H.
-      d_head: E.
-      segment_len: L.
-      mem_len: M.
-      n_positions: P.
-      window: keys that a query sees at most, itself included; None: no limit.
-      dropout_rate: of the probabilities in training.
-      capacity: R; None in training.
-    """
-
-    config: str
-    task: str
-    dtype: str
-    batch: int
-    n_head: int
-    d_head: int
-    segment_len: int
-    mem_len: int
-    n_positions: int
-    window: int | None
-    dropout_rate: float = 0.0
-    capacity: int | None = None
+    config: str  # Name of the configuration.
+    task: str  # Of `TASKS`.
+    dtype: str  # Of queries, keys and values.
+    batch: int  # B, on one device.
+    n_head: int  # H.
+    d_head: int  # E.
+    segment_len: int  # L.
+    mem_len: int  # M.
+    n_positions: int  # P.
+    window: int | None  # Keys that a query attends to at most, itself included, or None for no limit.
+    dropout_rate: float = 0.0  # Of the probabilities in training.
+    capacity: int | None = None  # R, or None in training.
 
     @property
     def n_keys(self) -> int:
         """K, keys of the arrays that attention reads."""
         return (self.mem_len if self.capacity is None else self.capacity) + self.segment_len
-
-    @property
-    def scores_size(self) -> int:
-        """Elements of an array with a score for each query and key, of evaluation each key of the KV cache."""
-        n_keys = self.n_keys if self.capacity is None else self.capacity
-        return self.batch * self.n_head * self.segment_len * n_keys
 
     @property
     def passes(self) -> int:
@@ -114,15 +93,10 @@ class Case:
 def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int | None, dtype: str) -> Case:
     """Returns the sizes of a configuration's attention.
 
-    Args:
-      name: of the configuration.
-      config: the configuration.
-      task: one of `TASKS`.
-      batch: rows of training on one device; None: all of them. Evaluation has those of `eval.batch_size`.
-      dtype: of queries, keys and values.
+    `batch` is the rows of training on one device, or None for all of them. Evaluation has `eval.batch_size`.
 
     Raises:
-      UserError: a model without this attention.
+      UserError: If the model is without this attention.
     """
     model, train, eval_config = config.model, config.train, config.eval
     require(
@@ -145,19 +119,15 @@ def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int | No
         n_positions = train.mem_len + train.segment_len
         rate = float(model.dropout.attention or 0)
         return Case(**sizes, batch=batch or train.batch_size, n_positions=n_positions, dropout_rate=rate)
-    capacity = _capacity(eval_config)
+    capacity = cache_capacity(mem_len=eval_config.mem_len, segment_len=eval_config.segment_len)
     n_positions = table_length(segment_len=eval_config.segment_len, capacity=capacity, clamp_len=eval_config.clamp_len)
     return Case(**sizes, batch=eval_config.batch_size, n_positions=n_positions, capacity=capacity)
 
 
 def find_implementation(case: Case, path: str, platform: str, device_kind: str) -> tuple[Implementation | None, str]:
-    """Returns what a path is on a device, None where it cannot serve the case; and the reason.
+    """Returns what a path is on a device, or None and the reason if it cannot serve the case.
 
-    Args:
-      case: sizes.
-      path: "reference", "tiled", "fused"; or "plain", the fused or else the tiled one without position keys.
-      platform: of the device, in jax.
-      device_kind: its name in jax.
+    Paths are "reference", "tiled", "fused", and "plain": the fused or else the tiled one without position keys.
     """
     reason = ""
     for name in ("fused", "tiled") if path == "plain" else (path,):
@@ -189,21 +159,10 @@ def make_inputs(case: Case) -> Arrays:
     return found | {"valid": jnp.full((case.batch,), case.mem_len, jnp.int32)}
 
 
-def abstract_inputs(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and types of the inputs."""
-    return jax.eval_shape(lambda: make_inputs(case))
-
-
 def make_function(
     case: Case, implementation: Implementation | str, *, positions: bool = True
 ) -> Callable[[Arrays], dict[str, jax.Array]]:
-    """Returns the function of a case: inputs -> the output, in training with the gradient of each array.
-
-    Args:
-      case: sizes.
-      implementation: a path, or what was chosen.
-      positions: False: the same attention without position keys.
-    """
+    """Returns the function of a case, with or without position keys: inputs -> output, in training with gradients."""
     of_task = _training if case.capacity is None else _evaluation
     return functools.partial(of_task, case, implementation, positions)
 
@@ -261,7 +220,3 @@ def _evaluation(
     own = (inputs["query"], inputs["key"], inputs["value"])
     ring = (inputs["stored_key"], inputs["stored_value"])
     return {"output": cached_attention(*own, ring, position, visibility, implementation=implementation)}
-
-
-def _capacity(eval_config: EvalConfig) -> int:
-    return cache_capacity(mem_len=eval_config.mem_len, segment_len=eval_config.segment_len)

@@ -140,14 +140,7 @@ def evaluation(components: RunComponents, params: Any, peer: HuggingFaceModel) -
 def generation(
     components: RunComponents, params: Any, peer: HuggingFaceModel, *, every_tail: bool = False
 ) -> tuple[Task, Task]:
-    """Returns the task of a token after a full memory, ours and the peer's, drawn among the `top_k` likeliest.
-
-    Args:
-      components: the model and its settings.
-      params: parameters.
-      peer: Hugging Face's model.
-      every_tail: of `throughput.generation`; the peer always reads every tail.
-    """
+    """Returns the task of a token after a full memory, ours and the peer's, which always reads every tail."""
     ours = throughput.generation(components, params, every_tail=every_tail)
     top_k = components.config.generate.top_k
 

@@ -29,37 +29,24 @@ from txl_jax.segments import Segments
 
 _TEXT_TOKENS = 20_000_000
 _SENTENCE_TOKENS = 25
-_BLOCK = 16  # Tokens that generation writes per call.
+BLOCK = 16  # Tokens that generation writes per call.
 _TAIL_BIAS = 12.0  # Added to the logits of tails: more than a head of 20,000 words has together.
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Something to time.
-
-    Attributes:
-      name: for people.
-      shape: rows x tokens per row and segment.
-      mem_len: M.
-      tokens: tokens per call.
-      call: runs once and returns when the results are there.
-      compile_seconds: time of compilation, or of what the first call prepares; None: unknown.
-      memory_bytes: arguments, results and scratch of the compiled program, per device; None: unknown.
-      flops_per_token: of the model, by `txl_jax.flops`.
-      bytes_per_step: bytes read for one token of every sample: weights, position keys, KV cache.
-      first_token_seconds: latency from a prompt that fills the memory to the first token.
-    """
+    """Something to time."""
 
     name: str
-    shape: str
-    mem_len: int
-    tokens: int
-    call: Callable[[], None]
-    compile_seconds: float | None = None
-    memory_bytes: int | None = None
-    flops_per_token: float | None = None
-    bytes_per_step: int | None = None
-    first_token_seconds: float | None = None
+    shape: str  # Rows x tokens per row and segment.
+    mem_len: int  # M.
+    tokens: int  # Per call.
+    call: Callable[[], None]  # Runs once and returns when the results are there.
+    compile_seconds: float | None = None  # Or of what the first call prepares.
+    memory_bytes: int | None = None  # Arguments, results and scratch of the compiled program, per device.
+    flops_per_token: float | None = None  # By `txl_jax.flops`.
+    bytes_per_step: int | None = None  # Read for one token of every sample: weights, position keys, KV cache.
+    first_token_seconds: float | None = None  # From a prompt that fills the memory to the first token.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,28 +203,19 @@ def evaluation(components: RunComponents, params: Any) -> Task:
 def generation(components: RunComponents, params: Any, *, every_tail: bool = False) -> Task:
     """Generates token after token from a full memory, all samples side by side, drawn as set in `config.generate`.
 
-    Args:
-      components: the model and its settings.
-      params: parameters.
-      every_tail: raises the probability of the tails of an adaptive softmax so far that with top-k every tail is read
-        for every token. With untrained weights hardly any is.
+    `every_tail` raises the probability of the tails of an adaptive softmax so far that with top-k every tail is read
+    for every token. With untrained weights hardly any is.
     """
     if every_tail:
         params = with_every_tail(params)
     eval_config, config = components.config.eval, components.config.generate
-    generator = Generator(
-        cast(TransformerXL, components.model),
-        eval_config,
-        config,
-        memory_dtype=components.evaluation.memory_dtype,
-        mesh=components.mesh,
-    )
+    generator = make_generator(components)
     weights = generator.prepare_params(params)
     prompt = np.asarray(draw_tokens(components.model.vocab_size, eval_config.mem_len + 1))
     context = generator.read(weights, prompt)
     start = time.monotonic()
-    arguments = 0, _BLOCK
-    write = generator.write.lower(weights.token, context, *arguments, count=_BLOCK).compile()
+    arguments = 0, BLOCK
+    write = generator.write.lower(weights.token, context, *arguments, count=BLOCK).compile()
     compile_seconds = time.monotonic() - start
 
     def call() -> None:
@@ -249,7 +227,7 @@ def generation(components: RunComponents, params: Any, *, every_tail: bool = Fal
         name="generation, every tail read" if every_tail else "generation",
         shape=f"{config.samples} x 1",
         mem_len=eval_config.mem_len,
-        tokens=config.samples * _BLOCK,
+        tokens=config.samples * BLOCK,
         call=call,
         compile_seconds=compile_seconds,
         memory_bytes=_program_bytes(write),
@@ -258,6 +236,17 @@ def generation(components: RunComponents, params: Any, *, every_tail: bool = Fal
             (weights.token.layers, weights.token.clusters[: None if every_tail else 1], context.memory)
         ),
         first_token_seconds=_first_token_seconds(generator, weights, prompt),
+    )
+
+
+def make_generator(components: RunComponents) -> Generator:
+    """Returns the generator of a run's model, with the settings of its config."""
+    return Generator(
+        cast(TransformerXL, components.model),
+        components.config.eval,
+        components.config.generate,
+        memory_dtype=components.evaluation.memory_dtype,
+        mesh=components.mesh,
     )
 
 

@@ -1,36 +1,132 @@
-"""Tests of the benchmark of attention as a program: for devices that are not at hand."""
+"""Tests of the benchmark of attention: what it counts, checks and prints."""
 
+import dataclasses
 import json
-import os
-import subprocess
-import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from support import ROOT
+from experiments.bench import attention
+from experiments.bench.attention import Plan
+from txl_jax.bench import attention_cases, attention_products
+from txl_jax.bench.attention_cases import Case, make_case
+from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, TrainConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
+from txl_jax.ops.attention import Implementation, Tile
 
-SIZES = ["--model.n_head=2", "--model.d_head=32", "--train.segment_len=256", "--train.mem_len=256"]
-EVALUATION = ["--eval.segment_len=128", "--eval.mem_len=512", "--eval.clamp_len=none"]
-# On a GPU the position scores of some rows are in memory at a time; of a few rows that would be all.
-ROWS = 512
-TPU, CUDA = pytest.mark.nightly(part="tpu"), pytest.mark.nightly(part="cuda")
+CONFIG = ExperimentConfig(
+    model=ModelConfig(n_layer=2, d_model=24, n_head=3, d_head=8, d_inner=16),
+    train=TrainConfig(batch_size=4, segment_len=20, mem_len=13),
+    eval=EvalConfig(batch_size=1, segment_len=6, mem_len=16, clamp_len=9, same_length=True),
+)
+DROPOUT = config_tree.replace(CONFIG, {"model.dropout.attention": 0.3})
 
 
-@pytest.mark.parametrize("topology", [pytest.param("v5e", marks=TPU), pytest.param("h200", marks=CUDA)])
-def test_the_reference_writes_its_scores_and_the_kernels_do_not(tmp_path, topology):
+def case(task: str, config: ExperimentConfig = CONFIG, **changes) -> Case:
+    return dataclasses.replace(make_case("tiny", config, task, batch=2, dtype="float32"), **changes)
+
+
+def rows_of(text: str) -> list[list[str]]:
+    lines = [line.strip("|") for line in text.splitlines() if line.startswith("| tiny")]
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+def test_sizes_are_those_of_the_configuration():
+    training, evaluation = case("training", DROPOUT), case("evaluation")
+    assert training.shape == "2 x 3 x 20 x 33, 8" and training.n_positions == 33 and training.dropout_rate == 0.3
+    assert training.window is None
+    # The KV cache has 18 slots; distances are clamped at 9, and the window is the memory's length.
+    assert (evaluation.capacity, evaluation.n_keys, evaluation.n_positions, evaluation.window) == (18, 24, 10, 16)
+    assert evaluation.batch == 1
+
+
+@pytest.mark.parametrize("window", [None, 1, 19])  # Of no query, of all, of a part.
+@pytest.mark.parametrize(("task", "passes"), [("training", 3), ("evaluation", 1)])
+def test_operations_are_counted_on_visible_pairs(task, passes, window):
+    """Three products of the forward pass, and twice as many backward; without position keys two."""
+    sizes = dataclasses.replace(case(task), window=window)
+    distance = sizes.mem_len + np.arange(sizes.segment_len)[:, None] - np.arange(sizes.mem_len + sizes.segment_len)
+    visible = np.sum((distance >= 0) & (distance < (sizes.window or 99)))
+    pairs = sizes.batch * sizes.n_head * visible
+    assert sizes.flops() == passes * 3 * 2 * 8 * pairs
+    assert sizes.flops(positions=False) == passes * 2 * 2 * 8 * pairs
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_products_alone_are_those_of_all_pairs(task, platform):
+    sizes = case(task)  # In evaluation distances are clamped, so there are fewer position keys than keys.
+    inputs = attention_products.make_inputs(sizes, platform=platform)
+    compiled = jax.jit(attention_products.products(sizes)).lower(inputs).compile()
+    loops = sizes.batch * sizes.n_head if platform == "cpu" else 1  # XLA counts a loop's body once.
+    assert compiled.cost_analysis()["flops"] * loops == pytest.approx(sizes.flops_of_products, rel=0.01)
+    assert all(np.isfinite(found).all() and np.any(found) for found in compiled(inputs))
+
+
+@pytest.mark.full
+def test_each_path_has_a_row_or_a_reason(tmp_path, capsys):
     path = tmp_path / "attention.json"
-    flags = [f"--topology={topology}", "--configs=small", f"--batch_size={ROWS}", f"--eval.batch_size={ROWS}"]
-    flags += ["--model.dropout.attention=0.1", "--paths=reference,fused,plain", f"--json={path}"]
-    program = [sys.executable, "-m", "experiments.bench.attention", *SIZES, *EVALUATION, *flags]
-    done = subprocess.run(program, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = {(row["task"], row["path"]): row for row in json.loads(path.read_text())["rows"]}
-    assert len(found) == 6
-    for task in ("training", "evaluation"):
-        assert found[task, "reference"]["scores_written"] is not None
-        for name in ("fused", "plain"):
-            row = found[task, name]
-            assert row["refused"] is None, row
-            assert row["scores_written"] is None, row
-    fused, reference = found["training", "fused"], found["training", "reference"]
-    assert fused["bytes_accessed"] < reference["bytes_accessed"] / 2
+    paths = ("reference", "fused", "plain", "cudnn")
+    plan = Plan(configs=("tiny",), calls=2, batch_size=2, paths=paths, json=str(path))
+    records = attention.benchmark({"tiny": CONFIG}, plan)
+    out = capsys.readouterr().out
+    rows = rows_of(out)
+    for task in attention_cases.TASKS:
+        assert {row[3].partition(" ")[0] for row in rows if row[1] == task} >= {"reference", "products"}
+    for name in ("fused", "cudnn"):
+        assert any(line.startswith(f"no {name}: ") for line in out.splitlines())
+    reference = next(row for row in records if (row["task"], row["path"]) == ("training", "reference"))
+    assert len(reference["seconds"]) == 2 and reference["scratch_bytes"] > 0
+    assert reference["flops_per_second"] == pytest.approx(case("training").flops() / reference["median_seconds"])
+    saved = json.loads(path.read_text())
+    assert saved["rows"] == json.loads(json.dumps(records)) and saved["plan"]["batch_size"] == 2
+
+
+@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("error", [0, 0.01, jnp.nan])
+def test_a_path_with_other_numbers_is_not_timed(monkeypatch, task, error):
+    """The replacement is the reference, with an error in what it returns: forward, and so backward."""
+    name = "attention" if task == "training" else "cached_attention"
+    reference = getattr(attention_cases, name)
+
+    def replacement(*args, implementation, **named):
+        found = reference(*args, implementation="reference", **named)
+        return found if implementation == "reference" else found * (1 + error)
+
+    monkeypatch.setattr(attention_cases, name, replacement)
+    monkeypatch.setattr(attention, "_implementation", lambda *_: Implementation("tiled", tile=Tile(8, 8)))
+    if not error:
+        assert attention.largest_difference(case(task, DROPOUT), "tiled") == 0
+        return
+    with pytest.raises(UserError, match=r"tiny, " + task + r".*tiled.*(1.0e-02|nan).*1e-03"):
+        attention.largest_difference(case(task, DROPOUT), "tiled")
+
+
+@pytest.mark.nightly(part="cases")
+@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("instead", [None, Implementation("tiled", tile=Tile(8, 8))], ids=str)
+def test_a_path_without_float32_is_checked_in_the_type_that_is_timed(monkeypatch, task, instead):
+    """As kernels for GPUs, which are for 16 bits only; in float32 "plain" would be tiles."""
+    kernel = Implementation("fused", "triton", Tile(16, 16), interpret=True)
+
+    def find(case, path, *_):
+        return (kernel, "") if case.dtype == "bfloat16" else (instead, "the type is float32")
+
+    monkeypatch.setattr(attention, "find_implementation", find)
+    assert 1e-4 < attention.largest_difference(case(task, DROPOUT, dtype="bfloat16"), "plain") < 2e-2
+
+
+@pytest.mark.parametrize("settings", [{"paths": ("fusd",)}, {"tasks": ("fusd", "training")}], ids=str)
+def test_settings_that_cannot_be_are_refused(settings):
+    with pytest.raises(UserError, match="'fusd'"):
+        Plan(**settings).validate()
+
+
+def test_a_model_without_this_attention_is_named():
+    config = config_tree.replace(CONFIG, {"model.encoding": "shaw"})
+    with pytest.raises(UserError, match=r"lm has .*\bshaw\b.*model.encoding=relative"):
+        make_case("lm", config, "training", batch=None, dtype="float32")

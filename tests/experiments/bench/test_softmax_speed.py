@@ -1,12 +1,15 @@
 """Tests of the softmax benchmark and its program."""
 
-import re
+import dataclasses
 
 import numpy as np
 import pytest
 
-from support import programs
+from experiments.bench import softmax_speed
+from experiments.bench.softmax_speed import Plan
 from txl_jax.bench import synthetic_tokens
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
 
 V = 500
 
@@ -26,17 +29,14 @@ def test_probabilities_follow_the_power_law():
 
 
 @pytest.mark.full
-def test_a_softmax_that_needs_too_much_memory_gets_fewer_tokens():
-    sizes = ["--vocab_size=4000", "--calls=2", "--model.d_model=64", "--model.cutoffs=200,1000"]
-    sizes += ["--train.batch_size=4", "--train.segment_len=50"]
-    code, out, err = programs.run(
-        "experiments.bench.softmax_speed", *sizes, "--memory_gb=0.007"
-    )  # They need 4 and 9 MB.
-    assert code == 0, err
-    rows = cells(out)
+def test_a_softmax_that_needs_too_much_memory_gets_fewer_tokens(capsys):
+    changes = {"model.d_model": 64, "model.cutoffs": (200, 1000), "train.batch_size": 4, "train.segment_len": 50}
+    config = config_tree.replace(softmax_speed.DEFAULTS, changes)
+    plan = Plan(vocab_size=4000, calls=2, memory_gb=0.007)  # They need 4 and 9 MB.
+    softmax_speed.benchmark(config, plan)
+    rows = cells(capsys.readouterr().out)
     assert rows["softmax"][0] == "tokens"
     assert rows["adaptive"][0] == "200" and rows["full"][0] == "100"
-    code, _, err = programs.run(
-        "experiments.bench.softmax_speed", *sizes, "--train.segment_len=1", "--memory_gb=0.000001"
-    )
-    assert code == 1 and re.search(r"\b1,000\b", err)
+    too_little = dataclasses.replace(plan, memory_gb=0.000001)
+    with pytest.raises(UserError, match=r"\b1,000\b"):
+        softmax_speed.benchmark(config_tree.replace(config, {"train.segment_len": 1}), too_little)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from experiments.bench.aot_environment import set_environment
 from txl_jax import sharding
-from txl_jax.bench import tpu_topologies
+from txl_jax.bench import topologies
 from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import Visibility, attention
 from txl_jax.ops.attention.dropout import Dropout
@@ -40,8 +39,8 @@ PRESETS = {
 def devices_of(chip):
     """Returns devices to compile for, which needs libtpu."""
     importlib.metadata.version("libtpu")
-    set_environment()
-    return tpu_topologies.devices(chip)
+    topologies.set_environment()
+    return topologies.devices(chip)
 
 
 @functools.cache
