@@ -32,8 +32,6 @@ from txl_jax.runs.weights import open_weights
 from txl_jax.runtime.storage import as_path, check_new_folder, new_folder, size
 from txl_jax.version import __version__
 
-# Export of a trained model with `jax.export`: a folder that programs without txl_jax run on CPU, TPU and GPU.
-
 _CALLS = 3  # Of each function, when what was written is compared.
 
 
@@ -50,20 +48,21 @@ def export_model(
     """Writes a trained model's scoring and generation step, reads them back and compares them with the model.
 
     The lengths are those of `config.eval`. Attention is the reference's: its operations are XLA's own, so that one file
-    serves all platforms, where kernels belong to one. A model that does not generate is exported for scoring alone.
-    The folder appears under its name when it has been verified; after an error nothing of it is left.
+    serves all platforms, where kernels belong to one. A model that does not generate is exported for scoring only.
+    The directory appears under its name when it has been verified. After an error nothing of it remains.
 
     Args:
-      source: a run's workdir, or a portable folder.
-      target: a folder that is missing or empty.
-      rows: B, rows of a batch, fixed in what is exported.
-      member: the member of an ensemble, if `source` is one's workdir.
-      weight_dtype: `eval.weight_dtype` in place of the saved one; None: as saved.
-      cache_dtype: `eval.cache_dtype`, likewise.
+      source: A run's workdir, or a portable checkpoint.
+      target: A directory that is missing or empty.
+      rows: B, the batch size, fixed in the export.
+      member: The ensemble member, if `source` is an ensemble's workdir.
+      weight_dtype: Replaces `eval.weight_dtype`, or None for the saved dtype.
+      cache_dtype: Replaces `eval.cache_dtype`, or None for the saved dtype.
+      log: Takes one line.
 
     Raises:
-      UserError: the model cannot be read, `target` cannot be written, there is no flatbuffers, or rows below 1.
-      CheckpointError: the exported functions give other numbers than the model.
+      UserError: If the model cannot be read, `target` cannot be written, flatbuffers is missing, or rows is below 1.
+      CheckpointError: If the exported functions give other numbers than the model.
     """
     exported_folder.check_flatbuffers()
     if rows < 1:
@@ -119,17 +118,18 @@ def _verify(folder: Path, model: FlatModel, vocab_size: int) -> float:
     """Compares the exported functions with the model's own on this machine's device; returns the largest difference.
 
     Raises:
-      CheckpointError: they differ by more than 1e-6 (of values above 1: of the value; below float32: a rounding).
+      CheckpointError: If they differ by more than 1e-6, relative for values above 1 (below float32, by a rounding).
     """
     exported, largest = exported_folder.read(folder), 0.0
     for name, function in model.functions.items():
         expected = _results(function.call, function, model.weights, model.memory, vocab_size)
         found = _results(exported.functions[name].call, function, exported.weights, model.memory, vocab_size)
-        for path, (one, other) in _pairs(expected, found):
+        for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
             difference, allowed = _difference(one, other)
             if not difference <= allowed:
+                what = jax.tree_util.keystr(path, simple=True, separator=" ")
                 raise CheckpointError(
-                    f"the exported {name} gives another {path} than the model, by {difference:.3g}; nothing is written"
+                    f"the exported {name} gives another {what} than the model, by {difference:.3g}; nothing is written"
                 )
             largest = max(largest, difference)
     return largest
@@ -138,7 +138,7 @@ def _verify(folder: Path, model: FlatModel, vocab_size: int) -> float:
 def _results(
     call: Callable[..., Any], function: FlatFunction, weights: Arrays, memory: Arrays, vocab_size: int
 ) -> list[Any]:
-    """Calls a function with drawn tokens, from an empty memory on; returns all results."""
+    """Calls a function with random tokens, from an empty memory on; returns all results."""
     rng, call = np.random.default_rng(0), jax.jit(call)
     state: Any = {name: np.zeros(array.shape, array.dtype) for name, array in memory.items()}
     placed, results = jax.device_put(weights), []
@@ -151,13 +151,6 @@ def _results(
         *found, state = call(placed, state, *arguments.values())
         results.append((dict(zip(function.results, found, strict=True)), state))
     return jax.device_get(results)
-
-
-def _pairs(expected: Any, found: Any) -> Any:
-    """Pairs the arrays of two equal trees, each with its name."""
-    named = jax.tree.leaves_with_path(expected)
-    paths = (jax.tree_util.keystr(path, simple=True, separator=" ") for path, _ in named)
-    return zip(paths, zip((leaf for _, leaf in named), jax.tree.leaves(found), strict=True), strict=True)
 
 
 def _difference(expected: Any, found: Any) -> tuple[float, float]:

@@ -59,17 +59,16 @@ if TYPE_CHECKING:
     from txl_jax.modules.transformer_xl import TransformerXL
     from txl_jax.ops.attention import Visibility, attention, sinusoids
     from txl_jax.recurrence import scan_segments
-    from txl_jax.runs.score import Continuation
     from txl_jax.runs.train import train
     from txl_jax.runs.trainer import Outcome
     from txl_jax.runtime.sinks import Sink
     from txl_jax.segments import Segments
-    from txl_jax.trained_model import LanguageModel, load
+    from txl_jax.trained_model import Continuation, LanguageModel, load
     from txl_jax.training.loop import Hook, HookContext
 
 # Module and name there of each public name that is no setting; settings are in `txl_jax.config`.
 _PLACES = {
-    "Continuation": ("txl_jax.runs.score", "Continuation"),
+    "Continuation": ("txl_jax.trained_model", "Continuation"),
     "Hook": ("txl_jax.training.loop", "Hook"),
     "HookContext": ("txl_jax.training.loop", "HookContext"),
     "LanguageModel": ("txl_jax.trained_model", "LanguageModel"),

@@ -14,7 +14,7 @@ A memory has no longest context, so nothing is cut into windows; distances above
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -37,15 +37,17 @@ class HarnessModel(LM):
     """A trained model as the harness calls it.
 
     Args:
-      path: workdir of a run, or a folder of converted weights.
-      member: the member of an ensemble; None: the run is none.
-      batch_size: texts that are scored side by side; "auto": 8.
-      first: text of the one token that precedes a document and a continuation without context; None: the vocabulary's
-        own (`Vocabulary.start`).
-      max_gen_toks: most tokens that are generated where a task does not give a number.
+      path: Workdir of a run, or a portable checkpoint.
+      member: The ensemble member, or None if the run is not an ensemble.
+      batch_size: Texts scored side by side; "auto" means `max_batch_size`, or 8.
+      max_batch_size: The batch size that "auto" means.
+      device: Must be None, because JAX chooses the device.
+      first: Text of the one token before a document and before a continuation without context, or None for the
+        vocabulary's own (`Vocabulary.start`).
+      max_gen_toks: Maximum number of generated tokens if a task does not specify it.
 
     Raises:
-      UserError: there is no such model, several processes run, or `first` is not one token.
+      UserError: If the model does not exist, multiple processes run, or an argument is not valid.
     """
 
     def __init__(
@@ -78,20 +80,18 @@ class HarnessModel(LM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Describes the model in the harness' results."""
-        name = hashlib.sha256(repr(self.model.config).encode()).hexdigest()
         return {
             "model_path": self._path,
             "model_step": self.model.step,
             "model_num_parameters": self.model.components.num_parameters,
-            "model_config_sha256": name,
+            "model_config_sha256": hashlib.sha256(repr(self.model.config).encode()).hexdigest(),
         }
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Returns (log-likelihood in nats, is greedy) of each continuation after its context."""
         pairs = [request.args for request in requests]
         scored = self.model.score_continuations(pairs, first=self._first, batch_size=self._batch_size)
-        found = [(each.logprob, each.is_greedy) for each in scored]
-        return self._cached("loglikelihood", requests, found)
+        return self._cached("loglikelihood", requests, [(each.logprob, each.is_greedy) for each in scored])
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Returns the log-likelihood in nats of all tokens of each document."""
@@ -139,14 +139,6 @@ class HarnessModel(LM):
         return list(found)
 
 
-def _parse_batch_size(given: int | str, most: int | None) -> int:
-    if str(given).startswith("auto"):
-        return most or 8
-    if not str(given).isdigit() or int(given) < 1:
-        raise UserError(f"batch_size is {given!r}; it must be a number of at least 1, or auto")
-    return int(given)
-
-
 def evaluate(
     model: HarnessModel,
     tasks: Sequence[str],
@@ -154,34 +146,39 @@ def evaluate(
     include_path: str | None = None,
     num_fewshot: int | None = None,
     limit: float | None = None,
-    log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Runs tasks of the harness, logs its table, and returns its results.
+    """Runs tasks of the harness, prints its table, and returns its results.
 
     Args:
-      model: the model.
-      tasks: names of tasks and groups, or paths of YAML files.
-      include_path: a folder with more tasks; None: those of the harness.
-      num_fewshot: examples in the context; None: as the tasks have it.
-      limit: documents of each task, a number of at least 1 or a part below 1; None: all.
-      log: takes the table.
+      model: The model.
+      tasks: Names of tasks and groups, or paths of YAML files.
+      include_path: Directory with more tasks, or None for the harness's own only.
+      num_fewshot: Number of examples in the context, or None for each task's own number.
+      limit: Documents per task, a number of at least 1 or a fraction below 1, or None for all.
 
     Raises:
-      UserError: there is no such task.
+      UserError: If a task does not exist.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
     manager = TaskManager(include_path=include_path)
-    known = [name for name in tasks if name in manager.all_tasks or name.endswith((".yaml", ".yml"))]
-    if missing := [name for name in tasks if name not in known]:
+    if missing := [name for name in tasks if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))]:
         raise UserError(f"there is no task {', '.join(missing)}; give names of the harness, or --include_path=FOLDER")
     results = simple_evaluate(
         model, tasks=list(tasks), task_manager=manager, num_fewshot=num_fewshot, limit=limit, log_samples=False
     )
     assert results is not None  # None in other processes than the first.
-    log(make_table(results))
+    print(make_table(results))
     if results.get("groups"):
-        log(make_table(results, "groups"))
+        print(make_table(results, "groups"))
     return {name: value for name, value in results.items() if name not in ("samples", "config")}
+
+
+def _parse_batch_size(given: int | str, most: int | None) -> int:
+    if str(given).startswith("auto"):
+        return most or 8
+    if not str(given).isdigit() or int(given) < 1:
+        raise UserError(f"batch_size is {given!r}; it must be a number of at least 1, or auto")
+    return int(given)

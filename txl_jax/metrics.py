@@ -4,6 +4,8 @@ import dataclasses
 import enum
 import math
 
+import numpy as np
+
 
 class Measure(enum.StrEnum):
     """The measure in which a loss per token is usually reported."""
@@ -25,6 +27,11 @@ class Totals:
 
     nats: float = 0.0
     tokens: float = 0.0
+
+    @classmethod
+    def of(cls, nats: np.ndarray) -> "Totals":
+        """Sums the nats of tokens, in double precision."""
+        return cls(nats.sum(dtype=np.float64).item(), float(nats.size))
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(self.nats + other.nats, self.tokens + other.tokens)

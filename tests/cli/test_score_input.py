@@ -5,13 +5,11 @@ import os
 import signal
 import subprocess
 
-import jax
 import pytest
 
 import txl_jax
 from support import ROOT, drawn_run, programs
-from txl_jax.interop import leaves, portable
-from txl_jax.runs.weights import open_weights
+from txl_jax.runs.convert import convert
 
 pytestmark = pytest.mark.full
 
@@ -51,11 +49,7 @@ def test_ctrl_c_ends_a_job_after_a_complete_record(workdir, tmp_path):
 def test_documents_of_a_file_and_mistakes_in_flags(workdir, tmp_path):
     """The model is in a portable folder here."""
     (tmp_path / "book.txt").write_text("the cat\nsat\n\n\nthe hat\n")
-    found = open_weights(workdir)
-    step, params = found.params(found.build())
-    (tmp_path / "portable").mkdir()
-    info = portable.ModelInfo(found.config, found.vocabulary, step, "a model")
-    portable.write(tmp_path / "portable", info, leaves.from_tree(jax.device_get(params)))
+    convert(workdir, tmp_path / "portable")
     flags = f"--input={tmp_path / 'book.txt'}", "--input_format=documents"
     good = start(f"--workdir={tmp_path / 'portable'}", *flags)
     missing = start(f"--workdir={workdir}", f"--input={tmp_path / 'none'}")

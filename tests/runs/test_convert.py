@@ -1,5 +1,6 @@
-"""Tests of conversions: folders that are written, what is refused, and that nothing is left after an error."""
+"""Tests conversions: from and to each format, what is refused, and that nothing is left after an error."""
 
+import functools
 import json
 import os
 import shutil
@@ -10,16 +11,28 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import drawn_run, trained
-from txl_jax.config import NormPlace
+from support import drawn_run, foreign, torch_bytes, trained
+from txl_jax.config import LineMark, NormPlace
+from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import portable, safetensors_file
 from txl_jax.interop.leaves import leaf_of
 from txl_jax.interop.safetensors_file import SafeTensors
 from txl_jax.runs import convert as convert_job
-from txl_jax.runs.convert import TargetFormat, convert
+from txl_jax.runs.convert import TargetFormat
 
 TEXTS = [trained.TEXT[:200], trained.TEXT[200:230]]
+convert = functools.partial(convert_job.convert, log=lambda line: None)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +50,7 @@ def workdir(tmp_path_factory):
 def folder(workdir, tmp_path_factory):
     """The portable folder of that run."""
     target = tmp_path_factory.mktemp("portable") / "model"
-    convert(workdir.path, target, log=lambda line: None)
+    convert(workdir.path, target)
     return target
 
 
@@ -52,20 +65,15 @@ def test_a_portable_folder_is_the_run(workdir, folder):
     assert scores["best_valid"]["loss"] == 1.5 and scores["test"]["loss"] == 1.75
     card = (folder / "README.md").read_text()
     assert "| validation | 4.5000 | 1.5000 | 100 |" in card and "| test | 4.5000 | 1.7500 | 100 |" in card
-
-
-def test_no_path_of_this_machine_goes_along(workdir, folder):
     for name in ("config.json", "README.md", "vocabulary.txt"):
-        assert str(Path(workdir.path).parent) not in (folder / name).read_text()
+        assert str(Path(workdir.path).parent) not in (folder / name).read_text(), "no path of this machine"
 
 
 def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(workdir.path, copy)
-    results = json.loads((copy / "results.json").read_text())
-    results["test"]["step"] += 1
-    (copy / "results.json").write_text(json.dumps(results))
-    convert(copy, tmp_path / "model", log=lambda line: None)
+    copy = shutil.copytree(workdir.path, tmp_path / "run")
+    scores = json.loads((copy / "results.json").read_text())["test"]
+    rewrite(copy / "results.json", test=scores | {"step": scores["step"] + 1})
+    convert(copy, tmp_path / "model")
     assert "## Scores" not in (tmp_path / "model" / "README.md").read_text()
     assert json.loads((tmp_path / "model" / "config.json").read_text())["scores"] == {}
 
@@ -90,7 +98,7 @@ def test_to_another_format_and_back(tmp_path, to_format, changes):
     assert tensors.metadata == {"format": "pt"}
     assert tensors.shapes[f"{prefix}word_emb.emb_layers.1.weight"] == (3, 16)
     assert "crit.out_layers.1.weight" not in tensors, "a shared tensor is there once"
-    convert(tmp_path / "there", tmp_path / "back", log=lambda line: None)
+    convert(tmp_path / "there", tmp_path / "back")
     after = txl_jax.load(tmp_path / "back")
     jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
     assert after.vocabulary == before.vocabulary
@@ -111,7 +119,7 @@ def test_a_folder_is_not_written_over(folder, tmp_path):
     with pytest.raises(UserError, match=r"lies in --from"):
         convert(folder, folder / "new")
     (tmp_path / "empty").mkdir()
-    convert(folder, tmp_path / "empty", log=lambda line: None)
+    convert(folder, tmp_path / "empty")
     assert txl_jax.load(tmp_path / "empty").step == drawn_run.STEP
 
 
@@ -125,9 +133,7 @@ def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatc
 
     def flipped(path, leaves, **options):
         digest = write(path, leaves, **options)
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip(path)
         return digest
 
     for broken, message in (
@@ -136,7 +142,7 @@ def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatc
     ):
         monkeypatch.setattr(portable.safetensors_file, "write", broken)
         with pytest.raises(CheckpointError, match=message):
-            convert(folder, tmp_path / "new" / "model", log=lambda line: None)
+            convert(folder, tmp_path / "new" / "model")
         assert not list((tmp_path / "new").iterdir())
 
 
@@ -150,16 +156,6 @@ def test_losses_that_differ_or_are_not_finite_are_refused():
         verify(one * np.nan, one * np.nan)
     with pytest.raises(CheckpointError, match=r"other losses"):
         verify(one, one * np.nan)
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 1
-    path.write_bytes(content)
-
-
-def rewrite(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def swap_tensors(path):
@@ -195,7 +191,7 @@ def test_damage_is_named(folder, tmp_path, name, damage, message):
         txl_jax.load(copy)
     assert "\n" not in str(raised.value)
     with pytest.raises(UserError):
-        convert(copy, tmp_path / "new", log=lambda line: None)
+        convert(copy, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -207,3 +203,37 @@ def test_other_folders_are_refused_with_what_to_do(folder, tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(UserError, match=r"python -m experiments\.convert --from=\S+ --to=NEW_FOLDER"):
         txl_jax.load(tmp_path)
+
+
+def test_a_module_that_the_pytorch_release_pickled(tmp_path):
+    config, params = foreign.make("pytorch", cutoffs=foreign.CUTOFFS, div_val=2, tie_projs=(False, True, True))
+    (tmp_path / "run").mkdir()
+    torch_bytes.write_legacy(tmp_path / "run" / "model.pt", foreign.pickled_module(config, params))
+    (tmp_path / "run" / "vocab.txt").write_text("\n".join(foreign.WORDS))
+    lines: list[str] = []
+    convert(tmp_path / "run", tmp_path / "converted", log=lines.append)
+    assert any(line.startswith("verified") for line in lines)
+    model = txl_jax.load(tmp_path / "converted")
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, model.params), params)
+    assert np.isfinite(model.score(["the a , of @-@\nb c x\n"])[0].nats)
+    assert model.vocabulary == WordVocabulary(foreign.WORDS, LineMark.EOS, False, "<unk>")
+
+
+def test_a_file_that_would_run_something_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    harm = torch_bytes.Call(torch_bytes.Name("posix", "system"), ("touch marker",))
+    (tmp_path / "run").mkdir()
+    torch_bytes.write_legacy(tmp_path / "run" / "model.pt", {"a": harm})
+    with pytest.raises(UserError, match=r"model\.pt: its pickle names posix\.system"):
+        convert(tmp_path / "run", tmp_path / "converted", to_format=TargetFormat.ORIGINAL)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_words_that_are_not_as_many_as_the_weights_are_refused(tmp_path):
+    config, params = foreign.make("hf", **foreign.CONFIGS["div_val 2"])
+    source = foreign.huggingface_folder(tmp_path / "theirs", config, params)
+    (source / "vocab.txt").write_text("\n".join(foreign.WORDS[:-1]))
+    for options, named in (({}, r"vocab\.txt"), ({"from_format": "nvidia"}, "nvidia")):
+        with pytest.raises(UserError, match=named):
+            convert(source, tmp_path / "out" / "new", **options)
+        assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

@@ -1,5 +1,6 @@
 """Tests of exported models: the numbers of the model in a process without this project, and what is refused."""
 
+import functools
 import json
 import runpy
 import shutil
@@ -12,13 +13,13 @@ import pytest
 
 import txl_jax
 from experiments import export as job
-from experiments.export import export_model
 from support import ROOT, links, trained
 from txl_jax.config import GenerateConfig, Tokenizer
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import exported_folder
 from txl_jax.runs.convert import convert
 
+export_model = functools.partial(job.export_model, log=lambda line: None)
 pytestmark = pytest.mark.full
 EXAMPLE = ROOT / "docs" / "examples" / "run_exported.py"
 # What jax needs, and the two packages of the example.
@@ -55,17 +56,6 @@ def run_elsewhere(folder, ids, tmp_path):
     return json.loads(done.stdout)
 
 
-def assert_same_numbers(found, model, ids, folder):
-    """Compares what the example printed with the library's results."""
-    assert found["imported"] == []
-    [expected] = model.score([ids], per_token=True)
-    np.testing.assert_allclose(found["nats"], expected, rtol=1e-6, atol=1e-6)
-    [text] = model.generate([ids[:12]], GenerateConfig(length=COUNT, temperature=0.0))
-    pieces = json.loads((folder / "tokens.json").read_bytes())
-    assert b"".join(bytes.fromhex(pieces[i]) for i in found["ids"]).decode(errors="replace") == text
-    assert len(set(found["ids"])) > 2
-
-
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     return trained.make(tmp_path_factory.mktemp("runs") / "run", **BYTES)
@@ -75,23 +65,29 @@ def workdir(tmp_path_factory):
 def folder(workdir, tmp_path_factory):
     """The exported model, of two rows."""
     target = tmp_path_factory.mktemp("exported") / "model"
-    export_model(workdir.path, target, rows=2, log=lambda line: None)
+    export_model(workdir.path, target, rows=2)
     return target
 
 
 @pytest.mark.parametrize("changes", [BYTES, trained.WT103], ids=["bytes", "clusters"])
 def test_another_process_computes_what_the_model_does(changes, tmp_path):
     made, folder = trained.make(tmp_path / "run", **changes), tmp_path / "model"
-    export_model(made.path, folder, rows=2, log=lambda line: None)
+    export_model(made.path, folder, rows=2)
     model = txl_jax.load(made.path)
     ids = model.encode(trained.TEXT[:28])  # Six segments; the memory of 9 fills up in the second.
-    assert_same_numbers(run_elsewhere(folder, ids, tmp_path), model, ids, folder)
+    found = run_elsewhere(folder, ids, tmp_path)
+    assert found["imported"] == []
+    np.testing.assert_allclose(found["nats"], model.score([ids], per_token=True)[0], rtol=1e-6, atol=1e-6)
+    [text] = model.generate([ids[:12]], GenerateConfig(length=COUNT, temperature=0.0))
+    pieces = json.loads((folder / "tokens.json").read_bytes())
+    assert b"".join(bytes.fromhex(pieces[i]) for i in found["ids"]).decode(errors="replace") == text
+    assert len(set(found["ids"])) > 2
 
 
 def test_int8_is_exported_where_it_is_asked_for(workdir, tmp_path):
     """Equal but for roundings to int8 and to 16 bits that fall on the other side; far nearer than float32 is."""
     target, int8 = tmp_path / "int8", {"weight_dtype": "int8", "cache_dtype": "int8"}
-    export_model(workdir.path, target, **int8, log=lambda line: None)
+    export_model(workdir.path, target, **int8)
     models = [txl_jax.load(workdir.path, **types) for types in (int8, {})]
     ids = models[0].encode(trained.TEXT[:150])
     found = run_elsewhere(target, ids, tmp_path)["nats"]
@@ -160,17 +156,17 @@ def test_a_network_that_does_not_generate_is_scored_only(tmp_path):
 def test_bad_input_is_refused_and_nothing_is_written(workdir, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with pytest.raises(UserError, match="--rows=0"):
-        export_model(workdir.path, out, rows=0, log=lambda line: None)
+        export_model(workdir.path, out, rows=0)
     with pytest.raises(UserError, match="inside"):
-        export_model(workdir.path, Path(workdir.path, "inside"), log=lambda line: None)
+        export_model(workdir.path, Path(workdir.path, "inside"))
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
     with pytest.raises(UserError, match="flatbuffers"):
-        export_model(workdir.path, out, log=lambda line: None)
+        export_model(workdir.path, out)
     assert not out.exists()
 
 
 def test_an_exported_model_is_no_source_of_weights(folder, tmp_path):
-    for read in (txl_jax.load, lambda path: convert(path, tmp_path / "out", log=lambda line: None)):
+    for read in (txl_jax.load, lambda path: convert(path, tmp_path / "out")):
         with pytest.raises(UserError, match="is an exported model"):
             read(folder)
     assert not (tmp_path / "out").exists()

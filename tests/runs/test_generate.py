@@ -7,13 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from support import drawn_run, runs, trained
-from txl_jax.config import (
-    CacheDType,
-    Encoding,
-    GenerateConfig,
-    LineMark,
-    Newlines,
-)
+from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines
 from txl_jax.config import tree as config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary

@@ -1,16 +1,26 @@
-"""Tests scoring of a text: which nats belong to which token, and the progress bar or lines."""
+"""Tests scores: of a text, of both splits in total and per token, and of the documents of a file."""
 
+import dataclasses
+import json
 import re
+import types
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from support import drawn_run, runs, tiny_model, tiny_run
+from txl_jax.config import LineMark
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.segments import evaluation_segments
+from txl_jax.data.word_tokens import WordVocabulary
+from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.evaluation.streaming import Scores, evaluate
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import score as score_job
-from txl_jax.runs.score import progress_bar, put_in_text_order
+from txl_jax.runs.score import InputFormat, Interrupted, documents, evaluate_splits, open_input
 
 
 @given(
@@ -35,7 +45,7 @@ def test_every_tokens_nats_come_to_its_place(length, batch_size, segment_len, wa
 
     def keep(first, nll):
         before = nats.copy()
-        put_in_text_order(nats, reader, first, nll)
+        score_job.put_in_text_order(nats, reader, first, nll)
         written.extend(np.flatnonzero(before != nats).tolist())
 
     evaluate(step, None, None, reader, segments_per_call=per_call, place=lambda segments: segments, keep=keep)
@@ -48,10 +58,167 @@ def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch, capsy
     monkeypatch.setattr(score_job.time, "monotonic", lambda: next(clock))
     logged = []
     reported = {"unit": "segment", "measure": Measure.BPC, "log": logged.append, "stop_requested": lambda: False}
-    with progress_bar("a text", 50, **reported) as show:
+    with score_job.progress_bar("a text", 50, **reported) as show:
         for done in (5, 10, 15, 20, 25, 0):
             show(done, Totals(nats=np.log(2) * done, tokens=done))
     assert "nan" not in logged.pop() and len(logged) == 2  # Without a token there is no score.
     for line, percent, remaining in zip(logged, (20, 50), ("0:01:20", "0:00:45"), strict=True):
         assert re.match(rf"a text:\D*\b{percent}%.*\bbpc 1\.0000\b.*\b{remaining}$", line), line
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(config, corpus, workdir, components) of a run on all 256 bytes; the splits have 50 and 51."""
+    folder = tmp_path_factory.mktemp("run")
+    content = np.random.default_rng(0).integers(256, size=1011).astype(np.uint8).tobytes()
+    config, corpus = drawn_run.on_text(folder, content)
+    return config, corpus, *drawn_run.make(folder / "run", config, corpus)
+
+
+def test_both_splits_are_scored_in_total_and_per_token(run):
+    config, corpus, workdir, components = run
+    results = evaluate_splits(config, corpus, workdir, log=str)
+    totals = score_job.score_tokens(config, corpus, workdir, log=str)
+    assert json.loads(Path(workdir.path, "evaluation.json").read_text()) == results
+    assert (results["step"], results["text_sha256"]) == (drawn_run.STEP, corpus.digest)
+    for split in ("valid", "test"):
+        tokens = getattr(corpus, split)
+        expected = score_job.score(components, tiny_run.params(components.model), tokens, name=split, log=str)
+        assert totals[split] == expected and expected.tokens == len(tokens) - 1
+        assert (results[split]["loss"], results[split]["tokens"]) == (expected.nll, expected.tokens)
+        # Split as a reader would that knows tabs and lines.
+        lines = Path(workdir.path, f"scores-{split}.tsv").read_text(encoding="utf-8").splitlines()
+        assert lines[0].split("\t") == ["index", "token", "nats"]
+        numbers, names, nats = zip(*(line.split("\t") for line in lines[1:]), strict=True)
+        assert list(map(int, numbers)) == list(range(1, len(tokens)))
+        assert b"".join(map(unescaped, names)) == corpus.vocabulary.decode(tokens[1:])
+        assert sum(map(float, nats)) == pytest.approx(expected.nats, rel=1e-6)
+        read = np.array(nats, np.float32)
+        assert len(set(nats)) == len(set(read.tolist())) > 20
+        assert [str(number) for number in read] == list(nats), "the shortest text that reads back as the number"
+
+
+def test_another_text_is_noted_and_another_vocabulary_and_an_empty_workdir_are_refused(run, tmp_path):
+    config, corpus, workdir, _ = run
+    lines, other = [], dataclasses.replace(corpus, digest="0" * 64, description="another text")
+    evaluate_splits(config, other, workdir, log=lines.append)
+    assert any("another text" in line for line in lines)
+    with pytest.raises(UserError, match=r"\b256\b.*\b3\b"):
+        evaluate_splits(config, dataclasses.replace(corpus, vocabulary=ByteVocabulary(b"abc")), workdir, log=str)
+    with pytest.raises(UserError, match="--mode=train"):
+        evaluate_splits(config, corpus, runs.record(tmp_path, config, corpus), log=str)
+
+
+def test_a_stop_writes_nothing(run, tmp_path):
+    config, corpus, *_ = run
+    workdir, _ = drawn_run.make(tmp_path / "run", config, corpus)
+    with pytest.raises(Interrupted, match="valid"):
+        evaluate_splits(config, corpus, workdir, log=str, stop_requested=lambda: True)
+    assert not Path(workdir.path, "evaluation.json").exists()
+
+
+def unescaped(text):
+    r"""The bytes of a printed name: \\ \n \r \t, \xNN of a byte, \uNNNN of a character."""
+    plain = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
+    parts = re.findall(r"\\(?:x(..)|u(....)|(.))|([^\\])", text)
+    return b"".join(
+        bytes.fromhex(byte) if byte else chr(int(code, 16)).encode() if code else plain[c] if c else other.encode()
+        for byte, code, c, other in parts
+    )
+
+
+@given(st.binary() | st.text().map(lambda text: text.encode(errors="ignore")) | st.text("\\nrtxu\n\t\r\x85\u2028"))
+@example(bytes(range(256)))
+def test_a_name_is_one_cell_of_one_line_and_can_be_read_back(name):
+    name = name if isinstance(name, bytes) else name.encode()
+    shown = score_job.printable(name)
+    assert "\t" not in shown and len(shown.splitlines()) <= 1
+    assert not {chr(i) for i in range(32)} & set(shown)
+    assert unescaped(shown) == name
+
+
+@pytest.mark.parametrize("tokens_per_block", [3, 100])
+def test_words_are_written_to_the_file_as_in_the_vocabulary(tokens_per_block, monkeypatch):
+    monkeypatch.setattr(score_job, "_TOKENS_PER_BLOCK", tokens_per_block)
+    vocabulary = WordVocabulary(("<eos>", "the", "<unk>", "a\\b"), LineMark.EOS)
+    nats = np.array([9, 0.1, 1e-9, 16777216], np.float32)
+    assert list(score_job.token_lines(np.array([1, 3, 0, 2]), nats, vocabulary)) == [
+        "index\ttoken\tnats\n",
+        "1\ta\\\\b\t0.1\n",
+        "2\t<eos>\t1e-09\n",
+        f"3\t<unk>\t{nats[3]!s}\n",  # 16777216.0 or 1.6777216e+07, as NumPy has it.
+    ]
+
+
+TEXT = b"one\n\n \ntwo\nthree\n\nfour"
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n\n"])
+def test_documents_have_their_lines(tmp_path, end):
+    (tmp_path / "file").write_bytes(TEXT + end)
+    for form in InputFormat:
+        with open_input(str(tmp_path / "file")) as file:
+            found = list(documents(file, form))
+        lines = (TEXT + end).removesuffix(b"\n").split(b"\n")
+        numbered = list(enumerate(lines, start=1)), [(1, b"one"), (4, b"two\nthree"), (7, b"four")]
+        assert found == numbered[form is InputFormat.DOCUMENTS]
+    assert list(documents([], InputFormat.LINES)) == list(documents([b"\n"], InputFormat.DOCUMENTS)) == []
+
+
+def test_what_cannot_be_opened_is_named(tmp_path):
+    for path, hint in ((tmp_path / "missing", "--input"), (tmp_path, "--input"), ("-", "/dev/stdin")):
+        with pytest.raises(UserError, match=rf"{path} .*{hint}"):
+            open_input(str(path))
+
+
+@pytest.mark.full
+def test_an_input_in_a_bucket(bucket):
+    (bucket / "input.txt").write_bytes(b"one\ntwo")
+    with open_input(str(bucket / "input.txt")) as file:
+        assert file.readlines() == [b"one\n", b"two"]
+    with pytest.raises(UserError, match=r"gs://.*--input"):
+        open_input(str(bucket / "missing.txt"))
+
+
+def records(lines, *, per_token=False, params=None, written=None):
+    """The records of documents that are read in 3 rows; `written` gets the lines of those before a mistake too."""
+    model, written = tiny_model.make(eval__batch_size=3), [] if written is None else written
+    weights = types.SimpleNamespace(
+        vocabulary=model.vocabulary,
+        build=lambda log: model.components,
+        params=lambda components, log: (7, params or model.params),
+    )
+    texts = enumerate(lines, start=1)
+    score_job.score_documents(weights, texts, name="book.txt", per_token=per_token, write=written.append)
+    assert len(written) == len(lines)
+    return list(map(json.loads, "".join(written).splitlines()))
+
+
+def test_a_record_per_document_and_per_token():
+    lines, model = ["abc dab", "", "k", "abba " * 9, "cab"], tiny_model.make()
+    per_document, per_token = (records(list(map(str.encode, lines)), per_token=each) for each in (False, True))
+    for number, (line, record) in enumerate(zip(lines, per_document, strict=True)):
+        nats = tiny_model.alone(model, model.encode(line))
+        assert record == {"index": number, "nats": pytest.approx(nats.sum(), rel=1e-6), "tokens": len(nats)}
+    expected = tiny_model.make(eval__batch_size=3).score(lines, per_token=True, batch_size=3)
+    assert len(per_token) == sum(map(len, expected))
+    for number, (line, nats) in enumerate(zip(lines, expected, strict=True)):
+        mine = [record for record in per_token if record["index"] == number]
+        assert "".join(record["token"] for record in mine) == line[1:]
+        assert [record["position"] for record in mine] == list(range(1, len(line)))
+        assert np.array_equal(np.array([record["nats"] for record in mine], np.float32), nats), "exactly"
+
+
+def test_a_mistake_names_its_line_after_the_records_before():
+    written = []
+    with pytest.raises(UserError, match=r"^line 3 of book\.txt.*\b90\b") as error:
+        records([b"abc", b"a" * 70, b"aZ", b"abc"], written=written)
+    assert [json.loads(line)["tokens"] for line in written] == [2, 69] and "\n" not in str(error.value)
+
+
+def test_a_loss_that_is_no_number_is_a_mistake():
+    params = tiny_model.make().params
+    broken = params | {"softmax": {name: value * np.nan for name, value in params["softmax"].items()}}
+    with pytest.raises(NonFiniteError, match=r"line 1 of book\.txt.*nan"):
+        records([b"abc"], params=broken)

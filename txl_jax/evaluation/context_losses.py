@@ -1,6 +1,6 @@
 """Losses at exact context lengths: l(c, t) of appendix C, token t predicted from the c tokens before it and no others.
 
-For each loss the c tokens are encoded anew from an empty memory, so c = 500 costs 500 times as much as streaming; a
+For each loss the c tokens are encoded again from an empty memory, so c = 500 costs 500 times as much as streaming; a
 stride scores every s-th token instead of all.
 """
 
@@ -19,7 +19,7 @@ def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
     They are every `stride`-th one from the first that has `longest` before it.
 
     Raises:
-      UserError: the text has none.
+      UserError: If the text has none.
     """
     if longest >= n_token:
         raise UserError(
@@ -42,10 +42,13 @@ def context_losses(
     """Computes the nats of the tokens `scored` (positions [n], each with `context` tokens before it): float32 [n].
 
     Args:
-      step: of `make_window_step`.
+      step: Made by `make_window_step`.
+      params: The model's parameters.
+      tokens: Integer ids [T], may be memory-mapped.
+      scored: Positions [n].
       context: c.
-      batch_size: windows per call; changes no number.
-      after_call: called with the number of tokens done; may raise to stop.
+      batch_size: Windows per call; changes no number.
+      after_call: Called with the number of tokens done. May raise to stop.
     """
     found, pending = np.empty(len(scored), np.float32), None
 

@@ -40,9 +40,9 @@ class Windows(NamedTuple):
 
 
 def make_window_step(model: LanguageModel, *, clamp_len: int | None, temperature: float = 1.0) -> WindowStep:
-    """Returns the jitted scoring of windows. A and the number n of scored positions are those of its arguments.
+    """Returns the jitted scoring of windows. Its arguments decide A and the number n of scored positions.
 
-    Only the last n hidden states go through the softmax, its logits divided by `temperature`.
+    Only the last n hidden states go through the softmax, whose logits are divided by `temperature`.
     """
 
     def step(params: Any, windows: jax.Array, targets: jax.Array) -> jax.Array:
@@ -76,17 +76,17 @@ def evaluate_windows(
     """Scores every token of a text but the first.
 
     Args:
-      step: of `make_window_step`.
-      tokens: integer ids [T], may be memory-mapped.
+      step: Made by `make_window_step`.
+      params: The model's parameters.
+      tokens: Integer ids [T], may be memory-mapped.
       attention_len: A.
-      stride: positions that a window after the first scores.
+      stride: Positions that a window after the first scores.
       batch_size: B, windows per call; changes no number.
-      after_call: called after each call but the last with the totals up to there, of T - 1 tokens in all; may raise
-        to stop.
-      token_nats: floats [T] to write the nats of each token to; the first one is not scored and not written.
+      after_call: Called after each call but the last with the totals so far, of T - 1 tokens in all. May raise to stop.
+      token_nats: Floats [T] to write the nats of each token to. The first token is not scored and not written.
 
     Raises:
-      UserError: as `window_batches`.
+      UserError: As `window_batches`.
     """
     totals = Totals()
     pending: tuple[jax.Array, np.ndarray] | None = None
@@ -96,7 +96,7 @@ def evaluate_windows(
         nats = distributed.to_host(nll)[scored > 0]
         if token_nats is not None:
             token_nats[scored[scored > 0]] = nats
-        return Totals(nats.sum(dtype=np.float64).item(), nats.size)
+        return Totals.of(nats)
 
     for batch in window_batches(tokens, attention_len=attention_len, stride=stride, batch_size=batch_size):
         nll = step(params, batch.inputs, batch.targets)
@@ -118,8 +118,8 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
     [([[0, 1, 2, 3]], [[1, 2, 3, 4]]), ([[2, 3, 4, 5]], [[5, 6]]), ([[4, 5, 6, 7]], [[7, 8]])]
 
     Raises:
-      UserError: a text of fewer than 2 tokens; a stride or a batch below 1; a stride above A, which would leave
-        tokens out.
+      UserError: If the text has fewer than 2 tokens, the stride or the batch is below 1, or the stride is above A,
+        which would omit tokens.
     """
     if tokens.ndim != 1 or len(tokens) < 2:
         raise UserError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")

@@ -100,10 +100,15 @@ def evaluate(
     """Scores the whole text of `reader`.
 
     Args:
-      memory: any memory of the right shape; the reader's reset bits empty it first. It is donated.
-      place: puts segments on the devices.
-      after_call: called with the number of segments done and the totals up to there; may raise to stop.
-      keep: called with the number of a call's first segment and its nats [S, B, L], scored or not.
+      eval_step: Compiled, made by `make_eval_step`.
+      weights: The scorer's prepared weights.
+      memory: Any memory of the right shape. The reader's reset bits empty it first. It is donated.
+      reader: The text's segments.
+      segments_per_call: S.
+      place: Puts segments on the devices.
+      after_call: Called after each call but the last with the number of segments done and the totals so far. May raise
+        to stop.
+      keep: Called with the number of a call's first segment and its nats [S, B, L], scored or not.
     """
     totals = Totals()
     pending: tuple[int, Scores] | None = None

@@ -14,7 +14,7 @@ With L = 3 and prompts of 5 (a) and 8 (b) tokens, x marks drawn tokens:
     row 1:   b b b | b b b | b b x x x ..
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from txl_jax.config import EvalConfig, GenerateConfig
+from txl_jax.data.vocabulary import TextStream
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 from txl_jax.inference.cache import KVCache
@@ -98,6 +99,53 @@ class BatchGenerator:
         self._take = jit(_take_rows, donate_argnums=0)
         self._unrotate = jit(cache_lib.unrotate)
         self._write = jit(self._write_block, static_argnames="count", donate_argnums=1)
+
+    def pieces(
+        self,
+        weights: Weights,
+        prompts: Sequence[np.ndarray],
+        *,
+        seeds: Sequence[int],
+        decode: Callable[[Any], bytes],
+        length: int,
+        stop_token: int | None,
+        stop_strings: Sequence[str],
+        batch_size: int,
+    ) -> Iterator[tuple[int, str]]:
+        """Yields the texts after all prompts in pieces, each with its prompt's number; each text is as for it alone.
+
+        Args:
+          weights: Prepared parameters.
+          prompts: Ids [T] of at least one token.
+          seeds: One per prompt.
+          decode: Returns the bytes of ids.
+          length: Maximum tokens of a text.
+          stop_token: Ends a text, which includes it; None if nothing does.
+          stop_strings: End a text, which does not include them.
+          batch_size: Maximum number of prompts continued side by side.
+        """
+        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        for first in range(0, len(order), batch_size):
+            group = order[first : first + batch_size]
+            rows = min(1 << (len(group) - 1).bit_length(), batch_size)  # A program for each power of two.
+            keys = np.stack([row_key(seeds[number]) for number in group] + [row_key(0)] * (rows - len(group)))
+            given = [prompts[number] for number in group]
+            placed = Prompts.of(given, rows=rows, segment_len=self._eval_config.segment_len)
+            streams = [TextStream(decode, stop_strings) for _ in group]
+            ended = np.arange(rows) >= len(group)
+            for drawn in self.tokens(weights, placed, keys, length=length, ended=ended, stop_token=stop_token):
+                for row, number in enumerate(group):
+                    if ended[row]:
+                        continue
+                    numbers, stream = drawn.numbers[row], streams[row]
+                    own = (numbers >= 0) & (numbers < length)
+                    ids = drawn.tokens[row][own]
+                    stops = [] if stop_token is None else np.flatnonzero(ids == stop_token).tolist()
+                    is_last = bool(stops) or bool(np.any(numbers[own] == length - 1))
+                    text = stream.add(ids[: stops[0] + 1] if stops else ids) + (stream.finish() if is_last else "")
+                    ended[row] = is_last or stream.ended
+                    if text:
+                        yield number, text
 
     def read(self, weights: Weights, prompts: Prompts) -> KVCache:
         """Returns the caches of single tokens after the whole segments of the prompts."""

@@ -1,4 +1,4 @@
-"""Trained weights at a path: the config, the vocabulary and the parameters of a run or of a portable folder."""
+"""Trained weights at a path: the config, the vocabulary and the parameters of a run or of a portable checkpoint."""
 
 import dataclasses
 import os
@@ -24,6 +24,120 @@ from txl_jax.runtime.storage import as_path, exists, is_dir, names
 from txl_jax.training.members import Members
 from txl_jax.training.state import TrainState
 
+# Files of weights that other programs write.
+_FOREIGN_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".ckpt", ".h5")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """A trained model that was found at a path; its weights are not read before `params`.
+
+    Attributes:
+      path: The directory, absolute.
+      config: The settings of the model and of its training.
+      vocabulary: Text to token ids and back.
+      description: One clause for the user: what the directory contains, and what the weights were trained on.
+      source: The run, or the ensemble member, or the portable checkpoint's contents without the weights.
+    """
+
+    path: str
+    config: ExperimentConfig
+    vocabulary: Vocabulary
+    description: str
+    source: Run | portable.ModelInfo
+
+    def build(self, *, log: Callable[[str], None] = lambda line: None) -> RunComponents:
+        """Builds the model over the mesh of its config, with the recorded implementations of attention.
+
+        Raises:
+          UserError: If settings do not fit the devices.
+        """
+        if isinstance(self.source, Run):
+            return build_trained(self.config, self.source, log=log)
+        return distributed.run_on_all(lambda: build(self.config, vocab_size=self.vocabulary.size))
+
+    def params(self, components: RunComponents, *, log: Callable[[str], None] = lambda line: None) -> tuple[int, Any]:
+        """Loads the parameters onto the components' mesh, in their shardings: (training steps, parameters).
+
+        A run's are the best, or the latest before its first evaluation. From a portable checkpoint each device reads
+        its own part of the file.
+
+        Args:
+          components: Built with this config, or with one with the same `model` and `compat` on another mesh.
+          log: Takes one line.
+
+        Raises:
+          UserError: If there is no checkpoint yet.
+          CheckpointError: If the weights are corrupted, or belong to another model.
+        """
+        if isinstance(self.source, Run):
+            return load_parameters(components, self.source, log=log)
+        leaves = distributed.run_on_all(lambda: portable.read_leaves(self.path))
+        return self.source.step, portable.place(leaves, components.training.abstract_state.params)
+
+
+def open_weights(
+    path: str | os.PathLike[str],
+    *,
+    member: str | None = None,
+    weight_dtype: str | None = None,
+    cache_dtype: str | None = None,
+) -> Weights:
+    """Opens the directory of a trained model: a run's workdir, or a portable checkpoint (see `interop.portable`).
+
+    Args:
+      path: The directory; "~" is the home directory.
+      member: The ensemble member, as "seed=2", or None if the run is not an ensemble.
+      weight_dtype: Replaces `eval.weight_dtype`, or None for the saved dtype.
+      cache_dtype: Replaces `eval.cache_dtype`, or None for the saved dtype.
+
+    Raises:
+      UserError: If the run or member does not exist, or its files cannot be read; or if the model cannot have such
+        weights or cache. For a directory of another implementation the message has the command that converts it.
+    """
+    found, changes = _open(as_path(path), member), {}
+    for name, given, kind in (("weight_dtype", weight_dtype, WeightDType), ("cache_dtype", cache_dtype, CacheDType)):
+        if given is not None:
+            types = [str(each) for each in kind]
+            if given not in types:
+                raise UserError(f"{name} is {given!r}; it must be {' or '.join(types)}, or left out")
+            changes[f"eval.{name}"] = kind(given)
+    if not changes:
+        return found
+    config = config_tree.replace(found.config, changes)
+    config.validate()
+    return dataclasses.replace(found, config=config)
+
+
+def _open(folder: str, member: str | None) -> Weights:
+    if portable.is_portable(folder):
+        if member is not None:
+            raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
+        info = portable.read_info(folder)
+        return Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
+    if exported_folder.is_exported(folder):
+        raise UserError(
+            f"{folder} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; give "
+            "the run or the folder of weights that it was exported from"
+        )
+    if holds_other_weights(folder):
+        raise UserError(
+            f"{folder} holds no run of txl_jax but other files of weights; convert them with "
+            f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`, and give that folder"
+        )
+    run = Run.read(folder, member=member)
+    description = f"the run {folder}{f' ({member})' if member else ''}, trained on {run.text.description}"
+    return Weights(folder, run.config, run.text.vocabulary, description, run)
+
+
+def holds_other_weights(path: str) -> bool:
+    """Returns whether a path is a file of another implementation's weights by its name, or a directory with one."""
+    if not is_dir(path):
+        return exists(path) and path.endswith(_FOREIGN_SUFFIXES)
+    if exists(os.path.join(path, "checkpoints")) or exported_folder.is_exported(path):
+        return False
+    return bool(tensorflow.find(Path(path))) or any(name.endswith(_FOREIGN_SUFFIXES) for name in names(path))
+
 
 def load_to_score(
     config: ExperimentConfig, corpus: Corpus, run: Run, *, log: Callable[[str], None]
@@ -31,8 +145,8 @@ def load_to_score(
     """Loads a trained run that is to score a text: (its components, step, parameters).
 
     Raises:
-      UserError: the text has another vocabulary than the run, or processes have different ones.
-      CheckpointError: as `load_parameters`.
+      UserError: If the text has another vocabulary than the run, or processes have different ones.
+      CheckpointError: As `load_parameters`.
     """
     check_same_settings(config)
     check_same_text(corpus)
@@ -51,7 +165,7 @@ def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], No
     """Builds the components of a trained run with its recorded implementations of attention; all processes call it.
 
     Raises:
-      UserError: settings that do not fit each other or the devices, or processes with other devices.
+      UserError: If settings do not fit each other or the devices, or processes have different devices.
     """
     recorded, vocab_size = run.attention_for(config), run.text.vocabulary.size
     components = distributed.run_on_all(lambda: build(config, vocab_size=vocab_size, recorded=recorded))
@@ -64,19 +178,21 @@ def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], No
 
 
 def load_parameters(components: RunComponents, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
-    """Loads the best parameters of a run, or, before its first evaluation, the latest: (step, parameters).
+    """Loads the best parameters of a run, or the latest before its first evaluation: (step, parameters).
 
-    With `eval.average_checkpoints` the mean of that many newest checkpoints, and the newest's step.
+    With `eval.average_checkpoints` it loads the mean of that many latest checkpoints, and the step of the last.
 
     Args:
-      run: a run, or an ensemble with the member chosen.
+      components: Built with the run's config, or with one on another mesh.
+      run: A run, or an ensemble with the member chosen.
+      log: Takes one line.
 
     Raises:
-      UserError: the run has no checkpoint, or fewer than are to be averaged.
-      CheckpointError: it has checkpoints, but none can be read.
+      UserError: If the run has no checkpoint, or fewer than are to be averaged.
+      CheckpointError: If it has checkpoints, but none can be read.
     """
     if components.config.eval.average_checkpoints:
-        return _mean_of_newest(components, run, components.config.eval.average_checkpoints, log=log)
+        return _mean_of_latest(components, run, components.config.eval.average_checkpoints, log=log)
     has_best, has_latest = distributed.broadcast_from_primary(lambda: [exists(run.best), exists(run.latest)])
     if has_best:
         try:
@@ -99,15 +215,17 @@ def load_parameters(components: RunComponents, run: Run, *, log: Callable[[str],
 def load_state(
     components: RunComponents, run: Run, *, log: Callable[[str], None], before: int | None = None
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Loads the newest sound training state: (step, state, notes); None if there is none.
+    """Loads the latest sound training state: (step, state, notes), or None if there is none.
 
     Args:
-      run: a run, or an ensemble with the member chosen, whose part of the state is returned; the notes are
-        those of all members.
-      before: only steps before this one.
+      components: Built with the run's config.
+      run: A run, or an ensemble with the member chosen, whose part of the state is returned. The notes are all
+        members'.
+      log: Takes one line.
+      before: Loads only steps before this one.
 
     Raises:
-      CheckpointError: there are checkpoints, but none can be read.
+      CheckpointError: If there are checkpoints, but none can be read.
     """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
@@ -120,8 +238,8 @@ def load_state(
     return step, members.take(state, index), notes
 
 
-def _mean_of_newest(components: RunComponents, run: Run, count: int, *, log: Callable[[str], None]) -> tuple[int, Any]:
-    """Averages the scored parameters of the newest checkpoints; returns the newest step and the mean."""
+def _mean_of_latest(components: RunComponents, run: Run, count: int, *, log: Callable[[str], None]) -> tuple[int, Any]:
+    """Averages the scored parameters of the latest checkpoints; returns the last step and the mean."""
     steps: list[int] = []
     total = None
     while len(steps) < count:
@@ -136,123 +254,3 @@ def _mean_of_newest(components: RunComponents, run: Run, count: int, *, log: Cal
         total = params if total is None else jax.tree.map(jnp.add, total, params)
     log(f"the mean of the checkpoints of steps {', '.join(map(str, reversed(steps)))}")
     return steps[0], jax.tree.map(lambda leaf: leaf / count, total)
-
-
-# Files of weights that other programs write.
-_FOREIGN_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".ckpt", ".h5")
-
-
-def _no_log(line: str) -> None:
-    """Drops a line."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Weights:
-    """A trained model that was found at a path; its weights are not read before `params`.
-
-    Attributes:
-      path: the folder, absolute.
-      config: the settings of the model and of its training.
-      vocabulary: text to token ids and back.
-      description: one clause for people: what the folder holds, and what the weights were trained on.
-      source: the run, or the member of an ensemble; or the portable folder's contents without the weights.
-    """
-
-    path: str
-    config: ExperimentConfig
-    vocabulary: Vocabulary
-    description: str
-    source: Run | portable.ModelInfo
-
-    def build(self, *, log: Callable[[str], None] = _no_log) -> RunComponents:
-        """Builds the model over the mesh of its config, with the recorded implementations of attention.
-
-        Raises:
-          UserError: settings that do not fit the devices.
-        """
-        if isinstance(self.source, Run):
-            return build_trained(self.config, self.source, log=log)
-        return distributed.run_on_all(lambda: build(self.config, vocab_size=self.vocabulary.size))
-
-    def params(self, components: RunComponents, *, log: Callable[[str], None] = _no_log) -> tuple[int, Any]:
-        """Loads the parameters onto the components' mesh, in their shardings: (number of updates, parameters).
-
-        Of a run they are the best, or the latest before its first evaluation. Of a portable folder each device reads
-        its own part of the file.
-
-        Args:
-          components: of this config, or of one with the same `model` and `compat` on another mesh.
-
-        Raises:
-          UserError: there is no checkpoint yet.
-          CheckpointError: the weights are damaged, or of another model.
-        """
-        if isinstance(self.source, Run):
-            return load_parameters(components, self.source, log=log)
-        leaves = distributed.run_on_all(lambda: portable.read_leaves(self.path))
-        return self.source.step, portable.place(leaves, components.training.abstract_state.params)
-
-
-def open_weights(
-    path: str | os.PathLike[str],
-    *,
-    member: str | None = None,
-    weight_dtype: str | None = None,
-    cache_dtype: str | None = None,
-) -> Weights:
-    """Opens the folder of a trained model: a run's workdir, or a portable folder (see `interop.portable`).
-
-    Args:
-      path: the folder; "~" is the home folder.
-      member: the member of an ensemble, as "seed=2"; None: the run is none.
-      weight_dtype: `eval.weight_dtype` in place of the saved one; None: as saved.
-      cache_dtype: `eval.cache_dtype`, likewise.
-
-    Raises:
-      UserError: there is no such run or member, or its files cannot be read; for a folder of another implementation
-        the message has the command that converts it. Or the model can have no such weights or cache.
-    """
-    found = _open(path, member)
-    changes = {}
-    for name, given, kind in (("weight_dtype", weight_dtype, WeightDType), ("cache_dtype", cache_dtype, CacheDType)):
-        if given is not None:
-            types = [str(each) for each in kind]
-            if given not in types:
-                raise UserError(f"{name} is {given!r}; it must be {' or '.join(types)}, or left out")
-            changes[f"eval.{name}"] = kind(given)
-    if not changes:
-        return found
-    config = config_tree.replace(found.config, changes)
-    config.validate()
-    return dataclasses.replace(found, config=config)
-
-
-def _open(path: str | os.PathLike[str], member: str | None) -> Weights:
-    folder = as_path(path)
-    if portable.is_portable(folder):
-        if member is not None:
-            raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
-        info = portable.read_info(folder)
-        return Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
-    if exported_folder.is_exported(folder):
-        raise UserError(
-            f"{folder} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; give "
-            "the run or the folder of weights that it was exported from"
-        )
-    if holds_other_weights(folder):
-        raise UserError(
-            f"{folder} holds no run of txl_jax but other files of weights; convert them with "
-            f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`, and give that folder"
-        )
-    run = Run.read(folder, member=member)
-    description = f"the run {folder}{f' ({member})' if member else ''}, trained on {run.text.description}"
-    return Weights(folder, run.config, run.text.vocabulary, description, run)
-
-
-def holds_other_weights(path: str) -> bool:
-    """Returns whether a path is a file of weights of another implementation by its name, or a folder with one."""
-    if not is_dir(path):
-        return exists(path) and path.endswith(_FOREIGN_SUFFIXES)
-    if exists(os.path.join(path, "checkpoints")) or exported_folder.is_exported(path):
-        return False
-    return bool(tensorflow.find(Path(path))) or any(name.endswith(_FOREIGN_SUFFIXES) for name in names(path))
