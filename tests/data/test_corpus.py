@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.encoded_text import in_blocks
+from support.encoded_text import text_of
 from support.own_text import data_config, own_text
 from support.published_corpora import place_official
 from txl_jax.config import CorpusName, DataConfig, EmptyEnd, LineMark, Newlines, Tokenizer
@@ -18,10 +18,10 @@ from txl_jax.data import corpus
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import make_vocabulary, read_corpus
 from txl_jax.data.published import default_data
-from txl_jax.data.text import Text
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 SMALL_TEXT = bytes(random.Random(0).choices(b"abcdefgh\n", k=99)) + b"\n"
 
 
@@ -73,11 +73,10 @@ def test_bytes(tmp_path, read):
 def test_characters(poem, read):
     corpus = read(own_text(kind=Tokenizer.CHAR, **poem))
     assert corpus.vocabulary.characters.startswith(" et")
-    unknown = "\N{REPLACEMENT CHARACTER}"
     assert [text.decode() for text in texts(corpus)] == [
         "The cat sat\nthe dog sat\n\nThe end",
         "a dog sat\n",
-        f"T{unknown * 2} {unknown * 3}\nthe cat",
+        f"T{UNKNOWN * 2} {UNKNOWN * 3}\nthe cat",
     ]
 
 
@@ -250,17 +249,6 @@ def test_wikitext_2_as_own_text(data_dir, read):
     assert list(map(len, splits(corpus))) == [217_646, 217_646, 245_569]
 
 
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-
-
-def text_of(train, valid="", test="", *, block=5, closed_alphabet=False):
-    """A text of three splits, each a list of files' contents or just one."""
-    contents = [[split] if isinstance(split, str) else split for split in (train, valid, test)]
-    files = [tuple(in_blocks(content.encode(), block) for content in split) for split in contents]
-    splits = dict(zip(("train", "valid", "test"), files, strict=True))
-    return Text("text", "made up", "digest", splits, closed_alphabet)
-
-
 def words(text, **fields):
     return list(make_vocabulary(data_config(kind=Tokenizer.WORD, **fields), text).words)
 
@@ -310,9 +298,6 @@ def test_words_are_ranked_by_count_and_first_occurrence(texts, line_mark, lower_
 def test_only_the_training_text_is_counted():
     text = text_of("a b b", "valid valid valid", "test test test test")
     assert words(text, line_mark=LineMark.NONE) == ["b", "a", "<unk>"]
-    vocabulary = make_vocabulary(data_config(kind=Tokenizer.WORD), text)
-    ids = [token for block in vocabulary.blocks(text.splits["valid"]) for token in block.tolist()]
-    assert vocabulary.decode(ids) == b"<unk> <unk> <unk> \n"
 
 
 def test_an_unknown_word_and_a_mark_in_the_text_are_those_tokens():

@@ -1,4 +1,4 @@
-"""Tests the order of an epoch: rolls and shuffled sentences against plain lists, and the random numbers."""
+"""Tests the order of an epoch: what is as likely, and the random numbers; test_segments has it against plain lists."""
 
 import collections
 import itertools
@@ -10,17 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from txl_jax.data import epoch_order
-from txl_jax.data.epoch_order import RandomRoll, Sequential, ShuffledSentences, random_permutation, random_words
+from txl_jax.data.epoch_order import RandomRoll, ShuffledSentences, random_permutation, random_words
 
 EPOCHS = st.integers(0, 10)
 SEEDS = st.integers(-(2**31), 2**64)
-
-
-@st.composite
-def sentence_starts(draw):
-    """Starts of sentences, and their end: empty ones, one only and tokens in front of the first may occur."""
-    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=12))
-    return draw(st.integers(0, 3)) + np.cumsum([0, *lengths])
 
 
 def shuffled(starts, seed):
@@ -32,52 +25,12 @@ def stream(made, epoch, length):
     return made.places(epoch, np.arange(length)).tolist()
 
 
-def turned(values, by):
-    return values[by:] + values[:by]
-
-
-def test_sequential():
-    inputs, targets = Sequential().pairs(3, np.array([[4, 0]]), 3)
-    assert inputs.tolist() == [[[4, 5, 6], [0, 1, 2]]]
-    assert targets.tolist() == [[[5, 6, 7], [1, 2, 3]]]
-
-
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=SEEDS, epoch=EPOCHS, data=st.data())
-def test_rolled_against_lists(sizes, seed, epoch, data):
-    edges = np.cumsum([0, *sizes])
-    words = random_words(seed, epoch, len(sizes)).tolist()
-    for start, size, word in zip(edges.tolist(), sizes, words, strict=False):
-        pairs = turned([(q, q + 1) for q in range(start, start + size)], word % size)
-        skip = data.draw(st.integers(0, size - 1))
-        inputs, targets = RandomRoll(edges, seed).pairs(epoch, np.array([start + skip]), size - skip)
-        assert list(zip(inputs[0].tolist(), targets[0].tolist(), strict=True)) == pairs[skip:]
-
-
 def test_every_turn_is_alike_likely():
     """Each stretch by itself, and the stretches of one epoch independently."""
     made, edges = RandomRoll(np.array([0, 3, 8]), seed=5), np.array([0, 3])
     seen = collections.Counter(tuple(made.pairs(epoch, edges, 1)[0][:, 0].tolist()) for epoch in range(3000))
     assert set(seen) == set(itertools.product(range(3), range(3, 8)))
     assert max(abs(times - 200) for times in seen.values()) < 70, "five standard deviations of 200"
-
-
-@given(starts=sentence_starts(), seed=SEEDS, epoch=EPOCHS)
-def test_shuffled_sentences_against_lists(starts, seed, epoch):
-    sentences = [list(range(a, b)) for a, b in itertools.pairwise(starts.tolist())]
-    expected = list(range(starts[0]))
-    for i in random_permutation(seed, epoch, len(sentences)).tolist():
-        expected += sentences[i]
-    assert stream(shuffled(starts, seed), epoch, starts[-1]) == expected
-
-
-@given(starts=sentence_starts(), seed=SEEDS, epoch=EPOCHS)
-def test_pairs_are_neighbours_in_the_stream(starts, seed, epoch):
-    made, length = shuffled(starts, seed), int(starts[-1])
-    whole = stream(made, epoch, length)
-    inputs, targets = made.pairs(epoch, np.arange(max(length - 3, 0))[:, None], 3)
-    assert inputs.shape == targets.shape == (max(length - 3, 0), 1, 3)
-    for q in range(length - 3):
-        assert (inputs[q, 0].tolist(), targets[q, 0].tolist()) == (whole[q : q + 3], whole[q + 1 : q + 4])
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])

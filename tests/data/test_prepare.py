@@ -33,7 +33,6 @@ from support.published_corpora import (
     contents,
     expected_digest,
     flat,
-    official,
     official_in_the_manual_folder,
     own_archive,
     place,
@@ -273,14 +272,8 @@ def test_differences_have_both_numbers():
     assert difference(Facts(sha256=one[0].sha256), one, of="it") == ""
 
 
-ARRANGEMENTS = [
-    unpacked,
-    flat,
-    by_split,
-    official,
-    official_in_the_manual_folder,
-    *map(own_archive, ("zip", "tar.gz", "tgz", "tar")),
-]
+IN_FOLDERS = [unpacked, flat, by_split, place_official, official_in_the_manual_folder]
+ARRANGEMENTS = [*IN_FOLDERS, *map(own_archive, ("zip", "tar.gz", "tgz", "tar"))]
 CASES = [
     (name, arrange)
     for name in miniature.NAMES
@@ -288,7 +281,7 @@ CASES = [
     if TABLE[name].own_layouts or arrange is not by_split
 ]
 # Each corpus once, and each arrangement once.
-QUICK = [(name, official) for name in miniature.NAMES] + [(CorpusName.PTB, arrange) for arrange in ARRANGEMENTS]
+QUICK = [(name, place_official) for name in miniature.NAMES] + [(CorpusName.PTB, arrange) for arrange in ARRANGEMENTS]
 
 
 @pytest.mark.parametrize(
@@ -717,7 +710,7 @@ def test_a_wrong_checksum_is_reported_with_both(server, source, tmp_path):
     served = serve(server, "text8.zip", whole[:-1] + bytes([whole[-1] ^ 1]))
     right = hashlib.sha256(whole).hexdigest()
     source(CorpusName.TEXT8, (dataclasses.replace(served, sha256=right),))
-    message = refusal(CorpusName.TEXT8, tmp_path)
+    message = refusal(CorpusName.TEXT8, tmp_path, UserError)
     assert re.search(rf"{served.url}.*\b{served.sha256}\b.*\b{right}\b", message), "what came, then what should"
     assert not left_in_the_cache(tmp_path)
     assert server.asked == ["HEAD /text8.zip", "GET /text8.zip"]
@@ -775,4 +768,4 @@ def test_a_download_that_is_cut_is_not_taken(server, source, tmp_path, monkeypat
 
     monkeypatch.setattr(Handler, "do_GET", cut, raising=False)
     source(CorpusName.ENWIK8, (Remote(server.url + "enwik8.zip"),))
-    assert f"{server.url}enwik8.zip" in refusal(CorpusName.ENWIK8, tmp_path)
+    assert f"{server.url}enwik8.zip" in refusal(CorpusName.ENWIK8, tmp_path, UserError)

@@ -1,12 +1,10 @@
 """Tests bytes to text: any cutting into blocks gives the same text, words stay whole, errors name file and offset."""
 
-import itertools
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.encoded_text import in_blocks
 from txl_jax.data.text import File, text_blocks
 from txl_jax.errors import UserError
 
@@ -15,25 +13,6 @@ TEXTS = st.text(
     st.sampled_from("ab \n\t\r\N{NO-BREAK SPACE}é日😀") | st.characters(codec="utf-8", exclude_characters="\0")
 )
 SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any)
-
-
-def in_blocks(content, sizes, *, name="some.txt", offset=0):
-    """A file that comes in blocks of these sizes, over and over."""
-
-    def blocks():
-        edges = itertools.accumulate(itertools.cycle(sizes), initial=0)
-        for first, last in itertools.pairwise(edges):
-            if first >= len(content):
-                return
-            yield content[first:last]
-
-    return File(name, len(content), blocks, offset)
-
-
-def failure(*files):
-    with pytest.raises(UserError) as caught:
-        list(text_blocks(files, close_lines=False))
-    return str(caught.value)
 
 
 @given(texts=st.lists(TEXTS, max_size=3), sizes=SIZES)
@@ -84,10 +63,10 @@ def test_text_without_white_space_is_cut_between_characters(character):
 def test_a_byte_that_is_no_text_is_named_with_its_place_in_the_file(start, end, sizes, offset, bad):
     whole = in_blocks("日 ".encode(), sizes, name="other.txt")
     broken = in_blocks(start.encode() + bad + end.encode(), sizes, offset=offset)
-    named = rf"\b0xff\b.*\b{offset + len(start.encode())}\b"
-    if bad == b"\0":
-        named = rf"\b{offset + len(start.encode())}\b.*--data\.tokenizer\.kind=byte\b"
-    assert re.search(rf"^some\.txt\b.*{named}", failure(whole, broken, whole))
+    named = rf"\b{offset + len(start.encode())}\b"
+    named = rf"{named}.*--data\.tokenizer\.kind=byte\b" if bad == b"\0" else rf"\b0xff\b.*{named}"
+    with pytest.raises(UserError, match=rf"^some\.txt\b.*{named}"):
+        list(text_blocks([whole, broken, whole], close_lines=False))
 
 
 @given(start=TEXTS, character=st.sampled_from("é日😀"), sizes=SIZES, offset=st.integers(0, 99), data=st.data())
@@ -95,15 +74,13 @@ def test_a_character_that_is_cut_off_at_the_end_is_named(start, character, sizes
     cut = character.encode()[: data.draw(st.integers(1, len(character.encode()) - 1))]
     bad = in_blocks(start.encode() + cut, sizes, offset=offset)
     place = offset + len(start.encode())
-    assert re.search(rf"^some\.txt\b.*\b{cut[0]:#04x}\b.*\b{place}\b", failure(bad))
+    with pytest.raises(UserError, match=rf"^some\.txt\b.*\b{cut[0]:#04x}\b.*\b{place}\b"):
+        list(text_blocks([bad], close_lines=False))
 
 
 @pytest.mark.parametrize("block", [1, 2, 5, 100])
 def test_a_byte_order_mark_is_no_part_of_the_first_word(block):
-    content = "\ufeffthe \ufeff cat".encode()
-    blocks = [content[i : i + block] for i in range(0, len(content), block)]
-    assert (
-        "".join(text_blocks([File("a.txt", len(content), lambda: iter(blocks))], close_lines=False)) == "the \ufeff cat"
-    )
-    part = File("a.txt", len(content), lambda: iter(blocks), offset=3)  # Not the beginning of the file.
-    assert "".join(text_blocks([part], close_lines=False)) == "\ufeffthe \ufeff cat"
+    content = "\ufeffthe \ufeff cat"
+    for offset, expected in ((0, content[1:]), (3, content)):  # A part that begins later has no mark.
+        file = in_blocks(content.encode(), block, offset=offset)
+        assert "".join(text_blocks([file], close_lines=False)) == expected

@@ -1,5 +1,6 @@
 """Tests token stores: contents, reuse, memory, and what errors, full disks, kills and second processes leave."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -7,8 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -17,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import txl_jax
-from support.encoded_text import in_blocks, joined
+from support.encoded_text import in_blocks, joined, text_of
 from support.full_disk import largest_file
+from support.waiting import wait_until
 from txl_jax.config import DataConfig, LineMark, Tokenizer, TokenizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data import token_store
@@ -33,13 +32,6 @@ from txl_jax.errors import UserError
 
 SETTINGS = {"tokenizer": "word", "min_count": 1}
 WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat")
-
-
-def text_of(train=b"the cat\nsat\n", valid=b"cat\n", test=b"sat", *, digest="d", block=5):
-    """A text of three splits, each a file's content or a list of them."""
-    contents = ([split] if isinstance(split, bytes) else split for split in (train, valid, test))
-    splits = (tuple(in_blocks(content, block) for content in split) for split in contents)
-    return Text("own text", "made up", digest, dict(zip(SPLITS, splits, strict=True)))
 
 
 def words():
@@ -239,11 +231,6 @@ def test_ids_are_those_of_this_version(tmp_path):
 # Memory
 
 
-def repeated(block, times):
-    """A file of one block over and over, of which nothing is held."""
-    return File("large.txt", len(block) * times, lambda: (bytes(bytearray(block)) for _ in range(times)))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("block", "times", "vocabulary"),
@@ -255,7 +242,8 @@ def repeated(block, times):
     ids=["byte", "char", "word"],
 )
 def test_memory_is_that_of_a_block(block, times, vocabulary, tmp_path):
-    large = Text("own text", "made up", "d", text_of().splits | {"train": (repeated(block, times),)})
+    repeated = File("large.txt", len(block) * times, lambda: (bytes(bytearray(block)) for _ in range(times)))
+    large = Text("own text", "made up", "d", text_of().splits | {"train": (repeated,)})
     open_store(text_of(), {"first": True}, lambda: vocabulary, folder=tmp_path)  # Tables of the vocabulary.
     tracemalloc.start()
     try:
@@ -267,19 +255,14 @@ def test_memory_is_that_of_a_block(block, times, vocabulary, tmp_path):
     assert peak < 1.5e6
 
 
-def failing(kind):
-    """Files whose second block cannot be had."""
-
-    def blocks():
-        yield b"the cat\n"
-        raise kind
-
-    return (File("some.txt", 99, blocks),)
-
-
 def test_text_that_cannot_be_read_leaves_no_store(tmp_path):
     for error in (ValueError("some.txt is not UTF-8"), KeyboardInterrupt()):
-        broken = Text("own text", "made up", "d", text_of().splits | {"valid": failing(error)})
+
+        def blocks(error=error):
+            yield b"the cat\n"
+            raise error
+
+        broken = Text("own text", "made up", "d", text_of().splits | {"valid": (File("some.txt", 99, blocks),)})
         with pytest.raises(type(error)) as caught:
             open_store(broken, SETTINGS, words, folder=tmp_path)
         assert caught.value is error, "nothing else is reported"
@@ -310,46 +293,37 @@ def test_a_read_only_folder_is_enough_for_a_store_that_is_there(tmp_path, monkey
     assert_same(open_store(text_of(), SETTINGS, never, folder=tmp_path), made)
 
 
-OTHER = textwrap.dedent(
-    """
-    import sys, time
-    from pathlib import Path
-    from txl_jax.data.token_store import open_store
-    from txl_jax.data.text import File, Text
-    from txl_jax.data.word_tokens import WordVocabulary
-
-    folder, name = Path(sys.argv[1]), sys.argv[2]
+def make_slowly(folder, name):
+    """Makes the store of `text_of()` in folder / tokens; waits in each file for a file go-on."""
+    folder = Path(folder)
 
     def make():
         (folder / f"{name}-makes").touch()
-        return WordVocabulary(("the", "<eos>", "cat", "<unk>", "<S>", "sat"))
+        return words()
 
-    def blocks(content):
-        yield content[:4]
+    def slowly(file):
+        first, *rest = file.blocks()
+        yield first
         (folder / f"{name}-is-inside").touch()
-        deadline = time.monotonic() + 30
-        while not (folder / "go-on").exists():
-            assert time.monotonic() < deadline, "the signal to continue does not come"
-            time.sleep(0.01)
-        yield content[4:]
+        wait_until((folder / "go-on").exists)
+        yield from rest
 
-    contents = {"train": b"the cat\\nsat\\n", "valid": b"cat\\n", "test": b"sat"}
-    splits = {split: (File("some.txt", len(c), lambda c=c: blocks(c)),) for split, c in contents.items()}
-    text = Text("own text", "made up", "d", splits)
-    tokens = open_store(text, {"tokenizer": "word", "min_count": 1}, make, folder=folder / "tokens")
+    text = text_of()
+    for split, (file,) in text.splits.items():
+        text.splits[split] = (dataclasses.replace(file, blocks=functools.partial(slowly, file)),)
+    tokens = open_store(text, SETTINGS, make, folder=folder / "tokens")
     print(tokens.splits["train"].tolist(), tokens.sentences.tolist())
-    """
-)
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a process that makes the store of `text_of()` in `tmp_path` / tokens; it waits there for a file go-on."""
+    """Starts a process that runs `make_slowly` in this folder."""
     started = []
 
     def start(name):
-        environment = os.environ | {"PYTHONPATH": str(Path(txl_jax.__file__).parents[1])}
-        command = [sys.executable, "-c", OTHER, str(tmp_path), name]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        script = "import sys; from data.test_token_store import make_slowly; make_slowly(*sys.argv[1:])"
+        command = [sys.executable, "-c", script, str(tmp_path), name]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True))
         return started[-1]
 
@@ -359,25 +333,18 @@ def start(tmp_path):
         process.communicate()
 
 
-def wait_for(path):
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no process made {path.name}"
-        time.sleep(0.01)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_of_two_processes_one_makes_the_store_and_the_other_waits(is_killed, tmp_path, start):
     """If the first is killed, the second makes it."""
     first = start("first")
-    wait_for(tmp_path / "first-is-inside")
+    wait_until((tmp_path / "first-is-inside").exists)
     second = start("second")
     assert second.stdout.readline().strip(), "it logs that it waits"
     assert not (tmp_path / "second-makes").exists()
     if is_killed:
         first.kill()
-        wait_for(tmp_path / "second-is-inside")
+        wait_until((tmp_path / "second-is-inside").exists)
     (tmp_path / "go-on").touch()
     results = [process.communicate(timeout=60)[0] for process in (first, second)]
     assert results == ["" if is_killed else "[0, 2, 1, 5, 1] [0, 3, 5]\n", "[0, 2, 1, 5, 1] [0, 3, 5]\n"]
@@ -388,7 +355,7 @@ def test_of_two_processes_one_makes_the_store_and_the_other_waits(is_killed, tmp
 @pytest.mark.full
 def test_a_killed_process_leaves_no_store_and_what_it_left_is_cleared(tmp_path, start):
     killed = start("first")
-    wait_for(tmp_path / "first-is-inside")
+    wait_until((tmp_path / "first-is-inside").exists)
     killed.kill()
     killed.wait()
     assert len(names(tmp_path / "tokens")) == 1, "its unfinished store"

@@ -18,7 +18,6 @@ from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
-SIZES = st.integers(1, 9)
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
 # What the saved form must not take for the end of a line, or for one of its own escapes.
 AWKWARD = st.text(st.sampled_from("\n\r\\nr\x0b\x0c\x1c\x85\N{LINE SEPARATOR}😀") | CHARACTERS)

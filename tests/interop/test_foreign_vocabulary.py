@@ -27,15 +27,6 @@ def attributes(words=WORDS, **more) -> dict:
     return {"counter": counts, "special": ["<eos>"], "idx2sym": list(words), "sym2idx": ids, "delimiter": None} | more
 
 
-def corpus(vocab: dict, dataset: str) -> Object:
-    """A Corpus of the release, with its encoded text."""
-    splits = {"train": np.arange(50), "valid": np.arange(5)}
-    return Object(
-        Name("data_utils", "Corpus"),
-        {"dataset": dataset, "vocab": Object(Name("vocabulary", "Vocab"), vocab), **splits},
-    )
-
-
 def write_plain(path, value):
     path.write_bytes(pickle.dumps(value))
 
@@ -55,13 +46,13 @@ def test_a_tokenizer_of_hugging_face(name, write, tmp_path):
     assert found.vocabulary.encode(b"the \xc3\x9cnder x\n").tolist() == [1, 4, 3, 0]
 
 
-@pytest.mark.parametrize(
-    ("name", "write"), [("cache.pt", torch_bytes.write_legacy), ("cache.pt", torch_bytes.write_zip)]
-)
-def test_a_corpus_of_the_pytorch_release(name, write, tmp_path):
+@torch_bytes.by_format
+def test_a_corpus_of_the_pytorch_release(write, tmp_path):
     vocab = attributes(lower_case=True)
     del vocab["counter"], vocab["sym2idx"]
-    write(tmp_path / name, corpus(vocab, "ptb"))
+    splits = {"train": np.arange(50), "valid": np.arange(5)}  # Its encoded text.
+    whole = {"dataset": "ptb", "vocab": Object(Name("vocabulary", "Vocab"), vocab), **splits}
+    write(tmp_path / "cache.pt", Object(Name("data_utils", "Corpus"), whole))
     found = foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary
     assert found == WordVocabulary(tuple(WORDS), LineMark.EOS, True, "<unk>")
 

@@ -11,23 +11,13 @@ import pytest
 
 from support import foreign, tiny, torch_bytes
 from support.torch_bytes import Call, Name
-from txl_jax.config import AttentionWindow, Encoding, EvalConfig, ModelConfig, ShawTerms
+from txl_jax.config import AttentionWindow, Encoding, EvalConfig, ShawTerms
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import formats, huggingface, leaves, original, safetensors_file
 from txl_jax.interop.formats import Format
 
 by_config = pytest.mark.parametrize("changes", foreign.CONFIGS.values(), ids=foreign.CONFIGS)
-SIZES = {field.name for field in dataclasses.fields(ModelConfig)} - {"dropout", "init_std", "projection_init_std"}
-
-
-def check(found: formats.Foreign, config: ModelConfig, params: dict) -> None:
-    """The parameters, and what of the config has to do with them, are those that were written."""
-    again = leaves.to_tree(found.params)
-    assert jax.tree.structure(again) == jax.tree.structure(params)
-    jax.tree.map(np.testing.assert_array_equal, again, params)
-    assert {name: getattr(found.config, name) for name in SIZES} == {name: getattr(config, name) for name in SIZES}
-    assert found.vocab_size == foreign.V
 
 
 def write_safetensors(path, tensors, aliases):
@@ -37,14 +27,14 @@ def write_safetensors(path, tensors, aliases):
 
 
 @by_config
-@pytest.mark.parametrize("write", [torch_bytes.write_legacy, torch_bytes.write_zip], ids=["legacy", "zip"])
+@torch_bytes.by_format
 def test_a_folder_of_hugging_face(changes, write, tmp_path):
     config, params = foreign.make("hf", **changes)
     folder = foreign.huggingface_folder(tmp_path / "model", config, params, write=write)
     (folder / "vocab.txt").write_text("\n".join(foreign.WORDS))
     assert formats.recognise(folder) is Format.HUGGINGFACE
     found = formats.read(folder)
-    check(found, config, params)
+    foreign.check(found, config, params)
     assert found.format is Format.HUGGINGFACE and found.compat == tiny.compat_config("hf")
     assert found.eval_config == foreign.LENGTHS
     assert isinstance(found.vocabulary, WordVocabulary) and found.vocabulary.words == foreign.WORDS
@@ -57,7 +47,7 @@ def test_safetensors_of_hugging_face(changes, tmp_path):
     (folder / "pytorch_model.bin").unlink()
     tensors = huggingface.from_flax(params, config)
     write_safetensors(folder / "model.safetensors", tensors, huggingface.aliases(config))
-    check(formats.read(folder), config, params)
+    foreign.check(formats.read(folder), config, params)
 
 
 @by_config
@@ -69,21 +59,21 @@ def test_a_config_is_inferred_without_a_config_file(changes, tmp_path):
     needed = {name: facts[name] for name in ("pre_lnorm", "cutoffs")}
     (folder / "config.json").write_text(json.dumps(needed))
     found = formats.read(folder)
-    check(found, config, params)
+    foreign.check(found, config, params)
     assert found.eval_config == EvalConfig()
     assert any("no lengths" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("write", [torch_bytes.write_legacy, torch_bytes.write_zip], ids=["legacy", "zip"])
+@torch_bytes.by_format
 def test_half_precision(write, tmp_path):
     """A model that was cast has its frequencies cast too, which are a constant."""
     config, params = foreign.make("hf", untie_r=True)
     params = jax.tree.map(lambda value: value.astype(np.float16), params)
     found = formats.read(foreign.huggingface_folder(tmp_path / "model", config, params, write=write))
-    check(found, config, params)
+    foreign.check(found, config, params)
     assert {leaf.dtype for leaf in found.params.values()} == {np.dtype(np.float16)}
     torch_bytes.write_zip(tmp_path / "model.pt", foreign.pickled_module(config, params))
-    check(formats.read(tmp_path / "model.pt"), config, params)
+    foreign.check(formats.read(tmp_path / "model.pt"), config, params)
 
 
 def test_weights_in_several_files(tmp_path):
@@ -96,21 +86,21 @@ def test_weights_in_several_files(tmp_path):
         torch_bytes.write_zip(folder / file, {name: tensors[name] for name in tensors if files[name] == file})
     index = folder / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": files}))
-    check(formats.read(folder), config, params)
+    foreign.check(formats.read(folder), config, params)
     index.write_text(json.dumps({"weight_map": {"a": "../other.bin"}}))
     with pytest.raises(UserError, match="weight_map"):
         formats.read(folder)
 
 
 @by_config
-@pytest.mark.parametrize("write", [torch_bytes.write_legacy, torch_bytes.write_zip], ids=["legacy", "zip"])
+@torch_bytes.by_format
 def test_a_pickled_module_of_the_original(changes, write, tmp_path):
     """Its attributes hold what the shapes do not."""
     config, params = foreign.make("pytorch", **changes)
     path = write(tmp_path / "model.pt", foreign.pickled_module(config, params))
     assert formats.recognise(tmp_path) is Format.ORIGINAL
     found = formats.read(path)
-    check(found, config, params)
+    foreign.check(found, config, params)
     assert found.compat == tiny.compat_config("pytorch") and found.vocabulary is None
     assert found.eval_config == dataclasses.replace(foreign.LENGTHS, segment_len=3)
 
@@ -121,10 +111,10 @@ def test_a_state_dict_of_the_original_with_a_config_file(changes, tmp_path):
     tensors = original.from_flax(params, config)
     torch_bytes.write_zip(tmp_path / "weights.pt", {"state_dict": tensors, "epoch": 3})
     (tmp_path / "config.json").write_text(json.dumps(foreign.facts_of(config)))
-    check(formats.read(tmp_path), config, params)
+    foreign.check(formats.read(tmp_path), config, params)
     (tmp_path / "weights.pt").unlink()
     write_safetensors(tmp_path / "model.safetensors", tensors, original.aliases(config))
-    check(formats.read(tmp_path), config, params)
+    foreign.check(formats.read(tmp_path), config, params)
 
 
 # Its u and v are shared by all layers.
@@ -138,7 +128,7 @@ def test_a_checkpoint_of_nvidia(changes, tmp_path):
     torch_bytes.write_zip(tmp_path / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params))
     assert formats.recognise(tmp_path) is Format.NVIDIA
     found = formats.read(tmp_path)
-    check(found, config, params)
+    foreign.check(found, config, params)
     window = AttentionWindow.MEM_LEN_PLUS_ONE
     assert found.compat == dataclasses.replace(tiny.compat_config("pytorch"), same_length_window=window)
     assert found.eval_config == dataclasses.replace(foreign.LENGTHS, segment_len=3)
@@ -157,7 +147,7 @@ def test_other_encodings_of_the_original(encoding, changes, tmp_path):
     config, params = foreign.make("pytorch", encoding=encoding, **changes)
     path = torch_bytes.write_legacy(tmp_path / "model.pt", foreign.pickled_module(config, params))
     found = formats.read(path)
-    check(found, config, params)
+    foreign.check(found, config, params)
     assert found.compat.shaw_terms is ShawTerms.ORIGINAL
 
 
@@ -179,8 +169,7 @@ def test_other_encodings_of_the_original(encoding, changes, tmp_path):
     ids=str,
 )
 def test_a_config_that_contradicts_the_tensors(change, message, tmp_path):
-    config, params = foreign.make("hf")
-    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
+    folder = foreign.huggingface_folder(tmp_path / "model", *foreign.make("hf"))
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | change))
     if message is None:
@@ -201,8 +190,7 @@ def test_cutoffs_that_no_shape_gives_are_asked_for(tmp_path):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "vocab.pkl"])
 def test_a_folder_that_would_run_something(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, params = foreign.make("hf")
-    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
+    folder = foreign.huggingface_folder(tmp_path / "model", *foreign.make("hf"))
     harm = Call(Name("posix", "system"), ("touch marker",))
     (folder / name).write_bytes(torch_bytes.Writer(legacy=True).pickled({"idx2sym": list(foreign.WORDS), "a": harm}))
     with pytest.raises(UserError, match=rf"{name}: its pickle names posix\.system"):
@@ -223,8 +211,7 @@ def test_what_holds_no_weights(tmp_path):
     assert formats.recognise(gpt2) is None
     with pytest.raises(UserError, match=r"transformer\.h\.0\.ln_1\.weight"):
         formats.read(gpt2)
-    config, params = foreign.make("hf")
-    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
+    folder = foreign.huggingface_folder(tmp_path / "model", *foreign.make("hf"))
     (folder / "config.json").write_text("[1")
     with pytest.raises(UserError, match=r"config\.json"):
         formats.read(folder)

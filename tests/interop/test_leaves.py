@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from support import tiny
+from support.checkpoints import assert_same
 from txl_jax.interop import huggingface, leaves, original
 from txl_jax.interop.leaves import Renamed
 
@@ -41,8 +42,7 @@ def test_leaves_are_the_tree_and_can_be_of_another_type():
     model = tiny.make(**CHANGES)
     params = jax.tree.map(np.asarray, tiny.variables(model)["params"])
     found = leaves.from_tree(params)
-    again = leaves.to_tree(found)
-    jax.tree.map(np.testing.assert_array_equal, again, params)
+    assert_same(leaves.to_tree(found), params)
     assert leaves.num_bytes(found) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     half = leaves.as_type(found, np.dtype(np.float16))["softmax/bias"]
     assert half.dtype == half.read().dtype == half.part(slice(2)).dtype == np.float16

@@ -10,14 +10,10 @@ import pytest
 from hypothesis import strategies
 
 from support import torch_bytes
-from support.torch_bytes import Call, Name, Object, Persistent
+from support.torch_bytes import Call, Name, Object, Persistent, by_format
 from txl_jax.errors import UserError
 from txl_jax.interop import state_dict, torch_files
 from txl_jax.interop.safe_pickle import Record
-
-WRITERS = {"zip": torch_bytes.write_zip, "legacy": torch_bytes.write_legacy}
-both = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-DTYPES = list(torch_bytes.STORAGES)
 
 
 def array(shape, dtype=np.float32) -> np.ndarray:
@@ -28,9 +24,9 @@ def tensors(path):
     return state_dict.of(torch_files.read(path))
 
 
-@both
+@by_format
 def test_tensors_of_all_types(write, tmp_path):
-    expected = {str(dtype): array((3, 4), dtype) for dtype in DTYPES}
+    expected = {str(dtype): array((3, 4), dtype) for dtype in torch_bytes.STORAGES}
     found = tensors(write(tmp_path / "a.bin", expected))
     assert list(found) == list(expected) and len(found) == len(expected)
     for name, value in expected.items():
@@ -38,7 +34,7 @@ def test_tensors_of_all_types(write, tmp_path):
         np.testing.assert_array_equal(found[name], value)
 
 
-@both
+@by_format
 def test_views_share_a_storage(write, tmp_path):
     base = np.arange(24, dtype=np.float32).reshape(4, 6)
     expected = {
@@ -72,7 +68,7 @@ def test_older_views_of_storages(tmp_path):
 WEIGHTS = {"a.weight": array((2, 3)), "a.bias": array(2)}
 
 
-@both
+@by_format
 @pytest.mark.parametrize(
     "around",
     [
@@ -93,7 +89,7 @@ def test_state_dicts_and_what_is_around_them(write, around, tmp_path):
         np.testing.assert_array_equal(found[name], value)
 
 
-@both
+@by_format
 @pytest.mark.parametrize("replicas", [False, True])
 def test_a_module_gives_the_names_of_its_state_dict(write, replicas, tmp_path):
     """Classes are named as persistent ids in the older format, with their source."""
@@ -136,7 +132,7 @@ def test_a_module_that_holds_itself_ends(tmp_path):
 HARM = Call(Name("posix", "system"), ("touch marker",))
 
 
-@both
+@by_format
 @pytest.mark.parametrize("harm", [HARM, Object(Name("evil", "E"), {"a": HARM}), Call(Name("evil", "run"), ())])
 def test_a_file_that_would_run_something_is_refused(write, harm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -146,7 +142,7 @@ def test_a_file_that_would_run_something_is_refused(write, harm, tmp_path, monke
     assert not (tmp_path / "marker").exists()
 
 
-@both
+@by_format
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -167,7 +163,7 @@ def tensor_of(begin=0, shape=(2, 3), strides=(3, 1), numel=6, kind="FloatStorage
     return {"a": Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, begin, shape, strides, False, None))}
 
 
-@both
+@by_format
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -195,7 +191,7 @@ def test_a_tensor_beyond_its_storage_is_refused(write, sizes, tmp_path):
         torch_files.read(write(tmp_path / "a.pt", {"b": base, **tensor_of(**sizes)}))
 
 
-@both
+@by_format
 def test_a_truncated_file_is_refused(write, tmp_path):
     path = write(tmp_path / "a.pt", WEIGHTS)
     whole = path.read_bytes()
@@ -205,7 +201,7 @@ def test_a_truncated_file_is_refused(write, tmp_path):
             tensors(path)
 
 
-@both
+@by_format
 @hypothesis.settings(
     max_examples=80, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )

@@ -12,21 +12,6 @@ from launch import sweep_file
 from support import ROOT
 
 CONTAINER = ROOT / "launch" / "container"
-DOCKERFILE = (CONTAINER / "Dockerfile").read_text()
-
-
-def instructions():
-    """The instructions of the Dockerfile: (name, rest)."""
-    text = re.sub(r"(?m)^#.*\n", "", DOCKERFILE).replace("\\\n", " ")
-    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
-
-
-def locked(accelerator):
-    """Versions by name of a lock file."""
-    text = (CONTAINER / f"{accelerator}.lock").read_text()
-    found = re.findall(r"(?m)^([\w.-]+)==(\S+)(?: ;[^\\\n]*)? \\\n((?: +--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text)
-    assert len(found) == len(re.findall(r"(?m)^\S", text)), "a line without a version or a hash"
-    return {name.lower().replace("_", "-"): version for name, version, _ in found}
 
 
 def check_command(words):
@@ -41,7 +26,10 @@ def check_command(words):
 def test_a_lock_file_has_what_setup_cfg_asks_for(accelerator):
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    versions = locked(accelerator)
+    text = (CONTAINER / f"{accelerator}.lock").read_text()
+    found = re.findall(r"(?m)^([\w.-]+)==(\S+)(?: ;[^\\\n]*)? \\\n((?: +--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text)
+    assert len(found) == len(re.findall(r"(?m)^\S", text)), "a line without a version or a hash"
+    versions = {name.lower().replace("_", "-"): version for name, version, _ in found}
     for line in setup["options"]["install_requires"].split("\n"):
         if line.strip():
             needed = Requirement(line)
@@ -52,7 +40,8 @@ def test_a_lock_file_has_what_setup_cfg_asks_for(accelerator):
 
 
 def test_the_image_runs_as_a_user_and_without_a_shell():
-    found = instructions()
+    text = re.sub(r"(?m)^#.*\n", "", (CONTAINER / "Dockerfile").read_text()).replace("\\\n", " ")
+    found = [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
     assert found[0] == ("FROM", "python:3.12-slim-bookworm")
     copied = [rest.split()[0] for name, rest in found if name == "COPY"]
     assert copied == ["launch/container/${ACCELERATOR}.lock", "."]

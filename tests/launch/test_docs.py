@@ -3,13 +3,12 @@
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from launch import sweep, sweep_file
+from support import ROOT
 
-ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "launch.md").read_text()
 
 

@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from launch import local as local_module
-
-ROOT = Path(__file__).parents[2]
+from support import ROOT
 
 
 def local(*arguments, **kwargs):

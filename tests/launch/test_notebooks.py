@@ -66,18 +66,6 @@ def with_parameters(notebook, given):
     return notebook
 
 
-def in_a_kernel(name, given, folder, **environment):
-    """Runs a notebook as Jupyter does; returns what its cells printed."""
-    import nbclient
-
-    notebook = with_parameters(read(name), {"TENSORBOARD": False} | given)
-    client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}})
-    given = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    client.execute(env=given | {"PYTHONPATH": str(ROOT)} | environment)
-    outputs = [output for cell in code(notebook) for output in cell.outputs]
-    return "".join(output.get("text", "") for output in outputs)
-
-
 @pytest.fixture
 def in_this_process(monkeypatch, tmp_path):
     """A function that runs a notebook's code here, which takes a third of a kernel's time; returns its variables."""
@@ -174,6 +162,12 @@ def test_without_colab_there_is_no_upload():
 @pytest.mark.parametrize("name", NAMES)
 def test_in_a_kernel(name, tmp_path):
     """Whole notebooks in Jupyter, on the default texts, over eight devices."""
+    import nbclient
+
     tiny = {**TINY, "train.batch_size": 8, "eval.batch_size": 8, "eval.segments_per_call": 8, "eval.segment_len": 64}
-    printed = in_a_kernel(name, {"SETTINGS": tiny}, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    notebook = with_parameters(read(name), {"TENSORBOARD": False, "SETTINGS": tiny})
+    client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}})
+    own = {variable: value for variable, value in os.environ.items() if variable != "JAX_COMPILATION_CACHE_DIR"}
+    client.execute(env=own | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    printed = "".join(output.get("text", "") for cell in code(notebook) for output in cell.outputs)
     assert "8 x cpu" in printed

@@ -1,13 +1,10 @@
 """Tests that shellcheck finds nothing in the project's shell scripts."""
 
-from pathlib import Path
-
 import pytest
 
-from support import shell
+from support import ROOT, shell
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = [*(ROOT / "launch").rglob("*.sh"), ROOT / ".ci" / "run", *(Path(__file__).parent / "fake").iterdir()]
+SCRIPTS = [*(ROOT / "launch").rglob("*.sh"), ROOT / ".ci" / "run", *(ROOT / "tests/launch/fake").iterdir()]
 
 
 @pytest.mark.full

@@ -2,15 +2,13 @@
 
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from support import shell
+from support import ROOT, shell
 
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "launch" / "slurm.sh")
 RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=runs/one", "--generate.prompt=it's"]
 
@@ -124,8 +122,7 @@ def test_each_task_of_an_array_runs_its_own_command(cluster, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
-    [([], "after --"), (["--gpu=2", *RUN], "--gpu=2"), (["--commands=-", *RUN], "--commands")],
+    ("words", "expected"), [([], "after --"), (["--gpu=2", *RUN], "--gpu=2"), (["--commands=-", *RUN], "--commands")]
 )
 def test_mistakes_are_named(words, expected):
     code, out, err = call(*words, given="")

@@ -15,14 +15,12 @@ from pathlib import Path
 import pytest
 
 from launch import sweep, sweep_file, sweep_table
-from support import runs, shell
+from support import ROOT, runs, shell
 from txl_jax.config import tree as config_tree
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import LogError
 from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runtime.log import read_metrics
-
-ROOT = Path(__file__).parents[2]
 
 
 def read(path):
@@ -79,6 +77,16 @@ def test_values_become_flags_after_the_flagfile(write):
         ("program = 'text'\nflagfile = 'ptb_small'\ngrid.seed = [1]\n", "experiments.ptb"),
         ("program = 'ptb'\nbase.data.file = 'a'\ngrid.seed = [1]\n", r"data\.file\b.*\bptb\b"),
         ("program = 'ptp'\ngrid.seed = [1]\n", r"'ptp'"),
+        ("[random]\nsamples = 3\n", r"no range"),
+        ("[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", r"samples = 0"),
+        ("[random]\nsamples = 2\nmodel.dropout.rate = { normal = [0, 0.5] }\n", r"rate\.normal"),
+        ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n", r"\[0\.5, 0\].*lower"),
+        ("[random]\nsamples = 2\nmodel.dropout.rate = { log = [0, 0.5] }\n", r"above 0"),
+        (
+            "[random]\nsamples=2\nmodel.n_layer = {uniform = [1, 9]}\n[grid]\nmodel.n_layer = [2]\n",
+            r"n_layer.*grid.*random",
+        ),
+        ("[grid]\nseed = [1]\n[halving]\nfirst = 300\n", r"\[halving\]"),
     ],
 )
 def test_mistakes_in_the_file_are_named(write, capsys, text, pattern):

@@ -54,29 +54,6 @@ def test_equal_draws_are_one_run_and_each_goes_with_the_grid(write):
     assert {run.config.model.n_layer for run in runs} == {1, 2, 3}
 
 
-@pytest.mark.parametrize(
-    ("text", "pattern"),
-    [
-        ("[random]\nsamples = 3\n", r"no range"),
-        ("[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", r"samples = 0"),
-        ("[random]\nsamples = 2\nmodel.dropout.rate = { normal = [0, 0.5] }\n", r"rate\.normal"),
-        ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n", r"\[0\.5, 0\].*lower"),
-        ("[random]\nsamples = 2\nmodel.dropout.rate = { log = [0, 0.5] }\n", r"above 0"),
-        (
-            "[random]\nsamples = 2\nmodel.n_layer = { uniform = [1, 9] }\n[grid]\nmodel.n_layer = [2]\n",
-            r"n_layer.*grid.*random",
-        ),
-        ("[grid]\nseed = [1]\n[halving]\nfirst = 300\n", r"\[halving\]"),
-    ],
-)
-def test_mistakes_are_named(write, capsys, text, pattern):
-    path = write(text)
-    assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and re.search(pattern, err), err
-    assert not (path.parent / "out").exists()
-
-
 # Tables
 
 

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.full
     ("words", "printed"),
     [
         (
-            [
-                *("create", "one", "--zone=z", "--type=v5p-16", "--node-count=2", "--project=p", "--network=n"),
-                *("--spot", "--service-account=a@p.iam.gserviceaccount.com"),
-            ],
+            (
+                "create one --zone=z --type=v5p-16 --node-count=2 --project=p --network=n --spot "
+                "--service-account=a@p.iam.gserviceaccount.com"
+            ),
             (
                 "gcloud compute tpus queued-resources create one --node-count=2 --node-prefix=one --zone=z "
                 "--project=p --accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --spot --network=n "
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.full
             ),
         ),
         (
-            ["logs", "one", "--zone=z", "--worker=3", "--follow"],
+            "logs one --zone=z --worker=3 --follow",
             (
                 "gcloud compute tpus tpu-vm ssh one --zone=z --worker=3 --quiet "
                 "'--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow'\n"
@@ -34,14 +34,9 @@ pytestmark = pytest.mark.full
     ],
 )
 def test_dry_run_prints_each_command_and_runs_none(cloud, words, printed):
-    code, out, err = call(cloud, *words, "--dry_run")
+    code, out, err = call(cloud, *words.split(), "--dry_run")
     assert (code, out, err) == (0, printed, "")
     assert not (cloud / "gcloud.log").exists()
-
-
-def remote_scripts(out):
-    """The scripts for the hosts that were printed, as a shell reads them."""
-    return [word.removeprefix("--command=") for word in shlex.split(out) if word.startswith("--command=")]
 
 
 @pytest.mark.parametrize("share", ["--bucket=gs://mine", "--nfs=10.0.0.2:/share", ""])
@@ -49,7 +44,8 @@ def test_the_script_for_the_hosts_is_valid_shell(cloud, share):
     words = ["watch", "one", "--zone=z", "--type=v5p-8", *([share] if share else []), "--git=https://h/r@v1"]
     code, out, err = call(cloud, *words, "--dry_run", *(RUN if share else IN_BUCKET))
     assert code == 0, err
-    install, run, poll = remote_scripts(out)
+    commands = (word for word in shlex.split(out) if word.startswith("--command="))  # As a shell reads them.
+    install, run, poll = (word.removeprefix("--command=") for word in commands)
     for script in (install, run, poll):
         assert not shell.findings(script)
     for line in ("git clone --quiet https://h/r txl/source", "git -C txl/source checkout --quiet v1"):

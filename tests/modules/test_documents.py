@@ -107,8 +107,7 @@ def over_segments(read, memory, tokens, segment_len):
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths"),
-    nightly_but([("pre", "cut")], [("post", "long"), ("pre", "cut"), ("post", "cut")]),
+    ("name", "lengths"), nightly_but([("pre", "cut")], [("post", "long"), ("pre", "cut"), ("post", "cut")])
 )
 def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
     model, lengths = MODELS[name] | {"dtype": DType.FLOAT64, "end_token": END}, LENGTHS[lengths]

@@ -21,9 +21,8 @@ from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.training.state import init_params
 
 RNGS = {"dropout": jax.random.key(0)}
+DRAWING = {"clamp_len": None, "same_length": False, "deterministic": False}
 L = 40
-
-
 config = tiny.model_config
 
 
@@ -69,7 +68,7 @@ def dropouts_of(model):
         return call(*args, **kwargs)
 
     memory, params = model.init_memory(batch_size=tiny.B, mem_len=3), jax.eval_shape(lambda: first_params(model))
-    options = {"clamp_len": None, "same_length": False, "deterministic": False, "rngs": RNGS}
+    options = DRAWING | {"rngs": RNGS}
     with nn.intercept_methods(interceptor):
         jax.eval_shape(lambda params: model.apply({"params": params}, tiny.text(5), memory, **options), params)
     return seen
@@ -146,8 +145,7 @@ def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
     @jax.jit
     @jax.grad
     def gradient(params, key):
-        options = {"clamp_len": None, "same_length": False, "deterministic": False}
-        hidden, _ = model.apply({"params": params}, tiny.text(5), memory, rngs={"dropout": key}, **options)
+        hidden, _ = model.apply({"params": params}, tiny.text(5), memory, rngs={"dropout": key}, **DRAWING)
         return model.apply({"params": params}, hidden, tiny.text(5, seed=1), method=model.nll).mean()
 
     for key in jax.random.split(jax.random.key(0, impl="rbg"), 3):
@@ -182,8 +180,7 @@ def test_rates_beside_the_config_are_those_of_the_config(network, x64):
     rngs = {"dropout": jax.random.key(0, impl="rbg")}  # Which compiles faster.
 
     def hidden(model):
-        options = {"clamp_len": None, "same_length": False, "deterministic": False}
-        return model.apply({"params": params}, tiny.text(5), memory, rngs=rngs, **options)[0]
+        return model.apply({"params": params}, tiny.text(5), memory, rngs=rngs, **DRAWING)[0]
 
     settings = [dict(zip(DropoutRates._fields, np.arange(7) / 10 + shift, strict=True)) for shift in (0.1, 0.2)]
     traced = jax.tree.map(lambda *numbers: jnp.asarray(numbers), *(DropoutRates(**rates) for rates in settings))

@@ -80,7 +80,6 @@ SIZES = {  # Of axes by name.
 
 
 def parameters(model):
-    """Returns the boxes of all parameters by path."""
     tokens, memory = jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=1)
     boxed = jax.eval_shape(model.init, jax.random.key(0), tokens, memory)["params"]
     return flax.traverse_util.flatten_dict(boxed, sep="/")

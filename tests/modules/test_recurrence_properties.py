@@ -164,8 +164,7 @@ def test_no_gradient_passes_through_the_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("norm", "encoding"),
-    nightly_but([(NormPlace.PRE, Encoding.RELATIVE)], itertools.product(NormPlace, Encoding)),
+    ("norm", "encoding"), nightly_but([(NormPlace.PRE, Encoding.RELATIVE)], itertools.product(NormPlace, Encoding))
 )
 def test_unfilled_slots_are_not_there(norm, encoding):
     """Whatever they hold, values and gradients are the same bits, and those of no memory at all."""
@@ -208,15 +207,3 @@ def test_reset_rows_start_afresh_and_the_others_go_on(compat):
     going_on = encode(variables, tokens[:, 4:], used)[0]
     np.testing.assert_array_equal(after_reset[jnp.asarray([0, 2])], going_on[jnp.asarray([0, 2])])
     assert np.abs(after_reset[1] - going_on[1]).max() > 0.01
-
-
-@pytest.mark.parametrize("mem_len", [0, 7])
-def test_memory_keeps_its_shape_and_counts_its_slots(mem_len):
-    model, encode, counts = tiny.make(), tiny.encoder(tiny.make()), []
-    memory, variables = model.init_memory(batch_size=tiny.B, mem_len=mem_len), tiny.variables(model)
-    for _ in range(3):
-        hidden, memory = encode(variables, tiny.text(3), memory)
-        assert hidden.shape == (tiny.B, 3, tiny.D)
-        assert memory.hidden.shape == (tiny.N, tiny.B, mem_len, tiny.D)
-        counts.append(memory.valid.tolist())
-    assert counts == [[min(mem_len, n)] * tiny.B for n in (3, 6, 9)]

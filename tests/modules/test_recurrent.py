@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import expit as sigmoid
 
 from support import tiny, tiny_run
 from txl_jax import memory as memory_lib
@@ -17,10 +18,6 @@ NETWORKS = (Network.LSTM, Network.QRNN)
 
 def make(network: Network, **changes) -> RecurrentModel:
     return RecurrentModel(tiny.model_config(network=network, **changes), tiny.COMPAT, tiny.V)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def lstm_loop(params: dict, inputs: np.ndarray) -> np.ndarray:

@@ -3,16 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import expit as sigmoid
 
 from support import tiny
 from txl_jax.config import DType, NormPlace, Residual
 from txl_jax.modules.residual import ResidualConnection
 
 CONFIG = tiny.model_config(layer_norm=NormPlace.PRE, residual=Residual.GATED, dtype=DType.FLOAT64)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def test_a_gate_is_the_papers_gru_cell(x64):

@@ -52,14 +52,10 @@ def make_hidden() -> np.ndarray:
     return np.random.default_rng(4).normal(size=(B, L, D))
 
 
-def every_token() -> np.ndarray:
-    """[2, V]: all tokens, forwards and backwards."""
-    return np.stack([np.arange(V), np.arange(V)[::-1]])
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_vectors_losses_and_log_probabilities_match_loops_over_tokens(case, x64):
-    (clusters, tails), (arrays, entries), tokens = make_clusters(case), as_arrays(case), every_token()
+    (clusters, tails), (arrays, entries) = make_clusters(case), as_arrays(case)
+    tokens = np.stack([np.arange(V), np.arange(V)[::-1]])
     hidden, tail_arrays = np.random.default_rng(4).normal(size=(2, V, D)), tails or (None, None)
 
     @jax.jit
@@ -221,25 +217,3 @@ def test_losses_of_bfloat16_states_are_float32():
     nll = jax.eval_shape(lambda hidden: compute(hidden, targets, clusters, tails, (4, 9)), hidden)
     log_p = jax.eval_shape(lambda hidden: adaptive_softmax.log_probabilities(hidden, clusters, tails), hidden)
     assert nll.dtype == log_p.dtype == jnp.float32
-
-
-def test_gradients_of_a_bfloat16_tail_add_up_over_chunks():
-    """Against a float32 run of the same numbers; sums over 999 chunks in bfloat16 would stop growing far below."""
-    cutoffs, n_position = (2,), 999
-    rng = np.random.default_rng(8)
-    head = adaptive_softmax.Cluster(np.zeros((2, D)), np.zeros(2), None)
-    tail = adaptive_softmax.Cluster(rng.normal(size=(3, 2)), np.zeros(3), rng.normal(size=(2, D)))
-    tails = adaptive_softmax.TailEntries(np.zeros((1, D)), np.zeros(1))
-    hidden = np.ones((n_position, 1)) * rng.normal(size=(1, D))
-    rounded = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (hidden, [head, tail], tails))
-    targets = jnp.full(n_position, 3)
-
-    def loss(hidden, clusters, tails):
-        return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, cutoffs, chunk_size=1).sum()
-
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    expected = gradient(*jax.tree.map(lambda a: a.astype(jnp.float32), rounded))
-    found = gradient(*rounded)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == jnp.bfloat16
-        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0, atol=0.02 * np.abs(b).max())

@@ -132,13 +132,3 @@ def test_inside_scan_and_checkpoint(x64):
 
     found, expected = (jax.jit(with_gradients(scanned(f)))(weights, states) for f in (selectively(2), everywhere))
     assert_close(found, expected)
-
-
-def test_gradients_of_bfloat16_weights_are_summed_in_float32():
-    """In bfloat16 the sum of 300 ones stays at 256."""
-    states, labels = jnp.ones((300, 1), jnp.bfloat16), jnp.zeros(300, jnp.int32)
-
-    def loss(weight):
-        return chunked_apply(lambda w, s, _: (s * w)[:, 0], 1, weight, states, labels, labels == 0).sum()
-
-    assert jax.grad(loss)(jnp.ones((), jnp.bfloat16)) == 300

@@ -4,12 +4,12 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 from support import runs, tiny_run
 from support.own_text import own_text
+from support.waiting import wait_until
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
@@ -33,12 +33,6 @@ def elsewhere(lock):
     """Makes the holder one of another machine."""
     lock._record["machine"] = "another"
     return lock
-
-
-def take_over(lock):
-    """Takes a lock whose holder seems to be alive."""
-    generation, _ = lock_lib._stat(lock._path)
-    assert lock._delete(generation) and lock._create()
 
 
 def test_one_holder_at_a_time(bucket):
@@ -121,23 +115,16 @@ def test_the_thread_renews_and_finds_out_that_the_lock_is_lost(bucket, storage):
         lock.acquire()
         beat, written = lock._beat_of(lock._record), lock_lib._stat(bucket / NAME)[0]
         storage.fail_every(3)
-        _until(lambda: lock_lib._stat(beat))
+        wait_until(lambda: lock_lib._stat(beat))
         before = lock_lib._stat(beat)[0]
-        _until(lambda: lock_lib._stat(beat)[0] != before)
+        wait_until(lambda: lock_lib._stat(beat)[0] != before)
         storage.calm()
         lock.confirm()
         assert lock_lib._stat(bucket / NAME)[0] == written, "it is never rewritten"
         (bucket / NAME).unlink()
-        _until(lambda: lock._lost)
+        wait_until(lambda: lock._lost)
         with pytest.raises(UserError, match="removed"):
             lock.check()
-
-
-def _until(condition):
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_other_storage_has_no_lock_and_notes_it():
@@ -163,7 +150,8 @@ def written_after_a_pause(storage, module_bucket, tmp_path_factory):
 
     def pause(context):
         if context.step == 2:
-            take_over(other)
+            generation, _ = lock_lib._stat(other._path)  # Of a holder that seems to be alive.
+            assert other._delete(generation) and other._create()
             before.update(objects())
 
     with pytest.MonkeyPatch.context() as patch:
@@ -176,8 +164,7 @@ def written_after_a_pause(storage, module_bucket, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "part",
-    ["checkpoints/latest", "checkpoints/best", "config.json", "results.json", ".lock", *LOGS],
+    "part", ["checkpoints/latest", "checkpoints/best", "config.json", "results.json", ".lock", *LOGS]
 )
 def test_a_run_that_wakes_up_writes_nothing(part, written_after_a_pause):
     """What it wrote could replace, or be read among, what the run that has taken over writes."""

@@ -4,12 +4,12 @@ import os
 import queue
 import signal
 import threading
-import time
 
 import pytest
 
 from support import processes
 from support.metadata_server import ROOT, MetadataServer
+from support.waiting import wait_until
 from txl_jax.cli.program import guarded
 from txl_jax.runtime import stop
 from txl_jax.runtime.stop import StopRequest
@@ -91,13 +91,6 @@ def test_only_a_machine_of_google_cloud_has_a_server(tmp_path, environment, prod
     assert stop.metadata_server(environment, tmp_path / "product_name") == expected
 
 
-def until(condition):
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def fresh(monkeypatch):
     """Events of a process without requests, and short pauses."""
@@ -113,10 +106,10 @@ def test_a_preemption_ends_a_program_with_the_exit_code_of_sigterm_and_maintenan
         assert stop.is_watched_by_all() and not stop.save_requested()
         with stop.StopRequest() as requested:
             server.change("maintenance-event", TERMINATE)
-            until(stop.save_requested)
+            wait_until(stop.save_requested)
             assert not requested and not stop.save_requested(), "it is asked for once"
             server.change("preempted", "TRUE")
-            until(lambda: requested)
+            wait_until(lambda: requested)
         return 128 + requested.signal_number if requested else 0
 
     with MetadataServer(**CALM) as server:
@@ -141,14 +134,14 @@ def notices(fresh):
 def test_each_change_is_noticed_at_once_and_a_machine_that_migrates_goes_on(notices):
     with MetadataServer(**CALM) as server:
         found = notices(server)
-        until(lambda: len(server.asked) == 4)
+        wait_until(lambda: len(server.asked) == 4)
         assert {path for path, _ in server.asked} == {ROOT + "maintenance-event", ROOT + "preempted"}
         assert all(query["wait_for_change"] == "true" for _, query in server.asked)
         assert {query["last_etag"] for _, query in server.asked} == {"0", "etag-NONE", "etag-FALSE"}
         for value in ("MIGRATE_ON_HOST_MAINTENANCE", TERMINATE, "NONE", TERMINATE):
             before = len(server.asked)
             server.change("maintenance-event", value)
-            until(lambda: len(server.asked) > before)  # noqa: B023
+            wait_until(lambda: len(server.asked) > before)  # noqa: B023
         server.change("preempted", "TRUE")
         expected = sorted([*[f"maintenance-event={TERMINATE}"] * 2, "preempted=TRUE"])
         assert sorted(found.get(timeout=5) for _ in range(3)) == expected and found.empty()
@@ -161,7 +154,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again_and_one_without_the_keys
     with MetadataServer() as server:
         found = notices(server)
         own = [one for one in set(threading.enumerate()) - earlier if one.name.startswith("notice of")]
-        until(lambda: not any(one.is_alive() for one in own))
+        wait_until(lambda: not any(one.is_alive() for one in own))
         assert len(server.asked) == 2 and found.empty()
 
 

@@ -25,11 +25,7 @@ def test_a_local_path_is_absolute_with_its_home_and_links(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
-        ("memory://run", "memory://"),
-        ("gs:/bucket/run", "gs://bucket"),
-        ("s3://bucket/run", "txl_jax[s3]"),
-    ],
+    [("memory://run", "memory://"), ("gs:/bucket/run", "gs://bucket"), ("s3://bucket/run", "txl_jax[s3]")],
 )
 def test_what_cannot_be_opened_is_refused(given, expected, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -45,8 +45,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tiled", "rows"),
-    [pytest.param(*CASES[0], marks=pytest.mark.full), *nightly_but([], CASES[1:])],
+    ("sizes", "tiled", "rows"), [pytest.param(*CASES[0], marks=pytest.mark.full), *nightly_but([], CASES[1:])]
 )
 def test_every_device_gets_its_rows(sizes, tiled, rows):
     ended = processes.finish(processes.start("-c", SCRIPT, *sizes, int(tiled)))

@@ -3,7 +3,6 @@
 import http.client
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from support import tiny_model
 from support.http_server import ask, events, served, wait_idle
 from support.serving import engine, ids, make_store
+from support.waiting import wait_until
 from txl_jax.config import GenerateConfig
 from txl_jax.serving.app import Settings
 from txl_jax.serving.requests import Limits
@@ -20,7 +20,6 @@ LIMITS = Limits(body_bytes=20_000, prompt_tokens=500, new_tokens=4000, choices=8
 
 @pytest.fixture(scope="module")
 def made():
-    """The engine of the server."""
     store = make_store(limit=3)
     with engine(store=store, limits=LIMITS, start=False) as stopped:
         yield stopped
@@ -196,8 +195,7 @@ def test_a_client_that_leaves_frees_its_rows(port, made):
         if stream:
             connection.getresponse().read(200)
         else:
-            while made.num_busy < 4:
-                time.sleep(0.01)
+            wait_until(lambda: made.num_busy == 4)
         connection.sock.close()
         connection.close()
     wait_idle(port)
@@ -221,8 +219,7 @@ def test_keys_separate_clients():
         body |= {"max_tokens": 4000}
         waiting = threading.Thread(target=ask, args=(port, "/v1/completions", body), kwargs={"key": "first"})
         waiting.start()
-        while not made.num_busy:
-            time.sleep(0.01)
+        wait_until(lambda: made.num_busy)
         assert ask(port, "/v1/completions", body, key="first")[1]["error"]["code"] == "session_busy"
         made.cut_off()
         waiting.join()

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from support.http_server import ask, served
 from support.serving import SECONDS, engine, make_store
+from support.waiting import wait_until
 from txl_jax.serving import protocol
 from txl_jax.serving.app import Settings, make_app
 from txl_jax.serving.requests import Limits
@@ -37,13 +38,6 @@ def gate(owner, name, *, call=1):
         patch.setattr(owner, name, wait_and_call)
         yield reached, through
         through.set()
-
-
-def wait_until(condition):
-    until = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -10,10 +10,6 @@ from support.serving import engine, ids, run
 from txl_jax.serving.requests import Choice, Sampling
 
 
-def state_bytes(session):
-    return sum(ring.nbytes for ring in (*session.state.rings.keys, *session.state.rings.values))
-
-
 @pytest.mark.nightly(part="long")
 def test_a_session_of_100_000_tokens():
     """200 requests of 500 tokens, 400 of which are read; the last 60 in turn with the first of new sessions."""
@@ -25,7 +21,7 @@ def test_a_session_of_100_000_tokens():
             start = time.process_time()
             result = run(made, choice, made.store.begin(session.name, "me"))
             taken = time.process_time() - start
-            sizes.add(state_bytes(session))
+            sizes.add(sum(ring.nbytes for ring in (*session.state.rings.keys, *session.state.rings.values)))
             assert np.all(np.isfinite(result.scores().nats))
             return taken
 

@@ -12,6 +12,7 @@ from support import tiny_model
 from support.http_server import ask, events, metrics, served, wait_idle
 from support.serve_tiny import in_its_own_process, resident_mib
 from support.serving import SECONDS, engine, make_store
+from support.waiting import wait_until
 from txl_jax.serving.app import Settings
 from txl_jax.serving.requests import Limits
 
@@ -42,19 +43,14 @@ def answer(port, body):
     """The choices of a response, streamed or whole: texts, reasons, tokens and logprobs."""
     status, found = ask(port, "/v1/completions", body)
     assert status == 200, found
-    of_each = {}
-    for event in events(found) if body["stream"] else [found]:
-        for choice in event["choices"]:
-            of_each.setdefault(choice["index"], []).append(choice)
-    return [flat(of_each[index]) for index in range(len(of_each))]
-
-
-def flat(parts):
-    """The parts of one choice as one."""
-    text = "".join(part["text"] for part in parts)
-    logprobs = [part["logprobs"] for part in parts if part["logprobs"]]
-    joined = {name: [item for part in logprobs for item in part[name]] for name in ("tokens", "token_logprobs")}
-    return text, parts[-1]["finish_reason"], joined
+    parts = [choice for event in (events(found) if body["stream"] else [found]) for choice in event["choices"]]
+    choices = []
+    for index in range(1 + max(part["index"] for part in parts)):
+        own = [part for part in parts if part["index"] == index]
+        logprobs = [part["logprobs"] for part in own if part["logprobs"]]
+        joined = {name: [item for part in logprobs for item in part[name]] for name in ("tokens", "token_logprobs")}
+        choices.append(("".join(part["text"] for part in own), own[-1]["finish_reason"], joined))
+    return choices
 
 
 def leave(port, body):
@@ -85,8 +81,7 @@ class Client:
             self.asked.append((body, answer(self.port, body)))
             if self.leaves and len(self.asked) == 1:
                 leave(self.port, body)
-                while self.session and ask(self.port, f"/v1/sessions/{self.session}")[1]["busy"]:
-                    time.sleep(0.02)
+                wait_until(lambda: not self.session or not ask(self.port, f"/v1/sessions/{self.session}")[1]["busy"])
             if time.monotonic() > until:
                 return
 

@@ -7,6 +7,7 @@ import pytest
 
 from support.http_server import ask, served
 from support.serving import engine
+from support.waiting import wait_until
 from txl_jax.serving.app import Settings
 
 pytestmark = pytest.mark.nightly(part="browser")
@@ -109,10 +110,7 @@ def test_a_page_that_is_left_keeps_no_session(page, port):
 
 def none_is_left(page, port, before):
     until(page, "!document.querySelector('#write').disabled && !document.querySelector('#text').textContent")
-    end = time.monotonic() + 30
-    while sessions(port) - before:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: not sessions(port) - before)
     assert page.text_content("#text") == ""
 
 

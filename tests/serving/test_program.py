@@ -6,13 +6,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from support import ROOT, drawn_run, programs
 from support.faults import cache_in
 from support.http_server import ask
+from support.waiting import wait_until
 
 TEXT = b"the cat sat on the mat and the dog ran\n"
 SECONDS = 300
@@ -34,8 +34,6 @@ def compiled(tmp_path_factory):
 
 
 class Program:
-    """A running server."""
-
     def __init__(self, run, environment, *flags, **variables):
         command = [sys.executable, "-m", "experiments.serve", f"--model={run}", "--port=0", "--rows=2", *flags]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -44,10 +42,7 @@ class Program:
         address = next((line for line in lines if line.startswith("listening")), None)
         assert address, self.process.stderr.read()
         self.port = int(address.rpartition(":")[2])
-        until = time.monotonic() + SECONDS
-        while ask(self.port, "/readyz")[0] != 200:
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        wait_until(lambda: ask(self.port, "/readyz")[0] == 200, SECONDS)
 
     def end(self, number):
         """The exit code and what it has printed on the error stream, after a signal."""
@@ -69,8 +64,7 @@ def test_sigterm_lets_requests_end(run, compiled):
     texts = [complete(server.port, name, tokens=10, prompt="the cat ")]
     running = threading.Thread(target=lambda: texts.append(complete(server.port, name, tokens=2000)))
     running.start()
-    while "txl_rows_busy 1.0" not in ask(server.port, "/metrics")[1]:
-        time.sleep(0.02)
+    wait_until(lambda: "txl_rows_busy 1.0" in ask(server.port, "/metrics")[1])
     code, errors = server.end(signal.SIGTERM)
     running.join()
     assert (code, errors) == (0, "")
@@ -88,8 +82,7 @@ def test_what_takes_too_long_is_cut_off(run, compiled):
     body = {"prompt": "the", "max_tokens": 100_000_000}
     running = threading.Thread(target=lambda: found.append(ask(server.port, "/v1/completions", body)))
     running.start()
-    while "txl_rows_busy 1.0" not in ask(server.port, "/metrics")[1]:
-        time.sleep(0.02)
+    wait_until(lambda: "txl_rows_busy 1.0" in ask(server.port, "/metrics")[1])
     assert server.end(signal.SIGTERM)[0] == 0
     running.join()
     assert found[0][0] == 503 and found[0][1]["error"]["code"] == "unavailable"

@@ -24,11 +24,7 @@ from txl_jax.ops.attention import (
     cached_attention,
 )
 
-MESHES = {
-    "data": MeshConfig(),
-    "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
-    "tensor": MeshConfig(tensor=8),
-}
+MESHES = {"data": MeshConfig(), "mixed": MeshConfig(data=2, fsdp=2, tensor=2), "tensor": MeshConfig(tensor=8)}
 IMPLEMENTATIONS = {
     "reference": Implementation("reference"),
     "tiled": Implementation("tiled", tile=Tile(4, 8)),
@@ -77,10 +73,7 @@ def inference(implementation):
 
 
 CALLS = {
-    "training": (
-        training,
-        arrays((B, H, L, E), (B, H, M + L, E), (B, H, M + L, E), (H, M + L, E), (H, E), (H, E)),
-    ),
+    "training": (training, arrays((B, H, L, E), (B, H, M + L, E), (B, H, M + L, E), (H, M + L, E), (H, E), (H, E))),
     "inference": (
         inference,
         arrays((B, H, L, E), (B, H, L, E), (B, H, L, E), (B, H, E, R), (B, H, R, E), (B, H, L, E), (H, E, R + L)),

@@ -30,7 +30,6 @@ from txl_jax.config import (
     LambRule,
     MeshConfig,
     ModelConfig,
-    OptimizerConfig,
     OptimizerName,
     TrainConfig,
 )
@@ -65,28 +64,12 @@ TOKENS = np.random.default_rng(0).integers(41, size=B * L * 4 + 1)  # An epoch o
 
 def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
     """The run on a mesh, with settings changed: `model__d_model` for model.d_model, and so on."""
+    sizes = {"n_layer": 3, "d_model": 16, "n_head": 8, "d_head": 5, "d_inner": 24}
+    counts = dict.fromkeys(("steps", "log_every", "eval_every", "checkpoint_every"), STEPS)
     base = ExperimentConfig(
-        model=ModelConfig(
-            n_layer=3,
-            d_model=16,
-            n_head=8,
-            d_head=5,
-            d_inner=24,
-            dropout=DropoutConfig(rate=0.2),
-            dtype=DType(jnp.result_type(float).name),
-        ),
-        optimizer=OptimizerConfig(),
+        model=ModelConfig(**sizes, dropout=DropoutConfig(rate=0.2), dtype=DType(jnp.result_type(float).name)),
         mesh=mesh,
-        train=TrainConfig(
-            steps=STEPS,
-            batch_size=B,
-            segment_len=L,
-            mem_len=9,
-            segments_per_call=PER_CALL,
-            log_every=STEPS,
-            eval_every=STEPS,
-            checkpoint_every=STEPS,
-        ),
+        train=TrainConfig(batch_size=B, segment_len=L, mem_len=9, segments_per_call=PER_CALL, **counts),
         eval=EvalConfig(batch_size=1, segment_len=4, mem_len=11, clamp_len=None, segments_per_call=5),
     )
     return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})

@@ -1,16 +1,33 @@
 """Text in blocks, as vocabularies encode it."""
 
-from txl_jax.data.text import File
+import itertools
+
+from txl_jax.data.text import SPLITS, File, Text
 from txl_jax.data.word_tokens import WordVocabulary
 
 WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat", "日本")
 
 
 def in_blocks(content, size=4, *, name="some.txt", offset=0):
-    """A file that comes in blocks of a size."""
-    return File(
-        name, len(content), lambda: (content[i : i + size] for i in range(0, len(content), size)), offset=offset
-    )
+    """A file that comes in blocks of a size, or of several sizes over and over."""
+    sizes = [size] if isinstance(size, int) else size
+
+    def blocks():
+        edges = itertools.accumulate(itertools.cycle(sizes), initial=0)
+        for first, last in itertools.pairwise(edges):
+            if first >= len(content):
+                return
+            yield content[first:last]
+
+    return File(name, len(content), blocks, offset)
+
+
+def text_of(train=b"the cat\nsat\n", valid=b"cat\n", test=b"sat", *, digest="d", block=5, closed_alphabet=False):
+    """A text of three splits, each the content of a file or a list of them."""
+    contents = [[split] if isinstance(split, bytes | str) else split for split in (train, valid, test)]
+    encoded = [[one.encode() if isinstance(one, str) else one for one in split] for split in contents]
+    splits = {name: tuple(in_blocks(one, block) for one in split) for name, split in zip(SPLITS, encoded, strict=True)}
+    return Text("own text", "made up", digest, splits, closed_alphabet)
 
 
 def joined(blocks):

@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from support import ROOT
+
 FAKES = ROOT / "tests" / "launch" / "fake"
 SCRIPT = str(ROOT / "launch" / "tpu.sh")
 RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=/mnt/txl/one", "--generate.prompt=it's"]

@@ -19,11 +19,11 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
+from support import ROOT
 from txl_jax.runtime import checkpoint
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
 
-ROOT = Path(__file__).parents[2]
 STEPS = 24
 # Evaluations and checkpoints at steps of their own; at 24 all meet. Dropout, for its keys; the best is not the last.
 FLAGS = (

@@ -1,5 +1,6 @@
 """Files of other implementations, written from our own parameters without those implementations."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import jax
 import numpy as np
 
 from support import tiny, torch_bytes
+from support.checkpoints import assert_same
 from txl_jax.config import EvalConfig, ModelConfig, NormPlace
-from txl_jax.interop import huggingface, original
+from txl_jax.interop import huggingface, leaves, original
+from txl_jax.interop.formats import Foreign
 
 V = tiny.V
 CUTOFFS = (4, 9)
@@ -32,6 +35,15 @@ def make(preset: str, **changes) -> tuple[ModelConfig, dict]:
     """A config and random parameters of float32."""
     model = tiny.make(compat=tiny.compat_config(preset), **changes)
     return model.config, jax.tree.map(np.asarray, tiny.variables(model)["params"])
+
+
+def check(found: Foreign, config: ModelConfig, params: dict) -> None:
+    """The parameters, and what of the config has to do with them, are those that were written."""
+    assert_same(leaves.to_tree(found.params), params)
+    drawn = {"dropout", "init_std", "projection_init_std"}
+    for field in dataclasses.fields(ModelConfig):
+        assert field.name in drawn or getattr(found.config, field.name) == getattr(config, field.name), field.name
+    assert found.vocab_size == V
 
 
 def huggingface_folder(folder: Path, config: ModelConfig, params: dict, *, write=torch_bytes.write_legacy) -> Path:
@@ -88,11 +100,7 @@ def _module(tree: dict) -> torch_bytes.Object:
     parts = {name: _module(value) for name, value in tree.items() if isinstance(value, dict) and name[0] != "_"}
     rest = {name: value for name, value in tree.items() if not isinstance(value, dict)}
     return torch_bytes.module(
-        "mem_transformer.Part",
-        parameters=tree.get("_parameters"),
-        buffers=tree.get("_buffers"),
-        **parts,
-        **rest,
+        "mem_transformer.Part", parameters=tree.get("_parameters"), buffers=tree.get("_buffers"), **parts, **rest
     )
 
 

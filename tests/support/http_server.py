@@ -5,13 +5,13 @@ import contextlib
 import http.client
 import json
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 
 from support.serving import SECONDS
+from support.waiting import wait_until
 from txl_jax.serving.app import Settings, make_app
 from txl_jax.serving.engine import Engine
 
@@ -29,10 +29,8 @@ def served(made: Engine, settings: Settings | None = None) -> Iterator[int]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
-    until = time.monotonic() + SECONDS
-    while not (server.started and made.ready):
-        assert thread.is_alive() and time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(lambda: (server.started and made.ready) or not thread.is_alive(), SECONDS)
+    assert thread.is_alive()
     yield server.servers[0].sockets[0].getsockname()[1]
     server.should_exit = True
     thread.join(SECONDS)
@@ -75,13 +73,10 @@ def metrics(port: int) -> dict[str, float]:
 
 def wait_idle(port: int) -> None:
     """Waits until all rows are free and no session is in use."""
-    until = time.monotonic() + SECONDS
 
-    def busy() -> bool:
+    def idle() -> bool:
         found = metrics(port)
         sessions = ask(port, "/v1/sessions")[1]["data"]
-        return bool(found["txl_rows_busy"] or found["txl_choices_waiting"] or any(each["busy"] for each in sessions))
+        return not (found["txl_rows_busy"] or found["txl_choices_waiting"] or any(each["busy"] for each in sessions))
 
-    while busy():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(idle, SECONDS)

@@ -127,7 +127,6 @@ class ObjectStorage:
     # Faults
 
     def calm(self):
-        """Ends all faults."""
         self._every, self._seen, self._status = 0, 0, 0
         self._refuse, self._allowed = None, 0
         self._victim, self._kill_at, self.killed = None, -1, False
@@ -180,5 +179,4 @@ class ObjectStorage:
             return "0"
 
     def names(self):
-        """All objects."""
         return sorted(item["name"] for item in self.storage.get_file_list(BUCKET)[0])

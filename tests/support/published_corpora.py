@@ -30,7 +30,6 @@ def contents(text):
 
 
 def place(folder, members):
-    """Writes files below a folder."""
     for name, content in members.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,10 +54,6 @@ def flat(tmp_path, name):
 def by_split(tmp_path, name):
     texts = miniature.texts(name)
     place(tmp_path / "data" / TABLE[name].folders[-1], {f"{split}.txt": text for split, text in texts.items()})
-
-
-def official(tmp_path, name):
-    place_official(tmp_path, name)
 
 
 def official_in_the_manual_folder(tmp_path, name):

@@ -22,7 +22,6 @@ SECONDS = 300.0  # Longer is a hang.
 
 
 def make_store(**changes: Any) -> SessionStore:
-    """An empty store of sessions."""
     return SessionStore(**{"limit": 8, "seconds": 1000.0, **changes})
 
 
@@ -50,8 +49,6 @@ def engine(
 
 
 class Result:
-    """The events of a job."""
-
     def __init__(self) -> None:
         self._events: queue.Queue[Event] = queue.Queue()
         self.sink = self._events.put
@@ -74,12 +71,10 @@ class Result:
 
     @property
     def text(self) -> str:
-        """All text."""
         return "".join(piece.text for piece in self.pieces)
 
     @property
     def end(self) -> str:
-        """The reason of its end."""
         return self.pieces[-1].end
 
     def tokens(self, *, prompt: bool = False) -> list[int]:

@@ -72,7 +72,6 @@ def parts_of(config):
 
 
 def shapes(config):
-    """Shapes and types of the parameters."""
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), parts_of(config).training.abstract_state.params)
 
 
@@ -205,7 +204,6 @@ def config_run_folder(config):
 
 
 def prompt(config):
-    """The prompt of generation."""
     return read_prompt(config.generate)
 
 

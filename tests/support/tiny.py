@@ -13,16 +13,8 @@ from txl_jax.modules.transformer_xl import TransformerXL
 
 B, D, H, E, F, V, N = 3, 6, 4, 5, 10, 13, 2
 # Weights that are large enough for every path to leave a mark.
-CONFIG = ModelConfig(
-    n_layer=N,
-    d_model=D,
-    n_head=H,
-    d_head=E,
-    d_inner=F,
-    init_std=0.4,
-    projection_init_std=0.4,
-    dropout=DropoutConfig(rate=0.0),
-)
+_SIZES = {"n_layer": N, "d_model": D, "n_head": H, "d_head": E, "d_inner": F}
+CONFIG = ModelConfig(**_SIZES, init_std=0.4, projection_init_std=0.4, dropout=DropoutConfig(rate=0.0))
 COMPAT = CompatConfig()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 STORAGES = {
     np.dtype(np.float64): "DoubleStorage",
@@ -24,8 +25,6 @@ STORAGES = {
 
 @dataclasses.dataclass
 class Name:
-    """A name of a module."""
-
     module: str
     name: str
 
@@ -40,16 +39,12 @@ class Call:
 
 @dataclasses.dataclass
 class Object:
-    """An object with attributes."""
-
     cls: Any  # A Name, or what is pickled in its place.
     attributes: dict
 
 
 @dataclasses.dataclass
 class Persistent:
-    """A persistent id."""
-
     key: tuple
 
 
@@ -137,3 +132,6 @@ def write_legacy(path: Path, value: Any) -> Path:
         parts += [struct.pack("<q", base.size), base.tobytes()]
     path.write_bytes(b"".join(parts))
     return path
+
+
+by_format = pytest.mark.parametrize("write", [write_legacy, write_zip], ids=["legacy", "zip"])

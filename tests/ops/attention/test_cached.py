@@ -140,9 +140,7 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("by", "name", "clamp_len", "window"),
-    nightly_but([*TILED, *TPU], dict.fromkeys([*TILED, *TPU, *MORE])),
-    ids=str,
+    ("by", "name", "clamp_len", "window"), nightly_but([*TILED, *TPU], dict.fromkeys([*TILED, *TPU, *MORE])), ids=str
 )
 def test_values_equal_the_references_wherever_the_ring_begins(by, name, clamp_len, window):
     check(draw(SIZES[name], clamp_len=clamp_len, scores=by.path == "tiled"), by, window=window)

@@ -11,13 +11,6 @@ from txl_jax.ops.attention.dropout import bits
 
 RATE = 0.15
 B, H, N = 2, 3, 512
-NEIGHBOURS = {
-    "row": (1, 0, 0, 0),
-    "head": (0, 1, 0, 0),
-    "query": (0, 0, 1, 0),
-    "key": (0, 0, 0, 1),
-    "both": (0, 0, 1, 1),
-}
 
 
 def kept(seed=7, *, rate=RATE, shape=(B, H, N, N), **first):
@@ -50,7 +43,8 @@ def test_the_share_that_is_kept_is_that_of_the_rate(seed, rate):
         assert abs(variance - 1) < 4 * np.sqrt(2 / (B * H * N)), axis
 
 
-@pytest.mark.parametrize("step", NEIGHBOURS.values(), ids=NEIGHBOURS)
+# The next row, head, query and key, and the next query and key.
+@pytest.mark.parametrize("step", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, 1)])
 def test_neighbours_are_not_correlated(step):
     mask = kept()
     here = mask[tuple(slice(None, -n or None) for n in step)]

@@ -18,23 +18,13 @@ RELATIVE, SHAW, PLAIN, SCORES = NAMES[:6], NAMES[:4], NAMES[:3], (*NAMES[:3], NA
 
 def arguments(*, L, M, E, given=RELATIVE, causal=True, dtype=jnp.float32, B=2, H=2):
     n_positions = L + M if causal else 2 * L + M - 1
-    shapes = {
-        "query": (B, H, L, E),
-        "key": (B, H, L + M, E),
-        "value": (B, H, L + M, E),
-        "position_key": (H, n_positions, E),
-        "content_bias": (H, E),
-        "position_bias": (H, E),
-        "position_score": (H, n_positions),
-    }
+    shapes = [(B, H, L, E), *[(B, H, L + M, E)] * 2, (H, n_positions, E), *[(H, E)] * 2, (H, n_positions)]
     rng = np.random.default_rng(0)
-    drawn = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    drawn = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in zip(NAMES, shapes, strict=True)}
     return {name: drawn[name] for name in given}
 
 
 def with_gradients(function, given, visibility, dropout):
-    """Returns the output and the gradient of each argument."""
-
     @jax.jit
     def run(given, visibility, dropout):
         none = dict.fromkeys(NAMES[4:])

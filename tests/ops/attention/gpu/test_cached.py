@@ -2,30 +2,17 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from ops.attention.test_cached import draw
 from support.cases import full_but
-from txl_jax.ops.attention.cached import CachedVisibility, cached_attention, table_length
+from txl_jax.ops.attention.cached import CachedVisibility, cached_attention
 from txl_jax.ops.attention.gpu.cached import gpu_cached_attention
 from txl_jax.ops.attention.problem import Tile
 
 
-def arguments(*, L, R, E, clamp=None, keys=True, scores=False, B=2, H=3, dtype=jnp.float32, cache=None):
-    rng = np.random.default_rng(0)
-
-    def draw(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    n_positions = table_length(segment_len=L, capacity=R, clamp_len=clamp)
-    own = draw(B, H, L, E) * 0.3, draw(B, H, L, E), draw(B, H, L, E)
-    ring = tuple(x.astype(cache or dtype) for x in (draw(B, H, E, R), draw(B, H, R, E)))
-    position = (
-        draw(B, H, L, E) * 0.3,
-        draw(H, E, n_positions) if keys else None,
-        draw(H, n_positions) if scores else None,
-    )
-    return (*own, ring, position if keys or scores else None)
+def arguments(*, L, R, E, B=2, H=3, clamp=None, cache=None, **options):
+    return draw((B, H, L, R, E), clamp_len=clamp, ring_dtype=cache, **options)
 
 
 def check(given, visibility, *, tolerance=2e-5, **options):
@@ -36,44 +23,31 @@ def check(given, visibility, *, tolerance=2e-5, **options):
     assert error <= tolerance
 
 
-@pytest.mark.parametrize(("write_index", "clamp"), full_but([(140, 2)], [(0, 40), (7, None), (140, 2), (149, 500)]))
-def test_ring_from_its_begin_and_over_its_end(write_index, clamp):
-    visibility = CachedVisibility(jnp.asarray([150, 61]), jnp.int32(write_index), 19, 150)
-    check(arguments(L=19, R=150, E=41, clamp=clamp), visibility, tile=Tile(16, 16))
+RING, SMALL = {"L": 19, "R": 150, "E": 41}, {"L": 8, "R": 48, "E": 16}
+FEW = [48, 9], 20
+CASES = {  # Sizes; filled slots, the slot that is written next, and the window; options of the kernel.
+    "from its begin": (RING | {"clamp": 40}, ([150, 61], 0), {}),
+    "without a clamp": (RING, ([150, 61], 7), {}),
+    "over its end": (RING | {"clamp": 2}, ([150, 61], 140), {}),
+    "over its end, clamp above all": (RING | {"clamp": 500}, ([150, 61], 149), {}),
+    "part-filled, window": (RING | {"E": 16}, ([0, 1], 33, 24), {"tile": Tile(16, 32)}),
+    "narrow window": (RING | {"E": 16}, ([30, 140], 33, 5), {"tile": Tile(16, 32)}),
+    "wide window": (RING | {"E": 16}, ([30, 140], 33, 150), {"tile": Tile(16, 32)}),
+    "keys and scores": (SMALL | {"scores": True}, FEW, {}),
+    "scores": (SMALL | {"keys": False, "scores": True}, FEW, {}),
+    "no positions": (SMALL | {"keys": False}, FEW, {}),
+    "no memory": ({"L": 20, "R": 0, "E": 16}, ([0, 0], 0), {}),
+    "chunks of rows": (SMALL | {"B": 3}, ([48, 9, 1], 20), {"table_bytes": 1}),
+    "narrow cache": (SMALL | {"cache": jnp.bfloat16}, FEW, {}),
+    "bfloat16": (SMALL | {"dtype": jnp.bfloat16}, FEW, {"tolerance": 2e-2}),
+}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("valid", "window"), [([0, 1], 24), ([30, 140], 5), ([30, 140], 150)])
-def test_window_and_part_filled_rows(valid, window):
-    visibility = CachedVisibility(jnp.asarray(valid), jnp.int32(33), 19, 150, window)
-    check(arguments(L=19, R=150, E=16), visibility, tile=Tile(16, 32))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("keys", "scores"), [(True, True), (False, True), (False, False)])
-def test_encodings(keys, scores):
-    visibility = CachedVisibility(jnp.asarray([48, 9]), jnp.int32(20), 8, 48)
-    check(arguments(L=8, R=48, E=16, keys=keys, scores=scores), visibility, tile=Tile(16, 16))
-
-
-@pytest.mark.full
-def test_without_memory():
-    visibility = CachedVisibility(jnp.asarray([0, 0]), jnp.int32(0), 20, 0)
-    check(arguments(L=20, R=0, E=16), visibility, tile=Tile(16, 16))
-
-
-@pytest.mark.full
-def test_chunks_of_rows():
-    visibility = CachedVisibility(jnp.asarray([48, 9, 1]), jnp.int32(20), 8, 48)
-    check(arguments(L=8, R=48, E=16, B=3), visibility, tile=Tile(16, 16), table_bytes=1)
-
-
-@pytest.mark.full
-def test_narrow_cache():
-    visibility = CachedVisibility(jnp.asarray([48, 9]), jnp.int32(20), 8, 48)
-    check(arguments(L=8, R=48, E=16, cache=jnp.bfloat16), visibility, tile=Tile(16, 16))
-    given = arguments(L=8, R=48, E=16, dtype=jnp.bfloat16)
-    check(given, visibility, tile=Tile(16, 16), tolerance=2e-2)
+@pytest.mark.parametrize("name", full_but(["over its end"], CASES))
+def test_values_are_those_of_the_reference(name):
+    sizes, (valid, write_index, *window), options = CASES[name]
+    visibility = CachedVisibility(jnp.asarray(valid), jnp.int32(write_index), sizes["L"], sizes["R"], *window)
+    check(arguments(**sizes), visibility, **{"tile": Tile(16, 16)} | options)
 
 
 @pytest.mark.full

@@ -8,35 +8,12 @@ import re
 import jax
 import pytest
 
+from ops.attention.tpu.test_compiled import no_compilation_cache  # noqa: F401 (a fixture)
+from ops.attention.tpu.test_limits import EVALUATION, TRAINING
 from txl_jax.bench import topologies
 from txl_jax.bench.attention_cases import Case, find_implementation, make_function, make_inputs
 
 pytestmark = pytest.mark.nightly(part="cuda")
-
-TRAINING = {
-    # Queries, memory, heads and their width; dropout.
-    "enwik8_12l": ((512, 512, 8, 64), 0.0),
-    "enwik8_24l": ((768, 768, 8, 128), 0.0),
-    "wt103_base": ((150, 150, 10, 41), 0.0),
-    "wt103_large": ((384, 384, 16, 64), 0.0),
-    "enwik8_24l with dropout": ((768, 768, 8, 128), 0.1),
-}
-EVALUATION = {
-    # Queries, slots, heads and their width; position keys.
-    "enwik8_12l": ((80, 2160, 8, 64), 821),
-    "enwik8_24l": ((128, 3840, 8, 128), 1001),
-    "wt103_base": ((64, 640, 10, 41), 401),
-    "wt103_large": ((128, 1664, 16, 64), 1001),
-}
-
-
-@pytest.fixture(autouse=True)
-def _no_compilation_cache():
-    """A program for a device that is not there can be written to the cache of compiled programs, but not read."""
-    enabled = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", enabled)
 
 
 @functools.cache
@@ -58,21 +35,22 @@ def writes_scores(case, program):
     return largest >= case.batch * case.n_head * case.segment_len * n_keys
 
 
-def training(name, batch=4):
-    (segment_len, mem_len, n_head, d_head), rate = TRAINING[name]
-    sizes = {"segment_len": segment_len, "mem_len": mem_len, "n_head": n_head, "d_head": d_head}
-    n_positions = segment_len + mem_len
+def training(name, batch=4, rate=0.0):
+    n_head, segment_len, n_keys, d_head, n_positions = TRAINING[name]
+    sizes = {"segment_len": segment_len, "mem_len": n_keys - segment_len, "n_head": n_head, "d_head": d_head}
     return Case(name, "training", "bfloat16", batch, n_positions=n_positions, window=None, dropout_rate=rate, **sizes)
 
 
 def evaluation(name, batch=1):
-    (segment_len, capacity, n_head, d_head), n_positions = EVALUATION[name]
+    (n_head, segment_len, _, d_head, n_positions), capacity, _ = EVALUATION[name]
     sizes = {"segment_len": segment_len, "mem_len": capacity, "n_head": n_head, "d_head": d_head}
     return Case(name, "evaluation", "bfloat16", batch, n_positions=n_positions, window=None, capacity=capacity, **sizes)
 
 
 @pytest.mark.parametrize(
-    "case", [*map(training, TRAINING), *map(evaluation, EVALUATION)], ids=lambda case: str(case.config)
+    "case",
+    [*map(training, TRAINING), training("enwik8_24l", rate=0.1), *map(evaluation, EVALUATION)],
+    ids=lambda case: str(case.config),
 )
 def test_published_shapes(case):
     implementation, program = compiled(case, "fused", "h200")

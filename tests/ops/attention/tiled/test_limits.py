@@ -8,9 +8,7 @@ from txl_jax.ops.attention.problem import Problem, Tile
 from txl_jax.ops.attention.tiled import limits
 from txl_jax.ops.attention.tiled.layout import Layout
 
-PROBLEM = Problem(
-    platform="cpu", device_kind="cpu", dtype="float32", batch=2, n_head=8, segment_len=512, n_keys=1024, d_head=64
-)
+PROBLEM = Problem("cpu", "cpu", "float32", 2, 8, 512, 1024, 64)
 
 
 def test_a_long_segment_has_at_most_eight_strips():

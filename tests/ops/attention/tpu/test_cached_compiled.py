@@ -41,10 +41,7 @@ def compiled(chip, preset, dtype, *, batch=1, cache_dtype=None, window=None):
 
     own = array(batch, n_head, segment_len, width)
     stored = cache_dtype or dtype
-    ring = (
-        array(batch, n_head, width, capacity, dtype=stored),
-        array(batch, n_head, capacity, width, dtype=stored),
-    )
+    ring = (array(batch, n_head, width, capacity, dtype=stored), array(batch, n_head, capacity, width, dtype=stored))
     position = (own, array(n_head, width, n_positions), None) if n_positions else None
     visibility = CachedVisibility(array(batch, dtype="int32"), array(dtype="int32"), segment_len, capacity, window)
     run = functools.partial(tpu_cached_attention, tile=default_tile(problem))

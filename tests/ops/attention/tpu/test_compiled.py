@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from ops.attention.tpu.test_limits import TRAINING
 from txl_jax import sharding
 from txl_jax.bench import topologies
 from txl_jax.config import MeshConfig
@@ -27,13 +28,6 @@ pytestmark = pytest.mark.nightly(part="tpu")
 
 CHIPS = ("v4:2x2x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1")
 BATCH = 4  # Rows of a chip.
-# Heads, L = M, E.
-PRESETS = {
-    "enwik8_12l": (8, 512, 64),
-    "enwik8_24l": (8, 768, 128),
-    "wt103_base": (10, 150, 41),
-    "wt103_large": (16, 384, 64),
-}
 
 
 def devices_of(chip):
@@ -57,8 +51,7 @@ def no_compilation_cache():
 
 
 def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positions=True):
-    """Compiles forward and backward for a chip."""
-    n_head, length, width = PRESETS[preset]
+    n_head, length, _, width, _ = TRAINING[preset]
     device = device_of(chip)
     place = jax.sharding.SingleDeviceSharding(device)
     visibility = Visibility(jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=place), length, length, causal=causal)
@@ -86,7 +79,7 @@ def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positi
 
 def assert_no_scores(program, preset, batch=BATCH):
     """Asserts that no buffer has B x H x L x K numbers, in any order of the axes."""
-    n_head, length, _ = PRESETS[preset]
+    n_head, length, *_ = TRAINING[preset]
     scores = batch * n_head * length * 2 * length
     shapes = re.findall(r"(?:f32|bf16|s32|u32|pred)\[([\d,]+)\]", program.as_text())
     sizes = {shape: functools.reduce(int.__mul__, map(int, shape.split(","))) for shape in set(shapes)}
@@ -94,7 +87,7 @@ def assert_no_scores(program, preset, batch=BATCH):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", TRAINING)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_training_shapes_compile_without_the_scores(chip, preset, dtype):
     assert_no_scores(compiled(chip, preset, dtype), preset)
@@ -116,7 +109,7 @@ def test_what_is_read_and_written_is_a_tenth_of_what_the_reference_does():
 
 
 def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
-    n_head, length, width = PRESETS["wt103_base"]
+    n_head, length, _, width, _ = TRAINING["wt103_base"]
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), devices_of("v5e:2x2"))
     implementation = Implementation("fused", "mosaic_roll", Tile(160, 384))
 

@@ -13,16 +13,7 @@ from txl_jax.ops.attention.tpu.geometry import Geometry, round_tile
 from txl_jax.ops.attention.tpu.limits import default_tile, kernel_of, refusal
 
 PROBLEM = Problem("tpu", "TPU v5 lite", "bfloat16", 4, 8, 768, 1536, 128, 1536)
-CACHED = dataclasses.replace(
-    PROBLEM,
-    device_kind="TPU v4",
-    dtype="float32",
-    batch=1,
-    segment_len=128,
-    n_keys=3968,
-    n_positions=1001,
-    capacity=3840,
-)
+CACHED = Problem("tpu", "TPU v4", "float32", 1, 8, 128, 3968, 128, 1001, capacity=3840)
 # Sizes of the published models: heads, L, K, E and P of training, and with R of evaluation.
 TRAINING = {
     "enwik8_12l": (8, 512, 1024, 64, 1024),
