@@ -58,7 +58,7 @@ LAYOUT = {"one": ("b.txt",), "two": ("box/a.txt", "box/c.txt")}
 
 
 def open_archive(path):
-    return open_files(str(path), {path.name: str(path)}, again=URL)
+    return open_files(str(path), {path.name: str(path)}, again={str(path): URL})
 
 
 def opened(tmp_path, file, members=MEMBERS):
@@ -647,14 +647,14 @@ def left_in_the_cache(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", miniature.NAMES)
 def test_a_corpus_is_downloaded_once(name, server, source, tmp_path):
-    file = miniature.OFFICIAL[name]
-    source(name, (serve(server, file, miniature.official(name)),))
+    files = miniature.officials(name)
+    source(name, tuple(serve(server, file, content) for file, content in files.items()))
     assert contents(read(name, tmp_path)) == miniature.texts(name)
-    assert server.asked == [f"HEAD /{file}", f"GET /{file}"]
+    assert server.asked == [f"HEAD /{next(iter(files))}", *(f"GET /{file}" for file in files)]
     assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [f".txl_{name}.lock", f"txl_{name}"], "no copy is kept"
     assert not (tmp_path / "data").exists()
     read(name, tmp_path)
-    assert len(server.asked) == 2
+    assert len(server.asked) == 1 + len(files)
 
 
 @pytest.mark.full
@@ -666,17 +666,30 @@ def test_a_source_of_two_archives(server, source, tmp_path):
         "heldout.tgz": {"README": b"2", "text": texts["valid"], "other": texts["test"]},
     }
     remotes = tuple(serve(server, file, miniature.archive(file, parts)) for file, parts in members.items())
-    source(
-        CorpusName.PTB,
-        remotes,
-        layouts=({"train": ("train.zip/text",), "valid": ("heldout.tgz/text",), "test": ("other",)},),
-    )
+    layouts = ({"train": ("train.zip/text",), "valid": ("heldout.tgz/text",), "test": ("other",)},)
+    source(CorpusName.PTB, remotes, layouts=layouts)
     (tmp_path / "data").mkdir()
     for remote in remotes:
         shutil.copy(server.folder / remote.file, tmp_path / "data")
         assert contents(read(CorpusName.PTB, tmp_path)) == texts
         assert len(server.asked) == 3
         shutil.rmtree(tmp_path / "cache")
+    good, second = remotes
+    (tmp_path / "data" / second.file).unlink()
+    for bad, why in (
+        (dataclasses.replace(second, sha256="0" * 64), f"{second.sha256} and not {'0' * 64}"),
+        (Remote(server.url + "absent.tgz"), "404"),
+        (Remote(serve(server, "page.tgz", b"<html>sign in</html>").url), "cannot be unpacked"),
+    ):
+        source(CorpusName.PTB, (good, bad), layouts=layouts)
+        message = refusal(CorpusName.PTB, tmp_path)
+        assert re.search(rf"failed \({bad.url} .*{why}", message), "the archive that failed is named"
+        assert f"{tmp_path}/data has {good.file} but lacks {bad.file} of Penn Treebank" in message
+        assert f"put {good.file} ({good.size:,} bytes) and {bad.file}" in message
+        assert "unpacked," not in message, "the layout names the archives"
+    (tmp_path / "data" / "absent.tgz").write_bytes(b"no archive")
+    source(CorpusName.PTB, (good, Remote(server.url + "absent.tgz")), layouts=layouts)
+    assert refusal(CorpusName.PTB, tmp_path).endswith(f"again from {server.url}absent.tgz"), "of the damaged one"
 
 
 @pytest.mark.full
@@ -743,10 +756,9 @@ def test_what_came_and_is_not_the_corpus(server, source, tmp_path):
     members["./simple-examples/data/ptb.test.txt"] += b"more\n"
     serve(server, "simple-examples.tgz", miniature.archive(".tgz", members))
     source(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
-    row = CORPORA[CorpusName.PTB]
-    known = row.facts["test"].tokens
+    known = CORPORA[CorpusName.PTB].facts["test"].tokens
     # The line that was added counts as a word and a line's end.
-    with pytest.raises(UserError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{row.url}"):
+    with pytest.raises(UserError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{server.url}simple"):
         read(CorpusName.PTB, tmp_path)
     serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)

@@ -1,13 +1,15 @@
 """Tests the table of corpora: each name has a row, and the row is all that the rest of the project knows of it."""
 
 import dataclasses
+import itertools
+import re
 
 import pytest
 
 from support import ROOT
 from txl_jax.config import CorpusName, DataConfig, Heldout, Order, Tokenizer, TokenizerConfig
 from txl_jax.data.prepare import BUILDERS
-from txl_jax.data.published import CORPORA, LOCAL, WHOLE, Facts, check_file, default_data, program_of
+from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, LOCAL, WHOLE, Facts, check_file, default_data, program_of
 from txl_jax.errors import UserError
 
 
@@ -26,8 +28,12 @@ def test_a_row_is_complete(name):
     assert sum(row.cuts.values()) in (0, row.facts.get(WHOLE, Facts(size=0)).size)
     layouts = [{file for files in layout.values() for file in files} for layout in row.layouts + row.own_layouts]
     for source in row.sources:
-        names = {remote.file for remote in source}
-        assert all(remote.is_archive for remote in source) or names in layouts, "files are found by a layout"
+        plain = {remote.file for remote in source if not remote.is_archive}
+        unknown = plain.difference(*layouts)
+        assert not unknown, f"{unknown} are in no layout, and end in none of the archives' {ARCHIVE_SUFFIXES}"
+        assert not plain or {remote.file for remote in source} in layouts, "files are found by a layout"
+    for known in (*row.facts.values(), *itertools.chain(*row.sources)):
+        assert known.sha256 is None or re.fullmatch("[0-9a-f]{64}", known.sha256), known
     if row.defaults.tokenizer.kind is Tokenizer.BYTE and not row.closed_alphabet:
         assert row.vocab_size == 256
     assert (BUILDERS[name].NAME, BUILDERS[name].name) == (name, f"txl_{name}")

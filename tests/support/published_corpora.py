@@ -37,7 +37,7 @@ def place(folder, members):
 
 
 def place_official(tmp_path, name):
-    place(tmp_path / "data", {miniature.OFFICIAL[name]: miniature.official(name)})
+    place(tmp_path / "data", miniature.officials(name))
 
 
 def unpacked(tmp_path, name):
@@ -57,7 +57,7 @@ def by_split(tmp_path, name):
 
 
 def official_in_the_manual_folder(tmp_path, name):
-    place(tmp_path / "data" / "downloads" / "manual", {miniature.OFFICIAL[name]: miniature.official(name)})
+    place(tmp_path / "data" / "downloads" / "manual", miniature.officials(name))
 
 
 def own_archive(suffix):

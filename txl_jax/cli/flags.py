@@ -38,8 +38,9 @@ def define(defaults: ExperimentConfig, flag_values: flags.FlagValues = flags.FLA
 
 
 def define_plan(plan: type, flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines one flag per setting of a program's plan, a dataclass of `setting` fields."""
-    for leaf in setting_leaves(plan):
+    """Defines one flag per setting of a plan, a dataclass of `setting` fields: its own, then those of its bases."""
+    order = [name for cls in plan.__mro__ for name in vars(cls).get("__annotations__", {})]
+    for leaf in sorted(setting_leaves(plan), key=lambda leaf: order.index(leaf.name)):
         _define_leaf(leaf, leaf.default, flag_values)
 
 

@@ -245,7 +245,8 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
     def _refuse(self, files: "Files", names: list[str], wrong: str) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         prefix = f", or, to run on a part of it, {USE_PREFIX}" if self.corpus.cuts else ""
-        raise UserError(f"{files.where(names[0])}{more} holds {wrong}; get it again from {self.corpus.url}{prefix}")
+        url = files.again[files.places[names[0]][0]]
+        raise UserError(f"{files.where(names[0])}{more} holds {wrong}; get it again from {url}{prefix}")
 
     def _log_download_bytes(self) -> None:
         """Does nothing: tensorflow-datasets would print that sizes are unknown."""
@@ -277,20 +278,15 @@ def find_files(corpus: PublishedCorpus, data_dir: Path) -> "Find":
     for place in places:
         for paths in _layouts(corpus, place):
             if all(map(os.path.isfile, paths.values())):
-                return functools.partial(_open_local, str(place), paths, {}, corpus.url)
+                return functools.partial(_open_local, corpus, str(place), paths, {})
         for archives in corpus.packed:
             paths = {name: str(place / name) for name in archives}
             if all(map(os.path.isfile, paths.values())):
-                return functools.partial(_open_local, " and ".join(paths.values()), paths, archives, corpus.url)
+                return functools.partial(_open_local, corpus, " and ".join(paths.values()), paths, archives)
     for folder, paths in [(place, paths) for place in places for paths in _layouts(corpus, place)]:
-        lacking = [file for file, path in paths.items() if not os.path.isfile(path)]
-        if len(lacking) < len(paths):
-            more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-            there = next(file for file in paths if file not in lacking)
-            raise UserError(
-                f"{folder} has {there} but lacks {', '.join(lacking[:3])}{more} of {corpus.title}; add what is missing "
-                f"(from {corpus.url})"
-            )
+        if partly := _partly(folder, paths):
+            urls = " and ".join(dict.fromkeys(map(corpus.url_of, _lacking(paths))))
+            raise UserError(f"{partly} of {corpus.title}; add what is missing (from {urls})")
     answers = {source: _ask(source[0].url) for source in corpus.sources}
     if all(answers.values()):
         raise UserError(_missing(corpus, places, answers))
@@ -303,8 +299,19 @@ def _layouts(corpus: PublishedCorpus, place: Path) -> Iterator[dict[str, str]]:
         yield {file: str(place / file) for file in itertools.chain(*layout.values())}
 
 
+def _lacking(paths: dict[str, str]) -> list[str]:
+    return [file for file, path in paths.items() if not os.path.isfile(path)]
+
+
+def _partly(folder: Path, paths: dict[str, str]) -> str:
+    """Returns "FOLDER has A but lacks B" if a directory has some of the files, but not all, else an empty string."""
+    lacking = _lacking(paths)
+    there = [file for file in paths if file not in lacking]
+    return f"{folder} has {there[0]} but lacks {_some(lacking)}" if there and lacking else ""
+
+
 def _open_local(
-    name: str, paths: dict[str, str], archives: Mapping[str, Remote | None], url: str, manager: Any
+    corpus: PublishedCorpus, name: str, paths: dict[str, str], archives: Mapping[str, Remote | None], manager: Any
 ) -> "Files":
     """Opens files of this machine; an archive of an official name must be the official file."""
     del manager
@@ -314,7 +321,7 @@ def _open_local(
             raise UserError(f"{path} has {size:,} bytes and {url} has {official.size:,}; get it again from there")
         if official.sha256 is not None and (sha256 := storage.sha256(path)) != official.sha256:
             raise UserError(f"{path} has sha256 {sha256} and {url} has {official.sha256}; get it again from there")
-    return open_files(name, paths, again=url)
+    return open_files(name, paths, again={path: corpus.url_of(path) for path in paths.values()})
 
 
 # Downloads, by tensorflow-datasets' download manager, which caches files and checks their digests
@@ -330,32 +337,35 @@ _REASONS = (  # Without the layers of libraries. The first that fits counts.
 
 
 def _ask(url: str) -> str:
-    """Asks a server for a file, because the download manager retries for minutes; returns why it fails, "" if not."""
+    """Asks a server for a file, as the download manager retries for minutes; returns "URL fails so" or ""."""
     try:
         answer = requests.head(url, timeout=(_CONNECT_SECONDS, _ANSWER_SECONDS), allow_redirects=True)
     except requests.RequestException as error:
-        return _reason(error)
-    return "" if answer.status_code < 400 else f"answers with HTTP status {answer.status_code}"
+        return f"{url} {_reason(error)}"
+    return "" if answer.status_code < 400 else f"{url} answers with HTTP status {answer.status_code}"
 
 
 def _download(corpus: PublishedCorpus, places: list[Path], answers: dict[Source, str], manager: Any) -> "Files":
     """Downloads the first source that can be, of those that answered; raises `UserError` if none can."""
     for source in [source for source, why in answers.items() if not why]:
+        paths: dict[str, str] = {}
         try:
-            paths = {file: str(path) for file, path in manager.download({r.file: r.url for r in source}).items()}
-            for remote in source:
+            for remote in source:  # One by one, so that the one that fails is known.
+                paths[remote.file] = str(manager.download(remote.url))
                 if remote.size not in (None, size := os.path.getsize(paths[remote.file])):
-                    raise UserError(f"gave {size:,} bytes and not {remote.size:,}")
+                    raise UserError(f"{remote.url} gave {size:,} bytes and not {remote.size:,}")
             name = paths[source[0].file] if len(source) == 1 else source[0].url.rpartition("/")[0]
-            return open_files(name, paths, again=source[0].url)
+            return open_files(name, paths, again={paths[remote.file]: remote.url for remote in source})
         except NonMatchingChecksumError as error:  # Of several lines, with both checksums.
             sums = re.findall(r"checksum='(\w+)'", str(error))
-            both = len(sums) == 2
-            answers[source] = f"gave a file of sha256 {sums[1]} and not {sums[0]}" if both else "gave another file"
+            gave = f"a file of sha256 {sums[1]} and not {sums[0]}" if len(sums) == 2 else "another file"
+            answers[source] = f"{remote.url} gave {gave}"
         except (tfds.download.DownloadError, requests.RequestException) as error:
-            answers[source] = _reason(error)
-        except ValueError as error:  # The file has another size, or is not an archive.
+            answers[source] = f"{remote.url} {_reason(error)}"
+        except ValueError as error:  # The file has another size, or is not an archive, and the error has its path.
             answers[source] = str(error)
+            for remote in source:
+                answers[source] = answers[source].replace(paths.get(remote.file, remote.url), remote.url)
     raise UserError(_missing(corpus, places, answers))
 
 
@@ -365,19 +375,22 @@ def _reason(error: Exception) -> str:
 
 def _missing(corpus: PublishedCorpus, places: list[Path], answers: dict[Source, str]) -> str:
     """Describes which files belong where, and why they were not downloaded."""
-    failures = "; ".join(f"{source[0].url} {answer}" for source, answer in answers.items())
+    tried = [_partly(place, {file: str(place / file) for file in each}) for place in places for each in corpus.packed]
+    partly = [f"{found} of {corpus.title}" for found in tried if found]
+    state = partly[0] if partly else f"{corpus.title} is in none of {', '.join(map(str, places))}"
     folders: dict[str, list[str]] = {}  # URLs by what they have.
     for source in corpus.sources:
-        sizes = [remote.size for remote in source if remote.size is not None]
-        size = f"{sum(sizes):,} bytes, " if len(sizes) == len(source) else ""
-        files = f"{', '.join(remote.file for remote in source)} ({size}from "
-        folders.setdefault(files, []).append(source[0].url.rpartition("/")[0] + "/")
-    wanted = " or ".join(f"{files}{' or '.join(urls)})" for files, urls in folders.items())
-    packed = ", packed or unpacked," if any(remote.is_archive for remote in itertools.chain(*corpus.sources)) else ""
+        files = " and ".join(each.file + (f" ({each.size:,} bytes)" if each.size else "") for each in source)
+        urls = " and ".join(dict.fromkeys(remote.url.rpartition("/")[0] + "/" for remote in source))
+        folders.setdefault(files, []).append(urls)
+    wanted = ", or ".join(f"{files} from {' or '.join(urls)}" for files, urls in folders.items())
+    archives = tuple(f"{remote.file}/" for remote in itertools.chain(*corpus.sources) if remote.is_archive)
+    inside = [any(file.startswith(archives) for file in itertools.chain(*each.values())) for each in corpus.layouts]
+    packed = ", packed or unpacked," if archives and not all(inside) else ""  # archive/member is only found packed.
     prefix = f", or, to run on a part of it, {USE_PREFIX}" if corpus.cuts else ""
     return (
-        f"{corpus.title} is in none of {', '.join(map(str, places))}, and downloading it failed ({failures}); put "
-        f"{wanted}{packed} into {places[0]} (--data_dir){prefix}"
+        f"{state}, and downloading it failed ({'; '.join(answers.values())}); put {wanted}{packed} into {places[0]} "
+        f"(--data_dir){prefix}"
     )
 
 
@@ -402,7 +415,7 @@ class Files:
     """A corpus's files: plain ones, and the members of archives."""
 
     name: str  # For errors.
-    again: str  # URL to get it from.
+    again: Mapping[str, str]  # URLs to get them from, by the path of the file or archive.
     places: dict[str, tuple[str, str]]  # By name: the path of the file, or of an archive and the member's name there.
     sizes: dict[str, int]  # By name, in bytes.
 
@@ -428,7 +441,7 @@ class Files:
             path, member = self.places[name]
             wanted.setdefault(path, {})[member] = name
         for path, names in wanted.items():
-            reading = functools.partial(_reading, path, self.again)
+            reading = functools.partial(_reading, path, self.again[path])
             with reading():
                 for member, _, open_member in members(path):
                     if member in names:
@@ -451,13 +464,13 @@ def _blocks(stream: IO[bytes], first: int, size: int, reading: Callable[[], Any]
                 yield block
 
 
-def open_files(name: str, paths: Mapping[str, str], *, again: str) -> Files:
+def open_files(name: str, paths: Mapping[str, str], *, again: Mapping[str, str]) -> Files:
     """Opens files, and of archives their members.
 
     Args:
       name: What holds them, for errors.
       paths: Their paths, by their names. A member of one of several archives is called archive/member.
-      again: URL to get them from.
+      again: URLs to get them from, by their paths.
 
     Raises:
       UserError: If an archive is damaged, or a member's name leads out of it.
@@ -465,7 +478,7 @@ def open_files(name: str, paths: Mapping[str, str], *, again: str) -> Files:
     places: dict[str, tuple[str, str]] = {}
     sizes: dict[str, int] = {}
     for file, path in paths.items():
-        with _reading(path, again):
+        with _reading(path, again[path]):
             for member, size, _ in members(path):
                 called = f"{file}/{member}" if member and len(paths) > 1 else member or file
                 places.setdefault(called, (path, member))  # `read` takes the first of two as well.
@@ -578,7 +591,7 @@ def fit(files: Files, layouts: Sequence[Layout]) -> dict[str, list[str]]:
         return {part: [found[tail][0] for tail in tails] for part, tails in layout.items()}
     raise UserError(
         f"{files.name} has no {_some(min(missing, key=len))} (it holds {_some(list(files.sizes)) or 'nothing'}"
-        f"); get it again from {files.again}"
+        f"); get it again from {' and '.join(dict.fromkeys(files.again.values()))}"
     )
 
 

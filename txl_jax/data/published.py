@@ -8,16 +8,21 @@ To add a corpus:
 
 1. Name it: a member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
 2. Add its row to `CORPORA`. One file that is split by position is written like `_mahoney`, files by split like `_PTB`.
-   A source is one archive, several that complete each other (a layout may call a member archive/member), or plain
-   files.
-3. Add its program experiments/my_news.py, like experiments/ptb.py, unless the row names another corpus's `program`.
-4. Run `python -m pytest tests/data tests/experiments/test_list.py tests/launch/test_sweep.py`. Every row is tested
-   with small files that are made from it. Only an archive that is built in its own way needs a case in
+   A source is one archive, plain files, or several archives that complete each other:
+   `sources=((Remote("https://a.org/train.zip", size, sha256), Remote("https://a.org/heldout.tgz", size, sha256)),)`.
+   A layout lists plain paths, matched by their end; write `train.zip/text` only if two archives have a member of the
+   same path.
+3. Run `python -m experiments.prepare --corpus=my_news --data_dir=data`, and copy its token counts (`Facts.tokens`, with
+   one line mark per line) and its vocabulary (`vocab_size`) into the row. Add its program experiments/my_news.py, like
+   experiments/ptb.py, unless the row names another corpus's `program`.
+4. Run `python -m pytest tests/data tests/experiments/test_list.py`, and `python -m pytest -m full tests/data`. Every
+   row is tested with small files that are made from it. Only an archive that is built in its own way needs a case in
    `miniature.files` (tests/support/miniature.py).
-5. Add a row to the table of docs/data.md, and a line to CHANGELOG.md. If no flagfile fits (`--flagfile=small` fits the
-   bytes of any corpus), add one to experiments/flags, and to `FLAGFILES` of tests/experiments/test_flagfiles.py.
+5. Add a row to the table of docs/data.md and the folder to the list below it, and a line to CHANGELOG.md. If no
+   flagfile fits (`--flagfile=small` fits any corpus), add one to experiments/flags, and to `FLAGFILES` of
+   tests/experiments/test_flagfiles.py.
 
-Nothing else knows a corpus by its name: preparing, --help, the list of programs, sweeps and studies read the row.
+No other code knows a corpus by its name: preparing, --help, the list of programs, sweeps and studies read the row.
 """
 
 import dataclasses
@@ -58,7 +63,8 @@ class Facts:
     """Known properties of a part's content."""
 
     size: int | None = None  # Bytes.
-    sha256: str | None = None  # Of a part that is one file. Where tokens are known, other bytes are only noted.
+    # Of a part that is one file. Optional where tokens are known: other bytes are only noted then.
+    sha256: str | None = None
     lines: int | None = None
     tokens: int | None = None  # Words, as white space separates them, and line ends.
 
@@ -74,8 +80,9 @@ class PublishedCorpus:
     facts: Mapping[str, Facts]  # By part.
     sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: archives, or all files, unpacked.
     defaults: DataConfig  # Settings of its tokens and their order, with which its program begins.
-    # V of the whole corpus with these settings, for programs that read no text. With bytes it is 256, or, with
-    # `closed_alphabet`, the number of values that occur.
+    # V of the whole corpus with these settings, for programs that read no text: the number that
+    # `python -m experiments.prepare --corpus=NAME` prints as vocabulary, <eos> and <unk> included. With bytes it is
+    # 256, or, with `closed_alphabet`, the number of values that occur.
     vocab_size: int
     program: str = ""  # Program in experiments/ that trains on it. Empty means the program of the corpus's name.
     own_layouts: tuple[Layout, ...] = ()  # Layouts with names so common that they count only in its own folder.
@@ -98,10 +105,10 @@ class PublishedCorpus:
         made: list[dict[str, Remote | None]] = [{name: None} for name in sorted(names.difference(*official))]
         return made + official
 
-    @property
-    def url(self) -> str:
-        """Returns the URL to name in errors."""
-        return self.sources[0][0].url
+    def url_of(self, path: str) -> str:
+        """Returns the URL to name in errors for a file: its own, or those of the first source if none has its name."""
+        urls = [remote.url for source in self.sources for remote in source if remote.file == os.path.basename(path)]
+        return urls[0] if urls else " and ".join(remote.url for remote in self.sources[0])
 
     def ranges(self) -> dict[str, tuple[str, int, int | None]]:
         """Returns for each split its part, and of the part's bytes the first and the one after the last."""
