@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import pathlib
+import secrets
 
 from support.xla_flags import xla_flags
 
@@ -48,8 +49,7 @@ def x64():
 @pytest.fixture(autouse=True, scope="session")
 def compilation_cache(request):
     """Compiles a program once, for both workers and for later runs: a warm cache saves most of the suite's time."""
-    folder = request.config.cache.mkdir(f"jax-{compiled_programs.key()}")
-    compiled_programs.keep_in(folder)
+    compiled_programs.keep_in(request.config.cache.mkdir(f"jax-{compiled_programs.key()}"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -89,10 +89,10 @@ def storage():
 
 @pytest.fixture(scope="module")
 def module_bucket(storage, request):
-    """A folder in the bucket for the tests of a file."""
+    """A folder in the bucket for the tests of a file; another one each time, as workers come back to a file."""
     from support.remote import Remote
 
-    return Remote(f"gs://{BUCKET}/{request.node.name.removesuffix('.py')}")
+    return Remote(f"gs://{BUCKET}/{request.node.name.removesuffix('.py')}-{secrets.token_hex(4)}")
 
 
 @pytest.fixture

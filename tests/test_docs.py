@@ -47,10 +47,8 @@ def flag_names():
     """The flags of each program that the pages name."""
     names = {program for page in PAGES for program, *_ in commands(page) if program.startswith("experiments.")}
     names.discard("experiments.NAME")  # A placeholder.
-    done = subprocess.run(
-        [sys.executable, "-c", LIST_FLAGS, *sorted(names)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout)
+    command = [sys.executable, "-c", LIST_FLAGS, *sorted(names)]
+    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny
 from txl_jax import flops
-from txl_jax.config import Encoding, Network, NormPlace, Residual
+from txl_jax.config import Encoding, Network, NormPlace
 from txl_jax.inference import forward
 
 
@@ -45,9 +45,7 @@ def test_a_layer_of_a_qrnn_has_three_gates_and_the_first_reads_two_inputs():
 
 def test_gates_cost_six_products_each():
     lengths = {"vocab_size": tiny.V, "segment_len": 4, "mem_len": 8, "same_length": True}
-    plain, gated = (
-        tiny.model_config(layer_norm=NormPlace.PRE, residual=residual) for residual in (Residual.SUM, Residual.GATED)
-    )
+    plain, gated = (tiny.model_config(layer_norm=NormPlace.PRE, residual=kind) for kind in ("sum", "gated"))
     added = flops.of_inference(gated, **lengths) - flops.of_inference(plain, **lengths)
     assert added == tiny.N * 2 * (2 * 6 * tiny.D**2)
 
@@ -61,8 +59,7 @@ def test_updates_and_recomputation_from_forward_passes():
     projected = 2 * config.d_model * width * (2 * 2 + 3)
     assert flops.of_training(config, vocab_size=tiny.V, **lengths) == 3 * forward + config.n_layer * 2 * projected
     softmax = 2 * tiny.V * config.d_model
-    again = flops.of_recomputing(config, vocab_size=tiny.V, **lengths)
-    assert again == forward - softmax + config.n_layer * projected
+    assert flops.of_recomputing(config, vocab_size=tiny.V, **lengths) == forward - softmax + config.n_layer * projected
 
 
 def test_peaks_by_the_names_that_jax_gives():

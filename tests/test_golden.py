@@ -7,6 +7,7 @@ touching anything.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.float64 import enable_x64
 from txl_jax.config import CompatConfig, DropoutConfig, DType, Encoding, MemoryStart, ModelConfig, NormPlace, ShawTerms
 from txl_jax.inference import forward
 from txl_jax.interop import huggingface, original
@@ -49,97 +51,77 @@ QUICK_CACHED = {
     "tpu": ("s08_clamp-empty",),
     "gpu": (),
 }
+LIBRARIES = {"original": original, "huggingface": huggingface}
 ENCODINGS = {0: Encoding.RELATIVE, 1: Encoding.SHAW, 2: Encoding.VASWANI, 3: Encoding.AL_RFOU}
 
 
-def runs():
-    """(file, start of the memory) for every run in the folder."""
-    for file in FILES:
-        for start in json.loads(str(np.load(file)["config_json"]))["initial_memory"]:
-            yield pytest.param(file, start, id=f"{file.stem}-{start}")
-
-
-def runs_of(paths, quick):
+def runs_of(quick):
     """Every run with each path, of kernels those with relative encodings. All but the quick ones are nightly."""
-    for param in runs():
-        golden = json.loads(str(np.load(param.values[0])["config_json"]))
+    for file in FILES:
+        golden = json.loads(str(np.load(file)["config_json"]))
         by_kernels = ENCODINGS[golden["attn_type"]] is Encoding.RELATIVE and not golden["ext_len"]
-        for path in paths if paths is EXACT or by_kernels else ():
-            marks = () if path not in quick or param.id in quick[path] else pytest.mark.nightly(part="cases")
-            yield pytest.param(*param.values, path, id=f"{param.id}-{path}", marks=marks)
+        for start, path in itertools.product(golden["initial_memory"], EXACT | KERNELS if by_kernels else EXACT):
+            name = f"{file.stem}-{start}"
+            marks = () if path not in quick or name in quick[path] else pytest.mark.nightly(part="cases")
+            yield pytest.param(file, start, path, id=f"{name}-{path}", marks=marks)
 
 
 def test_the_folder_holds_reference_values():
     assert FILES, f"no .npz file in {FOLDER}: nothing was compared"
 
 
-@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(EXACT, QUICK)))
-def test_golden(file, start, path, x64):
-    check_run(file, start, EXACT[path], DType.FLOAT64)
+@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(QUICK)))
+def test_golden(file, start, path):
+    with enable_x64(path in EXACT):
+        check_run(*load(file, start, path))
 
 
-@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(KERNELS, QUICK)))
-def test_golden_with_kernels(file, start, path):
-    check_run(file, start, KERNELS[path], DType.FLOAT32)
+@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(QUICK_CACHED)))
+def test_golden_with_kept_keys_and_values(file, start, path):
+    with enable_x64(path in EXACT):
+        check_run_with_kv_cache(*load(file, start, path))
 
 
-def check_run(file, start, implementation, dtype):
-    """Compares every segment of a run, and the gradients of one."""
+def load(file, start, path):
+    """The arrays of a run, its settings, our model and its parameters, and what the names of results begin with."""
+    implementation, dtype = (EXACT | KERNELS)[path], DType.FLOAT64 if path in EXACT else DType.FLOAT32
     arrays = dict(np.load(file))
     golden = json.loads(str(arrays["config_json"]))
     if golden["ext_len"] > 0:
         pytest.skip(f"ext_len {golden['ext_len']}: no published run uses an extended context")
     config, compat = configs(golden, start, dtype)
-    library = {"original": original, "huggingface": huggingface}[golden["library"]]
-    tensors = under(arrays, "param/")
-    params = library.to_flax(tensors, config, vocab_size=golden["n_token"])
+    params = LIBRARIES[golden["library"]].to_flax(under(arrays, "param/"), config, vocab_size=golden["n_token"])
     params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
     model = TransformerXL(config, compat, golden["n_token"], attention=Implementations(implementation, implementation))
+    return arrays, golden, model, params, "" if start == golden["initial_memory"][0] else f"{start}/"
 
-    prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
+
+def check_run(arrays, golden, model, params, prefix):
+    """Compares every segment of a run, and the gradients of one."""
+    library, config = LIBRARIES[golden["library"]], model.config
     for k, found in enumerate(run_segments(params, arrays, golden, model)):
         check_segment(found, k, arrays, golden, prefix)
         if k == golden["grad_segment"]:
             gradients = library.from_flax(found["gradients"], config)
             expected = under(arrays, f"{prefix}grad/")
-            assert expected.keys() == set(tensors) - set(library.aliases(config))
+            assert expected.keys() == set(under(arrays, "param/")) - set(library.aliases(config))
             for name, value in expected.items():
                 assert_close(gradients[name], value, f"gradient of {name}")
 
 
-@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(EXACT, QUICK_CACHED)))
-def test_golden_with_kept_keys_and_values(file, start, path, x64):
-    check_run_with_kv_cache(file, start, EXACT[path], DType.FLOAT64)
-
-
-@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(KERNELS, QUICK_CACHED)))
-def test_golden_with_kept_keys_and_values_and_kernels(file, start, path):
-    check_run_with_kv_cache(file, start, KERNELS[path], DType.FLOAT32)
-
-
-def check_run_with_kv_cache(file, start, implementation, dtype):
+def check_run_with_kv_cache(arrays, golden, model, params, prefix):
     """The same losses and hidden states where the memory holds keys and values (`txl_jax.inference`)."""
-    arrays = dict(np.load(file))
-    golden = json.loads(str(arrays["config_json"]))
     lengths = set(golden["seg_lens"])
-    if golden["ext_len"] > 0:
-        pytest.skip(f"ext_len {golden['ext_len']}: no published run uses an extended context")
     if golden["attn_type"] in (2, 3) and golden["pre_lnorm"]:
         pytest.skip("queries before the norm: an oddity of the original, which `test_golden` adapts to")
     if len(lengths) > 1:
         pytest.skip(f"segments of {sorted(lengths)} tokens: a ring takes segments of one length")
-    config, compat = configs(golden, start, dtype)
-    library = {"original": original, "huggingface": huggingface}[golden["library"]]
-    params = library.to_flax(under(arrays, "param/"), config, vocab_size=golden["n_token"])
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
-    model = TransformerXL(config, compat, golden["n_token"], attention=Implementations(implementation, implementation))
     sizes = {"segment_len": lengths.pop(), "mem_len": golden["mem_len"]}
     weights = forward.prepare_params(params, model, clamp_len=clamp_len(golden), **sizes)
     memory = forward.init_cache(weights, model, batch_size=golden["bsz"], **sizes)
-    window = compat.window(golden["mem_len"], same_length=golden["same_length"])
-    prefix = "" if start == golden["initial_memory"][0] else f"{start}/"
+    window = model.compat.window(golden["mem_len"], same_length=golden["same_length"])
     # Absolute positions: from the second segment on, the original adds more to what it has stored.
-    n_segment = len(golden["seg_lens"]) if encoding_of(config).generates_by_token else 1
+    n_segment = len(golden["seg_lens"]) if encoding_of(model.config).generates_by_token else 1
 
     @jax.jit
     def score(weights, memory, tokens, targets):

@@ -77,8 +77,7 @@ def own_nats(model, text, context=""):
     before = model.encode(context) if context else model.vocabulary.start
     ids = np.concatenate([before, model.encode(text)])[None]
     logprobs, _ = model.log_probabilities(ids[:, :-1], model.init_memory(1))
-    nats = -np.take_along_axis(np.asarray(logprobs, np.float64), ids[:, 1:, None], axis=-1)[0, :, 0]
-    return nats[len(before) - 1 :]
+    return -np.take_along_axis(np.asarray(logprobs, np.float64), ids[:, 1:, None], axis=-1)[0, :, 0][len(before) - 1 :]
 
 
 def greedy(model, prompt, length):
@@ -112,9 +111,8 @@ def test_three_tasks_of_files_of_ones_own_from_the_command_line(runs, tmp_path):
     accuracy = write_tasks(tmp_path, model)
     command = [sys.executable, "-m", "experiments.lm_eval", f"--model_path={runs['word']}", "--batch_size=2"]
     flags = [f"--tasks={','.join(TASKS)}", f"--include_path={tmp_path}", f"--output={tmp_path / 'scores.json'}"]
-    done = subprocess.run(
-        [*command, *flags], env=os.environ | OFFLINE, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    given = {"env": os.environ | OFFLINE, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([*command, *flags], check=False, **given)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "scores.json").read_text())["results"]
     assert found["own_choice"]["acc,none"] == accuracy
@@ -137,8 +135,7 @@ def test_log_likelihoods_are_our_own(lm_eval_model, runs, kind):
     """Rolling: of all T tokens; of a continuation: after its context, and whether it is the greedy one."""
     harness, model = lm_eval_model.HarnessModel(str(runs[kind]), batch_size=2), load(runs[kind])
     rolling = harness.loglikelihood_rolling(requests("loglikelihood_rolling", *((text,) for text in DOCUMENTS)))
-    expected = [-own_nats(model, text).sum() for text in DOCUMENTS]
-    np.testing.assert_allclose(rolling, expected, rtol=1e-5)
+    np.testing.assert_allclose(rolling, [-own_nats(model, text).sum() for text in DOCUMENTS], rtol=1e-5)
     pairs = [("the cat", " sat on the mat"), ("", "the dog"), ("the dog ", greedy(model, "the dog ", 5))]
     found = harness.loglikelihood(requests("loglikelihood", *pairs))
     for (context, continuation), (logprob, _) in zip(pairs, found, strict=True):

@@ -30,21 +30,16 @@ def test_start(how, valid):
     assert memory_lib.update(memory, jnp.asarray(layer_inputs(3))).hidden.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("tokens", "n_layer"),
-    [
-        (np.zeros(B, int), N),
-        (np.zeros((B, 2, D + 1)), N),
-        (np.zeros((B + 1, 2), int), N),
-        (np.zeros((B, 2), int), N + 1),
-    ],
-)
-def test_a_memory_of_other_rows_widths_or_layers_is_refused(tokens, n_layer):
+OTHERS = [((B,), int, N), ((B, 2, D + 1), float, N), ((B + 1, 2), int, N), ((B, 2), int, N + 1)]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "n_layer"), OTHERS)
+def test_a_memory_of_other_rows_widths_or_layers_is_refused(shape, dtype, n_layer):
     memory = start(4)
     memory.check(np.zeros((B, 2), int), N)
     memory.check(np.zeros((B, 2, D)), N)
     with pytest.raises(UserError):
-        memory.check(tokens, n_layer)
+        memory.check(np.zeros(shape, dtype), n_layer)
 
 
 @pytest.mark.parametrize("mem_len", [0, 1, 4, 6, 11])
@@ -58,8 +53,7 @@ def test_update_keeps_the_last_rows_in_order(mem_len, segment_lens):
         assert memory.valid.tolist() == [len(row) for row in rows]
         for b, row in enumerate(rows):
             if row:
-                filled = memory.hidden[:, b, mem_len - len(row) :]
-                np.testing.assert_array_equal(filled, np.stack(row, axis=1))
+                np.testing.assert_array_equal(memory.hidden[:, b, mem_len - len(row) :], np.stack(row, axis=1))
 
 
 @pytest.mark.parametrize("segment_len", [2, 4, 7])

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, drawn_run, runs, tiny_model, tiny_run
-from txl_jax.config import CorpusName, DataConfig
-from txl_jax.data.corpus import read_corpus
+from support import ROOT, drawn_run, runs, tiny_model
 from txl_jax.runs.score import score
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime.log import read_metrics
@@ -66,14 +64,10 @@ def test_importing_the_library_changes_no_setting_of_jax_and_starts_no_device():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A workdir with drawn parameters, its config and its text."""
+    """(workdir, components, corpus)."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "text").write_bytes(TEXT)
-    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / "text"))
-    config = dataclasses.replace(tiny_run.CONFIG, data=data)
-    corpus = read_corpus(config.data, data_dir="", cache_dir=str(folder / "cache"))
-    workdir, components = drawn_run.make(folder / "run", config, corpus)
-    return workdir, components, corpus
+    config, corpus = drawn_run.on_text(folder, TEXT)
+    return *drawn_run.make(folder / "run", config, corpus), corpus
 
 
 def test_a_trained_model_scores_each_text_from_an_empty_memory(run):
@@ -84,8 +78,7 @@ def test_a_trained_model_scores_each_text_from_an_empty_memory(run):
     assert [totals.tokens for totals in found] == [39, 6, 0, 0]
     _, params = load_parameters(components, workdir, log=print)
     tokens = corpus.vocabulary.encode(TEXT[:40])
-    expected = score(components, params, tokens, name="text", log=print)
-    assert found[0].nats == pytest.approx(expected.nats, rel=1e-6)
+    assert found[0].nats == pytest.approx(score(components, params, tokens, name="text", log=print).nats, rel=1e-6)
     assert model.score([TEXT[:40]])[0] == found[0]
     memory, nats = model.init_memory(1), 0.0
     for start in range(0, 39, 5):  # Segments of the evaluation's length.

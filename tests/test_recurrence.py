@@ -17,16 +17,11 @@ S, B, L, M, N, D = 6, 3, 2, 5, 4, 7
 
 def segments(resets: list[tuple[int, int]]) -> Segments:
     """Random tokens; `resets` are the (segment, row) whose bit is set."""
-    rng = np.random.default_rng(0)
+    inputs, targets = np.random.default_rng(0).integers(1, 11, (2, S, B, L), dtype=np.int32)
     reset = np.zeros((S, B), bool)
     for place in resets:
         reset[place] = True
-    return Segments(
-        inputs=rng.integers(1, 11, (S, B, L), dtype=np.int32),
-        targets=rng.integers(1, 11, (S, B, L), dtype=np.int32),
-        weights=np.ones((S, B, L), np.float32),
-        reset=reset,
-    )
+    return Segments(inputs, targets, np.ones((S, B, L), np.float32), reset)
 
 
 def empty_memory(start: MemoryStart) -> memory_lib.Memory:

@@ -123,12 +123,10 @@ def test_an_endless_stream_is_read_in_order_and_few_documents_ahead():
 def test_continuations_are_scored_by_their_logprobs_and_greedily(x64):
     model = tiny_model.make(model__dtype=DType.FLOAT64, model__cutoffs=(3, 7), model__div_val=2)
     contexts = tiny_model.documents([9, 1, 22, 4])
-    greedy = [model.generate([ids], txl_jax.GenerateConfig(temperature=0, length=6))[0] for ids in contexts]
-    greedy = [model.encode(text) for text in greedy]
-    others = [np.concatenate([ids[:-1], [(ids[-1] + 1) % tiny.V]]) for ids in greedy]
-    pairs = [
-        pair for ids, *two in zip(contexts, greedy, others, strict=True) for pair in zip([ids] * 2, two, strict=True)
-    ]
+    pairs = []
+    for ids in contexts:
+        greedy = model.encode(model.generate([ids], txl_jax.GenerateConfig(temperature=0, length=6))[0])
+        pairs += [(ids, greedy), (ids, np.append(greedy[:-1], (greedy[-1] + 1) % tiny.V))]
     found = model.score_continuations(pairs, batch_size=3)
     assert [each.is_greedy for each in found] == [True, False] * 4 and {each.tokens for each in found} == {6}
     for (context, continuation), each in zip(pairs, found, strict=True):
@@ -257,8 +255,7 @@ def test_texts_come_piece_by_piece():
     pieces, found = [], list(model.generate_stream(prompts, settings(length=40)))
     whole = model.generate(prompts, settings(length=40), stream=lambda *piece: pieces.append(piece))
     assert found == pieces and len(pieces) > 6
-    joined = ["".join(text for number, text in pieces if number == prompt) for prompt in range(3)]
-    assert joined == whole
+    assert ["".join(text for number, text in pieces if number == prompt) for prompt in range(3)] == whole
 
 
 def test_generation_ends_with_the_last_text_that_goes_on():

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 import subprocess
@@ -44,37 +43,22 @@ UPDATES, STEPS = 3, 4  # Those of runs that are stopped before they compile an e
 # Another mask, another initial weight or a lost cast changes these losses by 1e-3 and more.
 FLOAT32, FLOAT64, BFLOAT16, INITIAL = 1e-4, 1e-9, 1e-3, 1e-6
 
+
+def _of(group: str, **values: Any) -> dict[str, Any]:
+    return {f"{group}.{name}": value for name, value in values.items()}
+
+
 BASE: dict[str, Any] = {
-    "model.n_layer": 2,
-    "model.d_model": 12,
-    "model.n_head": 3,
-    "model.d_head": 5,
-    "model.d_inner": 14,
-    "model.init_std": 0.3,  # Large, so that each path leaves a mark on the loss.
-    "model.projection_init_std": 0.3,
-    "model.dropout.rate": 0.2,
-    "model.dropout.attention": 0.15,
-    "model.dropout.input": 0.1,
-    "model.dropout.output": 0.25,
-    "model.dropout.qkv": 0.1,
-    "model.dropout.embedding": 0.1,
+    **_of("model", n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14),
+    **_of("model", init_std=0.3, projection_init_std=0.3),  # Large, so that each path leaves a mark on the loss.
+    **_of("model.dropout", rate=0.2, attention=0.15, input=0.1, output=0.25, qkv=0.1, embedding=0.1),
     "data.corpus": "text",
     "data.tokenizer.kind": "char",
-    "optimizer.learning_rate": 0.02,
-    "optimizer.warmup_steps": 1,  # The first update has a rate of 0 and leaves the initial parameters.
-    "train.steps": STEPS,
-    "train.batch_size": 6,
-    "train.segment_len": 7,
-    "train.mem_len": 9,
-    "train.log_every": 1,
-    "train.eval_every": STEPS,
-    "train.checkpoint_every": STEPS,
-    "eval.batch_size": 2,
-    "eval.segment_len": 8,
-    "eval.mem_len": 10,
-    "eval.clamp_len": None,
-    "eval.same_length": False,
-    "eval.segments_per_call": 1,
+    # The first update has a rate of 0 and leaves the initial parameters.
+    **_of("optimizer", learning_rate=0.02, warmup_steps=1),
+    **_of("train", steps=STEPS, batch_size=6, segment_len=7, mem_len=9),
+    **_of("train", log_every=1, eval_every=STEPS, checkpoint_every=STEPS),
+    **_of("eval", batch_size=2, segment_len=8, mem_len=10, clamp_len=None, same_length=False, segments_per_call=1),
 }
 NO_FLAGS = ("model.projection_init_std", "eval.segments_per_call")
 WORDS = {"data.tokenizer.kind": "word"}
@@ -85,12 +69,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "pre_norm": {"model.layer_norm": "pre", "model.untie_r": True},
     "shaw": {"model.encoding": "shaw", "data.reset_at": "\n"},
     # A dropout with a rate of 0 is counted too: without it those behind it would draw other masks.
-    "vaswani": {
-        "model.encoding": "vaswani",
-        "model.tie_weight": False,
-        "model.d_embed": 8,
-        "model.dropout.attention": 0.0,
-    },
+    "vaswani": {"model.dropout.attention": 0.0, **_of("model", encoding="vaswani", tie_weight=False, d_embed=8)},
     "al_rfou": {"model.encoding": "al_rfou", "train.mem_len": 0, "train.loss": "half", "eval.mem_len": 0},
     "lstm": {"model.network": "lstm", "model.dropout.attention": 0.0, "model.dropout.qkv": 0.0},
     "qrnn": {"model.network": "qrnn", "model.dropout.attention": 0.0, "model.dropout.qkv": 0.0},
@@ -99,14 +78,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "accumulated": {"train.grad_accum_steps": 3, "data.roll": "stream", "model.tie_positions": True},
     "averaged": {
         **ADAPTIVE,
-        "optimizer.name": "adamw",
-        "optimizer.weight_decay": 0.1,
-        "average.start_step": 1,
-        "average.ema_decay": 0.7,
-        "regularization.activation_l2": 0.5,
-        "regularization.temporal_l2": 0.5,
-        "train.clamp_len": 6,
-        "train.same_length": True,
+        **_of("optimizer", name="adamw", weight_decay=0.1),
+        **_of("average", start_step=1, ema_decay=0.7),
+        **_of("regularization", activation_l2=0.5, temporal_l2=0.5),
+        **_of("train", clamp_len=6, same_length=True),
         "data.roll": "rows",
     },
     "bfloat16": {**ADAPTIVE, "model.dtype": "bfloat16"},
@@ -143,17 +118,6 @@ def _with(tree: Any, names: list[str], value: Any) -> Any:
     before = getattr(tree, name)
     after = _with(before, rest, value) if rest else type(before)(value) if isinstance(before, str) else value
     return dataclasses.replace(tree, **{name: after})
-
-
-@contextlib.contextmanager
-def float64() -> Iterator[None]:
-    """Enables float64."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
 
 
 def summary(tree: Any) -> dict[str, Any]:
@@ -207,9 +171,13 @@ def _train(folder: Path, changes: dict[str, Any], look: Callable[[Any], None], *
 
 
 def run_float64(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    """Trains in float64."""
-    with float64():
+    """Trains in float64, and leaves JAX as it was."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
         return run(folder, {**changes, "model.dtype": "float64"})
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def in_process(name: str, folder: Path, devices: int = 1) -> dict[str, Any]:
@@ -231,10 +199,13 @@ def _as_flag(value: Any) -> str:
 
 
 def _output(command: list[str], **environment: str) -> str:
-    inherited = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=_environment() | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def ensemble(folder: Path) -> dict[str, Any]:
@@ -245,15 +216,8 @@ def ensemble(folder: Path) -> dict[str, Any]:
     return {"curves": curves(folder / "run")}
 
 
-EIGHT = {
-    "mesh.data": 2,
-    "mesh.fsdp": 2,
-    "mesh.tensor": 2,
-    "model.n_head": 4,
-    "train.batch_size": 8,
-    "train.grad_accum_steps": 2,
-    "eval.batch_size": 4,
-}
+EIGHT = _of("mesh", data=2, fsdp=2, tensor=2) | {"model.n_head": 4, "eval.batch_size": 4}
+EIGHT |= _of("train", batch_size=8, grad_accum_steps=2)
 # Of models that write: logits as far apart as those of a trained one, and as different after different prompts.
 WRITER = {"model.init_std": 0.8, "optimizer.learning_rate": 1e-6}
 LIMITS = {
@@ -271,21 +235,16 @@ def drawn(folder: Path, changes: dict[str, Any], kinds: tuple[str, ...] = tuple(
     found = _texts(model, kinds) | {"curves": curves(folder / "run")}
     if "--write" in sys.argv:
         noise = np.random.default_rng(0)
-        params = [leaf * (1 + 1e-5 * noise.normal(size=leaf.shape)).astype(leaf.dtype) for leaf in _leaves(model)]
-        near = dataclasses.replace(model, params=jax.tree.unflatten(jax.tree.structure(model.params), params))
-        assert found.items() >= _texts(near, kinds).items(), (
-            "a near-tie, which rounding may decide; take another prompt or seed"
-        )
+        move = lambda leaf: leaf * (1 + 1e-5 * noise.normal(size=leaf.shape)).astype(leaf.dtype)  # noqa: E731
+        near = dataclasses.replace(model, params=jax.tree.map(move, jax.device_get(model.params)))
+        same = found.items() >= _texts(near, kinds).items()
+        assert same, "a near-tie, which rounding may decide; take another prompt or seed"
     return found
 
 
 def _texts(model: txl_jax.LanguageModel, kinds: tuple[str, ...]) -> dict[str, list[str]]:
     settings = {name: txl_jax.GenerateConfig(length=24, seed=3, **LIMITS[name]) for name in kinds}
     return {name: model.generate(PROMPTS, each, seeds=(3, 4, 5)) for name, each in settings.items()}
-
-
-def _leaves(model: txl_jax.LanguageModel) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(model.params)]
 
 
 def _trained(folder: Path, changes: dict[str, Any]) -> txl_jax.LanguageModel:
@@ -306,8 +265,7 @@ def served(folder: Path) -> dict[str, Any]:
     """Returns what the server answers to requests that share its rows."""
     _trained(folder, {})
     command = [sys.executable, "-u", "-m", "experiments.serve", f"--model={folder / 'run'}", "--port=0", "--rows=4"]
-    environment = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(ROOT)}
-    server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         address = next(line.split()[1] for line in server.stdout if line.startswith("listening"))
@@ -357,9 +315,8 @@ def masks(folder: Path) -> dict[str, Any]:
     dropout = (0.4, jnp.uint32(11))
     values = jnp.broadcast_to(jnp.eye(9), key.shape)  # The weighted sum of these is the row of probabilities.
     for path in ("reference", "tiled"):
-        probabilities = txl_jax.attention(
-            query, key, values, visibility=visibility, dropout=dropout, implementation=path
-        )
+        given = {"visibility": visibility, "dropout": dropout, "implementation": path}
+        probabilities = txl_jax.attention(query, key, values, **given)
         found[path] = np.flatnonzero(np.asarray(probabilities) == 0).tolist()
     return found
 
@@ -423,9 +380,7 @@ def differences(found: Any, expected: Any, relative: float, path: str = "") -> I
             yield from differences(found[key], expected[key], bound, f"{path} {key}".strip())
     elif isinstance(expected, list) and expected and isinstance(expected[0], float):
         bound = relative * max(map(abs, expected))
-        if len(found) != len(expected) or not all(
-            math.isclose(a, b, rel_tol=0, abs_tol=bound) for a, b in zip(found, expected, strict=True)
-        ):
+        if len(found) != len(expected) or not all(abs(a - b) <= bound for a, b in zip(found, expected, strict=True)):
             yield f"{path}: {found} instead of {expected}"
     elif found != expected:
         yield f"{path}: {found} instead of {expected}"

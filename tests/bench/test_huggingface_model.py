@@ -9,12 +9,10 @@ import pytest
 
 from support import tiny
 from txl_jax.bench.huggingface_model import HuggingFaceModel
-from txl_jax.config import EvalConfig, ExperimentConfig, OptimizerConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import EvalConfig, OptimizerConfig
 from txl_jax.errors import UserError
 
 L, M, T = 4, 7, 14  # Of 14 scored tokens, the last segment holds two.
-HF_COMPAT = config_tree.apply_preset(ExperimentConfig(), "hf").compat
 EVAL_CONFIG = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=6, same_length=True)
 CLUSTERS = {"cutoffs": (4, 9), "div_val": 2, "tie_projs": (False, True, True)}
 HUGGINGFACE = pytest.mark.nightly(part="huggingface")
@@ -27,7 +25,7 @@ def make(changes=CLUSTERS, eval_config=EVAL_CONFIG, learning_rate=0.01):
     import torch
 
     torch.set_num_threads(1)  # For matrices this small, more only wait: eight times as long on a busy machine.
-    model = tiny.make(compat=HF_COMPAT, **changes)
+    model = tiny.make(compat=tiny.compat_config("hf"), **changes)
     params = jax.tree.map(np.asarray, tiny.variables(model)["params"])
     optimizer = OptimizerConfig(learning_rate=learning_rate)
     peer = HuggingFaceModel(model.config, eval_config, params, vocab_size=tiny.V, optimizer=optimizer)
@@ -65,9 +63,8 @@ def test_generation_draws_what_the_library_draws(top_k):
 
     found = [peer.generate_token(top_k) for _ in range(3 * M)]
     torch.manual_seed(0)
-    expected = peer._model.generate(
-        torch.zeros((1, 1), dtype=torch.int64), do_sample=True, top_k=top_k or 0, max_new_tokens=3 * M
-    )
+    first, options = torch.zeros((1, 1), dtype=torch.int64), {"do_sample": True, "top_k": top_k or 0}
+    expected = peer._model.generate(first, max_new_tokens=3 * M, **options)
     assert found == expected[0, 1:].tolist()
     assert len(set(found)) > 2
 

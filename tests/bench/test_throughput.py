@@ -16,7 +16,7 @@ from txl_jax.runs.build import build
 
 CONFIG = ExperimentConfig(
     model=tiny.CONFIG,
-    train=TrainConfig(batch_size=2, segment_len=4, mem_len=6, segments_per_call=2, steps=2, log_every=2),
+    train=TrainConfig(batch_size=2, segment_len=4, mem_len=6, segments_per_call=2, **dict.fromkeys(tiny_run.COUNTS, 2)),
     eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7, clamp_len=5, segments_per_call=2),
     generate=GenerateConfig(samples=3, top_k=5),
 )
@@ -24,9 +24,7 @@ CONFIG = ExperimentConfig(
 
 @pytest.fixture(scope="module")
 def components():
-    intervals = {"eval_every": 2, "checkpoint_every": 2}
-    config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, **intervals))
-    return build(config, vocab_size=tiny.V)
+    return build(CONFIG, vocab_size=tiny.V)
 
 
 def test_calls_are_interleaved_after_warm_up():
@@ -59,12 +57,8 @@ def test_the_speedup_is_the_ratio_of_throughputs_call_by_call():
     ],
 )
 def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_len):
-    make = getattr(throughput, name)
-    task = (
-        make(components)
-        if name in ("data_loading", "training")
-        else make(components, tiny_run.params(components.model))
-    )
+    params = () if name in ("data_loading", "training") else (tiny_run.params(components.model),)
+    task = getattr(throughput, name)(components, *params)
     task.call()
     task.call()
     assert (task.tokens, task.shape, task.mem_len) == (tokens, shape, mem_len)
@@ -107,7 +101,7 @@ def test_the_peer_has_our_losses_and_tasks(components):
 
 
 def test_settings_that_the_peer_does_not_have_are_refused():
-    config = dataclasses.replace(CONFIG, generate=dataclasses.replace(GenerateConfig(), samples=3))
+    config = dataclasses.replace(CONFIG, generate=GenerateConfig(samples=3))
     with pytest.raises(UserError, match=r"generate\.samples\D*\b3\b"):
         compare_huggingface.check_generation_settings(config)
 
@@ -116,8 +110,6 @@ def test_weights_for_single_tokens_are_those_of_segments(components):
     """Arrays that both layouts share are held once."""
     generator = Generator(components.model, components.config.eval, components.config.generate)
     segment, token = generator.prepare_params(jax.device_put(tiny_run.params(components.model)))
-    pointers = [
-        {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((weights.embed_and_norm, weights.clusters))}
-        for weights in (segment, token)
-    ]
-    assert pointers[0] == pointers[1]
+    shared = [jax.tree.leaves((weights.embed_and_norm, weights.clusters)) for weights in (segment, token)]
+    of_segment, of_token = ({leaf.unsafe_buffer_pointer() for leaf in leaves} for leaves in shared)
+    assert of_segment == of_token

@@ -6,17 +6,9 @@ import enum
 import pytest
 from absl import flags
 
+from support.own_text import data_config
 from txl_jax.cli import flags as flag_tree
-from txl_jax.config import (
-    COMPAT_PRESETS,
-    DataConfig,
-    ExperimentConfig,
-    LineMark,
-    NormPlace,
-    Order,
-    Tokenizer,
-    TokenizerConfig,
-)
+from txl_jax.config import COMPAT_PRESETS, ExperimentConfig, LineMark, NormPlace, Order, Tokenizer
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import setting
 from txl_jax.errors import UserError
@@ -58,18 +50,14 @@ def test_what_was_not_given_stays_as_the_base_has_it():
 
 
 def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
-    words = DataConfig(
-        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3), order=Order.SENTENCES
-    )
+    words = data_config(kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3, order=Order.SENTENCES)
     base = ExperimentConfig(data=words)
-    assert parsed(base=base).data == words
-    assert parsed("--data.tokenizer.kind=byte", base=base).data == DataConfig()
-    assert parsed("--data.tokenizer.kind=char", "--data.tokenizer.min_count=2", base=base).data == DataConfig(
-        tokenizer=TokenizerConfig(kind=Tokenizer.CHAR, min_count=2)
-    )
-    assert parsed("--data.tokenizer.vocab_file=words", base=base).data == dataclasses.replace(
-        words, tokenizer=dataclasses.replace(words.tokenizer, vocab_file="words", min_count=1)
-    )
+    assert parsed(base=base) == base
+    assert parsed("--data.tokenizer.kind=byte", base=base).data == data_config()
+    characters = parsed("--data.tokenizer.kind=char", "--data.tokenizer.min_count=2", base=base).data
+    assert characters == data_config(kind=Tokenizer.CHAR, min_count=2)
+    from_file = config_tree.replace(base, {"data.tokenizer.vocab_file": "words", "data.tokenizer.min_count": 1})
+    assert parsed("--data.tokenizer.vocab_file=words", base=base) == from_file
 
 
 @pytest.mark.parametrize("preset", COMPAT_PRESETS)
@@ -91,9 +79,7 @@ def test_none_is_a_value_of_settings_that_may_be_none():
         parsed("--model.n_layer=none")
 
 
-class Size(enum.StrEnum):
-    SMALL = "small"
-    LARGE = "large"
+Size = enum.StrEnum("Size", ["SMALL", "LARGE"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +153,8 @@ def test_a_flagfile_inside_a_flagfile_and_errors_with_file_and_line(tmp_path):
     config = parsed(f"--flagfile={path}")
     assert (config.model.n_layer, config.train.batch_size, config.train.same_length) == (12, 5, False)
     mistakes = ("--model.n_layers=3", r"mine\.flags, line 2: .*n_layers"), ("--model.n_layer=x", r"line 2: .*n_layer=x")
-    for line, pattern in (
-        *mistakes,
-        ("--flagfile=none", "line 2: .*'none'"),
-        (f"--flagfile={path}", "line 2: .*itself"),
-    ):
+    files = ("--flagfile=none", "line 2: .*'none'"), (f"--flagfile={path}", "line 2: .*itself")
+    for line, pattern in (*mistakes, *files):
         path.write_text(f"--seed=1\n{line}\n")
         with pytest.raises(UserError, match=pattern):
             parsed(f"--flagfile={path}")

@@ -20,12 +20,11 @@ ONE_A_NODE = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "
 BY_HAND = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_tpu(monkeypatch):
     monkeypatch.setattr(hosts, "_has_tpu", lambda: False)
 
 
-@pytest.mark.usefixtures("no_tpu")
 @pytest.mark.parametrize(
     "environment",
     [{}, SALLOC_SHELL, SBATCH_SCRIPT, INTERACTIVE_STEP, BY_HAND | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}],
@@ -34,7 +33,6 @@ def test_a_process_by_itself_waits_for_nobody(environment):
     assert hosts.announced(environment, {}) is None
 
 
-@pytest.mark.usefixtures("no_tpu")
 def test_flags_come_before_the_environment_and_both_before_slurm():
     found = hosts.announced(SRUN | BY_HAND, {"process_id": 0})
     assert found.num_processes == 2
@@ -42,7 +40,6 @@ def test_flags_come_before_the_environment_and_both_before_slurm():
     assert found.arguments == given | {"cluster_detection_method": "deactivate"}
 
 
-@pytest.mark.usefixtures("no_tpu")
 @pytest.mark.parametrize(
     ("environment", "count", "all_devices"),
     [
@@ -58,7 +55,6 @@ def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environmen
     assert ("local_device_ids" in found.arguments) == all_devices
 
 
-@pytest.mark.usefixtures("no_tpu")
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -12,18 +12,14 @@ import time
 import numpy as np
 import pytest
 
-from support import processes
+from support import processes, programs
 from support.faults import arrays
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
 
 STEPS = 16
-TINY = (
-    "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 --model.dtype=float64 "
-    "--train.batch_size=8 --train.segment_len=16 --train.mem_len=16 --train.segments_per_call=2 "
-    f"--train.steps={STEPS} --train.log_every=2 --train.eval_every=8 --train.checkpoint_every=4 "
-    "--train.keep_checkpoints=4 --eval.batch_size=8 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=none"
-).split()
+TINY = [*programs.TINY, *programs.steps(STEPS, every=2), "--train.eval_every=8", "--train.checkpoint_every=4"]
+TINY += ["--model.dtype=float64", "--train.batch_size=8", "--eval.batch_size=8", "--train.keep_checkpoints=4"]
 TOLERANCE = 1e-10
 
 
@@ -60,19 +56,16 @@ def wait_for_step(workdir, step, started):
     """Returns once the run has reported `step`."""
     until = time.monotonic() + processes.SECONDS
     while not any(record["step"] >= step for record in read_metrics(workdir)):
-        assert time.monotonic() < until and all(process.poll() is None for process in started), processes.finish(
-            started
-        )
+        running = time.monotonic() < until and all(process.poll() is None for process in started)
+        assert running, processes.finish(started)
         time.sleep(0.02)
 
 
 def assert_same_run(workdir, expected):
     """Records, results and the last checkpoint agree."""
     found, wanted = read_metrics(workdir), read_metrics(expected)
-    assert [(record["kind"], record["step"]) for record in found] == [
-        (record["kind"], record["step"]) for record in wanted
-    ]
     for record, other in zip(found, wanted, strict=True):
+        assert (record["kind"], record["step"]) == (other["kind"], other["step"])
         for name in record.keys() - {"kind", *MEASURED}:
             assert record[name] == pytest.approx(other[name], rel=TOLERANCE), (record["kind"], record["step"], name)
     results, others = (json.loads((folder / "results.json").read_text()) for folder in (workdir, expected))

@@ -13,129 +13,72 @@ from txl_jax.config import CorpusName
 from txl_jax.config import tree as config_tree
 from txl_jax.data import published
 
+
+def shows(probe, group, **values):
+    """Settings of a group with the probe in which they must show."""
+    return {f"{group}.{name}": (probe, value) for name, value in values.items()}
+
+
 # Where each setting must show, and its second value.
 SECOND = {
     "seed": ("init", 5),
     "init_from": ("first_weights", "weights"),
     "init_vocabulary": ("first_weights", "kept"),
-    "model.network": ("shapes", "lstm"),
-    "model.n_layer": ("shapes", 3),
-    "model.d_model": ("shapes", 14),
-    "model.n_head": ("shapes", 3),
-    "model.d_head": ("shapes", 6),
-    "model.d_inner": ("shapes", 15),
-    "model.d_embed": ("shapes", 20),
-    "model.dropout.rate": ("forward", 0.2),
-    **dict.fromkeys(
-        [f"model.dropout.{name}" for name in ("attention", "input", "output", "qkv", "embedding", "weight")],
-        ("forward", 0.3),
+    **shows("shapes", "model", network="lstm", n_layer=3, d_model=14, n_head=3, d_head=6, d_inner=15, d_embed=20),
+    **shows(
+        "shapes", "model", residual="gated", encoding="vaswani", num_positions=20, untie_r=True, tie_positions=True
     ),
-    "model.dropout.locked": ("forward", True),
-    "model.layer_norm": ("forward", "post"),
-    "model.residual": ("shapes", "gated"),
-    "model.attention": ("forward", "tiled"),
-    "model.encoding": ("shapes", "vaswani"),
-    "model.num_positions": ("shapes", 20),
-    "model.untie_r": ("shapes", True),
-    "model.tie_positions": ("shapes", True),
-    "model.tie_weight": ("shapes", False),
-    "model.cutoffs": ("shapes", (90, 200)),
-    "model.div_val": ("shapes", 1),
-    "model.tie_projs": ("shapes", (False, False, True)),
-    "model.init_std": ("init", 0.03),
-    "model.projection_init_std": ("init", 0.03),
-    "model.dtype": ("forward", "bfloat16"),
-    "model.remat": ("train_step", "full"),
-    "compat.memory_start": ("train_step", "zeros"),
-    "compat.same_length_window": ("forward", "mem_len_plus_one"),
-    "compat.layer_norm_eps": ("forward", 1e-12),
-    "compat.shaw_terms": ("shapes", "original"),
-    "compat.final_norm": ("shapes", False),
-    "compat.lamb": ("update", "nvidia"),
-    "optimizer.name": ("update", "lion"),
-    "optimizer.mu_dtype": ("update", "bfloat16"),
-    "optimizer.schedule_offset": ("update", "original"),
-    "optimizer.min_lr_ratio": ("update", 0.1),
-    "data.corpus": ("corpus", "python_stdlib"),
-    "data.file": ("corpus", "other.txt"),
-    **{f"data.{split}": ("corpus", ("other.txt",)) for split in ("train", "valid", "test")},
-    "data.tokenizer.kind": ("corpus", "word"),
-    "data.tokenizer.newlines": ("corpus", "drop"),
-    "data.tokenizer.lower_case": ("corpus", True),
-    "data.tokenizer.line_mark": ("corpus", "s"),
-    "data.tokenizer.empty_end": ("corpus", "keep"),
-    "data.tokenizer.min_count": ("corpus", 200),
-    "data.tokenizer.vocab_file": ("corpus", "prompt.txt"),
-    "data.tokenizer.hf_file": ("corpus", "tokenizer.json"),
-    "data.tokenizer.vocab_size": ("corpus", 300),
-    "data.tokenizer.bin_type": ("corpus", "uint32"),
-    "data.reset_at": ("end_token", "\\n"),
-    "model.end_token": ("train_step", 3),
-    "data.heldout": ("corpus", "published"),
-    "data.order": ("epochs", "sentences"),
-    "data.roll": ("epochs", "rows"),
-    "data.epoch_memory": ("epochs", "carried"),
-    "optimizer.learning_rate": ("update", 1e-3),
-    "optimizer.warmup_steps": ("update", 3),
-    "optimizer.adam_b1": ("update", 0.8),
-    "optimizer.adam_b2": ("update", 0.9),
-    "optimizer.adam_eps": ("update", 1e-6),
-    "optimizer.clip_norm": ("update", 1.0),
-    "optimizer.decay_steps": ("update", 6),
-    "optimizer.l2": ("update", 0.1),
-    "optimizer.weight_decay": ("update", 0.1),
-    "optimizer.embedding_lr_multiplier": ("update", 2.0),
-    **{f"mesh.{name}": ("devices", 2) for name in ("data", "dcn_data", "fsdp", "tensor")},
-    "train.steps": ("train_step", 10),
-    "train.batch_size": ("batch", 3),
-    "train.grad_accum_steps": ("train_step", 2),
-    "train.segment_len": ("batch", 8),
-    "train.mem_len": ("train_step", 6),
-    "train.stride": ("epochs", 3),
-    "train.clamp_len": ("train_step", 3),
-    "train.same_length": ("train_step", False),
-    "train.loss": ("train_step", "half"),
-    "regularization.activation_l2": ("train_step", 0.1),
-    "regularization.temporal_l2": ("train_step", 0.1),
-    "regularization.adversarial": ("train_step", 0.01),
-    "train.segments_per_call": ("batch", 4),
-    **{f"train.{name}_every": ("files", 2) for name in ("log", "eval", "checkpoint")},
-    "train.keep_checkpoints": ("files", 1),
-    "train.patience": ("files", 1),
-    "average.start_step": ("train_step", 3),
-    "average.nt_asgd_patience": ("files", 1),
-    "average.lr_scale": ("update", 0.5),
-    "average.ema_decay": ("train_step", 0.9),
-    "eval.batch_size": ("batch", 3),
-    "eval.segment_len": ("batch", 5),
-    "eval.mem_len": ("eval_step", 8),
-    "eval.stride": ("files", 2),
-    "eval.clamp_len": ("eval_step", 5),
-    "eval.same_length": ("eval_step", False),
-    "eval.segments_per_call": ("batch", 3),
-    "eval.cache_dtype": ("eval_step", "bfloat16"),
-    "eval.weight_dtype": ("eval_step", "int8"),
-    "eval.average_checkpoints": ("scored", 2),
-    "eval.temperature": ("eval_step", 1.1),
-    "eval.warmup_tokens": ("files", 4),
-    "eval.valid_tokens": ("files", 20),
-    "generate.prompt": ("prompt", "one"),
-    "generate.prompt_file": ("prompt", "prompt.txt"),
-    "generate.length": ("text", 5),
-    "generate.stop": ("text", "Q"),  # The second token of the text.
-    "generate.samples": ("text", 3),
-    "generate.temperature": ("text", 0.1),
-    "generate.top_k": ("text", 2),
-    "generate.top_p": ("text", 0.05),
-    "generate.seed": ("text", 3),
+    **shows("shapes", "model", tie_weight=False, cutoffs=(90, 200), div_val=1, tie_projs=(False, False, True)),
+    **shows("forward", "model", layer_norm="post", attention="tiled", dtype="bfloat16"),
+    **shows("forward", "model.dropout", rate=0.2, attention=0.3, input=0.3, output=0.3, qkv=0.3, embedding=0.3),
+    **shows("forward", "model.dropout", weight=0.3, locked=True),
+    **shows("init", "model", init_std=0.03, projection_init_std=0.03),
+    **shows("train_step", "model", remat="full", end_token=3),
+    **shows("train_step", "compat", memory_start="zeros"),
+    **shows("forward", "compat", same_length_window="mem_len_plus_one", layer_norm_eps=1e-12),
+    **shows("shapes", "compat", shaw_terms="original", final_norm=False),
+    **shows("update", "compat", lamb="nvidia"),
+    **shows("corpus", "data", corpus="python_stdlib", file="other.txt", heldout="published"),
+    **shows("corpus", "data", train=("other.txt",), valid=("other.txt",), test=("other.txt",)),
+    **shows("corpus", "data.tokenizer", kind="word", newlines="drop", lower_case=True, line_mark="s", empty_end="keep"),
+    **shows("corpus", "data.tokenizer", min_count=200, vocab_file="prompt.txt", hf_file="tokenizer.json"),
+    **shows("corpus", "data.tokenizer", vocab_size=300, bin_type="uint32"),
+    **shows("end_token", "data", reset_at="\\n"),
+    **shows("epochs", "data", order="sentences", roll="rows", epoch_memory="carried"),
+    **shows("update", "optimizer", name="lion", mu_dtype="bfloat16", schedule_offset="original", min_lr_ratio=0.1),
+    **shows("update", "optimizer", learning_rate=1e-3, warmup_steps=3, adam_b1=0.8, adam_b2=0.9, adam_eps=1e-6),
+    **shows("update", "optimizer", clip_norm=1.0, decay_steps=6, l2=0.1, weight_decay=0.1, embedding_lr_multiplier=2.0),
+    **shows("devices", "mesh", data=2, dcn_data=2, fsdp=2, tensor=2),
+    **shows(
+        "train_step", "train", steps=10, grad_accum_steps=2, mem_len=6, clamp_len=3, same_length=False, loss="half"
+    ),
+    **shows("batch", "train", batch_size=3, segment_len=8, segments_per_call=4),
+    **shows("epochs", "train", stride=3),
+    **shows("files", "train", log_every=2, eval_every=2, checkpoint_every=2, keep_checkpoints=1, patience=1),
+    **shows("train_step", "regularization", activation_l2=0.1, temporal_l2=0.1, adversarial=0.01),
+    **shows("train_step", "average", start_step=3, ema_decay=0.9),
+    **shows("files", "average", nt_asgd_patience=1),
+    **shows("update", "average", lr_scale=0.5),
+    **shows("batch", "eval", batch_size=3, segment_len=5, segments_per_call=3),
+    **shows(
+        "eval_step", "eval", mem_len=8, clamp_len=5, same_length=False, cache_dtype="bfloat16", weight_dtype="int8"
+    ),
+    **shows("eval_step", "eval", temperature=1.1),
+    **shows("files", "eval", stride=2, warmup_tokens=4, valid_tokens=20),
+    **shows("scored", "eval", average_checkpoints=2),
+    **shows("prompt", "generate", prompt="one", prompt_file="prompt.txt"),
+    # "Q" is the second token of the text.
+    **shows("text", "generate", length=5, stop="Q", samples=3, temperature=0.1, top_k=2, top_p=0.05, seed=3),
 }
 
-# Settings that go with the second value, so that it is legal.
 # A rate at which the loss of a tiny run rises.
 RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}
 FULL_SOFTMAX = {"model.cutoffs": (), "model.div_val": 1, "model.tie_projs": (), "model.d_embed": None}
+WORDS, IDS = {"data.tokenizer.kind": "word"}, {"data.tokenizer.kind": "id", "data.file": "ids.bin"}
+SPLITS = dict.fromkeys(("data.train", "data.valid", "data.test"), ("words.txt",))
+# Settings that go with the second value, so that it is legal.
 BESIDE = {
-    "init_vocabulary": FULL_SOFTMAX | {"data.tokenizer.kind": "word", "init_from": "weights"},
+    "init_vocabulary": FULL_SOFTMAX | WORDS | {"init_from": "weights"},
     "train.patience": RISING,
     "average.nt_asgd_patience": RISING | {"average.nt_asgd_patience": 10**6},
     **{f"average.{name}": {"average.start_step": 0} for name in ("lr_scale", "ema_decay")},
@@ -146,37 +89,18 @@ BESIDE = {
     "model.num_positions": {"model.encoding": "al_rfou"},
     "compat.shaw_terms": {"model.encoding": "shaw", "model.num_positions": 12},
     "data.corpus": {"data.file": None},
-    **{
-        name: {"data.tokenizer.kind": "word"}
-        for name in ("data.tokenizer.line_mark", "data.tokenizer.min_count", "data.tokenizer.vocab_file")
-    },
+    **{f"data.tokenizer.{name}": WORDS for name in ("line_mark", "min_count", "vocab_file")},
     "data.tokenizer.lower_case": {"data.tokenizer.kind": "char"},
-    "data.tokenizer.empty_end": {"data.tokenizer.kind": "word", "data.file": "empty-end.txt"},
+    "data.tokenizer.empty_end": WORDS | {"data.file": "empty-end.txt"},
     "data.tokenizer.hf_file": {"data.tokenizer.kind": "subword"},
-    **{
-        f"data.tokenizer.{name}": {"data.tokenizer.kind": "id", "data.file": "ids.bin"}
-        for name in ("vocab_size", "bin_type")
-    },
-    "data.heldout": {"data.file": None, "data.corpus": "lm1b", "data.tokenizer.kind": "word"},
-    "data.order": {"data.tokenizer.kind": "word"},
+    **{f"data.tokenizer.{name}": IDS for name in ("vocab_size", "bin_type")},
+    "data.heldout": WORDS | {"data.file": None, "data.corpus": "lm1b"},
+    "data.order": WORDS,
     "eval.warmup_tokens": {"eval.valid_tokens": 20},
-    **{
-        f"data.{split}": {
-            "data.file": None,
-            **{f"data.{other}": ("words.txt",) for other in ("train", "valid", "test")},
-        }
-        for split in ("train", "valid", "test")
-    },
+    **dict.fromkeys(SPLITS, SPLITS | {"data.file": None}),
 }
-
-
 # First values, where that of `BASE` is not legal beside the others.
-FIRST = {
-    "model.num_positions": 12,
-    "average.nt_asgd_patience": 10**6,
-    "data.tokenizer.hf_file": "other.json",
-    **{f"data.{split}": ("words.txt",) for split in ("train", "valid", "test")},
-}
+FIRST = {"model.num_positions": 12, "average.nt_asgd_patience": 10**6, "data.tokenizer.hf_file": "other.json", **SPLITS}
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, setting
 from txl_jax.errors import UserError
 
-
-class Kind(enum.StrEnum):
-    A = "a"
-    B = "b"
-    C = "c"
+Kind = enum.StrEnum("Kind", ["A", "B", "C"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +49,8 @@ def test_fields_in_their_range_pass(values):
 
 def test_a_group_has_the_defaults_of_its_class_and_a_default_its_type_and_range():
     leaves = {leaf.name: leaf for leaf in config_tree.leaves()}
-    assert config_tree.to_dict(ExperimentConfig()) == {
-        name: [] if leaf.is_list else leaf.default for name, leaf in leaves.items()
-    }
+    defaults = {name: [] if leaf.is_list else leaf.default for name, leaf in leaves.items()}
+    assert config_tree.to_dict(ExperimentConfig()) == defaults
     for name, leaf in leaves.items():
         if leaf.is_list:
             assert leaf.default == (), name
@@ -71,25 +66,18 @@ def test_a_group_has_the_defaults_of_its_class_and_a_default_its_type_and_range(
 
 def test_files_are_marked_as_paths():
     paths = {leaf.name for leaf in config_tree.leaves() if leaf.setting.path}
-    assert paths == {
-        *(f"data.{name}" for name in ("file", "train", "valid", "test")),
-        *(f"data.tokenizer.{name}" for name in ("vocab_file", "hf_file")),
-        "generate.prompt_file",
-        "init_from",
-    }
+    texts = {f"data.{name}" for name in ("file", "train", "valid", "test", "tokenizer.vocab_file", "tokenizer.hf_file")}
+    assert paths == texts | {"generate.prompt_file", "init_from"}
     # Other weights are another run, wherever they are; a text is compared by its digest.
-    assert paths - {"generate.prompt_file", "init_from"} <= {
-        leaf.name for leaf in config_tree.leaves() if leaf.setting.free_on_resume
-    }
+    assert texts <= {leaf.name for leaf in config_tree.leaves() if leaf.setting.free_on_resume}
 
 
 def test_a_resumed_run_may_change_what_leaves_the_trajectory_alone():
     free = {leaf.name for leaf in config_tree.leaves() if leaf.setting.free_on_resume}
     for group in ("mesh", "eval", "generate"):
         assert {name for name in config_tree.to_dict(ExperimentConfig()) if name.startswith(f"{group}.")} <= free
-    assert {name for name in free if name.startswith("train.")} == {
-        f"train.{name}" for name in ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "patience")
-    }
+    names = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "patience")
+    assert {name for name in free if name.startswith("train.")} == {f"train.{name}" for name in names}
     assert {name for name in free if name.startswith("model.")} == {"model.attention", "model.end_token"}
     for group in ("compat", "optimizer", "regularization", "average"):
         assert not any(name.startswith(f"{group}.") for name in free)

@@ -7,15 +7,7 @@ import re
 
 import pytest
 
-from txl_jax.config import (
-    COMPAT_PRESETS,
-    CacheDType,
-    Encoding,
-    ExperimentConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from txl_jax.config import COMPAT_PRESETS, CacheDType, Encoding, ExperimentConfig, ModelConfig, OptimizerConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import setting
 from txl_jax.errors import UserError
@@ -92,14 +84,8 @@ def test_a_list_may_be_optional_in_a_plan():
 
 
 def test_values_from_json_have_the_types_of_their_settings():
-    values = {
-        "model.encoding": "shaw",
-        "model.d_embed": None,
-        "model.cutoffs": [5, 9],
-        "model.dropout.rate": 0,
-        "eval.cache_dtype": "bfloat16",
-    }
-    config = config_tree.from_dict(values)
+    values = {"model.encoding": "shaw", "model.d_embed": None, "model.cutoffs": [5, 9], "model.dropout.rate": 0}
+    config = config_tree.from_dict(values | {"eval.cache_dtype": "bfloat16"})
     assert config.model.encoding is Encoding.SHAW and config.eval.cache_dtype is CacheDType.BFLOAT16
     assert config.model.d_embed is None and config.model.cutoffs == (5, 9)
     assert type(config.model.dropout.rate) is float
@@ -142,7 +128,8 @@ def test_a_preset_leaves_nothing_of_the_one_before():
 
 @pytest.mark.parametrize("encoding", [Encoding.SHAW, Encoding.AL_RFOU])
 def test_the_table_of_a_learned_encoding_has_the_keys_of_training(encoding):
-    config = ExperimentConfig(model=ModelConfig(encoding=encoding), train=TrainConfig(segment_len=7, mem_len=5))
+    own = {"model.encoding": encoding, "train.segment_len": 7, "train.mem_len": 5}
+    config = config_tree.replace(ExperimentConfig(), own)
     assert config.resolved().model.num_positions == 12
     assert config.resolved().resolved() == config.resolved()
     for other in ({"model.num_positions": 20}, {"model.encoding": Encoding.RELATIVE}):
@@ -151,7 +138,8 @@ def test_the_table_of_a_learned_encoding_has_the_keys_of_training(encoding):
 
 
 def test_a_table_of_one_distance_is_refused():
-    config = ExperimentConfig(model=ModelConfig(encoding=Encoding.SHAW), train=TrainConfig(segment_len=1, mem_len=0))
+    own = {"model.encoding": Encoding.SHAW, "train.segment_len": 1, "train.mem_len": 0}
+    config = config_tree.replace(ExperimentConfig(), own)
     with pytest.raises(UserError, match=r"model\.num_positions is 1\b.*\bat least 2\b"):
         config.resolved().validate()
 

@@ -16,34 +16,28 @@ from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 
 T, CLAMP = 14, 2
 TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
-# (A, stride, batch): the published protocol; windows that end past the text; windows in batches; a text of one window.
-CASES = [(4, 1, 1), (5, 3, 2), (4, 4, 5), (20, 2, 3)]
+# A, stride, batch: the published protocol; windows that end past the text; windows in batches; a text of one window.
+CASES = [(encoding, *sizes) for encoding in Encoding for sizes in ((4, 1, 1), (5, 3, 2), (4, 4, 5), (20, 2, 3))]
+QUICK = [(Encoding.AL_RFOU, 4, 1, 1), (Encoding.RELATIVE, 5, 3, 2), (Encoding.VASWANI, 20, 2, 3)]
 
 
 @functools.cache
-def model(encoding: Encoding):
-    return tiny.make(dtype=DType.FLOAT64, encoding=encoding)
-
-
-@functools.cache
-def params(encoding: Encoding):
-    return tiny_run.params(model(encoding))
-
-
-@functools.cache
-def step(encoding: Encoding):
-    return make_window_step(model(encoding), clamp_len=CLAMP)
+def make(encoding: Encoding):
+    """(model, parameters, step)."""
+    model = tiny.make(dtype=DType.FLOAT64, encoding=encoding)
+    return model, tiny_run.params(model), make_window_step(model, clamp_len=CLAMP)
 
 
 def totals(encoding=Encoding.VASWANI, attention_len=4, stride=1, batch_size=1, **others):
     sizes = {"attention_len": attention_len, "stride": stride, "batch_size": batch_size}
-    return evaluate_windows(step(encoding), params(encoding), TEXT, **sizes, **others)
+    _, params, step = make(encoding)
+    return evaluate_windows(step, params, TEXT, **sizes, **others)
 
 
 def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
     """Summed nats of TEXT, one token at a time, each from a window of its own."""
-    made, variables, nats = model(encoding), {"params": params(encoding)}, 0.0
-    encode = tiny.encoder(made, clamp_len=CLAMP)
+    model, params, _ = make(encoding)
+    encode, variables, nats = tiny.encoder(model, clamp_len=CLAMP), {"params": params}, 0.0
     for target in range(1, T):
         start = 0
         while start + attention_len < target:  # The window does not reach the token before it.
@@ -54,20 +48,13 @@ def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
         window[: len(seen)] = seen
         if encoding is Encoding.RELATIVE:
             window = seen
-        memory = made.init_memory(batch_size=1, mem_len=0)
-        hidden, _ = encode(variables, jnp.asarray(window[None]), memory)
-        log_p = made.apply(variables, hidden[:, len(seen) - 1 : len(seen)], method=made.log_probabilities)
+        hidden, _ = encode(variables, jnp.asarray(window[None]), model.init_memory(batch_size=1, mem_len=0))
+        log_p = model.apply(variables, hidden[:, len(seen) - 1 : len(seen)], method=model.log_probabilities)
         nats -= float(log_p[0, 0, TEXT[target]])
     return nats
 
 
-@pytest.mark.parametrize(
-    ("encoding", "attention_len", "stride", "batch_size"),
-    full_but(
-        [(Encoding.AL_RFOU, *CASES[0]), (Encoding.RELATIVE, *CASES[1]), (Encoding.VASWANI, *CASES[3])],
-        [(encoding, *case) for encoding in Encoding for case in CASES],
-    ),
-)
+@pytest.mark.parametrize(("encoding", "attention_len", "stride", "batch_size"), full_but(QUICK, CASES))
 def test_totals_match_a_loop_over_tokens(encoding, attention_len, stride, batch_size, x64):
     found = totals(encoding, attention_len, stride, batch_size)
     assert found.tokens == T - 1
@@ -130,14 +117,11 @@ def test_totals_come_along_one_call_late_and_may_stop_it(x64):
         totals(after_call=stop)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sizes", "pattern"),
-    [
-        (TEXT, {"stride": 5}, r"\bstride\D*\b5\b.*\battention_len\D*\b4\b"),
-        (TEXT, {"batch_size": 0}, r"\bbatch_size\D*\b0\b"),
-        (TEXT[:1], {}, r"shape \(1,\)"),
-    ],
-)
-def test_mistakes_are_refused(tokens, sizes, pattern):
-    with pytest.raises(ValueError, match=pattern):
-        next(window_batches(tokens, **{"attention_len": 4, "stride": 1, "batch_size": 1} | sizes))
+def test_mistakes_are_refused():
+    for tokens, stride, batch_size, pattern in (
+        (TEXT, 5, 1, r"\bstride\D*\b5\b.*\battention_len\D*\b4\b"),
+        (TEXT, 1, 0, r"\bbatch_size\D*\b0\b"),
+        (TEXT[:1], 1, 1, r"shape \(1,\)"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            next(window_batches(tokens, attention_len=4, stride=stride, batch_size=batch_size))

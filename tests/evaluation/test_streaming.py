@@ -32,8 +32,7 @@ def params():
 
 @functools.cache
 def eval_step(clamp_len: int | None, same_length: bool):
-    span = EvalConfig(clamp_len=clamp_len, same_length=same_length)
-    return jax.jit(make_eval_step(model(), span), donate_argnums=1)
+    return jax.jit(make_eval_step(model(), EvalConfig(clamp_len=clamp_len, same_length=same_length)), donate_argnums=1)
 
 
 def totals(
@@ -71,8 +70,7 @@ def by_hand(lengths: list[int], *, mem_len: int, clamp_len=None, same_length=Fal
 @pytest.mark.parametrize(("clamp_len", "same_length"), [(None, False), (4, True)])
 def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_length):
     expected = by_hand([5, 5, 5, 5, 4], mem_len=M, clamp_len=clamp_len, same_length=same_length)
-    found = totals(clamp_len=clamp_len, same_length=same_length)
-    assert found.nats == pytest.approx(expected, rel=1e-12)
+    assert totals(clamp_len=clamp_len, same_length=same_length).nats == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("per_call", [2, 8])

@@ -8,12 +8,8 @@ NAMES = [name for programs in PROGRAMS.values() for name in programs]
 
 def test_every_program_is_listed(capsys):
     files = [path for folder in ("experiments", "launch") for path in (ROOT / folder).rglob("*.py")]
-    programs = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in files
-        if path.name != "__main__.py" and '__name__ == "__main__"' in path.read_text()
-    }
-    assert programs == set(NAMES) and len(NAMES) == len(programs)
+    found = [path for path in files if path.name != "__main__.py" and '__name__ == "__main__"' in path.read_text()]
+    assert sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found) == sorted(NAMES)
     main()
     out = capsys.readouterr().out
     assert all(f"  {name} " in out for name in NAMES)

@@ -42,8 +42,7 @@ class Oracle:
 
     def __init__(self, tensors):
         self.tensors = {name: tensor.copy() for name, tensor in tensors.items()}
-        self.first = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
-        self.second = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+        self.first, self.second = ({name: np.zeros_like(tensors[name]) for name in tensors} for _ in range(2))
         self.norms = []
 
     def step(self, grads, rate, *, clip=0.25, beta1=0.9, beta2=0.999, eps=1e-6):
@@ -64,7 +63,7 @@ def test_updates_are_those_of_nvidias_lamb(div_val, x64):
     config = resolved("wt103_base_nvidia", f"--model.div_val={div_val}")
     assert (config.compat.lamb, config.optimizer.adam_eps) == (LambRule.NVIDIA, 1e-6)
     made = build(config, vocab_size=V)
-    model, optimizer = made.model, made.optimizer
+    model = made.model
 
     def loss(params, memory, segment):
         variables = {"params": params}
@@ -74,7 +73,7 @@ def test_updates_are_those_of_nvidias_lamb(div_val, x64):
     @jax.jit
     def train_step(params, state, memory, segment):
         grads, memory = jax.grad(loss, has_aux=True)(params, memory, segment)
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = made.optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, memory, grads
 
     state = made.training.init_state()
@@ -85,9 +84,8 @@ def test_updates_are_those_of_nvidias_lamb(div_val, x64):
         params, opt_state, memory, grads = train_step(params, opt_state, memory, text.segments(count, 1))
         oracle.step(tensors_of(grads, config.model), float(made.schedule(count)))
         for tensor, found in tensors_of(params, config.model).items():
-            np.testing.assert_allclose(
-                found, oracle.tensors[tensor], rtol=1e-9, atol=1e-12, err_msg=f"{count} {tensor}"
-            )
+            message = f"{count} {tensor}"
+            np.testing.assert_allclose(found, oracle.tensors[tensor], rtol=1e-9, atol=1e-12, err_msg=message)
     norms = np.array(oracle.norms)
     assert 0.01 < np.mean(norms > 10) < 0.99 and (norms == 0).any()
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float64"}

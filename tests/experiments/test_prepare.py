@@ -7,16 +7,12 @@ from txl_jax.config import CorpusName
 from txl_jax.data import published
 
 
-def run(*flags):
-    return programs.run("experiments.prepare", *flags)
-
-
 @pytest.mark.parametrize("name", [CorpusName.TEXT8, CorpusName.LM1B])
 def test_a_corpus_is_read_and_encoded(name, tmp_path, monkeypatch):
     monkeypatch.setitem(published.CORPORA, name, miniature.corpus(name))
     (tmp_path / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
-    flags = (f"--corpus={name}", f"--data_dir={tmp_path}", f"--cache_dir={tmp_path / 'made'}")
-    code, printed, errors = run(*flags)
+    command = "experiments.prepare", f"--corpus={name}", f"--data_dir={tmp_path}", f"--cache_dir={tmp_path / 'made'}"
+    code, printed, errors = programs.run(*command)
     assert code == 0, errors
     printed_values = dict(line.split(None, 1) for line in printed.splitlines()[1:])
     for split, text in miniature.texts(name).items():
@@ -26,7 +22,7 @@ def test_a_corpus_is_read_and_encoded(name, tmp_path, monkeypatch):
     assert printed_values["records"].startswith(f"{tmp_path / 'made' / 'tfds' / f'txl_{name}'} (0.")
     assert printed_values["tokens"].startswith(str(tmp_path / "made" / "tokens" / name.value))
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").rglob("*")}
-    code, again, errors = run(*flags)
+    code, again, errors = programs.run(*command)
     assert code == 0, errors
     assert again.splitlines()[:-1] == printed.splitlines()[1:-1], "but for the first line and the time"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "made").rglob("*")} == stamps

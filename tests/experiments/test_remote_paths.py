@@ -9,11 +9,7 @@ from support import programs
     ("program", "words", "named"),
     [
         ("quickstart", ["--workdir=gs://bucket/run"], "gs://bucket/run, and the quick start"),
-        (
-            "lm_eval",
-            ["--model_path=m", "--tasks=t", "--include_path=gs://bucket/tasks"],
-            "--include_path is gs://bucket",
-        ),
+        ("lm_eval", ["--model_path=m", "--tasks=t", "--include_path=gs://bucket"], "--include_path is gs://bucket"),
         ("lm_eval", ["--model_path=m", "--tasks=t", "--output=ftp://host/out.json"], "ftp://host/out.json"),
         ("paper.ablation", ["--out=ftp://host/out"], "ftp://host/out"),
     ],

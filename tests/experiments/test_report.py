@@ -44,9 +44,8 @@ def test_runs_of_several_seeds_are_one_line_over_the_steps_that_all_have(tmp_pat
     runs = read_runs([str(tmp_path)])
     lines = report.learning_curves(swept_settings(runs), runs)
     assert list(lines) == ["learning_rate 0.001, mean of 2 seeds", "0.002+1"]
-    assert lines["learning_rate 0.001, mean of 2 seeds"] == {
-        step: [dict(run.scores("valid"))[step] for run in runs[:2]] for step in (200, 400, 600)
-    }
+    expected = {step: [dict(run.scores("valid"))[step] for run in runs[:2]] for step in (200, 400, 600)}
+    assert lines["learning_rate 0.001, mean of 2 seeds"] == expected
     code, printed, _ = programs.run("experiments.report", tmp_path)
     assert code == 0 and "| 0.001+2 | 2 | 0.001 | ppl" in printed and "| 700 of 1,000 updates |" in printed
     assert "| 0.001+3 | 3 | 0.001 |  |  | 0 |  |  | 0 of 1,000 updates |" in printed
@@ -78,9 +77,8 @@ def test_a_report_in_a_bucket_of_runs_in_a_bucket(bucket, tmp_path):
 @pytest.mark.parametrize(("done", "can_draw", "reason"), [(None, False, "matplotlib"), (0, True, "no scores")])
 def test_without_a_figure_the_tables_are_written(tmp_path, monkeypatch, done, can_draw, reason):
     monkeypatch.setattr(plots, "can_draw", lambda: can_draw)
-    code, printed, _ = programs.run(
-        "experiments.report", recorded_run.make(tmp_path / "a", done=done), f"--out={tmp_path}"
-    )
+    folder = recorded_run.make(tmp_path / "a", done=done)
+    code, printed, _ = programs.run("experiments.report", folder, f"--out={tmp_path}")
     assert code == 0 and f"no figure drawn: {reason}" in printed and not (tmp_path / "report.png").exists()
     assert "png" not in (tmp_path / "report.md").read_text()
 

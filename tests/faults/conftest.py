@@ -15,14 +15,9 @@ def place(tmp_path_factory):
     """Runs on a miniature text, whose programs are compiled once."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "data").mkdir()
-    name = CorpusName.PTB
-    (folder / "data" / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
-    environment = {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        "PYTHONFAULTHANDLER": "1",
-        **cache_in(folder / "compiled"),
-    }
-    return Place(folder, environment)
+    (folder / "data" / miniature.OFFICIAL[CorpusName.PTB]).write_bytes(miniature.official(CorpusName.PTB))
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTHONFAULTHANDLER": "1"}
+    return Place(folder, environment | cache_in(folder / "compiled"))
 
 
 @pytest.fixture(scope="session")

@@ -10,18 +10,14 @@ import time
 import numpy as np
 import pytest
 
-from support import BUCKET, processes
+from support import BUCKET, processes, programs
 from support.faults import NIGHTLY, PATIENCE, assert_equal_runs, cache_in
 from support.remote import Remote
 from txl_jax.runtime import checkpoint
 
 STEPS = 12
-TINY = (
-    "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=8 --model.d_inner=32 "
-    "--model.dropout.rate=0.2 --train.batch_size=8 --train.segment_len=16 --train.mem_len=16 "
-    f"--train.segments_per_call=2 --train.steps={STEPS} --train.log_every=2 --train.eval_every=6 "
-    "--train.checkpoint_every=4 --eval.batch_size=8 --eval.segment_len=16 --eval.mem_len=32 --eval.clamp_len=none"
-).split()
+TINY = [*programs.TINY, *programs.steps(STEPS, every=2), "--train.eval_every=6", "--train.checkpoint_every=4"]
+TINY += ["--model.dropout.rate=0.2", "--train.batch_size=8", "--eval.batch_size=8"]
 
 
 @pytest.fixture(scope="module")

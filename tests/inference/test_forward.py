@@ -50,10 +50,8 @@ MODELS = {
 
 @functools.cache
 def frozen(model, lengths: tuple[int, int, int | None]):
-    segment_len, mem_len, clamp_len = lengths
-    freeze = functools.partial(
-        forward.prepare_params, model=model, segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len
-    )
+    lengths = dict(zip(("segment_len", "mem_len", "clamp_len"), lengths, strict=True))
+    freeze = functools.partial(forward.prepare_params, model=model, **lengths)
     return jax.jit(freeze)(tiny.variables(model)["params"])
 
 
@@ -71,10 +69,9 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
         return hidden, forward.nll(weights, model, hidden, targets), memory
 
     nll = jax.jit(functools.partial(model.apply, method=model.nll))
-    states = model.init_memory(batch_size=tiny.B, mem_len=mem_len)
-    kept = forward.init_cache(
-        weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len, dtype=memory_dtype
-    )
+    sizes = {"batch_size": tiny.B, "mem_len": mem_len}
+    states = model.init_memory(**sizes)
+    kept = forward.init_cache(weights, model, segment_len=segment_len, dtype=memory_dtype, **sizes)
     for s in range(SEGMENTS):
         tokens, targets = (text[:, i : i + segment_len] for i in (s * segment_len, s * segment_len + 1))
         if s in resets:
@@ -88,9 +85,8 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
 
 
 # Every model at the lengths where something may go wrong, every length with the usual model.
-CASES = [("post", name) for name in LENGTHS] + [
-    (name, lengths) for name in MODELS if name != "post" for lengths in ("rounded up", "clamp")
-]
+CASES = [("post", name) for name in LENGTHS]
+CASES += [(name, lengths) for name in MODELS if name != "post" for lengths in ("rounded up", "clamp")]
 QUICK = [("post", name) for name in ("rounded up", "clamp of one", "one token", "no memory")]
 QUICK += [(name, "clamp") for name in ("pre", "tied positions", "adaptive", "vaswani", "shaw, as the original")]
 
@@ -130,8 +126,7 @@ def test_they_agree_in_float32(name):
 def test_a_narrower_memory_is_read_in_the_compute_type(x64):
     """float32 in a float64 model: off by what float32 rounds (1e-7), by no more and no less."""
     pairs = list(both(tiny.make(dtype=DType.FLOAT64), LENGTHS["clamp"], memory_dtype=jnp.float32))
-    off = max(float(np.abs(found[0] - expected[0]).max()) for found, expected in pairs)
-    assert 1e-9 < off < 1e-6
+    assert 1e-9 < max(float(np.abs(found[0] - expected[0]).max()) for found, expected in pairs) < 1e-6
 
 
 @pytest.mark.full
@@ -140,16 +135,14 @@ def test_stored_as_bfloat16_scores_move_a_little(lengths):
     """Stored numbers carry 8 bits: about 1 part in 300 each. The memory takes half the bytes."""
     pairs = list(both(tiny.make(), LENGTHS[lengths], memory_dtype=jnp.bfloat16))
     assert {ring.dtype for ring in pairs[-1][0][2].keys + pairs[-1][0][2].values} == {jnp.dtype("bfloat16")}
-    off = max(float(np.abs(found[1] - expected[1]).max()) for found, expected in pairs)
-    assert 1e-4 < off < 0.1
+    assert 1e-4 < max(float(np.abs(found[1] - expected[1]).max()) for found, expected in pairs) < 0.1
 
 
 @pytest.mark.full
 def test_a_bfloat16_model_agrees_with_its_own_hidden_states():
     pairs = list(both(tiny.make(dtype=DType.BFLOAT16), LENGTHS["clamp"]))
     assert all(found[0].dtype == jnp.bfloat16 and found[1].dtype == jnp.float32 for found, _ in pairs)
-    off = [float(np.abs(found[1] - expected[1]).mean()) for found, expected in pairs]
-    assert max(off) < 0.05
+    assert max([float(np.abs(found[1] - expected[1]).mean()) for found, expected in pairs]) < 0.05
 
 
 @pytest.mark.full
@@ -166,27 +159,23 @@ def test_a_step_keeps_no_copy_of_the_memory():
         return jax.lax.fori_loop(0, 8, step, memory)
 
     compiled = jax.jit(steps, donate_argnums=1).lower(weights, memory).compile()
-    of_a_layer = memory.keys[0].nbytes + memory.values[0].nbytes
-    assert compiled.memory_analysis().temp_size_in_bytes < of_a_layer
+    assert compiled.memory_analysis().temp_size_in_bytes < memory.keys[0].nbytes + memory.values[0].nbytes
 
 
 @pytest.mark.full
 def test_in_order_is_the_same_memory_for_single_tokens(x64):
     """A text read in segments, the memory turned, and read on token by token, as one segment would be."""
     model, (segment_len, mem_len, clamp_len) = tiny.make(dtype=DType.FLOAT64), (4, 10, 6)
-    weights, text = frozen(model, (segment_len, mem_len, clamp_len)), tiny.text(28)
+    weights, text, found = frozen(model, (segment_len, mem_len, clamp_len)), tiny.text(28), []
     memory = forward.init_cache(weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len)
     for start in range(0, 20, segment_len):  # The ring of 12 slots goes round once, and is at slot 8.
         _, memory = forward.forward(weights, model, text[:, start : start + 4], memory, window=mem_len)
-    expected = []
+    turned, expected = cache_lib.unrotate(memory), []
     for start in (20, 24):
-        hidden, memory_after = forward.forward(weights, model, text[:, start : start + 4], memory, window=mem_len)
+        hidden, memory = forward.forward(weights, model, text[:, start : start + 4], memory, window=mem_len)
         expected.append(hidden)
-        if start == 20:
-            turned, memory = cache_lib.unrotate(memory), memory_after
     single = forward.for_single_tokens(weights, mem_len=mem_len)
     assert turned.capacity == mem_len
-    found = []
     for i in range(20, 28):
         hidden, turned = forward.forward(single, model, text[:, i : i + 1], turned, window=mem_len)
         found.append(hidden)

@@ -27,14 +27,8 @@ LENGTHS = {"segments": (4, 10), "one token": (1, 6)}
 
 
 def prepared(model, segment_len, mem_len, weight_dtype=WeightDType.INT8):
-    return forward.prepare_params(
-        tiny.variables(model)["params"],
-        model,
-        segment_len=segment_len,
-        mem_len=mem_len,
-        clamp_len=None,
-        weight_dtype=weight_dtype,
-    )
+    lengths = {"segment_len": segment_len, "mem_len": mem_len, "clamp_len": None}
+    return forward.prepare_params(tiny.variables(model)["params"], model, weight_dtype=weight_dtype, **lengths)
 
 
 def dequantized(params):
@@ -51,9 +45,8 @@ def dequantized(params):
 def scores(model, weights, segment_len, mem_len, *, cache_dtype=None):
     """Nats [B, 8 L] of a text, and the last cache."""
     text = tiny.text(8 * segment_len + 1)
-    memory = forward.init_cache(
-        weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len, dtype=cache_dtype
-    )
+    sizes = {"batch_size": tiny.B, "mem_len": mem_len, "segment_len": segment_len}
+    memory = forward.init_cache(weights, model, dtype=cache_dtype, **sizes)
 
     @jax.jit
     def read(weights, tokens, targets, memory):
@@ -75,11 +68,8 @@ CASES = [(name, lengths) for name in MODELS for lengths in LENGTHS]
 def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths, x64):
     model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[name]), LENGTHS[lengths]
     weights = prepared(model, *lengths)
-    tables = [
-        table for cluster in weights.clusters for table in (cluster.table, cluster.projection) if table is not None
-    ]
-    n_int8 = sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(weights))
-    assert n_int8 == 5 * len(weights.layers) + len(tables)
+    tables = [each for of in weights.clusters for each in (of.table, of.projection) if each is not None]
+    assert sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(weights)) == 5 * len(weights.layers) + len(tables)
     found, _ = scores(model, weights, *lengths)
     expected, _ = scores(model, dequantized(weights), *lengths)
     plain, _ = scores(model, prepared(model, *lengths, weight_dtype=None), *lengths)
@@ -102,24 +92,23 @@ def test_an_int8_cache_moves_scores_a_little(lengths, x64):
 def test_generation_holds_no_wider_copy_of_its_weights():
     """In the compiled step no floating-point array has the shape of a matrix, nor do parts of them add up to one."""
     model = tiny.make(d_model=64, n_head=2, d_head=32, d_inner=256)
-    lengths = EvalConfig(segment_len=4, mem_len=8, clamp_len=None, weight_dtype=WeightDType.INT8)
-    generator = Generator(model, lengths, GenerateConfig(length=4, temperature=0))
-    weights = generator.prepare_params(tiny.variables(model)["params"])
-    context = generator.read(weights, np.arange(5))
-    compiled = generator.write.lower(weights.token, context, 0, 4, count=4).compile()
-    text = compiled.as_text()
     sizes = {64 * 192, 64 * 64, 64 * 256}
+
+    def step(**weight_dtype):
+        lengths = EvalConfig(segment_len=4, mem_len=8, clamp_len=None, **weight_dtype)
+        generator = Generator(model, lengths, GenerateConfig(length=4, temperature=0))
+        weights = generator.prepare_params(tiny.variables(model)["params"])
+        context = generator.read(weights, np.arange(5))
+        return generator.write.lower(weights.token, context, 0, 4, count=4).compile()
 
     def wide(text):
         shapes = re.findall(r"\b(?:f16|bf16|f32|f64)\[([\d,]+)\]", text)
         return {shape for shape in shapes if np.prod([int(n) for n in shape.split(",")]) in sizes}
 
-    assert "s8[64,256]" in text and not wide(text)
+    compiled = step(weight_dtype=WeightDType.INT8)
+    assert "s8[64,256]" in compiled.as_text() and not wide(compiled.as_text())
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * 256
-    plain = Generator(model, EvalConfig(segment_len=4, mem_len=8, clamp_len=None), GenerateConfig(length=4))
-    weights = plain.prepare_params(tiny.variables(model)["params"])
-    context = plain.read(weights, np.arange(5))
-    assert wide(plain.write.lower(weights.token, context, 0, 4, count=4).compile().as_text())
+    assert wide(step().as_text())
 
 
 def test_a_mesh_of_several_devices_is_refused_before_anything_is_compiled():

@@ -14,11 +14,6 @@ from txl_jax.inference.generator import Generator
 TOKENS, BLOCK = 100_000, 500
 
 
-def peak_bytes() -> int:
-    """The most memory that this process has held so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 @pytest.mark.nightly(part="long")
 def test_time_and_memory_per_token_stay_the_same():
     model = tiny.make(n_layer=4, d_model=32, n_head=4, d_head=8, d_inner=64)
@@ -30,7 +25,7 @@ def test_time_and_memory_per_token_stay_the_same():
     for tokens in blocks:
         count += tokens.shape[1]
         seconds.append(time.perf_counter() - began)
-        peaks.append(peak_bytes())
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # Bytes, the most so far.
         began = time.perf_counter()
     assert count == TOKENS
     tenths = [statistics.median(seconds[i : i + 20]) for i in range(0, TOKENS // BLOCK, 20)]

@@ -12,16 +12,11 @@ from txl_jax.config import Network
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.modules.recurrent import RecurrentModel
 
-MODELS = {
-    Network.TRANSFORMER_XL: tiny.make(),
-    Network.LSTM: RecurrentModel(dataclasses.replace(tiny.CONFIG, network=Network.LSTM), tiny.COMPAT, tiny.V),
-    Network.QRNN: RecurrentModel(dataclasses.replace(tiny.CONFIG, network=Network.QRNN), tiny.COMPAT, tiny.V),
-}
-
 
 @pytest.mark.parametrize("network", Network)
 def test_logits_are_divided_with_their_biases(network):
-    model, rng = MODELS[network], np.random.default_rng(0)
+    recurrent = RecurrentModel(tiny.model_config(network=network), tiny.COMPAT, tiny.V)
+    model, rng = tiny.make() if network is Network.TRANSFORMER_XL else recurrent, np.random.default_rng(0)
     params = tiny_run.params(model)
     params["softmax"]["bias"] = rng.normal(size=tiny.V).astype(np.float32)
     hidden, targets = rng.normal(size=(2, 5, tiny.D)).astype(np.float32), rng.integers(tiny.V, size=(2, 5))

@@ -14,7 +14,6 @@ def make_run():
 
     def make(folder, changes=(), text_folder=None):
         config, corpus = drawn_run.on_text(text_folder or folder, drawn_run.letters(), **dict(changes))
-        workdir, _ = drawn_run.make(folder / "run", config, corpus)
-        return config, corpus, workdir
+        return config, corpus, drawn_run.make(folder / "run", config, corpus)[0]
 
     return make

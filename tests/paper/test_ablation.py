@@ -34,18 +34,14 @@ def plan_of(*rows, seeds=(1,), lengths=(4,), **others):
 
 
 def run(base, plan, folder, **others):
-    return ablation.run(*base, dataclasses.replace(plan, out=str(folder)), **{"log": lambda line: None, **others})
+    return ablation.run(*base, dataclasses.replace(plan, out=str(folder)), **{"log": str, **others})
 
 
 def test_a_row_outside_the_table_is_known_by_its_name():
     assert row_named(SIX, RECURRENT.name) is RECURRENT
     row = row_named(SIX, "recurrence-al_rfou-half-24")
-    assert (
-        row == Row(True, Encoding.AL_RFOU, LossPart.HALF, segment_len=24) and row.name == "recurrence-al_rfou-half-24"
-    )
-
-
-def test_an_unknown_name_of_a_row_is_refused():
+    assert row == Row(True, Encoding.AL_RFOU, LossPart.HALF, segment_len=24)
+    assert row.name == "recurrence-al_rfou-half-24"
     with pytest.raises(ValueError, match="none-shaw-full-8-8"):
         row_named(SIX, "none-shaw-full-8-8")
 
@@ -103,8 +99,7 @@ def test_a_stopped_job_goes_on(base, tmp_path):
     # Once more while lengths are scored: the one that was done stays.
     with pytest.raises(Interrupted):
         run(base, plan, tmp_path, stop_requested=lambda: any(map(SCORED.search, logged)), log=logged.append)
-    of_row = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
-    assert list(json.loads(of_row.read_text())["scores"]) == ["4"]
+    assert list(json.loads(tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json".read_text())["scores"]) == ["4"]
     found = run(base, plan, tmp_path, log=logged.append)
     assert len(list(filter(SCORED.search, logged))) == 2, "each row once"
     logged.clear()
@@ -139,16 +134,13 @@ def test_the_whole_table_follows_from_a_base_with_tied_positions(base):
 
 @pytest.mark.nightly(part="long")
 def test_the_longest_segment_of_equal_memory():
-    """Against compiling every length."""
     config = config_tree.replace(tiny_run.CONFIG, {"train.mem_len": 24})
     limit = equal_memory.training_bytes(row_config(config, RECURRENT, 0), 13)
     row = Row(False, Encoding.RELATIVE, LossPart.FULL, segment_len=1)
     found = equal_memory.longest_segment(config, row, limit=limit, vocab_size=13)
-    needs = {
-        length: equal_memory.training_bytes(row_config(config, dataclasses.replace(row, segment_len=length), 0), 13)
-        for length in (found, found + 4)
-    }
-    assert needs[found] <= limit < needs[found + 4]
+    rows = (dataclasses.replace(row, segment_len=length) for length in (found, found + 4))
+    fits, exceeds = (equal_memory.training_bytes(row_config(config, each, 0), 13) for each in rows)
+    assert fits <= limit < exceeds
     assert found > L
     with pytest.raises(ValueError, match=r"\b10\b"):
         equal_memory.longest_segment(config, row, limit=10, vocab_size=13)

@@ -20,11 +20,8 @@ def run(make_run, tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("attention"))
 
 
-def draw(run, folder, **others):
-    config, corpus, workdir = run
-    log_and_stop = {"log": lambda line: None, "stop_requested": others.pop("stop_requested", lambda: False)}
-    plan = Plan(out=str(folder), **others)
-    return attention_maps.run(config, corpus, workdir, plan, **log_and_stop)
+def draw(run, folder, stop_requested=lambda: False, **others):
+    return attention_maps.run(*run, Plan(out=str(folder), **others), log=str, stop_requested=stop_requested)
 
 
 @pytest.mark.full
@@ -69,14 +66,11 @@ def test_a_stop_writes_nothing_and_what_is_not_there_is_refused(run, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "pattern"),
-    [
+def test_models_without_such_a_memory_are_refused():
+    for changes, pattern in (
         ({"model.network": Network.LSTM}, r"\blstm\b"),
         ({"model.encoding": Encoding.SHAW, "model.num_positions": 9}, r"\bshaw\b"),
         ({"eval.mem_len": 0, "eval.same_length": False}, r"eval\.mem_len\D*\b0\b"),
-    ],
-)
-def test_models_without_such_a_memory_are_refused(changes, pattern):
-    with pytest.raises(ValueError, match=pattern):
-        Plan().check(config_tree.replace(tiny_run.CONFIG, changes))
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            Plan().check(config_tree.replace(tiny_run.CONFIG, changes))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from support import oracles, tiny
-from txl_jax.config import COMPAT_PRESETS, DType, ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import DType
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.ops.attention import Visibility, positions
 from txl_jax.ops.attention.relative import relative_attention, score_terms
@@ -32,27 +31,25 @@ def test_the_terms_add_up_to_the_scores_that_attention_uses(x64):
     assert all(float(np.abs(term).max()) > 0.1 for term in terms)
 
 
-def read(model, *, segments=4, same_length=True):
+def read(model, *, segments=4, clamp_len=None):
     """The weights at each segment, from an empty memory."""
     params, memory = tiny.variables(model)["params"], model.init_memory(batch_size=tiny.B, mem_len=M)
-    text = tiny.text(segments * L)
+    text, lengths = tiny.text(segments * L), {"clamp_len": clamp_len, "same_length": True}
     for k in range(segments):
-        weights, memory = attention_terms.attention_weights(
-            params, model, text[:, k * L : (k + 1) * L], memory, clamp_len=None, same_length=same_length
-        )
+        tokens = text[:, k * L : (k + 1) * L]
+        weights, memory = attention_terms.attention_weights(params, model, tokens, memory, **lengths)
         yield weights, memory
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("preset", "window"), [("ours", M), ("tf", M + 1)])
 def test_probabilities_sum_to_one_and_have_a_column_per_distance(preset, window):
-    compat = config_tree.replace(ExperimentConfig(), COMPAT_PRESETS[preset]).compat
-    for k, (weights, _) in enumerate(read(tiny.make(compat=compat))):
+    for k, (weights, _) in enumerate(read(tiny.make(compat=tiny.compat_config(preset)))):
         assert weights.probabilities.shape == (tiny.N, tiny.B, tiny.H, L, window)
         np.testing.assert_allclose(weights.probabilities.sum(-1), 1, rtol=1e-5)
         if preset == "ours":  # No memory is filled: row i has seen k * L + i + 1 tokens.
-            seen = [min(k * L + i + 1, M) for i in range(L)]
-            for i, n in enumerate(seen):
+            for i in range(L):
+                n = min(k * L + i + 1, M)
                 assert (weights.probabilities[..., i, :n] > 0).all() and not weights.probabilities[..., i, n:].any()
 
 
@@ -61,13 +58,8 @@ def test_probabilities_sum_to_one_and_have_a_column_per_distance(preset, window)
 def test_probabilities_are_those_of_the_model(untie_r, x64, monkeypatch):
     """Probabilities that the softmax gives, layer by layer outside of the scan."""
     model = tiny.make(dtype=DType.FLOAT64, untie_r=untie_r)
-    params, text = tiny.variables(model)["params"], tiny.text(2 * L)
-    memory, seen = model.init_memory(batch_size=tiny.B, mem_len=M), []
-    for k in range(2):
-        weights, after = attention_terms.attention_weights(
-            params, model, text[:, k * L : k * L + L], memory, clamp_len=2, same_length=True
-        )
-        before, memory = memory, after
+    params, text, seen = tiny.variables(model)["params"], tiny.text(2 * L), []
+    (_, before), (weights, _) = read(model, segments=2, clamp_len=2)
     stack, layers = params["stack"], params["stack"]["layers"]
     codes = positions.sinusoids(positions.key_distances(M + L, clamp_len=2), tiny.D, jnp.float64)
     visibility = Visibility(before.valid, L, M, M)
@@ -79,8 +71,7 @@ def test_probabilities_are_those_of_the_model(untie_r, x64, monkeypatch):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
         biases = None if untie_r else (stack["biases"]["content"], stack["biases"]["position"])
         block = Block(model.config, model.compat, deterministic=True)
-        context = LayerContext(codes, visibility, biases)
-        hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], context)
+        hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], LayerContext(codes, visibility, biases))
     for found, expected in zip(weights.probabilities, seen, strict=True):
         for row in range(L):
             of_keys = expected[:, :, row, row + 1 : M + row + 1]  # Distances M - 1 .. 0.

@@ -27,15 +27,9 @@ def recurrent(make_run, tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("recurrent"), GIVEN)
 
 
-@pytest.fixture(scope="module")
-def absolute(make_run, tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("absolute"), GIVEN | {"model.encoding": Encoding.VASWANI})
-
-
-def sweep(run, lengths, *, stride=None, split=Split.VALID, log=lambda line: None, **others):
-    config, corpus, workdir = run
+def sweep(run, lengths, *, stride=None, split=Split.VALID, log=str, **others):
     plan = Plan(lengths=tuple(lengths), split=split, stride=stride)
-    return context_length.run(config, corpus, workdir, plan, log=log, **others)
+    return context_length.run(*run, plan, log=log, **others)
 
 
 def table(run):
@@ -51,19 +45,17 @@ def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     assert [row.attention_length for row in rows] == [3, 12], "shortest first, each once"
     for row, segment_len in zip(rows, [3, 5], strict=True):  # Those of evaluation have 5.
         at = {"eval.mem_len": row.attention_length, "eval.same_length": True, "eval.segment_len": segment_len}
-        alone = score.evaluate_splits(config_tree.replace(config, at), corpus, workdir, log=lambda line: None)
+        alone = score.evaluate_splits(config_tree.replace(config, at), corpus, workdir, log=str)
         assert as_record(row.totals) == alone[split] and row.seconds > 0
     assert rows[0].totals.nats != rows[1].totals.nats
-    assert [{name: float(value) for name, value in row.items()} for row in table(recurrent)] == [
-        row.as_record() for row in rows
-    ]
+    written = [{name: float(value) for name, value in row.items()} for row in table(recurrent)]
+    assert written == [row.as_record() for row in rows]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["absolute positions", "no memory"])
-def test_without_recurrence_windows_are_scored(absolute, make_run, tmp_path, kind):
-    run = absolute if kind == "absolute positions" else make_run(tmp_path, GIVEN | {"train.mem_len": 0})
-    config, corpus, _ = run
+@pytest.mark.parametrize("changes", [{"model.encoding": Encoding.VASWANI}, {"train.mem_len": 0}], ids=str)
+def test_without_recurrence_windows_are_scored(make_run, tmp_path, changes):
+    config, corpus, _ = run = make_run(tmp_path, GIVEN | changes)
     rows = sweep(run, [9, 4], stride=3)
     made = context_length.build(config, vocab_size=corpus.vocabulary.size).model
     step, params = make_window_step(made, clamp_len=4), tiny_run.params(made)
@@ -96,6 +88,5 @@ def test_a_stop_leaves_the_rows_before_it(recurrent):
     ],
 )
 def test_errors_are_found_before_a_text_is_read(changes, lengths, stride, pattern):
-    plan = Plan(lengths=tuple(lengths), stride=stride)
     with pytest.raises(UserError, match=pattern):
-        plan.check(config_tree.replace(tiny_run.CONFIG, changes))
+        Plan(lengths=tuple(lengths), stride=stride).check(config_tree.replace(tiny_run.CONFIG, changes))

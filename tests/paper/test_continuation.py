@@ -25,12 +25,8 @@ def run(tmp_path_factory):
     return config, corpus, *drawn_run.make(folder / "run", config, corpus)
 
 
-def write(run, path, **others):
-    config, corpus, workdir, _ = run
-    stop_requested = others.pop("stop_requested", lambda: False)
-    plan = Plan(out=str(path), **others)
-    log_and_stop = {"log": lambda line: None, "stop_requested": stop_requested}
-    continuation.run(config, corpus, workdir, plan, **log_and_stop)
+def write(run, path, stop_requested=lambda: False, **others):
+    continuation.run(*run[:3], Plan(out=str(path), **others), log=str, stop_requested=stop_requested)
     return path.read_text()
 
 

@@ -18,11 +18,8 @@ from txl_jax.paper.detokenize import detokenize
         (" = = Early life = = ", "Early life"),
         ("x = y + z", "x = y + z"),
         ("Nothing to do here", "Nothing to do here"),
+        ("one , two .\n = Three = \nfour ; five", "one, two.\nThree\nfour; five"),
     ],
 )
 def test_words(words, text):
     assert detokenize(words) == text
-
-
-def test_lines_stay_lines():
-    assert detokenize("one , two .\n = Three = \nfour ; five") == "one, two.\nThree\nfour; five"

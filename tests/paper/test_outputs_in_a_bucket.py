@@ -29,13 +29,13 @@ def without_plots(monkeypatch):
 @pytest.mark.full
 def test_studies_of_one_run(run, bucket):
     config, corpus, workdir = run
-    context_length.run(config, corpus, workdir, context_length.Plan(lengths=(4,)), log=str)
+    context_length.run(*run, context_length.Plan(lengths=(4,)), log=str)
     assert "context_length.csv" in names(workdir.path)
     short = config_tree.replace(config, {"generate.length": 5})
     continuation.run(short, corpus, workdir, continuation.Plan(context=9), log=str)
     assert files.read(f"{workdir.path}/continuation.md").decode().count("\n### ") == 3
     plan = attention_maps.Plan(out=str(bucket / "maps"), positions=(20,))
-    average = attention_maps.run(config, corpus, workdir, plan, log=str)
+    average = attention_maps.run(*run, plan, log=str)
     assert names(bucket / "maps") == {"attention.npz", "attention.json", "attention.md"}
     with np.load(io.BytesIO((bucket / "maps" / "attention.npz").read_bytes())) as arrays:
         np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)

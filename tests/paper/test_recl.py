@@ -32,17 +32,14 @@ def group(make_run, tmp_path_factory):
 
 
 def run(group, folder, plan=PLAN, **others):
-    members, corpus = group
-    plan = dataclasses.replace(plan, out=str(folder))
-    return recl.run(members, corpus, plan, **{"log": lambda line: None, **others})
+    return recl.run(*group, dataclasses.replace(plan, out=str(folder)), **{"log": str, **others})
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def last_nll(model, variables, texts):
     """The loss of the last token of each text, after those before it and no memory."""
     options = {"clamp_len": None, "same_length": False, "deterministic": True}
-    memory = model.init_memory(batch_size=len(texts), mem_len=0)
-    hidden, _ = model.apply(variables, texts[:, :-1], memory, **options)
+    hidden, _ = model.apply(variables, texts[:, :-1], model.init_memory(batch_size=len(texts), mem_len=0), **options)
     return model.apply(variables, hidden[:, -1:], texts[:, -1:], method=model.nll)[:, 0]
 
 

@@ -24,15 +24,10 @@ def losses(*stops: int, worse: float = 0.0) -> dict[int, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])
-def test_a_model_whose_gain_stops_at_a_known_length(ratio):
-    of_models = recl_gains.gains(losses(300, 700), ratio=ratio)
-    assert [recl_gains.effective_length(steps) for steps in of_models] == [300, 700]
-
-
-def test_a_gain_that_never_stops_has_no_length():
-    [steps, _] = recl_gains.gains(losses(5000, 300), ratio=1.0)
-    assert recl_gains.effective_length(steps) is None
+@pytest.mark.parametrize(("ratio", "first"), [(0.1, 300), (0.5, 300), (1.0, 300), (1.0, None)])
+def test_a_model_whose_gain_stops_at_a_known_length_or_never(ratio, first):
+    of_models = recl_gains.gains(losses(first or 5000, 700), ratio=ratio)
+    assert [recl_gains.effective_length(steps) for steps in of_models] == [first, 700]
 
 
 def test_gains_are_those_of_the_perplexity_under_the_baseline():
@@ -71,10 +66,9 @@ def test_the_hardest_positions():
 
 
 def test_groups_and_lengths_that_compare_nothing_are_refused():
-    alone = {length: rows[:1] for length, rows in losses(300, 700).items()}
-    with pytest.raises(ValueError, match=r"\b1 model\b"):
-        recl_gains.gains(alone, ratio=1.0)
-    with pytest.raises(ValueError, match=r"\blengths\b.*\[100\]"):
-        recl_gains.gains({100: losses(300, 700)[100]}, ratio=1.0)
-    with pytest.raises(ValueError, match=r"\bratio\b.*\b0\b"):
-        recl_gains.gains(losses(300, 700), ratio=0)
+    found = losses(300, 700)
+    alone = {length: rows[:1] for length, rows in found.items()}
+    cases = (alone, 1, r"\b1 model\b"), ({100: found[100]}, 1, r"\blengths\b.*\[100\]"), (found, 0, r"\bratio\b.*\b0\b")
+    for given, ratio, pattern in cases:
+        with pytest.raises(ValueError, match=pattern):
+            recl_gains.gains(given, ratio=ratio)

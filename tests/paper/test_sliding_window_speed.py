@@ -5,7 +5,6 @@ import json
 import statistics
 
 import jax
-import numpy as np
 import pytest
 
 from support import programs, tiny
@@ -19,9 +18,8 @@ SMALL = ["--model.n_layer=1", "--model.d_model=16", "--model.n_head=2", "--model
 
 
 def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens():
-    config = ExperimentConfig(
-        model=ModelConfig(n_layer=3, d_inner=30, untie_r=True), eval=EvalConfig(batch_size=4, same_length=False)
-    )
+    model = ModelConfig(n_layer=3, d_inner=30, untie_r=True)
+    config = ExperimentConfig(model=model, eval=EvalConfig(batch_size=4, same_length=False))
     window, ours = sliding_window_speed.sliding_window_config(config), sliding_window_speed.our_config(config, 800)
     window.validate()
     ours.validate()
@@ -52,7 +50,7 @@ def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
 
         def noted(weights, memory, read):
             jax.debug.callback(
-                lambda valid, reset: memories.append((valid.tolist(), reset.any())), memory.valid, read.reset
+                lambda *both: memories.append([each.tolist() for each in both]), memory.valid, read.reset
             )
             segments.append((read.inputs.shape, memory.mem_len, model.config.encoding))
             return step(weights, memory, read)
@@ -65,7 +63,7 @@ def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
     jax.effects_barrier()
     assert windows == [((1, A), (1, 1), Encoding.VASWANI)] * 3
     assert segments == [((S, 1, L), A, Encoding.RELATIVE)]  # Traced once.
-    assert memories == [([A], np.False_)] * 3  # Full, and no row starts anew.
+    assert memories == [[[A], [[False]] * S]] * 3  # Full, and no row starts anew.
     assert (row.attention_len, len(row.sliding_window), len(row.ours)) == (A, 2, 2)
     assert min(row.sliding_window + row.ours) > 0
 

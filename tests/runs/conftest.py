@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support import drawn_run, runs
-from txl_jax.config import DropoutConfig, EvalConfig, ModelConfig, OptimizerConfig
+from txl_jax.config import DropoutConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
 from txl_jax.runs.run import Run
 
 
@@ -14,17 +14,11 @@ from txl_jax.runs.run import Run
 def _both(tmp_path_factory):
     """(config, corpus): 3,000 bytes; an epoch is 37 steps."""
     words = np.random.default_rng(0).choice(["one", "two", "three", "four"], 800)
+    every = {"log_every": 4, "eval_every": 8, "checkpoint_every": 6}
     changes = {
         "model": ModelConfig(n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)),
         "optimizer": OptimizerConfig(learning_rate=0.01, warmup_steps=4),
-        "train__steps": 24,
-        "train__batch_size": 8,
-        "train__segment_len": 9,
-        "train__mem_len": 7,
-        "train__segments_per_call": 2,
-        "train__log_every": 4,
-        "train__eval_every": 8,
-        "train__checkpoint_every": 6,
+        "train": TrainConfig(steps=24, batch_size=8, segment_len=9, mem_len=7, segments_per_call=2, **every),
         "eval": EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=None, segments_per_call=3),
     }
     return drawn_run.on_text(tmp_path_factory.mktemp("text"), " ".join(words).encode()[:3000], **changes)

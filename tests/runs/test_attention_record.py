@@ -25,9 +25,6 @@ from txl_jax.runtime.log import read_metrics
 SMALL, LARGE = Tile(4, 8), Tile(8, 16)
 
 
-# The record by itself
-
-
 def choice_of(training, evaluation="tiled 4x8"):
     return AttentionChoice(*(Chosen(Implementation.parse(text), f"reason {text}") for text in (training, evaluation)))
 
@@ -65,25 +62,11 @@ def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
     assert complaint(first, other).startswith("it would compute attention by fused triton 64x64 in training")
 
 
-# Runs
-
-
-SIZES = {
-    "data": DataConfig(corpus=CorpusName.TEXT, file="words.txt"),
-    "model": ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8, init_std=0.5),
-    "train.batch_size": 4,
-    "train.steps": 4,
-    "train.segments_per_call": 2,
-    "train.log_every": 2,
-    "train.eval_every": 4,
-    "train.checkpoint_every": 4,
-    "eval.valid_tokens": 200,
-}
-CONFIG = config_tree.replace(tiny_run.CONFIG, SIZES)
-
-
-def changed(**values):
-    return config_tree.replace(CONFIG, {name.replace("__", "."): value for name, value in values.items()})
+SIZES = dict.fromkeys(("train.batch_size", "train.steps", "train.eval_every", "train.checkpoint_every"), 4)
+SIZES |= {"train.segments_per_call": 2, "train.log_every": 2, "eval.valid_tokens": 200}
+MODEL = ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8, init_std=0.5)
+DATA = DataConfig(corpus=CorpusName.TEXT, file="words.txt")
+CONFIG = config_tree.replace(tiny_run.CONFIG, SIZES | {"data": DATA, "model": MODEL})
 
 
 class Tiles:
@@ -142,11 +125,9 @@ def recorded(workdir):
 
 def rewrite(workdir, attention):
     """Changes the record of a run; None takes it away."""
-    saved = json.loads(Path(workdir.path, "config.json").read_text())
-    del saved["attention"]
-    Path(workdir.path, "config.json").write_text(
-        json.dumps(saved | ({} if attention is None else {"attention": attention}))
-    )
+    path = Path(workdir.path, "config.json")
+    saved = {name: value for name, value in json.loads(path.read_text()).items() if name != "attention"}
+    path.write_text(json.dumps(saved | ({} if attention is None else {"attention": attention})))
 
 
 def losses(workdir):
@@ -204,6 +185,6 @@ def test_a_damaged_record_is_named(stopped):
 @pytest.mark.full
 def test_an_lstm_has_no_attention_to_record(corpus, tmp_path):
     workdir = Run(tmp_path)
-    lstm = changed(model__network=Network.LSTM)
+    lstm = config_tree.replace(CONFIG, {"model.network": Network.LSTM})
     assert start_again(workdir, lstm, corpus) == [] and recorded(workdir) is None
     assert start_again(workdir, lstm, corpus) == []

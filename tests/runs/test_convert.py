@@ -136,10 +136,7 @@ def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatc
         flip(path)
         return digest
 
-    for broken, message in (
-        (swapped, r"attention/(key|query) is not written as it was read"),
-        (flipped, r"is damaged"),
-    ):
+    for broken, message in ((swapped, r"attention/(key|query) is not written as"), (flipped, r"is damaged")):
         monkeypatch.setattr(portable.safetensors_file, "write", broken)
         with pytest.raises(CheckpointError, match=message):
             convert(folder, tmp_path / "new" / "model")
@@ -161,8 +158,7 @@ def test_losses_that_differ_or_are_not_finite_are_refused():
 def swap_tensors(path):
     tensors = SafeTensors(path)
     leaves = {name: leaf_of(np.array(tensors[name])) for name in tensors}
-    name = "softmax.bias"
-    leaves[name] = leaf_of(np.zeros(leaves[name].shape[0] + 1, np.float32))
+    leaves["softmax.bias"] = leaf_of(np.zeros(leaves["softmax.bias"].shape[0] + 1, np.float32))
     digest = safetensors_file.write(path, leaves)
     config = path.with_name("config.json")
     rewrite(config, sha256=json.loads(config.read_text())["sha256"] | {"model.safetensors": digest})
@@ -171,11 +167,7 @@ def swap_tensors(path):
 DAMAGE = {
     "flipped bit": ("model.safetensors", flip, r"model\.safetensors"),
     "no weights": ("model.safetensors", os.unlink, r"model\.safetensors"),
-    "other words": (
-        "vocabulary.txt",
-        lambda path: path.write_text(path.read_text() + "zebra\n"),
-        r"vocabulary\.txt",
-    ),
+    "other words": ("vocabulary.txt", lambda path: path.write_text(path.read_text() + "zebra\n"), r"vocabulary\.txt"),
     "vocabulary of another size": ("config.json", lambda path: rewrite(path, vocab_size=7), r"vocab_size 7"),
     "newer format": ("config.json", lambda path: rewrite(path, txl_jax_model=99), r"version 99"),
     "unknown setting": ("config.json", lambda path: rewrite(path, config={"model.n_layers": 2}), r"did you mean"),

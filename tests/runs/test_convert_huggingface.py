@@ -19,15 +19,9 @@ SIZES = {
     "n_head": 4,
     "d_head": 16,
     "d_inner": 96,
-    "div_val": 4,
-    "n_layer": 3,
-    "mem_len": 24,
-    "clamp_len": 15,
-    "same_length": True,
-    "init_std": 0.15,
-    "proj_init_std": 0.15,
-    "eos_token_id": None,
 }
+SIZES |= {"div_val": 4, "n_layer": 3, "mem_len": 24, "clamp_len": 15, "same_length": True, "eos_token_id": None}
+SIZES |= {"init_std": 0.15, "proj_init_std": 0.15}
 pytestmark = [
     pytest.mark.nightly(part="huggingface"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),

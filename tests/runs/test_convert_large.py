@@ -14,16 +14,8 @@ from txl_jax.config import EvalConfig, ModelConfig
 from txl_jax.interop import huggingface, safetensors_file
 from txl_jax.interop.leaves import Leaf
 
-CONFIG = ModelConfig(
-    n_layer=18,
-    d_model=1024,
-    n_head=16,
-    d_head=64,
-    d_inner=4096,
-    cutoffs=(20000, 40000, 200000),
-    div_val=4,
-    tie_projs=(False, True, True, True),
-)
+SIZES = {"n_layer": 18, "d_model": 1024, "n_head": 16, "d_head": 64, "d_inner": 4096}
+CONFIG = ModelConfig(**SIZES, cutoffs=(20000, 40000, 200000), div_val=4, tie_projs=(False, True, True, True))
 V = 267_735
 # Prints the peak of this process once the program has ended.
 MAIN = """
@@ -62,14 +54,10 @@ def folder(tmp_path_factory):
 def test_weights_of_full_size_need_less_than_twice_the_file(folder, tmp_path):
     size = (folder / "model.safetensors").stat().st_size
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    for source, target, to_format in (
-        (folder, tmp_path / "native", "native"),
-        (tmp_path / "native", tmp_path / "back", "huggingface"),
-    ):
-        flags = (f"--from={source}", f"--to={target}", f"--to_format={to_format}")
-        done = subprocess.run(
-            [sys.executable, "-c", MAIN, *flags], env=environment, capture_output=True, text=True, check=False
-        )
+    native, back = tmp_path / "native", tmp_path / "back"
+    for source, target, to_format in ((folder, native, "native"), (native, back, "huggingface")):
+        command = [sys.executable, "-c", MAIN, f"--from={source}", f"--to={target}", f"--to_format={to_format}"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "285,170,506 parameters" in done.stdout
         peak = int(re.search(r"^peak (\d+)$", done.stdout, re.MULTILINE)[1]) * 1024

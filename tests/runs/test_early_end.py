@@ -23,18 +23,9 @@ EVERY = 3
 @pytest.fixture(scope="module")
 def given(config, corpus, usual_emitters):
     """(config, corpus): a run with so high a rate that its loss goes up and down."""
-    changes = {
-        "model.n_layer": 1,
-        "optimizer.learning_rate": 0.1,
-        "optimizer.warmup_steps": 0,
-        "train.steps": 60,
-        "train.batch_size": 4,
-        "train.segments_per_call": 1,
-        "train.log_every": 60,
-        "train.eval_every": EVERY,
-        "train.checkpoint_every": 30,
-        "eval.segments_per_call": 1,
-    }
+    changes = {"model.n_layer": 1, "optimizer.learning_rate": 0.1, "optimizer.warmup_steps": 0, "train.batch_size": 4}
+    changes |= {"train.segments_per_call": 1, "eval.segments_per_call": 1, "train.steps": 60, "train.log_every": 60}
+    changes |= {"train.eval_every": EVERY, "train.checkpoint_every": 30}
     return config_tree.replace(config, changes), corpus
 
 

@@ -20,7 +20,7 @@ from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import load_state
-from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
 from txl_jax.training.ensemble import Variation, make_ensemble_step
@@ -36,17 +36,9 @@ NAMES = ["seed=3", "seed=4+learning_rate=0.02+dropout.rate=0.0", "dropout.rate=0
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """(config, corpus)."""
-    changes = {
-        "model__dropout__attention": 0.2,
-        "model__dropout__embedding": 0.1,
-        "train__steps": STEPS,
-        "train__segments_per_call": 2,
-        "train__log_every": 4,
-        "train__eval_every": 4,
-        "train__checkpoint_every": 2,
-        "average__start_step": 6,
-        "eval__segments_per_call": 4,
-    }
+    changes = {"model__dropout__attention": 0.2, "model__dropout__embedding": 0.1, "average__start_step": 6}
+    changes |= {"train__steps": STEPS, "train__segments_per_call": 2, "train__checkpoint_every": 2}
+    changes |= {"train__log_every": 4, "train__eval_every": 4, "eval__segments_per_call": 4}
     return drawn_run.on_text(tmp_path_factory.mktemp("text"), drawn_run.letters(), **changes)
 
 
@@ -64,11 +56,6 @@ def records(path, member=None):
 def state_of(workdir, base):
     """Step, state and notes of the newest checkpoint."""
     return load_state(build(workdir.config, vocab_size=base[1].vocabulary.size), workdir, log=print)
-
-
-def assert_equal_trees(found, expected):
-    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +79,8 @@ def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
     own = outcome.results["members"][name]
     assert own["test"]["loss"] == pytest.approx(alone.results["test"]["loss"], rel=1e-9)
     assert own["best_valid"]["step"] == alone.results["best_valid"]["step"]
-    own_state, lone_state = (
-        state_of(each, base)[1] for each in (Run.read(tmp_path / "all", member=name), Run.read(lone))
-    )
+    both = Run.read(tmp_path / "all", member=name), Run.read(lone)
+    own_state, lone_state = (state_of(each, base)[1] for each in both)
     for (path, a), b in zip(jax.tree.leaves_with_path(own_state), jax.tree.leaves(lone_state), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=jax.tree_util.keystr(path))
 
@@ -131,11 +117,8 @@ def test_a_finished_ensemble_is_neither_compiled_nor_scored_again(base, whole, t
 def assert_same_ensembles(folder, expected):
     for name in NAMES:
         assert records(folder, name) == records(expected, name)
-    newest = []
-    for each in (folder, expected):
-        with Checkpointer(Run(each).latest, keep=2, log=print) as latest:
-            newest.append(latest.latest_step())
-    assert newest[0] == newest[1]
+    newest, expected_newest = (find_steps(Run(each).latest)[0].step for each in (folder, expected))
+    assert newest == expected_newest
 
 
 @pytest.mark.full
@@ -148,7 +131,7 @@ def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
     assert_same_ensembles(tmp_path, whole[0])
     for name in NAMES:
         found, expected = (state_of(Run.read(folder, member=name), base)[1] for folder in (tmp_path, whole[0]))
-        assert_equal_trees(found, expected)
+        tiny_run.assert_equal(found, expected)
 
 
 @pytest.mark.full
@@ -209,17 +192,15 @@ def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_
     assert not run(base, tmp_path / "all", stop_requested=StopAfter(9)).finished
     split_off(tmp_path / "all", name, tmp_path / "own")
     made = Run.read(tmp_path / "own")
-    config = made.config
-    assert config == ensemble.member_configs(base[0], MEMBERS)[name]
-    (step, found, _), (expected_step, expected, _) = (
-        state_of(each, base) for each in (made, Run.read(tmp_path / "all", member=name))
-    )
+    assert made.config == ensemble.member_configs(base[0], MEMBERS)[name]
+    step, found, _ = state_of(made, base)
+    expected_step, expected, _ = state_of(Run.read(tmp_path / "all", member=name), base)
     assert 0 < step == expected_step < STEPS
-    assert_equal_trees(found, expected)
+    tiny_run.assert_equal(found, expected)
     assert records(made.path) == records(tmp_path / "all", name)
     with pytest.raises(UserError, match=r"--to"):
         split_off(tmp_path / "all", name, made.path)
-    outcome = runs.train(config, base[1], made)
+    outcome = runs.train(made.config, base[1], made)
     ours, theirs = outcome.results["test"], whole[1].results["members"][name]["test"]
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     own, all_of_it = records(made.path), records(whole[0], name)

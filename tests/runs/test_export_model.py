@@ -49,9 +49,8 @@ def run_elsewhere(folder, ids, tmp_path):
     """Runs the example in a process whose packages are `PACKAGES` alone."""
     path = links.link(tmp_path / "packages", *PACKAGES)
     words = map(str, (path, EXAMPLE, folder, json.dumps(ids.tolist()), COUNT))
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", RUN, *words], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-I", "-S", "-c", RUN, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -1,5 +1,6 @@
 """Tests the generation job: prompts of words, what ends a sample, what is printed and saved, and what is no stop."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -22,12 +23,11 @@ LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
 def run(tmp_path_factory):
     """(config, corpus, workdir) of a run on few characters, so that each comes soon."""
     folder = tmp_path_factory.mktemp("run")
-    config, corpus = drawn_run.on_text(
-        folder,
-        b"the cat sat\n" * 100,
-        data__tokenizer__kind="char",
-        generate=GenerateConfig(length=LENGTH, samples=3, top_k=None, seed=4),
-    )
+    changes = {
+        "data__tokenizer__kind": "char",
+        "generate": GenerateConfig(length=LENGTH, samples=3, top_k=None, seed=4),
+    }
+    config, corpus = drawn_run.on_text(folder, b"the cat sat\n" * 100, **changes)
     workdir, _ = drawn_run.make(folder / "run", config, corpus)
     return config, corpus, workdir
 
@@ -109,11 +109,7 @@ def test_models_that_cannot_generate_are_refused(run, changes, named):
         runs.generate_text(config_tree.replace(run[0], changes), run[2])
 
 
-WORDS = ("<eos>", "the", "<unk>", "cat", "<S>", "<s>")
-
-
-def words(line_mark, **fields):
-    return WordVocabulary(WORDS, line_mark, **fields)
+words = functools.partial(WordVocabulary, ("<eos>", "the", "<unk>", "cat", "<S>", "<s>"))
 
 
 @pytest.mark.parametrize(

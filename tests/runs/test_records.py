@@ -24,16 +24,9 @@ def test_a_run_has_its_records_and_results(tmp_path):
     assert run.scores("valid") == valid and run.best_valid == min(valid, key=lambda point: point[1])
     assert run.test == pytest.approx(results["test"]["perplexity"])
     assert run.training_seconds == pytest.approx(seconds) and run.tokens_per_second == statistics.median(rates)
-    assert run.row(["seed", "init_from"]) == {
-        "run": "mine",
-        "state": "finished",
-        "seed": "3",
-        "init_from": "none",
-        "measure": "ppl",
-        "steps": 1000,
-        **{name: pytest.approx(results[name]["perplexity"]) for name in ("best_valid", "test")},
-        "seconds": pytest.approx(seconds, abs=0.05),
-    }
+    facts = {"run": "mine", "state": "finished", "seed": "3", "init_from": "none", "measure": "ppl", "steps": 1000}
+    scores = {name: pytest.approx(results[name]["perplexity"]) for name in ("best_valid", "test")}
+    assert run.row(["seed", "init_from"]) == facts | scores | {"seconds": pytest.approx(seconds, abs=0.05)}
 
 
 @pytest.mark.full
@@ -47,11 +40,8 @@ def test_members_of_an_ensemble_are_runs(tmp_path):
     for run in runs:
         assert run.test == pytest.approx(results["members"][run.name]["test"]["perplexity"])
         assert {record["member"] for record in run.records} == {run.name}
-    assert [run.name for run in read_runs([str(folder), str(recorded_run.make(tmp_path / "own"))])] == [
-        "both: seed=1",
-        "both: seed=2+learning_rate=0.001",
-        "own",
-    ]
+    runs = read_runs([str(folder), str(recorded_run.make(tmp_path / "own"))])
+    assert [run.name for run in runs] == ["both: seed=1", "both: seed=2+learning_rate=0.001", "own"]
 
 
 @pytest.mark.full

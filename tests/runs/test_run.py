@@ -10,7 +10,8 @@ import time
 import pytest
 
 from support import runs
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Tokenizer, TokenizerConfig
+from support.own_text import own_text
+from txl_jax.config import ExperimentConfig, Tokenizer
 from txl_jax.config import tree as config_tree
 from txl_jax.data.vocabulary import dumps
 from txl_jax.data.word_tokens import WordVocabulary
@@ -19,9 +20,7 @@ from txl_jax.runs.run import FORMAT, Run, TextInfo, holds_run
 from txl_jax.runtime import storage as files
 from txl_jax.runtime.lock import NAME
 
-CONFIG = ExperimentConfig(
-    data=DataConfig(corpus=CorpusName.TEXT, file="a.txt", tokenizer=TokenizerConfig(kind=Tokenizer.WORD))
-)
+CONFIG = ExperimentConfig(data=own_text(file="a.txt", kind=Tokenizer.WORD))
 WORDS = WordVocabulary(("<eos>", "the", "<unk>", "cat"))
 TEXT = TextInfo("text", "own text", "d" * 64, WORDS)
 
@@ -61,11 +60,9 @@ def test_what_was_recorded_is_read_and_nothing_is_made_before(place):
 
 def test_the_record_is_read_once_and_written_only_if_it_changes(place, monkeypatch):
     runs.record(place, CONFIG, TEXT)
-    read, write, seen = files.read, files.write, []
-    monkeypatch.setattr(files, "read", lambda path: (seen.append(os.path.basename(path)), read(path))[1])
-    monkeypatch.setattr(
-        files, "write", lambda path, data: (seen.append(f"+{os.path.basename(path)}"), write(path, data))
-    )
+    read, write, name, seen = files.read, files.write, os.path.basename, []
+    monkeypatch.setattr(files, "read", lambda path: (seen.append(name(path)), read(path))[1])
+    monkeypatch.setattr(files, "write", lambda path, data: (seen.append(f"+{name(path)}"), write(path, data)))
     with Run.open(place) as run:
         run.compare(CONFIG)
         run.begin(CONFIG, TEXT)
@@ -132,10 +129,7 @@ def test_members_are_compared_and_chosen(tmp_path):
     assert runs.record(tmp_path, CONFIG, TEXT, members).member_names == ("seed=1", "seed=2+learning_rate=0.5")
     chosen = Run.read(tmp_path, member="seed=2+learning_rate=0.5")
     assert (chosen.config.seed, chosen.config.optimizer.learning_rate) == (2, 0.5)
-    with (
-        Run.open(tmp_path) as run,
-        pytest.raises(UserError, match=r"members .* seed=1; seed=2.* and are now seed=1$|now"),
-    ):
+    with Run.open(tmp_path) as run, pytest.raises(UserError, match=r"members .* seed=1; seed=2.* now seed=1"):
         run.compare(CONFIG, members[:1])
     for member, message in ((None, "seed=1, seed=2"), ("seed=3", "'seed=3'.*seed=1, seed=2")):
         with pytest.raises(UserError, match=message):
@@ -160,25 +154,20 @@ def test_a_record_of_another_format_is_refused_whatever_else_it_has(folder, numb
     assert json.loads((folder / "config.json").read_text()) == saved
 
 
-def refusal(folder):
-    """The sentence with which a run is refused; empty if it opens."""
-    try:
-        Run.read(folder)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def test_a_flipped_bit_in_what_is_recorded_is_named_or_harmless(folder):
+    errors = []
     for path in (folder / "config.json", folder / "vocabulary.txt"):
         whole = path.read_bytes()
         for place in range(0, len(whole), 7):
             damaged = bytearray(whole)
             damaged[place] ^= (1, 32, 128)[place % 3]  # Other digits, other cases, no UTF-8.
             path.write_bytes(damaged)
-            if error := refusal(folder):
-                assert error.startswith(f"{folder}/") and "\n" not in error
+            try:
+                Run.read(folder)
+            except UserError as error:
+                errors.append(str(error))
         path.write_bytes(whole)
+    assert errors and [error for error in errors if not error.startswith(f"{folder}/") or "\n" in error] == []
 
 
 def test_a_lock_clears_what_killed_runs_began_and_nothing_else(folder):
@@ -214,10 +203,8 @@ def test_a_folder_without_a_run_is_named(place):
 
 @pytest.mark.full
 def test_a_bucket_that_is_absent(bucket):
-    with (
-        Run.open("gs://absent-bucket/run") as run,
-        pytest.raises(UserError, match=r"gs://absent-bucket/run.*no such bu"),
-    ):
+    path = "gs://absent-bucket/run"
+    with Run.open(path) as run, pytest.raises(UserError, match=rf"{path}.*no such bu"):
         run.begin(CONFIG, TEXT)
 
 

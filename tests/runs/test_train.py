@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -25,6 +26,10 @@ from txl_jax.runtime.log import read_metrics
 from txl_jax.training.loop import Hook
 
 STEPS = 24
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does: nothing catches it."""
 
 
 def weights(config, corpus, workdir):
@@ -58,10 +63,7 @@ def test_a_stopped_run_goes_on_exactly(finished, config, corpus, tmp_path):
     assert not runs.train(config, corpus, workdir, stop_requested=StopAfter(4)).finished
     assert runs.train(config, corpus, workdir).finished
     assert numbers(workdir) == numbers(whole)
-    for resumed, undisturbed in zip(
-        weights(config, corpus, workdir)[1], weights(config, corpus, whole)[1], strict=True
-    ):
-        np.testing.assert_array_equal(resumed, undisturbed)
+    jax.tree.map(np.testing.assert_array_equal, *(weights(config, corpus, run) for run in (workdir, whole)))
 
 
 @pytest.mark.full
@@ -77,28 +79,17 @@ def test_a_hook_ends_a_start_after_some_updates_of_a_longer_schedule(finished, c
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fails", ["repeated evaluation", "test"])
-def test_what_was_recorded_before_a_kill_is_not_recorded_twice(finished, config, corpus, tmp_path, monkeypatch, fails):
+@pytest.mark.parametrize(("kind", "fails"), [("valid", (RunCheckpoints, "save")), ("test", (validation, "write_json"))])
+def test_what_was_recorded_before_a_kill_is_recorded_once(finished, config, corpus, tmp_path, monkeypatch, kind, fails):
     """A kill between a record and the file that marks it as done."""
     whole, _ = finished
     workdir = Run(tmp_path / "pieces")
     asked = StopAfter(5)  # In the first evaluation, which then has to be repeated.
     assert not runs.train(config, corpus, workdir, stop_requested=asked).finished
-
-    class Killed(BaseException):
-        pass
-
-    def killed(*unused):
-        raise Killed
-
     with monkeypatch.context() as patch:
-        if fails == "test":
-            patch.setattr(validation, "write_json", killed)
-        else:
-            patch.setattr(RunCheckpoints, "save", killed)
+        patch.setattr(*fails, mock.Mock(side_effect=Killed))
         with pytest.raises(Killed):
             runs.train(config, corpus, workdir)
-    kind = "test" if fails == "test" else "valid"
     assert [record["kind"] for record in read_metrics(workdir.path)][-1] == kind
     runs.train(config, corpus, workdir)
     assert numbers(workdir) == numbers(whole)
@@ -129,9 +120,6 @@ def test_before_maintenance_a_run_saves_and_goes_on(finished, config, corpus, tm
 def test_a_run_in_a_bucket_is_that_in_a_folder(finished, config, corpus, bucket):
     """An error ends it between two checkpoints; it resumes, and is scored once more."""
     (local, outcome), remote = finished, Run(bucket / "run")
-
-    class Killed(BaseException):
-        pass
 
     def kill(context):
         if context.step == 16:  # The last checkpoint is of 12.
@@ -172,9 +160,7 @@ def test_a_run_that_diverges_ends_with_results_that_json_can_hold(config, corpus
     changed = config_tree.replace(config, wild)
     assert runs.train(changed, corpus, workdir).finished
     score.evaluate_splits(changed, corpus, Run.read(workdir.path))
-    results, again = (
-        json.loads((Path(workdir.path, f"{name}.json")).read_text()) for name in ("results", "evaluation")
-    )
+    results, again = (json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("results", "evaluation"))
     for found in (results["best_valid"], results["test"], again["test"]):
         assert found["loss"] > 709 and found["perplexity"] is None and "loss" in found["note"]
 

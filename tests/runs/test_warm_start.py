@@ -199,13 +199,10 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
     config = dataclasses.replace(new, init_from=str(tmp_path / "old"))
     corpus, workdir = read(folder, new), Run(tmp_path / "members")
     states = []
-
-    def keep(context):
-        states.append(jax.device_get(context.state.params))
-
+    keep = Hook(1, lambda context: states.append(jax.device_get(context.state.params)))
     still = config_tree.replace(config, {"optimizer.learning_rate": 1e-30, "train.eval_every": 4})
     members = [{"seed": 1}, {"seed": 2}]
-    runs.train_members(still, members, corpus, workdir, hooks=[Hook(1, keep)], stop_requested=lambda: True)
+    runs.train_members(still, members, corpus, workdir, hooks=[keep], stop_requested=lambda: True)
     [params] = states
     theirs = read(folder, old).vocabulary
     for place, word in enumerate(corpus.vocabulary.words):
@@ -222,10 +219,9 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
 @pytest.mark.full
 def test_a_mesh_has_the_same_weights():
     """Tables of odd sizes, of which each of eight devices reads its part."""
-    command = [sys.executable, str(PROGRAM)]
     environment = os.environ | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     one, mixed = json.loads(result.stdout.splitlines()[-1])
     assert one == mixed and one["tokens"]["new"] and one["tokens"]["moved"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support import tiny_model
-from support.serving import engine, ids, make_store, run, submit
+from support.serving import engine, ids, make_store, refused, run, submit
 from txl_jax.serving.app import Settings, _Server
 from txl_jax.serving.requests import Choice, Limits, RequestError, Sampling
 from txl_jax.serving.sessions import EMPTY
@@ -107,28 +107,20 @@ def test_a_job_that_is_cancelled_leaves_its_session_and_its_neighbours(made):
 
 def test_a_job_without_time_is_ended(made):
     session = made.store.begin(made.store.create("me").name, "me")
-    with pytest.raises(RequestError) as raised:
-        submit(made, Choice(ids(30), 4000), session, seconds=0.05)[1].wait()
-    assert raised.value.status == 504 and session.state is EMPTY and not session.busy
+    refused(504, submit(made, Choice(ids(30), 4000), session, seconds=0.05)[1].wait)
+    assert session.state is EMPTY and not session.busy
 
 
 def test_too_many_jobs_are_refused_and_the_end_is_answered():
     with engine(store=make_store(), limits=Limits(waiting=2)) as made:
-        with pytest.raises(RequestError) as raised:  # However long one waits.
-            made.submit([None] * 7)
-        assert raised.value.status == 400
+        refused(400, made.submit, [None] * 7)  # However long one waits.
         results = [submit(made, Choice(ids(5), 4000))[1] for _ in range(6)]
-        with pytest.raises(RequestError) as raised:
-            submit(made, Choice(ids(5), 1))
-        assert raised.value.status == 429
+        refused(429, submit, made, Choice(ids(5), 1))
         results[0].next()
         made.stop()
         for result in results:
-            with pytest.raises(RequestError) as raised:
-                result.wait()
-            assert raised.value.status == 503
-        with pytest.raises(RequestError):
-            submit(made, Choice(ids(5), 1))
+            refused(503, result.wait)
+        refused(503, submit, made, Choice(ids(5), 1))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -142,13 +134,9 @@ def test_a_failed_engine_says_so_with_a_new_exception_each_time(monkeypatch, cap
         monkeypatch.setattr(made.step, "write", fail)
         with pytest.raises(RequestError, match="failed"):
             run(made, Choice(ids(3), 1))
-        errors = []
-        for _ in range(2):
-            with pytest.raises(RequestError) as raised:
-                submit(made, Choice(ids(3), 1))
-            errors.append(raised.value)
+        errors = [refused(503, submit, made, Choice(ids(3), 1)) for _ in range(2)]
         assert made.failed and not made.ready and "the device is gone" in capsys.readouterr().err
-        assert errors[0] is not errors[1] and errors[0].status == 503
+        assert errors[0] is not errors[1]
 
         async def health():
             return [(await _Server(made, Settings("tiny")).health(None)).status_code for _ in range(2)]

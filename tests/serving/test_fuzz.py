@@ -38,9 +38,8 @@ FIELDS = {
 RIGHT = st.fixed_dictionaries({}, optional={name: FIELDS[name] for name in FIELDS if name != "session"})
 IN_SESSION = st.builds(dict.__or__, RIGHT, st.fixed_dictionaries({"session": FIELDS["session"], "n": st.just(1)}))
 # All right but one or two fields.
-ODD = st.builds(
-    dict.__or__, RIGHT | IN_SESSION, st.dictionaries(st.sampled_from([*FIELDS, "prompts"]), WRONG, max_size=2)
-)
+MISTAKES = st.dictionaries(st.sampled_from([*FIELDS, "prompts"]), WRONG, max_size=2)
+ODD = st.builds(dict.__or__, RIGHT | IN_SESSION, MISTAKES)
 BODIES = st.sampled_from([RIGHT, IN_SESSION, ODD, ODD, st.dictionaries(st.text(max_size=9), JSON, max_size=4)])
 RAW = BODIES.flatmap(lambda bodies: bodies.map(lambda body: json.dumps(body).encode())) | st.binary(max_size=300)
 ONE = "/v1/sessions/SESSION"
@@ -101,17 +100,15 @@ def fuzz(port, examples):
 
 @pytest.mark.full
 def test_requests_at_random():
-    with (
-        engine(store=make_store(limit=SESSIONS), limits=FEW, start=False) as made,
-        served(made, Settings("tiny", limits=FEW)) as port,
-    ):
+    stopped = engine(store=make_store(limit=SESSIONS), limits=FEW, start=False)
+    with stopped as made, served(made, Settings("tiny", limits=FEW)) as port:
         statuses = fuzz(port, 100)
     assert statuses[200] > 10 and statuses[400] > 10
 
 
 @pytest.mark.nightly(part="long")
-def test_many_requests_at_random(tmp_path):
-    with in_its_own_process(tmp_path, num_sessions=SESSIONS, limits=FEW) as (port, process):
+def test_many_requests_at_random():
+    with in_its_own_process(num_sessions=SESSIONS, limits=FEW) as (port, process):
         fuzz(port, 1000)
         before, start = resident_mib(process), time.monotonic()
         statuses = fuzz(port, 10_000)

@@ -20,8 +20,7 @@ LIMITS = Limits(body_bytes=20_000, prompt_tokens=500, new_tokens=4000, choices=8
 
 @pytest.fixture(scope="module")
 def made():
-    store = make_store(limit=3)
-    with engine(store=store, limits=LIMITS, start=False) as stopped:
+    with engine(store=make_store(limit=3), limits=LIMITS, start=False) as stopped:
         yield stopped
 
 

@@ -56,8 +56,7 @@ def port(made):
 def session(port, made):
     """A session with a text. At the end one request was ended, and the session is as before and can be used."""
     name = ask(port, "/v1/sessions", {})[1]["id"]
-    begun = {"session": name, "prompt": "abc", "max_tokens": 5}
-    assert ask(port, "/v1/completions", begun)[0] == 200
+    assert ask(port, "/v1/completions", {"session": name, "prompt": "abc", "max_tokens": 5})[0] == 200
     found = made.store.get(name, "")
     state, written = found.state, made.counters.written
     yield found

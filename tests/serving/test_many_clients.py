@@ -21,7 +21,6 @@ STOPS = (None, None, "ab", ["cd", "\n\n"])
 
 
 def bodies(rng, *, longest):
-    """Request after request, of mixed kinds."""
     while True:
         prompt = "".join(rng.choices(LETTERS, k=rng.randint(1, longest)))
         tokens = tiny_model.VOCABULARY.encode(prompt.encode()).tolist()
@@ -92,8 +91,7 @@ def check(port, clients):
         session = ask(port, "/v1/sessions", {})[1]["id"] if client.in_session else None
         assert client.asked
         for body, found in client.asked:
-            again = body | ({"session": session} if session else {})
-            assert answer(port, again) == found, body
+            assert answer(port, body | ({"session": session} if session else {})) == found, body
         for name in filter(None, (session, client.session)):
             assert ask(port, f"/v1/sessions/{name}", method="DELETE")[0] == 200
 
@@ -115,10 +113,10 @@ def test_clients_at_once_get_what_each_gets_alone():
 
 
 @pytest.mark.nightly(part="long")
-def test_200_clients_for_two_minutes(tmp_path):
+def test_200_clients_for_two_minutes():
     """Sessions among them; ten leave in the middle. Then all again alone; the server's memory is as before."""
     limits = Limits(waiting=2000)
-    with in_its_own_process(tmp_path, num_sessions=64, limits=limits) as (port, process):
+    with in_its_own_process(num_sessions=64, limits=limits) as (port, process):
         for client in run_clients(port, count=200, seconds=5, longest=60):
             if client.session:
                 assert ask(port, f"/v1/sessions/{client.session}", method="DELETE")[0] == 200

@@ -25,10 +25,9 @@ def client():
 
 def test_it_reads_texts_scores_and_models(client):
     assert [each.id for each in client.models.list()] == ["tiny"]
-    found = client.completions.create(
-        model="tiny", prompt="abc def", max_tokens=30, seed=5, temperature=0.8, logprobs=2
-    )
-    settings = GenerateConfig(length=30, top_k=None, seed=5, temperature=0.8)
+    drawn = {"seed": 5, "temperature": 0.8}
+    found = client.completions.create(model="tiny", prompt="abc def", max_tokens=30, logprobs=2, **drawn)
+    settings = GenerateConfig(length=30, top_k=None, **drawn)
     assert found.choices[0].text == tiny_model.make().generate(["abc def"], settings)[0]
     assert found.choices[0].finish_reason == "length" and found.object == "text_completion"
     assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (7, 30, 37)

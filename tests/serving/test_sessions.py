@@ -1,16 +1,7 @@
 """Tests the store of sessions: number, expiry, owners."""
 
-import pytest
-
-from support.serving import make_store
-from txl_jax.serving.requests import RequestError
+from support.serving import make_store, refused
 from txl_jax.serving.sessions import State
-
-
-def refused(status, function, *arguments):
-    with pytest.raises(RequestError) as raised:
-        function(*arguments)
-    assert raised.value.status == status
 
 
 def test_sessions_are_bounded_and_belong_to_their_owner():

@@ -55,11 +55,9 @@ def write(step, weights, rings, row, last, position, length, *, others=None, see
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="matrices are transposed on a CPU")
-@pytest.mark.parametrize(
-    ("rows", "weight_dtype", "kind"), [(2, None, Transposed), (1, None, jax.Array), (2, WeightDType.INT8, Int8)]
-)
-def test_several_rows_have_transposed_matrices(rows, weight_dtype, kind):
-    model = tiny_model.make(eval__weight_dtype=weight_dtype)
+@pytest.mark.parametrize(("rows", "dtype", "kind"), [(2, None, Transposed), (1, None, jax.Array), (2, "int8", Int8)])
+def test_several_rows_have_transposed_matrices(rows, dtype, kind):
+    model = tiny_model.make(eval__weight_dtype=dtype and WeightDType(dtype))
     layer = Step(model.components, batch_size=rows).prepare_params(model.params).token.layers[0]
     matrices = layer.query_key_value, layer.output, *(part.kernel for part in layer.feed_forward)
     assert all(isinstance(matrix, kind) for matrix in matrices)

@@ -14,6 +14,7 @@ from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
 
 MESH = sharding.abstract_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
+FLAGS = {"clamp_len": None, "same_length": False, "deterministic": True}
 
 
 def constrained(function, *arguments):
@@ -37,34 +38,24 @@ def expected(rows, *, outputs=1, heads=4, inner=1):
     return {(rows, None, None): outputs, (rows, "tensor", None, None): heads, (rows, None, "tensor"): inner}
 
 
-@pytest.fixture
-def on_mesh():
-    with sharding.use_mesh(MESH):
-        yield
-
-
-@pytest.mark.usefixtures("on_mesh")
 @pytest.mark.parametrize(("batch_size", "rows"), [(8, ("data", "fsdp")), (6, None)])
 def test_layers_of_training_and_of_inference(batch_size, rows):
     """Rows that do not divide, as the one row of a published evaluation, are replicated."""
-    model = tiny.make().clone(num_devices=8)
-    tokens = jnp.zeros((batch_size, 2), jnp.int32)
-    params = tiny.variables(model)["params"]
-    flags = {"clamp_len": None, "same_length": False, "deterministic": True}
-    memory = model.init_memory(batch_size=batch_size, mem_len=4)
-    found = constrained(lambda *both: model.apply({"params": params}, *both, **flags), tokens, memory)
-    assert found == expected(rows)  # In the loop over layers.
-    weights = forward.prepare_params(params, model, segment_len=2, mem_len=4, clamp_len=0)
-    ring = forward.init_cache(weights, model, batch_size=batch_size, mem_len=4, segment_len=2)
-    found = constrained(lambda *both: forward.forward(weights, model, *both, window=None), tokens, ring)
+    model, tokens = tiny.make().clone(num_devices=8), jnp.zeros((batch_size, 2), jnp.int32)
+    with sharding.use_mesh(MESH):
+        variables, memory = tiny.variables(model), model.init_memory(batch_size=batch_size, mem_len=4)
+        found = constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
+        assert found == expected(rows)  # In the loop over layers.
+        weights = forward.prepare_params(variables["params"], model, segment_len=2, mem_len=4, clamp_len=0)
+        ring = forward.init_cache(weights, model, batch_size=batch_size, mem_len=4, segment_len=2)
+        found = constrained(lambda *both: forward.forward(weights, model, *both, window=None), tokens, ring)
     assert found == expected(rows, outputs=tiny.N, heads=3 * tiny.N, inner=tiny.N)
 
 
 def test_one_device_constrains_nothing():
     model, tokens = tiny.make(), jnp.zeros((8, 2), jnp.int32)
     variables, memory = tiny.variables(model), model.init_memory(batch_size=8, mem_len=4)
-    flags = {"clamp_len": None, "same_length": False, "deterministic": True}
-    assert not constrained(lambda *both: model.apply(variables, *both, **flags), tokens, memory)
+    assert not constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
 
 
 @pytest.mark.parametrize("mesh", [None, MESH])

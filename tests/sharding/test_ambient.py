@@ -27,9 +27,8 @@ def shape_of_hidden():
     """Traces a model for eight devices."""
     model = tiny.make().clone(num_devices=8)
     tokens, memory = jnp.zeros((8, 2), jnp.int32), model.init_memory(batch_size=8, mem_len=4)
-    flags = {"clamp_len": None, "same_length": False, "deterministic": True}
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens, memory)
-    return jax.eval_shape(lambda v: model.apply(v, tokens, memory, **flags)[0], variables).shape
+    return jax.eval_shape(lambda v: model.apply(v, tokens, memory)[0], variables).shape
 
 
 def test_a_thread_has_no_mesh_of_its_own():

@@ -10,27 +10,18 @@ from jax.sharding import PartitionSpec
 
 from support import tiny
 from txl_jax import sharding
-from txl_jax.config import MeshConfig, NormPlace
+from txl_jax.config import MeshConfig
 from txl_jax.sharding import axes
 from txl_jax.training.state import init_params
 
-EVERYTHING = {
-    "layer_norm": NormPlace.PRE,
-    "untie_r": True,
-    "tie_weight": False,
-    "cutoffs": (4, 11),
-    "d_embed": 16,
-    "div_val": 2,
-}
 
-
-def boxed_params(**changes):
-    model = tiny.make(**changes)
+def boxed_params():
+    model = tiny.make(layer_norm="pre", untie_r=True, tie_weight=False, cutoffs=(4, 11), d_embed=16, div_val=2)
     return jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
 
 
 def test_every_axis_has_a_row():
-    boxes = jax.tree.leaves(boxed_params(**EVERYTHING), is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+    boxes = jax.tree.leaves(boxed_params(), is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
     assert len(boxes) > 10
     for box in boxes:
         assert len(sharding.spec(*box.names)) == box.value.ndim
@@ -41,7 +32,7 @@ def test_every_axis_has_a_row():
 
 
 def test_shardings_of_parameters():
-    found = sharding.param_shardings(sharding.make_mesh(MeshConfig()), boxed_params(**EVERYTHING))
+    found = sharding.param_shardings(sharding.make_mesh(MeshConfig()), boxed_params())
     layer = found["stack"]["layers"]
     assert layer["attention"]["query"].spec == PartitionSpec(None, "fsdp", "tensor", None)
     assert layer["attention"]["output"].spec == PartitionSpec(None, "tensor", None, "fsdp")
@@ -58,7 +49,7 @@ def test_a_mesh_larger_than_the_devices_is_refused():
         sharding.make_mesh(MeshConfig(data=3, fsdp=7, tensor=11))
 
 
-EVERY_CASE = pytest.mark.nightly(part="cases")
+FULL, EVERY_CASE = pytest.mark.full, pytest.mark.nightly(part="cases")
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +117,7 @@ def test_losses_vectors_and_gradients_of_the_adaptive_softmax(computed):
         assert worst < 1e-12, name
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("rest", marks=pytest.mark.full), pytest.param("exact", marks=EVERY_CASE)]
-)
+@pytest.mark.parametrize("kind", [pytest.param("rest", marks=FULL), pytest.param("exact", marks=EVERY_CASE)])
 def test_rows_are_scored_on_eight_devices(computed, kind):
     found = [each for each in named_pairs(computed(kind)["runs"]) if "score" in each[2]]
     assert len(found) == {"rest": 1, "exact": 4}[kind]

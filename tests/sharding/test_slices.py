@@ -25,15 +25,10 @@ class Chip:
     process_index: int = 0
 
 
-def chips(num_slices, side=4):
-    """Chips of `side` x `side` slices, with those of different slices mixed."""
-    places = [(x, y, 0) for y in range(side) for x in range(side)]
-    found = [
-        Chip(number * len(places) + index, number, place)
-        for index, place in enumerate(places)
-        for number in range(num_slices)
-    ]
-    return found[::-1]
+def chips(num_slices):
+    """Chips of 4 x 4 slices, with those of different slices mixed."""
+    places = [(index, (index % 4, index // 4, 0)) for index in reversed(range(16))]
+    return [Chip(16 * number + index, number, place) for index, place in places for number in range(num_slices)]
 
 
 def grid(devices, **sizes):
@@ -51,10 +46,9 @@ def test_only_data_crosses_slices(sizes):
 
 
 def test_within_a_slice_the_mesh_is_that_of_one_slice():
-    one = mesh_utils.create_device_mesh(
-        (2, 8, 1), sorted(chips(1), key=lambda chip: chip.id), allow_split_physical_axes=True
-    )
-    two = grid(sorted(chips(2), key=lambda chip: chip.id), fsdp=8)
+    of_one, of_two = (sorted(chips(n), key=lambda chip: chip.id) for n in (1, 2))
+    one = mesh_utils.create_device_mesh((2, 8, 1), of_one, allow_split_physical_axes=True)
+    two = grid(of_two, fsdp=8)
     places = np.vectorize(lambda chip: chip.coords[:2], otypes=[object])
     assert (places(two[:2]) == places(one)).all() and (places(two[2:]) == places(one)).all()
 
@@ -66,16 +60,11 @@ def test_chips_that_are_left_idle_and_are_no_box_are_those_of_each_slice():
     assert len({chip.id for chip in found.flat}) == 14
 
 
-@pytest.mark.parametrize(
-    ("num_slices", "sizes", "words"),
-    [
-        (2, {"dcn_data": 4}, r"mesh\.dcn_data is 4\b.*\b2 slices\b"),
-        (2, {"data": 2, "fsdp": 16}, r"\b2 x 16 x 1\b.*\b16 devices\b"),
-    ],
-)
-def test_sizes_that_do_not_fit_the_slices_are_refused(num_slices, sizes, words):
-    with pytest.raises(UserError, match=words):
-        grid(chips(num_slices), **sizes)
+def test_sizes_that_do_not_fit_the_slices_are_refused():
+    with pytest.raises(UserError, match=r"mesh\.dcn_data is 4\b.*\b2 slices\b"):
+        grid(chips(2), dcn_data=4)
+    with pytest.raises(UserError, match=r"\b2 x 16 x 1\b.*\b16 devices\b"):
+        grid(chips(2), data=2, fsdp=16)
 
 
 def test_other_devices_can_be_divided_as_if_they_were_slices():

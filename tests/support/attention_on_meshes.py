@@ -14,15 +14,8 @@ import numpy as np
 
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
-from txl_jax.ops.attention import (
-    CachedVisibility,
-    Dropout,
-    Implementation,
-    Tile,
-    Visibility,
-    attention,
-    cached_attention,
-)
+from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention
+from txl_jax.ops.attention.problem import Implementation, Tile
 
 MESHES = {"data": MeshConfig(), "mixed": MeshConfig(data=2, fsdp=2, tensor=2), "tensor": MeshConfig(tensor=8)}
 IMPLEMENTATIONS = {
@@ -52,7 +45,7 @@ def training(implementation):
         return jnp.sum(weights * out), out
 
     def values_and_gradients(given):
-        (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(given)
+        gradients, out = jax.grad(loss, has_aux=True)(given)
         return out, *gradients
 
     return values_and_gradients
@@ -64,10 +57,8 @@ def inference(implementation):
 
     def values(given):
         query, key, value, keys, stored, position_query, position_key = given
-        position = position_query, position_key, None
-        return (
-            cached_attention(query, key, value, (keys, stored), position, visibility, implementation=implementation),
-        )
+        position, cache = (position_query, position_key, None), (keys, stored)
+        return [cached_attention(query, key, value, cache, position, visibility, implementation=implementation)]
 
     return values
 
@@ -81,23 +72,13 @@ CALLS = {
 }
 
 
-def differences(expected, found):
-    """The largest difference of each array."""
-    return [float(jnp.abs(a - jax.device_get(b)).max()) for a, b in zip(expected, found, strict=True)]
-
-
-def main(words):
-    """Prints the differences."""
+if __name__ == "__main__":
     found = {}
     for call, (make, given) in CALLS.items():
         expected = jax.device_get(jax.jit(make(IMPLEMENTATIONS["reference"]))(given))
-        for mesh_name in filter(MESHES.get, words):
+        for mesh_name in filter(MESHES.get, sys.argv):
             with sharding.use_mesh(sharding.make_mesh(MESHES[mesh_name])):
-                for name in filter(IMPLEMENTATIONS.get, words):
-                    result = jax.jit(make(IMPLEMENTATIONS[name]))(given)
-                    found[f"{call} {mesh_name} {name}"] = differences(expected, result)
+                for name in filter(IMPLEMENTATIONS.get, sys.argv):
+                    pairs = zip(expected, jax.device_get(jax.jit(make(IMPLEMENTATIONS[name]))(given)), strict=True)
+                    found[f"{call} {mesh_name} {name}"] = [float(np.abs(a - b).max()) for a, b in pairs]
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

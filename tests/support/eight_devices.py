@@ -75,9 +75,7 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
     return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
 
 
-def train_steps(
-    parts: RunComponents, train_step: TrainStep, state: TrainState, steps: range
-) -> tuple[TrainState, list, list]:
+def train_steps(parts: RunComponents, train_step: TrainStep, state: TrainState, steps: range) -> tuple:
     """The state after these updates, and the loss and gradient norm of each."""
     losses, norms, reader = [], [], training_segments(TOKENS, batch_size=B, segment_len=L)
     for step in steps[::PER_CALL]:
@@ -89,8 +87,7 @@ def train_steps(
 
 def run(parts: RunComponents, *, scores: bool) -> dict:
     """Losses of each update, parameters after the last, bytes per device, and collectives."""
-    compilation = parts.training.compile_step()
-    train_step = compilation.program
+    train_step = parts.training.compile_step().program
     state, losses, norms = train_steps(parts, train_step, parts.training.init_state(), range(STEPS))
     found = {
         "losses": losses,
@@ -107,7 +104,6 @@ def run(parts: RunComponents, *, scores: bool) -> dict:
             shard_of(table) for name, table in sorted(state.params["embedding"].items()) if name.startswith("table")
         ],
         "memory_per_device": shard_of(state.memory.hidden),
-        "temporary_bytes": compilation.temporary_bytes,
         "largest": largest_parts(parts),
         "collectives": collectives(train_step.as_text()),
     }
@@ -182,10 +178,8 @@ def largest_parts(parts: RunComponents) -> dict[str, int]:
     params = parts.training.abstract_state.params
     layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["stack"]["layers"]))
     tables = [leaf for name, leaf in params["embedding"].items() if name.startswith("table")]
-    return {
-        "layer": layer // parts.config.model.n_layer,
-        "cluster": max(leaf.size * leaf.dtype.itemsize for leaf in tables),
-    }
+    cluster = max(leaf.size * leaf.dtype.itemsize for leaf in tables)
+    return {"layer": layer // parts.config.model.n_layer, "cluster": cluster}
 
 
 def scored(parts: RunComponents, params: Any) -> dict:
@@ -303,10 +297,8 @@ def tail_work() -> dict:
     text = compiled.as_text()
     products = re.findall(r"= f32\[([0-9,]+)\]\S* dot\(", text)
     of_tail = [[int(n) for n in found.split(",")] for found in products]
-    return {
-        "positions": max(np.prod(found) // rows for found in of_tail if rows in found).item(),
-        "all_gathers": text.count(" all-gather("),
-    }
+    positions = max(np.prod(found) // rows for found in of_tail if rows in found).item()
+    return {"positions": positions, "all_gathers": text.count(" all-gather(")}
 
 
 def uneven_vocabulary() -> dict:

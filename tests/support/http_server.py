@@ -17,16 +17,11 @@ from txl_jax.serving.engine import Engine
 
 
 @contextlib.contextmanager
-def served(made: Engine, settings: Settings | None = None) -> Iterator[int]:
+def served(made: Engine, settings: Settings) -> Iterator[int]:
     """The port of a server with an engine that is not started."""
-    config = uvicorn.Config(
-        make_app(made, settings or Settings("tiny")),
-        port=0,
-        log_level="warning",
-        timeout_keep_alive=SECONDS,  # A client of a busy machine may take long to its next request.
-        timeout_graceful_shutdown=5,
-    )
-    server = uvicorn.Server(config)
+    # A client of a busy machine may take long to its next request.
+    seconds = {"timeout_keep_alive": SECONDS, "timeout_graceful_shutdown": 5}
+    server = uvicorn.Server(uvicorn.Config(make_app(made, settings), port=0, log_level="warning", **seconds))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     wait_until(lambda: (server.started and made.ready) or not thread.is_alive(), SECONDS)
@@ -37,20 +32,11 @@ def served(made: Engine, settings: Settings | None = None) -> Iterator[int]:
     assert not thread.is_alive()
 
 
-def ask(
-    port: int,
-    path: str,
-    body: Any = None,
-    *,
-    method: str | None = None,
-    key: str | None = None,
-    headers: dict[str, str] | None = None,
-) -> tuple[int, Any]:
+def ask(port: int, path: str, body: Any = None, *, method=None, key=None, headers=None) -> tuple[int, Any]:
     """Status and body of a response, as JSON where it is; a body that is no bytes is sent as JSON."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    authorization = {"Authorization": f"Bearer {key}"} if key else {}
-    sent = {"Content-Type": "application/json", **authorization, **(headers or {})}
+    sent = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}) | (headers or {})
     connection.request(method or ("GET" if body is None else "POST"), path, raw, sent)
     response = connection.getresponse()
     content = response.read()

@@ -4,10 +4,11 @@ import contextlib
 import functools
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from support import tiny_model
 from txl_jax.serving.engine import Engine, Job
@@ -32,13 +33,7 @@ def step_of(model: LanguageModel) -> Step:
 
 
 @contextlib.contextmanager
-def engine(
-    model: LanguageModel | None = None,
-    *,
-    store: SessionStore | None = None,
-    limits: Limits | None = None,
-    start: bool = True,
-) -> Iterator[Engine]:
+def engine(model=None, *, store=None, limits=None, start=True) -> Iterator[Engine]:
     """An engine, running unless `start` is false, of the tiny model, with 4 rows that write 5 tokens per call."""
     model = model or tiny_model.make()
     made = Engine(step_of(model), model.params, model.vocabulary, make_store() if store is None else store, limits)
@@ -86,9 +81,7 @@ class Result:
         return joined_scores([each.scores for each in self.pieces if each.is_prompt is prompt and each.scores])
 
 
-def submit(
-    made: Engine, choice: Choice, session: Session | None = None, *, seconds: float = SECONDS
-) -> tuple[Any, Result]:
+def submit(made: Engine, choice: Choice, session: Session | None = None, *, seconds=SECONDS) -> tuple[Job, Result]:
     """The job of a choice, and its result to wait for."""
     result = Result()
     job = Job(choice, result.sink, session=session, until=time.monotonic() + seconds)
@@ -99,6 +92,14 @@ def submit(
 def run(made: Engine, choice: Choice, session: Session | None = None) -> Result:
     """The result of a choice when it has ended."""
     return submit(made, choice, session)[1].wait()
+
+
+def refused(status: int, function: Callable, *arguments: Any) -> RequestError:
+    """The error of this status that a call raises."""
+    with pytest.raises(RequestError) as raised:
+        function(*arguments)
+    assert raised.value.status == status
+    return raised.value
 
 
 def ids(length: int, *, seed: int = 3) -> np.ndarray:

@@ -20,18 +20,10 @@ def config_of(steps: int = STEPS, others: dict | None = None, **own) -> Experime
     return ExperimentConfig(optimizer=OptimizerConfig(**own), train=TrainConfig(steps=steps), **(others or {}))
 
 
-def rates(
-    *,
-    warmup: int = WARMUP,
-    offset: ScheduleOffset = ScheduleOffset.AFTER_WARMUP,
-    multiple: float = 1.0,
-    average: AverageConfig | None = None,
-    **own,
-) -> list[float]:
+def rates(*, warmup=WARMUP, offset=ScheduleOffset.AFTER_WARMUP, multiple=1.0, average=None, **own) -> list[float]:
     """The rate of updates 0 .. STEPS + 1, from one compiled call as in training."""
-    own |= {"schedule_offset": offset, "min_lr_ratio": MIN_RATIO}
-    others = {"average": average or AverageConfig()}
-    config = config_of(others=others, learning_rate=PEAK, warmup_steps=warmup, **own)
+    own |= {"learning_rate": PEAK, "warmup_steps": warmup, "schedule_offset": offset, "min_lr_ratio": MIN_RATIO}
+    config = config_of(others={"average": average or AverageConfig()}, **own)
     schedule = learning_rate(config, multiple=multiple)
     return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(STEPS + 2))).tolist()
 
@@ -115,15 +107,13 @@ def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, x64):
     assert 0 < clipped < 4  # Both sides of the limit were seen.
 
 
+TWOS = np.full((2, 2), 2.0, np.float32)
 PARAMS = {
-    "embedding": {"table_0": np.full((3, 2), 2.0, np.float32)},
-    "softmax": {"bias": np.full(3, 2.0, np.float32)},
+    "embedding": {"table_0": TWOS},
+    "softmax": {"bias": TWOS[0]},
     "stack": {
-        "biases": {name: np.full((2, 2), 2.0, np.float32) for name in ("content", "position")},
-        "layers": {
-            "attention": {"query": np.full((2, 2), 2.0, np.float32)},
-            "attention_norm": {"scale": np.full(2, 2.0, np.float32), "bias": np.full(2, 2.0, np.float32)},
-        },
+        "biases": {"content": TWOS, "position": TWOS},
+        "layers": {"attention": {"query": TWOS}, "attention_norm": {"scale": TWOS[0], "bias": TWOS[0]}},
     },
 }
 

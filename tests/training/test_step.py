@@ -84,10 +84,8 @@ def test_half_loss_ignores_the_first_half():
 def test_the_gradient_is_that_of_the_mean_over_scored_tokens():
     # Three equal rows have the mean of one; a sum, or a mean over all places, would not.
     segments = tiny_run.text().segments(0, 1)
-    equal_rows = segments._replace(
-        inputs=np.repeat(segments.inputs[:, :1], tiny_run.B, axis=1),
-        targets=np.repeat(segments.targets[:, :1], tiny_run.B, axis=1),
-    )
+    repeated = {name: np.repeat(getattr(segments, name)[:, :1], tiny_run.B, axis=1) for name in ("inputs", "targets")}
+    equal_rows = segments._replace(**repeated)
     _, all_rows = one_update(segments=equal_rows, **HALF)
     _, one_row = one_update(segments=with_weights(equal_rows, np.s_[:, 1:], 0), **HALF)
     np.testing.assert_allclose(one_row.grad_norm, all_rows.grad_norm, rtol=1e-5)
@@ -96,13 +94,11 @@ def test_the_gradient_is_that_of_the_mean_over_scored_tokens():
 
 
 def test_padding_contributes_nothing():
-    segments, row, end = tiny_run.text().segments(0, 1), 1, tiny_run.L - 2
-    padded = with_weights(segments, np.s_[:, row, end:], 0)
+    segments, end = tiny_run.text().segments(0, 1), np.s_[:, 1, tiny_run.L - 2 :]
+    padded = with_weights(segments, end, 0)
     state, metrics = one_update(segments=padded)
     assert metrics.tokens == tiny_run.B * tiny_run.L - 2
-    other = padded._replace(
-        inputs=changed(padded.inputs, np.s_[:, row, end:]), targets=changed(padded.targets, np.s_[:, row, end:])
-    )
+    other = padded._replace(inputs=changed(padded.inputs, end), targets=changed(padded.targets, end))
     other_state, other_metrics = one_update(segments=other)
     tiny_run.assert_equal((other_state.params, other_metrics), (state.params, metrics))
     # The same change where it counts.
@@ -148,9 +144,8 @@ def test_the_memory_reaches_the_next_segment():
     # Which rows forget is the reset bit's business.
     segments = tiny_run.text().segments(1, 1)
     assert not segments.reset.any()
-    tiny_run.assert_equal(
-        one_update(state, segments._replace(reset=~segments.reset))[1], one_update(forgetful, segments)[1]
-    )
+    _, metrics = one_update(state, segments._replace(reset=~segments.reset))
+    tiny_run.assert_equal(metrics, one_update(forgetful, segments)[1])
 
 
 def test_the_gradient_norm_is_reported_before_clipping():

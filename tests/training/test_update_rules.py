@@ -39,11 +39,8 @@ VARIANTS = [*((name, LambRule.PAPER) for name in OptimizerName), (OptimizerName.
 
 def config_of(name, lamb=LambRule.PAPER, **own):
     """A config of a constant learning rate, without clipping."""
-    return ExperimentConfig(
-        optimizer=OptimizerConfig(name=name, learning_rate=RATE, min_lr_ratio=1.0, clip_norm=1e9, **own),
-        compat=CompatConfig(lamb=lamb),
-        train=TrainConfig(steps=10),
-    )
+    optimizer = OptimizerConfig(name=name, learning_rate=RATE, min_lr_ratio=1.0, clip_norm=1e9, **own)
+    return ExperimentConfig(optimizer=optimizer, compat=CompatConfig(lamb=lamb), train=TrainConfig(steps=10))
 
 
 def drawn(seed, *, scale=1.0):
@@ -185,9 +182,7 @@ def test_a_moment_has_the_axes_of_its_parameter():
     first = {f"mu {name}": names for name, names in AXES.items()}
     assert axes_of_state(OptimizerName.LION) == first
     matrices = ("query", "output", "inner_kernel")
-    assert axes_of_state(OptimizerName.MUON) == {
-        name: names for name, names in both.items() if name not in [f"nu {matrix}" for matrix in matrices]
-    }
+    assert axes_of_state(OptimizerName.MUON).items() == both.items() - {(f"nu {name}", AXES[name]) for name in matrices}
 
 
 def test_rows_and_columns_of_adafactor_have_the_axis_that_they_keep():

@@ -29,11 +29,6 @@ def case(task: str, config: ExperimentConfig = CONFIG, **changes) -> Case:
     return dataclasses.replace(make_case("tiny", config, task, batch=2, dtype="float32"), **changes)
 
 
-def rows_of(text: str) -> list[list[str]]:
-    lines = [line.strip("|") for line in text.splitlines() if line.startswith("| tiny")]
-    return [[cell.strip() for cell in line.split("|")] for line in lines]
-
-
 def test_sizes_are_those_of_the_configuration():
     training, evaluation = case("training", DROPOUT), case("evaluation")
     assert training.shape == "2 x 3 x 20 x 33, 8" and training.n_positions == 33 and training.dropout_rate == 0.3
@@ -69,12 +64,11 @@ def test_the_products_alone_are_those_of_all_pairs(task, platform):
 
 @pytest.mark.full
 def test_each_path_has_a_row_or_a_reason(tmp_path, capsys):
-    path = tmp_path / "attention.json"
-    paths = ("reference", "fused", "plain", "cudnn")
+    path, paths = tmp_path / "attention.json", ("reference", "fused", "plain", "cudnn")
     plan = Plan(configs=("tiny",), calls=2, batch_size=2, paths=paths, json=str(path))
     records = attention.benchmark({"tiny": CONFIG}, plan)
     out = capsys.readouterr().out
-    rows = rows_of(out)
+    rows = [[cell.strip() for cell in line.split("|")[1:]] for line in out.splitlines() if line.startswith("| tiny")]
     for task in attention_cases.TASKS:
         assert {row[3].partition(" ")[0] for row in rows if row[1] == task} >= {"reference", "products"}
     for name in ("fused", "cudnn"):
@@ -102,7 +96,7 @@ def test_a_path_with_other_numbers_is_not_timed(monkeypatch, task, error):
     if not error:
         assert attention.largest_difference(case(task, DROPOUT), "tiled") == 0
         return
-    with pytest.raises(UserError, match=r"tiny, " + task + r".*tiled.*(1.0e-02|nan).*1e-03"):
+    with pytest.raises(UserError, match=rf"tiny, {task}.*tiled.*(1.0e-02|nan).*1e-03"):
         attention.largest_difference(case(task, DROPOUT), "tiled")
 
 

@@ -13,9 +13,8 @@ from support import trained
 def test_streamed_embeddings_are_means_of_the_hidden_states_that_the_model_computes(tmp_path, monkeypatch):
     workdir = trained.make(tmp_path / "run")
     monkeypatch.setattr(document_embeddings, "PASSAGE", 5)  # A segment of that model.
-    text = tmp_path / "book.txt"
+    text, out = tmp_path / "book.txt", tmp_path / "out"
     text.write_bytes(trained.TEXT[:400])
-    out = tmp_path / "out"
     count = document_embeddings.embed_file(str(workdir.path), str(text), str(out))
     model = txl_jax.load(workdir.path)
     (hidden,) = model.hidden_states([text.read_bytes()])
