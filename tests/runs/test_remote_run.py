@@ -1,6 +1,7 @@
 """Tests a run in a bucket: scored, loaded, converted, and split off."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from txl_jax.runs import score
 from txl_jax.runs.convert import convert
 from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
+from txl_jax.runtime.storage import read
 
 pytestmark = pytest.mark.full
 
@@ -35,11 +37,11 @@ def test_scores_are_written_beside_the_run(text, drawn):
     for workdir in drawn:
         score.evaluate_splits(config, corpus, workdir, log=str)
         score.score_tokens(config, corpus, workdir, log=str)
-    names = {path.name for path in local.path.iterdir() if path.is_file()}
+    names = {path.name for path in Path(local.path).iterdir() if path.is_file()}
     assert {"evaluation.json", "scores-valid.tsv", "scores-test.tsv"} < names
-    for name in names - {"config.json", "evaluation.json"}:
-        assert (Path(remote.path, name)).read_bytes() == (Path(local.path, name)).read_bytes(), name
-    scores = [json.loads((Path(workdir.path, "evaluation.json")).read_bytes()) for workdir in drawn]
+    for name in names - {".lock", "config.json", "evaluation.json"}:
+        assert read(os.path.join(remote.path, name)) == Path(local.path, name).read_bytes(), name
+    scores = [json.loads(read(os.path.join(workdir.path, "evaluation.json"))) for workdir in drawn]
     assert scores[0]["valid"] == scores[1]["valid"] and scores[0]["test"] == scores[1]["test"]
 
 

@@ -31,6 +31,9 @@ def on_eight_devices(tmp_path_factory, testrun_uid):
 
 def _printed(arguments, variables):
     environment = os.environ | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"} | variables
+    # Programs of eight CPU devices that jaxlib 0.10.2 reads from its cache write where they must not: five of seven
+    # processes ended in "corrupted size vs. prev_size". Those that it compiles do not.
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
