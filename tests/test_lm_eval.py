@@ -69,7 +69,7 @@ def lm_eval_model():
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    return {kind.value: make_run(folder, kind) for kind in (Tokenizer.BYTE, Tokenizer.WORD)}
+    return {kind.value: make_run(folder, kind) for kind in (Tokenizer.CHAR, Tokenizer.WORD)}
 
 
 def own_nats(model, text, context=""):
@@ -81,7 +81,7 @@ def own_nats(model, text, context=""):
 
 
 def greedy(model, prompt, length):
-    """The likeliest words after a prompt."""
+    """The likeliest tokens after a prompt, as text; of bytes they need not be any."""
     ids = list(model.encode(prompt))
     for _ in range(length):
         logprobs, _ = model.log_probabilities(np.array([ids]), model.init_memory(1))
@@ -130,7 +130,7 @@ def requests(kind, *arguments):
     return [Instance(kind, {}, arguments=each, idx=index) for index, each in enumerate(arguments)]
 
 
-@pytest.mark.parametrize("kind", ["byte", "word"])
+@pytest.mark.parametrize("kind", ["char", "word"])
 def test_log_likelihoods_are_our_own(lm_eval_model, runs, kind):
     """Rolling: of all T tokens; of a continuation: after its context, and whether it is the greedy one."""
     harness, model = lm_eval_model.HarnessModel(str(runs[kind]), batch_size=2), load(runs[kind])
@@ -144,7 +144,7 @@ def test_log_likelihoods_are_our_own(lm_eval_model, runs, kind):
 
 
 def test_generation_settings_of_a_task(lm_eval_model, runs):
-    harness = lm_eval_model.HarnessModel(str(runs["byte"]), max_gen_toks=9)
+    harness = lm_eval_model.HarnessModel(str(runs["char"]), max_gen_toks=9)
     settings, stop = harness._generation({"until": "\n", "do_sample": False, "temperature": 0.7, "top_k": 3})
     assert settings == GenerateConfig(length=9, temperature=0.0, top_k=None) and stop == ("\n",)
     sampled = {"until": ["a", "b"], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_gen_toks": 3, "seed": 5}
@@ -160,11 +160,11 @@ def test_mistakes_are_refused(lm_eval_model, runs):
     mistakes = [("path", "/nowhere", "no run"), ("first", "two bytes", "9 tokens"), ("batch_size", "many", "'many'")]
     for name, value, named in (*mistakes, ("device", "cuda:0", "JAX_PLATFORMS")):
         with pytest.raises(UserError, match=named):
-            lm_eval_model.HarnessModel(**{"path": str(runs["byte"]), name: value})
+            lm_eval_model.HarnessModel(**{"path": str(runs["char"]), name: value})
 
 
 def test_the_model_is_registered(lm_eval_model, runs):
     from lm_eval.api.registry import get_model
 
-    made = get_model("txl_jax").create_from_arg_string(f"path={runs['byte']}", {"batch_size": 4, "device": None})
+    made = get_model("txl_jax").create_from_arg_string(f"path={runs['char']}", {"batch_size": 4, "device": None})
     assert isinstance(made, lm_eval_model.HarnessModel)
