@@ -1,6 +1,41 @@
-"""Lists the programs: `python -m experiments`."""
+"""Lists the programs, each with the first line of its docstring: `python -m experiments`."""
 
-from txl_jax.__main__ import main
+import ast
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HEADINGS = {
+    "experiments": "Programs",
+    "experiments/paper": "Tables and figures of the paper",
+    "experiments/bench": "Benchmarks",
+    "launch": "Launchers",
+}
+
+
+def programs(folder: str) -> dict[str, str]:
+    """Returns the programs in a folder by name, with the first lines of their docstrings."""
+    found = {}
+    for path in sorted((ROOT / folder).glob("*.py")):
+        text = path.read_text()
+        if path.stem != "__main__" and '__name__ == "__main__"' in text:
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            found[f"{folder}/{path.stem}".replace("/", ".")] = docstring.partition("\n")[0]
+    return found
+
+
+def main() -> None:
+    """Prints the programs."""
+    lines = ["python -m NAME --help lists the flags of a program."]
+    for folder, heading in HEADINGS.items():
+        lines += ["", f"{heading}:", *(f"  {name}\n      {text}" for name, text in programs(folder).items())]
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # `python -m experiments | head` has read enough.
+        # Else Python writes what is left when it ends, and reports the same error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 
 if __name__ == "__main__":
     main()
