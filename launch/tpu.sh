@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs one command on every host of a Cloud TPU, and restarts it after preemptions and maintenance.
 #
-#   launch/tpu.sh COMMAND NAME --zone=ZONE [flags] [-- python -m experiments.PROGRAM ...]
+#   launch/tpu.sh COMMAND NAME --zone=ZONE [flags] [-- python -m experiments.PROGRAM ... --workdir=gs://BUCKET/FOLDER]
 #
 #   create    requests the TPU as a queued resource          --type, and --spot or --reserved
 #   wait      returns when the TPU is ready
 #   status    prints the state of the request and of the run
-#   install   installs the program and mounts the shared file system
+#   install   installs the program
 #   run       starts the command after -- on every host; it outlives this shell
 #   logs      shows the output of a host                     --worker, --follow
 #   stop      asks the run to save and exit, on every host
@@ -14,19 +14,15 @@
 #   delete    releases the TPU and removes the request
 #
 #   --zone=ZONE           for example us-central2-b
-#   --project=ID          default: that of gcloud's configuration
+#   --project=ID          default: the project of gcloud's configuration
 #   --type=TYPE           accelerator type, for example v4-32, v5litepod-16, v5p-8, v6e-8
-#   --runtime=VERSION     software of the hosts; default: the one that Google recommends for JAX on that type
-#   --node-count=N        slices of this type that train together (multislice); default 1. Give it to every command
+#   --runtime=VERSION     software of the hosts; default: the version that Google recommends for JAX on that type
+#   --node-count=N        slices of this type that train together (multislice); default 1. Pass it to every command
 #   --spot, --reserved    instead of on-demand
 #   --reservation=NAME    instead of those: a certain reservation, by its name or URL
 #   --network=NAME        VPC network; default: the project's network "default"
 #   --service-account=EMAIL   identity of the hosts, which reads and writes the bucket; default: Compute Engine's
-#   --existing            the TPU VM exists already, made without this script; it is used, and never created
-#   --git=URL@REVISION    install this instead of the repository in the current folder
-#   --bucket=NAME         Cloud Storage bucket to mount with gcsfuse, or
-#   --nfs=HOST:/SHARE     an NFS share (Filestore); neither is needed for a --workdir of gs://BUCKET/FOLDER
-#   --mount=FOLDER        mount point; default /mnt/txl
+#   --git=URL@REVISION    install this instead of the clone in the current directory
 #   --worker=N, --node=N  the host, and its slice, whose log is shown; default 0
 #   --follow              keep printing new lines
 #   --every=SECONDS       polling interval of wait and watch; default 60
@@ -41,10 +37,10 @@ MAX_REFUSALS=5 # Consecutive requests that gcloud refuses.
 
 main() {
   parse_arguments "$@"
-  [[ -n $dry_run ]] || command -v gcloud >/dev/null || usage_error "gcloud is not installed here; see https://cloud.google.com/sdk, or add --dry_run"
+  [[ -n $dry_run ]] || command -v gcloud >/dev/null || usage_error "gcloud is not installed. See https://cloud.google.com/sdk, or add --dry_run"
   case $command in
     create | wait | status | install | run | logs | stop | watch | delete) "do_$command" ;;
-    *) usage_error "there is no command '$command'; the commands are create, wait, status, install, run, logs, stop, watch and delete" ;;
+    *) usage_error "COMMAND must be create, wait, status, install, run, logs, stop, watch or delete, got '$command'" ;;
   esac
 }
 
@@ -57,10 +53,9 @@ parse_arguments() {
   esac
   command=$1 name=${2:-}
   [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
-    usage_error "the name is '$name'; give the TPU's name after the command, in lower-case letters, digits and hyphens"
+    usage_error "NAME must be lower-case letters, digits and hyphens, got '$name'. Give the TPU's name after the command"
   shift 2
-  zone='' project='' type='' runtime='' node_count=1 tier='' reservation='' network='' service_account='' existing=''
-  git='' bucket='' nfs='' mount=/mnt/txl worker=0 node=0 follow='' every=60 dry_run=''
+  zone='' project='' type='' runtime='' node_count=1 tier='' options=() git='' worker=0 node=0 follow='' every=60 dry_run=''
   program=()
   while (($#)); do
     case $1 in
@@ -68,56 +63,42 @@ parse_arguments() {
       --project=*) project=${1#*=} ;;
       --type=*) type=${1#*=} ;;
       --runtime=*) runtime=${1#*=} ;;
-      --spot | --reserved)
-        [[ -z $tier ]] || usage_error "both $tier and $1 were given; a TPU is one or the other"
+      --node-count=*) node_count=${1#*=} ;;
+      --spot | --reserved | --reservation=*)
+        [[ -z $tier ]] || usage_error "$tier and $1 cannot be combined. Give one of them"
         tier=$1
         ;;
-      --node-count=*) node_count=${1#*=} ;;
-      --reservation=*) reservation=${1#*=} ;;
-      --network=*) network=${1#*=} ;;
-      --service-account=*) service_account=${1#*=} ;;
-      --existing) existing=1 ;;
+      --network=* | --service-account=*) options+=("$1") ;; # gcloud's own flags.
       --git=*) git=${1#*=} ;;
-      --bucket=*) bucket=${1#*=} bucket=${bucket#gs://} ;;
-      --nfs=*) nfs=${1#*=} ;;
-      --mount=*) mount=${1#*=} ;;
       --worker=*) worker=${1#*=} ;;
       --node=*) node=${1#*=} ;;
       --follow) follow=--follow ;;
       --every=*) every=${1#*=} ;;
       --dry_run) dry_run=1 ;;
       --)
-        shift
-        program=("$@")
+        program=("${@:2}")
         break
         ;;
-      *) usage_error "there is no flag $1; launch/tpu.sh --help lists all, and the run's own flags come after --" ;;
+      *) usage_error "there is no flag $1. launch/tpu.sh --help lists all, and the run's own flags come after --" ;;
     esac
     shift
   done
-  [[ -n $zone ]] || usage_error "no zone was given; give the TPU's with --zone=ZONE"
-  place=(--zone="$zone" ${project:+--project="$project"})
-  [[ $node_count =~ ^[1-9][0-9]*$ ]] || usage_error "--node-count is '$node_count'; give the number of slices, 1 or more"
-  [[ -z $tier || -z $reservation ]] ||
-    usage_error "both $tier and --reservation were given; a reservation is named or not, and is never spot"
-  ((node_count == 1)) || [[ -z $existing ]] ||
-    usage_error "both --existing and --node-count=$node_count were given; several slices are one request, which this script makes"
-  [[ $mount =~ ^(/[-A-Za-z0-9_.]+)+$ ]] || usage_error "--mount is '$mount'; give an absolute path of letters, digits, dots and hyphens"
-  [[ -z $git || $git == *://*@?* || $git == *@*:*@?* ]] || usage_error "--git is '$git'; give URL@REVISION, as https://host/repository@main"
-  [[ -z $bucket || -z $nfs ]] || usage_error "both --bucket and --nfs were given; one of them is mounted at $mount"
+  [[ -n $zone ]] || usage_error "--zone is missing. Give the TPU's with --zone=ZONE"
+  place=("$name" --zone="$zone" ${project:+--project="$project"})
+  [[ $node_count =~ ^[1-9][0-9]*$ ]] || usage_error "--node-count must be 1 or more, got '$node_count'"
+  [[ -z $git || $git == *://*@?* || $git == *@*:*@?* ]] ||
+    usage_error "--git must be URL@REVISION, as https://host/repository@main, got '$git'"
 }
 
 # ---- Commands ----
 
 do_create() {
-  [[ -z $existing ]] || usage_error "--existing was given to create; leave it out to make $name, or use install and run"
   check_type
   local nodes=(--node-id="$name") release=()
   ((node_count == 1)) || nodes=(--node-count="$node_count" --node-prefix="$name")
-  [[ -z $reservation ]] || release=(alpha) # Only there a reservation has a name.
-  execute gcloud ${release[@]+"${release[@]}"} compute tpus queued-resources create "$name" "${nodes[@]}" "${place[@]}" \
-    --accelerator-type="$type" --runtime-version="$runtime" ${tier:+"$tier"} ${reservation:+--reservation="$reservation"} \
-    ${network:+--network="$network"} ${service_account:+--service-account="$service_account"}
+  [[ $tier != --reservation=* ]] || release=(alpha) # Only there a reservation has a name.
+  execute gcloud ${release[@]+"${release[@]}"} compute tpus queued-resources create "${place[@]}" "${nodes[@]}" \
+    --accelerator-type="$type" --runtime-version="$runtime" ${tier:+"$tier"} ${options[@]+"${options[@]}"}
 }
 
 do_wait() {
@@ -130,7 +111,7 @@ do_wait() {
     [[ $now == "$before" ]] || log "the request is $now"
     before=$now
     case $now in
-      ABSENT | FAILED | SUSPENDED) fail "$name is $now and will not become ready; delete it and create it again" ;;
+      ABSENT | FAILED | SUSPENDED) fail "$name is $now and will not become ready. Delete it and create it again" ;;
     esac
     sleep "$every"
   done
@@ -146,49 +127,52 @@ do_status() {
   else
     describe
   fi
-  on_host all all "$(poll_script)"
+  on_hosts "$(poll_script)"
 }
 
 do_install() {
   if [[ -z $git ]]; then
     [[ -f setup.cfg && -e .git ]] ||
-      usage_error "$PWD is not the root of a clone, whose files would be installed; go there, or give --git=URL@REVISION"
+      usage_error "$PWD must be the root of a clone, which is installed. Go there, or give --git=URL@REVISION"
     local archive=${TMPDIR:-/tmp}/txl-$name.tar.gz
     execute bash -c "git ls-files -z --cached --others --exclude-standard |
   tar --create --gzip --file=$(quoted "$archive") --null --ignore-failed-read --files-from=-" || return
-    to_hosts scp "$archive" "$name:txl.tar.gz" || return
+    gcloud_to all all scp "$archive" "$name:txl.tar.gz" "${place[@]:1}" || return
   fi
-  on_host all all "$(install_script)"
+  on_hosts "$(install_script)"
 }
 
 do_run() {
-  check_program
-  on_host all all "$(run_script)"
+  ((${#program[@]})) || usage_error "there is nothing to run. Give the command after --, as -- python -m experiments.enwik8 --workdir=gs://BUCKET/runs/one"
+  on_hosts "$(run_script)"
 }
 
 do_logs() {
-  on_host "$worker" "$node" "sudo journalctl --unit=$UNIT --output=cat --lines=200${follow:+ $follow}"
+  gcloud_to "$worker" "$node" ssh "${place[@]}" --command="sudo journalctl --unit=$UNIT --output=cat --lines=200${follow:+ $follow}"
 }
 
 do_stop() {
   # If SIGTERM kills a run before it handles signals, systemd reports a clean end: hence the file.
-  on_host all all "mkdir -p txl && touch txl/stopped && sudo systemctl stop $UNIT"
+  on_hosts "mkdir -p txl && touch txl/stopped && sudo systemctl stop $UNIT"
 }
 
-do_delete() {
-  if [[ -n $existing ]]; then
-    execute gcloud compute tpus tpu-vm delete "$name" "${place[@]}" --quiet
-  else
-    execute gcloud compute tpus queued-resources delete "$name" "${place[@]}" --force --quiet
-  fi
-}
+do_delete() { execute gcloud compute tpus queued-resources delete "${place[@]}" --force --quiet; }
 
 do_watch() {
-  [[ -n $existing ]] || check_type
-  check_program
-  check_outlives
+  check_type
+  [[ " ${program[*]} " =~ \ --workdir[=\ ]gs:// ]] ||
+    usage_error "watch needs a command with --workdir=gs://BUCKET/FOLDER after --. Only a bucket outlives the TPU"
   if [[ -n $dry_run ]]; then
-    print_watch
+    echo "# If there is no request, or it was preempted or failed:"
+    do_delete
+    do_create
+    echo "# Every $every seconds, until it is ACTIVE:"
+    describe
+    echo "# When it is:"
+    do_install
+    do_run
+    echo "# Every $every seconds, until the run has finished; after a preemption from the top:"
+    do_status
     return
   fi
   local asked='' begun='' maintained='' crashes=0 refusals=0 now before=''
@@ -196,20 +180,18 @@ do_watch() {
     now=$(state)
     [[ $now == "$before" ]] || log "the request is $now"
     before=$now
-    [[ -z $existing || ! $now =~ ^(ABSENT|SUSPENDED|FAILED)$ ]] ||
-      fail "the TPU VM $name is $now, and --existing creates none; without it this script makes one when it is preempted"
     case $now in
       ABSENT)
         if do_create; then
           asked=1 crashes=0 refusals=0
         else
-          ((++refusals < MAX_REFUSALS)) || fail "the TPU could not be requested, $refusals times; see gcloud's message above"
+          ((++refusals < MAX_REFUSALS)) || fail "the TPU could not be requested, $refusals times. See gcloud's message above"
           log "the TPU could not be requested; trying again"
         fi
         ;;
       SUSPENDED | FAILED)
         [[ $now != FAILED || -z $asked ]] ||
-          fail "the request failed before it was served; see gcloud compute tpus queued-resources describe $name ${place[*]}"
+          fail "the request failed before it was served. See gcloud compute tpus queued-resources describe ${place[*]}"
         do_delete || log "it could not be deleted; trying again"
         ;;
       ACTIVE)
@@ -231,7 +213,7 @@ check_run() {
   esac
   case $now in
     finished)
-      log "the run has finished; the TPU still exists: launch/tpu.sh delete $name ${place[*]}"
+      log "the run has finished; the TPU still exists: launch/tpu.sh delete ${place[*]}"
       exit 0
       ;;
     failed)
@@ -247,7 +229,7 @@ check_run() {
     crashed)
       ((++crashes <= MAX_CRASHES)) || fail "the run crashed $crashes times; see launch/tpu.sh logs $name"
       log "the run crashed; restarting it"
-      on_host all all "sudo systemctl stop $UNIT" || true
+      on_hosts "sudo systemctl stop $UNIT" || true
       begun=''
       ;;
     bare)
@@ -269,56 +251,17 @@ check_run() {
   esac
 }
 
-print_watch() {
-  if [[ -z $existing ]]; then
-    echo "# If there is no request, or it was preempted or failed:"
-    do_delete
-    do_create
-  fi
-  echo "# Every $every seconds, until it is ACTIVE:"
-  describe
-  echo "# When it is:"
-  do_install
-  do_run
-  echo "# Every $every seconds, until the run has finished; after a preemption from the top:"
-  describe
-  on_host all all "$(poll_script)"
-}
-
 # ---- Checks ----
 
-check_type() {
-  [[ -n $type ]] || usage_error "no type was given; give the one to create with --type=TYPE, as v5litepod-16"
-  [[ -n $runtime ]] || runtime=$(usual_runtime)
-}
-
-check_program() {
-  ((${#program[@]})) || usage_error "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=gs://BUCKET/runs/one"
-}
-
-check_outlives() {
-  local word before='' workdir=''
-  for word in "${program[@]}"; do
-    [[ $word != --workdir=* ]] || workdir=${word#*=}
-    [[ $before != --workdir ]] || workdir=$word
-    before=$word
-  done
-  case $workdir in
-    gs://* | "$mount"/*) ;;
-    '') usage_error "watch was given a command without --workdir=FOLDER; a run resumes from its workdir, as gs://BUCKET/FOLDER" ;;
-    *) usage_error "--workdir=$workdir is neither gs://BUCKET/FOLDER nor in $mount, which alone outlive the TPU; give one of them" ;;
-  esac
-  [[ $workdir == gs://* || -n $bucket$nfs ]] ||
-    usage_error "--workdir=$workdir needs --bucket or --nfs, which is mounted at $mount; or give gs://BUCKET/FOLDER"
-}
-
-usual_runtime() { # https://cloud.google.com/tpu/docs/runtimes
+check_type() { # https://cloud.google.com/tpu/docs/runtimes
+  [[ -n $type ]] || usage_error "--type is missing. Give the type to create, as --type=v5litepod-16"
+  [[ -z $runtime ]] || return 0
   case $type in
-    v6e-*) echo v2-alpha-tpuv6e ;;
-    v5p-*) echo v2-alpha-tpuv5 ;;
-    v5litepod-*) echo v2-alpha-tpuv5-lite ;;
-    v2-* | v3-* | v4-*) echo tpu-ubuntu2204-base ;;
-    *) usage_error "no software is known for the type $type; name it with --runtime=VERSION" ;;
+    v6e-*) runtime=v2-alpha-tpuv6e ;;
+    v5p-*) runtime=v2-alpha-tpuv5 ;;
+    v5litepod-*) runtime=v2-alpha-tpuv5-lite ;;
+    v2-* | v3-* | v4-*) runtime=tpu-ubuntu2204-base ;;
+    *) usage_error "no software is known for --type=$type. Name it with --runtime=VERSION" ;;
   esac
 }
 
@@ -340,48 +283,12 @@ python3 -m pip install --quiet --user --upgrade uv
 "$HOME/.local/bin/uv" venv --quiet --allow-existing --seed --python=3.12 txl/venv
 txl/venv/bin/pip install --quiet './txl/source[plots,tpu,gcs]'
 END
-  [[ -z $bucket$nfs ]] || mount_script
   echo "touch txl/installed"
 }
 
-# With a line in fstab, systemd unmounts it only after the run has been stopped, and mounts it again after a reboot.
-mount_script() {
-  local line
-  if [[ -n $bucket ]]; then
-    # Checkpoints are written under a temporary name and renamed: a flat bucket renames file by file, up to a limit.
-    # On hosts of v5e, v5p and v6e gcsfuse would cache names and sizes for ever, and so miss what other hosts write.
-    line="$bucket $mount gcsfuse rw,_netdev,allow_other,implicit_dirs,rename_dir_limit=100000,metadata_cache_ttl_secs=0,uid=\$(id -u),gid=\$(id -g) 0 0"
-  else
-    line="$nfs $mount nfs rw,_netdev,hard 0 0"
-  fi
-  echo "if ! mountpoint --quiet $mount; then"
-  if [[ -n $bucket ]]; then
-    cat <<'END'
-  if ! command -v gcsfuse >/dev/null; then
-    keys=/usr/share/keyrings/cloud.google.asc packages=https://packages.cloud.google.com/apt
-    curl --silent --show-error --fail $packages/doc/apt-key.gpg | sudo tee $keys >/dev/null
-    echo "deb [signed-by=$keys] $packages gcsfuse-$(lsb_release -cs) main" | sudo tee /etc/apt/sources.list.d/gcsfuse.list >/dev/null
-    sudo apt-get -o DPkg::Lock::Timeout=600 -qq update
-    sudo apt-get -o DPkg::Lock::Timeout=600 -qq install --yes gcsfuse
-  fi
-END
-  else
-    echo "  sudo apt-get -o DPkg::Lock::Timeout=600 -qq update"
-    echo "  sudo apt-get -o DPkg::Lock::Timeout=600 -qq install --yes nfs-common"
-  fi
-  cat <<END
-  sudo mkdir -p $mount
-  grep -q ' $mount ' /etc/fstab || echo "$line" | sudo tee -a /etc/fstab >/dev/null
-  sudo systemctl daemon-reload
-  sudo systemctl start "\$(systemd-escape --path --suffix=mount $mount)"
-fi
-END
-}
-
-# A systemd unit outlives the ssh session, and gets SIGTERM when the host is shut down.
+# A systemd unit outlives the ssh session, and gets SIGTERM when the host is shut down. Programs are in the clone, which
+# the package lacks: hence PYTHONPATH. Relative paths are relative to the home directory, since install replaces the clone.
 run_script() {
-  local needs=''
-  [[ -z $bucket$nfs ]] || needs=" --property=RequiresMountsFor=$mount"
   # libtpu locks the memory that it maps for the device: hence LimitMEMLOCK. systemd expands \$: hence \$\$ in arguments.
   cat <<END
 set -euo pipefail
@@ -394,7 +301,8 @@ sudo systemctl reset-failed $UNIT 2>/dev/null || true
 rm -f txl/stopped
 sudo systemd-run --quiet --unit=$UNIT --remain-after-exit --uid="\$(id -u)" --gid="\$(id -g)" \\
   --working-directory="\$HOME" --setenv=HOME="\$HOME" --setenv=PATH="\$HOME/txl/venv/bin:\$PATH" \\
-  --setenv=PYTHONUNBUFFERED=1 --property=TimeoutStopSec=600 --property=LimitMEMLOCK=infinity$needs \\
+  --setenv=PYTHONPATH="\$HOME/txl/source" --setenv=PYTHONUNBUFFERED=1 \\
+  --property=TimeoutStopSec=600 --property=LimitMEMLOCK=infinity \\
   env $(quoted "${program[@]//\$/\$\$}")
 END
 }
@@ -408,7 +316,7 @@ END
 # The state of the run over all hosts, in one word.
 poll() {
   local lines
-  lines=$(on_host all all "$(poll_script)" 2>/dev/null) || {
+  lines=$(on_hosts "$(poll_script)" 2>/dev/null) || {
     echo unreachable
     return
   }
@@ -440,40 +348,23 @@ poll() {
 
 # ---- gcloud ----
 
-on_host() { # Host number or "all", slice number or "all", script.
+on_hosts() { gcloud_to all all ssh "${place[@]}" --command="$1"; } # Runs a script on every host.
+
+gcloud_to() { # Host number or "all", slice number or "all", "ssh" or "scp" and its arguments.
   if ((node_count > 1)); then
-    execute gcloud compute tpus queued-resources ssh "$name" "${place[@]}" --node="$2" --worker="$1" --quiet --command="$3"
+    execute gcloud compute tpus queued-resources "${@:3}" --node="$2" --worker="$1" --quiet
   else
-    execute gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --worker="$1" --quiet --command="$3"
+    execute gcloud compute tpus tpu-vm "${@:3}" --worker="$1" --quiet
   fi
 }
 
-to_hosts() { # "scp", file, destination.
-  if ((node_count > 1)); then
-    execute gcloud compute tpus queued-resources "$@" "${place[@]}" --node=all --worker=all --quiet
-  else
-    execute gcloud compute tpus tpu-vm "$@" "${place[@]}" --worker=all --quiet
-  fi
-}
+describe() { execute gcloud compute tpus queued-resources describe "${place[@]}" --format='value(state.state)'; }
 
-describe() {
-  if [[ -n $existing ]]; then
-    execute gcloud compute tpus tpu-vm describe "$name" "${place[@]}" --format='value(state)'
-  else
-    execute gcloud compute tpus queued-resources describe "$name" "${place[@]}" --format='value(state.state)'
-  fi
-}
-
-# The state of the request; ABSENT if there is none, UNKNOWN if gcloud failed. That of a TPU VM in the same words.
+# Prints the state of the request: ABSENT if there is none, UNKNOWN if gcloud failed.
 state() {
   local output
   if output=$(describe 2>&1); then
-    output=$(tail -n 1 <<<"$output")
-    case $existing,$output in
-      1,READY) echo ACTIVE ;;
-      1,PREEMPTED | 1,TERMINATED | 1,STOPPED) echo SUSPENDED ;;
-      *) echo "$output" ;;
-    esac
+    tail -n 1 <<<"$output"
   elif [[ $output == *NOT_FOUND* ]]; then
     echo ABSENT
   else

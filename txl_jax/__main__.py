@@ -1,6 +1,6 @@
 """Says where the programs are: `python -m txl_jax`."""
 
-from txl_jax import __version__
+from txl_jax.version import __version__
 
 if __name__ == "__main__":
     print(

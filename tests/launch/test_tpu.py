@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from support import shell
-from support.fake_cloud import IN_BUCKET, RUN, call
+from support.fake_cloud import RUN, call
 
 pytestmark = pytest.mark.full
 
@@ -19,16 +19,16 @@ pytestmark = pytest.mark.full
                 "--service-account=a@p.iam.gserviceaccount.com"
             ),
             (
-                "gcloud compute tpus queued-resources create one --node-count=2 --node-prefix=one --zone=z "
-                "--project=p --accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --spot --network=n "
+                "gcloud compute tpus queued-resources create one --zone=z --project=p --node-count=2 --node-prefix=one "
+                "--accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --spot --network=n "
                 "--service-account=a@p.iam.gserviceaccount.com\n"
             ),
         ),
         (
             "logs one --zone=z --worker=3 --follow",
             (
-                "gcloud compute tpus tpu-vm ssh one --zone=z --worker=3 --quiet "
-                "'--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow'\n"
+                "gcloud compute tpus tpu-vm ssh one --zone=z "
+                "'--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow' --worker=3 --quiet\n"
             ),
         ),
     ],
@@ -39,10 +39,8 @@ def test_dry_run_prints_each_command_and_runs_none(cloud, words, printed):
     assert not (cloud / "gcloud.log").exists()
 
 
-@pytest.mark.parametrize("share", ["--bucket=gs://mine", "--nfs=10.0.0.2:/share", ""])
-def test_the_script_for_the_hosts_is_valid_shell(cloud, share):
-    words = ["watch", "one", "--zone=z", "--type=v5p-8", *([share] if share else []), "--git=https://h/r@v1"]
-    code, out, err = call(cloud, *words, "--dry_run", *(RUN if share else IN_BUCKET))
+def test_the_scripts_for_the_hosts_are_valid_shell(cloud):
+    code, out, err = call(cloud, "watch", "one", "--zone=z", "--type=v5p-8", "--git=https://h/r@v1", "--dry_run", *RUN)
     assert code == 0, err
     commands = (word for word in shlex.split(out) if word.startswith("--command="))  # As a shell reads them.
     install, run, poll = (word.removeprefix("--command=") for word in commands)
@@ -51,12 +49,9 @@ def test_the_script_for_the_hosts_is_valid_shell(cloud, share):
     for line in ("git clone --quiet https://h/r txl/source", "git -C txl/source checkout --quiet v1"):
         assert line in install.splitlines()
     assert "pip install --quiet './txl/source[plots,tpu,gcs]'" in install
-    assert ("mine /mnt/txl gcsfuse" in install) == ("bucket" in share)
-    assert ("10.0.0.2:/share /mnt/txl nfs" in install) == ("nfs" in share)
-    assert (",metadata_cache_ttl_secs=0," in install) == ("bucket" in share)
-    assert shlex.split(run.splitlines()[-1])[1:] == (RUN if share else IN_BUCKET)[1:]
-    assert ("RequiresMountsFor=/mnt/txl" in run) == bool(share) and "--property=LimitMEMLOCK=infinity" in run
-    assert ("/mnt/txl" in install) == bool(share)
+    assert shlex.split(run.splitlines()[-1])[1:] == RUN[1:]
+    assert '--setenv=PYTHONPATH="$HOME/txl/source"' in run and '--working-directory="$HOME"' in run
+    assert "--property=LimitMEMLOCK=infinity" in run
 
 
 def test_watch_takes_a_workdir_after_a_space(cloud):
@@ -77,8 +72,9 @@ def test_a_folder_that_is_no_clone_is_not_sent(cloud):
         (["create", "one", "--zone=z", "--type=v9-8"], "v9-8"),
         (["create", "one", "--zone=z", "--type=v4-8", "--spot", "--reserved"], "--spot and --reserved"),
         (["install", "one", "--zone=z", "--git=https://h/r"], "URL@REVISION"),
-        (["watch", "one", "--zone=z", "--type=v4-8", *RUN], "--bucket or --nfs"),
-        (["watch", "one", "--zone=z", "--type=v4-8", "--", "python", "-m", "experiments.ptb"], "without --workdir"),
+        (["create", "one", "--zone=z", "--runtime=v2"], "--type"),
+        (["watch", "one", "--zone=z", "--type=v4-8", "--", "python", "-m", "experiments.ptb"], "--workdir=gs://"),
+        (["watch", "one", "--zone=z", "--type=v4-8", "--", "python", "-m", "x", "--workdir=runs/one"], "gs://"),
     ],
 )
 def test_mistakes_are_named(cloud, words, expected):

@@ -12,12 +12,8 @@ from support import ROOT
 
 FAKES = ROOT / "tests" / "launch" / "fake"
 SCRIPT = str(ROOT / "launch" / "tpu.sh")
-RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=/mnt/txl/one", "--generate.prompt=it's"]
-IN_BUCKET = ["--", "python", "-m", "experiments.enwik8", "--workdir=gs://mine/one"]
-HOST_COMMANDS = [
-    *("sudo", "python3", "uv", "mountpoint", "lsb_release", "systemd-escape", "systemctl", "systemd-run"),
-    *("journalctl", "apt-get", "curl"),
-]
+RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=gs://mine/one", "--generate.prompt=it's"]
+HOST_COMMANDS = ("sudo", "python3", "uv", "systemctl", "systemd-run", "journalctl", "curl")
 
 
 def start(cloud, *words, **environment):
