@@ -1,7 +1,6 @@
 """Parts that the notebooks of launch/notebooks share: folders, devices, a live curve, TensorBoard, the download.
 
-In Colab a folder can be one of Google Drive, and a result is a download of the browser. In any other Jupyter both are
-local.
+In Colab a folder can be in Google Drive, and the browser downloads a result. In any other Jupyter both are local.
 """
 
 import importlib.util
@@ -24,8 +23,9 @@ from txl_jax.training.loop import Hook, HookContext
 DRIVE = Path("/content/drive")
 _REDRAW_SECONDS = 3.0  # At least, between two drawings of a live curve: one takes some tenths of a second.
 
-# A TPU or a GPU has time for a wider and deeper model than that of the quickstart, and for larger batches.
-_LARGER = {
+# A TPU or a GPU has time for a wider and deeper model than the quickstart's, and for larger batches.
+_LARGER: dict[str, object] = {
+    "model.dtype": "bfloat16",
     "model.n_layer": 6,
     "model.d_model": 512,
     "model.n_head": 8,
@@ -50,8 +50,8 @@ def open_folder(name: str, *, drive: bool) -> Path:
     """Makes the folder of a notebook's runs and returns it, absolute; compiled programs are cached below it.
 
     Args:
-      name: of the folder, relative to the current one, or to My Drive.
-      drive: mounts Google Drive first, which asks for permission. Outside Colab there is none, and nothing is mounted.
+      name: Path of the folder, relative to the current one, or to My Drive.
+      drive: Whether to mount Google Drive first, which asks for permission. Has no effect outside Colab.
     """
     parent = Path.cwd()
     if drive and in_colab():
@@ -66,22 +66,17 @@ def open_folder(name: str, *, drive: bool) -> Path:
 
 
 def device_line() -> str:
-    """Describes the devices of jax for people: number, kind and platform."""
+    """Describes JAX's devices: number, kind and platform."""
     device = jax.devices()[0]
     return f"{jax.device_count()} x {device.device_kind} ({device.platform})"
 
 
-def matmul_dtype() -> str:
-    """Returns the type that matrix products are fast in: bfloat16 on TPU and GPU, float32 on a CPU."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
 def device_settings() -> dict[str, object]:
-    """Returns the settings of a small model that devices change: none on a CPU; on TPU and GPU a larger, bfloat16 one.
+    """Returns the settings of a small model that devices change: none on a CPU; a larger bfloat16 model on TPU and GPU.
 
     The rows of a batch divide over one device as over eight.
     """
-    return {} if jax.default_backend() == "cpu" else dict(_LARGER, **{"model.dtype": matmul_dtype()})
+    return {} if jax.default_backend() == "cpu" else dict(_LARGER)
 
 
 def live_curve(workdir: Path, *, every: int, steps: int, title: str) -> Hook:
@@ -90,10 +85,10 @@ def live_curve(workdir: Path, *, every: int, steps: int, title: str) -> Hook:
     The picture is `learning_curve.png` in the workdir. Without matplotlib or IPython nothing is drawn.
 
     Args:
-      workdir: of the run, whose records are drawn.
-      every: updates between two readings of the records; `train.log_every`, as a curve has no more points.
-      steps: of the whole run; after the last one it is drawn in any case.
-      title: of the picture.
+      workdir: The run's, whose records are drawn.
+      every: Steps between two readings of the records: `train.log_every`, since a curve has no more points.
+      steps: Steps of the whole run. After the last one the curve is drawn in any case.
+      title: The picture's.
     """
     path = workdir / "learning_curve.png"
     shown: Any = None
@@ -112,11 +107,8 @@ def live_curve(workdir: Path, *, every: int, steps: int, title: str) -> Hook:
             shown.update(Image(path))
         drawn_at = time.monotonic()
 
-    def nothing(context: HookContext) -> None:
-        del context
-
     can_show = plots.can_draw() and importlib.util.find_spec("IPython") is not None
-    return Hook(every, draw if can_show else nothing)
+    return Hook(every, draw if can_show else lambda context: None)
 
 
 def show_tensorboard(folder: Path) -> None:
@@ -135,7 +127,7 @@ def upload() -> Path:
     """Asks for a file in the browser, saves it in the current folder, and returns its path; only in Colab.
 
     Raises:
-      UserError: this is not Colab, or no file was chosen.
+      UserError: If this is not Colab, or no file was chosen.
     """
     if not in_colab():
         raise UserError("TEXT is 'upload', which only Colab can do; give the path of a file")

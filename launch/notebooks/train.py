@@ -39,15 +39,16 @@ FOLDER = "runs"  # @param {type:"string"}
 DRIVE = False  # @param {type:"boolean"}
 # @markdown Show TensorBoard, if it is installed.
 TENSORBOARD = True  # @param {type:"boolean"}
-# @markdown What Colab installs: a git address, or an archive of the repository that you have uploaded.
-PACKAGE = "git+https://github.com/TXL_JAX_OWNER/txl_jax"  # @param {type:"string"}
+# @markdown What Colab clones and installs: an address or a path for `git clone`.
+REPOSITORY = "https://github.com/TXL_JAX_OWNER/txl_jax"  # @param {type:"string"}
 # @markdown Other flags of `experiments.quickstart`, for example `{"train.steps": 5000}`.
 SETTINGS = {}  # @param {type:"raw"}
 
 # %% [markdown]
 # ## Installation
 #
-# Only in Colab; elsewhere the notebook uses what is installed. The installed jax, which fits the device, stays as it is.
+# In Colab the repository is cloned and installed; the installed jax, which fits the device, stays as it is. Elsewhere the
+# notebook uses the clone that it is in, and the installed packages.
 
 # %% tags=["installation"]
 import subprocess
@@ -55,11 +56,16 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+clone = Path("../..").resolve()
 if "google.colab" in sys.modules:
+    clone = Path("txl_jax_clone").resolve()
+    if not clone.exists():
+        subprocess.run(["git", "clone", "--quiet", "--depth=1", REPOSITORY, str(clone)], check=True)
     kept = [f"{name}=={version(name)}\n" for name in ("jax", "jaxlib", "flax", "numpy")]
     Path("constraints.txt").write_text("".join(kept))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint=constraints.txt"]
-    subprocess.run([*pip, PACKAGE], check=True)
+    subprocess.run([*pip, "--editable", str(clone)], check=True)
+sys.path.insert(0, str(clone))
 
 # %% [markdown]
 # ## Device and model

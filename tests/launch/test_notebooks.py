@@ -77,14 +77,15 @@ def in_this_process(monkeypatch, tmp_path):
         return variables
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
     return run
 
 
 @pytest.fixture
 def colab(monkeypatch, tmp_path):
-    """Colab's modules and pip, which record their calls: a namespace of lists."""
-    calls = types.SimpleNamespace(pip=[], mounted=[], downloads=[])
+    """Colab's modules, git and pip, which record their calls: a namespace of lists."""
+    calls = types.SimpleNamespace(commands=[], mounted=[], downloads=[])
 
     def upload():
         (tmp_path / "book.txt").write_text(WORDS)
@@ -97,7 +98,9 @@ def colab(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "google.colab", modules)
     run = subprocess.run  # The standard library calls it too.
     monkeypatch.setattr(
-        subprocess, "run", lambda words, **how: calls.pip.append(words) if "pip" in words else run(words, **how)
+        subprocess,
+        "run",
+        lambda words, **how: calls.commands.append(words) if {"pip", "git"} & set(words) else run(words, **how),
     )
     monkeypatch.setattr(shared, "DRIVE", tmp_path / "drive")
     return calls
@@ -147,8 +150,9 @@ def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
     assert found["text"] == tmp_path / "book.txt"
     assert found["after"].nll < found["before"].nll
     assert colab.downloads == [str(folder / "tuned.zip")]
-    [pip] = colab.pip
-    assert pip[1:4] == ["-m", "pip", "install"] and pip[-1] == "git+https://github.com/TXL_JAX_OWNER/txl_jax"
+    clone, pip = colab.commands
+    assert clone[:2] == ["git", "clone"] and clone[-2:] == ["https://github.com/TXL_JAX_OWNER/txl_jax", pip[-1]]
+    assert pip[1:4] == ["-m", "pip", "install"] and pip[-2] == "--editable" and sys.path[0] == pip[-1]
     assert f"jax=={version('jax')}\n" in (tmp_path / "constraints.txt").read_text()
 
 
@@ -166,8 +170,13 @@ def test_in_a_kernel(name, tmp_path):
 
     tiny = {**TINY, "train.batch_size": 8, "eval.batch_size": 8, "eval.segments_per_call": 8, "eval.segment_len": 64}
     notebook = with_parameters(read(name), {"TENSORBOARD": False, "SETTINGS": tiny})
-    client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}})
-    own = {variable: value for variable, value in os.environ.items() if variable != "JAX_COMPILATION_CACHE_DIR"}
-    client.execute(env=own | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    folder = tmp_path / "one" / "two"  # Jupyter starts a kernel in the directory of its notebook, two below the clone.
+    folder.mkdir(parents=True)
+    for package in ("experiments", "launch", "txl_jax"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}})
+    unset = ("JAX_COMPILATION_CACHE_DIR", "PYTHONPATH")
+    own = {variable: value for variable, value in os.environ.items() if variable not in unset}
+    client.execute(env=own | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
     printed = "".join(output.get("text", "") for cell in code(notebook) for output in cell.outputs)
     assert "8 x cpu" in printed
