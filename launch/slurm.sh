@@ -18,17 +18,8 @@
 # The workdir must be on a file system that all nodes share. The log of a job is NAME-JOB.log in the current folder.
 set -euo pipefail
 
-main() {
-  parse_arguments "$@"
-  if [[ -n $dry_run ]]; then
-    batch_script
-  else
-    batch_script | sbatch
-  fi
-}
-
 parse_arguments() {
-  nodes=1 gpus=1 per=gpu cpus=8 limit=24:00:00 grace=120 partition='' account='' name=txl setup='' commands='' at_most=''
+  nodes=1 gpus=1 per=gpu cpus=8 time=24:00:00 grace=120 partition='' account='' name=txl setup='' commands='' at_most=''
   dry_run='' program=()
   while (($#)); do
     case $1 in
@@ -36,22 +27,16 @@ parse_arguments() {
         awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$0"
         exit 0
         ;;
-      --nodes=*) nodes=$(number "$1") ;;
-      --gpus=*) gpus=$(number "$1") ;;
-      --per=gpu | --per=node) per=${1#*=} ;;
-      --cpus=*) cpus=$(number "$1") ;;
-      --time=*) limit=${1#*=} ;;
-      --grace=*) grace=$(number "$1") ;;
-      --partition=*) partition=${1#*=} ;;
-      --account=*) account=${1#*=} ;;
-      --name=*) name=${1#*=} ;;
-      --setup=*) setup=${1#*=} ;;
-      --at_most=*) at_most=$(number "$1") ;;
-      --commands=*) commands=${1#*=} ;;
+      --nodes=* | --gpus=* | --cpus=* | --grace=* | --at_most=*)
+        [[ ${1#*=} =~ ^[0-9]+$ ]] || usage_error "${1%%=*} must be a whole number, got '${1#*=}'"
+        set_variable "$1"
+        ;;
+      --time=* | --partition=* | --account=* | --name=* | --setup=* | --commands=* | --per=gpu | --per=node)
+        set_variable "$1"
+        ;;
       --dry_run) dry_run=1 ;;
       --)
-        shift
-        program=("$@")
+        program=("${@:2}")
         break
         ;;
       *) usage_error "there is no flag $1; launch/slurm.sh --help lists all, and the run's own flags come after --" ;;
@@ -78,7 +63,7 @@ batch_script() {
   option cpus-per-task "$cpus"
   # Not per task: jax expects to see all GPUs of the node, and takes the one with its process's number.
   ((gpus == 0)) || option gpus-per-node "$gpus"
-  option time "$limit"
+  option time "$time"
   [[ -z $partition ]] || option partition "$partition"
   [[ -z $account ]] || option account "$account"
   if [[ -n $commands ]]; then
@@ -118,9 +103,9 @@ END
 
 option() { echo "#SBATCH --$1${2:+=$2}"; }
 
-number() {
-  [[ ${1#*=} =~ ^[0-9]+$ ]] || usage_error "${1%%=*} is '${1#*=}'; give a whole number"
-  echo "${1#*=}"
+set_variable() { # --NAME=VALUE
+  local name=${1%%=*}
+  printf -v "${name#--}" %s "${1#*=}"
 }
 
 # Quotes arguments for a shell.
@@ -138,4 +123,5 @@ usage_error() {
   exit 2
 }
 
-main "$@"
+parse_arguments "$@"
+if [[ -n $dry_run ]]; then batch_script; else batch_script | sbatch; fi

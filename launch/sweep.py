@@ -28,12 +28,18 @@ The file (names are those of the program's flags; a setting that is off, or all,
 Each run has a folder in --out, named after the settings in which it differs; its output is in sweep.log there. The same
 command continues a sweep: finished runs are skipped, stopped runs are resumed, failed runs are tried again. Ctrl-C and
 SIGTERM are forwarded to the runs, which save and exit. At the end the table is printed and written to results.csv
-in --out; where runs differ in the seed alone, means and standard deviations follow, in means.csv. With --table and
-folders instead of a file, the table is that of the runs in them, wherever they were trained.
+in --out; where runs differ only in the seed, means and standard deviations follow, in means.csv. With --table and
+folders instead of a file, the table lists the runs in them, wherever they were trained.
 """
 
 import contextlib
+import dataclasses
+import fcntl
 import hashlib
+import importlib
+import itertools
+import json
+import math
 import os
 import re
 import shlex
@@ -41,135 +47,382 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import tomllib
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from absl import flags
 
-from launch import sweep_file, sweep_table
-from launch.sweep_file import Run, Sweep
+from txl_jax.cli.corpus_program import check_program
+from txl_jax.cli.program import config_of_words
+from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
-from txl_jax.runtime.storage import as_path, is_remote, shorten_storage_logs
+from txl_jax.runs import records
+from txl_jax.runs import run as run_lib
+from txl_jax.runs.checkpoints import latest_folder
+from txl_jax.runs.validation import RESULTS, with_defaults
+from txl_jax.runtime import storage
 from txl_jax.training.ensemble import VARYING
 
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the sweep of the command line; returns the exit code: 0, 1 (a run failed), 2 (usage) or 128 + signal."""
-    given = _flags()
-    if {"-h", "--help", "-help", "--helpfull"} & set(argv[1:]):
-        print(f"{__doc__}\nFlags:\n")
-        for flag in map(given.__getitem__, given):
-            print(f"  --{flag.name}={(flag.default_as_str or '').strip(chr(39))}\n      {flag.help}")
-        return 0
-    shorten_storage_logs()
-    try:
-        files = given(argv)[1:]
-        if given.table and files and not any(name.endswith(".toml") or Path(name).is_file() for name in files):
-            return sweep_table.write_runs(files, as_path(given.out) if given.out else None)
-        if len(files) != 1:
-            raise UserError(f"{len(files)} files were given ({' '.join(files) or 'none'}); give one, as sweep.toml")
-        if not given.out:
-            raise UserError("no folder was given; give the folder of the runs with --out=PATH")
-        out = as_path(given.out) if is_remote(given.out) else os.path.expanduser(given.out)
-        return _do(given, sweep_file.read(Path(files[0]), out), out)
-    except (flags.Error, UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+_PROGRAMS = list(dict.fromkeys(map(program_of, CorpusName)))
+_KEYS = ("program", "flagfile", "base", "grid", "random", "runs")
+_ENDED = "sweep.json"  # The exit code of a run's last process, and the seconds of all of them.
+_LOG = "sweep.log"
+_STOP_CODES = [code for number in (signal.SIGINT, signal.SIGTERM) for code in (-number, 128 + number)]
+_RANGE = "{uniform = [low, high]}, or {log = [low, high]} for a logarithmic range"
 
 
-def _flags() -> flags.FlagValues:
-    given = flags.FlagValues()
-
-    def define(kind: Callable[..., Any], *arguments: Any, **limits: Any) -> None:
-        kind(*arguments, flag_values=given, **limits)
-
-    define(flags.DEFINE_string, "out", None, "Folder for the runs' folders and results.csv. Made if missing.")
-    define(flags.DEFINE_integer, "jobs", 1, "Runs at a time.", lower_bound=1)
-    define(flags.DEFINE_list, "gpus", [], "Numbers of the GPUs, one for each run; as many runs at a time.")
-    define(flags.DEFINE_bool, "table", False, "Only print the table of results.")
-    define(flags.DEFINE_bool, "dry_run", False, "Only print the commands of the unfinished runs.")
-    define(flags.DEFINE_enum, "print", None, ["slurm", "tpu"], "Only print a Slurm job array, or commands for TPUs.")
-    define(flags.DEFINE_string, "with", "", "Flags of launch/slurm.sh or launch/tpu.sh, for --print.")
-    return given
+# The file
 
 
-def _do(given: flags.FlagValues, sweep: Sweep, out: str) -> int:
-    launcher_flags = shlex.split(given["with"].value)
-    if given.print:
-        print(_launcher_text(sweep.unfinished, given.print, launcher_flags), end="")
-        return 0
-    if launcher_flags:
-        raise UserError(
-            "--with holds flags of the scripts that --print=slurm and --print=tpu name; give one of these too"
-        )
-    if given.dry_run:
-        for run in sweep.unfinished:
-            print(shlex.join(run.command))
-        return 0
-    if given.table:
-        return sweep_table.write(sweep, out)
-    if is_remote(out):
-        raise UserError(f"--out is {out}, and runs of this machine need a folder of its own; give one, or --print")
-    if hint := _ensemble_hint(sweep):
-        print(hint)
-    pool = _Pool(sweep, slots=given.gpus or [None] * given.jobs)
-    pool.run()
-    code = sweep_table.write(sweep, out)
-    return 128 + pool.signal_number if pool.signal_number else code
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a sweep.
 
-
-def _launcher_text(runs: Sequence[Run], launcher: str, launcher_flags: list[str]) -> str:
-    """Returns a batch script for all runs (slurm), or a line for each (tpu)."""
-    if not runs:
-        raise UserError("all runs have finished; there is nothing to start")
-    commands = [shlex.join(["python", *run.command[1:]]) for run in runs]
-    if launcher == "tpu":
-        lines = (
-            f"launch/tpu.sh watch {_tpu_name(run.name)} {shlex.join(launcher_flags)} -- {command}\n"
-            for run, command in zip(runs, commands, strict=True)
-        )
-        return "".join(lines)
-    slurm = ["bash", str(Path(__file__).with_name("slurm.sh")), "--commands=-", "--dry_run", *launcher_flags]
-    done = subprocess.run(slurm, check=False, input="\n".join(commands) + "\n", text=True, capture_output=True)
-    if done.returncode:
-        raise UserError(done.stderr.strip().removeprefix("error: "))
-    return done.stdout
-
-
-def _tpu_name(name: str) -> str:
-    """A run's name as a TPU name: up to 61 lower-case letters, digits and hyphens.
-
-    A longer one is cut, and ends with a hash of the whole name.
+    Attributes:
+      differs: The settings in which runs differ, by the flag's name.
     """
-    tpu = "txl-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    if len(tpu) > 61:
-        tpu = f"{tpu[:52].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    return tpu
+
+    name: str
+    folder: str
+    differs: Mapping[str, Any]
+    command: tuple[str, ...]
+    config: ExperimentConfig
+
+    @property
+    def results(self) -> dict[str, Any] | None:
+        """The content of results.json, or None if it is corrupted or the run has not finished with these settings."""
+        path = os.path.join(self.folder, RESULTS)
+        if not storage.exists(path) or run_lib.Run.read(self.folder).config != self.config:
+            return None
+        try:
+            results = json.loads(storage.read(path))
+            same = with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
+            # A run that was given more steps keeps the old results until it ends. With patience it may end early.
+            ended = results["steps"] == self.config.train.steps or self.config.train.patience is not None
+        except (ValueError, KeyError, TypeError):
+            return None
+        return results if same and ended else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process is training in the folder, here or on a host that shares the file system's locks."""
+        if storage.is_remote(self.folder):  # Object storage has no locks.
+            return False
+        try:
+            with open(os.path.join(self.folder, ".lock")) as handle:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    @property
+    def state(self) -> str:
+        """Not started, running, stopped, failed or finished."""
+        if self.results is not None:
+            return "finished"
+        latest = latest_folder(self.folder)
+        saved = [int(name) for name in storage.names(latest) if name.isdigit()] if storage.is_dir(latest) else []
+        step = max(saved, default=0)
+        if self.is_running:
+            return f"running, saved after step {step}"
+        code = self.ended.get("exit_code", 0)
+        if code and code not in _STOP_CODES:
+            return f"failed: {self._failure(code)}"
+        started = step or storage.exists(os.path.join(self.folder, _LOG))
+        return f"stopped after step {step}" if started else "not started"
+
+    @property
+    def ended(self) -> dict[str, Any]:
+        """The content of sweep.json."""
+        try:
+            return json.loads(storage.read(os.path.join(self.folder, _ENDED)))
+        except (FileNotFoundError, ValueError):  # Without it the table lacks a number; no run needs it.
+            return {}
+
+    def note_end(self, *, seconds: float, code: int) -> None:
+        """Records the end of the run's process: its exit code, and its time added to the time of earlier ones."""
+        ended = {"seconds": self.ended.get("seconds", 0.0) + seconds, "exit_code": code}
+        storage.write_json(os.path.join(self.folder, _ENDED), ended)
+
+    def row(self, names: Sequence[str]) -> dict[str, Any]:
+        """Returns the row of results.csv."""
+        in_effect = config_tree.to_dict(self.config) | dict(self.differs)
+        row = {"run": self.name, **{name: in_effect.get(name, "") for name in names}, "state": self.state}
+        if seconds := self.ended.get("seconds"):
+            row["seconds"] = round(seconds, 1)
+        if not run_lib.holds_run(self.folder):
+            return row
+        [found] = records.read_runs([self.folder])
+        # The recorded rates are the time of a run that another machine has started.
+        return dataclasses.replace(found, results=self.results).row([]) | row
+
+    def _failure(self, code: int) -> str:
+        """Returns the last line that the run printed, or the signal that killed it."""
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        lines = storage.read(os.path.join(self.folder, _LOG)).decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")[:300]
 
 
-def _ensemble_hint(sweep: Sweep) -> str:
-    """A line for a sweep whose runs can be trained as an ensemble; else empty."""
-    names = {name for run in sweep.runs for name in run.differs}
-    if len(sweep.runs) < 2 or not names <= set(VARYING):
-        return ""
-    return (
-        f"note: these runs differ only in {', '.join(sorted(names))}, and their shapes are the same: python -m "
-        "experiments.ensemble trains them as one vmapped program, which uses an accelerator better than one small model"
-    )
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """The runs of a file, and the flags in which they differ, in the order of the file."""
+
+    runs: tuple[Run, ...]
+    names: tuple[str, ...]
+
+    @property
+    def unfinished(self) -> list[Run]:
+        """The runs without results."""
+        return [run for run in self.runs if run.results is None]
+
+
+def read(path: Path, out: str) -> Sweep:
+    """Reads a file and checks every run as its program would.
+
+    Raises:
+      UserError: If a run would fail, or two runs are the same.
+    """
+    content = _content(path)
+    given = content.get("flagfile", [])
+    common = [f"--flagfile={name}" for name in ([given] if isinstance(given, str) else given)]
+    common += _as_flags(_flat(content.get("base", {})))
+    points = list(_points(content))
+    names = list(dict.fromkeys(name for point in points for name in point.differs))
+    runs = [_run(content["program"], common, point, names, out) for point in points]
+    for run, other in itertools.combinations(runs, 2):
+        if run.name == other.name:
+            raise UserError(f"two runs have the name {run.name}; give each its own")
+        if run.config == other.config:
+            raise UserError(f"{run.name} and {other.name} have the same settings; remove one of them")
+    return Sweep(tuple(runs), tuple(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    """One entry of [[runs]], by its name if it has one, with one sample and one point of the grid."""
+
+    name: str | None
+    entry: dict[str, Any]
+    grid: dict[str, Any]
+
+    @property
+    def differs(self) -> dict[str, Any]:
+        """All settings of this point."""
+        return self.entry | self.grid
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}); give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    for key in content:
+        if key not in _KEYS:
+            near = config_tree.did_you_mean(key, _KEYS)
+            raise UserError(f"{path} has {key!r}, which is not known; it may have {', '.join(_KEYS)}{near}")
+    if not any(content.get(key) for key in ("grid", "random", "runs")):
+        raise UserError(
+            f"{path} has no grid, no random ranges and no runs; for one run start python -m experiments.PROGRAM itself"
+        )
+    for key in ("base", "grid", "random", "runs"):
+        kind, example = (list, "[[runs]]") if key == "runs" else (dict, f"[{key}]")
+        if not isinstance(content.get(key, kind()), kind):
+            raise UserError(f"{key} is {content[key]!r}; write it as {example}, with a flag on each line")
+    if (program := content.get("program")) not in _PROGRAMS:
+        near = config_tree.did_you_mean(str(program), _PROGRAMS)
+        raise UserError(f"program is {program!r}; it may be {', '.join(_PROGRAMS)}{near}")
+    return content
+
+
+def _points(content: dict[str, Any]) -> Iterator[_Point]:
+    """Yields every entry of [[runs]] with every sample of [random] and every point of the grid."""
+    grid = _flat(content.get("grid", {}))
+    samples = drawn(content["random"]) if content.get("random") else [{}]
+    for name, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"grid has {name} = {values!r}; give a list of the values to try, or move it to [base]")
+    for entry in content.get("runs", [{}]):
+        if not isinstance(entry, dict):
+            raise UserError(f"runs has {entry!r}; write each run as [[runs]], with a flag on each line")
+        flat = _flat(entry)
+        name = flat.pop("name", None)
+        tables = {"the grid": grid, "runs": flat, "random": samples[0]}
+        for (first, one), (second, other) in itertools.combinations(tables.items(), 2):
+            if twice := ", ".join(sorted(one.keys() & other.keys())):
+                raise UserError(f"{twice} is in {first} and in {second}, and a run has one value; take it out of one")
+        for sample, values in itertools.product(samples, itertools.product(*grid.values())):
+            yield _Point(name, flat, sample | dict(zip(grid, values, strict=True)))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens TOML tables: `model.n_layer = 4` is a table there, and a dotted name here."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _as_flags(values: dict[str, Any]) -> list[str]:
+    return [f"--{name}={_as_text(value)}" for name, value in values.items()]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(_as_text, value)) if isinstance(value, list) else str(value)
+
+
+def _run(program: str, common: list[str], point: _Point, names: list[str], out: str) -> Run:
+    name = _name(point, names)
+    arguments, folder = [*common, *_as_flags(point.differs)], os.path.join(out, name)
+    try:
+        config = config_of(program, arguments)
+        if run_lib.holds_run(folder):
+            run_lib.Run.read(folder).compare(config)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+    command = (sys.executable, "-m", f"experiments.{program}", *arguments, f"--workdir={folder}")
+    return Run(name, folder, point.differs, command, config)
+
+
+def _name(point: _Point, names: list[str]) -> str:
+    """The name of a run and its folder: "seed=1+dropout.rate=0.3", without the first group where that is unique."""
+    ends = [name.partition(".")[2] or name for name in names]
+    short = {name: end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)}
+
+    def format_settings(values: dict[str, Any]) -> list[str]:
+        return [f"{short[name]}={_as_text(value)}" for name, value in values.items()]
+
+    parts = [*(format_settings(point.entry) if point.name is None else [point.name]), *format_settings(point.grid)]
+    return re.sub(r"[^\w.,=+-]+", "_", "+".join(parts)) or "base"
+
+
+def config_of(program: str, arguments: list[str]) -> ExperimentConfig:
+    """Returns the config that the program would make of these arguments; raises `UserError` as it would."""
+    defaults: ExperimentConfig = importlib.import_module(f"experiments.{program}").DEFAULTS
+    without = () if program == "quickstart" else ("data_dir", "cache_dir")  # Flags that are not settings.
+    config = config_of_words(defaults, [program, *arguments], without=without)
+    check_program(defaults, config)
+    return config
+
+
+# Random search
+
+
+class _Range(NamedTuple):
+    """A range of a setting: between two numbers, or between their logarithms. Both ends belong to whole numbers."""
+
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def at(self, share: float) -> int | float:
+        """Returns the value below which a share, from 0 to 1, of the range is."""
+        low, high = (self.low, self.high + 1) if self.whole else (self.low, self.high)
+        value = low * (high / low) ** share if self.log else low + (high - low) * share
+        if self.whole:
+            return int(min(value // 1, self.high))
+        # Four digits keep the names of runs short; rounding may not leave the range.
+        return min(max(float(f"{value:.4g}"), self.low), self.high)
+
+
+def drawn(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the settings of each sample, without those that are equal to an earlier one.
+
+    A value depends only on the seed, the number of the sample and the setting: more samples, or another setting, leave
+    the values of the others as they were.
+
+    Args:
+      table: [random], with `samples`, `seed` (default 0) and ranges.
+
+    Raises:
+      UserError: If a range or a number is not valid.
+    """
+    numbers = {"seed": 0} | {name: value for name, value in table.items() if name in ("samples", "seed")}
+    for name, least in (("samples", 1), ("seed", 0)):
+        if type(value := numbers.get(name)) is not int or value < least:
+            raise UserError(
+                f"random has {name} = {value!r}; give a whole number from {least}. The seeds of the runs go into [grid]"
+            )
+    ranges = _ranges(_flat({name: value for name, value in table.items() if name not in numbers}))
+    found: list[dict[str, Any]] = []
+    samples, seed = numbers["samples"], numbers["seed"]
+    for number in range(samples):
+        point = {}
+        for name, each in ranges.items():
+            share = np.random.default_rng([seed, number, zlib.crc32(name.encode())]).random()
+            point[name] = each.at(share)
+        if point not in found:
+            found.append(point)
+    return found
+
+
+def _ranges(flat: Mapping[str, Any]) -> dict[str, _Range]:
+    types = {leaf.name: leaf.type for leaf in config_tree.leaves()}
+    found: dict[str, _Range] = {}
+    for full, value in flat.items():
+        name, _, kind = full.rpartition(".")
+        if kind not in ("log", "uniform") or not name or name in found:
+            raise UserError(f"random has {full} = {value!r}; give each setting one range: {_RANGE}")
+        ends = value if isinstance(value, list) and all(type(end) in (int, float) for end in value) else []
+        if len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf:
+            raise UserError(f"random has {full} = {value!r}; give two numbers, the lower one first")
+        if kind == "log" and ends[0] <= 0:
+            raise UserError(f"random has {full} = {value!r}; a logarithmic range begins above 0")
+        found[name] = _Range(float(ends[0]), float(ends[1]), log=kind == "log", whole=types.get(name) is int)
+    if not found:
+        raise UserError(f"random has no range to draw from; {_RANGE}")
+    return found
+
+
+# Tables
+
+
+def write(sweep: Sweep, out: str) -> int:
+    """Writes the table of a sweep; returns the exit code, 1 if a run has failed."""
+    rows = [run.row(sweep.names) for run in sweep.runs]
+    write_table(sweep.names, rows, out)
+    return int(any(row["state"].startswith("failed") for row in rows))
+
+
+def write_table(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str | None) -> None:
+    """Prints the table and the means over seeds, and writes them to results.csv and means.csv in `out`, if given."""
+    print("", *records.markdown(names, rows), sep="\n")
+    if out is None:
+        return
+    storage.make_folder(out)
+    print()
+    tables = {"results": (["run", *names, *records.MEASURED, "state"], rows)}
+    if averaged := records.means(names, rows):
+        tables["means"] = (records.mean_columns(names), averaged)
+    for name, (columns, content) in tables.items():
+        path = os.path.join(out, f"{name}.csv")
+        storage.write(path, records.csv_file(columns, content))
+        print(f"{name:<10}{path}", flush=True)
+
+
+# Running
 
 
 class _Pool:
-    """Runs a few runs at a time, until all have ended or a signal arrives.
-
-    Attributes:
-      signal_number: the signal that has arrived; 0 until then.
-    """
+    """Runs a few runs at a time, until all have ended or a signal arrives, whose number is `signal_number`."""
 
     def __init__(self, sweep: Sweep, slots: Sequence[str | None]):
         self._waiting = sweep.unfinished
-        self._free = list(slots)  # The number of a GPU each, or None: all devices.
+        self._free = list(slots)  # The number of a GPU each, or None for all devices.
         self._running: dict[subprocess.Popen[bytes], tuple[Run, str | None, float]] = {}
         self.signal_number = 0
         if finished := len(sweep.runs) - len(self._waiting):
@@ -177,7 +430,7 @@ class _Pool:
 
     def run(self) -> None:
         """Runs all runs. None outlives this call, whatever fails."""
-        for run in [run for run in self._waiting if sweep_table.is_running(run)]:
+        for run in [run for run in self._waiting if run.is_running]:
             print(f"{run.name} is running already and is skipped")
             self._waiting.remove(run)
         # SIGHUP: the terminal is gone.
@@ -203,7 +456,7 @@ class _Pool:
         gpu = self._free.pop(0)
         environment = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
         os.makedirs(run.folder, exist_ok=True)
-        with open(os.path.join(run.folder, "sweep.log"), "a") as log:
+        with open(os.path.join(run.folder, _LOG), "a") as log:
             # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run without saving.
             process = subprocess.Popen(
                 run.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -211,25 +464,126 @@ class _Pool:
         self._running[process] = (run, gpu, time.monotonic())
         print(f"started   {run.name}" + (f" on GPU {gpu}" if gpu is not None else ""), flush=True)
         if self.signal_number:  # It arrived while the process was being started.
-            process.send_signal(_signal_for_runs(self.signal_number))
+            self._signal(process)
 
     def _note_end(self, process: subprocess.Popen[bytes]) -> None:
         run, gpu, began = self._running.pop(process)
         self._free.append(gpu)
-        sweep_table.note_end(run, seconds=time.monotonic() - began, code=process.returncode)
-        print(f"{sweep_table.state_of(run)}: {run.name}", flush=True)
+        run.note_end(seconds=time.monotonic() - began, code=process.returncode)
+        print(f"{run.state}: {run.name}", flush=True)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.signal_number = number
         for process in list(self._running):
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(_signal_for_runs(number))
+            self._signal(process)
+
+    def _signal(self, process: subprocess.Popen[bytes]) -> None:
+        # Runs do not handle SIGHUP.
+        number = signal.SIGTERM if self.signal_number == signal.SIGHUP else self.signal_number
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
 
 
-def _signal_for_runs(number: int) -> int:
-    """SIGTERM for SIGHUP, which runs do not handle."""
-    return signal.SIGTERM if number == signal.SIGHUP else number
+# The command line
+
+
+def _launcher_text(runs: Sequence[Run], launcher: str, launcher_flags: list[str]) -> str:
+    """Returns a batch script for all runs (slurm), or a line for each (tpu)."""
+    if not runs:
+        raise UserError("all runs have finished; there is nothing to start")
+    commands = [shlex.join(["python", *run.command[1:]]) for run in runs]
+    if launcher == "tpu":
+        lines = (
+            f"launch/tpu.sh watch {_tpu_name(run.name)} {shlex.join(launcher_flags)} -- {command}\n"
+            for run, command in zip(runs, commands, strict=True)
+        )
+        return "".join(lines)
+    slurm = ["bash", str(Path(__file__).with_name("slurm.sh")), "--commands=-", "--dry_run", *launcher_flags]
+    done = subprocess.run(slurm, check=False, input="\n".join(commands) + "\n", text=True, capture_output=True)
+    if done.returncode:
+        raise UserError(done.stderr.strip().removeprefix("error: "))
+    return done.stdout
+
+
+def _tpu_name(name: str) -> str:
+    """A run's name as a TPU name: up to 61 lower-case letters, digits and hyphens. A longer one ends with its hash."""
+    tpu = "txl-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if len(tpu) > 61:
+        tpu = f"{tpu[:52].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return tpu
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the sweep of the command line; returns the exit code: 0, 1 (a run failed), 2 (usage) or 128 + signal."""
+    given = _flags()
+    if {"-h", "--help", "-help", "--helpfull"} & set(argv[1:]):
+        print(f"{__doc__}\nFlags:\n")
+        for flag in map(given.__getitem__, given):
+            print(f"  --{flag.name}={(flag.default_as_str or '').strip(chr(39))}\n      {flag.help}")
+        return 0
+    storage.shorten_storage_logs()
+    try:
+        files = given(argv)[1:]
+        if given.table and files and not any(name.endswith(".toml") or Path(name).is_file() for name in files):
+            found = records.read_runs(files)
+            names = records.swept_settings(found)
+            write_table(names, [run.row(names) for run in found], storage.as_path(given.out) if given.out else None)
+            return 0
+        if len(files) != 1:
+            raise UserError(f"{len(files)} files were given ({' '.join(files) or 'none'}); give one, as sweep.toml")
+        if not given.out:
+            raise UserError("no folder was given; give the folder of the runs with --out=PATH")
+        out = storage.as_path(given.out) if storage.is_remote(given.out) else os.path.expanduser(given.out)
+        return _do(given, read(Path(files[0]), out), out)
+    except (flags.Error, UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _flags() -> flags.FlagValues:
+    given = flags.FlagValues()
+    flags.DEFINE_string(
+        "out", None, "Folder for the runs' folders and results.csv. Made if missing.", flag_values=given
+    )
+    flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1, flag_values=given)
+    flags.DEFINE_list("gpus", [], "Numbers of the GPUs, one for each run; as many runs at a time.", flag_values=given)
+    flags.DEFINE_bool("table", False, "Only print the table of results.", flag_values=given)
+    flags.DEFINE_bool("dry_run", False, "Only print the commands of the unfinished runs.", flag_values=given)
+    flags.DEFINE_enum(
+        "print", None, ["slurm", "tpu"], "Only print a Slurm job array, or commands for TPUs.", flag_values=given
+    )
+    flags.DEFINE_string("with", "", "Flags of launch/slurm.sh or launch/tpu.sh, for --print.", flag_values=given)
+    return given
+
+
+def _do(given: flags.FlagValues, sweep: Sweep, out: str) -> int:
+    launcher_flags = shlex.split(given["with"].value)
+    if given.print:
+        print(_launcher_text(sweep.unfinished, given.print, launcher_flags), end="")
+        return 0
+    if launcher_flags:
+        raise UserError(
+            "--with holds flags of the scripts that --print=slurm and --print=tpu name; give one of these too"
+        )
+    if given.dry_run:
+        for run in sweep.unfinished:
+            print(shlex.join(run.command))
+        return 0
+    if given.table:
+        return write(sweep, out)
+    if storage.is_remote(out):
+        raise UserError(f"--out is {out}, and runs of this machine need a folder of its own; give one, or --print")
+    if len(sweep.runs) > 1 and set(sweep.names) <= set(VARYING):
+        print(
+            f"note: these runs differ only in {', '.join(sorted(sweep.names))}, and their shapes are the same: "
+            "python -m experiments.ensemble trains them as one vmapped program, which uses an accelerator better than "
+            "one small model"
+        )
+    pool = _Pool(sweep, slots=given.gpus or [None] * given.jobs)
+    pool.run()
+    code = write(sweep, out)
+    return 128 + pool.signal_number if pool.signal_number else code
 
 
 if __name__ == "__main__":

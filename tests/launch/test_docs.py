@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from launch import sweep, sweep_file
+from launch import sweep
 from support import ROOT
 
 TEXT = (ROOT / "docs" / "launch.md").read_text()
@@ -34,7 +34,7 @@ def test_the_scripts_take_what_is_shown(words):
     if "--" in words:  # What the program is given is checked as for a run of a sweep.
         program = words[words.index("--") + 1 :]
         given = [word for word in program[3:] if not word.startswith("--workdir=")]
-        sweep_file._config(program[2].removeprefix("experiments."), given)
+        sweep.config_of(program[2].removeprefix("experiments."), given)
 
 
 SWEEPS = commands("python -m launch.sweep")

@@ -1,4 +1,4 @@
-"""Tests sweeps: the runs of a file, mistakes in it, and a sweep that is stopped and resumed."""
+"""Tests sweeps: the runs of a file, random search, mistakes, a sweep that is stopped and resumed, tables."""
 
 import csv
 import dataclasses
@@ -12,19 +12,21 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from launch import sweep, sweep_file, sweep_table
-from support import ROOT, runs, shell
+from launch import sweep
+from support import ROOT, recorded_run, runs, shell
 from txl_jax.config import tree as config_tree
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import LogError
+from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runtime.log import read_metrics
 
 
 def read(path):
-    return sweep_file.read(path, path.parent / "out")
+    return sweep.read(path, path.parent / "out")
 
 
 def names(path):
@@ -86,7 +88,6 @@ def test_values_become_flags_after_the_flagfile(write):
             "[random]\nsamples=2\nmodel.n_layer = {uniform = [1, 9]}\n[grid]\nmodel.n_layer = [2]\n",
             r"n_layer.*grid.*random",
         ),
-        ("[grid]\nseed = [1]\n[halving]\nfirst = 300\n", r"\[halving\]"),
     ],
 )
 def test_mistakes_in_the_file_are_named(write, capsys, text, pattern):
@@ -182,30 +183,30 @@ def test_failed_runs_are_reported_and_tried_again(write, capsys):
     )
     for times in (1, 2):
         sweep._Pool(found, slots=[None]).run()
-        assert sweep_table.write(found, Path(found.runs[0].folder).parent) == 1
+        assert sweep.write(found, Path(found.runs[0].folder).parent) == 1
         assert capsys.readouterr().out.count("| failed: error: no |") == 2
         assert (Path(found.runs[1].folder) / "sweep.log").read_text() == "error: no\n" * times
 
 
 def test_states_are_read_from_the_folders(write):
     run = read(write("[grid]\nseed = [1]\n")).runs[0]
-    assert sweep_table.state_of(run) == "not started"
+    assert run.state == "not started"
     Path(run.folder).mkdir(parents=True)
     (Path(run.folder) / "sweep.log").write_text("step 1\nerror: a | b\n\n")
-    sweep_table.note_end(run, seconds=2.0, code=1)
-    sweep_table.note_end(run, seconds=3.0, code=1)
-    assert sweep_table.state_of(run) == "failed: error: a | b"
+    run.note_end(seconds=2.0, code=1)
+    run.note_end(seconds=3.0, code=1)
+    assert run.state == "failed: error: a | b"
     assert json.loads((Path(run.folder) / "sweep.json").read_text()) == {"seconds": 5.0, "exit_code": 1}
-    sweep_table.note_end(run, seconds=1.0, code=-signal.SIGKILL)
-    assert re.fullmatch(r"failed: .*\bSIGKILL\b", sweep_table.state_of(run))
+    run.note_end(seconds=1.0, code=-signal.SIGKILL)
+    assert re.fullmatch(r"failed: .*\bSIGKILL\b", run.state)
     for code in (-signal.SIGTERM, 128 + signal.SIGINT):
-        sweep_table.note_end(run, seconds=1.0, code=code)
-        assert re.fullmatch(r"stopped\D*\b0", sweep_table.state_of(run))
+        run.note_end(seconds=1.0, code=code)
+        assert re.fullmatch(r"stopped\D*\b0", run.state)
     with Run.open(run.folder) as held:
         held.claim()
-        assert re.fullmatch(r"running\D*\b0", sweep_table.state_of(run))
+        assert re.fullmatch(r"running\D*\b0", run.state)
     (Path(run.folder) / "sweep.json").write_text("{")
-    assert re.fullmatch(r"stopped\D*\b0", sweep_table.state_of(run))
+    assert re.fullmatch(r"stopped\D*\b0", run.state)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_no_run_outlives_a_sweep_that_breaks_off(write, monkeypatch):
     found = read(write("[grid]\nseed = [1, 2]\n"))
     runs = (instead(found.runs[0], "import time; time.sleep(60)"), instead(found.runs[1], ""))
     pool = sweep._Pool(dataclasses.replace(found, runs=runs), slots=[None, None])
-    monkeypatch.setattr(sweep_table, "note_end", lambda *unused, **more: (_ for _ in ()).throw(LogError("no space")))
+    monkeypatch.setattr(sweep.Run, "note_end", lambda *unused, **more: (_ for _ in ()).throw(LogError("no space")))
     with pytest.raises(LogError):
         pool.run()
     assert [process.poll() for process in pool._running] == [-signal.SIGTERM]
@@ -285,3 +286,62 @@ def test_gpus_are_shared_out(write):
     runs = [instead(found.runs[0], script + waits), *(instead(run, script) for run in found.runs[1:])]
     sweep._Pool(dataclasses.replace(found, runs=tuple(runs)), slots=["4", "7"]).run()
     assert [(Path(run.folder) / "gpu").read_text() for run in found.runs] == ["4", "7", "7"]
+
+
+# Random search
+
+
+def draw(samples=400, seed=0, **ranges):
+    return sweep.drawn({"samples": samples, "seed": seed} | ranges)
+
+
+def test_values_are_drawn_from_their_ranges():
+    points = draw(
+        optimizer={"learning_rate": {"log": [1e-4, 1e-2]}, "warmup_steps": {"log": [10, 1000]}},
+        model={"dropout": {"rate": {"uniform": [0, 0.3]}}, "n_layer": {"uniform": [2, 5]}},
+    )
+    values = {name: np.array([point[name] for point in points]) for name in points[0]}
+    rate = values["optimizer.learning_rate"]
+    assert 1e-4 <= rate.min() < 1.2e-4 and 0.8e-2 < rate.max() <= 1e-2
+    np.testing.assert_allclose(np.quantile(rate, [0.25, 0.5, 0.75]), [10**-3.5, 1e-3, 10**-2.5], rtol=0.25)
+    dropout = values["model.dropout.rate"]
+    np.testing.assert_allclose(np.quantile(dropout, [0.25, 0.5, 0.75]), [0.075, 0.15, 0.225], atol=0.02)
+    assert np.bincount(values["model.n_layer"])[2:].min() > 70 and set(values["model.n_layer"]) == {2, 3, 4, 5}
+    assert values["optimizer.warmup_steps"].dtype == int and 70 < np.median(values["optimizer.warmup_steps"]) < 140
+    assert abs(np.corrcoef(np.log(rate), dropout)[0, 1]) < 0.15
+    assert all(len(re.sub(r"e.*|^0\.0*|\.", "", repr(value))) <= 4 for value in rate.tolist())
+
+
+def test_draws_depend_on_their_seed_number_and_setting_alone():
+    one = {"optimizer": {"learning_rate": {"log": [1e-4, 1e-2]}}}
+    two = one | {"model": {"dropout": {"rate": {"uniform": [0, 0.3]}}}}
+    rates = [point["optimizer.learning_rate"] for point in draw(5, **one)]
+    assert [point["optimizer.learning_rate"] for point in draw(9, **two)][:5] == rates
+    assert [point["optimizer.learning_rate"] for point in draw(5, seed=1, **one)] != rates
+
+
+def test_equal_draws_are_one_run_and_each_goes_with_the_grid(write):
+    path = write("[random]\nsamples = 30\nmodel.n_layer = { uniform = [1, 3] }\n[grid]\nseed = [1, 2]\n")
+    runs = read(path).runs
+    assert sorted(run.name for run in runs) == [f"n_layer={n}+seed={seed}" for n in (1, 2, 3) for seed in (1, 2)]
+    assert {run.config.model.n_layer for run in runs} == {1, 2, 3}
+
+
+# Tables
+
+
+def test_a_table_of_any_runs(tmp_path, capsys):
+    for seed in (1, 2):
+        recorded_run.make(tmp_path / "slurm" / f"job-{seed}", seed=seed)
+    recorded_run.make(tmp_path / "half", seed=3, done=500)
+    words = ["sweep", "--table", str(tmp_path / "slurm"), str(tmp_path / "half"), f"--out={tmp_path / 'tables'}"]
+    assert sweep.main(words) == 0
+    runs = {run.name: run for run in read_runs([str(tmp_path / "slurm"), str(tmp_path / "half")])}
+    with open(tmp_path / "tables" / "results.csv", newline="") as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["job-1", "job-2", "half"] and rows["half"]["state"] == "500 of 1,000 updates"
+    for name in ("job-1", "job-2"):
+        assert float(rows[name]["test"]) == pytest.approx(runs[name].test)
+    assert "± " in capsys.readouterr().out and (tmp_path / "tables" / "means.csv").exists()
+    assert sweep.main(["sweep", "--table", str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err
