@@ -62,7 +62,7 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         ensemble.split_off(plan.workdir, plan.ensemble_member[0], plan.to)
         return 0
     with Run.open(plan.workdir) as run:
-        members = [_parse_member(text) for text in plan.ensemble_member] or list(run.members)
+        members = [_parse_member(text) for text in plan.ensemble_member] or [dict(each) for each in run.members]
         watched = plan.watch(run)
         config = job.config(run)
         ensemble.member_configs(config, members)  # Before a text is read.
