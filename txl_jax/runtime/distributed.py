@@ -5,6 +5,7 @@ Process 0, the primary, reads and writes the files of a run. Every function here
 process each is the plain call that it wraps.
 """
 
+import contextlib
 import inspect
 import json
 import os
@@ -110,10 +111,15 @@ def is_known_to_all(error: BaseException) -> bool:
 
 
 def is_seen_by_all(folder: str, *, seconds: float) -> bool:
-    """Returns whether all processes see the folder that process 0 does, after so many seconds for a network's caches.
+    """Returns whether all processes see the folder of process 0.
+
+    Args:
+      folder: Path or URL.
+      seconds: How long to wait for the caches of a network file system.
 
     Raises:
-      OSError: it cannot be written to or read.
+      LogError: If process 0 cannot write to it.
+      OSError: If a process cannot read it.
     """
     if not is_multiprocess():
         return True
@@ -130,7 +136,9 @@ def is_seen_by_all(folder: str, *, seconds: float) -> bool:
         return first_error(None if run_on_all(wait) else "missing") is None
     finally:
         if is_primary():
-            storage.remove(marker)
+            # The other processes are past this, so an error here would end process 0 alone.
+            with contextlib.suppress(OSError):
+                storage.remove(marker)
 
 
 def to_host(array: Any) -> np.ndarray:
