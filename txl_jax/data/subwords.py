@@ -230,7 +230,7 @@ def package() -> ModuleType:
         import tokenizers
     except ImportError as error:
         raise MissingPackageError(
-            "--data.tokenizer.kind=subword needs the package tokenizers; pip install '.[tokenizers]'"
+            "subwords and every tokenizer.json need the package tokenizers; pip install '.[tokenizers]'"
         ) from error
     return tokenizers
 
