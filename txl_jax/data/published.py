@@ -106,7 +106,7 @@ class PublishedCorpus:
         return made + official
 
     def url_of(self, path: str) -> str:
-        """Returns the URL to name in errors for a file: its own, or those of the first source if none has its name."""
+        """Returns the URL to name in errors for a file: its own, or else the URLs of the first source."""
         urls = [remote.url for source in self.sources for remote in source if remote.file == os.path.basename(path)]
         return urls[0] if urls else " and ".join(remote.url for remote in self.sources[0])
 

@@ -146,7 +146,7 @@ def act_on_notices() -> None:
 def metadata_server(environment: Mapping[str, str], product: Path) -> str | None:
     """Returns host, or host:port, of this machine's metadata server, or None if it has none.
 
-    The two variables are those of Google's own libraries. No network is used to answer.
+    Google's own libraries read the same two variables. No network is used to answer.
 
     Args:
       environment: Environment variables.
