@@ -63,7 +63,7 @@ class Facts:
     """Known properties of a part's content."""
 
     size: int | None = None  # Bytes.
-    # Of a part that is one file. Optional where tokens are known: other bytes are only noted then.
+    # Only for a part that is one file. Optional where tokens are known: other bytes are only noted then.
     sha256: str | None = None
     lines: int | None = None
     tokens: int | None = None  # Words, as white space separates them, and line ends.

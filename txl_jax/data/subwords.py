@@ -41,7 +41,7 @@ class SubwordVocabulary(Vocabulary):
     content: str = dataclasses.field(repr=False)  # Of the file.
     _kept: set[str] = dataclasses.field(default_factory=set, init=False, repr=False, compare=False)  # Were checked.
 
-    kind: ClassVar[str] = "hf"  # As portable folders have it since 0.2.0.
+    kind: ClassVar[str] = "hf"  # The name in portable folders since 0.2.0.
     measure: ClassVar[Measure] = Measure.PPL
 
     def __post_init__(self) -> None:

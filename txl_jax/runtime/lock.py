@@ -181,7 +181,7 @@ class RunLock:
         )
 
     def _create(self) -> bool:
-        """Creates the object if there is none; returns whether it is this run's."""
+        """Creates the object if it does not exist; returns whether it is this run's."""
         fs = file_system("gs")
         bucket, key, _ = fs.split_path(self._path)
         url = fs.base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o"

@@ -33,7 +33,7 @@ _FINAL = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TR
 _WAIT_SECONDS = 60  # The server answers after this even if nothing has changed.
 _RETRY_SECONDS = 10
 _PAUSE_SECONDS = 0.5  # A server that answers at once all the same is not asked without a pause.
-_PRODUCT = Path("/sys/class/dmi/id/product_name")  # Of the machine, by its firmware; "Google Compute Engine" there.
+_PRODUCT = Path("/sys/class/dmi/id/product_name")  # The machine's name in its firmware: "Google Compute Engine".
 
 
 def request_stop(reason: str) -> None:
