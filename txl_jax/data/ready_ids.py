@@ -1,4 +1,4 @@
-"""Ready-made token ids: of files, as a text; as tokens without a text; and of documents that callers pass.
+"""Ready-made token ids: files of ids as a text, ids as tokens without a text, and the ids of callers' documents.
 
 Files are .npy arrays of any integer type, or .bin files of plain numbers, like nanoGPT's. They are memory-mapped where
 they are: they are read once for their digest and largest id, and nothing is copied.

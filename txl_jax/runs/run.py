@@ -270,11 +270,12 @@ class Run:
             return self._lock.notes if self._lock else []
 
         self.notes[:0] = distributed.broadcast_from_primary(write)
-        if not distributed.is_seen_by_all(self.path, seconds=_SECONDS_TO_APPEAR):
-            raise UserError(
-                f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir on a "
-                "file system that they share"
-            )
+        distributed.check_seen_by_all(
+            self.path,
+            f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir on a file "
+            "system that they share",
+            seconds=_SECONDS_TO_APPEAR,
+        )
 
     def _changes(self, config: ExperimentConfig, *, free_on_resume: bool) -> list[str]:
         """Returns a line for each setting that differs from the record, of those that may, or of the others."""
