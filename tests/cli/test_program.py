@@ -309,7 +309,7 @@ def test_a_damaged_entry_costs_a_warning(tmp_path):
 
 @pytest.fixture
 def kept_in(monkeypatch):
-    """Keeps this process's own cache; returns the folder that `keep_compiled` sets, None: none."""
+    """Keeps this process's own cache; returns the folder that `keep_compiled` sets, or None."""
 
     def kept_in(*arguments, already=None, processes=1, **more):
         found = {"jax_compilation_cache_dir": None}
