@@ -61,7 +61,7 @@ def test_a_plan_has_absolute_paths_and_the_job_what_was_typed(start, tmp_path, m
     assert job.places == {"from": "", "member": "", "lengths": "mine.flags, line 1: "}
 
 
-def test_the_config_is_the_flags_over_the_defaults(start, tmp_path):
+def test_the_config_is_the_flags_over_the_defaults(start):
     defaults, found = config_tree.replace(ExperimentConfig(), {"eval.mem_len": 7}), []
     note = lambda plan, job: found.append((job.config(), job.config_of_flagfile("wt103_base")))  # noqa: E731
     assert start("--from=x", "--model.n_layer=2", run=note, config=defaults)[0] == 0

@@ -140,7 +140,7 @@ def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(both, stop
     assert runs.train(CONFIG, corpus, stopped).finished
     assert losses(stopped) == losses(both["whole"])
     assert recorded(stopped) == recorded(both["whole"]) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
-    logged = [line for line in (Path(stopped.path, "log.txt")).read_text().splitlines() if "attention training" in line]
+    logged = [line for line in Path(stopped.path, "log.txt").read_text().splitlines() if "attention training" in line]
     assert ["as the run was begun" in line for line in logged] == [False, True]
 
 
