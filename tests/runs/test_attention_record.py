@@ -166,6 +166,10 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
     assert start_again(stopped, CONFIG, corpus) == []
     components = weights.build_trained(CONFIG, Run.read(stopped.path), log=pytest.fail)
     assert str(components.model.attention.cached) == "reference"
+    rewrite(stopped, {"training": "reference", "evaluation": "tiled 4x8"})
+    lines = []
+    weights.build_trained(CONFIG, Run.read(stopped.path), log=lines.append)
+    assert len(lines) == 1 and "evaluation was tiled 4x8 and is now reference (" in lines[0]
 
 
 @pytest.mark.full
