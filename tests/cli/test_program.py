@@ -204,7 +204,7 @@ def having(error, **attributes):
     ],
 )
 def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, error, lost):
-    assert not hosts.lost_another(error), "alone there is none to lose"
+    assert not hosts.lost_another(error), "a process by itself has no other to lose"
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: False)
     assert (exit_code_for(error) == hosts.LOST == 75) is lost
