@@ -1,9 +1,11 @@
 """The program of a corpus: training, and with --mode the scores and texts of a trained run.
 
-DEFAULTS = ExperimentConfig(data=default_data(CorpusName.ENWIK8))
+The module of a corpus has its defaults and one call:
 
-if __name__ == "__main__":
-cli.train_main(DEFAULTS)
+    DEFAULTS = ExperimentConfig(data=default_data(CorpusName.ENWIK8))
+
+    if __name__ == "__main__":
+        cli.train_main(DEFAULTS)
 """
 
 import contextlib
@@ -99,7 +101,7 @@ def _run(plan: TrainPlan, job: Job) -> int | None:
         raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
     if plan.input is not None:
         return _score_input(plan, job, workdir)
-    if distributed.run_on_all(lambda: is_portable(workdir)):
+    if distributed.broadcast_from_primary(lambda: is_portable(workdir)):
         raise UserError(
             f"{workdir} is a portable folder and --mode={plan.mode} reads a run; give --mode=score with --input, "
             "begin a run with --init_from, or use experiments.serve or txl_jax.load"
@@ -127,7 +129,7 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
         )
     with Run.open(plan.workdir or _default_workdir(job)) as run:
         watched = plan.watch(run)
-        config = distributed.run_on_all(lambda: job.config(run))
+        config = job.config(run)
         check_program(job.defaults, config)
         run.compare(config)  # Before a text is read, which may take minutes.
         corpus = job.corpus(config, run)

@@ -2,7 +2,7 @@
 
     @dataclasses.dataclass(frozen=True)
     class Plan(cli.TrainedRun):
-        count: int = setting("Passages.", 3, at_least=1)
+        count: int = setting(3, "Passages.", at_least=1)
 
     def run(plan: Plan, job: cli.Job) -> None:
         trained = Run.read(plan.workdir, member=plan.ensemble_member)
@@ -128,7 +128,7 @@ class Job:
         self._plan = plan
 
     def config(self, run: Run | None = None) -> ExperimentConfig:
-        """Returns the flags over the defaults.
+        """Returns the flags over the defaults; all processes call it.
 
         Args:
           run: that is to be trained: its record takes the place of the defaults, if it has one; else, with `init_from`,
@@ -138,14 +138,19 @@ class Job:
           UserError: settings that cannot go together, or that describe another model than the weights.
         """
         if run is not None and not run.is_new:
-            return _config(_without_old_files(run.config))
-        config = _config(self.defaults)
+            recorded = run.config
+            return distributed.run_on_all(lambda: _config(_without_old_files(recorded)))
+        config = distributed.run_on_all(lambda: _config(self.defaults))
         if run is None or config.init_from is None:
             return config
-        trained = warm_start.basis(config.init_from, run)
-        config = _config(warm_start.with_trained_settings(self.defaults, trained, config.init_vocabulary))
-        warm_start.check_model(config, trained.config)
-        return config
+        trained, which = warm_start.basis(config.init_from, run), config.init_vocabulary
+
+        def over_trained() -> ExperimentConfig:
+            changed = _config(warm_start.with_trained_settings(self.defaults, trained, which))
+            warm_start.check_model(changed, trained.config)
+            return changed
+
+        return distributed.run_on_all(over_trained)
 
     def config_of_flagfile(self, name: str) -> ExperimentConfig:
         """Returns the config of another flagfile, of its corpus, changed by the settings on this command line."""
@@ -161,19 +166,23 @@ class Job:
         Raises:
           UserError: the flags would change the model or its tokens.
         """
-        config = distributed.run_on_all(lambda: _config(_without_old_files(trained.config)))
-        refused = [
-            config_tree.describe_change(leaf, old, new)
-            for leaf, old, new in config_tree.differences(trained.config, config)
-            if (leaf.name.startswith(("model.", "compat.")) and not leaf.setting.free_on_resume)
-            or leaf.setting.shapes_tokens
-        ]
-        if refused:
-            raise UserError(
-                f"the run in {trained.path} was trained with another model or other tokens: {'; '.join(refused)}; "
-                "leave these flags out"
-            )
-        return config
+
+        def over_trained() -> ExperimentConfig:
+            config = _config(_without_old_files(trained.config))
+            refused = [
+                config_tree.describe_change(leaf, old, new)
+                for leaf, old, new in config_tree.differences(trained.config, config)
+                if (leaf.name.startswith(("model.", "compat.")) and not leaf.setting.free_on_resume)
+                or leaf.setting.shapes_tokens
+            ]
+            if refused:
+                raise UserError(
+                    f"the run in {trained.path} was trained with another model or other tokens: {'; '.join(refused)}; "
+                    "leave these flags out"
+                )
+            return config
+
+        return distributed.run_on_all(over_trained)
 
     def corpus(self, config: ExperimentConfig, run: Run | None = None) -> Corpus:
         """Reads the text of a config.
@@ -186,7 +195,7 @@ class Job:
         if run is None:
             return distributed.run_on_all(lambda: read_corpus(config.data, *folders))
         if run.is_open:
-            return distributed.run_on_all(lambda: warm_start.read_corpus(config, run, *folders))
+            return warm_start.read_corpus(config, run, *folders)
         if "data_dir" not in self.places:  # As the run was started, unless this is another machine.
             folders = (run.text.data_dir, self._plan.cache_dir or run.text.cache_dir)
         vocabulary = run.text.vocabulary
@@ -230,7 +239,7 @@ def main(
         made = distributed.run_on_all(lambda: _with_absolute_paths(flag_tree.build_plan(plan)))
         other_hosts.check_same(
             {
-                leaf.name: config_tree.get(made, leaf.name)
+                flag_tree.flag_name(leaf): config_tree.get(made, leaf.name)
                 for leaf in config_tree.leaves(plan)
                 if not leaf.setting.path and leaf.name != "compilation_cache"
             }
@@ -356,7 +365,7 @@ def _processor() -> str:
 def _unusable(folder: str) -> str | None:
     """Returns why a folder cannot be written to; None: it can, as far as can be seen. JAX makes it when it is used."""
     nearest = Path(folder)
-    while not nearest.exists():
+    while not os.path.exists(nearest):  # False too where a folder above may not be entered.
         nearest = nearest.parent
     if not nearest.is_dir():
         return f"lies below {nearest}, which is a file; give --compilation_cache=PATH, or off"

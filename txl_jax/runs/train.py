@@ -27,7 +27,7 @@ from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.metrics import Totals
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import Compilation, RunComponents, build
-from txl_jax.runs.run import Run, TextInfo, check_same_settings
+from txl_jax.runs.run import Run, TextInfo, check_same_attention, check_same_settings, check_same_text
 from txl_jax.runs.score import Interrupted, score
 from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runs.validation import TrainTask
@@ -73,6 +73,7 @@ def train_run(
         profiler.check_steps(*profile_steps, steps=config.train.steps)
     config = with_end_token(config, corpus)
     check_same_settings(config)
+    check_same_text(corpus)
     recorded = run.attention_for(config)
 
     def prepare() -> tuple[RunComponents, SegmentReader]:
@@ -81,6 +82,7 @@ def train_run(
         return components, training_reader(components, corpus)
 
     components, reader = distributed.run_on_all(prepare)
+    check_same_attention(components.attention)
     weights = warm_start.load(components, corpus.vocabulary, run)
     run.begin(config, TextInfo.of(corpus), attention=components.attention, weights=weights and weights.record)
     stop_requested = run.stopping(stop_requested)
@@ -127,7 +129,7 @@ def train(
     config.validate()
     with Run.open(path) as run:
         run.compare(config)
-        corpus = distributed.run_on_all(lambda: warm_start.read_corpus(config, run, data_dir, cache_dir))
+        corpus = warm_start.read_corpus(config, run, data_dir, cache_dir)
         return train_run(config, corpus, run, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
 
 
