@@ -46,8 +46,6 @@ _CONFIG, _VOCABULARY = "config.json", "vocabulary.txt"
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts once their caches expire.
 _SECONDS_OF_A_START = 3600  # No start waits for the others as long.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
-# Runs without a record of it were trained with the reference, when there was nothing else.
-_UNRECORDED = {"training": "reference"}
 # Settings that the choice of attention for evaluation depends on.
 _EVALUATION = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length", "cache_dtype")
 # Hosts may keep their files in different places; the contents are compared.
@@ -242,11 +240,9 @@ class Run:
           weights: the record of a warm start that begins now.
 
         Raises:
-          UserError: the text, its vocabulary or the weights are not those that were recorded, or not the same in all
-            processes; the folder cannot be written to, is not one for all processes, or another run is in it.
+          UserError: If the text, its vocabulary or the weights are not the recorded ones, the folder cannot be written
+            to, not all processes see it, or another run is in it.
         """
-        check_same_text(text)
-        check_same_attention(attention)
         self.compare(config, members)
         self._compare_text(text)
         self.notes += self._changes(config, free_on_resume=True)
@@ -365,7 +361,7 @@ class Run:
             facts = {name: text[name] for name in _TEXT_FACTS}
             expected, self.members = text["vocabulary_sha256"], saved.get("members", [])
             by_name(self.members)
-            self.attention, self.weights = saved.get("attention", _UNRECORDED), saved.get("warm_start")
+            self.attention, self.weights = saved.get("attention", {}), saved.get("warm_start")
             for implementation in self.attention.values():
                 Implementation.parse(implementation)
         except UserError as error:
@@ -494,7 +490,7 @@ def check_same_settings(config: ExperimentConfig) -> None:
     distributed.assert_same_on_all(json.dumps(settings), complaint)
 
 
-def check_same_text(text: TextInfo | Corpus) -> None:
+def check_same_text(text: Corpus) -> None:
     """Checks that all processes have the same text; each reads its own rows of it."""
     distributed.assert_same_on_all(
         f"{text.description} (sha256 {text.digest[:12]}...)",
