@@ -54,7 +54,7 @@ class WatchPlan(Plan):
         """Returns the arguments of a training job that these settings give: `sinks` and `profile_steps`.
 
         Raises:
-          UserError: profile_steps is no pair of numbers, or wandb is not installed.
+          UserError: If profile_steps is not a pair of numbers, or wandb is not installed.
         """
         if len(self.profile_steps) not in (0, 2):
             raise UserError(
@@ -88,8 +88,8 @@ def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types
     """Runs a corpus's program, the whole of `python -m experiments.NAME`, and exits.
 
     Args:
-      defaults: the config that the flags change.
-      aliases: short names of flags, to their full names.
+      defaults: The config that the flags change.
+      aliases: Short names of flags, and their full names.
     """
     main(_run, TrainPlan, config=defaults, groups=None, hosts="join", aliases=aliases)
 

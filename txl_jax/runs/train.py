@@ -8,7 +8,7 @@ Starting goes in this order, so that the cheap failures come first and nothing i
   4. the opening lines are printed, and the step is compiled;
   5. the loop runs, with evaluation and checkpoints as hooks;
   6. the best parameters are scored on the test text.
-Steps 3 to 6 are those of `txl_jax.runs.trainer`.
+Steps 3 to 6 are in `txl_jax.runs.trainer`.
 """
 
 import functools
@@ -56,16 +56,17 @@ def train_run(
     """Trains an open run to the end, or until a stop is requested; a recorded one resumes where that stopped.
 
     Args:
-      hooks: the caller's, run after evaluation and before the checkpoint of a step. To train N updates of a longer
+      hooks: The caller's, run after evaluation and before the checkpoint of a step. To train N updates of a longer
         schedule, pass one that calls `HookContext.request_stop` at update N, a multiple of `train.eval_every`.
-      sinks: of the caller's, beside metrics.jsonl and TensorBoard's files.
-      profile_steps: first and last update, counted from 1, of a profile in the workdir's `profile`; None: none.
+      sinks: The caller's, in addition to metrics.jsonl and TensorBoard's files.
+      profile_steps: First and last update, counted from 1, of a profile in the workdir's `profile`, or None for no
+        profile.
 
     Raises:
-      UserError: settings, text and workdir do not fit together, or the workdir cannot be used.
-      NonFiniteError: a loss or gradient was not finite; the last checkpoint is from before it.
-      CheckpointError: there are checkpoints, but none can be read.
-      RemoteProcessError: another process could not go on.
+      UserError: If settings, text and workdir do not go together, or the workdir cannot be used.
+      NonFiniteError: If a loss or gradient was not finite. The last checkpoint is from before it.
+      CheckpointError: If there are checkpoints, but none can be read.
+      RemoteProcessError: If another process could not continue.
     """
     for hook in hooks:
         hook.check_interval(config.train.segments_per_call)
@@ -137,7 +138,7 @@ def with_end_token(config: ExperimentConfig, corpus: Corpus) -> ExperimentConfig
     """Returns the config with the id of the token that ends a document, as `data.reset_at` names it.
 
     Raises:
-      UserError: the text is not one token of the vocabulary.
+      UserError: If the text is not one token of the vocabulary.
     """
     text, end_token = config.data.reset_at, None
     if text is not None:
@@ -149,10 +150,10 @@ def training_reader(components: RunComponents, corpus: Corpus, *, seed: int | No
     """Cuts the training text into segments in the config's order.
 
     Args:
-      seed: of the order; None: the config's.
+      seed: The seed of the order, or None for the config's.
 
     Raises:
-      UserError: the text is too short for one segment.
+      UserError: If the text is too short for one segment.
     """
     data, train_config = components.config.data, components.config.train
     return training_segments(

@@ -63,7 +63,7 @@ def basis(path: str, run: Run) -> Basis:
     All processes call it, and not within `distributed.run_on_all`.
 
     Raises:
-      UserError: there are neither, or they cannot be read.
+      UserError: If there are neither, or they cannot be read.
     """
     if not run.is_new:
         return Basis(run.config, run.text.vocabulary)
@@ -136,11 +136,11 @@ def load(components: RunComponents, vocabulary: Vocabulary, run: Run) -> WarmSta
     """Reads the weights that a run begins with; all processes call it.
 
     Returns:
-      None: it begins with random ones, or resumes.
+      The weights, or None if the run begins with random ones, or resumes.
 
     Raises:
-      UserError: there are no weights, or they do not fit config and vocabulary.
-      CheckpointError: they are damaged.
+      UserError: If there are no weights, or they do not fit config and vocabulary.
+      CheckpointError: If they are corrupted.
     """
     config = components.config
     if config.init_from is None or distributed.broadcast_from_primary(lambda: _has_checkpoint(run)):
