@@ -203,17 +203,7 @@ def token_ids(vocabulary: Vocabulary, document: Document) -> np.ndarray:
         raise UserError(
             f"a document is an array of type {ids.dtype} and shape {ids.shape}; give a text, or integer ids [T]"
         )
-    check_range(vocabulary, ids)
-    return ids.astype(np.int32)
-
-
-def check_range(vocabulary: Vocabulary, ids: np.ndarray) -> None:
-    """Raises `UserError` for ids outside the vocabulary."""
-    if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary.size:
-        raise UserError(
-            f"the token ids go from {ids.min()} to {ids.max()} and those of the vocabulary from 0 to "
-            f"{vocabulary.size - 1}"
-        )
+    return check_ids(ids, vocabulary.size).astype(np.int32)
 
 
 def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
