@@ -137,11 +137,7 @@ def measure(case: Case, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str
             refusals[path] = str(error)
     programs.append(_compile_products(case))
     seconds = _time_interleaved(programs, plan.calls)
-    rows = [
-        _record(case, program, seconds, differences.get(program.path))
-        for program in programs
-        if program.path in seconds
-    ]
+    rows = [_record(case, program, seconds, differences.get(program.path)) for program in programs]
     for row in rows:
         print(format_row(row), flush=True)
     return rows, refusals
@@ -151,11 +147,11 @@ def largest_difference(case: Case, path: str) -> float | None:
     """Returns the largest relative difference from the reference, of one row: output and all gradients.
 
     The path computes in float32 where it can, else in the type of the case; the reference in float32, of the same
-    numbers. The difference of an array is that of its elements at most, divided by the largest element of the
-    reference's.
+    numbers. The difference of an array is the largest of its elements' differences, divided by the reference's largest
+    element.
 
     Raises:
-      UserError: it is too large to be rounding.
+      UserError: If it is too large to be rounding.
     """
     if path in ("reference", "cudnn"):
         return None

@@ -17,8 +17,8 @@ from txl_jax import cli
 from txl_jax.bench import throughput
 from txl_jax.bench.synthetic_tokens import default_vocab_size
 from txl_jax.bench.throughput import Task, Throughput
+from txl_jax.cli import setting
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
-from txl_jax.config.settings import check_fields, setting
 from txl_jax.inference.generator import Weights
 from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
@@ -40,10 +40,6 @@ class Plan(cli.Plan):
     vocab_size: int | None = setting(
         None, "V; none: the size published with the corpus, or 256 where there is none.", at_least=2
     )
-
-    def validate(self) -> None:
-        """Raises `UserError` for a field out of its range."""
-        check_fields(self, "")
 
 
 def run(plan: Plan, job: cli.Job) -> None:

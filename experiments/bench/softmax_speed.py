@@ -34,7 +34,7 @@ from txl_jax.bench import throughput
 from txl_jax.bench.synthetic_tokens import EXPONENT, SHIFT, draw_tokens, probabilities
 from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.config import ExperimentConfig, ModelConfig, TrainConfig
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import require, setting
 from txl_jax.errors import UserError
 from txl_jax.modules.softmax import Softmax
 from txl_jax.runtime import environment
@@ -57,10 +57,6 @@ class Plan(cli.Plan):
         "Memory limit of a softmax in GB (10^9 bytes); none: the accelerator's memory, or 70 % of a CPU's.",
         above=0,
     )
-
-    def validate(self) -> None:
-        """Raises `UserError` for values out of their range."""
-        check_fields(self, "")
 
 
 def run(plan: Plan, job: cli.Job) -> None:

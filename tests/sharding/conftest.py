@@ -21,7 +21,7 @@ def on_eight_devices(tmp_path_factory, testrun_uid):
 
     def run(*arguments, **variables):
         path = folder / hashlib.sha256(repr((arguments, variables)).encode()).hexdigest()
-        with locked(path.with_suffix(".lock"), log=lambda line: None):
+        with locked(path.with_suffix(".lock")):
             if not path.exists():
                 path.write_text(_printed(arguments, variables))
         return json.loads(path.read_text())
