@@ -124,10 +124,10 @@ def recorded(workdir):
 
 
 def rewrite(workdir, attention):
-    """Changes the record of a run; None takes it away."""
+    """Changes the record of a run."""
     path = Path(workdir.path, "config.json")
     saved = {name: value for name, value in json.loads(path.read_text()).items() if name != "attention"}
-    path.write_text(json.dumps(saved | ({} if attention is None else {"attention": attention})))
+    path.write_text(json.dumps(saved | {"attention": attention}))
 
 
 def losses(workdir):
@@ -170,13 +170,6 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
     lines = []
     weights.build_trained(CONFIG, Run.read(stopped.path), log=lines.append)
     assert len(lines) == 1 and "evaluation was tiled 4x8 and is now reference (" in lines[0]
-
-
-@pytest.mark.full
-def test_a_run_from_before_the_record_keeps_the_reference_in_training(stopped, corpus, tiles):
-    rewrite(stopped, None)
-    assert start_again(stopped, CONFIG, corpus) == []
-    assert recorded(stopped) == {"training": "reference", "evaluation": "tiled 4x8"}
 
 
 @pytest.mark.full
