@@ -104,8 +104,8 @@ END
 option() { echo "#SBATCH --$1${2:+=$2}"; }
 
 set_variable() { # --NAME=VALUE
-  local name=${1%%=*}
-  printf -v "${name#--}" %s "${1#*=}"
+  local flag=${1%%=*}
+  printf -v "${flag#--}" %s "${1#*=}"
 }
 
 # Quotes arguments for a shell.

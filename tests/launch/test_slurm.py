@@ -57,9 +57,9 @@ def test_two_nodes_with_a_process_for_each_gpu():
 
 
 def test_a_process_for_each_node_takes_all_of_its_gpus():
-    script = batch_script("--gpus=4", "--per=node", "--setup=source .venv/bin/activate", *RUN)
+    script = batch_script("--gpus=4", "--per=node", "--setup=module load cuda", *RUN)
     assert options(script)["ntasks-per-node"] == "1" and options(script)["gpus-per-node"] == "4"
-    assert "source .venv/bin/activate || exit" in script.splitlines()
+    assert "module load cuda || exit" in script.splitlines()
     without = options(batch_script("--gpus=0", *RUN))
     assert without["ntasks-per-node"] == "1" and "gpus-per-node" not in without
 
