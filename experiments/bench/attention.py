@@ -13,41 +13,42 @@ share of the device's peak. Scratch is the compiler's account.
 
 import collections
 import dataclasses
+import functools
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from experiments.bench import timing
+from experiments.bench.timing import Task
 from txl_jax import cli, flops
-from txl_jax.bench import attention_products
-from txl_jax.bench.attention_cases import (
-    TASKS,
-    Case,
-    find_implementation,
-    has_positions,
-    make_case,
-    make_function,
-    make_inputs,
-)
-from txl_jax.config import DType, ExperimentConfig
+from txl_jax.config import DType, Encoding, ExperimentConfig, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
-from txl_jax.errors import UserError
-from txl_jax.ops.attention import Implementation
+from txl_jax.inference.cache import cache_capacity
+from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cached_attention, choice
+from txl_jax.ops.attention.cached import table_length
+from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.problem import Implementation, Problem
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import write_json
 
 CONFIGS = ("enwik8_12l", "enwik8_24l", "wt103_base", "wt103_large")
+TASKS = ("training", "evaluation")
 PATHS = ("reference", "tiled", "fused", "plain", "cudnn")
 PRODUCTS = "products"  # The row of the matrix products alone.
+Arrays = dict[str, jax.Array]
 # Relative differences beyond which an implementation is wrong, not rounded: in float32, and in 16 bits, where tiles
 # differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 2e-2
 _SECONDS = 0.02  # A timing calls so often in a row that it takes this long.
+_DIFFERENTIATED = ("query", "key", "value", "position_key", "content_bias", "position_bias")
+_SEED = 7
 _HEAD = (
     "| configuration | task | rows x heads x queries x keys, width | path | difference | time | slowest | fastest | "
     "speedup | times the products | operations/s | share of peak | scratch |"
@@ -76,27 +77,8 @@ class Plan(cli.Plan):
         """Raises `UserError` for an unknown task or path."""
         check_fields(self, "")
         require(self.configs, f"configs is empty; it must name configurations, such as {','.join(CONFIGS)}")
-        for name, given, known in (("tasks", self.tasks, TASKS), ("paths", self.paths, PATHS)):
-            require(given, f"{name} is empty; it must be of {', '.join(known)}")
-            for one in given:
-                near = config_tree.did_you_mean(one, known)
-                require(one in known, f"{name} has {one!r}; it must be of {', '.join(known)}{near}")
-
-    def cases(self, configs: Mapping[str, ExperimentConfig], *, dtype: str) -> Iterator[Case]:
-        """Yields the cases: each task of each configuration."""
-        for name, config in configs.items():
-            for task in self.tasks:
-                yield make_case(name, config, task, batch=self.batch_size, dtype=self.dtype or dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled path of a case."""
-
-    path: str  # Its name in the plan.
-    implementation: str  # What the path is here.
-    start: Callable[[], Any]  # Starts it, and returns its result.
-    scratch_bytes: int  # Memory besides arguments and results, by the compiler's account.
+        timing.check_names("tasks", self.tasks, TASKS)
+        timing.check_names("paths", self.paths, PATHS)
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -108,16 +90,16 @@ def benchmark(configs: Mapping[str, ExperimentConfig], plan: Plan) -> list[dict[
     """Checks and times the paths of each case; prints a table, writes the JSON file and returns its rows.
 
     Raises:
-      UserError: If a configuration is without this attention, or a path computes other numbers than the reference.
+      UserError: If a configuration has another attention, or a path computes other numbers than the reference.
     """
     facts, records, refused = environment.describe(), [], collections.defaultdict(list)
-    print(f"{facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}\n")
-    print(f"{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
-    for case in plan.cases(configs, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16"):
-        rows, refusals = measure(case, plan)
+    print(f"{timing.describe(facts)}\n\n{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
+    dtype = plan.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    for (name, config), task in itertools.product(configs.items(), plan.tasks):
+        rows, refusals = measure(make_case(name, config, task, batch=plan.batch_size, dtype=dtype), plan)
         records += rows
-        for path, reason in refusals.items():
-            refused[path, reason].append(f"{case.config} {case.task}")
+        for refusal in refusals.items():
+            refused[refusal].append(f"{name} {task}")
     for (path, reason), names in refused.items():
         print(f"\nno {path}: {reason} ({', '.join(names)})")
     if plan.json:
@@ -126,38 +108,200 @@ def benchmark(configs: Mapping[str, ExperimentConfig], plan: Plan) -> list[dict[
     return records
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes of one layer's attention."""
+
+    config: str  # Name of the configuration.
+    task: str  # Of `TASKS`.
+    dtype: str  # Of queries, keys and values.
+    batch: int  # B, on one device.
+    n_head: int  # H.
+    d_head: int  # E.
+    segment_len: int  # L.
+    mem_len: int  # M.
+    n_positions: int  # P.
+    window: int | None  # Keys that a query attends to at most, itself included, or None for no limit.
+    dropout_rate: float = 0.0  # Of the probabilities in training.
+    capacity: int | None = None  # R, or None in training.
+
+    @property
+    def n_keys(self) -> int:
+        """K, keys of the arrays that attention reads."""
+        return (self.mem_len if self.capacity is None else self.capacity) + self.segment_len
+
+    @property
+    def passes(self) -> int:
+        """Times that each product of the forward pass is done: backward it has two of them."""
+        return 1 if self.task == "evaluation" else 3
+
+    @property
+    def shape(self) -> str:
+        """Sizes for a table."""
+        return f"{self.batch} x {self.n_head} x {self.segment_len} x {self.n_keys}, {self.d_head}"
+
+    def flops(self, *, positions: bool = True) -> float:
+        """Returns the operations on visible pairs: scores by content, by distance, and weighted values."""
+        seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)  # Keys that are not behind a query.
+        visible = sum(seen) if self.window is None else sum(min(keys, self.window) for keys in seen)
+        pairs = self.batch * self.n_head * visible
+        return 2 * self.d_head * pairs * (3 if positions else 2) * self.passes
+
+    @property
+    def flops_of_products(self) -> float:
+        """Returns the operations on all pairs, those by distance once for each position key."""
+        columns = 2 * self.n_keys + self.n_positions
+        return 2 * self.d_head * self.batch * self.n_head * self.segment_len * columns * self.passes
+
+    def problem(self, platform: str, device_kind: str, *, positions: bool = True) -> Problem:
+        """Returns the description from which an implementation is chosen."""
+        return Problem(
+            platform=platform,
+            device_kind=device_kind,
+            dtype=self.dtype,
+            batch=self.batch,
+            n_head=self.n_head,
+            segment_len=self.segment_len,
+            n_keys=self.n_keys,
+            d_head=self.d_head,
+            n_positions=self.n_positions if positions else 0,
+            window=self.window,
+            dropout=self.dropout_rate > 0,
+            capacity=self.capacity,
+            cache_dtype=None if self.capacity is None else self.dtype,
+        )
+
+
+def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int | None, dtype: str) -> Case:
+    """Returns the sizes of a configuration's attention.
+
+    `batch` is the rows of training on one device, or None for all of them. Evaluation has `eval.batch_size`.
+
+    Raises:
+      UserError: If the model is without this attention.
+    """
+    model, train, eval_config = config.model, config.train, config.eval
+    require(
+        model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE,
+        f"{name} has the network {model.network} with the encoding {model.encoding}; "
+        "the benchmark is of attention with model.encoding=relative",
+    )
+    lengths = train if task == "training" else eval_config
+    sizes: dict[str, Any] = {
+        "config": name,
+        "task": task,
+        "dtype": dtype,
+        "n_head": model.n_head,
+        "d_head": model.d_head,
+        "segment_len": lengths.segment_len,
+        "mem_len": lengths.mem_len,
+        "window": config.compat.window(lengths.mem_len, same_length=lengths.same_length),
+    }
+    if task == "training":
+        n_positions = train.mem_len + train.segment_len
+        rate = float(model.dropout.attention or 0)
+        return Case(**sizes, batch=batch or train.batch_size, n_positions=n_positions, dropout_rate=rate)
+    capacity = cache_capacity(mem_len=eval_config.mem_len, segment_len=eval_config.segment_len)
+    n_positions = table_length(segment_len=eval_config.segment_len, capacity=capacity, clamp_len=eval_config.clamp_len)
+    return Case(**sizes, batch=eval_config.batch_size, n_positions=n_positions, capacity=capacity)
+
+
+def find_implementation(case: Case, path: str, platform: str, device_kind: str) -> tuple[Implementation | None, str]:
+    """Returns what a path is on a device, or None and the reason if it cannot serve the case.
+
+    Paths are "reference", "tiled", "fused", and "plain": the fused or else the tiled one without position keys.
+    """
+    reason = ""
+    for name in ("fused", "tiled") if path == "plain" else (path,):
+        problem = case.problem(platform, device_kind, positions=has_positions(path))
+        reason = choice.refusal_of(name, problem) or ""
+        if not reason:
+            return choice.choose(name, problem)
+    return None, reason
+
+
+def has_positions(path: str) -> bool:
+    """Returns whether a path has position keys."""
+    return path not in ("plain", "cudnn")
+
+
+class _NotHereError(Exception):
+    """A path does not exist on this device, for this case."""
+
+
 def measure(case: Case, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Checks, compiles and times the paths of a case; prints their rows, returns them and why others are not there."""
-    programs, differences, refusals = [], {}, {}
-    for path in plan.paths:
+    tasks: list[Task] = []
+    differences, implementations, refusals = {}, {}, {}
+    for path in (*plan.paths, PRODUCTS):
         try:
             differences[path] = largest_difference(case, path)
-            programs.append(_compile(case, path))
+            implementations[path], function, inputs = _path(case, path)
+            tasks.append(_task(path, function, inputs))
         except _NotHereError as error:
             refusals[path] = str(error)
-    programs.append(_compile_products(case))
-    seconds = _time_interleaved(programs, plan.calls)
-    rows = [
-        _record(case, program, seconds, differences.get(program.path))
-        for program in programs
-        if program.path in seconds
-    ]
-    for row in rows:
+    timings = {each.task.name: each for each in timing.interleaved(tasks, warmup=0, calls=plan.calls)}
+    peak = flops.device_peak(jax.devices()[0].device_kind) if case.dtype == "bfloat16" else None
+    rows = []
+    for path, measured in timings.items():
+        seconds = [each / measured.task.tokens for each in measured.seconds]
+        visible = case.flops(positions=has_positions(path))
+        rate = (case.flops_of_products if path == PRODUCTS else visible) / statistics.median(seconds)
+        reference = timings.get("reference")
+        row = {
+            **dataclasses.asdict(case),
+            "shape": case.shape,
+            "path": path,
+            "implementation": implementations[path],
+            "difference": differences[path],
+            "median_seconds": statistics.median(seconds),
+            "slowest_seconds": max(seconds),
+            "fastest_seconds": min(seconds),
+            "seconds": seconds,
+            # Ratios are medians over timings, each with the other's of the same round.
+            "speedup": statistics.median(measured.speedups(reference)) if reference else None,
+            "times_products": statistics.median(timings[PRODUCTS].speedups(measured)),
+            "flops_per_second": rate,
+            "share_of_peak": rate / peak if peak else None,
+            "scratch_bytes": measured.task.memory_bytes,
+        }
+        rows.append(row)
         print(format_row(row), flush=True)
     return rows, refusals
+
+
+def format_row(row: Mapping[str, Any]) -> str:
+    """Formats the table row of a path."""
+
+    def known(name: str, form: str) -> str:
+        return "" if row[name] is None else form.format(row[name])
+
+    cells = [
+        row["config"],
+        row["task"],
+        row["shape"],
+        row["path"] if row["implementation"] in ("", row["path"]) else f"{row['path']} ({row['implementation']})",
+        known("difference", "{:.0e}"),
+        *(f"{1e3 * row[name]:.3g} ms" for name in ("median_seconds", "slowest_seconds", "fastest_seconds")),
+        known("speedup", "{:.2f}"),
+        known("times_products", "{:.2f}"),
+        f"{row['flops_per_second'] / 1e9:,.0f} G",
+        known("share_of_peak", "{:.1%}"),
+        environment.megabytes(row["scratch_bytes"]),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def largest_difference(case: Case, path: str) -> float | None:
     """Returns the largest relative difference from the reference, of one row: output and all gradients.
 
     The path computes in float32 where it can, else in the type of the case; the reference in float32, of the same
-    numbers. The difference of an array is that of its elements at most, divided by the largest element of the
-    reference's.
+    numbers. An array's difference is its elements' at most, divided by the largest element of the reference's.
 
     Raises:
-      UserError: it is too large to be rounding.
+      UserError: If the difference is too large to be rounding.
     """
-    if path in ("reference", "cudnn"):
+    if path in ("reference", "cudnn", PRODUCTS):
         return None
     small, implementation = _checked(case, path)
     tolerance = _TOLERANCE if small.dtype == "float32" else _TOLERANCE_OF_16_BITS
@@ -170,38 +314,12 @@ def largest_difference(case: Case, path: str) -> float | None:
         name: float(jnp.max(jnp.abs(found[name] - array)) / jnp.max(jnp.abs(array))) for name, array in expected.items()
     }
     worst = max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
-    if not differences[worst] <= tolerance:
-        raise UserError(
-            f"{case.config}, {case.task}: the {worst} of {path} ({implementation}) differs from the reference's by "
-            f"{differences[worst]:.1e} of its largest element, in {small.dtype}; at most {tolerance:.0e} is rounding"
-        )
+    require(
+        differences[worst] <= tolerance,
+        f"{case.config}, {case.task}: the {worst} of {path} ({implementation}) differs from the reference's by "
+        f"{differences[worst]:.1e} of its largest element, in {small.dtype}; at most {tolerance:.0e} is rounding",
+    )
     return differences[worst]
-
-
-def format_row(row: Mapping[str, Any]) -> str:
-    """Formats the table row of a path."""
-
-    def known(value: Any, form: Callable[[Any], str]) -> str:
-        return "" if value is None else form(value)
-
-    cells = [
-        row["config"],
-        row["task"],
-        row["shape"],
-        row["path"] if row["implementation"] in ("", row["path"]) else f"{row['path']} ({row['implementation']})",
-        known(row["difference"], "{:.0e}".format),
-        *(f"{1e3 * row[name]:.3g} ms" for name in ("median_seconds", "slowest_seconds", "fastest_seconds")),
-        known(row["speedup"], "{:.2f}".format),
-        known(row["times_products"], "{:.2f}".format),
-        f"{row['flops_per_second'] / 1e9:,.0f} G",
-        known(row["share_of_peak"], "{:.1%}".format),
-        environment.megabytes(row["scratch_bytes"]),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-class _NotHereError(Exception):
-    """A path does not exist on this device, for this case."""
 
 
 def _checked(case: Case, path: str) -> tuple[Case, Implementation]:
@@ -227,30 +345,116 @@ def _implementation(case: Case, path: str) -> Implementation:
     return found
 
 
-def _compile(case: Case, path: str) -> Program:
-    inputs = make_inputs(case)
+def _path(case: Case, path: str) -> tuple[str, Callable[..., Any], Any]:
+    """Returns the name of what a path is here, its function and that function's argument."""
+    if path == PRODUCTS:
+        return "", *products(case, platform=jax.default_backend())
     if path == "cudnn":
         if jax.default_backend() != "gpu" or case.capacity is not None or case.dtype != "bfloat16":
             raise _NotHereError("it is only timed in training on GPUs, in bfloat16")
-        return _program(path, "", _cudnn, inputs)
+        return "", _cudnn, make_inputs(case)
     implementation = _implementation(case, path)
     function = make_function(case, implementation, positions=has_positions(path))
-    return _program(path, str(implementation), function, inputs)
+    return str(implementation), function, make_inputs(case)
 
 
-def _compile_products(case: Case) -> Program:
-    inputs = attention_products.make_inputs(case, platform=jax.default_backend())
-    return _program(PRODUCTS, "", attention_products.products(case), inputs)
-
-
-def _program(path: str, implementation: str, function: Callable[..., Any], inputs: Any) -> Program:
+def _task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
+    """Compiles a path into a task of so many runs (not tokens) that a timing takes `_SECONDS`."""
     try:
         compiled = jax.jit(function).lower(inputs).compile()
         jax.block_until_ready(compiled(inputs))
     except jax.errors.JaxRuntimeError as error:
         raise _NotHereError(str(error).partition("\n")[0][:200]) from None
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(inputs))
+    runs = min(max(math.ceil(_SECONDS / (time.perf_counter() - start)), 1), 50)
+
+    def call() -> None:
+        for _ in range(runs):
+            result = compiled(inputs)
+        jax.block_until_ready(result)
+
     sizes: Any = compiled.memory_analysis()
-    return Program(path, implementation, lambda: compiled(inputs), sizes.temp_size_in_bytes)
+    return Task(path, "", 0, runs, call, memory_bytes=sizes.temp_size_in_bytes)
+
+
+def make_inputs(case: Case) -> Arrays:
+    """Returns random arrays: keys and values of unit variance, as behind a layer norm, and biases a fifth of that."""
+    shapes = _shapes(case)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    scale = {"content_bias": 0.2, "position_bias": 0.2}
+    arrays = {
+        name: scale.get(name, 1.0) * jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    if case.capacity is not None:
+        arrays["query"] *= case.d_head**-0.5
+        arrays["position_query"] *= case.d_head**-0.5
+    found = {name: array.astype(case.dtype) for name, array in arrays.items()}
+    return found | {"valid": jnp.full((case.batch,), case.mem_len, jnp.int32)}
+
+
+def make_function(
+    case: Case, implementation: Implementation | str, *, positions: bool = True
+) -> Callable[[Arrays], dict[str, jax.Array]]:
+    """Returns the function of a case, with or without position keys: inputs -> output, in training with gradients."""
+    of_task = _training if case.capacity is None else _evaluation
+    return functools.partial(of_task, case, implementation, positions)
+
+
+def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    rows = (case.batch, case.n_head)
+    own = (*rows, case.segment_len, case.d_head)
+    if case.capacity is None:
+        all_keys = (*rows, case.n_keys, case.d_head)
+        bias = (case.n_head, case.d_head)
+        return {
+            "query": own,
+            "key": all_keys,
+            "value": all_keys,
+            "position_key": (case.n_head, case.n_positions, case.d_head),
+            "content_bias": bias,
+            "position_bias": bias,
+            "cotangent": own,
+        }
+    return {
+        "query": own,
+        "key": own,
+        "value": own,
+        "stored_key": (*rows, case.d_head, case.capacity),
+        "stored_value": (*rows, case.capacity, case.d_head),
+        "position_query": own,
+        "position_key": (case.n_head, case.d_head, case.n_positions),
+    }
+
+
+def _training(
+    case: Case, implementation: Implementation | str, positions: bool, inputs: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    visibility = Visibility(inputs["valid"], case.segment_len, case.mem_len, case.window)
+    dropout = Dropout(case.dropout_rate, jnp.uint32(_SEED), case.n_head) if case.dropout_rate else None
+    names = _DIFFERENTIATED if positions else _DIFFERENTIATED[:3]
+
+    def forward(*arrays: jax.Array) -> jax.Array:
+        given: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        return attention(**given, visibility=visibility, dropout=dropout, implementation=implementation)
+
+    output, pull_back = jax.vjp(forward, *(inputs[name] for name in names))
+    gradients = pull_back(inputs["cotangent"])
+    return {"output": output} | {f"gradient of {name}": each for name, each in zip(names, gradients, strict=True)}
+
+
+def _evaluation(
+    case: Case, implementation: Implementation | str, positions: bool, inputs: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    assert case.capacity
+    # The seam of the ring is in the middle, at a segment's border, as after some segments.
+    write_index = jnp.int32(case.capacity // 2 // case.segment_len * case.segment_len)
+    visibility = CachedVisibility(inputs["valid"], write_index, case.segment_len, case.capacity, case.window)
+    position = (inputs["position_query"], inputs["position_key"], None) if positions else None
+    own = (inputs["query"], inputs["key"], inputs["value"])
+    ring = (inputs["stored_key"], inputs["stored_value"])
+    return {"output": cached_attention(*own, ring, position, visibility, implementation=implementation)}
 
 
 def _cudnn(inputs: Mapping[str, jax.Array]) -> list[jax.Array]:
@@ -264,54 +468,65 @@ def _cudnn(inputs: Mapping[str, jax.Array]) -> list[jax.Array]:
     return [output, *pull_back(inputs["cotangent"])]
 
 
-def _time_interleaved(programs: list[Program], calls: int) -> dict[str, list[float]]:
-    """Returns the seconds of a call in each timing by path; one timing of each in turn, after one to warm up."""
-    repeats = {}
-    for program in programs:
-        start = time.perf_counter()
-        jax.block_until_ready(program.start())
-        repeats[program.path] = min(max(math.ceil(_SECONDS / (time.perf_counter() - start)), 1), 50)
-    seconds: dict[str, list[float]] = {program.path: [] for program in programs}
-    for _ in range(calls):
-        for program in programs:
-            repeat = repeats[program.path]
-            start = time.perf_counter()
-            for _ in range(repeat):
-                result = program.start()
-            jax.block_until_ready(result)
-            seconds[program.path].append((time.perf_counter() - start) / repeat)
-    return seconds
+# Operands with their axes: L queries, K and P keys, own keys M and R slots of the KV cache in evaluation, E. Scores or
+# probabilities ("by_") are the same for all heads, and in the order that the product reads.
+_PRODUCTS = {
+    "training": (
+        "query:le key:ke",
+        "query:le position_key:pe",
+        "by_key:lk value:ke",
+        "by_query:kl cotangent:le",
+        "cotangent:le value:ke",
+        "by_key:lk key:ke",
+        "by_query:kl query:le",
+        "by_distance:lp position_key:pe",
+        "by_query_of_distance:pl query:le",
+    ),
+    "evaluation": (
+        "query:le stored_key:er",
+        "query:le key:me",
+        "query:le position_key:ep",
+        "by_stored_key:lr stored_value:re",
+        "by_key:lm value:me",
+    ),
+}
 
 
-def _record(
-    case: Case, program: Program, seconds: Mapping[str, list[float]], difference: float | None
-) -> dict[str, Any]:
-    """Returns the values of a row; ratios are medians over timings, each beside that of the same round."""
-    own = seconds[program.path]
+def products(case: Case, *, platform: str) -> tuple[Callable[..., list[jax.Array]], tuple[Arrays, Arrays]]:
+    """Returns the matrix products of all pairs, which no implementation leaves out: a function and random inputs.
 
-    def ratio(of: list[float] | None, to: list[float] | None) -> float | None:
-        return None if of is None or to is None else statistics.median(a / b for a, b in zip(of, to, strict=True))
+    On a CPU they are done head by head into arrays that stay in the cache (written to memory for all heads at once,
+    512 x 1024 scores of 16 heads took 2.5 times as long), on other devices for all rows and heads in one product.
+    """
+    pairs = [[operand.split(":") for operand in product.split()] for product in _PRODUCTS[case.task]]
+    heads, length = case.batch * case.n_head, case.segment_len
+    sizes = {"l": length, "m": length, "k": case.n_keys, "p": case.n_positions, "r": case.capacity, "e": case.d_head}
+    group = 1 if platform == "cpu" else heads
+    per_group: Arrays = {}
+    scores: Arrays = {}
+    for number, (name, axes) in enumerate(dict(itertools.chain(*pairs)).items()):
+        arrays, leading = (scores, (group,)) if name.startswith("by_") else (per_group, (heads // group, group))
+        shape: Any = (*leading, *(sizes[axis] for axis in axes))
+        arrays[name] = jax.random.normal(jax.random.key(number), shape, case.dtype)
 
-    median = statistics.median(own)
-    visible = case.flops(positions=has_positions(program.path))
-    rate = (case.flops_of_products if program.path == PRODUCTS else visible) / median
-    peak = flops.device_peak(jax.devices()[0].device_kind)
-    return {
-        **dataclasses.asdict(case),
-        "shape": case.shape,
-        "path": program.path,
-        "implementation": program.implementation,
-        "difference": difference,
-        "median_seconds": median,
-        "slowest_seconds": max(own),
-        "fastest_seconds": min(own),
-        "seconds": own,
-        "speedup": ratio(seconds.get("reference"), own),
-        "times_products": ratio(own, seconds[PRODUCTS]),
-        "flops_per_second": rate,
-        "share_of_peak": rate / peak if peak and case.dtype == "bfloat16" else None,
-        "scratch_bytes": program.scratch_bytes,
-    }
+    def of_group(scores: Arrays, own: Arrays) -> list[jax.Array]:
+        arrays, results = scores | own, []
+        for (left, a), (right, b) in pairs:
+            result = "".join(axis for axis in a + b if (axis in a) != (axis in b))
+            results.append(jnp.einsum(f"g{a},g{b}->g{result}", arrays[left], arrays[right]))
+        return results
+
+    def all_groups(inputs: tuple[Arrays, Arrays]) -> list[jax.Array]:
+        per_group, scores = inputs
+        first = {name: array[0] for name, array in per_group.items()}
+        if group == heads:
+            return of_group(scores, first)
+        shapes = jax.eval_shape(functools.partial(of_group, scores), first)
+        empty = [jnp.zeros(each.shape, each.dtype) for each in shapes]
+        # The last group's results are what is returned; a loop's state is overwritten in place.
+        return jax.lax.scan(lambda _, own: (of_group(scores, own), None), empty, per_group)[0]
+
+    return all_groups, (per_group, scores)
 
 
 if __name__ == "__main__":

@@ -29,15 +29,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from experiments.bench import timing
+from experiments.bench.timing import Task
 from txl_jax import cli
-from txl_jax.bench import throughput
-from txl_jax.bench.synthetic_tokens import EXPONENT, SHIFT, draw_tokens, probabilities
-from txl_jax.bench.throughput import Task, Throughput
+from txl_jax.cli import setting
 from txl_jax.config import ExperimentConfig, ModelConfig, TrainConfig
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.settings import require
 from txl_jax.errors import UserError
 from txl_jax.modules.softmax import Softmax
 from txl_jax.runtime import environment
+from txl_jax.runtime.environment import megabytes
 
 # WikiText-103 and the paper's large model.
 DEFAULTS = ExperimentConfig(
@@ -58,10 +59,6 @@ class Plan(cli.Plan):
         above=0,
     )
 
-    def validate(self) -> None:
-        """Raises `UserError` for values out of their range."""
-        check_fields(self, "")
-
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Measures both softmaxes of the settings of the flags."""
@@ -70,8 +67,6 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 def benchmark(config: ExperimentConfig, plan: Plan) -> None:
     """Measures both softmaxes and prints a markdown table.
-
-    Calls are interleaved, so that a slow minute of the machine affects all alike.
 
     Raises:
       UserError: If the settings have no adaptive softmax, or the memory limit is too small for one token.
@@ -85,7 +80,7 @@ def benchmark(config: ExperimentConfig, plan: Plan) -> None:
     limit = device_memory() if plan.memory_gb is None else int(plan.memory_gb * 1e9)
 
     facts = environment.describe()
-    print(f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}")
+    print(f"{facts['devices']} x {timing.describe(facts)}")
     print(f"vocabulary {plan.vocab_size:,}, width {adaptive.d_model}, {adaptive.dtype}, cutoffs {[*adaptive.cutoffs]}")
     print(f"{format_shares(adaptive.cutoffs, plan.vocab_size, tokens)}\n", flush=True)
     programs = {name: _largest_that_fits(each, plan.vocab_size, tokens, limit) for name, each in softmaxes.items()}
@@ -95,39 +90,37 @@ def benchmark(config: ExperimentConfig, plan: Plan) -> None:
     tasks = [_task(name, softmaxes[name], plan.vocab_size, program) for name, program in programs.items()]
     print("| softmax | tokens | seconds | slowest | fastest | per token | memory needed | peak of a process |")
     print("|---|---|---|---|---|---|---|---|")
-    for timing, peak in zip(throughput.measure_interleaved(tasks, warmup=1, calls=plan.calls), peaks, strict=True):
-        print(format_row(timing, peak))
+    for measured, peak in zip(timing.interleaved(tasks, warmup=1, calls=plan.calls), peaks, strict=True):
+        task, seconds = measured.task, measured.seconds
+        median = statistics.median(seconds)
+        print(
+            f"| {task.name} | {task.tokens:,} | {median:.3g} | {max(seconds):.3g} | {min(seconds):.3g} | "
+            f"{median / task.tokens * 1e6:,.0f} µs | {megabytes(task.memory_bytes or 0)} | "
+            f"{'' if peak is None else megabytes(peak)} |"
+        )
     for name, program in programs.items():
         if program.tokens < tokens:
-            needed, most = environment.megabytes(program.memory_bytes_of_all), environment.megabytes(limit)
-            print(f"\nThe {name} softmax of all {tokens:,} tokens would need {needed}; the limit is {most}.")
+            needed = megabytes(program.memory_bytes_of_all)
+            print(
+                f"\nThe {name} softmax of all {tokens:,} tokens would need {needed}; the limit is {megabytes(limit)}."
+            )
 
 
 def format_shares(cutoffs: tuple[int, ...], vocab_size: int, tokens: int) -> str:
     """Formats the distribution of the targets: the share of each cluster, expected and among the tokens drawn."""
-    law, drawn = probabilities(vocab_size), draw_tokens(vocab_size, tokens)
+    law, drawn = timing.probabilities(vocab_size), timing.draw_tokens(vocab_size, tokens)
     shares = [
         f"{law[start:end].sum():.1%} ({((start <= drawn) & (drawn < end)).mean():.1%})"
         for start, end in itertools.pairwise((0, *cutoffs, vocab_size))
     ]
     return (
-        f"targets: p(rank) ~ 1 / (rank + {SHIFT})^{EXPONENT}; "
+        f"targets: p(rank) ~ 1 / (rank + {timing.SHIFT})^{timing.EXPONENT}; "
         f"shares of head and tails, expected (and drawn): {', '.join(shares)}"
     )
 
 
-def format_row(timing: Throughput, process_peak: int | None) -> str:
-    """Formats one row of the table; `process_peak` is in bytes, or None if it is unknown."""
-    task, median = timing.task, statistics.median(timing.seconds)
-    return (
-        f"| {task.name} | {task.tokens:,} | {median:.3g} | {max(timing.seconds):.3g} | {min(timing.seconds):.3g} | "
-        f"{median / task.tokens * 1e6:,.0f} µs | {environment.megabytes(task.memory_bytes or 0)} | "
-        f"{'' if process_peak is None else environment.megabytes(process_peak)} |"
-    )
-
-
 def device_memory() -> int:
-    """Returns the memory limit in bytes: that of an accelerator; 70 % of a CPU's, which other processes use too."""
+    """Returns the memory limit in bytes: an accelerator's, or 70 % of a CPU's, which other processes use too."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return int(0.7 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -142,15 +135,12 @@ class _Program(NamedTuple):
 
 
 def _task(name: str, config: ModelConfig, vocab_size: int, program: _Program) -> Task:
-    inputs, shape = _inputs(config, vocab_size, program.tokens), f"{program.tokens} x 1"
-    return Task(
-        name,
-        shape,
-        0,
-        program.tokens,
-        lambda: jax.block_until_ready(program.call(*inputs)),
-        memory_bytes=program.memory_bytes,
-    )
+    inputs = _inputs(config, vocab_size, program.tokens)
+
+    def call() -> None:
+        jax.block_until_ready(program.call(*inputs))
+
+    return Task(name, f"{program.tokens} x 1", 0, program.tokens, call, memory_bytes=program.memory_bytes)
 
 
 def _largest_that_fits(config: ModelConfig, vocab_size: int, tokens: int, memory_limit: int) -> _Program:
@@ -158,8 +148,8 @@ def _largest_that_fits(config: ModelConfig, vocab_size: int, tokens: int, memory
     needed_by_all = None
     while tokens:
         call = _compile(config, vocab_size, tokens)
-        found: Any = call.memory_analysis()
-        needed = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+        needed = timing.program_bytes(call)
+        assert needed is not None
         needed_by_all = needed_by_all or needed
         if needed <= memory_limit:
             return _Program(call, tokens, needed, needed_by_all)
@@ -184,7 +174,7 @@ def _compile(config: ModelConfig, vocab_size: int, tokens: int) -> jax.stages.Co
 def _inputs(config: ModelConfig, vocab_size: int, tokens: int) -> tuple[Any, jax.Array, jax.Array]:
     """Returns (parameters, hidden states [T, D], targets [T])."""
     keys = jax.random.split(jax.random.key(0))
-    targets = jnp.asarray(draw_tokens(vocab_size, tokens))
+    targets = jnp.asarray(timing.draw_tokens(vocab_size, tokens))
     hidden = jax.random.normal(keys[0], (tokens, config.d_model), config.dtype)
 
     @jax.jit
@@ -210,9 +200,9 @@ def _peak_of_own_process(config: ModelConfig, vocab_size: int, tokens: int) -> i
 
 
 def _peak_of_one_call(config: ModelConfig, vocab_size: int, tokens: int) -> int | None:
-    """Compiles and calls once; returns the peak memory of this process, or None where the system does not report it.
+    """Compiles and calls once; returns this process's peak memory, or None if the system does not report it.
 
-    Not from `resource.getrusage`, whose peak starts with that of the parent process.
+    `resource.getrusage` would start with the parent's peak.
     """
     call = _compile(config, vocab_size, tokens)
     jax.block_until_ready(call(*_inputs(config, vocab_size, tokens)))

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import attention
-from experiments.bench.attention import Plan
-from txl_jax.bench import attention_cases, attention_products
-from txl_jax.bench.attention_cases import Case, make_case
+from experiments.bench.attention import Case, Plan, make_case
 from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, TrainConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
@@ -51,12 +49,12 @@ def test_operations_are_counted_on_visible_pairs(task, passes, window):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("task", attention.TASKS)
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_the_products_alone_are_those_of_all_pairs(task, platform):
     sizes = case(task)  # In evaluation distances are clamped, so there are fewer position keys than keys.
-    inputs = attention_products.make_inputs(sizes, platform=platform)
-    compiled = jax.jit(attention_products.products(sizes)).lower(inputs).compile()
+    function, inputs = attention.products(sizes, platform=platform)
+    compiled = jax.jit(function).lower(inputs).compile()
     loops = sizes.batch * sizes.n_head if platform == "cpu" else 1  # XLA counts a loop's body once.
     assert compiled.cost_analysis()["flops"] * loops == pytest.approx(sizes.flops_of_products, rel=0.01)
     assert all(np.isfinite(found).all() and np.any(found) for found in compiled(inputs))
@@ -69,7 +67,7 @@ def test_each_path_has_a_row_or_a_reason(tmp_path, capsys):
     records = attention.benchmark({"tiny": CONFIG}, plan)
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:]] for line in out.splitlines() if line.startswith("| tiny")]
-    for task in attention_cases.TASKS:
+    for task in attention.TASKS:
         assert {row[3].partition(" ")[0] for row in rows if row[1] == task} >= {"reference", "products"}
     for name in ("fused", "cudnn"):
         assert any(line.startswith(f"no {name}: ") for line in out.splitlines())
@@ -80,18 +78,18 @@ def test_each_path_has_a_row_or_a_reason(tmp_path, capsys):
     assert saved["rows"] == json.loads(json.dumps(records)) and saved["plan"]["batch_size"] == 2
 
 
-@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("task", attention.TASKS)
 @pytest.mark.parametrize("error", [0, 0.01, jnp.nan])
 def test_a_path_with_other_numbers_is_not_timed(monkeypatch, task, error):
     """The replacement is the reference, with an error in what it returns: forward, and so backward."""
     name = "attention" if task == "training" else "cached_attention"
-    reference = getattr(attention_cases, name)
+    reference = getattr(attention, name)
 
     def replacement(*args, implementation, **named):
         found = reference(*args, implementation="reference", **named)
         return found if implementation == "reference" else found * (1 + error)
 
-    monkeypatch.setattr(attention_cases, name, replacement)
+    monkeypatch.setattr(attention, name, replacement)
     monkeypatch.setattr(attention, "_implementation", lambda *_: Implementation("tiled", tile=Tile(8, 8)))
     if not error:
         assert attention.largest_difference(case(task, DROPOUT), "tiled") == 0
@@ -101,7 +99,7 @@ def test_a_path_with_other_numbers_is_not_timed(monkeypatch, task, error):
 
 
 @pytest.mark.nightly(part="cases")
-@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("task", attention.TASKS)
 @pytest.mark.parametrize("instead", [None, Implementation("tiled", tile=Tile(8, 8))], ids=str)
 def test_a_path_without_float32_is_checked_in_the_type_that_is_timed(monkeypatch, task, instead):
     """As kernels for GPUs, which are for 16 bits only; in float32 "plain" would be tiles."""

@@ -8,10 +8,10 @@ import re
 import jax
 import pytest
 
+from experiments.bench import estimate
+from experiments.bench.attention import Case, find_implementation, make_function, make_inputs
 from ops.attention.tpu.test_compiled import no_compilation_cache  # noqa: F401 (a fixture)
 from ops.attention.tpu.test_limits import EVALUATION, TRAINING
-from txl_jax.bench import topologies
-from txl_jax.bench.attention_cases import Case, find_implementation, make_function, make_inputs
 
 pytestmark = pytest.mark.nightly(part="cuda")
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.nightly(part="cuda")
 @functools.cache
 def compiled(case, path, topology):
     """Returns what a path is on a device, and the program of the case."""
-    [device] = topologies.devices(topology)
+    [device] = estimate.devices(topology)
     implementation, reason = find_implementation(case, path, device.platform, device.device_kind)
     assert implementation, reason
     inputs = jax.eval_shape(functools.partial(make_inputs, case))
-    return implementation, topologies.lower_for(device, make_function(case, implementation), inputs).compile()
+    return implementation, estimate.lower_for(device, make_function(case, implementation), inputs).compile()
 
 
 def writes_scores(case, program):

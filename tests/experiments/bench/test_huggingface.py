@@ -1,4 +1,4 @@
-"""Tests of Hugging Face's model for benchmarks: its losses and draws, and a missing package."""
+"""Tests of Hugging Face's model as the peer: its losses and draws, its tasks, and what it does not have."""
 
 import dataclasses
 import sys
@@ -7,10 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from support import tiny
-from txl_jax.bench.huggingface_model import HuggingFaceModel
-from txl_jax.config import EvalConfig, OptimizerConfig
+from experiments.bench import huggingface, speed
+from experiments.bench.huggingface import HuggingFaceModel
+from support import tiny, tiny_run
+from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, OptimizerConfig, TrainConfig
+from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
+from txl_jax.runs.build import build
 
 L, M, T = 4, 7, 14  # Of 14 scored tokens, the last segment holds two.
 EVAL_CONFIG = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=6, same_length=True)
@@ -27,8 +30,8 @@ def make(changes=CLUSTERS, eval_config=EVAL_CONFIG, learning_rate=0.01):
     torch.set_num_threads(1)  # For matrices this small, more only wait: eight times as long on a busy machine.
     model = tiny.make(compat=tiny.compat_config("hf"), **changes)
     params = jax.tree.map(np.asarray, tiny.variables(model)["params"])
-    optimizer = OptimizerConfig(learning_rate=learning_rate)
-    peer = HuggingFaceModel(model.config, eval_config, params, vocab_size=tiny.V, optimizer=optimizer)
+    config = ExperimentConfig(model=model.config, optimizer=OptimizerConfig(learning_rate=learning_rate))
+    peer = HuggingFaceModel(config, eval_config, params, vocab_size=tiny.V)
     return model, params, peer
 
 
@@ -101,11 +104,44 @@ def test_filled_memories_are_read_by_evaluation_training_and_generation():
     assert peer.evaluate_segment(inputs, targets) != empty.evaluate_segment(inputs, targets)
     assert peer.train_step(inputs, targets) != empty.train_step(inputs, targets)
     assert [peer.generate_token(None) for _ in range(20)] != [empty.generate_token(None) for _ in range(20)]
-    for memory, rows in ((peer._evaluation_memory, tiny.B), (peer._generation_memory, 1)):
-        assert [tuple(states.shape) for states in memory] == tiny.N * [(M, rows, tiny.D)]
+    for use, rows in (("evaluation", tiny.B), ("generation", 1)):
+        assert [tuple(states.shape) for states in peer._memory[use]] == tiny.N * [(M, rows, tiny.D)]
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"\btorch\b.*txl_jax\[peer\]"):
-        HuggingFaceModel(tiny.CONFIG, EVAL_CONFIG, {}, vocab_size=tiny.V)
+        HuggingFaceModel(ExperimentConfig(model=tiny.CONFIG), EVAL_CONFIG, {}, vocab_size=tiny.V)
+
+
+@HUGGINGFACE
+def test_the_peer_has_our_losses_and_tasks():
+    config = ExperimentConfig(
+        model=tiny.CONFIG,
+        train=TrainConfig(batch_size=2, segment_len=4, mem_len=6, **dict.fromkeys(tiny_run.COUNTS, 2)),
+        eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7, clamp_len=5, segments_per_call=2),
+    )
+    components = build(config, vocab_size=tiny.V)
+    params = tiny_run.params(components.model)
+    peer = huggingface.make_peer(components, params, config.eval)
+    assert huggingface.check_same_losses(components, params, peer) < 1e-4
+    assert huggingface.effect_of_cache_dtype(components, params) == 0
+    for name, tokens in (("training", 8), ("evaluation", 3), ("generation", 1)):
+        [ours] = speed.tasks(name, components)
+        theirs = huggingface.peer_task(name, ours, components, params, peer)
+        ours.call(), theirs.call()
+        assert (theirs.mem_len, theirs.tokens) == (ours.mem_len, tokens)
+    other = huggingface.make_peer(components, params, dataclasses.replace(config.eval, clamp_len=None))
+    with pytest.raises(UserError, match=rf"nats.*\b{huggingface.TOLERANCE:g}\b"):  # Then nothing is timed.
+        huggingface.check_same_losses(components, params, other)
+
+
+def test_settings_are_the_presets_with_a_masked_memory_and_those_that_the_peer_lacks_are_refused():
+    config = ExperimentConfig(model=tiny.CONFIG)
+    preset = config_tree.apply_preset(config, "hf").compat
+    found = huggingface.with_peer_compat(config_tree.replace(config, {"compat.layer_norm_eps": 1e-3}))
+    assert dataclasses.replace(found.compat, memory_start=preset.memory_start) == preset
+    assert found.compat.memory_start != preset.memory_start
+    assert found.model == config.model
+    with pytest.raises(UserError, match=r"generate\.samples\D*\b3\b"):
+        huggingface.with_peer_compat(dataclasses.replace(config, generate=GenerateConfig(samples=3)))
