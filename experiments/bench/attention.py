@@ -12,6 +12,7 @@ share of the device's peak. Scratch is the compiler's account.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -26,15 +27,14 @@ import jax.numpy as jnp
 
 from experiments.bench import timing
 from experiments.bench.timing import Task
-from txl_jax import cli, flops
-from txl_jax.config import DType, Encoding, ExperimentConfig, Network
+from txl_jax import cli, flops, sharding
+from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
-from txl_jax.inference.cache import cache_capacity
 from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cached_attention, choice
-from txl_jax.ops.attention.cached import table_length
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.problem import Implementation, Problem
+from txl_jax.runs.build import evaluation_problem, training_problem
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import write_json
 
@@ -47,6 +47,28 @@ Arrays = dict[str, jax.Array]
 # differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 2e-2
 _SECONDS = 0.02  # A timing calls so often in a row that it takes this long.
+# Of a case, in the JSON file.
+_SIZES = (
+    *("config", "task", "dtype", "batch", "n_head", "d_head", "segment_len", "mem_len", "n_positions"),
+    *("window", "dropout_rate", "capacity"),
+)
+# Axes of the inputs by the letters of `Case.lengths`.
+_INPUTS = {
+    "training": {
+        "query": "bhle",
+        **dict.fromkeys(("key", "value"), "bhke"),
+        "position_key": "hpe",
+        **dict.fromkeys(("content_bias", "position_bias"), "he"),
+        "cotangent": "bhle",
+    },
+    "evaluation": {
+        **dict.fromkeys(("query", "key", "value"), "bhle"),
+        "stored_key": "bher",
+        "stored_value": "bhre",
+        "position_query": "bhle",
+        "position_key": "hep",
+    },
+}
 _DIFFERENTIATED = ("query", "key", "value", "position_key", "content_bias", "position_bias")
 _SEED = 7
 _HEAD = (
@@ -109,36 +131,33 @@ def benchmark(configs: Mapping[str, ExperimentConfig], plan: Plan) -> list[dict[
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """Sizes of one layer's attention."""
+class Case(Problem):
+    """Attention of one layer of a configuration, in training or over a KV cache."""
 
-    config: str  # Name of the configuration.
-    task: str  # Of `TASKS`.
-    dtype: str  # Of queries, keys and values.
-    batch: int  # B, on one device.
-    n_head: int  # H.
-    d_head: int  # E.
-    segment_len: int  # L.
-    mem_len: int  # M.
-    n_positions: int  # P.
-    window: int | None  # Keys that a query attends to at most, itself included, or None for no limit.
+    config: str = ""  # Name of the configuration.
+    mem_len: int = 0  # M.
     dropout_rate: float = 0.0  # Of the probabilities in training.
-    capacity: int | None = None  # R, or None in training.
 
     @property
-    def n_keys(self) -> int:
-        """K, keys of the arrays that attention reads."""
-        return (self.mem_len if self.capacity is None else self.capacity) + self.segment_len
+    def task(self) -> str:
+        """Which of `TASKS` it is."""
+        return "evaluation" if self.cached else "training"
 
     @property
     def passes(self) -> int:
         """Times that each product of the forward pass is done: backward it has two of them."""
-        return 1 if self.task == "evaluation" else 3
+        return 1 if self.cached else 3
 
     @property
     def shape(self) -> str:
         """Sizes for a table."""
         return f"{self.batch} x {self.n_head} x {self.segment_len} x {self.n_keys}, {self.d_head}"
+
+    def lengths(self, axes: str) -> tuple[Any, ...]:
+        """Returns the lengths of axes by letters: as in `Problem`, and M for the segment's own keys over a cache."""
+        sizes = {"b": self.batch, "h": self.n_head, "l": self.segment_len, "m": self.segment_len, "k": self.n_keys}
+        sizes |= {"p": self.n_positions, "e": self.d_head, "r": self.capacity or 0}
+        return tuple(sizes[axis] for axis in axes)
 
     def flops(self, *, positions: bool = True) -> float:
         """Returns the operations on visible pairs: scores by content, by distance, and weighted values."""
@@ -149,75 +168,37 @@ class Case:
 
     @property
     def flops_of_products(self) -> float:
-        """Returns the operations on all pairs, those by distance once for each position key."""
+        """The operations on all pairs, those by distance once for each position key."""
         columns = 2 * self.n_keys + self.n_positions
         return 2 * self.d_head * self.batch * self.n_head * self.segment_len * columns * self.passes
 
-    def problem(self, platform: str, device_kind: str, *, positions: bool = True) -> Problem:
-        """Returns the description from which an implementation is chosen."""
-        return Problem(
-            platform=platform,
-            device_kind=device_kind,
-            dtype=self.dtype,
-            batch=self.batch,
-            n_head=self.n_head,
-            segment_len=self.segment_len,
-            n_keys=self.n_keys,
-            d_head=self.d_head,
-            n_positions=self.n_positions if positions else 0,
-            window=self.window,
-            dropout=self.dropout_rate > 0,
-            capacity=self.capacity,
-            cache_dtype=None if self.capacity is None else self.dtype,
-        )
-
 
 def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int | None, dtype: str) -> Case:
-    """Returns the sizes of a configuration's attention.
+    """Returns the sizes of a configuration's attention on the first device.
 
-    `batch` is the rows of training on one device, or None for all of them. Evaluation has `eval.batch_size`.
+    `batch` is the rows of training, or None for the whole batch. Evaluation has `eval.batch_size`.
 
     Raises:
       UserError: If the model is without this attention.
     """
-    model, train, eval_config = config.model, config.train, config.eval
+    model = config.model
     require(
         model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE,
         f"{name} has the network {model.network} with the encoding {model.encoding}; "
         "the benchmark is of attention with model.encoding=relative",
     )
-    lengths = train if task == "training" else eval_config
-    sizes: dict[str, Any] = {
-        "config": name,
-        "task": task,
-        "dtype": dtype,
-        "n_head": model.n_head,
-        "d_head": model.d_head,
-        "segment_len": lengths.segment_len,
-        "mem_len": lengths.mem_len,
-        "window": config.compat.window(lengths.mem_len, same_length=lengths.same_length),
-    }
+    rows = {"train.batch_size": batch or config.train.batch_size, "train.grad_accum_steps": 1}
+    config = config_tree.replace(config, {**rows, "model.dtype": dtype, "eval.cache_dtype": None})
+    mesh = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
     if task == "training":
-        n_positions = train.mem_len + train.segment_len
-        rate = float(model.dropout.attention or 0)
-        return Case(**sizes, batch=batch or train.batch_size, n_positions=n_positions, dropout_rate=rate)
-    capacity = cache_capacity(mem_len=eval_config.mem_len, segment_len=eval_config.segment_len)
-    n_positions = table_length(segment_len=eval_config.segment_len, capacity=capacity, clamp_len=eval_config.clamp_len)
-    return Case(**sizes, batch=eval_config.batch_size, n_positions=n_positions, capacity=capacity)
+        sizes, rate = vars(training_problem(config, mesh)), float(model.dropout.attention)
+        return Case(**sizes, config=name, mem_len=config.train.mem_len, dropout_rate=rate)
+    sizes = vars(evaluation_problem(config, mesh)) | {"cache_dtype": None}
+    return Case(**sizes, config=name, mem_len=config.eval.mem_len)
 
 
-def find_implementation(case: Case, path: str, platform: str, device_kind: str) -> tuple[Implementation | None, str]:
-    """Returns what a path is on a device, or None and the reason if it cannot serve the case.
-
-    Paths are "reference", "tiled", "fused", and "plain": the fused or else the tiled one without position keys.
-    """
-    reason = ""
-    for name in ("fused", "tiled") if path == "plain" else (path,):
-        problem = case.problem(platform, device_kind, positions=has_positions(path))
-        reason = choice.refusal_of(name, problem) or ""
-        if not reason:
-            return choice.choose(name, problem)
-    return None, reason
+class NotHereError(Exception):
+    """A path does not exist on this device, for this case."""
 
 
 def has_positions(path: str) -> bool:
@@ -225,8 +206,18 @@ def has_positions(path: str) -> bool:
     return path not in ("plain", "cudnn")
 
 
-class _NotHereError(Exception):
-    """A path does not exist on this device, for this case."""
+def find_implementation(case: Case, path: str) -> Implementation:
+    """Returns what a path is: "plain" is the fused or else the tiled one without position keys.
+
+    Raises:
+      NotHereError: If it cannot serve the case.
+    """
+    problem = case if has_positions(path) else dataclasses.replace(case, n_positions=0)
+    for name in ("fused", "tiled") if path == "plain" else (path,):
+        refusal = choice.refusal_of(name, problem)
+        if refusal is None:
+            return choice.choose(name, problem)[0]
+    raise NotHereError(refusal)
 
 
 def measure(case: Case, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -238,7 +229,7 @@ def measure(case: Case, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str
             differences[path] = largest_difference(case, path)
             implementations[path], function, inputs = _path(case, path)
             tasks.append(_task(path, function, inputs))
-        except _NotHereError as error:
+        except NotHereError as error:
             refusals[path] = str(error)
     timings = {each.task.name: each for each in timing.interleaved(tasks, warmup=0, calls=plan.calls)}
     peak = flops.device_peak(jax.devices()[0].device_kind) if case.dtype == "bfloat16" else None
@@ -249,7 +240,7 @@ def measure(case: Case, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str
         rate = (case.flops_of_products if path == PRODUCTS else visible) / statistics.median(seconds)
         reference = timings.get("reference")
         row = {
-            **dataclasses.asdict(case),
+            **{name: getattr(case, name) for name in _SIZES},
             "shape": case.shape,
             "path": path,
             "implementation": implementations[path],
@@ -303,15 +294,23 @@ def largest_difference(case: Case, path: str) -> float | None:
     """
     if path in ("reference", "cudnn", PRODUCTS):
         return None
-    small, implementation = _checked(case, path)
+    small = dataclasses.replace(case, batch=1)
+    implementation = find_implementation(small, path)
+    # Kernels for GPUs are for 16 bits only, and of float32 fewer position keys fit into a TPU's VMEM.
+    with contextlib.suppress(NotHereError):
+        exact = dataclasses.replace(small, dtype="float32")
+        found = find_implementation(exact, path)
+        if found.path == implementation.path:
+            small, implementation = exact, found
     tolerance = _TOLERANCE if small.dtype == "float32" else _TOLERANCE_OF_16_BITS
     inputs, positions = make_inputs(small), has_positions(path)
-    exact = {name: array if name == "valid" else array.astype(jnp.float32) for name, array in inputs.items()}
+    in_float32 = {name: array if name == "valid" else array.astype(jnp.float32) for name, array in inputs.items()}
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(make_function(small, "reference", positions=positions))(exact)
-        found = jax.jit(make_function(small, implementation, positions=positions))(inputs)
+        expected = jax.jit(make_function(small, "reference", positions=positions))(in_float32)
+        outputs = jax.jit(make_function(small, implementation, positions=positions))(inputs)
     differences = {
-        name: float(jnp.max(jnp.abs(found[name] - array)) / jnp.max(jnp.abs(array))) for name, array in expected.items()
+        name: float(jnp.max(jnp.abs(outputs[name] - array)) / jnp.max(jnp.abs(array)))
+        for name, array in expected.items()
     }
     worst = max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
     require(
@@ -322,38 +321,15 @@ def largest_difference(case: Case, path: str) -> float | None:
     return differences[worst]
 
 
-def _checked(case: Case, path: str) -> tuple[Case, Implementation]:
-    """Returns what is compared with the reference: one row, by what is timed or its like in float32.
-
-    Kernels for GPUs are for 16 bits only, and of float32 fewer position keys fit into a TPU's VMEM.
-    """
-    one_row = dataclasses.replace(case, batch=1)
-    timed, exact = _implementation(one_row, path), dataclasses.replace(one_row, dtype="float32")
-    try:
-        found = _implementation(exact, path)
-    except _NotHereError:
-        return one_row, timed
-    return (exact, found) if found.path == timed.path else (one_row, timed)
-
-
-def _implementation(case: Case, path: str) -> Implementation:
-    """Returns the implementation of a path on the first device; raises `_NotHereError`."""
-    device = jax.devices()[0]
-    found, reason = find_implementation(case, path, device.platform, device.device_kind)
-    if found is None:
-        raise _NotHereError(reason)
-    return found
-
-
 def _path(case: Case, path: str) -> tuple[str, Callable[..., Any], Any]:
     """Returns the name of what a path is here, its function and that function's argument."""
     if path == PRODUCTS:
         return "", *products(case, platform=jax.default_backend())
     if path == "cudnn":
         if jax.default_backend() != "gpu" or case.capacity is not None or case.dtype != "bfloat16":
-            raise _NotHereError("it is only timed in training on GPUs, in bfloat16")
+            raise NotHereError("it is only timed in training on GPUs, in bfloat16")
         return "", _cudnn, make_inputs(case)
-    implementation = _implementation(case, path)
+    implementation = find_implementation(case, path)
     function = make_function(case, implementation, positions=has_positions(path))
     return str(implementation), function, make_inputs(case)
 
@@ -364,7 +340,7 @@ def _task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
         compiled = jax.jit(function).lower(inputs).compile()
         jax.block_until_ready(compiled(inputs))
     except jax.errors.JaxRuntimeError as error:
-        raise _NotHereError(str(error).partition("\n")[0][:200]) from None
+        raise NotHereError(str(error).partition("\n")[0][:200]) from None
     start = time.perf_counter()
     jax.block_until_ready(compiled(inputs))
     runs = min(max(math.ceil(_SECONDS / (time.perf_counter() - start)), 1), 50)
@@ -380,14 +356,14 @@ def _task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
 
 def make_inputs(case: Case) -> Arrays:
     """Returns random arrays: keys and values of unit variance, as behind a layer norm, and biases a fifth of that."""
-    shapes = _shapes(case)
-    keys = jax.random.split(jax.random.key(0), len(shapes))
+    axes_of = _INPUTS[case.task]
+    keys = jax.random.split(jax.random.key(0), len(axes_of))
     scale = {"content_bias": 0.2, "position_bias": 0.2}
     arrays = {
-        name: scale.get(name, 1.0) * jax.random.normal(key, shape)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: scale.get(name, 1.0) * jax.random.normal(key, case.lengths(axes))
+        for key, (name, axes) in zip(keys, axes_of.items(), strict=True)
     }
-    if case.capacity is not None:
+    if case.cached:
         arrays["query"] *= case.d_head**-0.5
         arrays["position_query"] *= case.d_head**-0.5
     found = {name: array.astype(case.dtype) for name, array in arrays.items()}
@@ -398,34 +374,7 @@ def make_function(
     case: Case, implementation: Implementation | str, *, positions: bool = True
 ) -> Callable[[Arrays], dict[str, jax.Array]]:
     """Returns the function of a case, with or without position keys: inputs -> output, in training with gradients."""
-    of_task = _training if case.capacity is None else _evaluation
-    return functools.partial(of_task, case, implementation, positions)
-
-
-def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    rows = (case.batch, case.n_head)
-    own = (*rows, case.segment_len, case.d_head)
-    if case.capacity is None:
-        all_keys = (*rows, case.n_keys, case.d_head)
-        bias = (case.n_head, case.d_head)
-        return {
-            "query": own,
-            "key": all_keys,
-            "value": all_keys,
-            "position_key": (case.n_head, case.n_positions, case.d_head),
-            "content_bias": bias,
-            "position_bias": bias,
-            "cotangent": own,
-        }
-    return {
-        "query": own,
-        "key": own,
-        "value": own,
-        "stored_key": (*rows, case.d_head, case.capacity),
-        "stored_value": (*rows, case.capacity, case.d_head),
-        "position_query": own,
-        "position_key": (case.n_head, case.d_head, case.n_positions),
-    }
+    return functools.partial(_evaluation if case.cached else _training, case, implementation, positions)
 
 
 def _training(
@@ -499,15 +448,13 @@ def products(case: Case, *, platform: str) -> tuple[Callable[..., list[jax.Array
     512 x 1024 scores of 16 heads took 2.5 times as long), on other devices for all rows and heads in one product.
     """
     pairs = [[operand.split(":") for operand in product.split()] for product in _PRODUCTS[case.task]]
-    heads, length = case.batch * case.n_head, case.segment_len
-    sizes = {"l": length, "m": length, "k": case.n_keys, "p": case.n_positions, "r": case.capacity, "e": case.d_head}
+    heads = case.batch * case.n_head
     group = 1 if platform == "cpu" else heads
     per_group: Arrays = {}
     scores: Arrays = {}
     for number, (name, axes) in enumerate(dict(itertools.chain(*pairs)).items()):
         arrays, leading = (scores, (group,)) if name.startswith("by_") else (per_group, (heads // group, group))
-        shape: Any = (*leading, *(sizes[axis] for axis in axes))
-        arrays[name] = jax.random.normal(jax.random.key(number), shape, case.dtype)
+        arrays[name] = jax.random.normal(jax.random.key(number), (*leading, *case.lengths(axes)), case.dtype)
 
     def of_group(scores: Arrays, own: Arrays) -> list[jax.Array]:
         arrays, results = scores | own, []

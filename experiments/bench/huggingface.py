@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -39,16 +39,10 @@ class HuggingFaceModel:
     numbers.
     """
 
-    def __init__(
-        self, config: ExperimentConfig, lengths: EvalConfig, params: Mapping[str, Any], *, vocab_size: int
-    ) -> None:
-        """Makes the model.
+    def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int) -> None:
+        """Makes the model with our parameters, the tree below "params" without axis names (`final_norm` off).
 
-        Args:
-          config: Model and optimizer of `train_step`, whose learning rate stays at the peak.
-          lengths: Lengths of evaluation, generation and training, and the batch size of `fill_memory`.
-          params: The tree that `model.init` returns below "params", without axis names, `final_norm` off.
-          vocab_size: V.
+        The learning rate of `train_step` stays at the peak.
 
         Raises:
           UserError: If a package is missing, or Hugging Face's class does not support the model.
@@ -60,17 +54,17 @@ class HuggingFaceModel:
             f"set --model.dtype={DType.FLOAT32}",
         )
         self._torch, self._transformers = _import_packages()
-        self._config, self._lengths = config, lengths
-        self._arguments = huggingface.config_of(config.model, lengths, vocab_size=vocab_size)
-        tensors = huggingface.from_flax(params, config.model)
-        self._model = self._make_model({name: self._torch.from_numpy(value) for name, value in tensors.items()}).eval()
+        self._config, self._vocab_size = config, vocab_size
+        arrays = huggingface.from_flax(jax.tree.map(np.asarray, params), config.model)
+        tensors = {name: self._torch.from_numpy(array) for name, array in arrays.items()}
+        self._model = self._make_model(config.eval, tensors).eval()
         self._memory: dict[str, list[Any] | None] = {}  # By use; without one, Hugging Face starts with zeros.
         self._token = self._torch.zeros((1, 1), dtype=self._torch.int64)
         self._draws = self._torch.Generator().manual_seed(0)
 
     def nll(self, tokens: np.ndarray) -> np.ndarray:
         """Scores all tokens but the first in segments from an empty memory: int [B, T + 1] -> nats, float32 [B, T]."""
-        self._memory["scoring"], length = None, self._lengths.segment_len
+        self._memory["scoring"], length = None, self._config.eval.segment_len
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         with self._torch.no_grad():
             parts = [
@@ -116,9 +110,10 @@ class HuggingFaceModel:
     def fill_memory(self, seed: int) -> None:
         """Fills the memories of evaluation, generation and training with M random states of unit variance each."""
         generator, model = self._torch.Generator().manual_seed(seed), self._config.model
-        rows = self._lengths.batch_size
-        for use, batch_size in {"evaluation": rows, "generation": 1, "training": rows}.items():
-            shape = (self._lengths.mem_len, batch_size, model.d_model)
+        lengths, train = self._config.eval, self._config.train
+        sizes = {"evaluation": (lengths.mem_len, lengths.batch_size), "generation": (lengths.mem_len, 1)}
+        for use, (mem_len, rows) in (sizes | {"training": (train.mem_len, train.batch_size)}).items():
+            shape = (mem_len, rows, model.d_model)
             self._memory[use] = [self._torch.randn(shape, generator=generator) for _ in range(model.n_layer)]
 
     def versions(self) -> dict[str, str | int]:
@@ -148,9 +143,12 @@ class HuggingFaceModel:
 
     @functools.cached_property
     def _trained(self) -> tuple[Any, Any]:
-        """The same model with dropout, and its optimizer."""
-        dropout, optimizer = self._config.model.dropout, self._config.optimizer
-        model = self._make_model(self._model.state_dict(), dropout=dropout.rate, dropatt=dropout.attention)
+        """The same model at the lengths of training, with dropout, and its optimizer."""
+        dropout, optimizer, train = self._config.model.dropout, self._config.optimizer, self._config.train
+        shared = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length")
+        lengths = EvalConfig(**{name: getattr(train, name) for name in shared})
+        rates = {"dropout": dropout.rate, "dropatt": dropout.attention}
+        model = self._make_model(lengths, self._model.state_dict(), **rates)
         adam = self._torch.optim.Adam(
             model.parameters(),
             lr=optimizer.learning_rate,
@@ -160,12 +158,12 @@ class HuggingFaceModel:
         )
         return model.train(), adam
 
-    def _make_model(self, tensors: Mapping[str, Any], **rates: Any) -> Any:
+    def _make_model(self, lengths: EvalConfig, tensors: Mapping[str, Any], **rates: Any) -> Any:
+        arguments = huggingface.config_of(self._config.model, lengths, vocab_size=self._vocab_size)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # About a tuple's order; results are read by name.
-            model = self._transformers.TransfoXLLMHeadModel(
-                self._transformers.TransfoXLConfig(**self._arguments, **rates)
-            )
+            config = self._transformers.TransfoXLConfig(**arguments | rates)
+            model = self._transformers.TransfoXLLMHeadModel(config)
         model.load_state_dict(tensors)
         return model
 
@@ -202,16 +200,11 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
     return config_tree.replace(config_tree.apply_preset(config, "hf"), {"compat.memory_start": MemoryStart.MASKED})
 
 
-def make_peer(components: RunComponents, params: Any, lengths: EvalConfig) -> HuggingFaceModel:
-    """Makes the peer with our parameters and these lengths, its memory full."""
-    vocab_size = components.model.vocab_size
-    peer = HuggingFaceModel(components.config, lengths, jax.tree.map(np.asarray, params), vocab_size=vocab_size)
-    peer.fill_memory(seed=0)
-    return peer
+def print_difference(components: RunComponents, params: Any, peer: HuggingFaceModel) -> float:
+    """Scores the same tokens with both models, from zeros in the memory.
 
-
-def check_same_losses(components: RunComponents, params: Any, peer: HuggingFaceModel) -> float:
-    """Scores the same tokens with both models, from zeros in the memory; returns the largest difference in nats.
+    Prints the largest difference of a token's loss in nats, which it returns, and the effect of storing keys and values
+    in another dtype than the model's.
 
     Raises:
       UserError: If the difference is more than rounding explains.
@@ -223,15 +216,14 @@ def check_same_losses(components: RunComponents, params: Any, peer: HuggingFaceM
         f"the peer's losses differ by up to {worst:.2g} nats, more than {TOLERANCE:g}, so the two do not compute "
         "the same function; nothing was timed",
     )
+    versions = ", ".join(f"{name} {value}" for name, value in peer.versions().items())
+    print(f"peer: {versions}; --compat=hf on both sides\nlargest difference of a token's loss: {worst:.1e} nats")
+    cache_dtype = components.evaluation.memory_dtype
+    if cache_dtype != components.config.model.dtype:
+        effect = np.abs(losses - _score(components, params, components.config.eval.cache_dtype)[1]).max()
+        print(f"storing keys and values as {cache_dtype} changes a token's loss by up to {effect:.1e} nats")
+    print()
     return worst
-
-
-def effect_of_cache_dtype(components: RunComponents, params: Any) -> float:
-    """Returns the largest change of a token's nats due to storing keys and values as `eval.cache_dtype`."""
-    as_computed, as_stored = (
-        _score(components, params, cache_dtype)[1] for cache_dtype in (None, components.config.eval.cache_dtype)
-    )
-    return float(np.abs(as_computed - as_stored).max())
 
 
 def _score(components: RunComponents, params: Any, cache_dtype: CacheDType | None) -> tuple[np.ndarray, np.ndarray]:
@@ -248,21 +240,15 @@ def _score(components: RunComponents, params: Any, cache_dtype: CacheDType | Non
     return tokens, np.ravel(scores.nll)
 
 
-def peer_task(name: str, ours: Task, components: RunComponents, params: Any, peer: HuggingFaceModel) -> Task:
+def peer_task(name: str, ours: Task, components: RunComponents, peer: HuggingFaceModel) -> Task:
     """Returns the peer's counterpart of our task "training", "evaluation" or "generation", one segment or token a call.
 
-    Generation always reads every tail. Training has another model, at the lengths of training.
+    Generation always reads every tail.
     """
     config = components.config
     if name == "generation":
         return Task(f"{ours.name}, peer", "1 x 1", ours.mem_len, 1, lambda: peer.generate_token(config.generate.top_k))
-    step: Callable[..., float]
-    if name == "training":
-        shared = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length")
-        lengths = EvalConfig(**{each: getattr(config.train, each) for each in shared})
-        step = make_peer(components, params, lengths).train_step
-    else:
-        step = peer.evaluate_segment
+    step = peer.train_step if name == "training" else peer.evaluate_segment
     segments = timing.random_segments(components, config.train if name == "training" else config.eval)
     turns = itertools.cycle(list(zip(np.asarray(segments.inputs), np.asarray(segments.targets), strict=True)))
     return Task(f"{ours.name}, peer", ours.shape, ours.mem_len, segments.inputs[0].size, lambda: step(*next(turns)))

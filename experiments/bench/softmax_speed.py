@@ -23,7 +23,7 @@ import os
 import re
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -35,7 +35,6 @@ from txl_jax import cli
 from txl_jax.cli import setting
 from txl_jax.config import ExperimentConfig, ModelConfig, TrainConfig
 from txl_jax.config.settings import require
-from txl_jax.errors import UserError
 from txl_jax.modules.softmax import Softmax
 from txl_jax.runtime import environment
 from txl_jax.runtime.environment import megabytes
@@ -75,21 +74,22 @@ def benchmark(config: ExperimentConfig, plan: Plan) -> None:
     adaptive.validate()
     adaptive.validate_vocabulary(plan.vocab_size)
     require(adaptive.cutoffs, "model.cutoffs is empty; the adaptive softmax needs at least one")
-    softmaxes = {"adaptive": adaptive, "full": dataclasses.replace(adaptive, cutoffs=(), div_val=1)}
-    tokens = config.train.batch_size * config.train.segment_len
+    whole = {
+        name: Program(model, plan.vocab_size, config.train.batch_size * config.train.segment_len)
+        for name, model in (("adaptive", adaptive), ("full", dataclasses.replace(adaptive, cutoffs=(), div_val=1)))
+    }
+    tokens = whole["full"].tokens
     limit = device_memory() if plan.memory_gb is None else int(plan.memory_gb * 1e9)
 
     facts = environment.describe()
     print(f"{facts['devices']} x {timing.describe(facts)}")
     print(f"vocabulary {plan.vocab_size:,}, width {adaptive.d_model}, {adaptive.dtype}, cutoffs {[*adaptive.cutoffs]}")
     print(f"{format_shares(adaptive.cutoffs, plan.vocab_size, tokens)}\n", flush=True)
-    programs = {name: _largest_that_fits(each, plan.vocab_size, tokens, limit) for name, each in softmaxes.items()}
-    peaks = [  # Before this process fills its own memory.
-        _peak_of_own_process(softmaxes[name], plan.vocab_size, program.tokens) for name, program in programs.items()
-    ]
-    tasks = [_task(name, softmaxes[name], plan.vocab_size, program) for name, program in programs.items()]
+    programs = {name: largest_that_fits(program, limit) for name, program in whole.items()}
+    peaks = [program.peak_of_own_process() for program in programs.values()]  # Before this process fills its memory.
     print("| softmax | tokens | seconds | slowest | fastest | per token | memory needed | peak of a process |")
     print("|---|---|---|---|---|---|---|---|")
+    tasks = [program.task(name) for name, program in programs.items()]
     for measured, peak in zip(timing.interleaved(tasks, warmup=1, calls=plan.calls), peaks, strict=True):
         task, seconds = measured.task, measured.seconds
         median = statistics.median(seconds)
@@ -100,10 +100,8 @@ def benchmark(config: ExperimentConfig, plan: Plan) -> None:
         )
     for name, program in programs.items():
         if program.tokens < tokens:
-            needed = megabytes(program.memory_bytes_of_all)
-            print(
-                f"\nThe {name} softmax of all {tokens:,} tokens would need {needed}; the limit is {megabytes(limit)}."
-            )
+            needed, most = megabytes(whole[name].memory_bytes), megabytes(limit)
+            print(f"\nThe {name} softmax of all {tokens:,} tokens would need {needed}; the limit is {most}.")
 
 
 def format_shares(cutoffs: tuple[int, ...], vocab_size: int, tokens: int) -> str:
@@ -127,85 +125,88 @@ def device_memory() -> int:
     return device.memory_stats()["bytes_limit"]
 
 
-class _Program(NamedTuple):
-    call: jax.stages.Compiled
-    tokens: int  # Fewer than were asked for if those need too much memory.
-    memory_bytes: int  # Arguments, results and scratch, by the compiler's account.
-    memory_bytes_of_all: int  # The same for the tokens that were asked for.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Forward and backward pass of a softmax that shares nothing with the embedding."""
+
+    config: ModelConfig
+    vocab_size: int
+    tokens: int  # T.
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The gradient of the mean nll with respect to parameters and hidden states; nothing is allocated."""
+
+        def loss(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+            nll: Any = self._softmax.apply({"params": params}, hidden, targets, *self._untied, method="nll")
+            return jnp.mean(nll)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*jax.eval_shape(self.inputs)).compile()
+
+    @functools.cached_property
+    def memory_bytes(self) -> int:
+        """Arguments, results and scratch, by the compiler's account."""
+        return timing.program_bytes(self.compiled) or 0
+
+    def inputs(self) -> tuple[Any, jax.Array, jax.Array]:
+        """Returns (parameters, hidden states [T, D], targets [T])."""
+        keys = jax.random.split(jax.random.key(0))
+        targets = jnp.asarray(timing.draw_tokens(self.vocab_size, self.tokens))
+        hidden = jax.random.normal(keys[0], (self.tokens, self.config.d_model), self.config.dtype)
+
+        @jax.jit
+        def init(key: jax.Array) -> Any:
+            return nn.unbox(self._softmax.init(key, hidden[:1], targets[:1], *self._untied, method="nll"))["params"]
+
+        return init(keys[1]), hidden, targets
+
+    def task(self, name: str) -> Task:
+        """Returns the task of one call."""
+        inputs, shape = self.inputs(), f"{self.tokens} x 1"
+
+        def call() -> None:
+            jax.block_until_ready(self.compiled(*inputs))
+
+        return Task(name, shape, 0, self.tokens, call, memory_bytes=self.memory_bytes)
+
+    def peak_of_own_process(self) -> int | None:
+        """Returns the peak memory of a fresh process that compiles and calls once, or None if it is not known.
+
+        An accelerator's memory is not the process's.
+        """
+        if jax.default_backend() != "cpu":
+            return None
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(_call_once, self.config, self.vocab_size, self.tokens).result()
+
+    @property
+    def _softmax(self) -> Softmax:
+        return Softmax(self.config, self.vocab_size)
+
+    @property
+    def _untied(self) -> tuple[list[None], list[None]]:
+        """The embedding's tables and projections, none of which is shared."""
+        return [None] * (self.config.n_cluster if self.config.div_val > 1 else 1), [None] * self.config.n_cluster
 
 
-def _task(name: str, config: ModelConfig, vocab_size: int, program: _Program) -> Task:
-    inputs = _inputs(config, vocab_size, program.tokens)
-
-    def call() -> None:
-        jax.block_until_ready(program.call(*inputs))
-
-    return Task(name, f"{program.tokens} x 1", 0, program.tokens, call, memory_bytes=program.memory_bytes)
-
-
-def _largest_that_fits(config: ModelConfig, vocab_size: int, tokens: int, memory_limit: int) -> _Program:
-    """Compiles for the tokens, half of them, and so on, until the program fits."""
-    needed_by_all = None
-    while tokens:
-        call = _compile(config, vocab_size, tokens)
-        needed = timing.program_bytes(call)
-        assert needed is not None
-        needed_by_all = needed_by_all or needed
-        if needed <= memory_limit:
-            return _Program(call, tokens, needed, needed_by_all)
-        tokens //= 2
-    raise UserError(
-        f"the memory limit is {memory_limit:,} bytes and a softmax of one token needs {needed:,}; raise --memory_gb"
-    )
+def largest_that_fits(program: Program, limit: int) -> Program:
+    """Compiles a program for its tokens, half of them, and so on, until it needs no more than the limit."""
+    while program.memory_bytes > limit:
+        require(
+            program.tokens > 1,
+            f"the memory limit is {limit:,} bytes and a softmax of one token needs {program.memory_bytes:,}; "
+            "raise --memory_gb",
+        )
+        program = dataclasses.replace(program, tokens=program.tokens // 2)
+    return program
 
 
-def _compile(config: ModelConfig, vocab_size: int, tokens: int) -> jax.stages.Compiled:
-    """Compiles the gradient of the mean nll with respect to parameters and hidden states; nothing is allocated."""
-    softmax = Softmax(config, vocab_size)
-
-    def loss(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        nll: Any = softmax.apply({"params": params}, hidden, targets, *_untied(config), method="nll")
-        return jnp.mean(nll)
-
-    shapes = jax.eval_shape(functools.partial(_inputs, config, vocab_size, tokens))
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes).compile()
-
-
-def _inputs(config: ModelConfig, vocab_size: int, tokens: int) -> tuple[Any, jax.Array, jax.Array]:
-    """Returns (parameters, hidden states [T, D], targets [T])."""
-    keys = jax.random.split(jax.random.key(0))
-    targets = jnp.asarray(timing.draw_tokens(vocab_size, tokens))
-    hidden = jax.random.normal(keys[0], (tokens, config.d_model), config.dtype)
-
-    @jax.jit
-    def init(key: jax.Array) -> Any:
-        softmax = Softmax(config, vocab_size)
-        return nn.unbox(softmax.init(key, hidden[:1], targets[:1], *_untied(config), method="nll"))["params"]
-
-    return init(keys[1]), hidden, targets
-
-
-def _untied(config: ModelConfig) -> tuple[list[None], list[None]]:
-    """Returns the embedding's tables and projections for a softmax that shares none of them."""
-    n_table = config.n_cluster if config.div_val > 1 else 1
-    return [None] * n_table, [None] * config.n_cluster
-
-
-def _peak_of_own_process(config: ModelConfig, vocab_size: int, tokens: int) -> int | None:
-    """Runs `_peak_of_one_call` in a fresh process; None on an accelerator, whose memory is not the process's."""
-    if jax.default_backend() != "cpu":
-        return None
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_peak_of_one_call, config, vocab_size, tokens).result()
-
-
-def _peak_of_one_call(config: ModelConfig, vocab_size: int, tokens: int) -> int | None:
-    """Compiles and calls once; returns this process's peak memory, or None if the system does not report it.
+def _call_once(*program: Any) -> int | None:
+    """Compiles and calls a program; returns this process's peak memory, if the system reports it.
 
     `resource.getrusage` would start with the parent's peak.
     """
-    call = _compile(config, vocab_size, tokens)
-    jax.block_until_ready(call(*_inputs(config, vocab_size, tokens)))
+    Program(*program).task("").call()
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from experiments.bench import huggingface, timing
+from experiments.bench.huggingface import HuggingFaceModel
 from experiments.bench.timing import Task, Timing
 from txl_jax import cli, flops
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Order
@@ -108,72 +109,63 @@ def benchmark(config: ExperimentConfig, plan: Plan) -> dict[str, Any]:
     facts = environment.describe()
     print(f"{components.num_parameters:,} parameters, vocabulary {vocab_size:,}, {config.model.dtype}")
     print(f"{facts['devices']} x {timing.describe(facts)}\n")
-    measure = measure_with_peer if plan.peer else measure_alone
-    settings = {"vocab_size": vocab_size, "config": config_tree.to_dict(config), "plan": config_tree.to_dict(plan)}
-    record = facts | measure(components, plan, facts["device"]) | settings
+    record = facts | {"vocab_size": vocab_size, "config": config_tree.to_dict(config)}
+    peer = None
+    if plan.peer:
+        params = components.training.init_params()
+        peer = HuggingFaceModel(config, params, vocab_size=vocab_size)
+        worst = huggingface.print_difference(components, params, peer)
+        peer.fill_memory(seed=0)
+        record |= {"peer": peer.versions(), "largest_difference_nats": worst}
+    print(f"{_HEAD_WITH_PEER if peer else _HEAD}\n{_RULE}")
+    found: list[Timing] = []
+    record |= {"plan": config_tree.to_dict(plan), "tasks": []}
+    for name in plan.chosen_tasks:
+        for task in tasks(name, components):
+            sides = [task, huggingface.peer_task(name, task, components, peer)] if peer else [task]
+            ours, *theirs = timing.interleaved(sides, warmup=plan.warmup, calls=plan.calls)
+            found.append(ours)
+            record["tasks"].append(_compare(ours, *theirs) if theirs else _print_alone(ours))
+    print()
+    for measured in found:
+        print_remarks(measured, components, facts["device"], with_peer=peer is not None)
     if plan.json:
         write_json(plan.json, record)
         print(f"\nresults   {plan.json}")
     return record
 
 
-def measure_alone(components: RunComponents, plan: Plan, device: str) -> dict[str, Any]:
-    """Measures task after task; prints one table row per task, then the remarks."""
-    print(f"{_HEAD}\n{_RULE}")
-    found = []
-    for name in plan.chosen_tasks:
-        for task in tasks(name, components):
-            found += timing.interleaved([task], warmup=plan.warmup, calls=plan.calls)
-            compiled = "" if task.compile_seconds is None else f"{task.compile_seconds:.1f} s"
-            needs = "" if task.memory_bytes is None else environment.megabytes(task.memory_bytes)
-            rates = [found[-1].rate, min(found[-1].rates), max(found[-1].rates)]
-            _print_row(task, *(f"{rate:,.4g}" for rate in rates), compiled, needs)
-    print()
-    for measured in found:
-        print_remarks(measured, components, device)
-    return {"tasks": [measured.as_record() for measured in found]}
+def _print_alone(measured: Timing) -> dict[str, Any]:
+    """Prints the table row of a task; returns its record."""
+    task = measured.task
+    needs = "" if task.memory_bytes is None else environment.megabytes(task.memory_bytes)
+    rates = (measured.rate, min(measured.rates), max(measured.rates))
+    _print_row(task, *(f"{rate:,.4g}" for rate in rates), f"{task.compile_seconds:.1f} s", needs)
+    return measured.as_record()
 
 
-def measure_with_peer(components: RunComponents, plan: Plan, device: str) -> dict[str, Any]:
-    """Checks that the peer has the same losses and measures our tasks and its own, interleaved; one row per task."""
-    params = components.training.init_params()
-    peer = huggingface.make_peer(components, params, components.config.eval)
-    worst = huggingface.check_same_losses(components, params, peer)
-    versions = ", ".join(f"{name} {value}" for name, value in peer.versions().items())
-    print(f"peer: {versions}; --compat=hf on both sides\nlargest difference of a token's loss: {worst:.1e} nats")
-    cache_dtype = components.evaluation.memory_dtype
-    if cache_dtype != components.config.model.dtype:
-        effect = huggingface.effect_of_cache_dtype(components, params)
-        print(f"storing keys and values as {cache_dtype} changes a token's loss by up to {effect:.1e} nats")
-    print(f"\n{_HEAD_WITH_PEER}\n{_RULE}")
-    measured, records = [], []
-    for name in plan.chosen_tasks:
-        for task in tasks(name, components):
-            pair = [task, huggingface.peer_task(name, task, components, params, peer)]
-            ours, theirs = timing.interleaved(pair, warmup=plan.warmup, calls=plan.calls)
-            speedups = ours.speedups(theirs)
-            speedup = statistics.median(speedups)
-            ratios = [f"{ratio:.2f}" for ratio in (speedup, min(speedups), max(speedups))]
-            _print_row(task, f"{ours.rate:,.4g}", f"{theirs.rate:,.4g}", *ratios)
-            measured.append(ours)
-            sides = {"ours": ours.as_record(), "peer": theirs.as_record()}
-            records.append(sides | {"speedup": speedup, "speedups": speedups})
-    print()
-    for ours in measured:
-        task = ours.task
-        needs = "" if task.memory_bytes is None else f", needs {environment.megabytes(task.memory_bytes)}"
-        print(f"{task.name}: compiled in {task.compile_seconds:.1f} s{needs}")
-        print_remarks(ours, components, device)
-    return {"peer": peer.versions(), "largest_difference_nats": worst, "tasks": records}
+def _compare(ours: Timing, theirs: Timing) -> dict[str, Any]:
+    """Prints the table row of a task with the peer's; returns its record."""
+    speedups = ours.speedups(theirs)
+    speedup = statistics.median(speedups)
+    ratios = (f"{ratio:.2f}" for ratio in (speedup, min(speedups), max(speedups)))
+    _print_row(ours.task, f"{ours.rate:,.4g}", f"{theirs.rate:,.4g}", *ratios)
+    return {"ours": ours.as_record(), "peer": theirs.as_record(), "speedup": speedup, "speedups": speedups}
 
 
 def _print_row(task: Task, *cells: str) -> None:
     print(f"| {' | '.join((task.name, task.shape, str(task.mem_len), *cells))} |", flush=True)
 
 
-def print_remarks(measured: Timing, components: RunComponents, device: str) -> None:
-    """Prints latency, memory bandwidth and FLOP/s of a task, where they are known."""
+def print_remarks(measured: Timing, components: RunComponents, device: str, *, with_peer: bool) -> None:
+    """Prints latency, memory bandwidth and FLOP/s of a task, where they are known.
+
+    The peer's table has no columns for compile time and memory, so they are remarks too.
+    """
     task = measured.task
+    if with_peer:
+        needs = "" if task.memory_bytes is None else f", needs {environment.megabytes(task.memory_bytes)}"
+        print(f"{task.name}: compiled in {task.compile_seconds:.1f} s{needs}")
     if task.first_token_seconds is not None:
         prompt_len = task.mem_len + 1
         print(f"{task.name}: first token {task.first_token_seconds:.3f} s after a prompt of {prompt_len} tokens")

@@ -90,7 +90,7 @@ def test_a_path_with_other_numbers_is_not_timed(monkeypatch, task, error):
         return found if implementation == "reference" else found * (1 + error)
 
     monkeypatch.setattr(attention, name, replacement)
-    monkeypatch.setattr(attention, "_implementation", lambda *_: Implementation("tiled", tile=Tile(8, 8)))
+    monkeypatch.setattr(attention, "find_implementation", lambda *_: Implementation("tiled", tile=Tile(8, 8)))
     if not error:
         assert attention.largest_difference(case(task, DROPOUT), "tiled") == 0
         return
@@ -105,8 +105,12 @@ def test_a_path_without_float32_is_checked_in_the_type_that_is_timed(monkeypatch
     """As kernels for GPUs, which are for 16 bits only; in float32 "plain" would be tiles."""
     kernel = Implementation("fused", "triton", Tile(16, 16), interpret=True)
 
-    def find(case, path, *_):
-        return (kernel, "") if case.dtype == "bfloat16" else (instead, "the type is float32")
+    def find(case, path):
+        if case.dtype == "bfloat16":
+            return kernel
+        if instead is None:
+            raise attention.NotHereError("the type is float32")
+        return instead
 
     monkeypatch.setattr(attention, "find_implementation", find)
     assert 1e-4 < attention.largest_difference(case(task, DROPOUT, dtype="bfloat16"), "plain") < 2e-2

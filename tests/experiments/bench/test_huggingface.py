@@ -30,9 +30,11 @@ def make(changes=CLUSTERS, eval_config=EVAL_CONFIG, learning_rate=0.01):
     torch.set_num_threads(1)  # For matrices this small, more only wait: eight times as long on a busy machine.
     model = tiny.make(compat=tiny.compat_config("hf"), **changes)
     params = jax.tree.map(np.asarray, tiny.variables(model)["params"])
-    config = ExperimentConfig(model=model.config, optimizer=OptimizerConfig(learning_rate=learning_rate))
-    peer = HuggingFaceModel(config, eval_config, params, vocab_size=tiny.V)
-    return model, params, peer
+    optimizer = OptimizerConfig(learning_rate=learning_rate)
+    lengths = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length")
+    train = TrainConfig(**{name: getattr(eval_config, name) for name in lengths})
+    config = ExperimentConfig(model=model.config, optimizer=optimizer, train=train, eval=eval_config)
+    return model, params, HuggingFaceModel(config, params, vocab_size=tiny.V)
 
 
 def segments(tokens: np.ndarray):
@@ -111,7 +113,7 @@ def test_filled_memories_are_read_by_evaluation_training_and_generation():
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"\btorch\b.*txl_jax\[peer\]"):
-        HuggingFaceModel(ExperimentConfig(model=tiny.CONFIG), EVAL_CONFIG, {}, vocab_size=tiny.V)
+        HuggingFaceModel(ExperimentConfig(model=tiny.CONFIG), {}, vocab_size=tiny.V)
 
 
 @HUGGINGFACE
@@ -123,17 +125,17 @@ def test_the_peer_has_our_losses_and_tasks():
     )
     components = build(config, vocab_size=tiny.V)
     params = tiny_run.params(components.model)
-    peer = huggingface.make_peer(components, params, config.eval)
-    assert huggingface.check_same_losses(components, params, peer) < 1e-4
-    assert huggingface.effect_of_cache_dtype(components, params) == 0
+    peer = HuggingFaceModel(config, params, vocab_size=tiny.V)
+    assert huggingface.print_difference(components, params, peer) < 1e-4
+    peer.fill_memory(seed=0)
     for name, tokens in (("training", 8), ("evaluation", 3), ("generation", 1)):
         [ours] = speed.tasks(name, components)
-        theirs = huggingface.peer_task(name, ours, components, params, peer)
+        theirs = huggingface.peer_task(name, ours, components, peer)
         ours.call(), theirs.call()
         assert (theirs.mem_len, theirs.tokens) == (ours.mem_len, tokens)
-    other = huggingface.make_peer(components, params, dataclasses.replace(config.eval, clamp_len=None))
+    unclamped = config_tree.replace(config, {"eval.clamp_len": None})
     with pytest.raises(UserError, match=rf"nats.*\b{huggingface.TOLERANCE:g}\b"):  # Then nothing is timed.
-        huggingface.check_same_losses(components, params, other)
+        huggingface.print_difference(components, params, HuggingFaceModel(unclamped, params, vocab_size=tiny.V))
 
 
 def test_settings_are_the_presets_with_a_masked_memory_and_those_that_the_peer_lacks_are_refused():
