@@ -29,11 +29,9 @@ def case(task: str, config: ExperimentConfig = CONFIG, **changes) -> Case:
 
 def test_sizes_are_those_of_the_configuration():
     training, evaluation = case("training", DROPOUT), case("evaluation")
-    assert training.shape == "2 x 3 x 20 x 33, 8" and training.n_positions == 33 and training.dropout_rate == 0.3
-    assert training.window is None
+    assert training.shape == "2 x 3 x 20 x 33, 8" and (training.mem_len, training.dropout_rate) == (13, 0.3)
     # The KV cache has 18 slots; distances are clamped at 9, and the window is the memory's length.
-    assert (evaluation.capacity, evaluation.n_keys, evaluation.n_positions, evaluation.window) == (18, 24, 10, 16)
-    assert evaluation.batch == 1
+    assert evaluation.shape == "1 x 3 x 6 x 24, 8" and (evaluation.n_positions, evaluation.window) == (10, 16)
 
 
 @pytest.mark.parametrize("window", [None, 1, 19])  # Of no query, of all, of a part.
@@ -116,13 +114,9 @@ def test_a_path_without_float32_is_checked_in_the_type_that_is_timed(monkeypatch
     assert 1e-4 < attention.largest_difference(case(task, DROPOUT, dtype="bfloat16"), "plain") < 2e-2
 
 
-@pytest.mark.parametrize("settings", [{"paths": ("fusd",)}, {"tasks": ("fusd", "training")}], ids=str)
-def test_settings_that_cannot_be_are_refused(settings):
-    with pytest.raises(UserError, match="'fusd'"):
-        Plan(**settings).validate()
-
-
-def test_a_model_without_this_attention_is_named():
-    config = config_tree.replace(CONFIG, {"model.encoding": "shaw"})
-    with pytest.raises(UserError, match=r"lm has .*\bshaw\b.*model.encoding=relative"):
-        make_case("lm", config, "training", batch=None, dtype="float32")
+def test_unknown_names_and_models_without_this_attention_are_refused():
+    for settings in ({"paths": ("fusd",)}, {"tasks": ("fusd", "training")}):
+        with pytest.raises(UserError, match="'fusd'"):
+            Plan(**settings).validate()
+    with pytest.raises(UserError, match=r"tiny has .*\bshaw\b.*model.encoding=relative"):
+        case("training", config_tree.replace(CONFIG, {"model.encoding": "shaw"}))

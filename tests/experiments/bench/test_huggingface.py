@@ -3,38 +3,38 @@
 import dataclasses
 import sys
 
-import jax
 import numpy as np
 import pytest
 
 from experiments.bench import huggingface, speed
 from experiments.bench.huggingface import HuggingFaceModel
 from support import tiny, tiny_run
-from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, OptimizerConfig, TrainConfig
+from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs.build import build
 
 L, M, T = 4, 7, 14  # Of 14 scored tokens, the last segment holds two.
-EVAL_CONFIG = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=6, same_length=True)
-CLUSTERS = {"cutoffs": (4, 9), "div_val": 2, "tie_projs": (False, True, True)}
+LENGTHS = {"batch_size": tiny.B, "segment_len": L, "mem_len": M, "clamp_len": 6, "same_length": True}
+CONFIG = ExperimentConfig(model=tiny.CONFIG, train=TrainConfig(**LENGTHS), eval=EvalConfig(**LENGTHS))
+CLUSTERS = {"model.cutoffs": (4, 9), "model.div_val": 2, "model.tie_projs": (False, True, True)}
 HUGGINGFACE = pytest.mark.nightly(part="huggingface")
 # transformers' own use of names that have changed since.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def make(changes=CLUSTERS, eval_config=EVAL_CONFIG, learning_rate=0.01):
-    """(our model, its parameters, the peer)."""
+def components_and_peer(changes=CLUSTERS):
     import torch
 
     torch.set_num_threads(1)  # For matrices this small, more only wait: eight times as long on a busy machine.
-    model = tiny.make(compat=tiny.compat_config("hf"), **changes)
-    params = jax.tree.map(np.asarray, tiny.variables(model)["params"])
-    optimizer = OptimizerConfig(learning_rate=learning_rate)
-    lengths = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length")
-    train = TrainConfig(**{name: getattr(eval_config, name) for name in lengths})
-    config = ExperimentConfig(model=model.config, optimizer=optimizer, train=train, eval=eval_config)
-    return model, params, HuggingFaceModel(config, params, vocab_size=tiny.V)
+    components = build(huggingface.with_peer_compat(config_tree.replace(CONFIG, changes)), vocab_size=tiny.V)
+    params = tiny_run.params(components.model)
+    return components, params, HuggingFaceModel(components.config, params, vocab_size=tiny.V)
+
+
+def make(**changes):
+    dotted = {name.replace("__", "."): value for name, value in changes.items()}
+    return components_and_peer(CLUSTERS | dotted)[2]
 
 
 def segments(tokens: np.ndarray):
@@ -46,24 +46,24 @@ def segments(tokens: np.ndarray):
 
 @HUGGINGFACE
 @pytest.mark.parametrize("changes", [{}, CLUSTERS], ids=["full softmax", "clusters"])
-def test_losses_are_ours(changes):
-    model, params, peer = make(changes)
-    tokens = tiny.text(3 * L + 1)
-    encode = tiny.encoder(model, clamp_len=EVAL_CONFIG.clamp_len, same_length=EVAL_CONFIG.same_length)
-    memory = model.init_memory(batch_size=tiny.B, mem_len=M)
-    expected = []
-    for inputs, targets in segments(tokens):
-        hidden, memory = encode({"params": params}, inputs, memory)
-        expected.append(model.apply({"params": params}, hidden, targets, method=model.nll))
-    found = peer.nll(tokens)
-    assert found.shape == (tiny.B, 3 * L)
-    np.testing.assert_allclose(found, np.concatenate(expected, axis=1), rtol=2e-5, atol=1e-5)
+def test_losses_are_ours_and_each_task_has_its_counterpart(changes):
+    components, params, peer = components_and_peer(changes)
+    assert huggingface.print_difference(components, params, peer) < 2e-5
+    peer.fill_memory(seed=0)
+    for name, tokens in (("training", tiny.B * L), ("evaluation", tiny.B * L), ("generation", 1)):
+        ours, *_ = speed.tasks(name, components)
+        theirs = huggingface.peer_task(name, ours, components, peer)
+        theirs.call()
+        assert (theirs.mem_len, theirs.tokens) == (ours.mem_len, tokens)
+    unclamped = config_tree.replace(components.config, {"eval.clamp_len": None})
+    with pytest.raises(UserError, match=rf"nats.*\b{huggingface.TOLERANCE:g}\b"):  # Then nothing is timed.
+        huggingface.print_difference(components, params, HuggingFaceModel(unclamped, params, vocab_size=tiny.V))
 
 
 @HUGGINGFACE
 @pytest.mark.parametrize("top_k", [3, None])
 def test_generation_draws_what_the_library_draws(top_k):
-    _, _, peer = make()
+    peer = make()
     import torch
 
     found = [peer.generate_token(top_k) for _ in range(3 * M)]
@@ -76,8 +76,8 @@ def test_generation_draws_what_the_library_draws(top_k):
 
 @HUGGINGFACE
 def test_training_and_evaluation_carry_their_memory():
-    """Each step's loss is that of the text so far, at a learning rate of 0 and without dropout."""
-    _, _, peer = make(learning_rate=1e-12)
+    """Each step's loss is the text's so far, at a learning rate of almost 0 and without dropout."""
+    peer = make(optimizer__learning_rate=1e-12)
     tokens = tiny.text(T + 1)
     whole = peer.nll(tokens)
     losses = [peer.train_step(inputs, targets) for inputs, targets in segments(tokens)]
@@ -89,8 +89,7 @@ def test_training_and_evaluation_carry_their_memory():
 @HUGGINGFACE
 @pytest.mark.parametrize("name", ["rate", "attention"])
 def test_only_training_has_dropout(name):
-    _, _, peer = make({f"dropout__{name}": 0.5})
-    _, _, without = make({})
+    peer, without = make(**{f"model__dropout__{name}": 0.5}), make()
     tokens = tiny.text(T + 1)
     inputs, targets = next(segments(tokens))
     np.testing.assert_array_equal(peer.nll(tokens), without.nll(tokens))
@@ -99,8 +98,7 @@ def test_only_training_has_dropout(name):
 
 @HUGGINGFACE
 def test_filled_memories_are_read_by_evaluation_training_and_generation():
-    config = dataclasses.replace(EVAL_CONFIG, same_length=False)
-    peer, empty = (make(eval_config=config)[2] for _ in range(2))
+    peer, empty = (make(eval__same_length=False, train__same_length=False) for _ in range(2))
     peer.fill_memory(seed=0)
     inputs, targets = next(segments(tiny.text(T + 1)))
     assert peer.evaluate_segment(inputs, targets) != empty.evaluate_segment(inputs, targets)
@@ -113,37 +111,14 @@ def test_filled_memories_are_read_by_evaluation_training_and_generation():
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"\btorch\b.*txl_jax\[peer\]"):
-        HuggingFaceModel(ExperimentConfig(model=tiny.CONFIG), {}, vocab_size=tiny.V)
-
-
-@HUGGINGFACE
-def test_the_peer_has_our_losses_and_tasks():
-    config = ExperimentConfig(
-        model=tiny.CONFIG,
-        train=TrainConfig(batch_size=2, segment_len=4, mem_len=6, **dict.fromkeys(tiny_run.COUNTS, 2)),
-        eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7, clamp_len=5, segments_per_call=2),
-    )
-    components = build(config, vocab_size=tiny.V)
-    params = tiny_run.params(components.model)
-    peer = HuggingFaceModel(config, params, vocab_size=tiny.V)
-    assert huggingface.print_difference(components, params, peer) < 1e-4
-    peer.fill_memory(seed=0)
-    for name, tokens in (("training", 8), ("evaluation", 3), ("generation", 1)):
-        [ours] = speed.tasks(name, components)
-        theirs = huggingface.peer_task(name, ours, components, peer)
-        ours.call(), theirs.call()
-        assert (theirs.mem_len, theirs.tokens) == (ours.mem_len, tokens)
-    unclamped = config_tree.replace(config, {"eval.clamp_len": None})
-    with pytest.raises(UserError, match=rf"nats.*\b{huggingface.TOLERANCE:g}\b"):  # Then nothing is timed.
-        huggingface.print_difference(components, params, HuggingFaceModel(unclamped, params, vocab_size=tiny.V))
+        HuggingFaceModel(CONFIG, {}, vocab_size=tiny.V)
 
 
 def test_settings_are_the_presets_with_a_masked_memory_and_those_that_the_peer_lacks_are_refused():
-    config = ExperimentConfig(model=tiny.CONFIG)
-    preset = config_tree.apply_preset(config, "hf").compat
-    found = huggingface.with_peer_compat(config_tree.replace(config, {"compat.layer_norm_eps": 1e-3}))
+    preset = config_tree.apply_preset(CONFIG, "hf").compat
+    found = huggingface.with_peer_compat(config_tree.replace(CONFIG, {"compat.layer_norm_eps": 1e-3}))
     assert dataclasses.replace(found.compat, memory_start=preset.memory_start) == preset
     assert found.compat.memory_start != preset.memory_start
-    assert found.model == config.model
+    assert found.model == CONFIG.model
     with pytest.raises(UserError, match=r"generate\.samples\D*\b3\b"):
-        huggingface.with_peer_compat(dataclasses.replace(config, generate=GenerateConfig(samples=3)))
+        huggingface.with_peer_compat(dataclasses.replace(CONFIG, generate=GenerateConfig(samples=3)))
