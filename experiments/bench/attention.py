@@ -287,7 +287,8 @@ def largest_difference(case: Case, path: str) -> float | None:
     """Returns the largest relative difference from the reference, of one row: output and all gradients.
 
     The path computes in float32 where it can, else in the type of the case; the reference in float32, of the same
-    numbers. An array's difference is its elements' at most, divided by the largest element of the reference's.
+    numbers. The difference of an array is the largest of its elements' differences, divided by the reference's largest
+    element.
 
     Raises:
       UserError: If the difference is too large to be rounding.
