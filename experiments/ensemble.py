@@ -8,7 +8,8 @@ r"""Trains an ensemble: several runs that differ in seed, learning rate or dropo
     python -m experiments.ensemble --mode=split --workdir=runs/ptb --ensemble_member="seed=2" --to=runs/ptb-seed2
 
 A small model leaves most of an accelerator idle; several together take little longer than one. All members are in one
-workdir, with one checkpoint; stopped, the same command resumes. results.json and members.md have the scores of all.
+workdir, with one checkpoint. Stopped, the same command resumes, and so does --workdir alone. results.json and
+members.md have the scores of all.
 
 The other programs take one member with --workdir and --ensemble_member=NAME, where a name is as above without "model."
 and "optimizer.": "seed=2", "learning_rate=0.001+dropout.rate=0.1". --mode=split makes a member a workdir of its own,
@@ -60,8 +61,8 @@ def run(plan: Plan, job: cli.Job) -> int | None:
             raise UserError("no folder was given; give --to=PATH")
         ensemble.split_off(plan.workdir, plan.ensemble_member[0], plan.to)
         return 0
-    members = [_parse_member(text) for text in plan.ensemble_member]
     with Run.open(plan.workdir) as run:
+        members = [_parse_member(text) for text in plan.ensemble_member] or [dict(each) for each in run.members]
         watched = plan.watch(run)
         config = job.config(run)
         ensemble.member_configs(config, members)  # Before a text is read.

@@ -39,8 +39,6 @@ from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.storage import is_remote
 
-# Bits per byte of the test text: a trained run with and without its memory, beside two general compressors.
-
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     "zlib -9": lambda data: zlib.compress(data, 9),
     "lzma -9": lambda data: lzma.compress(data, preset=9),
@@ -55,7 +53,7 @@ def compare_compressors(
     with_memory: float,
     log: Callable[[str], None] = print,
 ) -> dict[str, float]:
-    """Returns bits per byte by name, of the compressors and of the model.
+    """Returns bits per byte of the test text by name: of the compressors, and of the model with and without memory.
 
     Args:
       config: of the trained run, on bytes.

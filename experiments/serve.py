@@ -73,10 +73,8 @@ def run(plan: Plan, job: cli.Job) -> int:
         waiting=plan.max_waiting,
         seconds=plan.request_seconds,
     )
-    engine, settings = (
-        _engine(plan, limits),
-        Settings(os.path.basename(plan.model), _hosts(plan, LOOPBACK), keys, limits),
-    )
+    engine = _engine(plan, limits)
+    settings = Settings(os.path.basename(plan.model), _hosts(plan, LOOPBACK), keys, limits)
 
     class Server(uvicorn.Server):
         """A server that cuts off what has not ended some time after a signal."""

@@ -81,7 +81,7 @@ def own_nats(model, text, context=""):
 
 
 def greedy(model, prompt, length):
-    """The likeliest tokens after a prompt, as text; of bytes they need not be any."""
+    """The text of the likeliest tokens after a prompt, in a vocabulary whose tokens always decode to text."""
     ids = list(model.encode(prompt))
     for _ in range(length):
         logprobs, _ = model.log_probabilities(np.array([ids]), model.init_memory(1))

@@ -286,7 +286,7 @@ def test_the_stop_string_that_is_complete_first_counts():
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (lambda model: model.score([[0, 13]]), r"0 to 13.*0 to 12"),
+        (lambda model: model.score([[0, 13]]), r"token id 13 is .* 0 to 12"),
         (lambda model: model.score([[0.5, 1.0]]), "float64"),
         (lambda model: model.score_stream("abc"), "'abc'"),
         (lambda model: model.score(["ab"], batch_size=0), "batch_size is 0"),

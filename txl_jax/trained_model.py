@@ -12,7 +12,7 @@ import numpy as np
 from txl_jax.config import ExperimentConfig, GenerateConfig
 from txl_jax.data import ready_ids
 from txl_jax.data.ready_ids import Document, Token, refuse_single_text
-from txl_jax.data.vocabulary import Vocabulary
+from txl_jax.data.vocabulary import Vocabulary, check_ids
 from txl_jax.errors import UserError
 from txl_jax.inference.batch_generator import BatchGenerator
 from txl_jax.inference.forward import for_single_tokens
@@ -311,7 +311,7 @@ class LanguageModel:
           UserError: If the vocabulary lacks a token id, or the memory has another batch size.
         """
         ids = np.asarray(tokens)
-        ready_ids.check_range(self.vocabulary, ids)
+        check_ids(ids, self.vocabulary.size)
         return self._log_probabilities(self.params, ids.astype(np.int32), memory)
 
     @functools.cached_property

@@ -9,7 +9,6 @@ not depend on how much was read. The program measures both over a document of a 
 Then it shows what the memory is for. The first word of a document names one of 8 topics; all other words are drawn
 without regard to it. The model is trained to name the topic at each word. A linear probe, fitted on the embeddings of
 some documents, is asked for the topic of other documents, from one passage of each. If the model reads each passage
-from pathlib import Path
 from an empty memory, the probe is right in 1 of 8 documents at best, in all passages but the first. N layers with a
 memory of M tokens reach N * M tokens back, and no further.
 
@@ -20,11 +19,12 @@ With a trained language model it writes the embeddings of a text, float32 [passa
 
 import dataclasses
 import functools
+import os
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +36,7 @@ import txl_jax
 from txl_jax import CompatConfig, ModelConfig, NormPlace, cli
 from txl_jax.cli import setting
 from txl_jax.paper import plots
-from txl_jax.runtime.storage import as_path, write_json
+from txl_jax.runtime.storage import as_path, exists, is_dir, is_remote, local_copy, make_folder, upload, write_json
 
 CONFIG = ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64, init_std=0.1, layer_norm=NormPlace.PRE)
 TOPICS, WORDS = 8, 24  # The first ids are the topics' names, the others words of any document.
@@ -226,19 +226,22 @@ def embed_file(workdir: str, file: str, out: str) -> int:
     Raises:
       UserError: there is no such file, or `workdir` has no trained model.
     """
-    if not Path(file).is_file():
+    if is_dir(file) or not exists(file):
         raise txl_jax.UserError(f"--file is {file}, which is no file; give a text")
     model = txl_jax.load(workdir)
     lengths: dict[str, Any] = {"clamp_len": model.config.eval.clamp_len, "same_length": model.config.eval.same_length}
     read = model.components.jit(functools.partial(read_passage, model.components.model, **lengths))
-    folder, count = Path(as_path(out)), 0
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "embeddings.f32"
-    with open(file, "rb") as lines, path.open("wb") as written:
-        embeddings = stream(functools.partial(read, model.params), model.init_memory(1), map(model.encode, lines))
-        for embedding in embeddings:
-            count += 1
-            written.write(embedding.astype(np.float32).tobytes())
+    make_folder(as_path(out))
+    path, count = os.path.join(as_path(out), "embeddings.f32"), 0
+    with open(local_copy(file, model), "rb") as lines, tempfile.TemporaryDirectory() as temporary:
+        local = os.path.join(temporary, "embeddings.f32") if is_remote(path) else path
+        with open(local, "wb") as written:
+            embeddings = stream(functools.partial(read, model.params), model.init_memory(1), map(model.encode, lines))
+            for embedding in embeddings:
+                count += 1
+                written.write(embedding.astype(np.float32).tobytes())
+        if is_remote(path):
+            upload(local, path)
     print(f"{count:,} passages of {PASSAGE} tokens, float32 [{count}, {model.config.model.d_model}], in {path}")
     return count
 
@@ -278,13 +281,13 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 def _write(out: str, stream_records: list[dict[str, float]], shares: dict[str, np.ndarray]) -> None:
     """Writes results.json and reach.png, and prints the shares by distance of a passage to the topic's name."""
-    folder = Path(as_path(out))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = as_path(out)
+    make_folder(folder)
     points = {
         name: {PASSAGE * number: round(float(value), 3) for number, value in enumerate(share)}
         for name, share in shares.items()
     }
-    write_json(folder / "results.json", {"stream": stream_records, "right": points})
+    write_json(os.path.join(folder, "results.json"), {"stream": stream_records, "right": points})
     reach = CONFIG.n_layer * MEM_LEN
     print(f"\nshare of right topics by distance in tokens (chance {1 / TOPICS}; N * M = {reach:,})")
     for name, values in points.items():
@@ -292,8 +295,9 @@ def _write(out: str, stream_records: list[dict[str, float]], shares: dict[str, n
     if plots.can_draw():
         title = f"Topic found from a passage ({CONFIG.n_layer} layers, memory {MEM_LEN}: reach {reach:,} tokens)"
         xlabel, ylabel = "tokens from the topic's name to the passage", "share of right topics"
-        plots.curves(points, folder / "reach.png", title=title, xlabel=xlabel, ylabel=ylabel)
-        print(f"picture {folder / 'reach.png'}")
+        picture = os.path.join(folder, "reach.png")
+        plots.curves(points, picture, title=title, xlabel=xlabel, ylabel=ylabel)
+        print(f"picture {picture}")
 
 
 if __name__ == "__main__":

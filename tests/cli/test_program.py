@@ -61,7 +61,7 @@ def test_a_plan_has_absolute_paths_and_the_job_what_was_typed(start, tmp_path, m
     assert job.places == {"from": "", "member": "", "lengths": "mine.flags, line 1: "}
 
 
-def test_the_config_is_the_flags_over_the_defaults(start, tmp_path):
+def test_the_config_is_the_flags_over_the_defaults(start):
     defaults, found = config_tree.replace(ExperimentConfig(), {"eval.mem_len": 7}), []
     note = lambda plan, job: found.append((job.config(), job.config_of_flagfile("wt103_base")))  # noqa: E731
     assert start("--from=x", "--model.n_layer=2", run=note, config=defaults)[0] == 0
@@ -204,7 +204,7 @@ def having(error, **attributes):
     ],
 )
 def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, error, lost):
-    assert not hosts.lost_another(error), "alone there is none to lose"
+    assert not hosts.lost_another(error), "a process by itself has no other to lose"
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: False)
     assert (exit_code_for(error) == hosts.LOST == 75) is lost
@@ -309,7 +309,7 @@ def test_a_damaged_entry_costs_a_warning(tmp_path):
 
 @pytest.fixture
 def kept_in(monkeypatch):
-    """Keeps this process's own cache; returns the folder that `keep_compiled` sets, None: none."""
+    """Keeps this process's own cache; returns the folder that `keep_compiled` sets, or None."""
 
     def kept_in(*arguments, already=None, processes=1, **more):
         found = {"jax_compilation_cache_dir": None}

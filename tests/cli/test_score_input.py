@@ -26,7 +26,9 @@ def workdir(tmp_path_factory):
 def start(*flags, **pipes):
     command = programs.command("experiments.text", "--mode=score", *flags)
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **pipes)
+    pipes |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # Without a buffer, from which `communicate` would not take what `readline` had read ahead.
+    return subprocess.Popen(command, cwd=ROOT, env=environment, bufsize=0, **pipes)
 
 
 def test_lines_of_standard_input_are_scored_up_to_a_mistake(workdir):

@@ -121,7 +121,7 @@ def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
 
 # Names of folders on users' disks. A name that changes means that everyone's texts are encoded again (and published
 # corpora prepared again), and that the old copies stay behind unread. Change a name here only together with
-# `store.VERSION` or `PublishedText.VERSION`, because the same text now gives other ids or other records.
+# `token_store.VERSION` or `PublishedText.VERSION`, because the same text now gives other ids or other records.
 OWN_TEXT = {"byte": "text-4747fc6c9b5d0b33", "char": "text-696bb075fb89086c", "word": "text-0174f7f569583f44"}
 PENN_TREEBANK = ["ptb-e45c1446c44263b6", "tfds/txl_ptb/1.0.0"]
 PENN_TREEBANK_DIGEST = "9cea65498fdb6345a4cf7306b661a9c5863765a365ac91f88de7fac76ccfd8bd"

@@ -223,7 +223,7 @@ def test_ids_are_those_of_this_version(tmp_path):
             str([*(ids.tolist() for ids in tokens.splits.values()), np.array(tokens.sentences).tolist()]).encode()
         )
     message = (
-        "the same text gives other tokens than before; if that is meant, raise store.VERSION and add its digest here"
+        "the same text gives other tokens than before; if that is meant, raise token_store.VERSION and add its digest"
     )
     assert found.hexdigest()[:16] == GOLDEN[token_store.VERSION], message
 

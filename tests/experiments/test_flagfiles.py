@@ -1,6 +1,6 @@
 """Tests that every flagfile is the preset of its name, and builds a model of the published size.
 
-    python -m tests.experiments.test_flagfiles     # writes the presets anew
+    PYTHONPATH=.:tests python -m tests.experiments.test_flagfiles     # writes the presets again
 
 A preset that changes means that a published configuration changed, or that a default did.
 """
@@ -23,7 +23,7 @@ from txl_jax.runs.build import build
 from txl_jax.segments import Segments
 from txl_jax.training.step import make_train_step
 
-GOLDEN_DIR = ROOT / "txl_jax" / "presets"
+PRESETS = ROOT / "txl_jax" / "presets"
 
 ENWIK8, TEXT8, WT103, LM1B, PTB = 204, 27, 267_735, 793_470, 10_000  # Vocabularies; enwik8's without newlines.
 
@@ -93,7 +93,7 @@ def test_every_flagfile_is_in_the_table_and_has_a_preset():
 @pytest.mark.parametrize("name", FLAGFILES)
 def test_a_flagfile_is_its_preset(name):
     parts(name).config.validate()
-    assert golden_text(name) == (GOLDEN_DIR / f"{name}.json").read_text()
+    assert golden_text(name) == (PRESETS / f"{name}.json").read_text()
     assert txl_jax.preset(name) == resolved(name)
     assert f'txl_jax.preset("{name}")' in (flag_tree.FLAGFILE_DIR / f"{name}.flags").read_text().splitlines()[0]
 
@@ -135,6 +135,6 @@ def kind(array):
 
 
 if __name__ == "__main__":
-    GOLDEN_DIR.mkdir(exist_ok=True)
+    PRESETS.mkdir(exist_ok=True)
     for flagfile in FLAGFILES:
-        (GOLDEN_DIR / f"{flagfile}.json").write_text(golden_text(flagfile))
+        (PRESETS / f"{flagfile}.json").write_text(golden_text(flagfile))

@@ -1,20 +1,19 @@
 """Tests flags that are given URLs and must be folders of this machine."""
 
-import functools
-
 import pytest
 
 from support import programs
 
-needs_gcsfs = functools.partial(pytest.param, marks=pytest.mark.full)
+GCS = pytest.mark.full  # Without gcsfs, the error is that it is not installed.
+TASK = ["--model_path=m", "--tasks=t"]
 
 
 @pytest.mark.parametrize(
     ("program", "words", "named"),
     [
-        needs_gcsfs("quickstart", ["--workdir=gs://bucket/run"], "gs://bucket/run, and the quick start"),
-        needs_gcsfs("lm_eval", ["--model_path=m", "--tasks=t", "--include_path=gs://b"], "--include_path is gs://b"),
-        ("lm_eval", ["--model_path=m", "--tasks=t", "--output=ftp://host/out.json"], "ftp://host/out.json"),
+        pytest.param("quickstart", ["--workdir=gs://bucket/run"], "gs://bucket/run, and the quick start", marks=GCS),
+        pytest.param("lm_eval", [*TASK, "--include_path=gs://bucket"], "--include_path is gs://bucket", marks=GCS),
+        ("lm_eval", [*TASK, "--output=ftp://host/out.json"], "ftp://host/out.json"),
         ("paper.ablation", ["--out=ftp://host/out"], "ftp://host/out"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests of the functions for `jax.export`: their scores and draws; `jobs/test_export_model.py` has the files."""
+"""Tests of the functions for `jax.export`: their scores and draws; `runs/test_export_model.py` has the files."""
 
 import jax
 import numpy as np

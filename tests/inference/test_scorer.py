@@ -1,4 +1,4 @@
-"""Tests of what evaluation asks of a model, where the jobs' tests do not reach: a temperature, with biases."""
+"""Tests of what evaluation asks of a model and tests of runs do not reach: a temperature, with biases."""
 
 import dataclasses
 

@@ -42,7 +42,7 @@ def test_each_process_gets_the_addresses_of_the_others():
 
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "expected", "reported"), [("exit 7", 7, "7"), ("kill -9 $$", 137, "SIGKILL")])
-def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, expected, reported, monkeypatch):
+def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, expected, reported):
     script = f'trap "" TERM; test $JAX_PROCESS_ID = 1 && {how}; sleep 50'
     waits = "local._SECONDS_TO_NOTICE = local._SECONDS_AFTER_SIGTERM = 0.3"
     starter = f"from launch import local; {waits}; local.main()"
@@ -58,7 +58,7 @@ def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, e
 @pytest.mark.parametrize(
     ("codes", "expected"), [((1, -9), 137), ((75, 1), 1), ((-6, 1), 1), ((-6, -9), 137), ((75, 0), 75), ((0, 0), 0)]
 )
-def test_of_several_that_are_dead_at_once_the_first_cause_is_reported(codes, expected, monkeypatch):
+def test_of_several_that_are_dead_at_once_the_first_cause_is_reported(codes, expected):
     """Killed by a signal, a mistake, and then what comes of losing another."""
 
     class Dead:

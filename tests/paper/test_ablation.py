@@ -99,7 +99,8 @@ def test_a_stopped_job_goes_on(base, tmp_path):
     # Once more while lengths are scored: the one that was done stays.
     with pytest.raises(Interrupted):
         run(base, plan, tmp_path, stop_requested=lambda: any(map(SCORED.search, logged)), log=logged.append)
-    assert list(json.loads(tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json".read_text())["scores"]) == ["4"]
+    scored = json.loads((tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json").read_text())["scores"]
+    assert list(scored) == ["4"]
     found = run(base, plan, tmp_path, log=logged.append)
     assert len(list(filter(SCORED.search, logged))) == 2, "each row once"
     logged.clear()

@@ -140,7 +140,7 @@ def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(both, stop
     assert runs.train(CONFIG, corpus, stopped).finished
     assert losses(stopped) == losses(both["whole"])
     assert recorded(stopped) == recorded(both["whole"]) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
-    logged = [line for line in (Path(stopped.path, "log.txt")).read_text().splitlines() if "attention training" in line]
+    logged = [line for line in Path(stopped.path, "log.txt").read_text().splitlines() if "attention training" in line]
     assert ["as the run was begun" in line for line in logged] == [False, True]
 
 
@@ -166,6 +166,10 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
     assert start_again(stopped, CONFIG, corpus) == []
     components = weights.build_trained(CONFIG, Run.read(stopped.path), log=pytest.fail)
     assert str(components.model.attention.cached) == "reference"
+    rewrite(stopped, {"training": "reference", "evaluation": "tiled 4x8"})
+    lines = []
+    weights.build_trained(CONFIG, Run.read(stopped.path), log=lines.append)
+    assert len(lines) == 1 and "evaluation was tiled 4x8 and is now reference (" in lines[0]
 
 
 @pytest.mark.full

@@ -51,7 +51,7 @@ def test_a_finished_run_is_scored_again_at_other_lengths(finished, config, corpu
 @pytest.mark.full
 def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus, capsys):
     workdir, _ = finished
-    (Path(workdir.path, "results.json")).unlink()
+    Path(workdir.path, "results.json").unlink()
     for path in Path(workdir.best).rglob("*"):
         if path.is_file() and path.name != "digests.json":
             path.write_bytes(path.read_bytes()[:-1] + b"#")
@@ -63,16 +63,16 @@ def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus,
 
 def test_other_settings_in_a_used_workdir_are_refused_by_name(finished, config, corpus):
     workdir, _ = finished
-    before = (Path(workdir.path, "config.json")).read_bytes()
+    before = Path(workdir.path, "config.json").read_bytes()
     other = config_tree.replace(config, {"model.n_layer": 3, "optimizer.learning_rate": 0.02, "train.log_every": 2})
     with pytest.raises(UserError, match="--model") as error:
         runs.train(other, corpus, workdir)
     assert "--model.n_layer" in str(error.value) and "--optimizer.learning_rate" in str(error.value)
     assert "log_every" not in str(error.value)  # It does not touch the training.
-    assert (Path(workdir.path, "config.json")).read_bytes() == before
+    assert Path(workdir.path, "config.json").read_bytes() == before
 
 
-def test_evaluation_and_generation_use_the_best_parameters(finished, config, corpus, capsys):
+def test_evaluation_and_generation_use_the_best_parameters(finished, config, corpus):
     workdir, outcome = finished
     scored = score.evaluate_splits(config, corpus, workdir)
     assert scored["test"] == {k: v for k, v in outcome.results["test"].items() if k != "step"}
@@ -81,7 +81,7 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
     first = runs.generate_text(longer, workdir)
     assert [len(text) for text in first] == [30, 30] and first[0] != first[1]
     assert runs.generate_text(longer, workdir) == first
-    assert (Path(workdir.path, "sample-seed0.txt")).read_bytes().startswith(b"one " + first[0])
+    assert Path(workdir.path, "sample-seed0.txt").read_bytes().startswith(b"one " + first[0])
 
 
 def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config, corpus):

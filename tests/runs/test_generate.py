@@ -63,7 +63,7 @@ def test_each_sample_ends_with_its_first_stop_token(run, whole):
     assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), "blocks go on for the others"
     assert written.startswith(texts[0] + "\n"), "the first sample is streamed up to there"
     assert any(re.search(rf"\b{LENGTH}\b", line) for line in logged)
-    saved = (Path(run[2].path, "sample-seed4.txt")).read_text()
+    saved = Path(run[2].path, "sample-seed4.txt").read_text()
     assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
 
 

@@ -43,7 +43,7 @@ def weights(config, corpus, workdir):
 def test_a_run_leaves_results_metrics_and_checkpoints(finished, config, corpus):
     workdir, outcome = finished
     assert outcome.finished and outcome.step == STEPS
-    assert json.loads((Path(workdir.path, "results.json")).read_text()) == outcome.results
+    assert json.loads(Path(workdir.path, "results.json").read_text()) == outcome.results
     assert outcome.results["test"]["tokens"] == len(corpus.test) - 1
     records = read_metrics(workdir.path)
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(4, STEPS + 1, 4))
@@ -145,7 +145,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corp
     steps = sorted(os.listdir(workdir.latest))
     # The same run, but with a rate that blows up; the workdir records that it was started so.
     wild = config_tree.replace(config, {"optimizer.learning_rate": 1e30})
-    (Path(workdir.path) / "config.json").unlink()
+    Path(workdir.path, "config.json").unlink()
     runs.record(workdir.path, wild, corpus)
     with pytest.raises(NonFiniteError) as error:
         runs.train(wild, corpus, workdir)

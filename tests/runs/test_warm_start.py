@@ -24,6 +24,7 @@ from txl_jax.runs import warm_start
 from txl_jax.runs.build import build
 from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run, TextInfo
+from txl_jax.runtime import distributed
 from txl_jax.training.loop import Hook
 
 PROGRAM = ROOT / "tests" / "support" / "warm_start_on_eight_devices.py"
@@ -140,6 +141,28 @@ def test_a_kept_vocabulary_reads_the_text_in_its_words(folder, tmp_path):
     other = config_tree.replace(config, {"data.tokenizer.lower_case": True})
     with pytest.raises(UserError, match=r"data\.tokenizer\.lower_case is True and there False"):
         warm_start.read_corpus(other, Run(tmp_path / "new"), "nowhere", str(folder))
+
+
+def test_no_collective_is_within_another(folder, tmp_path, monkeypatch):
+    """A process that failed before the inner one would leave the others waiting in it."""
+    old, new = words(folder)
+    trained(folder, tmp_path / "old", old)
+    inside = []
+
+    def collective(act):
+        assert not inside
+        inside.append(act)
+        try:
+            return act()
+        finally:
+            inside.pop()
+
+    for name in ("run_on_all", "broadcast_from_primary"):
+        monkeypatch.setattr(distributed, name, collective)
+    config = config_tree.replace(new, {"init_from": str(tmp_path / "old"), "init_vocabulary": InitVocabulary.KEPT})
+    corpus = warm_start.read_corpus(config, Run(tmp_path / "new"), "nowhere", str(folder))
+    components = build(config, vocab_size=corpus.vocabulary.size)
+    assert warm_start.load(components, corpus.vocabulary, Run(tmp_path / "new")) is not None
 
 
 @pytest.mark.full

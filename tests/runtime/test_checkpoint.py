@@ -347,6 +347,17 @@ def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):
     assert (tmp_path / "latest").read_text() == "a file"
 
 
+def test_directory_that_may_not_be_read(two_steps, open_checkpoints, monkeypatch):
+    def denied(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("txl_jax.runtime.storage.names", denied)
+    with open_checkpoints() as checkpoints:
+        for act in (checkpoints.sweep, checkpoints.latest_step):
+            with pytest.raises(CheckpointError, match=rf"{two_steps}\b.*\bPermission denied\b"):
+                act()
+
+
 def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(open_checkpoints, lines, monkeypatch):
     monkeypatch.setattr("txl_jax.runtime.storage.sha256", no_space)
     with pytest.raises(KeyboardInterrupt), open_checkpoints() as checkpoints:  # noqa: PT012

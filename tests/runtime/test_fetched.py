@@ -25,6 +25,8 @@ def test_patterns_and_lists(bucket, tmp_path):
     valid = str(bucket / "valid.dat")
     corpus = read("data", tmp_path, train=(str(bucket / "*.txt"),), valid=(valid,), test=(valid,))
     assert bytes(corpus.vocabulary.decode(corpus.train[:5])) == b"a.txt" and corpus.train.size == 1000
+    with pytest.raises(UserError, match=r"cannot read .*\*\.txt"):  # One file, so it is a name and not a pattern.
+        read("data", tmp_path, file=str(bucket / "*.txt"))
     with pytest.raises(UserError, match="no object matches"):
         read("data", tmp_path, train=(str(bucket / "*.no"),), valid=(valid,), test=(valid,))
 

@@ -172,20 +172,21 @@ def test_the_tries_have_an_end(bucket, storage):
         assert refused.value.errno == errno.EIO and storage.errors >= 6
 
 
-def test_a_lock_keeps_others_out_until_it_is_released(tmp_path):
-    lines, entered = [], threading.Event()
+def test_a_lock_keeps_others_out_until_it_is_released(tmp_path, capsys):
+    entered = threading.Event()
 
     def enter():
-        with files.locked(tmp_path / "lock", log=lines.append):
+        with files.locked(tmp_path / "lock"):
             entered.set()
 
     other = threading.Thread(target=enter)
-    with files.locked(tmp_path / "lock", log=lines.append):
+    with files.locked(tmp_path / "lock"):
         other.start()
         assert not entered.wait(0.2)
     assert entered.wait(10)
     other.join()
-    assert len(lines) == 1 and str(tmp_path / "lock") in lines[0], "only the one that waits logs a line"
+    [line] = capsys.readouterr().out.splitlines()
+    assert str(tmp_path / "lock") in line, "only the one that waits prints a line"
 
 
 def test_an_error_of_writing_names_what_the_folder_and_the_flag(tmp_path):

@@ -1,4 +1,4 @@
-"""Tests the program as a process: start, requests, SIGTERM, kill -9 while sessions are written, refusals."""
+"""Tests the program as a process: start, requests, SIGTERM, refusals."""
 
 import os
 import signal

@@ -9,7 +9,7 @@ ROOT = "/computeMetadata/v1/instance/"
 
 
 class MetadataServer:
-    """Values by key; `values[key] = ...` within `changing()` wakes up those who wait.
+    """Values by key; `change` wakes up those who wait.
 
     Attributes:
       host: host:port, for GCE_METADATA_HOST.
@@ -40,6 +40,9 @@ class MetadataServer:
         return self
 
     def __exit__(self, *unused):
+        with self._changed:
+            self.values.clear()  # A thread that waits is answered 404 and ends; the port may be another test's next.
+            self._changed.notify_all()
         self._server.shutdown()
         self._server.server_close()
 

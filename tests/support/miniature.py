@@ -18,8 +18,8 @@ R13 = "1-billion-word-language-modeling-benchmark-r13output"
 CUTS = {"train": 200_001, "valid": 70_000, "test": 30_007}  # No multiples of a record.
 _SHIPPED = dict(published.CORPORA)
 NAMES = tuple(_SHIPPED)
-# The first source that is one file, an archive or the text itself, or that is several archives. A corpus without one
-# gets an archive of its own.
+# The first source that is one file (an archive or the text itself) or several archives. A corpus with neither gets an
+# archive of its own.
 _SOURCES = {
     name: next(
         (each for each in row.sources if len(each) == 1 or each[0].is_archive), (Remote(f"{NOWHERE}{name}.zip"),)

@@ -12,7 +12,7 @@ import pytest
 
 from support import tiny_model
 from txl_jax.serving.engine import Engine, Job
-from txl_jax.serving.requests import Choice, Event, Limits, RequestError, joined_scores
+from txl_jax.serving.requests import Choice, Event, Limits, RequestError
 from txl_jax.serving.row_step import Scores, Step
 from txl_jax.serving.sessions import Session, SessionStore
 from txl_jax.trained_model import LanguageModel
@@ -78,7 +78,8 @@ class Result:
 
     def scores(self, *, prompt: bool = False) -> Scores:
         """The scores of `tokens`; of a prompt's without the first that follows nothing."""
-        return joined_scores([each.scores for each in self.pieces if each.is_prompt is prompt and each.scores])
+        parts = [each.scores for each in self.pieces if each.is_prompt is prompt and each.scores]
+        return Scores(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
 def submit(made: Engine, choice: Choice, session: Session | None = None, *, seconds=SECONDS) -> tuple[Job, Result]:

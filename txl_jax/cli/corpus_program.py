@@ -1,9 +1,11 @@
 """The program of a corpus: training, and with --mode the scores and texts of a trained run.
 
-DEFAULTS = ExperimentConfig(data=default_data(CorpusName.ENWIK8))
+The module of a corpus has its defaults and one call:
 
-if __name__ == "__main__":
-cli.train_main(DEFAULTS)
+    DEFAULTS = ExperimentConfig(data=default_data(CorpusName.ENWIK8))
+
+    if __name__ == "__main__":
+        cli.train_main(DEFAULTS)
 """
 
 import contextlib
@@ -52,7 +54,7 @@ class WatchPlan(Plan):
         """Returns the arguments of a training job that these settings give: `sinks` and `profile_steps`.
 
         Raises:
-          UserError: profile_steps is no pair of numbers, or wandb is not installed.
+          UserError: If profile_steps is not a pair of numbers, or wandb is not installed.
         """
         if len(self.profile_steps) not in (0, 2):
             raise UserError(
@@ -86,8 +88,8 @@ def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types
     """Runs a corpus's program, the whole of `python -m experiments.NAME`, and exits.
 
     Args:
-      defaults: the config that the flags change.
-      aliases: short names of flags, to their full names.
+      defaults: The config that the flags change.
+      aliases: Short names of flags, and their full names.
     """
     main(_run, TrainPlan, config=defaults, groups=None, hosts="join", aliases=aliases)
 
@@ -99,7 +101,7 @@ def _run(plan: TrainPlan, job: Job) -> int | None:
         raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
     if plan.input is not None:
         return _score_input(plan, job, workdir)
-    if distributed.run_on_all(lambda: is_portable(workdir)):
+    if distributed.broadcast_from_primary(lambda: is_portable(workdir)):
         raise UserError(
             f"{workdir} is a portable folder and --mode={plan.mode} reads a run; give --mode=score with --input, "
             "begin a run with --init_from, or use experiments.serve or txl_jax.load"
@@ -127,7 +129,7 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
         )
     with Run.open(plan.workdir or _default_workdir(job)) as run:
         watched = plan.watch(run)
-        config = distributed.run_on_all(lambda: job.config(run))
+        config = job.config(run)
         check_program(job.defaults, config)
         run.compare(config)  # Before a text is read, which may take minutes.
         corpus = job.corpus(config, run)

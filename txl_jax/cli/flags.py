@@ -109,9 +109,9 @@ class Parsed(NamedTuple):
     """A command line.
 
     Attributes:
-      words: those that are no flags.
-      places: of each flag that was given: "" for the command line, else "FILE, line N: ".
-      flagfile: the name of the last flagfile, without folder and ending; None: there was none.
+      words: The words that are not flags.
+      places: Where each flag was set: "" for the command line, else "FILE, line N: ".
+      flagfile: The name of the last flagfile, without directory and suffix, or None if there was no flagfile.
     """
 
     words: list[str]
@@ -123,8 +123,8 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, *, t
     """Parses a command line.
 
     Raises:
-      UserError: an unknown flag (with the nearest names), a value of the wrong kind, a word that is no
-        flag, or a flagfile that does not exist (with the names of all).
+      UserError: If a flag is unknown (with the nearest names), a value has the wrong kind, a word is not a flag, or a
+        flagfile does not exist (with all names).
     """
     program, *typed = argv
     words = list(_expanded(map(_Word, typed)))
@@ -206,7 +206,7 @@ def _where(words: Sequence[_Word], name: str, flag_values: flags.FlagValues) -> 
 
 
 def _in_plain_words(message: str) -> str:
-    """Returns absl's message about a value, without Python's words for a text that is no number."""
+    """Returns absl's message about a value, without Python's words for a text that is not a number."""
     message = re.sub(r"invalid literal for int\(\).*", "give a whole number", message)
     return re.sub(r"could not convert string to float.*", "give a number", message)
 
@@ -217,7 +217,7 @@ def _flagfile_path(name: str) -> Path | None:
 
 
 def _preset_words(name: str, where: str) -> Iterator[_Word]:
-    """Yields the settings of a preset as flags; raises `UserError`, with all names, if there is none of this name."""
+    """Yields the settings of a preset as flags; raises `UserError`, with all names, if the name is unknown."""
     if name not in (known := config_tree.preset_names()):
         raise UserError(
             f"{where}there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"

@@ -23,7 +23,7 @@ _FIRST_OF = {"init_vocabulary": "train", "init_from": "train", "seed": "train", 
 def print_help(
     groups: Collection[str] | None, flag_values: flags.FlagValues, *, note: str, required: Collection[str]
 ) -> None:
-    """Prints the docstring of the program and its flags; the arguments are those of `help_text`."""
+    """Prints the docstring of the program and its flags; the arguments are as for `help_text`."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
     by_module = flag_values.flags_by_module_dict().items()
@@ -49,11 +49,11 @@ def help_text(
     """Formats the flags of a program with their defaults, as wide as the terminal, 80 to 120 columns.
 
     Args:
-      own: names of the flags that the project defines, in order.
-      groups: groups of settings that are shown, such as "model" and "model.dropout"; None: all.
-      flag_values: the flags.
-      note: a line above the groups.
-      required: names of flags that have no default which the program would use.
+      own: Names of the flags that the project defines, in order.
+      groups: Groups of settings to show, such as "model" and "model.dropout", or None for all.
+      flag_values: The flags.
+      note: A line above the groups.
+      required: Names of the flags whose default the program would not use.
     """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     found = _by_group(own, flag_values)

@@ -2,7 +2,7 @@
 
     @dataclasses.dataclass(frozen=True)
     class Plan(cli.TrainedRun):
-        count: int = setting("Passages.", 3, at_least=1)
+        count: int = setting(3, "Passages.", at_least=1)
 
     def run(plan: Plan, job: cli.Job) -> None:
         trained = Run.read(plan.workdir, member=plan.ensemble_member)
@@ -104,21 +104,21 @@ class TrainedRun(TextPlan):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTypes(Plan):
-    """The types in which a trained model's weights and KV caches are held: those of quantization."""
+    """The dtypes of a trained model's weights and KV caches, for quantization."""
 
     weight_dtype: WeightDType | None = setting(None, "Quantized type of the weights, in place of the saved one.")
     cache_dtype: CacheDType | None = setting(None, "Type of KV caches, in place of the saved one.")
 
 
 class Job:
-    """What a command line gave beside the plan.
+    """What a command line says besides the plan.
 
     Attributes:
-      words: its words that are no flags.
-      places: of each flag that was given: "" for the command line, else the flagfile and the line.
-      flagfile: the name of the last flagfile; None: there was none.
-      defaults: the config that the flags change.
-      stop: a request to stop, by a signal or a notice; `with job.stop:` begins to wait for it.
+      words: Its words that are not flags.
+      places: Where each flag was set: "" for the command line, else the flagfile and the line.
+      flagfile: The name of the last flagfile, or None if there was no flagfile.
+      defaults: The config that the flags change.
+      stop: A request to stop, by a signal or a notice. `with job.stop:` begins to wait for it.
     """
 
     def __init__(self, plan: Any, defaults: ExperimentConfig, parsed: flag_tree.Parsed, *, by_corpus: bool):
@@ -128,24 +128,29 @@ class Job:
         self._plan = plan
 
     def config(self, run: Run | None = None) -> ExperimentConfig:
-        """Returns the flags over the defaults.
+        """Returns the flags over the defaults; all processes call it.
 
         Args:
-          run: that is to be trained: its record takes the place of the defaults, if it has one; else, with `init_from`,
-            the settings of the model that the run begins with take the place of theirs.
+          run: The run to train, if any. If it is recorded, its record replaces the defaults. Otherwise, with
+            `init_from`, the settings of the model that it begins with replace the same defaults.
 
         Raises:
-          UserError: settings that cannot go together, or that describe another model than the weights.
+          UserError: If settings cannot go together, or describe another model than the weights.
         """
         if run is not None and not run.is_new:
-            return _config(_without_old_files(run.config))
-        config = _config(self.defaults)
+            recorded = run.config
+            return distributed.run_on_all(lambda: _config(_without_old_files(recorded)))
+        config = distributed.run_on_all(lambda: _config(self.defaults))
         if run is None or config.init_from is None:
             return config
-        trained = warm_start.basis(config.init_from, run)
-        config = _config(warm_start.with_trained_settings(self.defaults, trained, config.init_vocabulary))
-        warm_start.check_model(config, trained.config)
-        return config
+        trained, which = warm_start.basis(config.init_from, run), config.init_vocabulary
+
+        def over_trained() -> ExperimentConfig:
+            changed = _config(warm_start.with_trained_settings(self.defaults, trained, which))
+            warm_start.check_model(changed, trained.config)
+            return changed
+
+        return distributed.run_on_all(over_trained)
 
     def config_of_flagfile(self, name: str) -> ExperimentConfig:
         """Returns the config of another flagfile, of its corpus, changed by the settings on this command line."""
@@ -159,34 +164,38 @@ class Job:
         """Returns the settings of a trained model and the flags over them, so that no flagfile is needed.
 
         Raises:
-          UserError: the flags would change the model or its tokens.
+          UserError: If the flags would change the model or its tokens.
         """
-        config = distributed.run_on_all(lambda: _config(_without_old_files(trained.config)))
-        refused = [
-            config_tree.describe_change(leaf, old, new)
-            for leaf, old, new in config_tree.differences(trained.config, config)
-            if (leaf.name.startswith(("model.", "compat.")) and not leaf.setting.free_on_resume)
-            or leaf.setting.shapes_tokens
-        ]
-        if refused:
-            raise UserError(
-                f"the run in {trained.path} was trained with another model or other tokens: {'; '.join(refused)}; "
-                "leave these flags out"
-            )
-        return config
+
+        def over_trained() -> ExperimentConfig:
+            config = _config(_without_old_files(trained.config))
+            refused = [
+                config_tree.describe_change(leaf, old, new)
+                for leaf, old, new in config_tree.differences(trained.config, config)
+                if (leaf.name.startswith(("model.", "compat.")) and not leaf.setting.free_on_resume)
+                or leaf.setting.shapes_tokens
+            ]
+            if refused:
+                raise UserError(
+                    f"the run in {trained.path} was trained with another model or other tokens: {'; '.join(refused)}; "
+                    "leave these flags out"
+                )
+            return config
+
+        return distributed.run_on_all(over_trained)
 
     def corpus(self, config: ExperimentConfig, run: Run | None = None) -> Corpus:
         """Reads the text of a config.
 
         Args:
-          run: a trained run: the text is read in its vocabulary, by default from the folders that it was read from
-            then; or one that is to be trained, with the vocabulary of the model that it begins with.
+          run: A trained run, whose vocabulary is used, and whose folders are the default. Or the run to train, with the
+            vocabulary of the model that it begins with.
         """
         folders = self._plan.data_dir, self._plan.cache_dir
         if run is None:
             return distributed.run_on_all(lambda: read_corpus(config.data, *folders))
         if run.is_open:
-            return distributed.run_on_all(lambda: warm_start.read_corpus(config, run, *folders))
+            return warm_start.read_corpus(config, run, *folders)
         if "data_dir" not in self.places:  # As the run was started, unless this is another machine.
             folders = (run.text.data_dir, self._plan.cache_dir or run.text.cache_dir)
         vocabulary = run.text.vocabulary
@@ -207,15 +216,15 @@ def main(
     """Runs a program, the whole of `python -m experiments.NAME`, and exits.
 
     Args:
-      run: called as `run(plan, job)`; returns the exit code, None: 0, or 128 + the signal's number after one. It may
-        raise `Interrupted`.
-      plan: its settings; each is a flag.
-      config: the config that the flags change; None: there are no such flags.
-      by_corpus: whether its data are those of the program of the corpus that is given.
-      groups: the groups of settings that it reads, for --help; None: all.
-      hosts: of several: "join" them, refuse them ("alone"), or let each run it by itself ("each").
-      takes_words: whether words that are no flags are the program's, and no error.
-      aliases: short names of flags, to their full names.
+      run: Called as `run(plan, job)`. Returns the exit code, or None for 0, or for 128 + the number of the signal that
+        stopped it. It may raise `Interrupted`.
+      plan: The program's settings; each is a flag.
+      config: The config that the flags change, or None if the program has no flags for a config.
+      by_corpus: Whether the defaults of `data` come from the corpus that the flags name.
+      groups: The groups of settings that the program reads, for --help, or None for all.
+      hosts: With several hosts: "join" them, fail ("alone"), or let each run the program by itself ("each").
+      takes_words: Whether words that are not flags are passed to the program, instead of being an error.
+      aliases: Short names of flags, and their full names.
     """
     flag_tree.define_plan(plan)
     if hosts == "join":
@@ -230,7 +239,7 @@ def main(
         made = distributed.run_on_all(lambda: _with_absolute_paths(flag_tree.build_plan(plan)))
         other_hosts.check_same(
             {
-                leaf.name: config_tree.get(made, leaf.name)
+                flag_tree.flag_name(leaf): config_tree.get(made, leaf.name)
                 for leaf in config_tree.leaves(plan)
                 if not leaf.setting.path and leaf.name != "compilation_cache"
             }
@@ -291,7 +300,7 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = other_hosts.a
 
 
 def exit_code_for(error: BaseException) -> int | None:
-    """Prints an error that the user can mend and returns its exit code; None, and nothing printed: a bug."""
+    """Prints an error that the user can mend and returns its exit code; prints nothing and returns None for a bug."""
     match error:
         case KeyboardInterrupt():
             fail("interrupted; what was saved before stays, and the same command resumes from there")
@@ -323,11 +332,11 @@ def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, 
     line. Where the environment names a folder already (JAX_COMPILATION_CACHE_DIR) only `given` changes it.
 
     Args:
-      data_dir: folder of the texts; None: there is none.
-      cache_dir: folder of the prepared text; None: `prepared` in `data_dir`.
-      given: the folder, or "off"; None: `compilation` in the folder of the prepared text, if there is one process.
-        Several share a folder only where the user says so: JAX writes in process 0 alone, and on GPUs the others would
-        wait for its part of the autotuning for ever if they did not see it.
+      data_dir: Directory of the texts, if any.
+      cache_dir: Directory of the prepared text, or None for `prepared` in `data_dir`.
+      given: The directory, or "off", or None for `compilation` in the directory of the prepared text if there is one
+        process. Several processes share a directory only if the user says so: only process 0 writes there, and on GPUs
+        the others would wait forever for its part of the autotuning if they did not see it.
     """
     folder = given
     if given is None and jax.config.values["jax_compilation_cache_dir"] is None and not distributed.is_multiprocess():
@@ -354,9 +363,9 @@ def _processor() -> str:
 
 
 def _unusable(folder: str) -> str | None:
-    """Returns why a folder cannot be written to; None: it can, as far as can be seen. JAX makes it when it is used."""
+    """Returns why a directory cannot be written to, or None if nothing is in the way. JAX makes it when it is used."""
     nearest = Path(folder)
-    while not nearest.exists():
+    while not os.path.exists(nearest):  # False too where a folder above may not be entered.
         nearest = nearest.parent
     if not nearest.is_dir():
         return f"lies below {nearest}, which is a file; give --compilation_cache=PATH, or off"
@@ -371,11 +380,11 @@ def config_of_words(
     """Returns the config that a program would make of a command line.
 
     Args:
-      words: the command line, after the program's name.
-      without: flags of it that are no settings.
+      words: The command line, after the program's name.
+      without: Its flags that are not settings.
 
     Raises:
-      UserError: as the program would.
+      UserError: If the program would.
     """
     values = flags.FlagValues()
     flag_tree.define(defaults, values)
@@ -402,7 +411,7 @@ def _with_absolute_paths(settings: Settings) -> Settings:
     """Returns a config or a plan with absolute paths, so that it means the same in any folder.
 
     Raises:
-      UserError: a URL that nothing here can open.
+      UserError: If no installed package opens a URL.
     """
     leaves = [leaf for leaf in config_tree.leaves(type(settings)) if leaf.setting.path]
     return config_tree.replace(

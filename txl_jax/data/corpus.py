@@ -166,7 +166,7 @@ def make_vocabulary(config: DataConfig, text: Text) -> Vocabulary:
     """
     tokenizer = config.tokenizer
     match tokenizer.kind:
-        case Tokenizer.BYTE if text.closed_alphabet:  # Of all splits, as the original counts.
+        case Tokenizer.BYTE if text.closed_alphabet:  # Counted over all splits, as in the original.
             files = (file for split in SPLITS for file in with_bar(f"counting {split}", text.splits[split]))
             found = {value for file in files for block in file.blocks() for value in distinct(block)}
             return ByteVocabulary.of(bytes(found), tokenizer.newlines)

@@ -19,6 +19,10 @@ import numpy as np
 from txl_jax.errors import UserError
 from txl_jax.segments import Segments
 
+# Maximum number of documents per row that have begun and are not delivered: while a long document is read, the results
+# of the documents after it are kept.
+_LOOKAHEAD = 16
+
 
 class Document(NamedTuple):
     """Inputs and targets of a document, T positions."""
@@ -65,7 +69,6 @@ class DocumentRows:
         segment_len: int,
         segments_per_call: int,
         vectors: tuple[int, np.dtype] | None = None,
-        lookahead: int = 16,
     ):
         """Reads nothing yet.
 
@@ -75,15 +78,13 @@ class DocumentRows:
           segment_len: L.
           segments_per_call: S.
           vectors: Size D and dtype of inputs that are vectors, or None if they are ids.
-          lookahead: Maximum number of documents per row that have begun and are not `delivered`. While a long document
-            is read, the results of the documents after it are kept.
         """
         self._source = source
         self._rows: list[_Row | None] = [None] * batch_size
         self._shape = segments_per_call, batch_size, segment_len
         # Axes of an input beyond [S, B, L], and its dtype.
         self._input = ((), np.dtype(np.int32)) if vectors is None else ((vectors[0],), vectors[1])
-        self._at_most = lookahead * batch_size
+        self._at_most = _LOOKAHEAD * batch_size
         self._begun = 0
         self.delivered = 0  # Documents whose results are no longer kept; set by the caller.
         self.ended = False  # Whether no more documents come.

@@ -186,8 +186,8 @@ def local_config(config: DataConfig, cache: Path) -> DataConfig:
     def local(settings: DataConfig | TokenizerConfig, name: str) -> Any:
         given = getattr(settings, name)
         if isinstance(given, tuple):
-            return tuple(copy for path in given for copy in _copies(path, cache))
-        return given and _copies(given, cache)[0]
+            return tuple(copy for path in given for copy in _copies(path, cache, expand=True))
+        return given and _copies(given, cache, expand=False)[0]
 
     tokenizer = {name: local(config.tokenizer, name) for name in ("vocab_file", "hf_file")}
     files = {name: local(config, name) for name in ("file", *SPLITS)}
@@ -228,14 +228,14 @@ def _names_in(place: str, wanted: Iterable[str]) -> set[str]:
     return found
 
 
-def _copies(path: str, cache: Path) -> list[str]:
-    """Returns the local files of a path or pattern, in the order of their names; a local path as it is."""
+def _copies(path: str, cache: Path, *, expand: bool) -> list[str]:
+    """Returns the local files of a path, or with `expand` of a pattern, in order of name; a local path as it is."""
     if not is_remote(path):
         return [path]
     url = as_path(path)
     try:
         urls = [url]
-        if glob.has_magic(path):
+        if expand and glob.has_magic(path):
             urls = matching(url)
             if not urls:
                 raise UserError(f"no object matches {path}; check the pattern")

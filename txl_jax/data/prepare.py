@@ -1,8 +1,8 @@
 """Published corpora: files are found or downloaded, checked, and kept as records of tensorflow-datasets.
 
 A record is a block of bytes. A split's records in order are its files, in the order in which they could be read.
-(Lines would be the simpler record, but reading a million of them one by one takes seconds.) Beside the records,
-metadata.json has the counts taken on the way:
+(Lines would be the simpler record, but reading a million of them one by one takes seconds.) Next to the records,
+metadata.json stores the counts taken on the way:
 
 sha256   by part: of its file, or of its files' sha256 in order
 files    by split: name, bytes and records of each file, in the order of the records
@@ -356,7 +356,7 @@ def _download(corpus: PublishedCorpus, places: list[Path], answers: dict[Source,
                     raise UserError(f"{remote.url} gave {size:,} bytes and not {remote.size:,}")
             name = paths[source[0].file] if len(source) == 1 else source[0].url.rpartition("/")[0]
             return open_files(name, paths, again={paths[remote.file]: remote.url for remote in source})
-        except NonMatchingChecksumError as error:  # Of several lines, with both checksums.
+        except NonMatchingChecksumError as error:  # Its text has several lines and both checksums.
             sums = re.findall(r"checksum='(\w+)'", str(error))
             gave = f"a file of sha256 {sums[1]} and not {sums[0]}" if len(sums) == 2 else "another file"
             answers[source] = f"{remote.url} gave {gave}"

@@ -63,7 +63,7 @@ class Facts:
     """Known properties of a part's content."""
 
     size: int | None = None  # Bytes.
-    # Of a part that is one file. Optional where tokens are known: other bytes are only noted then.
+    # Only for a part that is one file. Optional where tokens are known: other bytes are only noted then.
     sha256: str | None = None
     lines: int | None = None
     tokens: int | None = None  # Words, as white space separates them, and line ends.
@@ -106,7 +106,7 @@ class PublishedCorpus:
         return made + official
 
     def url_of(self, path: str) -> str:
-        """Returns the URL to name in errors for a file: its own, or those of the first source if none has its name."""
+        """Returns the URL to name in errors for a file: its own, or else the URLs of the first source."""
         urls = [remote.url for source in self.sources for remote in source if remote.file == os.path.basename(path)]
         return urls[0] if urls else " and ".join(remote.url for remote in self.sources[0])
 

@@ -1,4 +1,4 @@
-"""Ready-made token ids: of files, as a text; as tokens without a text; and of documents that callers pass.
+"""Ready-made token ids: files of ids as a text, ids as tokens without a text, and the ids of callers' documents.
 
 Files are .npy arrays of any integer type, or .bin files of plain numbers, like nanoGPT's. They are memory-mapped where
 they are: they are read once for their digest and largest id, and nothing is copied.
@@ -203,17 +203,7 @@ def token_ids(vocabulary: Vocabulary, document: Document) -> np.ndarray:
         raise UserError(
             f"a document is an array of type {ids.dtype} and shape {ids.shape}; give a text, or integer ids [T]"
         )
-    check_range(vocabulary, ids)
-    return ids.astype(np.int32)
-
-
-def check_range(vocabulary: Vocabulary, ids: np.ndarray) -> None:
-    """Raises `UserError` for ids outside the vocabulary."""
-    if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary.size:
-        raise UserError(
-            f"the token ids go from {ids.min()} to {ids.max()} and those of the vocabulary from 0 to "
-            f"{vocabulary.size - 1}"
-        )
+    return check_ids(ids, vocabulary.size).astype(np.int32)
 
 
 def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:

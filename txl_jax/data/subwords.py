@@ -41,7 +41,7 @@ class SubwordVocabulary(Vocabulary):
     content: str = dataclasses.field(repr=False)  # Of the file.
     _kept: set[str] = dataclasses.field(default_factory=set, init=False, repr=False, compare=False)  # Were checked.
 
-    kind: ClassVar[str] = "hf"  # As portable folders have it since 0.2.0.
+    kind: ClassVar[str] = "hf"  # The name in portable folders since 0.2.0.
     measure: ClassVar[Measure] = Measure.PPL
 
     def __post_init__(self) -> None:
@@ -230,7 +230,7 @@ def package() -> ModuleType:
         import tokenizers
     except ImportError as error:
         raise MissingPackageError(
-            "--data.tokenizer.kind=subword needs the package tokenizers; pip install '.[tokenizers]'"
+            "subwords and every tokenizer.json need the package tokenizers; pip install '.[tokenizers]'"
         ) from error
     return tokenizers
 

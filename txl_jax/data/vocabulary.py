@@ -108,7 +108,7 @@ def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
     """Parses the saved form of a vocabulary of one of `kinds`.
 
     Raises:
-      UserError: `text` is no saved vocabulary, or its kind needs a package that is not installed.
+      UserError: If `text` is not a saved vocabulary, or its kind needs a package that is not installed.
     """
     title, *lines = text.removesuffix("\n").split("\n")
     try:
@@ -169,8 +169,8 @@ class TextStream:
         """Begins an empty text.
 
         Args:
-          decode: returns the bytes of ids; those of successive ids may be concatenated.
-          stop: strings that are not empty.
+          decode: Returns the bytes of ids. The bytes of successive ids may be concatenated.
+          stop: Strings that are not empty.
         """
         self._decode = decode
         self._stop = [text.encode() for text in stop]
@@ -193,7 +193,7 @@ class TextStream:
         return self._characters.decode(piece)
 
     def finish(self) -> str:
-        """Returns what was held back, as no more tokens come; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text that was held back, when no more tokens come. Bytes that are not UTF-8 become U+FFFD."""
         piece, self._held = self._held, b""
         return self._characters.decode(piece, final=True)
 

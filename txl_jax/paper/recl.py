@@ -22,7 +22,7 @@ from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.evaluation.context_losses import context_losses, positions
-from txl_jax.metrics import Measure, Totals
+from txl_jax.metrics import Totals
 from txl_jax.paper import plots, recl_gains
 from txl_jax.paper.study import Split
 from txl_jax.runs.run import Run
@@ -181,15 +181,11 @@ def _losses_of(
                 batch_size=plan.batch_size,
                 after_call=lambda done: show(done, Totals()),
             )
-        totals = _mean(found[length])
+        totals = Totals.of(found[length])
         check_finite(totals, what)
         _save(path, found[length])
         log(with_duration(f"{what} {format_scores(totals, measure)}", time.monotonic() - began))
     return found
-
-
-def _mean(losses: np.ndarray) -> Totals:
-    return Totals(losses.sum(dtype=np.float64).item(), float(len(losses)))
 
 
 def _check_identity(path: str, identity: dict[str, Any]) -> None:
@@ -223,7 +219,7 @@ def _write_results(
         name: [recl_gains.effective_length(gains[ratio][i], threshold=plan.threshold) for ratio in plan.ratios]
         for i, name in enumerate(names)
     }
-    means = {name: {c: _mean(rows[i]).value(measure) for c, rows in losses.items()} for i, name in enumerate(names)}
+    means = {name: {c: Totals.of(rows[i]).value(measure) for c, rows in losses.items()} for i, name in enumerate(names)}
     n_scored = len(next(iter(losses.values()))[0])
     facts = {"text": corpus.description, "split": plan.split, "tokens": n_scored, **environment.describe()}
     steps = [
@@ -267,7 +263,7 @@ def _draw(
         xlabel="context length c' (tokens)",
         ylabel="gain in perplexity over c",
     )
-    label = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}[corpus.vocabulary.measure]
+    label = plots.UNITS[corpus.vocabulary.measure]
     plots.curves(
         means, os.path.join(folder, "context.png"), title=title, xlabel="context length (tokens)", ylabel=label
     )

@@ -271,7 +271,7 @@ class RunComponents:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     mesh: Mesh
-    attention: AttentionChoice | None = None  # None: the network has none.
+    attention: AttentionChoice | None = None  # None for a network without attention.
 
     @functools.cached_property
     def placement(self) -> Placement:
@@ -446,13 +446,13 @@ def build(
     """Assembles the components of a run.
 
     Args:
-      config: the settings.
+      config: The settings.
       vocab_size: V.
-      mesh: None: over this run's own devices.
-      recorded: the implementations of attention of an earlier start (`choose_attention`).
+      mesh: The devices, or None for the mesh of the config.
+      recorded: The implementations of attention of an earlier start (`choose_attention`).
 
     Raises:
-      UserError: settings that do not fit each other, the vocabulary or the devices.
+      UserError: If settings do not fit each other, the vocabulary or the devices.
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)

@@ -62,13 +62,15 @@ def train_members(
     results.json has an object `members` with the scores of each, and members.md has them as a table.
 
     Args:
-      hooks: as in `txl_jax.runs.train.train_run`, and so are the others; states have the member axis.
+      hooks: As in `txl_jax.runs.train.train_run`, like the other arguments. States have the member axis.
 
     Raises:
-      UserError: fewer than two members, two that are alike, a setting in which they cannot differ, more than one
-        device; or as `txl_jax.runs.train.train_run`.
-      NonFiniteError: a loss of one of them was not finite; it is named.
+      UserError: If there are fewer than two members, two are equal, they differ in a setting in which they cannot, or
+        there is more than one device; and as `txl_jax.runs.train.train_run`.
+      NonFiniteError: If a member's loss was not finite. The message names the member.
     """
+    for hook in hooks:
+        hook.check_interval(base.train.segments_per_call)
     base = with_end_token(base, corpus)
     members = [_in_order(member) for member in members]
     configs = member_configs(base, members)
@@ -103,7 +105,7 @@ def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[st
     """Returns the config of each member by its name, such as "seed=2+learning_rate=0.001".
 
     Raises:
-      UserError: as `train_members`.
+      UserError: As `train_members`.
     """
     if len(members) < 2:
         raise UserError(f"{len(members)} members were given; give two or more, or train a run of its own")
@@ -214,12 +216,12 @@ def _value(scores: Mapping[str, float], measure: Measure) -> str:
 def split_off(workdir: str, member: str, target: str, *, log: Callable[[str], None] = print) -> None:
     """Copies a member of an ensemble into a workdir of its own, with its config, state, best parameters and records.
 
-    The state is that of the ensemble, bit for bit, and from there on the ordinary training job resumes it. Its updates
-    are then those of the unbatched program, which agree with the ensemble's up to rounding.
+    The state equals the ensemble's, bit for bit, and from there on the ordinary training job resumes it. It then uses
+    the unbatched program, whose updates agree with the ensemble's up to rounding.
 
     Raises:
-      UserError: there is no such member, it has no checkpoint yet, or `target` holds a run.
-      CheckpointError: the checkpoints cannot be read.
+      UserError: If the member does not exist or has no checkpoint yet, or `target` contains a run.
+      CheckpointError: If the checkpoints cannot be read.
     """
     source = Run.read(workdir, member=member)
     with Run.open(target) as made:

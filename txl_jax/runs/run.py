@@ -46,8 +46,6 @@ _CONFIG, _VOCABULARY = "config.json", "vocabulary.txt"
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts once their caches expire.
 _SECONDS_OF_A_START = 3600  # No start waits for the others as long.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
-# Runs without a record of it were trained with the reference, when there was nothing else.
-_UNRECORDED = {"training": "reference"}
 # Settings that the choice of attention for evaluation depends on.
 _EVALUATION = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length", "cache_dtype")
 # Hosts may keep their files in different places; the contents are compared.
@@ -76,15 +74,15 @@ class Run:
 
     Attributes:
       path: the folder, absolute.
-      member: the member of an ensemble that was chosen; None: all, or a run by itself.
-      is_new: whether nothing is recorded yet; `config` and `text` are not set then.
-      config: as recorded, with the member's settings.
-      text: as recorded.
-      members: the settings that the members of an ensemble differ in; empty: a run by itself.
-      attention: implementations by use, as first chosen: `{"training": "tiled 128x256", "evaluation": ...}`.
-      weights: of a warm start, its path, step, sha256 and tokens; None: it began with random weights.
-      notes: lines for the log: settings that changed, a lock that was taken over.
-      is_open: whether it is to be trained.
+      member: The chosen member of an ensemble, or None for all members and for a single run.
+      is_new: Whether nothing is recorded yet. `config` and `text` are not set then.
+      config: As recorded, with the member's settings.
+      text: As recorded.
+      members: The settings that the members of an ensemble differ in. Empty for a single run.
+      attention: Implementations by use, as first chosen: `{"training": "tiled 128x256", "evaluation": ...}`.
+      weights: Path, step, sha256 and tokens of a warm start, or None if the run began with random weights.
+      notes: Lines for the log: settings that changed, a lock that was taken over.
+      is_open: Whether the run is to be trained.
     """
 
     config: ExperimentConfig
@@ -107,8 +105,8 @@ class Run:
         """Reads a trained run, or one member of an ensemble; takes no lock and writes nothing.
 
         Raises:
-          UserError: there is no run, its record is damaged or of another version, its storage cannot be reached, or the
-            choice of a member does not fit.
+          UserError: If the directory contains no run, its record is corrupted or from another version, its storage
+            cannot be reached, or the member does not exist or must be chosen.
         """
         run = cls.read_all(path)
         names = by_name(run.members)
@@ -139,7 +137,7 @@ class Run:
         before `begin`, so that mistakes in settings leave no folder.
 
         Raises:
-          UserError: another run has the lock; or as `read`, but for a run that is not there.
+          UserError: If another run has the lock, or as `read`, except for a run that does not exist.
         """
         run = cls(path)
         run.is_open = True
@@ -183,7 +181,7 @@ class Run:
 
     @property
     def outputs(self) -> str:
-        """Folder for scores and samples: that of the run, or one of the member in it; made if missing."""
+        """Directory for scores and samples: the run's, or the member's in it; made if missing."""
         folder = os.path.join(self.path, "members", self.member) if self.member else self.path
         storage.make_folder(folder)
         return folder
@@ -215,7 +213,7 @@ class Run:
         """Compares settings, between processes and with the record.
 
         Raises:
-          UserError: a setting that shapes the training, or the members, differ; names every one.
+          UserError: If the members or settings that shape the training differ; names every setting.
         """
         check_same_settings(config)
         if self.is_new:
@@ -238,15 +236,13 @@ class Run:
         """Claims the folder and records the run in it: the first write of a start, and the only one of the record.
 
         Args:
-          attention: what was chosen; None: the network has none.
-          weights: the record of a warm start that begins now.
+          attention: The implementations that were chosen, or None for a network without attention.
+          weights: The record of a warm start that begins now.
 
         Raises:
-          UserError: the text, its vocabulary or the weights are not those that were recorded, or not the same in all
-            processes; the folder cannot be written to, is not one for all processes, or another run is in it.
+          UserError: If the text, its vocabulary or the weights are not the recorded ones, the folder cannot be written
+            to, not all processes see it, or another run is in it.
         """
-        check_same_text(text)
-        check_same_attention(attention)
         self.compare(config, members)
         self._compare_text(text)
         self.notes += self._changes(config, free_on_resume=True)
@@ -270,11 +266,12 @@ class Run:
             return self._lock.notes if self._lock else []
 
         self.notes[:0] = distributed.broadcast_from_primary(write)
-        if not distributed.is_seen_by_all(self.path, seconds=_SECONDS_TO_APPEAR):
-            raise UserError(
-                f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir on a "
-                "file system that they share"
-            )
+        distributed.check_seen_by_all(
+            self.path,
+            f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir on a file "
+            "system that they share",
+            seconds=_SECONDS_TO_APPEAR,
+        )
 
     def _changes(self, config: ExperimentConfig, *, free_on_resume: bool) -> list[str]:
         """Returns a line for each setting that differs from the record, of those that may, or of the others."""
@@ -288,7 +285,7 @@ class Run:
         """Takes the folder of a run that is made of another one, in one process; `record` is then its last write.
 
         Raises:
-          UserError: it holds a run already, another run is in it, or it cannot be written to.
+          UserError: If it contains a run already, another run is in it, or it cannot be written to.
         """
         if not self.is_new:
             raise UserError(f"{self.path} holds a run already; give another folder with --to=PATH")
@@ -328,7 +325,7 @@ class Run:
     # Files
 
     def _texts(self) -> list[str] | None:
-        """Reads config.json and vocabulary.txt, each once; None: there is no run."""
+        """Reads config.json and vocabulary.txt, each once; returns None if the directory contains no run."""
         texts = []
         for name in (_CONFIG, _VOCABULARY):
             path = os.path.join(self.path, name)
@@ -341,7 +338,7 @@ class Run:
                     raise self._damaged(error) from error
                 raise self._without_vocabulary(error) from error
             except OSError as error:
-                raise remote_error("read", path, error) from error
+                raise _unreadable(path, error) from error
         return texts
 
     def _take_in(self, texts: list[str] | None) -> None:
@@ -365,7 +362,7 @@ class Run:
             facts = {name: text[name] for name in _TEXT_FACTS}
             expected, self.members = text["vocabulary_sha256"], saved.get("members", [])
             by_name(self.members)
-            self.attention, self.weights = saved.get("attention", _UNRECORDED), saved.get("warm_start")
+            self.attention, self.weights = saved.get("attention", {}), saved.get("warm_start")
             for implementation in self.attention.values():
                 Implementation.parse(implementation)
         except UserError as error:
@@ -451,12 +448,18 @@ class Run:
 
 
 def holds_run(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a run is recorded in a folder; raises `UserError` if object storage cannot be reached."""
+    """Returns whether a run is recorded in a folder; raises `UserError` if it cannot be read."""
     path = storage.as_path(path)
     try:
         return storage.exists(os.path.join(path, _CONFIG))
     except OSError as error:
-        raise remote_error("read", path, error) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: OSError) -> UserError:
+    if is_remote(path):
+        return remote_error("read", path, error)
+    return UserError(f"cannot read {path} ({error.strerror}); check its permissions, or give another --workdir")
 
 
 def member_name(differences: Mapping[str, float]) -> str:
@@ -494,7 +497,7 @@ def check_same_settings(config: ExperimentConfig) -> None:
     distributed.assert_same_on_all(json.dumps(settings), complaint)
 
 
-def check_same_text(text: TextInfo | Corpus) -> None:
+def check_same_text(text: Corpus) -> None:
     """Checks that all processes have the same text; each reads its own rows of it."""
     distributed.assert_same_on_all(
         f"{text.description} (sha256 {text.digest[:12]}...)",

@@ -8,7 +8,7 @@ Starting goes in this order, so that the cheap failures come first and nothing i
   4. the opening lines are printed, and the step is compiled;
   5. the loop runs, with evaluation and checkpoints as hooks;
   6. the best parameters are scored on the test text.
-Steps 3 to 6 are those of `txl_jax.runs.trainer`.
+Steps 3 to 6 are in `txl_jax.runs.trainer`.
 """
 
 import functools
@@ -27,7 +27,7 @@ from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.metrics import Totals
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import Compilation, RunComponents, build
-from txl_jax.runs.run import Run, TextInfo, check_same_settings
+from txl_jax.runs.run import Run, TextInfo, check_same_attention, check_same_settings, check_same_text
 from txl_jax.runs.score import Interrupted, score
 from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runs.validation import TrainTask
@@ -56,16 +56,17 @@ def train_run(
     """Trains an open run to the end, or until a stop is requested; a recorded one resumes where that stopped.
 
     Args:
-      hooks: the caller's, run after evaluation and before the checkpoint of a step. To train N updates of a longer
+      hooks: The caller's, run after evaluation and before the checkpoint of a step. To train N updates of a longer
         schedule, pass one that calls `HookContext.request_stop` at update N, a multiple of `train.eval_every`.
-      sinks: of the caller's, beside metrics.jsonl and TensorBoard's files.
-      profile_steps: first and last update, counted from 1, of a profile in the workdir's `profile`; None: none.
+      sinks: The caller's, in addition to metrics.jsonl and TensorBoard's files.
+      profile_steps: First and last update, counted from 1, of a profile in the workdir's `profile`, or None for no
+        profile.
 
     Raises:
-      UserError: settings, text and workdir do not fit together, or the workdir cannot be used.
-      NonFiniteError: a loss or gradient was not finite; the last checkpoint is from before it.
-      CheckpointError: there are checkpoints, but none can be read.
-      RemoteProcessError: another process could not go on.
+      UserError: If settings, text and workdir do not go together, or the workdir cannot be used.
+      NonFiniteError: If a loss or gradient was not finite. The last checkpoint is from before it.
+      CheckpointError: If there are checkpoints, but none can be read.
+      RemoteProcessError: If another process could not continue.
     """
     for hook in hooks:
         hook.check_interval(config.train.segments_per_call)
@@ -73,6 +74,7 @@ def train_run(
         profiler.check_steps(*profile_steps, steps=config.train.steps)
     config = with_end_token(config, corpus)
     check_same_settings(config)
+    check_same_text(corpus)
     recorded = run.attention_for(config)
 
     def prepare() -> tuple[RunComponents, SegmentReader]:
@@ -81,6 +83,7 @@ def train_run(
         return components, training_reader(components, corpus)
 
     components, reader = distributed.run_on_all(prepare)
+    check_same_attention(components.attention)
     weights = warm_start.load(components, corpus.vocabulary, run)
     run.begin(config, TextInfo.of(corpus), attention=components.attention, weights=weights and weights.record)
     stop_requested = run.stopping(stop_requested)
@@ -127,7 +130,7 @@ def train(
     config.validate()
     with Run.open(path) as run:
         run.compare(config)
-        corpus = distributed.run_on_all(lambda: warm_start.read_corpus(config, run, data_dir, cache_dir))
+        corpus = warm_start.read_corpus(config, run, data_dir, cache_dir)
         return train_run(config, corpus, run, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
 
 
@@ -135,7 +138,7 @@ def with_end_token(config: ExperimentConfig, corpus: Corpus) -> ExperimentConfig
     """Returns the config with the id of the token that ends a document, as `data.reset_at` names it.
 
     Raises:
-      UserError: the text is not one token of the vocabulary.
+      UserError: If the text is not one token of the vocabulary.
     """
     text, end_token = config.data.reset_at, None
     if text is not None:
@@ -147,10 +150,10 @@ def training_reader(components: RunComponents, corpus: Corpus, *, seed: int | No
     """Cuts the training text into segments in the config's order.
 
     Args:
-      seed: of the order; None: the config's.
+      seed: The seed of the order, or None for the config's.
 
     Raises:
-      UserError: the text is too short for one segment.
+      UserError: If the text is too short for one segment.
     """
     data, train_config = components.config.data, components.config.train
     return training_segments(

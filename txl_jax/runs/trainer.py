@@ -19,8 +19,6 @@ from txl_jax.training.progress import Progress
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep
 
-# Everything that a trainer runs but does not own: config, compiled step, segments, scoring.
-
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:

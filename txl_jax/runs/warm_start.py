@@ -60,8 +60,10 @@ class WarmStart(NamedTuple):
 def basis(path: str, run: Run) -> Basis:
     """Returns what is recorded of the run, if there is something: weights are not needed again; else those at `path`.
 
+    All processes call it, and not within `distributed.run_on_all`.
+
     Raises:
-      UserError: there are neither, or they cannot be read.
+      UserError: If there are neither, or they cannot be read.
     """
     if not run.is_new:
         return Basis(run.config, run.text.vocabulary)
@@ -81,17 +83,25 @@ def with_trained_settings(defaults: ExperimentConfig, trained: Basis, which: Ini
 def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: str | None) -> Corpus:
     """Reads the text of a config in its own vocabulary or, with `init_vocabulary` kept, in the trained model's.
 
+    All processes call it.
+
     Raises:
-      UserError: the text or that vocabulary cannot be read, or the config's tokenizer is another than its.
+      UserError: If the text or that vocabulary cannot be read, or the config has another tokenizer.
     """
-    return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=_kept_vocabulary(config, run))
+    kept: Vocabulary | None = None
+    if config.init_from is not None and config.init_vocabulary is InitVocabulary.KEPT:
+        kept = basis(config.init_from, run).vocabulary
+
+    def read() -> Corpus:
+        if kept is not None:
+            _check_tokenizer(config, kept)
+        return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=kept)
+
+    return distributed.run_on_all(read)
 
 
-def _kept_vocabulary(config: ExperimentConfig, run: Run) -> Vocabulary | None:
-    """Returns the vocabulary that a text is read in; None: its own."""
-    if config.init_from is None or config.init_vocabulary is not InitVocabulary.KEPT:
-        return None
-    vocabulary = basis(config.init_from, run).vocabulary
+def _check_tokenizer(config: ExperimentConfig, vocabulary: Vocabulary) -> None:
+    """Raises `UserError` if the config's tokenizer is another than the kept vocabulary's."""
     wanted = _tokenizer_settings(vocabulary)
     given = {name: config_tree.get(config, name) for name in wanted}
     if different := [
@@ -101,7 +111,6 @@ def _kept_vocabulary(config: ExperimentConfig, run: Run) -> Vocabulary | None:
             f"init_vocabulary is kept, the vocabulary of {config.init_from}, and {'; '.join(different)}; leave these "
             "flags out"
         )
-    return vocabulary
 
 
 def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
@@ -127,22 +136,23 @@ def load(components: RunComponents, vocabulary: Vocabulary, run: Run) -> WarmSta
     """Reads the weights that a run begins with; all processes call it.
 
     Returns:
-      None: it begins with random ones, or resumes.
+      The weights, or None if the run begins with random ones, or resumes.
 
     Raises:
-      UserError: there are no weights, or they do not fit config and vocabulary.
-      CheckpointError: they are damaged.
+      UserError: If there are no weights, or they do not fit config and vocabulary.
+      CheckpointError: If they are corrupted.
     """
     config = components.config
     if config.init_from is None or distributed.broadcast_from_primary(lambda: _has_checkpoint(run)):
         return None
 
-    def prepare() -> tuple[Weights, RowMap]:
-        trained = _open(config.init_from or "")
-        check_model(config, trained.config)
-        return trained, _match(config, trained, vocabulary)
+    trained = _open(config.init_from)
 
-    trained, rows = distributed.run_on_all(prepare)
+    def match() -> RowMap:
+        check_model(config, trained.config)
+        return _match(config, trained, vocabulary)
+
+    rows = distributed.run_on_all(match)
     there = _assemble_trained(trained, components)
     step, params = trained.params(there)
     initial = components.training.abstract_state.params

@@ -85,6 +85,8 @@ def open_weights(
 ) -> Weights:
     """Opens the directory of a trained model: a run's workdir, or a portable checkpoint (see `interop.portable`).
 
+    All processes call it, and not within `distributed.run_on_all`.
+
     Args:
       path: The directory; "~" is the home directory.
       member: The ensemble member, as "seed=2", or None if the run is not an ensemble.
@@ -110,11 +112,21 @@ def open_weights(
 
 
 def _open(folder: str, member: str | None) -> Weights:
+    # Process 0 decides, so that all processes go the same way, whatever each of them sees.
+    if distributed.broadcast_from_primary(lambda: _holds_portable(folder, member)):
+        info = distributed.run_on_all(lambda: portable.read_info(folder))
+        return Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
+    run = Run.read(folder, member=member)
+    description = f"the run {folder}{f' ({member})' if member else ''}, trained on {run.text.description}"
+    return Weights(folder, run.config, run.text.vocabulary, description, run)
+
+
+def _holds_portable(folder: str, member: str | None) -> bool:
+    """Returns whether a directory is a portable checkpoint; raises `UserError` if it is neither that nor a run's."""
     if portable.is_portable(folder):
         if member is not None:
             raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
-        info = portable.read_info(folder)
-        return Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
+        return True
     if exported_folder.is_exported(folder):
         raise UserError(
             f"{folder} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; give "
@@ -125,9 +137,7 @@ def _open(folder: str, member: str | None) -> Weights:
             f"{folder} holds no run of txl_jax but other files of weights; convert them with "
             f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`, and give that folder"
         )
-    run = Run.read(folder, member=member)
-    description = f"the run {folder}{f' ({member})' if member else ''}, trained on {run.text.description}"
-    return Weights(folder, run.config, run.text.vocabulary, description, run)
+    return False
 
 
 def holds_other_weights(path: str) -> bool:

@@ -10,15 +10,16 @@ fallback to an earlier step are added here, because a flipped byte in Orbax's fi
     <directory>/100.deleted/           a step that is being deleted
 
 Object storage has no rename. A step there is complete once Orbax has written `commit_success.txt`, which is the last
-object that it writes and the first that is deleted; a step that is there already is written beside it, as 200.again-1.
+object that it writes and the first that is deleted. A step that exists already is written again as 200.again-1.
 
 Old steps are deleted only after the new one has its digests, so at no time is there less to go back to than before the
 save. That is why Orbax's CheckpointManager is not used: it deletes right after the commit, and its list of steps goes
-stale when steps are replaced. Opening a directory and restoring from it write nothing: that is safe beside a running
-job.
+stale when steps are replaced. Opening a directory and restoring from it write nothing, so both are safe while a run
+writes there.
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import json
 import logging
@@ -27,7 +28,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
 import absl.logging
@@ -129,14 +130,19 @@ class Checkpointer:
         self._pending = step, self._threads.submit(self._finish, self._writer, StepFolder(step, path))
 
     def sweep(self) -> None:
-        """Deletes what killed runs left behind; only for the run that writes here, and not during a save."""
+        """Deletes what killed runs left behind; only for the run that writes here, and not during a save.
+
+        Raises:
+          CheckpointError: If the directory cannot be read.
+        """
         if not distributed.is_primary():
             return
-        if is_remote(self._directory):
-            left = [match[0] for match in _matches(self._directory) if not _is_committed(self._directory, match)]
-        else:
-            found = storage.names(self._directory) if storage.is_dir(self._directory) else []
-            left = [name for name in found if _LEFTOVER.fullmatch(name)]
+        with _reading(self._directory):
+            if is_remote(self._directory):
+                left = [match[0] for match in _matches(self._directory) if not _is_committed(self._directory, match)]
+            else:
+                found = storage.names(self._directory) if storage.is_dir(self._directory) else []
+                left = [name for name in found if _LEFTOVER.fullmatch(name)]
         for name in left:
             storage.remove_tree(os.path.join(self._directory, name))
 
@@ -208,7 +214,7 @@ class Checkpointer:
         """Returns the notes of a step, without reading its arrays.
 
         Raises:
-          CheckpointError: If there is no such step, or its notes cannot be read.
+          CheckpointError: If the step does not exist, or its notes cannot be read.
         """
         self.wait()
         found = find_steps(self._directory)
@@ -317,13 +323,8 @@ def find_steps(directory: AnyPath) -> list[StepFolder]:
     Raises:
       CheckpointError: If the directory cannot be read.
     """
-    try:
+    with _reading(directory):
         found = [match for match in _matches(directory) if not is_remote(directory) or _is_committed(directory, match)]
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint directory {directory} cannot be read ({error.strerror}); "
-            "it must be a folder that this user may read"
-        ) from error
 
     def order(match: re.Match[str]) -> tuple[int, int]:
         """Folders `again` come before the first, the last of them first; `replaced` after it."""
@@ -358,8 +359,20 @@ def delete_step(path: str) -> None:
         shutil.rmtree(f"{path}.deleted")
 
 
+@contextlib.contextmanager
+def _reading(directory: AnyPath) -> Iterator[None]:
+    """Turns an OSError of the block into a `CheckpointError` that names the directory."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint directory {directory} cannot be read ({error.strerror}); "
+            "it must be a folder that this user may read"
+        ) from error
+
+
 def _matches(directory: AnyPath) -> list[re.Match[str]]:
-    """Returns the names in a directory that are those of steps, complete or not; none if it is missing."""
+    """Returns the names of steps in a directory, complete or not; empty if it is missing."""
     try:
         return [match for name in storage.names(directory) if (match := _STEP.fullmatch(name))]
     except FileNotFoundError:

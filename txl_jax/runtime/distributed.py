@@ -5,6 +5,7 @@ Process 0, the primary, reads and writes the files of a run. Every function here
 process each is the plain call that it wraps.
 """
 
+import contextlib
 import inspect
 import json
 import os
@@ -109,28 +110,38 @@ def is_known_to_all(error: BaseException) -> bool:
     return getattr(error, _KNOWN_TO_ALL, False)
 
 
-def is_seen_by_all(folder: str, *, seconds: float) -> bool:
-    """Returns whether all processes see the folder that process 0 does, after so many seconds for a network's caches.
+def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
+    """Checks that the folder of each process is the folder of process 0.
+
+    Args:
+      folder: This process's path or URL.
+      complaint: Error message of this process if it is another folder.
+      seconds: How long to wait for the caches of a network file system.
 
     Raises:
-      OSError: it cannot be written to or read.
+      UserError: If it is another folder, or process 0 cannot write to it.
+      OSError: If it cannot be read.
+      RemoteProcessError: If another process raises one of these.
     """
     if not is_multiprocess():
-        return True
+        return
     marker = os.path.join(folder, broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}"))
     broadcast_from_primary(lambda: storage.write(marker, b""))
 
-    def wait() -> bool:
+    def wait() -> None:
         until = time.monotonic() + seconds
-        while not (found := storage.exists(marker)) and time.monotonic() < until:
+        while not storage.exists(marker):
+            if time.monotonic() > until:
+                raise UserError(complaint)
             time.sleep(0.1)
-        return found
 
     try:
-        return first_error(None if run_on_all(wait) else "missing") is None
+        run_on_all(wait)
     finally:
         if is_primary():
-            storage.remove(marker)
+            # The other processes are past this, so an error here would end process 0 alone.
+            with contextlib.suppress(OSError):
+                storage.remove(marker)
 
 
 def to_host(array: Any) -> np.ndarray:

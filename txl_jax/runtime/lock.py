@@ -172,14 +172,16 @@ class RunLock:
         if self._lost is not None or self._is_own():
             return
         record = self._read()
-        other = "somebody has removed it or" if record is None else f"another run ({record.get('holder')}) has"
+        other = (
+            "somebody has removed it or" if record is None else f"another run ({record.get('holder', 'unknown')}) has"
+        )
         self._lost = (
             f"the lock of {self._folder} was lost, as it was not renewed for a minute: {other} taken it over; this run "
             "stops and has written nothing since"
         )
 
     def _create(self) -> bool:
-        """Creates the object if there is none; returns whether it is this run's."""
+        """Creates the object if it does not exist; returns whether it is this run's."""
         fs = file_system("gs")
         bucket, key, _ = fs.split_path(self._path)
         url = fs.base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o"
@@ -200,7 +202,7 @@ class RunLock:
         return True
 
     def _read(self) -> dict[str, Any] | None:
-        """Returns what the object says about its holder; empty if it is damaged, None if there is no object."""
+        """Returns the object's content, which describes its holder; empty if it is damaged, None if it is missing."""
         try:
             record = json.loads(read(self._path))
         except FileNotFoundError:

@@ -37,7 +37,7 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     Numbers that JSON cannot hold come as "nan", "inf" and "-inf": `float()` takes them as it takes numbers.
 
     Raises:
-      LogError: If a line before the last is no record, or the file cannot be read.
+      LogError: If a line before the last is not a record, or the file cannot be read.
     """
     return list(_records(os.path.join(storage.as_path(folder), METRICS)))
 
@@ -124,7 +124,7 @@ class RunLog:
 
     Args:
       folder: The run's, made if missing. None keeps and prints nothing: with several processes only process 0 logs.
-      sinks: Get everything too, beside TensorBoard's files in the folder.
+      sinks: Get everything too, in addition to TensorBoard's files in the folder.
       confirm: Called before something is uploaded; raises if another run writes here.
 
     Every method raises LogError when metrics.jsonl or log.txt cannot be written: a run decides by its own records. A

@@ -33,7 +33,7 @@ _FINAL = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TR
 _WAIT_SECONDS = 60  # The server answers after this even if nothing has changed.
 _RETRY_SECONDS = 10
 _PAUSE_SECONDS = 0.5  # A server that answers at once all the same is not asked without a pause.
-_PRODUCT = Path("/sys/class/dmi/id/product_name")  # Of the machine, by its firmware; "Google Compute Engine" there.
+_PRODUCT = Path("/sys/class/dmi/id/product_name")  # The machine's name in its firmware: "Google Compute Engine".
 
 
 def request_stop(reason: str) -> None:
@@ -146,7 +146,7 @@ def act_on_notices() -> None:
 def metadata_server(environment: Mapping[str, str], product: Path) -> str | None:
     """Returns host, or host:port, of this machine's metadata server, or None if it has none.
 
-    The two variables are those of Google's own libraries. No network is used to answer.
+    Google's own libraries read the same two variables. No network is used to answer.
 
     Args:
       environment: Environment variables.

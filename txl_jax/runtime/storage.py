@@ -277,13 +277,13 @@ def make_folder(folder: AnyPath) -> None:
 
 
 def remove(path: AnyPath) -> None:
-    """Removes a file; a missing one is no error."""
+    """Removes a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         remote_call(path, "rm_file") if is_remote(path) else os.unlink(path)
 
 
 def remove_tree(folder: AnyPath) -> None:
-    """Removes a directory with all that is in it; a missing one is no error."""
+    """Removes a directory with everything in it, if it exists."""
     if not is_remote(folder):
         return shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
@@ -339,7 +339,7 @@ def new_folder(folder: AnyPath) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writable(folder: AnyPath, *, what: str) -> Iterator[None]:
-    """Makes a local directory; an error of writing to it becomes one sentence.
+    """Makes a local directory, and turns an OSError of writing to it into a `UserError`.
 
     Raises:
       UserError: If `what` cannot be written there.
@@ -361,13 +361,13 @@ def writable(folder: AnyPath, *, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(path: AnyPath, *, log: Callable[[str], None] = print) -> Iterator[None]:
+def locked(path: AnyPath) -> Iterator[None]:
     """Holds an exclusive lock; waits for a process that has it. The lock ends with its process, however that ends."""
     with open(path, "a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log(f"waiting for another process, which holds the lock {path}")
+            print(f"waiting for another process, which holds the lock {path}", flush=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -108,9 +108,3 @@ Event = Piece | RequestError
 def draw_seed() -> int:
     """Returns the seed of a request that gives none."""
     return secrets.randbelow(_SEEDS)
-
-
-def joined_scores(parts: list[Scores]) -> Scores:
-    """Returns the scores of successive tokens as one."""
-    joined: list[Any] = [np.concatenate(each) for each in zip(*parts, strict=True)]
-    return Scores(*joined)

@@ -50,11 +50,6 @@ class RowMap(NamedTuple):
         """Number of tokens of the old vocabulary whose row is not carried over."""
         return self.old_size - self.kept
 
-    @property
-    def is_identity(self) -> bool:
-        """Returns whether all rows stay where they are."""
-        return len(self.rows) == self.old_size and bool(np.array_equal(self.rows, np.arange(self.old_size)))
-
 
 def match_tokens(old: Vocabulary, new: Vocabulary) -> np.ndarray:
     """Returns the id in `old` of each token of `new` by its spelling, int32 [V new]; -1: `old` lacks it.

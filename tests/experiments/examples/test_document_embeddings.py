@@ -1,4 +1,4 @@
-"""Tests of streamed embeddings: a text of one's own, and what memory adds."""
+"""Tests of streamed embeddings: a text of one's own, also in a bucket, and what memory adds."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ import txl_jax
 from experiments.examples import document_embeddings
 from experiments.examples.document_embeddings import MEM_LEN, PASSAGE, TOPICS
 from support import trained
+from txl_jax.runtime import storage
 
 
 @pytest.mark.full
@@ -22,6 +23,18 @@ def test_streamed_embeddings_are_means_of_the_hidden_states_that_the_model_compu
     expected = [hidden[first : first + 5].mean(axis=0) for first in range(0, len(hidden), 5)]
     found = np.fromfile(out / "embeddings.f32", np.float32).reshape(count, -1)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.full
+def test_what_is_read_and_written_may_be_in_a_bucket(tmp_path, bucket, monkeypatch):
+    workdir = trained.make(tmp_path / "run")
+    monkeypatch.setattr(document_embeddings, "PASSAGE", 5)  # A segment of that model.
+    text = tmp_path / "book.txt"
+    text.write_bytes(trained.TEXT[:100])
+    document_embeddings.embed_file(str(workdir.path), str(text), str(tmp_path / "out"))
+    storage.upload(text, f"{bucket}/book.txt")
+    document_embeddings.embed_file(str(workdir.path), f"{bucket}/book.txt", f"{bucket}/out")
+    assert storage.read(f"{bucket}/out/embeddings.f32") == (tmp_path / "out" / "embeddings.f32").read_bytes()
 
 
 @pytest.mark.nightly(part="long")

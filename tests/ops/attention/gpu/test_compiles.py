@@ -1,4 +1,4 @@
-"""The kernels compiled for an H200, which need not be at hand: scratch, and no array of all scores."""
+"""Tests kernels compiled for an H200, which this machine need not have: scratch, and no array of all scores."""
 
 import dataclasses
 import functools
