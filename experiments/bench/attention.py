@@ -12,42 +12,65 @@ share of the device's peak. Scratch is the compiler's account.
 """
 
 import collections
+import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from txl_jax import cli, flops
-from txl_jax.bench import attention_products
-from txl_jax.bench.attention_cases import (
-    TASKS,
-    Case,
-    find_implementation,
-    has_positions,
-    make_case,
-    make_function,
-    make_inputs,
-)
-from txl_jax.config import DType, ExperimentConfig
+from experiments.bench import timing
+from experiments.bench.timing import Task
+from txl_jax import cli, flops, sharding
+from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
-from txl_jax.errors import UserError
-from txl_jax.ops.attention import Implementation
+from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cached_attention, choice
+from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.problem import Implementation, Problem
+from txl_jax.runs.build import evaluation_problem, training_problem
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import write_json
 
 CONFIGS = ("enwik8_12l", "enwik8_24l", "wt103_base", "wt103_large")
+TASKS = ("training", "evaluation")
 PATHS = ("reference", "tiled", "fused", "plain", "cudnn")
 PRODUCTS = "products"  # The row of the matrix products alone.
+Arrays = dict[str, jax.Array]
 # Relative differences beyond which an implementation is wrong, not rounded: in float32, and in 16 bits, where tiles
 # differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 2e-2
 _SECONDS = 0.02  # A timing calls so often in a row that it takes this long.
+# Of a case, in the JSON file.
+_SIZES = (
+    *("config", "task", "dtype", "batch", "n_head", "d_head", "segment_len", "mem_len", "n_positions"),
+    *("window", "dropout_rate", "capacity"),
+)
+# Axes of the inputs by the letters of `Case.lengths`.
+_INPUTS = {
+    "training": {
+        "query": "bhle",
+        **dict.fromkeys(("key", "value"), "bhke"),
+        "position_key": "hpe",
+        **dict.fromkeys(("content_bias", "position_bias"), "he"),
+        "cotangent": "bhle",
+    },
+    "evaluation": {
+        **dict.fromkeys(("query", "key", "value"), "bhle"),
+        "stored_key": "bher",
+        "stored_value": "bhre",
+        "position_query": "bhle",
+        "position_key": "hep",
+    },
+}
+_DIFFERENTIATED = ("query", "key", "value", "position_key", "content_bias", "position_bias")
+_SEED = 7
 _HEAD = (
     "| configuration | task | rows x heads x queries x keys, width | path | difference | time | slowest | fastest | "
     "speedup | times the products | operations/s | share of peak | scratch |"
@@ -76,27 +99,8 @@ class Plan(cli.Plan):
         """Raises `UserError` for an unknown task or path."""
         check_fields(self, "")
         require(self.configs, f"configs is empty; it must name configurations, such as {','.join(CONFIGS)}")
-        for name, given, known in (("tasks", self.tasks, TASKS), ("paths", self.paths, PATHS)):
-            require(given, f"{name} is empty; it must be of {', '.join(known)}")
-            for one in given:
-                near = config_tree.did_you_mean(one, known)
-                require(one in known, f"{name} has {one!r}; it must be of {', '.join(known)}{near}")
-
-    def cases(self, configs: Mapping[str, ExperimentConfig], *, dtype: str) -> Iterator[Case]:
-        """Yields the cases: each task of each configuration."""
-        for name, config in configs.items():
-            for task in self.tasks:
-                yield make_case(name, config, task, batch=self.batch_size, dtype=self.dtype or dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled path of a case."""
-
-    path: str  # Its name in the plan.
-    implementation: str  # What the path is here.
-    start: Callable[[], Any]  # Starts it, and returns its result.
-    scratch_bytes: int  # Memory besides arguments and results, by the compiler's account.
+        timing.check_names("tasks", self.tasks, TASKS)
+        timing.check_names("paths", self.paths, PATHS)
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -108,16 +112,16 @@ def benchmark(configs: Mapping[str, ExperimentConfig], plan: Plan) -> list[dict[
     """Checks and times the paths of each case; prints a table, writes the JSON file and returns its rows.
 
     Raises:
-      UserError: If a configuration is without this attention, or a path computes other numbers than the reference.
+      UserError: If a configuration has another attention, or a path computes other numbers than the reference.
     """
     facts, records, refused = environment.describe(), [], collections.defaultdict(list)
-    print(f"{facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}\n")
-    print(f"{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
-    for case in plan.cases(configs, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16"):
-        rows, refusals = measure(case, plan)
+    print(f"{timing.describe(facts)}\n\n{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
+    dtype = plan.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    for (name, config), task in itertools.product(configs.items(), plan.tasks):
+        rows, refusals = measure(make_case(name, config, task, batch=plan.batch_size, dtype=dtype), plan)
         records += rows
-        for path, reason in refusals.items():
-            refused[path, reason].append(f"{case.config} {case.task}")
+        for refusal in refusals.items():
+            refused[refusal].append(f"{name} {task}")
     for (path, reason), names in refused.items():
         print(f"\nno {path}: {reason} ({', '.join(names)})")
     if plan.json:
@@ -126,21 +130,157 @@ def benchmark(configs: Mapping[str, ExperimentConfig], plan: Plan) -> list[dict[
     return records
 
 
+@dataclasses.dataclass(frozen=True)
+class Case(Problem):
+    """Attention of one layer of a configuration, in training or over a KV cache."""
+
+    config: str = ""  # Name of the configuration.
+    mem_len: int = 0  # M.
+    dropout_rate: float = 0.0  # Of the probabilities in training.
+
+    @property
+    def task(self) -> str:
+        """Which of `TASKS` it is."""
+        return "evaluation" if self.cached else "training"
+
+    @property
+    def passes(self) -> int:
+        """Times that each product of the forward pass is done: backward it has two of them."""
+        return 1 if self.cached else 3
+
+    @property
+    def shape(self) -> str:
+        """Sizes for a table."""
+        return f"{self.batch} x {self.n_head} x {self.segment_len} x {self.n_keys}, {self.d_head}"
+
+    def lengths(self, axes: str) -> tuple[Any, ...]:
+        """Returns the lengths of axes by letters: as in `Problem`, and M for the segment's own keys over a cache."""
+        sizes = {"b": self.batch, "h": self.n_head, "l": self.segment_len, "m": self.segment_len, "k": self.n_keys}
+        sizes |= {"p": self.n_positions, "e": self.d_head, "r": self.capacity or 0}
+        return tuple(sizes[axis] for axis in axes)
+
+    def flops(self, *, positions: bool = True) -> float:
+        """Returns the operations on visible pairs: scores by content, by distance, and weighted values."""
+        seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)  # Keys that are not behind a query.
+        visible = sum(seen) if self.window is None else sum(min(keys, self.window) for keys in seen)
+        pairs = self.batch * self.n_head * visible
+        return 2 * self.d_head * pairs * (3 if positions else 2) * self.passes
+
+    @property
+    def flops_of_products(self) -> float:
+        """The operations on all pairs, those by distance once for each position key."""
+        columns = 2 * self.n_keys + self.n_positions
+        return 2 * self.d_head * self.batch * self.n_head * self.segment_len * columns * self.passes
+
+
+def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int | None, dtype: str) -> Case:
+    """Returns the sizes of a configuration's attention on the first device.
+
+    `batch` is the rows of training, or None for the whole batch. Evaluation has `eval.batch_size`.
+
+    Raises:
+      UserError: If the model is without this attention.
+    """
+    model = config.model
+    require(
+        model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE,
+        f"{name} has the network {model.network} with the encoding {model.encoding}; "
+        "the benchmark is of attention with model.encoding=relative",
+    )
+    rows = {"train.batch_size": batch or config.train.batch_size, "train.grad_accum_steps": 1}
+    config = config_tree.replace(config, {**rows, "model.dtype": dtype, "eval.cache_dtype": None})
+    mesh = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    if task == "training":
+        sizes, rate = vars(training_problem(config, mesh)), float(model.dropout.attention)
+        return Case(**sizes, config=name, mem_len=config.train.mem_len, dropout_rate=rate)
+    sizes = vars(evaluation_problem(config, mesh)) | {"cache_dtype": None}
+    return Case(**sizes, config=name, mem_len=config.eval.mem_len)
+
+
+class NotHereError(Exception):
+    """A path does not exist on this device, for this case."""
+
+
+def has_positions(path: str) -> bool:
+    """Returns whether a path has position keys."""
+    return path not in ("plain", "cudnn")
+
+
+def find_implementation(case: Case, path: str) -> Implementation:
+    """Returns what a path is: "plain" is the fused or else the tiled one without position keys.
+
+    Raises:
+      NotHereError: If it cannot serve the case.
+    """
+    problem = case if has_positions(path) else dataclasses.replace(case, n_positions=0)
+    for name in ("fused", "tiled") if path == "plain" else (path,):
+        refusal = choice.refusal_of(name, problem)
+        if refusal is None:
+            return choice.choose(name, problem)[0]
+    raise NotHereError(refusal)
+
+
 def measure(case: Case, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Checks, compiles and times the paths of a case; prints their rows, returns them and why others are not there."""
-    programs, differences, refusals = [], {}, {}
-    for path in plan.paths:
+    tasks: list[Task] = []
+    differences, implementations, refusals = {}, {}, {}
+    for path in (*plan.paths, PRODUCTS):
         try:
             differences[path] = largest_difference(case, path)
-            programs.append(_compile(case, path))
-        except _NotHereError as error:
+            implementations[path], function, inputs = _path(case, path)
+            tasks.append(_task(path, function, inputs))
+        except NotHereError as error:
             refusals[path] = str(error)
-    programs.append(_compile_products(case))
-    seconds = _time_interleaved(programs, plan.calls)
-    rows = [_record(case, program, seconds, differences.get(program.path)) for program in programs]
-    for row in rows:
+    timings = {each.task.name: each for each in timing.interleaved(tasks, warmup=0, calls=plan.calls)}
+    peak = flops.device_peak(jax.devices()[0].device_kind) if case.dtype == "bfloat16" else None
+    rows = []
+    for path, measured in timings.items():
+        seconds = [each / measured.task.tokens for each in measured.seconds]
+        visible = case.flops(positions=has_positions(path))
+        rate = (case.flops_of_products if path == PRODUCTS else visible) / statistics.median(seconds)
+        reference = timings.get("reference")
+        row = {
+            **{name: getattr(case, name) for name in _SIZES},
+            "shape": case.shape,
+            "path": path,
+            "implementation": implementations[path],
+            "difference": differences[path],
+            "median_seconds": statistics.median(seconds),
+            "slowest_seconds": max(seconds),
+            "fastest_seconds": min(seconds),
+            "seconds": seconds,
+            # Ratios are medians over timings, each with the other's of the same round.
+            "speedup": statistics.median(measured.speedups(reference)) if reference else None,
+            "times_products": statistics.median(timings[PRODUCTS].speedups(measured)),
+            "flops_per_second": rate,
+            "share_of_peak": rate / peak if peak else None,
+            "scratch_bytes": measured.task.memory_bytes,
+        }
+        rows.append(row)
         print(format_row(row), flush=True)
     return rows, refusals
+
+
+def format_row(row: Mapping[str, Any]) -> str:
+    """Formats the table row of a path."""
+
+    def known(name: str, form: str) -> str:
+        return "" if row[name] is None else form.format(row[name])
+
+    cells = [
+        row["config"],
+        row["task"],
+        row["shape"],
+        row["path"] if row["implementation"] in ("", row["path"]) else f"{row['path']} ({row['implementation']})",
+        known("difference", "{:.0e}"),
+        *(f"{1e3 * row[name]:.3g} ms" for name in ("median_seconds", "slowest_seconds", "fastest_seconds")),
+        known("speedup", "{:.2f}"),
+        known("times_products", "{:.2f}"),
+        f"{row['flops_per_second'] / 1e9:,.0f} G",
+        known("share_of_peak", "{:.1%}"),
+        environment.megabytes(row["scratch_bytes"]),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def largest_difference(case: Case, path: str) -> float | None:
@@ -151,102 +291,120 @@ def largest_difference(case: Case, path: str) -> float | None:
     element.
 
     Raises:
-      UserError: If it is too large to be rounding.
+      UserError: If the difference is too large to be rounding.
     """
-    if path in ("reference", "cudnn"):
+    if path in ("reference", "cudnn", PRODUCTS):
         return None
-    small, implementation = _checked(case, path)
+    small = dataclasses.replace(case, batch=1)
+    implementation = find_implementation(small, path)
+    # Kernels for GPUs are for 16 bits only, and of float32 fewer position keys fit into a TPU's VMEM.
+    with contextlib.suppress(NotHereError):
+        exact = dataclasses.replace(small, dtype="float32")
+        found = find_implementation(exact, path)
+        if found.path == implementation.path:
+            small, implementation = exact, found
     tolerance = _TOLERANCE if small.dtype == "float32" else _TOLERANCE_OF_16_BITS
     inputs, positions = make_inputs(small), has_positions(path)
-    exact = {name: array if name == "valid" else array.astype(jnp.float32) for name, array in inputs.items()}
+    in_float32 = {name: array if name == "valid" else array.astype(jnp.float32) for name, array in inputs.items()}
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(make_function(small, "reference", positions=positions))(exact)
-        found = jax.jit(make_function(small, implementation, positions=positions))(inputs)
+        expected = jax.jit(make_function(small, "reference", positions=positions))(in_float32)
+        outputs = jax.jit(make_function(small, implementation, positions=positions))(inputs)
     differences = {
-        name: float(jnp.max(jnp.abs(found[name] - array)) / jnp.max(jnp.abs(array))) for name, array in expected.items()
+        name: float(jnp.max(jnp.abs(outputs[name] - array)) / jnp.max(jnp.abs(array)))
+        for name, array in expected.items()
     }
     worst = max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
-    if not differences[worst] <= tolerance:
-        raise UserError(
-            f"{case.config}, {case.task}: the {worst} of {path} ({implementation}) differs from the reference's by "
-            f"{differences[worst]:.1e} of its largest element, in {small.dtype}; at most {tolerance:.0e} is rounding"
-        )
+    require(
+        differences[worst] <= tolerance,
+        f"{case.config}, {case.task}: the {worst} of {path} ({implementation}) differs from the reference's by "
+        f"{differences[worst]:.1e} of its largest element, in {small.dtype}; at most {tolerance:.0e} is rounding",
+    )
     return differences[worst]
 
 
-def format_row(row: Mapping[str, Any]) -> str:
-    """Formats the table row of a path."""
-
-    def known(value: Any, form: Callable[[Any], str]) -> str:
-        return "" if value is None else form(value)
-
-    cells = [
-        row["config"],
-        row["task"],
-        row["shape"],
-        row["path"] if row["implementation"] in ("", row["path"]) else f"{row['path']} ({row['implementation']})",
-        known(row["difference"], "{:.0e}".format),
-        *(f"{1e3 * row[name]:.3g} ms" for name in ("median_seconds", "slowest_seconds", "fastest_seconds")),
-        known(row["speedup"], "{:.2f}".format),
-        known(row["times_products"], "{:.2f}".format),
-        f"{row['flops_per_second'] / 1e9:,.0f} G",
-        known(row["share_of_peak"], "{:.1%}".format),
-        environment.megabytes(row["scratch_bytes"]),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-class _NotHereError(Exception):
-    """A path does not exist on this device, for this case."""
-
-
-def _checked(case: Case, path: str) -> tuple[Case, Implementation]:
-    """Returns what is compared with the reference: one row, by what is timed or its like in float32.
-
-    Kernels for GPUs are for 16 bits only, and of float32 fewer position keys fit into a TPU's VMEM.
-    """
-    one_row = dataclasses.replace(case, batch=1)
-    timed, exact = _implementation(one_row, path), dataclasses.replace(one_row, dtype="float32")
-    try:
-        found = _implementation(exact, path)
-    except _NotHereError:
-        return one_row, timed
-    return (exact, found) if found.path == timed.path else (one_row, timed)
-
-
-def _implementation(case: Case, path: str) -> Implementation:
-    """Returns the implementation of a path on the first device; raises `_NotHereError`."""
-    device = jax.devices()[0]
-    found, reason = find_implementation(case, path, device.platform, device.device_kind)
-    if found is None:
-        raise _NotHereError(reason)
-    return found
-
-
-def _compile(case: Case, path: str) -> Program:
-    inputs = make_inputs(case)
+def _path(case: Case, path: str) -> tuple[str, Callable[..., Any], Any]:
+    """Returns the name of what a path is here, its function and that function's argument."""
+    if path == PRODUCTS:
+        return "", *products(case, platform=jax.default_backend())
     if path == "cudnn":
         if jax.default_backend() != "gpu" or case.capacity is not None or case.dtype != "bfloat16":
-            raise _NotHereError("it is only timed in training on GPUs, in bfloat16")
-        return _program(path, "", _cudnn, inputs)
-    implementation = _implementation(case, path)
+            raise NotHereError("it is only timed in training on GPUs, in bfloat16")
+        return "", _cudnn, make_inputs(case)
+    implementation = find_implementation(case, path)
     function = make_function(case, implementation, positions=has_positions(path))
-    return _program(path, str(implementation), function, inputs)
+    return str(implementation), function, make_inputs(case)
 
 
-def _compile_products(case: Case) -> Program:
-    inputs = attention_products.make_inputs(case, platform=jax.default_backend())
-    return _program(PRODUCTS, "", attention_products.products(case), inputs)
-
-
-def _program(path: str, implementation: str, function: Callable[..., Any], inputs: Any) -> Program:
+def _task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
+    """Compiles a path into a task of so many runs (not tokens) that a timing takes `_SECONDS`."""
     try:
         compiled = jax.jit(function).lower(inputs).compile()
         jax.block_until_ready(compiled(inputs))
     except jax.errors.JaxRuntimeError as error:
-        raise _NotHereError(str(error).partition("\n")[0][:200]) from None
+        raise NotHereError(str(error).partition("\n")[0][:200]) from None
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(inputs))
+    runs = min(max(math.ceil(_SECONDS / (time.perf_counter() - start)), 1), 50)
+
+    def call() -> None:
+        for _ in range(runs):
+            result = compiled(inputs)
+        jax.block_until_ready(result)
+
     sizes: Any = compiled.memory_analysis()
-    return Program(path, implementation, lambda: compiled(inputs), sizes.temp_size_in_bytes)
+    return Task(path, "", 0, runs, call, memory_bytes=sizes.temp_size_in_bytes)
+
+
+def make_inputs(case: Case) -> Arrays:
+    """Returns random arrays: keys and values of unit variance, as behind a layer norm, and biases a fifth of that."""
+    axes_of = _INPUTS[case.task]
+    keys = jax.random.split(jax.random.key(0), len(axes_of))
+    scale = {"content_bias": 0.2, "position_bias": 0.2}
+    arrays = {
+        name: scale.get(name, 1.0) * jax.random.normal(key, case.lengths(axes))
+        for key, (name, axes) in zip(keys, axes_of.items(), strict=True)
+    }
+    if case.cached:
+        arrays["query"] *= case.d_head**-0.5
+        arrays["position_query"] *= case.d_head**-0.5
+    found = {name: array.astype(case.dtype) for name, array in arrays.items()}
+    return found | {"valid": jnp.full((case.batch,), case.mem_len, jnp.int32)}
+
+
+def make_function(
+    case: Case, implementation: Implementation | str, *, positions: bool = True
+) -> Callable[[Arrays], dict[str, jax.Array]]:
+    """Returns the function of a case, with or without position keys: inputs -> output, in training with gradients."""
+    return functools.partial(_evaluation if case.cached else _training, case, implementation, positions)
+
+
+def _training(
+    case: Case, implementation: Implementation | str, positions: bool, inputs: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    visibility = Visibility(inputs["valid"], case.segment_len, case.mem_len, case.window)
+    dropout = Dropout(case.dropout_rate, jnp.uint32(_SEED), case.n_head) if case.dropout_rate else None
+    names = _DIFFERENTIATED if positions else _DIFFERENTIATED[:3]
+
+    def forward(*arrays: jax.Array) -> jax.Array:
+        given: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        return attention(**given, visibility=visibility, dropout=dropout, implementation=implementation)
+
+    output, pull_back = jax.vjp(forward, *(inputs[name] for name in names))
+    gradients = pull_back(inputs["cotangent"])
+    return {"output": output} | {f"gradient of {name}": each for name, each in zip(names, gradients, strict=True)}
+
+
+def _evaluation(
+    case: Case, implementation: Implementation | str, positions: bool, inputs: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    assert case.capacity
+    # The seam of the ring is in the middle, at a segment's border, as after some segments.
+    write_index = jnp.int32(case.capacity // 2 // case.segment_len * case.segment_len)
+    visibility = CachedVisibility(inputs["valid"], write_index, case.segment_len, case.capacity, case.window)
+    position = (inputs["position_query"], inputs["position_key"], None) if positions else None
+    own = (inputs["query"], inputs["key"], inputs["value"])
+    ring = (inputs["stored_key"], inputs["stored_value"])
+    return {"output": cached_attention(*own, ring, position, visibility, implementation=implementation)}
 
 
 def _cudnn(inputs: Mapping[str, jax.Array]) -> list[jax.Array]:
@@ -260,54 +418,63 @@ def _cudnn(inputs: Mapping[str, jax.Array]) -> list[jax.Array]:
     return [output, *pull_back(inputs["cotangent"])]
 
 
-def _time_interleaved(programs: list[Program], calls: int) -> dict[str, list[float]]:
-    """Returns the seconds of a call in each timing by path; one timing of each in turn, after one to warm up."""
-    repeats = {}
-    for program in programs:
-        start = time.perf_counter()
-        jax.block_until_ready(program.start())
-        repeats[program.path] = min(max(math.ceil(_SECONDS / (time.perf_counter() - start)), 1), 50)
-    seconds: dict[str, list[float]] = {program.path: [] for program in programs}
-    for _ in range(calls):
-        for program in programs:
-            repeat = repeats[program.path]
-            start = time.perf_counter()
-            for _ in range(repeat):
-                result = program.start()
-            jax.block_until_ready(result)
-            seconds[program.path].append((time.perf_counter() - start) / repeat)
-    return seconds
+# Operands with their axes: L queries, K and P keys, own keys M and R slots of the KV cache in evaluation, E. Scores or
+# probabilities ("by_") are the same for all heads, and in the order that the product reads.
+_PRODUCTS = {
+    "training": (
+        "query:le key:ke",
+        "query:le position_key:pe",
+        "by_key:lk value:ke",
+        "by_query:kl cotangent:le",
+        "cotangent:le value:ke",
+        "by_key:lk key:ke",
+        "by_query:kl query:le",
+        "by_distance:lp position_key:pe",
+        "by_query_of_distance:pl query:le",
+    ),
+    "evaluation": (
+        "query:le stored_key:er",
+        "query:le key:me",
+        "query:le position_key:ep",
+        "by_stored_key:lr stored_value:re",
+        "by_key:lm value:me",
+    ),
+}
 
 
-def _record(
-    case: Case, program: Program, seconds: Mapping[str, list[float]], difference: float | None
-) -> dict[str, Any]:
-    """Returns the values of a row; ratios are medians over timings, each beside that of the same round."""
-    own = seconds[program.path]
+def products(case: Case, *, platform: str) -> tuple[Callable[..., list[jax.Array]], tuple[Arrays, Arrays]]:
+    """Returns the matrix products of all pairs, which no implementation leaves out: a function and random inputs.
 
-    def ratio(of: list[float] | None, to: list[float] | None) -> float | None:
-        return None if of is None or to is None else statistics.median(a / b for a, b in zip(of, to, strict=True))
+    On a CPU they are done head by head into arrays that stay in the cache (written to memory for all heads at once,
+    512 x 1024 scores of 16 heads took 2.5 times as long), on other devices for all rows and heads in one product.
+    """
+    pairs = [[operand.split(":") for operand in product.split()] for product in _PRODUCTS[case.task]]
+    heads = case.batch * case.n_head
+    group = 1 if platform == "cpu" else heads
+    per_group: Arrays = {}
+    scores: Arrays = {}
+    for number, (name, axes) in enumerate(dict(itertools.chain(*pairs)).items()):
+        arrays, leading = (scores, (group,)) if name.startswith("by_") else (per_group, (heads // group, group))
+        arrays[name] = jax.random.normal(jax.random.key(number), (*leading, *case.lengths(axes)), case.dtype)
 
-    median = statistics.median(own)
-    visible = case.flops(positions=has_positions(program.path))
-    rate = (case.flops_of_products if program.path == PRODUCTS else visible) / median
-    peak = flops.device_peak(jax.devices()[0].device_kind)
-    return {
-        **dataclasses.asdict(case),
-        "shape": case.shape,
-        "path": program.path,
-        "implementation": program.implementation,
-        "difference": difference,
-        "median_seconds": median,
-        "slowest_seconds": max(own),
-        "fastest_seconds": min(own),
-        "seconds": own,
-        "speedup": ratio(seconds.get("reference"), own),
-        "times_products": ratio(own, seconds[PRODUCTS]),
-        "flops_per_second": rate,
-        "share_of_peak": rate / peak if peak and case.dtype == "bfloat16" else None,
-        "scratch_bytes": program.scratch_bytes,
-    }
+    def of_group(scores: Arrays, own: Arrays) -> list[jax.Array]:
+        arrays, results = scores | own, []
+        for (left, a), (right, b) in pairs:
+            result = "".join(axis for axis in a + b if (axis in a) != (axis in b))
+            results.append(jnp.einsum(f"g{a},g{b}->g{result}", arrays[left], arrays[right]))
+        return results
+
+    def all_groups(inputs: tuple[Arrays, Arrays]) -> list[jax.Array]:
+        per_group, scores = inputs
+        first = {name: array[0] for name, array in per_group.items()}
+        if group == heads:
+            return of_group(scores, first)
+        shapes = jax.eval_shape(functools.partial(of_group, scores), first)
+        empty = [jnp.zeros(each.shape, each.dtype) for each in shapes]
+        # The last group's results are what is returned; a loop's state is overwritten in place.
+        return jax.lax.scan(lambda _, own: (of_group(scores, own), None), empty, per_group)[0]
+
+    return all_groups, (per_group, scores)
 
 
 if __name__ == "__main__":

@@ -20,18 +20,23 @@ GPUs of a host, that the tasks fit on. Other flags change all of the flagfiles.
 
 import dataclasses
 import datetime
+import importlib.metadata
+import importlib.util
+import math
+import os
 import re
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from experiments.bench import timing
+from experiments.bench.speed import BLOCK, GROUPS, make_generator
 from txl_jax import cli, flops, sharding
-from txl_jax.bench import topologies
-from txl_jax.bench.synthetic_tokens import default_vocab_size
-from txl_jax.bench.throughput import BLOCK, make_generator
 from txl_jax.config import ExperimentConfig, Remat
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting
@@ -44,8 +49,59 @@ from txl_jax.runs.train import device_bytes
 from txl_jax.runtime.environment import megabytes
 from txl_jax.runtime.storage import write_json
 
-GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 TASKS = ("training", "evaluation", "generation")
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    # libtpu searches for its chips, and for other processes that use them, unless these are set.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    # The CUDA plugin searches for its GPUs, and complains that there is no driver.
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+_LIBTPU, _PLUGINS = ("libtpu",), ("jax_cuda13_plugin", "jax_cuda12_plugin")
+_PER_HOST = 8  # GPUs that share NVLink.
+_HOST = ("1", "2", "4", "8")
+
+
+class Gpu(NamedTuple):
+    """What XLA must know of a GPU, as CUDA reports it, and as XLA's own files of known GPUs have it."""
+
+    description: str  # Its name in CUDA.
+    capability: tuple[int, int]  # Compute capability, (major, minor).
+    cores: int  # Streaming multiprocessors.
+    units_per_core: int  # Multiply-add units of a core for float32.
+    clock_ghz: float  # Highest clock.
+    bandwidth: int  # Bytes per second to and from its memory.
+    l2_bytes: int  # Size of its level 2 cache.
+    shared_bytes: int  # Shared memory of a core; a block can have 1 KiB less.
+
+
+class Chip(NamedTuple):
+    """A kind of device."""
+
+    kind: str  # Its name in jax; `flops.device_peak` knows its peak.
+    memory_bytes: int  # Size of a device's memory; of a GPU as CUDA reports it.
+    sizes: tuple[str, ...]  # Slices that Google Cloud offers, or numbers of GPUs of a host, from small to large.
+    gpu: Gpu | None = None  # None for TPUs.
+
+
+_H200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 4_800_000_000_000, 60 << 20, 228 << 10)
+_H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 3_352_320_000_000, 50 << 20, 228 << 10)
+_A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 2_039_040_000_000, 40 << 20, 164 << 10)
+# GPUs are the modules with NVLink (SXM), not the cards.
+CHIPS = {
+    "v3": Chip("TPU v3", 16 << 30, ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16")),
+    "v4": Chip("TPU v4", 32 << 30, ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8")),
+    "v5e": Chip("TPU v5 lite", 16 << 30, ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
+    "v5p": Chip("TPU v5", 95 << 30, ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")),
+    "v6e": Chip("TPU v6 lite", 32 << 30, ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
+    "h200": Chip("H200", 150_754_820_096, _HOST, _H200),
+    "h100": Chip("H100", 84_942_979_072, _HOST, _H100),
+    "a100": Chip("A100", 85_100_068_864, _HOST, _A100),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,47 +118,43 @@ class Plan(cli.Plan):
     configs: tuple[str, ...] = setting(
         (), "Published configurations or flagfiles, with commas; default: the settings of the flags alone."
     )
-    vocab_size: int | None = setting(
-        None, "V; none: the size published with the corpus, or 256 where there is none.", at_least=2
-    )
+    vocab_size: int | None = setting(None, timing.VOCAB_SIZE_HELP, at_least=2)
     json: str | None = setting(None, "File for all figures; none: only what is printed.", path=True)
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task or topology."""
         check_fields(self, "")
         require(self.topology, "topology is empty; it must name a slice or GPUs, such as --topology=v5e:4x8 or h200x8")
-        require(self.tasks, f"tasks is empty; it must be of {', '.join(TASKS)}")
-        for name in self.tasks:
-            near = config_tree.did_you_mean(name, TASKS)
-            require(name in TASKS, f"tasks has {name!r}; it must be of {', '.join(TASKS)}{near}")
+        timing.check_names("tasks", self.tasks, TASKS)
         for topology in self.topology:
-            (topologies.slices if self.configs else topologies.parse)(topology)
+            (slices if self.configs else parse)(topology)
 
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Estimates the settings of the flags, or each of --configs, on each topology; writes the JSON file."""
     versions = {"jax": jax.__version__}
     for topology in plan.topology:
-        versions |= topologies.compiler_versions(topology)
+        versions |= compiler_versions(topology)
     versions["date"] = datetime.date.today().isoformat()
     print(", ".join(f"{name} {value}" for name, value in versions.items()), flush=True)
+    records: list[dict[str, Any]] = []
     if plan.configs:
         for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
-            if name in job.places:
-                raise UserError(f"--{name} was given and --configs chooses its own meshes; leave one out")
+            require(
+                name not in job.places,
+                f"--{name} was given and --configs chooses its own meshes; leave one out",
+            )
         configs = {name: job.config_of_flagfile(name) for name in plan.configs}
         for topology in plan.topology:
-            if missing := topologies.missing_compiler(topology):
-                raise UserError(f"--configs needs the compiler of {topology} and {missing}")
-        records = [
-            record
-            for name, config in configs.items()
-            for topology in plan.topology
-            for record in estimate_smallest(name, config, topology, plan)
-        ]
+            missing = missing_compiler(topology)
+            require(not missing, f"--configs needs the compiler of {topology} and {missing}")
+        for name, config in configs.items():
+            for topology in plan.topology:
+                records += estimate_smallest(name, config, topology, plan)
     else:
         name, config = job.flagfile or "the flags", job.config()
-        records = [record for topology in plan.topology for record in estimate(name, config, topology, plan)]
+        for topology in plan.topology:
+            records += estimate(name, config, topology, plan)
     if plan.json:
         write_json(plan.json, {**versions, "plan": config_tree.to_dict(plan), "estimates": records})
         print(f"\nresults   {plan.json}")
@@ -115,8 +167,8 @@ def estimate_smallest(name: str, config: ExperimentConfig, topology: str, plan: 
       The records of `estimate`. If none fits, those of the last try, and if no mesh divides the sizes, none.
     """
     records: list[dict[str, Any]] = []
-    for candidate in topologies.slices(topology):
-        for changes in candidate_meshes(config, topologies.parse(candidate).num_devices):
+    for candidate in slices(topology):
+        for changes in candidate_meshes(config, parse(candidate).num_devices):
             records = []
             for record in estimate(name, config_tree.replace(config, changes), candidate, plan):
                 records.append(record)
@@ -156,16 +208,16 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
     Raises:
       UserError: If the settings do not fit the topology, or each other.
     """
-    found, devices = topologies.parse(topology), topologies.devices(topology)
+    found, devices_or_none = parse(topology), devices(topology)
     mesh: Any
-    if devices is None:
+    if devices_or_none is None:
         mesh = sharding.abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
     else:
-        mesh = sharding.make_mesh(config.mesh, devices)
-    components = build(config, vocab_size=plan.vocab_size or default_vocab_size(config.data.corpus), mesh=mesh)
+        mesh = sharding.make_mesh(config.mesh, devices_or_none)
+    components = build(config, vocab_size=plan.vocab_size or timing.default_vocab_size(config.data.corpus), mesh=mesh)
     components.training.check_batch_size()
     # Which implementation of attention it is depends on the devices.
-    chosen = components.attention if devices else None
+    chosen = components.attention if devices_or_none else None
     attention = {task: str(one.implementation) for task, one in chosen._asdict().items()} if chosen else {}
     persistent, update_flops = device_bytes(components), flops_of_update(components)
     peak = flops.device_peak(found.chip.kind)
@@ -176,14 +228,11 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
         f"{config.train.batch_size} rows x {config.train.segment_len}, memory {config.train.mem_len}, "
         f"remat {config.model.remat}"
     )
-    for task, implementation in attention.items():
-        print(f"{f'attention, {task}':<24}{implementation}")
-    for kind, size in persistent.items():
-        print(f"{kind:<24}{megabytes(size)} per device")
-    print(
-        f"{'an update':<24}{update_flops / 1e12:.4g} TFLOP per device, at least {1e3 * update_flops / peak:.1f} ms",
-        flush=True,
-    )
+    lines = {f"attention, {task}": implementation for task, implementation in attention.items()}
+    lines |= {kind: f"{megabytes(size)} per device" for kind, size in persistent.items()}
+    least_seconds = update_flops / peak
+    lines["an update"] = f"{update_flops / 1e12:.4g} TFLOP per device, at least {1e3 * least_seconds:.1f} ms"
+    print("\n".join(f"{label:<24}{line}" for label, line in lines.items()), flush=True)
     facts = {
         "configuration": name,
         "topology": topology,
@@ -193,10 +242,10 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
         "attention": attention,
         "config": config_tree.to_dict(config),
         "flops_of_update": update_flops,
-        "least_seconds_of_update": update_flops / peak,
+        "least_seconds_of_update": least_seconds,
     }
-    if devices is None:
-        print(f"{topologies.missing_compiler(topology)}: nothing is compiled, activations are not known")
+    if devices_or_none is None:
+        print(f"{missing_compiler(topology)}: nothing is compiled, activations are not known")
         yield facts | {"task": None}
         return
     for task in plan.tasks:
@@ -215,23 +264,26 @@ def flops_of_update(components: RunComponents) -> float:
 
 def estimate_task(components: RunComponents, task: str, memory_bytes: int) -> dict[str, Any]:
     """Compiles a task; prints and returns what it needs on a device with this memory, or why it is not possible."""
-    start = time.monotonic()
+    start, does_not_fit = time.monotonic(), ""
     try:
         if task == "generation":
             check_can_generate(components.config)
         compiled = compile_task(components, task)
+        seconds, sizes, costs = time.monotonic() - start, compiled.memory_analysis(), compiled.cost_analysis() or {}
+        # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
+        needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes
+        if needed > memory_bytes:  # The compiler for GPUs accepts a program that is too large.
+            does_not_fit = f"needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB"
     except UserError as error:
         print(f"{task}: not possible, {error}", flush=True)
         return {"not_possible": str(error)}
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _does_not_fit(task, _needed_and_available(str(error)))
-    seconds, sizes, costs = time.monotonic() - start, compiled.memory_analysis(), compiled.cost_analysis() or {}
-    # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
-    needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes
-    if needed > memory_bytes:  # The compiler for GPUs accepts a program that is too large.
-        return _does_not_fit(task, f"needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB")
+        does_not_fit = _needed_and_available(str(error))
+    if does_not_fit:
+        print(f"{task}: does not fit, it {does_not_fit}", flush=True)
+        return {"does_not_fit": does_not_fit}
     by_xla = f", {costs['flops'] / 1e12:.4g} TFLOP by XLA" if "flops" in costs else ""
     print(
         f"{task}: fits, needs {megabytes(needed)} of {megabytes(memory_bytes)} per device: arguments "
@@ -247,11 +299,6 @@ def estimate_task(components: RunComponents, task: str, memory_bytes: int) -> di
         "flops_by_xla": costs.get("flops"),  # None on GPUs.
         "compile_seconds": seconds,
     }
-
-
-def _does_not_fit(task: str, sizes: str) -> dict[str, str]:
-    print(f"{task}: does not fit, it {sizes}", flush=True)
-    return {"does_not_fit": sizes}
 
 
 def _needed_and_available(error: str) -> str:
@@ -305,6 +352,163 @@ def _abstract_result(function: Any, *arguments: Any) -> Any:
     )
 
 
+class Topology(NamedTuple):
+    """A topology's name, taken apart: `v5e:4x8` (chips along each axis), `2*v5e:4x8` (two slices), `h200x8` (GPUs)."""
+
+    generation: str  # Key of `CHIPS`.
+    shape: str  # Chips along each axis of a slice, or the number of GPUs.
+    num_slices: int  # Slices of TPUs; 1 for GPUs.
+    num_devices: int  # As jax counts them, over all slices.
+
+    @property
+    def chip(self) -> Chip:
+        """The kind of its devices."""
+        return CHIPS[self.generation]
+
+
+def set_environment() -> None:
+    """Keeps this process from searching for accelerators; call it before jax uses any device."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
+def parse(name: str) -> Topology:
+    """Takes the name of a topology apart.
+
+    Raises:
+      UserError: If the notation or the generation is unknown, or there cannot be such a topology.
+    """
+    found = re.fullmatch(r"(?:([1-9]\d*)\*)?(\w+):(\d+(?:x\d+){1,2})|([a-z]\d+)(?:x(\d+))?", name)
+    several, generation, shape, gpu, count = found.groups("") if found else [""] * 5
+    if gpu in CHIPS and CHIPS[gpu].gpu:
+        number = int(count or 1)
+        if str(number) not in _HOST and (number % _PER_HOST or not number):
+            raise UserError(
+                f"the topology {name} has {number} GPUs; give {', '.join(_HOST)} or a multiple of {_PER_HOST}"
+            )
+        return Topology(gpu, str(number), 1, number)
+    if generation not in CHIPS or CHIPS[generation].gpu:
+        tpus, gpus = ([one for one, chip in CHIPS.items() if bool(chip.gpu) is is_gpu] for is_gpu in (False, True))
+        raise UserError(
+            f"the topology is {name!r}; give a slice of TPUs ({', '.join(tpus)}, and the chips along each axis: "
+            f"v5e:4x8 or v4:2x2x4; two of them: 2*v5e:4x8) or GPUs ({', '.join(gpus)}, and how many: h200 or h200x8)"
+        )
+    chips, known = [int(n) for n in shape.split("x")], CHIPS[generation].sizes
+    whole_hosts = all(n and n % 2 == 0 for n in chips[:2])  # A host has 2 x 2 chips.
+    if shape not in known and not (len(chips) == known[0].count("x") + 1 and whole_hosts):
+        raise UserError(f"there is no slice {name}; those of {generation} are {', '.join(known)} and larger ones")
+    num_slices = int(several or 1)
+    return Topology(generation, shape, num_slices, num_slices * math.prod(chips) * (2 if generation == "v3" else 1))
+
+
+def slices(name: str) -> list[str]:
+    """Returns the topologies of a name: one, or for a generation or a GPU alone all, from small to large.
+
+    Raises:
+      UserError: If `parse` does.
+    """
+    if name in CHIPS:
+        return [f"{name}{'x' if CHIPS[name].gpu else ':'}{size}" for size in CHIPS[name].sizes]
+    parse(name)
+    return [name]
+
+
+def compiler_versions(name: str) -> dict[str, str]:
+    """Returns name and version of the compiler of a topology."""
+    is_gpu = parse(slices(name)[0]).chip.gpu
+    found = [package for package in (_PLUGINS if is_gpu else _LIBTPU) if importlib.util.find_spec(package)]
+    version = importlib.metadata.version(found[0]) if found else "not installed"
+    return {"CUDA plugin" if is_gpu else "libtpu": version}
+
+
+def missing_compiler(name: str) -> str | None:
+    """Says which compiler a topology lacks and how to install it, or returns None if it is installed."""
+    [(compiler, version)] = compiler_versions(name).items()
+    if version != "not installed":
+        return None
+    if compiler == "libtpu":
+        return "libtpu, the TPU's compiler, is not installed (pip install 'jax[tpu]')"
+    return "jax's CUDA plugin is not installed (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt)"
+
+
+def devices(name: str) -> Sequence[jax.Device] | None:
+    """Returns the devices of a topology, to compile for, or None if its compiler is not installed.
+
+    Raises:
+      UserError: If `parse` does, or the compiler does not have this topology.
+    """
+    generation, shape, num_slices, count = parse(name)
+    if missing_compiler(name):
+        return None
+    gpu = CHIPS[generation].gpu
+    options: dict[str, Any]
+    if gpu:
+        hosts = math.ceil(count / _PER_HOST)  # In the shape: slices, hosts, GPUs of a host.
+        options = {"platform": "cuda", "topology_name": generation, "topology": f"1x{hosts}x{count // hosts}"}
+        options["target_config"] = target_config(CHIPS[generation])
+    else:
+        options = {"platform": "tpu", "topology_name": f"{generation}:{shape}"}
+        if generation in ("v4", "v5p"):  # Both cores of a chip are one device.
+            options["chip_config_name"] = "megacore"
+        if num_slices > 1:
+            options["num_slices"] = num_slices
+        if set(shape) == {"1", "x"}:  # Less than a host, which has four chips.
+            options["chips_per_host_bounds"] = [1, 1, 1]
+    try:
+        return topologies.get_topology_desc(**options).devices
+    except jax.errors.JaxRuntimeError as error:
+        reason, [compiler] = str(error).partition("\n")[0], compiler_versions(name)
+        raise UserError(f"{compiler} knows no topology {name} ({reason}); give another --topology") from None
+
+
+def lower_for(device: jax.Device, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Lowers a function for one device of a topology; `.compile()` of the result compiles it.
+
+    Pallas asks the ambient mesh what device it lowers for, and from jax 0.11 on fails without one ("No supported GPU
+    devices found"). Arguments are trees of arrays, or of their shapes and types; options are those of `jax.jit`.
+    """
+    mesh = Mesh([device], ("device",))
+    placed = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed), arguments)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function, **options).lower(*shapes)
+
+
+def target_config(chip: Chip) -> str:
+    """Returns the description of a GPU as XLA reads it (`GpuTargetConfigProto` as text)."""
+    gpu = chip.gpu
+    assert gpu
+    info = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "threads_per_core_limit": 2048,
+        "core_count": gpu.cores,
+        "fpus_per_core": gpu.units_per_core,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "registers_per_core_limit": 2**16,
+        "registers_per_block_limit": 2**16,
+        "shared_memory_per_block": 48 << 10,
+        "shared_memory_per_block_optin": gpu.shared_bytes - 1024,
+        "shared_memory_per_core": gpu.shared_bytes,
+        "l2_cache_size": gpu.l2_bytes,
+        "clock_rate_ghz": gpu.clock_ghz,
+        "device_memory_size": chip.memory_bytes,
+        "memory_bandwidth": gpu.bandwidth,
+    }
+    fields = "\n".join(f"{name}: {value}" for name, value in info.items())
+    major, minor = gpu.capability
+    return (
+        f"gpu_device_info {{\n{fields}\ncuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
+        'platform_name: "CUDA"\n'
+        "dnn_version_info { major: 9 minor: 12 patch: 0 }\n"
+        "runtime_version { major: 13 minor: 0 patch: 0 }\n"
+        f'device_description_str: "{gpu.description}"\n'
+    )
+
+
 if __name__ == "__main__":
-    topologies.set_environment()
+    set_environment()
     cli.main(run, Plan, config=ExperimentConfig(), by_corpus=True, groups=GROUPS)

@@ -13,21 +13,17 @@ import time
 
 import numpy as np
 
+from experiments.bench import timing
+from experiments.bench.speed import DEFAULTS
+from experiments.bench.timing import Task
 from txl_jax import cli
-from txl_jax.bench import throughput
-from txl_jax.bench.synthetic_tokens import default_vocab_size
-from txl_jax.bench.throughput import Task, Throughput
 from txl_jax.cli import setting
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
+from txl_jax.config import ExperimentConfig
 from txl_jax.inference.generator import Weights
 from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
 from txl_jax.serving.row_step import Rows, Step
-
-GROUPS = ("data", "model", "eval", "mesh")
-DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
-_HEAD = "| rows | tokens/s | slowest | fastest | processor time per token |\n|---|---|---|---|---|"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +33,7 @@ class Plan(cli.Plan):
     rows: int = setting(16, "Rows that are compared with one.", at_least=2)
     calls: int = setting(5, "Timed calls of each, interleaved; a call draws 8 tokens of every row.", at_least=1)
     warmup: int = setting(1, "Warm-up calls before the timed ones.", at_least=0)
-    vocab_size: int | None = setting(
-        None, "V; none: the size published with the corpus, or 256 where there is none.", at_least=2
-    )
+    vocab_size: int | None = setting(None, timing.VOCAB_SIZE_HELP, at_least=2)
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -48,29 +42,28 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def benchmark(config: ExperimentConfig, plan: Plan) -> float:
-    """Times both steps with untrained weights, full memories and greedy draws; returns the speedup.
-
-    Tails of an adaptive softmax are all read, for every token.
-    """
+    """Times both steps with untrained weights, full memories and greedy draws; returns the speedup."""
     check_can_generate(config)
-    components = build(config, vocab_size=plan.vocab_size or default_vocab_size(config.data.corpus))
+    components = build(config, vocab_size=plan.vocab_size or timing.default_vocab_size(config.data.corpus))
     params = components.training.init_params()
     if config.model.cutoffs:
-        params = throughput.with_every_tail(params)
+        params = timing.with_every_tail(params)
     facts = environment.describe()
     print(f"{components.num_parameters:,} parameters, vocabulary {components.model.vocab_size:,}, {config.model.dtype}")
-    print(f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}\n")
+    print(f"{facts['devices']} x {timing.describe(facts)}\n")
     steps = [Step(components, batch_size=rows) for rows in (plan.rows, 1)]
     weights = steps[0].prepare_params(params)
-    processor: list[list[float]] = [[] for _ in steps]
+    processor: list[list[float]] = [[] for _ in steps]  # Seconds of each call.
     tasks = [_task(components, step, weights, own) for step, own in zip(steps, processor, strict=True)]
-    found = throughput.measure_interleaved(tasks, warmup=plan.warmup, calls=plan.calls)
-    print(_HEAD)
+    many, one = found = timing.interleaved(tasks, warmup=plan.warmup, calls=plan.calls)
+    print("| rows | tokens/s | slowest | fastest | processor time per token |\n|---|---|---|---|---|")
     for step, measured, seconds in zip(steps, found, processor, strict=True):
-        print(_format_row(step.batch_size, measured, statistics.median(seconds[plan.warmup :])))
-    speedup = statistics.median(
-        many / one for many, one in zip(*(each.tokens_per_second for each in found), strict=True)
-    )
+        per_token = statistics.median(seconds[plan.warmup :]) / measured.task.tokens
+        print(
+            f"| {step.batch_size} | {measured.rate:,.4g} | {min(measured.rates):,.4g} | {max(measured.rates):,.4g} | "
+            f"{per_token * 1e3:.3g} ms |"
+        )
+    speedup = statistics.median(many.speedups(one))
     print(f"\n{plan.rows} rows: {speedup:.2f} times the throughput of one request at a time")
     return speedup
 
@@ -80,24 +73,15 @@ def _task(components: RunComponents, step: Step, weights: Weights, processor: li
     rows, rings = Rows.idle(step.batch_size), step.init_rings(weights)
     rows.position[:], rows.steps[:] = 2 * step.capacity, step.block
     rows.last[:] = np.arange(step.batch_size) % components.model.vocab_size
-    held = [rings]
 
     def call() -> None:
+        nonlocal rings
         start = time.process_time()
-        held[0], _, _ = step.write(weights, held[0], rows)
+        rings, _, _ = step.write(weights, rings, rows)
         processor.append(time.process_time() - start)
 
-    shape, tokens = f"{step.batch_size} x 1", step.batch_size * step.block
-    return Task(name="serving", shape=shape, mem_len=step.mem_len, tokens=tokens, call=call)
-
-
-def _format_row(rows: int, measured: Throughput, processor: float) -> str:
-    rates = measured.tokens_per_second
-    return (
-        f"| {rows} | {measured.median:,.4g} | {min(rates):,.4g} | {max(rates):,.4g} | "
-        f"{processor / measured.task.tokens * 1e3:.3g} ms |"
-    )
+    return Task("serving", f"{step.batch_size} x 1", step.mem_len, step.batch_size * step.block, call)
 
 
 if __name__ == "__main__":
-    cli.main(run, Plan, config=DEFAULTS, by_corpus=True, groups=GROUPS)
+    cli.main(run, Plan, config=DEFAULTS, by_corpus=True, groups=("data", "model", "eval", "mesh"))

@@ -23,21 +23,21 @@ import os
 import re
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from experiments.bench import timing
+from experiments.bench.timing import Task
 from txl_jax import cli
-from txl_jax.bench import throughput
-from txl_jax.bench.synthetic_tokens import EXPONENT, SHIFT, draw_tokens, probabilities
-from txl_jax.bench.throughput import Task, Throughput
+from txl_jax.cli import setting
 from txl_jax.config import ExperimentConfig, ModelConfig, TrainConfig
-from txl_jax.config.settings import require, setting
-from txl_jax.errors import UserError
+from txl_jax.config.settings import require
 from txl_jax.modules.softmax import Softmax
 from txl_jax.runtime import environment
+from txl_jax.runtime.environment import megabytes
 
 # WikiText-103 and the paper's large model.
 DEFAULTS = ExperimentConfig(
@@ -67,8 +67,6 @@ def run(plan: Plan, job: cli.Job) -> None:
 def benchmark(config: ExperimentConfig, plan: Plan) -> None:
     """Measures both softmaxes and prints a markdown table.
 
-    Calls are interleaved, so that a slow minute of the machine affects all alike.
-
     Raises:
       UserError: If the settings have no adaptive softmax, or the memory limit is too small for one token.
     """
@@ -76,142 +74,139 @@ def benchmark(config: ExperimentConfig, plan: Plan) -> None:
     adaptive.validate()
     adaptive.validate_vocabulary(plan.vocab_size)
     require(adaptive.cutoffs, "model.cutoffs is empty; the adaptive softmax needs at least one")
-    softmaxes = {"adaptive": adaptive, "full": dataclasses.replace(adaptive, cutoffs=(), div_val=1)}
-    tokens = config.train.batch_size * config.train.segment_len
+    whole = {
+        name: Program(model, plan.vocab_size, config.train.batch_size * config.train.segment_len)
+        for name, model in (("adaptive", adaptive), ("full", dataclasses.replace(adaptive, cutoffs=(), div_val=1)))
+    }
+    tokens = whole["full"].tokens
     limit = device_memory() if plan.memory_gb is None else int(plan.memory_gb * 1e9)
 
     facts = environment.describe()
-    print(f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}")
+    print(f"{facts['devices']} x {timing.describe(facts)}")
     print(f"vocabulary {plan.vocab_size:,}, width {adaptive.d_model}, {adaptive.dtype}, cutoffs {[*adaptive.cutoffs]}")
     print(f"{format_shares(adaptive.cutoffs, plan.vocab_size, tokens)}\n", flush=True)
-    programs = {name: _largest_that_fits(each, plan.vocab_size, tokens, limit) for name, each in softmaxes.items()}
-    peaks = [  # Before this process fills its own memory.
-        _peak_of_own_process(softmaxes[name], plan.vocab_size, program.tokens) for name, program in programs.items()
-    ]
-    tasks = [_task(name, softmaxes[name], plan.vocab_size, program) for name, program in programs.items()]
+    programs = {name: largest_that_fits(program, limit) for name, program in whole.items()}
+    peaks = [program.peak_of_own_process() for program in programs.values()]  # Before this process fills its memory.
     print("| softmax | tokens | seconds | slowest | fastest | per token | memory needed | peak of a process |")
     print("|---|---|---|---|---|---|---|---|")
-    for timing, peak in zip(throughput.measure_interleaved(tasks, warmup=1, calls=plan.calls), peaks, strict=True):
-        print(format_row(timing, peak))
+    tasks = [program.task(name) for name, program in programs.items()]
+    for measured, peak in zip(timing.interleaved(tasks, warmup=1, calls=plan.calls), peaks, strict=True):
+        task, seconds = measured.task, measured.seconds
+        median = statistics.median(seconds)
+        print(
+            f"| {task.name} | {task.tokens:,} | {median:.3g} | {max(seconds):.3g} | {min(seconds):.3g} | "
+            f"{median / task.tokens * 1e6:,.0f} µs | {megabytes(task.memory_bytes or 0)} | "
+            f"{'' if peak is None else megabytes(peak)} |"
+        )
     for name, program in programs.items():
         if program.tokens < tokens:
-            needed, most = environment.megabytes(program.memory_bytes_of_all), environment.megabytes(limit)
+            needed, most = megabytes(whole[name].memory_bytes), megabytes(limit)
             print(f"\nThe {name} softmax of all {tokens:,} tokens would need {needed}; the limit is {most}.")
 
 
 def format_shares(cutoffs: tuple[int, ...], vocab_size: int, tokens: int) -> str:
     """Formats the distribution of the targets: the share of each cluster, expected and among the tokens drawn."""
-    law, drawn = probabilities(vocab_size), draw_tokens(vocab_size, tokens)
+    law, drawn = timing.probabilities(vocab_size), timing.draw_tokens(vocab_size, tokens)
     shares = [
         f"{law[start:end].sum():.1%} ({((start <= drawn) & (drawn < end)).mean():.1%})"
         for start, end in itertools.pairwise((0, *cutoffs, vocab_size))
     ]
     return (
-        f"targets: p(rank) ~ 1 / (rank + {SHIFT})^{EXPONENT}; "
+        f"targets: p(rank) ~ 1 / (rank + {timing.SHIFT})^{timing.EXPONENT}; "
         f"shares of head and tails, expected (and drawn): {', '.join(shares)}"
     )
 
 
-def format_row(timing: Throughput, process_peak: int | None) -> str:
-    """Formats one row of the table; `process_peak` is in bytes, or None if it is unknown."""
-    task, median = timing.task, statistics.median(timing.seconds)
-    return (
-        f"| {task.name} | {task.tokens:,} | {median:.3g} | {max(timing.seconds):.3g} | {min(timing.seconds):.3g} | "
-        f"{median / task.tokens * 1e6:,.0f} µs | {environment.megabytes(task.memory_bytes or 0)} | "
-        f"{'' if process_peak is None else environment.megabytes(process_peak)} |"
-    )
-
-
 def device_memory() -> int:
-    """Returns the memory limit in bytes: that of an accelerator; 70 % of a CPU's, which other processes use too."""
+    """Returns the memory limit in bytes: an accelerator's, or 70 % of a CPU's, which other processes use too."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return int(0.7 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return device.memory_stats()["bytes_limit"]
 
 
-class _Program(NamedTuple):
-    call: jax.stages.Compiled
-    tokens: int  # Fewer than were asked for if those need too much memory.
-    memory_bytes: int  # Arguments, results and scratch, by the compiler's account.
-    memory_bytes_of_all: int  # The same for the tokens that were asked for.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Forward and backward pass of a softmax that shares nothing with the embedding."""
+
+    config: ModelConfig
+    vocab_size: int
+    tokens: int  # T.
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The gradient of the mean nll with respect to parameters and hidden states; nothing is allocated."""
+
+        def loss(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+            nll: Any = self._softmax.apply({"params": params}, hidden, targets, *self._untied, method="nll")
+            return jnp.mean(nll)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*jax.eval_shape(self.inputs)).compile()
+
+    @functools.cached_property
+    def memory_bytes(self) -> int:
+        """Arguments, results and scratch, by the compiler's account."""
+        return timing.program_bytes(self.compiled) or 0
+
+    def inputs(self) -> tuple[Any, jax.Array, jax.Array]:
+        """Returns (parameters, hidden states [T, D], targets [T])."""
+        keys = jax.random.split(jax.random.key(0))
+        targets = jnp.asarray(timing.draw_tokens(self.vocab_size, self.tokens))
+        hidden = jax.random.normal(keys[0], (self.tokens, self.config.d_model), self.config.dtype)
+
+        @jax.jit
+        def init(key: jax.Array) -> Any:
+            return nn.unbox(self._softmax.init(key, hidden[:1], targets[:1], *self._untied, method="nll"))["params"]
+
+        return init(keys[1]), hidden, targets
+
+    def task(self, name: str) -> Task:
+        """Returns the task of one call."""
+        inputs, shape = self.inputs(), f"{self.tokens} x 1"
+
+        def call() -> None:
+            jax.block_until_ready(self.compiled(*inputs))
+
+        return Task(name, shape, 0, self.tokens, call, memory_bytes=self.memory_bytes)
+
+    def peak_of_own_process(self) -> int | None:
+        """Returns the peak memory of a fresh process that compiles and calls once, or None if it is not known.
+
+        An accelerator's memory is not the process's.
+        """
+        if jax.default_backend() != "cpu":
+            return None
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(_call_once, self.config, self.vocab_size, self.tokens).result()
+
+    @property
+    def _softmax(self) -> Softmax:
+        return Softmax(self.config, self.vocab_size)
+
+    @property
+    def _untied(self) -> tuple[list[None], list[None]]:
+        """The embedding's tables and projections, none of which is shared."""
+        return [None] * (self.config.n_cluster if self.config.div_val > 1 else 1), [None] * self.config.n_cluster
 
 
-def _task(name: str, config: ModelConfig, vocab_size: int, program: _Program) -> Task:
-    inputs, shape = _inputs(config, vocab_size, program.tokens), f"{program.tokens} x 1"
-    return Task(
-        name,
-        shape,
-        0,
-        program.tokens,
-        lambda: jax.block_until_ready(program.call(*inputs)),
-        memory_bytes=program.memory_bytes,
-    )
+def largest_that_fits(program: Program, limit: int) -> Program:
+    """Compiles a program for its tokens, half of them, and so on, until it needs no more than the limit."""
+    while program.memory_bytes > limit:
+        require(
+            program.tokens > 1,
+            f"the memory limit is {limit:,} bytes and a softmax of one token needs {program.memory_bytes:,}; "
+            "raise --memory_gb",
+        )
+        program = dataclasses.replace(program, tokens=program.tokens // 2)
+    return program
 
 
-def _largest_that_fits(config: ModelConfig, vocab_size: int, tokens: int, memory_limit: int) -> _Program:
-    """Compiles for the tokens, half of them, and so on, until the program fits."""
-    needed_by_all = None
-    while tokens:
-        call = _compile(config, vocab_size, tokens)
-        found: Any = call.memory_analysis()
-        needed = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-        needed_by_all = needed_by_all or needed
-        if needed <= memory_limit:
-            return _Program(call, tokens, needed, needed_by_all)
-        tokens //= 2
-    raise UserError(
-        f"the memory limit is {memory_limit:,} bytes and a softmax of one token needs {needed:,}; raise --memory_gb"
-    )
+def _call_once(*program: Any) -> int | None:
+    """Compiles and calls a program; returns this process's peak memory, if the system reports it.
 
-
-def _compile(config: ModelConfig, vocab_size: int, tokens: int) -> jax.stages.Compiled:
-    """Compiles the gradient of the mean nll with respect to parameters and hidden states; nothing is allocated."""
-    softmax = Softmax(config, vocab_size)
-
-    def loss(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        nll: Any = softmax.apply({"params": params}, hidden, targets, *_untied(config), method="nll")
-        return jnp.mean(nll)
-
-    shapes = jax.eval_shape(functools.partial(_inputs, config, vocab_size, tokens))
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes).compile()
-
-
-def _inputs(config: ModelConfig, vocab_size: int, tokens: int) -> tuple[Any, jax.Array, jax.Array]:
-    """Returns (parameters, hidden states [T, D], targets [T])."""
-    keys = jax.random.split(jax.random.key(0))
-    targets = jnp.asarray(draw_tokens(vocab_size, tokens))
-    hidden = jax.random.normal(keys[0], (tokens, config.d_model), config.dtype)
-
-    @jax.jit
-    def init(key: jax.Array) -> Any:
-        softmax = Softmax(config, vocab_size)
-        return nn.unbox(softmax.init(key, hidden[:1], targets[:1], *_untied(config), method="nll"))["params"]
-
-    return init(keys[1]), hidden, targets
-
-
-def _untied(config: ModelConfig) -> tuple[list[None], list[None]]:
-    """Returns the embedding's tables and projections for a softmax that shares none of them."""
-    n_table = config.n_cluster if config.div_val > 1 else 1
-    return [None] * n_table, [None] * config.n_cluster
-
-
-def _peak_of_own_process(config: ModelConfig, vocab_size: int, tokens: int) -> int | None:
-    """Runs `_peak_of_one_call` in a fresh process; None on an accelerator, whose memory is not the process's."""
-    if jax.default_backend() != "cpu":
-        return None
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_peak_of_one_call, config, vocab_size, tokens).result()
-
-
-def _peak_of_one_call(config: ModelConfig, vocab_size: int, tokens: int) -> int | None:
-    """Compiles and calls once; returns the peak memory of this process, or None where the system does not report it.
-
-    Not from `resource.getrusage`, whose peak starts with that of the parent process.
+    `resource.getrusage` would start with the parent's peak.
     """
-    call = _compile(config, vocab_size, tokens)
-    jax.block_until_ready(call(*_inputs(config, vocab_size, tokens)))
+    Program(*program).task("").call()
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
@@ -115,3 +116,12 @@ def test_an_empty_prompt_is_refused():
     generator = Generator(tiny.make(), SPAN, GenerateConfig())
     with pytest.raises(ValueError, match="prompt"):
         next(generator.tokens({}, np.zeros(0, np.int32)))
+
+
+def test_weights_for_single_tokens_share_arrays_with_those_for_segments():
+    model = tiny.make()
+    generator = Generator(model, SPAN, GenerateConfig())
+    segment, token = generator.prepare_params(jax.device_put(tiny_run.params(model)))
+    shared = [jax.tree.leaves((weights.embed_and_norm, weights.clusters)) for weights in (segment, token)]
+    of_segment, of_token = ({leaf.unsafe_buffer_pointer() for leaf in leaves} for leaves in shared)
+    assert of_segment == of_token

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
+from experiments.bench.timing import draw_tokens
 from txl_jax import cli, sharding
-from txl_jax.bench.synthetic_tokens import draw_tokens
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.settings import check_fields, require, setting

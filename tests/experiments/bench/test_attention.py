@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import attention
-from experiments.bench.attention import Plan
-from txl_jax.bench import attention_cases, attention_products
-from txl_jax.bench.attention_cases import Case, make_case
+from experiments.bench.attention import Case, Plan, make_case
 from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, TrainConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
@@ -31,11 +29,9 @@ def case(task: str, config: ExperimentConfig = CONFIG, **changes) -> Case:
 
 def test_sizes_are_those_of_the_configuration():
     training, evaluation = case("training", DROPOUT), case("evaluation")
-    assert training.shape == "2 x 3 x 20 x 33, 8" and training.n_positions == 33 and training.dropout_rate == 0.3
-    assert training.window is None
+    assert training.shape == "2 x 3 x 20 x 33, 8" and (training.mem_len, training.dropout_rate) == (13, 0.3)
     # The KV cache has 18 slots; distances are clamped at 9, and the window is the memory's length.
-    assert (evaluation.capacity, evaluation.n_keys, evaluation.n_positions, evaluation.window) == (18, 24, 10, 16)
-    assert evaluation.batch == 1
+    assert evaluation.shape == "1 x 3 x 6 x 24, 8" and (evaluation.n_positions, evaluation.window) == (10, 16)
 
 
 @pytest.mark.parametrize("window", [None, 1, 19])  # Of no query, of all, of a part.
@@ -51,12 +47,12 @@ def test_operations_are_counted_on_visible_pairs(task, passes, window):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("task", attention.TASKS)
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_the_products_alone_are_those_of_all_pairs(task, platform):
     sizes = case(task)  # In evaluation distances are clamped, so there are fewer position keys than keys.
-    inputs = attention_products.make_inputs(sizes, platform=platform)
-    compiled = jax.jit(attention_products.products(sizes)).lower(inputs).compile()
+    function, inputs = attention.products(sizes, platform=platform)
+    compiled = jax.jit(function).lower(inputs).compile()
     loops = sizes.batch * sizes.n_head if platform == "cpu" else 1  # XLA counts a loop's body once.
     assert compiled.cost_analysis()["flops"] * loops == pytest.approx(sizes.flops_of_products, rel=0.01)
     assert all(np.isfinite(found).all() and np.any(found) for found in compiled(inputs))
@@ -69,7 +65,7 @@ def test_each_path_has_a_row_or_a_reason(tmp_path, capsys):
     records = attention.benchmark({"tiny": CONFIG}, plan)
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:]] for line in out.splitlines() if line.startswith("| tiny")]
-    for task in attention_cases.TASKS:
+    for task in attention.TASKS:
         assert {row[3].partition(" ")[0] for row in rows if row[1] == task} >= {"reference", "products"}
     for name in ("fused", "cudnn"):
         assert any(line.startswith(f"no {name}: ") for line in out.splitlines())
@@ -80,19 +76,19 @@ def test_each_path_has_a_row_or_a_reason(tmp_path, capsys):
     assert saved["rows"] == json.loads(json.dumps(records)) and saved["plan"]["batch_size"] == 2
 
 
-@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("task", attention.TASKS)
 @pytest.mark.parametrize("error", [0, 0.01, jnp.nan])
 def test_a_path_with_other_numbers_is_not_timed(monkeypatch, task, error):
     """The replacement is the reference, with an error in what it returns: forward, and so backward."""
     name = "attention" if task == "training" else "cached_attention"
-    reference = getattr(attention_cases, name)
+    reference = getattr(attention, name)
 
     def replacement(*args, implementation, **named):
         found = reference(*args, implementation="reference", **named)
         return found if implementation == "reference" else found * (1 + error)
 
-    monkeypatch.setattr(attention_cases, name, replacement)
-    monkeypatch.setattr(attention, "_implementation", lambda *_: Implementation("tiled", tile=Tile(8, 8)))
+    monkeypatch.setattr(attention, name, replacement)
+    monkeypatch.setattr(attention, "find_implementation", lambda *_: Implementation("tiled", tile=Tile(8, 8)))
     if not error:
         assert attention.largest_difference(case(task, DROPOUT), "tiled") == 0
         return
@@ -101,26 +97,26 @@ def test_a_path_with_other_numbers_is_not_timed(monkeypatch, task, error):
 
 
 @pytest.mark.nightly(part="cases")
-@pytest.mark.parametrize("task", attention_cases.TASKS)
+@pytest.mark.parametrize("task", attention.TASKS)
 @pytest.mark.parametrize("instead", [None, Implementation("tiled", tile=Tile(8, 8))], ids=str)
 def test_a_path_without_float32_is_checked_in_the_type_that_is_timed(monkeypatch, task, instead):
     """As kernels for GPUs, which are for 16 bits only; in float32 "plain" would be tiles."""
     kernel = Implementation("fused", "triton", Tile(16, 16), interpret=True)
 
-    def find(case, path, *_):
-        return (kernel, "") if case.dtype == "bfloat16" else (instead, "the type is float32")
+    def find(case, path):
+        if case.dtype == "bfloat16":
+            return kernel
+        if instead is None:
+            raise attention.NotHereError("the type is float32")
+        return instead
 
     monkeypatch.setattr(attention, "find_implementation", find)
     assert 1e-4 < attention.largest_difference(case(task, DROPOUT, dtype="bfloat16"), "plain") < 2e-2
 
 
-@pytest.mark.parametrize("settings", [{"paths": ("fusd",)}, {"tasks": ("fusd", "training")}], ids=str)
-def test_settings_that_cannot_be_are_refused(settings):
-    with pytest.raises(UserError, match="'fusd'"):
-        Plan(**settings).validate()
-
-
-def test_a_model_without_this_attention_is_named():
-    config = config_tree.replace(CONFIG, {"model.encoding": "shaw"})
-    with pytest.raises(UserError, match=r"lm has .*\bshaw\b.*model.encoding=relative"):
-        make_case("lm", config, "training", batch=None, dtype="float32")
+def test_unknown_names_and_models_without_this_attention_are_refused():
+    for settings in ({"paths": ("fusd",)}, {"tasks": ("fusd", "training")}):
+        with pytest.raises(UserError, match="'fusd'"):
+            Plan(**settings).validate()
+    with pytest.raises(UserError, match=r"tiny has .*\bshaw\b.*model.encoding=relative"):
+        case("training", config_tree.replace(CONFIG, {"model.encoding": "shaw"}))

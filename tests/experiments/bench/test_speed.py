@@ -1,31 +1,35 @@
-"""Tests of the speed benchmark: its settings, its table and its record."""
+"""Tests of the speed benchmark: its settings, its tasks, its table and its record."""
 
-import dataclasses
 import json
 
 import pytest
 
 from experiments.bench import speed
 from experiments.bench.speed import Peer, Plan
-from support import tiny
-from txl_jax.bench.compare_huggingface import with_peer_compat
+from support import tiny, tiny_run
 from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
+from txl_jax.runs.build import build
 
 CONFIG = ExperimentConfig(
-    model=dataclasses.replace(tiny.CONFIG, cutoffs=(4, 9)),
-    train=TrainConfig(batch_size=2, segment_len=4, mem_len=6),
-    eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7),
-    generate=GenerateConfig(top_k=5),
+    model=tiny.CONFIG,
+    train=TrainConfig(batch_size=2, segment_len=4, mem_len=6, segments_per_call=2, **dict.fromkeys(tiny_run.COUNTS, 2)),
+    eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7, clamp_len=5, segments_per_call=2),
+    generate=GenerateConfig(samples=3, top_k=5),
 )
+
+
+@pytest.fixture(scope="module")
+def components():
+    return build(CONFIG, vocab_size=tiny.V)
 
 
 @pytest.mark.full
 def test_a_row_per_task_and_generation_twice_with_tails(tmp_path):
     path = tmp_path / "speed.json"
     plan = Plan(tasks=("data_loading", "generation"), calls=2, warmup=0, vocab_size=tiny.V, json=str(path))
-    record = speed.benchmark(CONFIG, plan)
+    record = speed.benchmark(config_tree.replace(CONFIG, {"model.cutoffs": (4, 9)}), plan)
     assert json.loads(path.read_text()) == json.loads(json.dumps(record))
     assert [len(task["seconds"]) for task in record["tasks"]] == [2, 2, 2]
     assert record["vocab_size"] == tiny.V and record["plan"]["calls"] == 2 and record["config"]["train.mem_len"] == 6
@@ -42,9 +46,35 @@ def test_the_peer_has_all_tasks_but_data_loading_and_others_are_refused():
             Plan(**settings).validate()
 
 
-def test_the_peer_compat_preset_is_hugging_faces_with_a_masked_memory():
-    preset = config_tree.apply_preset(CONFIG, "hf").compat
-    found = with_peer_compat(config_tree.replace(CONFIG, {"compat.layer_norm_eps": 1e-3}))
-    assert dataclasses.replace(found.compat, memory_start=preset.memory_start) == preset
-    assert found.compat.memory_start != preset.memory_start
-    assert found.model == CONFIG.model
+@pytest.mark.parametrize(
+    ("name", "tokens", "shape", "mem_len"),
+    [
+        ("data_loading", 16, "2 x 4", 6),
+        pytest.param("training", 16, "2 x 4", 6, marks=pytest.mark.full),
+        ("evaluation", 6, "1 x 3", 7),
+        pytest.param("generation", 48, "3 x 1", 7, marks=pytest.mark.full),
+    ],
+)
+def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_len):
+    params = () if name in ("data_loading", "training") else (tiny_run.params(components.model),)
+    task = getattr(speed, name)(components, *params)
+    task.call()
+    task.call()
+    assert (task.tokens, task.shape, task.mem_len) == (tokens, shape, mem_len)
+    assert task.compile_seconds > 0
+    if name != "data_loading":
+        assert task.memory_bytes > 1000 and task.flops_per_token > 1000
+    if name == "generation":
+        assert task.first_token_seconds > 0 and task.bytes_per_step > 1000
+
+
+@pytest.mark.full
+def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(components):
+    changes = {"train.stride": 3, "train.mem_len": 0, "eval.stride": 2, "eval.mem_len": 0, "eval.same_length": False}
+    strided = build(config_tree.replace(CONFIG, changes), vocab_size=tiny.V)
+    tasks = [speed.data_loading(strided), speed.training(strided)]
+    assert [task.tokens for task in tasks] == [12, 12] and tasks[1].shape == "2 x 4"
+    whole = build(config_tree.replace(CONFIG, changes | {"train.stride": None}), vocab_size=tiny.V)
+    assert tasks[1].flops_per_token == pytest.approx(4 / 3 * speed.training(whole).flops_per_token)
+    with pytest.raises(UserError, match=r"eval\.stride\D*\b2\b"):
+        speed.evaluation(strided, tiny_run.params(strided.model))

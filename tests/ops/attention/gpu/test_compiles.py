@@ -8,10 +8,10 @@ import re
 import jax
 import pytest
 
+from experiments.bench import estimate
+from experiments.bench.attention import Case, find_implementation, make_function, make_inputs
 from ops.attention.tpu.test_compiled import no_compilation_cache  # noqa: F401 (a fixture)
 from ops.attention.tpu.test_limits import EVALUATION, TRAINING
-from txl_jax.bench import topologies
-from txl_jax.bench.attention_cases import Case, find_implementation, make_function, make_inputs
 
 pytestmark = pytest.mark.nightly(part="cuda")
 
@@ -19,16 +19,16 @@ pytestmark = pytest.mark.nightly(part="cuda")
 @functools.cache
 def compiled(case, path, topology):
     """Returns what a path is on a device, and the program of the case."""
-    [device] = topologies.devices(topology)
-    implementation, reason = find_implementation(case, path, device.platform, device.device_kind)
-    assert implementation, reason
+    [device] = estimate.devices(topology)
+    case = dataclasses.replace(case, platform=device.platform, device_kind=device.device_kind)
+    implementation = find_implementation(case, path)
     inputs = jax.eval_shape(functools.partial(make_inputs, case))
-    return implementation, topologies.lower_for(device, make_function(case, implementation), inputs).compile()
+    return implementation, estimate.lower_for(device, make_function(case, implementation), inputs).compile()
 
 
 def writes_scores(case, program):
     """Whether an instruction makes an array with a number for each query and key, in evaluation of the KV cache."""
-    n_keys = case.n_keys if case.capacity is None else case.capacity
+    n_keys = case.capacity or case.n_keys
     free = "parameter|bitcast|get-tuple-element"  # They name arrays that are there.
     shapes = re.findall(rf"= [a-z]+\d*\[([\d,]+)\]\S* (?!{free})[\w-]+\(", program.as_text())
     largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
@@ -36,15 +36,14 @@ def writes_scores(case, program):
 
 
 def training(name, batch=4, rate=0.0):
-    n_head, segment_len, n_keys, d_head, n_positions = TRAINING[name]
-    sizes = {"segment_len": segment_len, "mem_len": n_keys - segment_len, "n_head": n_head, "d_head": d_head}
-    return Case(name, "training", "bfloat16", batch, n_positions=n_positions, window=None, dropout_rate=rate, **sizes)
+    n_head, segment_len, n_keys, *sizes = TRAINING[name]
+    lengths = {"mem_len": n_keys - segment_len, "dropout": rate > 0, "dropout_rate": rate}
+    return Case("gpu", "", "bfloat16", batch, n_head, segment_len, n_keys, *sizes, config=name, **lengths)
 
 
-def evaluation(name, batch=1):
-    (n_head, segment_len, _, d_head, n_positions), capacity, _ = EVALUATION[name]
-    sizes = {"segment_len": segment_len, "mem_len": capacity, "n_head": n_head, "d_head": d_head}
-    return Case(name, "evaluation", "bfloat16", batch, n_positions=n_positions, window=None, capacity=capacity, **sizes)
+def evaluation(name):
+    sizes, capacity, _ = EVALUATION[name]
+    return Case("gpu", "", "bfloat16", 1, *sizes, capacity=capacity, config=name, mem_len=capacity)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from experiments.bench import estimate
 from ops.attention.tpu.test_limits import TRAINING
 from txl_jax import sharding
-from txl_jax.bench import topologies
 from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import Visibility, attention
 from txl_jax.ops.attention.dropout import Dropout
@@ -33,8 +33,8 @@ BATCH = 4  # Rows of a chip.
 def devices_of(chip):
     """Returns devices to compile for, which needs libtpu."""
     importlib.metadata.version("libtpu")
-    topologies.set_environment()
-    return topologies.devices(chip)
+    estimate.set_environment()
+    return estimate.devices(chip)
 
 
 @functools.cache

@@ -1,0 +1,254 @@
+"""Hugging Face's `TransfoXLLMHeadModel` with our parameters, as the peer of `speed`: on the CPU, in float32.
+
+torch and transformers are an optional extra, imported when a model is made. The model is used efficiently: a loss runs
+only the part of the softmax that it needs, and Adam is the fused one.
+"""
+
+import dataclasses
+import functools
+import itertools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.bench import timing
+from experiments.bench.timing import Task
+from txl_jax import sharding
+from txl_jax.config import CacheDType, DType, EvalConfig, ExperimentConfig, MemoryStart
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import require
+from txl_jax.data.segments import evaluation_segments
+from txl_jax.errors import UserError
+from txl_jax.evaluation.streaming import make_eval_step
+from txl_jax.inference.scorer import make_scorer
+from txl_jax.interop import huggingface
+from txl_jax.runs.build import RunComponents
+
+# Largest difference of a token's nats that float32 explains over the segments compared; measured: 1e-5 and less.
+TOLERANCE = 1e-4
+_COMPARED_SEGMENTS = 4
+
+
+class HuggingFaceModel:
+    """Hugging Face's model. Evaluation, generation and training each carry a memory of their own from call to call.
+
+    A memory has M slots from the start, zeros that are attended to: the preset "hf" of `CompatConfig` gives the same
+    numbers.
+    """
+
+    def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int) -> None:
+        """Makes the model with our parameters, the tree below "params" without axis names (`final_norm` off).
+
+        The learning rate of `train_step` stays at the peak.
+
+        Raises:
+          UserError: If a package is missing, or Hugging Face's class does not support the model.
+        """
+        dtype = config.model.dtype
+        require(
+            dtype is DType.FLOAT32,
+            f"model.dtype is {dtype} and Hugging Face's model computes in {DType.FLOAT32}; "
+            f"set --model.dtype={DType.FLOAT32}",
+        )
+        self._torch, self._transformers = _import_packages()
+        self._config, self._vocab_size = config, vocab_size
+        arrays = huggingface.from_flax(jax.tree.map(np.asarray, params), config.model)
+        tensors = {name: self._torch.from_numpy(array) for name, array in arrays.items()}
+        self._model = self._make_model(config.eval, tensors).eval()
+        self._memory: dict[str, list[Any] | None] = {}  # By use; without one, Hugging Face starts with zeros.
+        self._token = self._torch.zeros((1, 1), dtype=self._torch.int64)
+        self._draws = self._torch.Generator().manual_seed(0)
+
+    def nll(self, tokens: np.ndarray) -> np.ndarray:
+        """Scores all tokens but the first in segments from an empty memory: int [B, T + 1] -> nats, float32 [B, T]."""
+        self._memory["scoring"], length = None, self._config.eval.segment_len
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        with self._torch.no_grad():
+            parts = [
+                self._losses(self._model, "scoring", inputs[:, i : i + length], targets[:, i : i + length])
+                for i in range(0, inputs.shape[1], length)
+            ]
+        return np.concatenate([part.numpy() for part in parts], axis=1)
+
+    def evaluate_segment(self, inputs: np.ndarray, targets: np.ndarray) -> float:
+        """Returns the summed nats of a segment; inputs and targets are int [B, L]."""
+        with self._torch.no_grad():
+            return float(self._losses(self._model, "evaluation", inputs, targets).sum())
+
+    def generate_token(self, top_k: int | None) -> int:
+        """Draws the token after the last one (first after token 0) among the `top_k` most likely, or among all if None.
+
+        Computes what a step of `model.generate(do_sample=True, top_k=top_k)` does, without its bookkeeping.
+        """
+        torch = self._torch
+        with torch.no_grad():
+            output = self._model(self._token, mems=self._memory.get("generation"))
+            scores = output.prediction_scores[:, -1]
+            if top_k is not None and top_k < scores.shape[-1]:
+                smallest = scores.topk(top_k).values[:, -1:]
+                scores = scores.masked_fill(scores < smallest, -torch.inf)
+            self._token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws)
+            self._memory["generation"] = output.mems
+        return int(self._token)
+
+    def train_step(self, inputs: np.ndarray, targets: np.ndarray) -> float:
+        """Updates a second model, with dropout, on a segment (int [B, L] each); returns the mean nats before.
+
+        The first call makes that model and the optimizer's state: do not time it.
+        """
+        model, adam = self._trained
+        loss = self._losses(model, "training", inputs, targets).mean()
+        loss.backward()
+        self._torch.nn.utils.clip_grad_norm_(model.parameters(), self._config.optimizer.clip_norm)
+        adam.step()
+        adam.zero_grad()
+        return float(loss.detach())
+
+    def fill_memory(self, seed: int) -> None:
+        """Fills the memories of evaluation, generation and training with M random states of unit variance each."""
+        generator, model = self._torch.Generator().manual_seed(seed), self._config.model
+        lengths, train = self._config.eval, self._config.train
+        sizes = {"evaluation": (lengths.mem_len, lengths.batch_size), "generation": (lengths.mem_len, 1)}
+        for use, (mem_len, rows) in (sizes | {"training": (train.mem_len, train.batch_size)}).items():
+            shape = (mem_len, rows, model.d_model)
+            self._memory[use] = [self._torch.randn(shape, generator=generator) for _ in range(model.n_layer)]
+
+    def versions(self) -> dict[str, str | int]:
+        """Returns the versions and threads that a measurement depends on."""
+        torch, transformers = self._torch, self._transformers
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        return {**versions, "threads": torch.get_num_threads()}
+
+    def _losses(self, model: Any, use: str, inputs: np.ndarray, targets: np.ndarray) -> Any:
+        """Returns nats [B, L] in the order of the targets; moves the memory of that use on (the model detaches it).
+
+        `model(inputs, labels=...)` would score the targets within `inputs` only, one too few per segment.
+        """
+        torch = self._torch
+        tokens, labels = (torch.from_numpy(np.asarray(part, np.int64)) for part in (inputs, targets))
+        output = model.transformer(tokens, mems=self._memory.get(use))
+        hidden, self._memory[use] = output.last_hidden_state, output.mems
+        if model.crit.n_clusters:
+            # The head drops the last state and the first label, so each gets one more than it needs.
+            hidden = torch.cat([hidden, hidden[:, -1:]], dim=1)
+            padded = torch.cat([labels[:, :1], labels], dim=1)
+            nll = model.crit(hidden, padded, keep_order=True)
+        else:
+            # Given labels, a head without clusters copies all log probabilities first: 1.2 to 2.6 times the time.
+            nll = -model.crit(hidden).gather(1, labels.reshape(-1, 1))
+        return nll.view(labels.shape)
+
+    @functools.cached_property
+    def _trained(self) -> tuple[Any, Any]:
+        """The same model at the lengths of training, with dropout, and its optimizer."""
+        dropout, optimizer, train = self._config.model.dropout, self._config.optimizer, self._config.train
+        shared = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length")
+        lengths = EvalConfig(**{name: getattr(train, name) for name in shared})
+        rates = {"dropout": dropout.rate, "dropatt": dropout.attention}
+        model = self._make_model(lengths, self._model.state_dict(), **rates)
+        adam = self._torch.optim.Adam(
+            model.parameters(),
+            lr=optimizer.learning_rate,
+            betas=(optimizer.adam_b1, optimizer.adam_b2),
+            eps=optimizer.adam_eps,
+            fused=True,  # On a CPU a quarter of the time of the other two kinds.
+        )
+        return model.train(), adam
+
+    def _make_model(self, lengths: EvalConfig, tensors: Mapping[str, Any], **rates: Any) -> Any:
+        arguments = huggingface.config_of(self._config.model, lengths, vocab_size=self._vocab_size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # About a tuple's order; results are read by name.
+            config = self._transformers.TransfoXLConfig(**arguments | rates)
+            model = self._transformers.TransfoXLLMHeadModel(config)
+        model.load_state_dict(tensors)
+        return model
+
+
+def _import_packages() -> tuple[Any, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Of names that torch has renamed since.
+            import torch
+            import transformers
+            from transformers import TransfoXLConfig, TransfoXLLMHeadModel  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # transformers turns a failed import within it into a RuntimeError.
+        raise UserError(
+            f"the comparison needs torch and a transformers with TransfoXL ({error}); "
+            "pip install 'txl_jax[peer]' brings torch and transformers 4.35.2"
+        ) from error
+    return torch, transformers
+
+
+def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
+    """Returns the config with the peer's attention window and layer norms.
+
+    The memory is masked at the start instead of zeros, which only affects `check_same_losses`.
+
+    Raises:
+      UserError: If the peer's step of generation does not have its settings.
+    """
+    for name, default in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
+        value = getattr(config.generate, name)
+        require(
+            value == default,
+            f"generate.{name} is {value} and the peer's is {default}; leave it out, or benchmark without --peer",
+        )
+    return config_tree.replace(config_tree.apply_preset(config, "hf"), {"compat.memory_start": MemoryStart.MASKED})
+
+
+def print_difference(components: RunComponents, params: Any, peer: HuggingFaceModel) -> float:
+    """Scores the same tokens with both models, from zeros in the memory.
+
+    Prints the largest difference of a token's loss in nats, which it returns, and the effect of storing keys and values
+    in another dtype than the model's.
+
+    Raises:
+      UserError: If the difference is more than rounding explains.
+    """
+    tokens, losses = _score(components, params, None)
+    worst = float(np.abs(losses - np.ravel(peer.nll(tokens[None, :]))).max())
+    require(
+        worst <= TOLERANCE,
+        f"the peer's losses differ by up to {worst:.2g} nats, more than {TOLERANCE:g}, so the two do not compute "
+        "the same function; nothing was timed",
+    )
+    versions = ", ".join(f"{name} {value}" for name, value in peer.versions().items())
+    print(f"peer: {versions}; --compat=hf on both sides\nlargest difference of a token's loss: {worst:.1e} nats")
+    cache_dtype = components.evaluation.memory_dtype
+    if cache_dtype != components.config.model.dtype:
+        effect = np.abs(losses - _score(components, params, components.config.eval.cache_dtype)[1]).max()
+        print(f"storing keys and values as {cache_dtype} changes a token's loss by up to {effect:.1e} nats")
+    print()
+    return worst
+
+
+def _score(components: RunComponents, params: Any, cache_dtype: CacheDType | None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens and the nats of all but the first, from zeros in the memory."""
+    eval_config = dataclasses.replace(components.config.eval, cache_dtype=cache_dtype, batch_size=1)
+    model = components.model.clone(compat=config_tree.apply_preset(components.config, "hf").compat)
+    tokens = timing.draw_tokens(model.vocab_size, eval_config.segment_len * _COMPARED_SEGMENTS + 1)
+    reader = evaluation_segments(tokens, batch_size=1, segment_len=eval_config.segment_len)
+    segments = reader.segments(0, _COMPARED_SEGMENTS)
+    scorer = make_scorer(model, eval_config)
+    weights = sharding.bind_mesh(components.mesh, jax.jit(scorer.prepare_params))(params)
+    eval_step = sharding.bind_mesh(components.mesh, jax.jit(make_eval_step(model, eval_config)))
+    _, scores = eval_step(weights, scorer.init_memory(weights), segments)
+    return tokens, np.ravel(scores.nll)
+
+
+def peer_task(name: str, ours: Task, components: RunComponents, peer: HuggingFaceModel) -> Task:
+    """Returns the peer's counterpart of our task "training", "evaluation" or "generation", one segment or token a call.
+
+    Generation always reads every tail.
+    """
+    config = components.config
+    if name == "generation":
+        return Task(f"{ours.name}, peer", "1 x 1", ours.mem_len, 1, lambda: peer.generate_token(config.generate.top_k))
+    step = peer.train_step if name == "training" else peer.evaluate_segment
+    segments = timing.random_segments(components, config.train if name == "training" else config.eval)
+    turns = itertools.cycle(list(zip(np.asarray(segments.inputs), np.asarray(segments.targets), strict=True)))
+    return Task(f"{ours.name}, peer", ours.shape, ours.mem_len, segments.inputs[0].size, lambda: step(*next(turns)))

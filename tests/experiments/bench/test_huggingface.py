@@ -1,0 +1,124 @@
+"""Tests of Hugging Face's model as the peer: its losses and draws, its tasks, and what it does not have."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+
+from experiments.bench import huggingface, speed
+from experiments.bench.huggingface import HuggingFaceModel
+from support import tiny, tiny_run
+from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.errors import UserError
+from txl_jax.runs.build import build
+
+L, M, T = 4, 7, 14  # Of 14 scored tokens, the last segment holds two.
+LENGTHS = {"batch_size": tiny.B, "segment_len": L, "mem_len": M, "clamp_len": 6, "same_length": True}
+CONFIG = ExperimentConfig(model=tiny.CONFIG, train=TrainConfig(**LENGTHS), eval=EvalConfig(**LENGTHS))
+CLUSTERS = {"model.cutoffs": (4, 9), "model.div_val": 2, "model.tie_projs": (False, True, True)}
+HUGGINGFACE = pytest.mark.nightly(part="huggingface")
+# transformers' own use of names that have changed since.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def components_and_peer(changes=CLUSTERS):
+    import torch
+
+    torch.set_num_threads(1)  # For matrices this small, more only wait: eight times as long on a busy machine.
+    components = build(huggingface.with_peer_compat(config_tree.replace(CONFIG, changes)), vocab_size=tiny.V)
+    params = tiny_run.params(components.model)
+    return components, params, HuggingFaceModel(components.config, params, vocab_size=tiny.V)
+
+
+def make(**changes):
+    dotted = {name.replace("__", "."): value for name, value in changes.items()}
+    return components_and_peer(CLUSTERS | dotted)[2]
+
+
+def segments(tokens: np.ndarray):
+    """(inputs, targets) of each segment."""
+    for start in range(0, tokens.shape[1] - 1, L):
+        part = tokens[:, start : start + L + 1]
+        yield part[:, :-1], part[:, 1:]
+
+
+@HUGGINGFACE
+@pytest.mark.parametrize("changes", [{}, CLUSTERS], ids=["full softmax", "clusters"])
+def test_losses_are_ours_and_each_task_has_its_counterpart(changes):
+    components, params, peer = components_and_peer(changes)
+    assert huggingface.print_difference(components, params, peer) < 2e-5
+    peer.fill_memory(seed=0)
+    for name, tokens in (("training", tiny.B * L), ("evaluation", tiny.B * L), ("generation", 1)):
+        ours, *_ = speed.tasks(name, components)
+        theirs = huggingface.peer_task(name, ours, components, peer)
+        theirs.call()
+        assert (theirs.mem_len, theirs.tokens) == (ours.mem_len, tokens)
+    clamped = config_tree.replace(components.config, {"eval.clamp_len": 2})
+    with pytest.raises(UserError, match=rf"nats.*\b{huggingface.TOLERANCE:g}\b"):  # Then nothing is timed.
+        huggingface.print_difference(components, params, HuggingFaceModel(clamped, params, vocab_size=tiny.V))
+
+
+@HUGGINGFACE
+@pytest.mark.parametrize("top_k", [3, None])
+def test_generation_draws_what_the_library_draws(top_k):
+    peer = make()
+    import torch
+
+    found = [peer.generate_token(top_k) for _ in range(3 * M)]
+    torch.manual_seed(0)
+    first, options = torch.zeros((1, 1), dtype=torch.int64), {"do_sample": True, "top_k": top_k or 0}
+    expected = peer._model.generate(first, max_new_tokens=3 * M, **options)
+    assert found == expected[0, 1:].tolist()
+    assert len(set(found)) > 2
+
+
+@HUGGINGFACE
+def test_training_and_evaluation_carry_their_memory():
+    """Each step's loss is the text's so far, at a learning rate of almost 0 and without dropout."""
+    peer = make(optimizer__learning_rate=1e-12)
+    tokens = tiny.text(T + 1)
+    whole = peer.nll(tokens)
+    losses = [peer.train_step(inputs, targets) for inputs, targets in segments(tokens)]
+    np.testing.assert_allclose(losses, [whole[:, s : s + L].mean() for s in range(0, T, L)], rtol=1e-5)
+    parts = [peer.evaluate_segment(inputs, targets) for inputs, targets in segments(tokens)]
+    np.testing.assert_allclose(parts, [whole[:, s : s + L].sum() for s in range(0, T, L)], rtol=1e-5)
+
+
+@HUGGINGFACE
+@pytest.mark.parametrize("name", ["rate", "attention"])
+def test_only_training_has_dropout(name):
+    peer, without = make(**{f"model__dropout__{name}": 0.5}), make()
+    tokens = tiny.text(T + 1)
+    inputs, targets = next(segments(tokens))
+    np.testing.assert_array_equal(peer.nll(tokens), without.nll(tokens))
+    assert peer.train_step(inputs, targets) != pytest.approx(without.train_step(inputs, targets), rel=1e-4)
+
+
+@HUGGINGFACE
+def test_filled_memories_are_read_by_evaluation_training_and_generation():
+    peer, empty = (make(eval__same_length=False, train__same_length=False) for _ in range(2))
+    peer.fill_memory(seed=0)
+    inputs, targets = next(segments(tiny.text(T + 1)))
+    assert peer.evaluate_segment(inputs, targets) != empty.evaluate_segment(inputs, targets)
+    assert peer.train_step(inputs, targets) != empty.train_step(inputs, targets)
+    assert [peer.generate_token(None) for _ in range(20)] != [empty.generate_token(None) for _ in range(20)]
+    for use, rows in (("evaluation", tiny.B), ("generation", 1)):
+        assert [tuple(states.shape) for states in peer._memory[use]] == tiny.N * [(M, rows, tiny.D)]
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UserError, match=r"\btorch\b.*txl_jax\[peer\]"):
+        HuggingFaceModel(CONFIG, {}, vocab_size=tiny.V)
+
+
+def test_settings_are_the_presets_with_a_masked_memory_and_those_that_the_peer_lacks_are_refused():
+    preset = config_tree.apply_preset(CONFIG, "hf").compat
+    found = huggingface.with_peer_compat(config_tree.replace(CONFIG, {"compat.layer_norm_eps": 1e-3}))
+    assert dataclasses.replace(found.compat, memory_start=preset.memory_start) == preset
+    assert found.compat.memory_start != preset.memory_start
+    assert found.model == CONFIG.model
+    with pytest.raises(UserError, match=r"generate\.samples\D*\b3\b"):
+        huggingface.with_peer_compat(dataclasses.replace(CONFIG, generate=GenerateConfig(samples=3)))

@@ -1,1 +1,0 @@
-"""Benchmarks and estimates: throughput, roofline, memory on TPU slices."""
