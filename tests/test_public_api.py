@@ -18,6 +18,17 @@ from txl_jax.runtime.log import read_metrics
 TEXT = bytes(np.random.default_rng(3).choice(list(b"abcdefgh \n"), 1200).tolist())
 
 
+def small_preset():
+    """The preset `small` with a smaller model and batch."""
+    config = txl_jax.preset("small")
+    sizes = {"n_layer": 1, "d_model": 64, "n_head": 2, "d_inner": 128}
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **sizes),
+        train=dataclasses.replace(config.train, batch_size=4, segment_len=32, mem_len=32),
+    )
+
+
 def python_blocks(page="README.md"):
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
@@ -112,14 +123,14 @@ def test_weights_and_cache_are_quantized_on_request(run):
 
 
 @pytest.mark.parametrize("updates", [20, pytest.param(200, marks=pytest.mark.full)])
-def test_readme_trains_with_a_loop_of_its_own(updates, tmp_path, monkeypatch, capsys):
-    [loop] = [block for block in python_blocks() if "scan_segments" in block]
+def test_a_page_trains_with_a_loop_of_its_own(updates, tmp_path, monkeypatch, capsys):
+    [loop] = [block for block in python_blocks("docs/usage.md") if "scan_segments" in block]
     assert "range(0, 200, 10)" in loop
     loop = loop.replace("200", str(updates))
     (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 4000)
     monkeypatch.chdir(tmp_path)
     with jax.numpy_rank_promotion("allow"):  # A reader's code runs with jax's own settings.
-        exec(compile(loop, "README.md", "exec"), {})
+        exec(compile(loop, "usage.md", "exec"), {})
     bits = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert len(bits) == updates // 10 and bits[0] > 4
     assert bits[-1] < (1 if updates == 200 else 3)
@@ -130,9 +141,11 @@ def test_readme_trains_with_a_hook(tmp_path, monkeypatch, capsys):
     [example] = [block for block in python_blocks() if "txl_jax.Hook(" in block]
     (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 1000)
     monkeypatch.chdir(tmp_path)
+    small = small_preset()
+    monkeypatch.setattr(txl_jax, "preset", lambda name: small)  # As quick as a test must be.
     exec(compile(example, "README.md", "exec"), {})
     out = capsys.readouterr().out
-    assert all(f"\n{step} updates done\n" in out for step in (25, 50, 75, 100))
+    assert all(f"\n{step} updates done\n" in out for step in (50, 100, 150, 200))
     assert float(out.splitlines()[-1]) < 2
 
 
