@@ -18,7 +18,7 @@ from txl_jax.data.vocabulary import MARKS, Vocabulary
 from txl_jax.data.word_tokens import UNKNOWN_WORD, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import torch_files
-from txl_jax.interop.safe_pickle import Record
+from txl_jax.interop.pickles import Record
 
 # Files of vocabularies in a folder, in the order in which they are tried: our own form holds the line marks too.
 NAMES = (

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from txl_jax.errors import UserError
-from txl_jax.interop.safe_pickle import Record
+from txl_jax.interop.pickles import Record
 from txl_jax.interop.torch_files import Tensor, TorchFile
 
 _MAX_DEPTH = 32  # Of modules in modules, and of dicts around a state_dict.

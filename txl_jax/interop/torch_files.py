@@ -22,8 +22,8 @@ import ml_dtypes
 import numpy as np
 
 from txl_jax.errors import UserError
-from txl_jax.interop import safe_pickle
-from txl_jax.interop.safe_pickle import Symbol
+from txl_jax.interop import pickles
+from txl_jax.interop.pickles import Symbol
 
 _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _MAX_RANK = 16
@@ -139,7 +139,7 @@ class _Reader:
 
     def load(self, data: Any, start: int = 0) -> tuple[Any, int]:
         """Reads a pickle that refers to storages; returns its value and the offset after it."""
-        return safe_pickle.load(data, name=self.name, calls=self.calls, persistent=self.persistent, start=start)
+        return pickles.load(data, name=self.name, calls=self.calls, persistent=self.persistent, start=start)
 
     def persistent(self, key: Any) -> Any:
         """Returns a storage, or the class of a module; raises `TensorError` for anything else."""
