@@ -14,7 +14,7 @@ from support.torch_bytes import Call, Name
 from txl_jax.config import AttentionWindow, Encoding, EvalConfig, ShawTerms
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
-from txl_jax.interop import formats, huggingface, leaves, original, safetensors_file
+from txl_jax.interop import formats, huggingface, leaves, original, safetensors
 from txl_jax.interop.formats import Format
 
 by_config = pytest.mark.parametrize("changes", foreign.CONFIGS.values(), ids=foreign.CONFIGS)
@@ -23,7 +23,7 @@ by_config = pytest.mark.parametrize("changes", foreign.CONFIGS.values(), ids=for
 def write_safetensors(path, tensors, aliases):
     """One name of each group of shared tensors, as transformers does."""
     kept = {name: np.asarray(value) for name, value in tensors.items() if name not in aliases}
-    safetensors_file.write(path, leaves.from_tree(kept))
+    safetensors.write(path, leaves.from_tree(kept))
 
 
 @by_config
@@ -203,7 +203,7 @@ def test_what_holds_no_weights(tmp_path):
     for path in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(UserError, match=re.escape(str(path))):
             formats.read(path)
-    safetensors_file.write(tmp_path / "model.safetensors", leaves.from_tree({"stack": {"a": np.zeros(3)}}))
+    safetensors.write(tmp_path / "model.safetensors", leaves.from_tree({"stack": {"a": np.zeros(3)}}))
     assert formats.recognise(tmp_path) is None
     with pytest.raises(UserError, match=r"stack/a"):
         formats.read(tmp_path)

@@ -15,9 +15,9 @@ from support import drawn_run, foreign, torch_bytes, trained
 from txl_jax.config import LineMark, NormPlace
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.interop import portable, safetensors_file
+from txl_jax.interop import portable, safetensors
 from txl_jax.interop.leaves import leaf_of
-from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
 
@@ -125,7 +125,7 @@ def test_a_folder_is_not_written_over(folder, tmp_path):
 
 def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatch):
     """A disk that changes a byte, and a writer that mixes up two arrays."""
-    write = safetensors_file.write
+    write = safetensors.write
 
     def swapped(path, leaves, **options):
         inner = "stack.layers.attention.query", "stack.layers.attention.key"
@@ -137,7 +137,7 @@ def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatc
         return digest
 
     for broken, message in ((swapped, r"attention/(key|query) is not written as"), (flipped, r"is damaged")):
-        monkeypatch.setattr(portable.safetensors_file, "write", broken)
+        monkeypatch.setattr(portable.safetensors, "write", broken)
         with pytest.raises(CheckpointError, match=message):
             convert(folder, tmp_path / "new" / "model")
         assert not list((tmp_path / "new").iterdir())
@@ -159,7 +159,7 @@ def swap_tensors(path):
     tensors = SafeTensors(path)
     leaves = {name: leaf_of(np.array(tensors[name])) for name in tensors}
     leaves["softmax.bias"] = leaf_of(np.zeros(leaves["softmax.bias"].shape[0] + 1, np.float32))
-    digest = safetensors_file.write(path, leaves)
+    digest = safetensors.write(path, leaves)
     config = path.with_name("config.json")
     rewrite(config, sha256=json.loads(config.read_text())["sha256"] | {"model.safetensors": digest})
 

@@ -17,7 +17,7 @@ from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import MARKS, Vocabulary
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
-from txl_jax.interop import huggingface, original, safetensors_file
+from txl_jax.interop import huggingface, original, safetensors
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.portable import CONFIG, VOCABULARY, WEIGHTS, ModelInfo, write_vocabulary
@@ -52,7 +52,7 @@ def write_huggingface(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str
     }
     tensors = huggingface.from_leaves(_float32(leaves), config.model)
     # transformers refuses a file without this word.
-    safetensors_file.write(folder / WEIGHTS, tensors, metadata={"format": "pt"})
+    safetensors.write(folder / WEIGHTS, tensors, metadata={"format": "pt"})
     notes = _write_vocabulary(folder, vocabulary)
     if isinstance(vocabulary, WordVocabulary):
         write_json(folder / "tokenizer_config.json", _tokenizer_config(vocabulary))
@@ -80,7 +80,7 @@ def write_original(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
             "original PyTorch release has no such model"
         )
     tensors = original.from_leaves(_float32(leaves), config.model)
-    safetensors_file.write(folder / WEIGHTS, tensors, metadata={"format": "pt"})
+    safetensors.write(folder / WEIGHTS, tensors, metadata={"format": "pt"})
     notes = _write_vocabulary(folder, info.vocabulary)
     write_json(folder / CONFIG, original_arguments(config.model, config.eval, vocab_size=info.vocabulary.size))
     if config.model.untie_r:

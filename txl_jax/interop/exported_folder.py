@@ -23,9 +23,9 @@ from jax import export
 from txl_jax.data.vocabulary import Vocabulary, digest
 from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.inference.flat_functions import Arrays, FlatModel
-from txl_jax.interop import safetensors_file
+from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import leaf_of
-from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.runtime import storage
 
 MANIFEST, MANIFEST_DIGEST, WEIGHTS, TOKENS = "manifest.json", "manifest.sha256", "weights.safetensors", "tokens.json"
@@ -65,7 +65,7 @@ def write(folder: Path, model: FlatModel, vocabulary: Vocabulary, facts: Mapping
     Raises:
       OSError, LogError: the files cannot be written.
     """
-    safetensors_file.write(folder / WEIGHTS, {name: leaf_of(array) for name, array in model.weights.items()})
+    safetensors.write(folder / WEIGHTS, {name: leaf_of(array) for name, array in model.weights.items()})
     storage.write_json(folder / TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)])
     functions = {}
     for name, function in model.functions.items():

@@ -30,7 +30,7 @@ from txl_jax.interop import (
     torch_files,
 )
 from txl_jax.interop.leaves import Leaf, Leaves, Renamed
-from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.interop.state_dict import StateDict
 
 _MAX_JSON = 1 << 24

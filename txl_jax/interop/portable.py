@@ -27,10 +27,10 @@ from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import TITLE, Vocabulary, digest, dumps, loads
 from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import leaves as leaves_lib
-from txl_jax.interop import safetensors_file
+from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.model_card import make_card
-from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_arrays, describe_difference
 from txl_jax.runtime.storage import AnyPath
@@ -80,7 +80,7 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     """
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
-    sha256 = safetensors_file.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
+    sha256 = safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
     write_vocabulary(folder, info.vocabulary)
     num_parameters = leaves_lib.num_bytes(leaves) // 4
     settings = _settings(info.config)

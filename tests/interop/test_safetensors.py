@@ -1,4 +1,4 @@
-"""Tests of safetensors files: what is written is read, the package's files too, and damage is one sentence."""
+"""Tests of safetensors files: written and read again, by the package too, and damaged ones."""
 
 import json
 import re
@@ -7,18 +7,20 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-import safetensors.numpy
+from safetensors.numpy import load_file, save_file
 
 from txl_jax.errors import CheckpointError
-from txl_jax.interop import leaves, safetensors_file
+from txl_jax.interop import leaves
+from txl_jax.interop import safetensors as ours
 from txl_jax.interop.leaves import Leaf
-from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.runtime.storage import sha256
 
 TENSORS = {
     "small": np.arange(3, dtype=np.uint8),
     "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "half": np.arange(4, dtype=np.float16)[::-1],  # Its rows are not contiguous.
+    "transposed": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+    "reversed": np.arange(4, dtype=np.float16)[::-1],
     "brain": np.arange(5, dtype=ml_dtypes.bfloat16),
     "nothing": np.zeros((0, 7), np.float64),
     "number": np.array(-4, dtype=np.int64),
@@ -38,7 +40,7 @@ def check_equal(found, expected):
 
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "a.safetensors"
-    digest = safetensors_file.write(path, leaves_of(TENSORS), metadata={"format": "pt"})
+    digest = ours.write(path, leaves_of(TENSORS), metadata={"format": "pt"})
     assert digest == sha256(path)
     found = SafeTensors(path)
     check_equal(found, TENSORS)
@@ -50,9 +52,9 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_the_package_reads_what_is_written_and_the_other_way_round(tmp_path):
     tensors = {name: value for name, value in TENSORS.items() if name != "brain"}  # numpy has no such type.
-    safetensors_file.write(tmp_path / "ours", leaves_of(tensors))
-    check_equal(safetensors.numpy.load_file(tmp_path / "ours"), tensors)
-    safetensors.numpy.save_file({name: value.copy() for name, value in tensors.items()}, tmp_path / "theirs")
+    ours.write(tmp_path / "ours", leaves_of(tensors))
+    check_equal(load_file(tmp_path / "ours"), tensors)
+    save_file({name: value.copy() for name, value in tensors.items()}, tmp_path / "theirs")
     check_equal(SafeTensors(tmp_path / "theirs"), tensors)
 
 
@@ -60,7 +62,7 @@ def test_one_array_at_a_time_is_in_memory(tmp_path):
     size = 1 << 20
     drawn = {str(i): Leaf((size,), np.dtype(np.uint8), lambda: np.ones(size, np.uint8)) for i in range(16)}
     tracemalloc.start()
-    safetensors_file.write(tmp_path / "a", drawn)
+    ours.write(tmp_path / "a", drawn)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3 * size
@@ -69,9 +71,9 @@ def test_one_array_at_a_time_is_in_memory(tmp_path):
 def test_a_leaf_that_reads_as_another_array_is_an_error(tmp_path):
     leaf = Leaf((2,), np.dtype(np.float32), lambda: np.zeros(3, np.float32))
     with pytest.raises(ValueError, match=r"\ba\b.*\(3,\).*\(2,\)"):
-        safetensors_file.write(tmp_path / "a", {"a": leaf})
+        ours.write(tmp_path / "a", {"a": leaf})
     with pytest.raises(ValueError, match="complex64"):
-        safetensors_file.write(tmp_path / "a", leaves_of({"a": np.zeros(3, np.complex64)}))
+        ours.write(tmp_path / "a", leaves_of({"a": np.zeros(3, np.complex64)}))
 
 
 def header(content, *, data=b"\0" * 8):
@@ -81,28 +83,28 @@ def header(content, *, data=b"\0" * 8):
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BAD = {
-    "empty": (b"", r"0 bytes"),
-    "text": (b"# A title and some text of a page", r"header"),
-    "long header": ((1 << 40).to_bytes(8, "little") + b"{}", r"1,099,511,627,776"),
-    "truncated": (header({"a": ENTRY}, data=b"\0" * 7), r"\b8\b.*\b7\b"),
-    "too long": (header({"a": ENTRY}, data=b"\0" * 9), r"\b8\b.*\b9\b"),
-    "no JSON": (header(b"{]"), r"Expecting"),
-    "no object": (header([1]), r"JSON"),
-    "twice": (header(b'{"a": 1, "a": 1}'), r"twice"),
-    "unknown type": (header({"a": ENTRY | {"dtype": "F8_E4M3"}}), r"\ba\b.*'F8_E4M3'"),
-    "negative": (header({"a": ENTRY | {"shape": [-2]}}), r"\ba\b.*\[-2\]"),
-    "other size": (header({"a": ENTRY | {"shape": [3]}}), r"\ba\b.*\[3\].*\b8\b"),
-    "gap": (header({"a": ENTRY | {"data_offsets": [1, 9]}}), r"\ba\b.*\b1\b"),
-    "overlap": (header({"a": ENTRY, "b": ENTRY}), r"\bb\b.*\b0\b.*\b8\b"),
-    "metadata": (header({"a": ENTRY, "__metadata__": {"n": 1}}), r"metadata"),
-    "missing": (None, r"a\.safetensors"),
+    "empty": b"",
+    "text": b"# A title and some text of a page",
+    "long header": (1 << 40).to_bytes(8, "little") + b"{}",
+    "truncated": header({"a": ENTRY}, data=b"\0" * 7),
+    "too long": header({"a": ENTRY}, data=b"\0" * 9),
+    "no JSON": header(b"{]"),
+    "no object": header([1]),
+    "a name twice": header(b'{"a": %s, "a": %s}' % (2 * (json.dumps(ENTRY).encode(),))),
+    "unknown dtype": header({"a": ENTRY | {"dtype": "F8_E4M3", "shape": [8]}}),
+    "negative": header({"a": ENTRY | {"shape": [-2]}}),
+    "other size": header({"a": ENTRY | {"shape": [3]}}),
+    "gap": header({"a": ENTRY | {"data_offsets": [1, 9]}}),
+    "overlap": header({"a": ENTRY, "b": ENTRY}),
+    "metadata": header({"a": ENTRY, "__metadata__": {"n": 1}}),
+    "missing": None,
 }
 
 
-@pytest.mark.parametrize(("content", "named"), BAD.values(), ids=BAD)
-def test_damage_is_one_sentence(tmp_path, content, named):
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
+def test_a_damaged_file_is_refused(tmp_path, content):
     path = tmp_path / "a.safetensors"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{re.escape(str(path))}.*{named}" if content is not None else named):
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
         SafeTensors(path)
