@@ -113,10 +113,11 @@ def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
     Raises:
       CheckpointError: If they differ by more than 1e-6, relative for values above 1 (below float32, by a rounding).
     """
-    read, largest = exported.read(folder), 0.0
+    _, weights, functions = exported.read(folder)
+    largest = 0.0
     for name, function in model.functions.items():
         expected = _results(function.call, function, model.weights, model.memory, vocab_size)
-        found = _results(read.functions[name].call, function, read.weights, model.memory, vocab_size)
+        found = _results(functions[name].call, function, weights, model.memory, vocab_size)
         for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
             difference = float(np.abs(one.astype(np.float64) - other.astype(np.float64)).max(initial=0))
             allowed = 0.0

@@ -13,7 +13,7 @@ LOG_P = np.log(np.array([0.1, 0.4, 0.4, 0.1], np.float32))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_tokens_are_samplen_with_the_probabilities_of_the_temperature(temperature):
+def test_tokens_are_sampled_with_the_probabilities_of_the_temperature(temperature):
     n = 4000
     keys = jax.random.key_data(jax.random.split(jax.random.key(0, impl="threefry2x32"), n))
     drawn = jax.jit(_sample)(np.tile(LOG_P, (n, 1)), keys, np.full(n, temperature, np.float32))

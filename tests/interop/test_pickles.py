@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import copyreg
+import itertools
 import os
 import pickle
 import subprocess
@@ -150,10 +151,7 @@ def write_marker(path):
     open(path, "w").close()
 
 
-NAMES = sorted(harmful("x"))
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(harmful("x")))
 def test_what_would_run_is_refused(name, tmp_path):
     marker = tmp_path / "marker"
     copyreg.add_extension(__name__, "write_marker", 0xF0)
@@ -208,21 +206,15 @@ def attributes(thing):
 
 
 def test_a_state_changes_no_function_and_no_class_of_ours():
-    reader = callable_of_a_reader
-    allowed = {**pickles._CALLS, "of.reader": reader}
-    ours = {**allowed, f"{__name__}.Vocab": Vocab}
+    reader = {"of.reader": callable_of_a_reader}
+    ours = {**pickles._CALLS, **reader, f"{__name__}.Vocab": Vocab}
     ours |= {f"txl_jax.interop.pickles.{cls.__name__}": cls for cls in (Record, Symbol, Omitted)}
     before = {name: attributes(thing) for name, thing in ours.items()}
-    for dotted in ours:
-        for state in (
-            *({name: value} for name, value in CHANGES.items()),
-            *((None, {name: value}) for name, value in CHANGES.items()),
-            CHANGES,
-            (CHANGES, CHANGES),
-        ):
-            data = build(*dotted.rpartition(".")[::2], state)
+    changes = [CHANGES, *({name: value} for name, value in CHANGES.items())]
+    for dotted, change in itertools.product(ours, changes):
+        for state in (change, (None, change), (change, change)):
             with contextlib.suppress(UserError):
-                pickles.load(data, name="file.pt", calls={"of.reader": reader})
+                pickles.load(build(*dotted.rpartition(".")[::2], state), name="file.pt", calls=reader)
     assert {name: attributes(thing) for name, thing in ours.items()} == before
     made = load(b"\x80\x02cevil\nEvil\n)\x81" + pickle.dumps((None, {"symbol": 1, "__class__": 1}), 2)[2:-1] + b"b.")
     assert type(made) is Record and made.symbol == Symbol("evil", "Evil")

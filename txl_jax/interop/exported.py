@@ -69,14 +69,6 @@ class Functions(NamedTuple):
     functions: dict[str, Function]
 
 
-class ExportedModel(NamedTuple):
-    """An exported model as read from its directory."""
-
-    manifest: dict[str, Any]
-    weights: dict[str, np.ndarray]
-    functions: dict[str, export.Exported]
-
-
 def functions_of(model: LanguageModel, eval_config: EvalConfig, weights: Any, *, generates: bool) -> Functions:
     """Makes a model's functions for batches of `eval_config.batch_size` and segments of `eval_config.segment_len`.
 
@@ -206,8 +198,11 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
     return all(storage.exists(os.path.join(path, name)) for name in (_MANIFEST, _DIGEST))
 
 
-def read(folder: Path) -> ExportedModel:
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, export.Exported]]:
     """Reads an exported model whose files are all as they were written.
+
+    Returns:
+      The manifest, the weights and the functions, the latter two by name.
 
     Raises:
       UserError: If this is not an exported model, or one of another version.
@@ -230,7 +225,7 @@ def read(folder: Path) -> ExportedModel:
         raise CheckpointError(f"{folder / changed[0]} does not match {_MANIFEST} (sha256). Export the model again.")
     files = {name: folder / entry["file"] for name, entry in manifest["functions"].items()}
     functions = {name: export.deserialize(bytearray(file.read_bytes())) for name, file in files.items()}
-    return ExportedModel(manifest, dict(SafeTensors(folder / _WEIGHTS)), functions)
+    return manifest, dict(SafeTensors(folder / _WEIGHTS)), functions
 
 
 def _digest_line(content: bytes) -> bytes:

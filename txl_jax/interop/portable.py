@@ -11,6 +11,7 @@ Weights and vocabulary are checked against their sha256 when they are read, to f
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.config.tree import format_value
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.subwords import SubwordVocabulary
-from txl_jax.data.vocabulary import TITLE, Vocabulary, digest, dumps, loads
+from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import safetensors
@@ -117,7 +118,7 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
     sha256 = safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
     write_vocabulary(folder, info.vocabulary)
-    num_parameters = leaves_lib.num_bytes(leaves) // 4
+    num_parameters = sum(math.prod(leaf.shape) for leaf in leaves.values())
     storage.write(os.path.join(folder, CARD), _card(info, num_parameters).encode())
     saved = {
         _KIND: _KIND_VERSION,
@@ -146,7 +147,7 @@ def read_info(folder: AnyPath) -> ModelInfo:
         step, description, scores = int(saved["step"]), str(saved["description"]), dict(saved["scores"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is corrupted or has another version ({error}). Copy or convert it again.") from error
-    vocabulary = read_vocabulary(folder)
+    vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
     if digest(vocabulary) != expected:
         raise UserError(f"{folder}/{VOCABULARY} does not match {CONFIG} (sha256). Copy the directory again.")
     if vocabulary.size != saved.get("vocab_size"):
@@ -190,7 +191,7 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
         raise CheckpointError(f"the weights do not match the config ({difference}). Convert them again.")
     # The largest comes first, when memory is empty: the host holds an array twice while it is placed.
     placed: dict[str, Any] = {}
-    for path in sorted(named, key=lambda path: -int(np.prod(named[path].shape))):
+    for path in sorted(named, key=lambda path: -math.prod(named[path].shape)):
         placed[path] = jax.block_until_ready(_place(leaves[path], named[path]))
     return jax.tree_util.tree_unflatten(structure, [placed[path] for path in named])
 
@@ -233,18 +234,8 @@ def write_vocabulary(folder: AnyPath, vocabulary: Vocabulary) -> None:
         storage.write(os.path.join(folder, "tokenizer.json"), vocabulary.content.encode())
 
 
-def holds_vocabulary(folder: AnyPath) -> bool:
-    """Returns whether a directory has a vocabulary.txt in txl_jax's format; other programs use the name too."""
-    try:
-        with open(os.path.join(folder, VOCABULARY), "rb") as file:
-            return file.read(len(TITLE)) == TITLE.encode()
-    except OSError:
-        return False
-
-
-def read_vocabulary(folder: AnyPath) -> Vocabulary:
-    """Reads vocabulary.txt, or raises `UserError` if it cannot be read."""
-    path = os.path.join(folder, VOCABULARY)
+def read_vocabulary(path: AnyPath) -> Vocabulary:
+    """Reads a vocabulary.txt, or raises `UserError` if it cannot be read."""
     try:
         return loads(storage.read(path).decode(), KINDS)
     except MissingPackageError:

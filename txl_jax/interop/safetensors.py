@@ -37,7 +37,6 @@ class SafeTensors(Mapping[str, np.ndarray]):
     Attributes:
       path: The file.
       local: The same file, or its copy on this machine if it is on object storage.
-      metadata: The texts in its header.
       shapes: The shape of each tensor.
       dtypes: The dtype of each tensor.
     """
@@ -53,7 +52,7 @@ class SafeTensors(Mapping[str, np.ndarray]):
             self.local = local_copy(self.path, self)
             with safe_open(self.local, "np"):  # Checks header and size.
                 header, start = _read_header(self.local)
-            self.metadata: dict[str, str] = header.pop(_METADATA, None) or {}
+            header.pop(_METADATA, None)
             self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
             self.dtypes = {name: _dtype(name, entry["dtype"]) for name, entry in header.items()}
             self._offsets = {name: start + entry["data_offsets"][0] for name, entry in header.items()}
