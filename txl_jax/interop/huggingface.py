@@ -80,7 +80,7 @@ def from_leaves(leaves: Leaves, config: ModelConfig) -> dict[str, Leaf]:
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
-    """Returns the second names of shared tensors, and the name that each is a second name of."""
+    """Returns the second names of shared tensors, each with its first name."""
     shared = {_name(name): _name(first) for name, first in original.aliases(config).items()}
     if not config.untie_r:
         shared |= {name: _name(bias) for bias in _BIASES for name in _bias_names(bias, config)}
@@ -90,10 +90,10 @@ def aliases(config: ModelConfig) -> dict[str, str]:
 def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
     """Returns the keyword arguments of `TransfoXLConfig` for a model at the lengths of `eval_config`, without dropout.
 
-    A TransfoXLConfig has no types of activations and memory, no rematerialisation and no segment length.
+    A TransfoXLConfig has no dtypes of activations and memory, no rematerialisation and no segment length.
 
     Raises:
-      UserError: absolute positions, or values that do not go together, which Hugging Face's class would accept.
+      UserError: If positions are absolute, or values are incompatible, which Hugging Face's class would accept.
     """
     _check_encoding(config)
     config.validate()

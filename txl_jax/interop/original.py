@@ -59,9 +59,15 @@ class Piece(NamedTuple):
     transposed: bool  # [out, in] there, [in, out] here.
 
 
-def to_flax(tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_size: int, **order: Any) -> dict[str, Any]:
+def to_flax(
+    tensors: Mapping[str, np.ndarray],
+    config: ModelConfig,
+    *,
+    vocab_size: int,
+    cluster_order: ClusterOrder = ClusterOrder.REVERSED,
+) -> dict[str, Any]:
     """Returns the nested parameters of `TransformerXL` that `to_leaves` describes."""
-    return leaves_lib.to_tree(to_leaves(tensors, config, vocab_size=vocab_size, **order))
+    return leaves_lib.to_tree(to_leaves(tensors, config, vocab_size=vocab_size, cluster_order=cluster_order))
 
 
 def to_leaves(
@@ -130,9 +136,12 @@ def _leaf_of_tensors(tensors: Mapping[str, np.ndarray], pieces: list[Piece]) -> 
     return Leaf(shape, dtype, read, read_entry if isinstance(pieces[0].place, int) else None)
 
 
-def from_flax(params: Mapping[str, Any], config: ModelConfig, **order: Any) -> dict[str, np.ndarray]:
+def from_flax(
+    params: Mapping[str, Any], config: ModelConfig, *, cluster_order: ClusterOrder = ClusterOrder.REVERSED
+) -> dict[str, np.ndarray]:
     """Inverts `to_flax`. Also takes a tree of gradients: a shared tensor's is then the sum over its uses."""
-    tensors = {name: leaf.read() for name, leaf in from_leaves(leaves_lib.from_tree(params), config, **order).items()}
+    leaves = from_leaves(leaves_lib.from_tree(params), config, cluster_order=cluster_order)
+    tensors = {name: leaf.read() for name, leaf in leaves.items()}
     return tensors | {name: tensors[first] for name, first in aliases(config).items()}
 
 
@@ -173,12 +182,7 @@ def _tensor_of_leaves(leaves: Leaves, pieces: list[Piece]) -> Leaf:
 
 
 def fill_shared(tensors: Mapping[str, np.ndarray], shared: Mapping[str, str]) -> Mapping[str, np.ndarray]:
-    """Returns the tensors with those that files leave out because another name holds the same array.
-
-    Args:
-      tensors: the tensors of a file.
-      shared: `aliases` of the model: second names, and the name that each is a second name of.
-    """
+    """Returns a file's tensors under all their names, because files have only one of the names in `aliases`."""
     names = {name: name for name in tensors}
     for first in set(shared.values()):
         group = [first, *(second for second, of in shared.items() if of == first)]
@@ -188,7 +192,7 @@ def fill_shared(tensors: Mapping[str, np.ndarray], shared: Mapping[str, str]) ->
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
-    """Returns the second names of shared tensors, and the name that each is a second name of."""
+    """Returns the second names of shared tensors, each with its first name."""
     n_table = config.n_cluster if config.div_val > 1 else 1
     shared: dict[str, str] = {}
     if config.tie_weight:
@@ -201,7 +205,7 @@ def aliases(config: ModelConfig) -> dict[str, str]:
 
 
 def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -> Iterator[Piece]:
-    """Yields the correspondence, tensor by tensor; second names of shared tensors are left out."""
+    """Yields the correspondence, tensor by tensor, without second names of shared tensors."""
     for tensor in encoding_of(config).original_tensors():
         rows = (slice(None), slice(None, None, -1)) if tensor.reversed else slice(None)
         yield Piece(tensor.name, tensor.shape, rows, tensor.path, tensor.path_shape, slice(None), False)
@@ -216,7 +220,7 @@ def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
-    """Yields one layer's tensors; each is entry `layer` of a stacked parameter."""
+    """Yields one layer's tensors. Each is entry `layer` of a stacked parameter."""
     d_model, n_head, d_head, d_inner = config.d_model, config.n_head, config.d_head, config.d_inner
     heads = n_head * d_head
 
@@ -241,7 +245,7 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
 
 
 def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Piece]:
-    """Yields tables, projections and biases of the clusters; with div_val 1 one table and one bias serve all."""
+    """Yields the clusters' tables, projections and biases. With div_val 1 they share one table and one bias."""
     bounds = [0, *config.cutoffs, vocab_size] if config.div_val > 1 else [0, vocab_size]
     shared = aliases(config)
 
@@ -274,7 +278,7 @@ def _frequencies(d_model: int, dtype: np.dtype = _DOUBLE) -> np.ndarray:
 
 
 def _check_frequencies(found: np.ndarray, d_model: int) -> None:
-    """Raises `UserError` for other frequencies, as they would be another model."""
+    """Raises `UserError` for other frequencies, which would make another model."""
     expected = _frequencies(d_model)
     if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-5, atol=0):
         raise UserError(
