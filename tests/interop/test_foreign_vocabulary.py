@@ -89,16 +89,13 @@ def test_bytes(symbols, dataset, expected):
     ]
 
 
-def test_a_list_of_words(tmp_path):
+def test_lists_of_words(tmp_path):
     (tmp_path / "1b_word_vocab.txt").write_text("<S> 30\nthe 20\n\n<UNK> 3\nof\n", encoding="utf-8")
     found = foreign_vocabulary.find(tmp_path, 4).vocabulary
     assert found == WordVocabulary(("<S>", "the", "<UNK>", "of"), LineMark.DOUBLE_S, False, "<UNK>")
-
-
-def test_our_own_saved_form(tmp_path):
-    vocabulary = WordVocabulary(tuple(WORDS), LineMark.EOS, True)
-    (tmp_path / "vocabulary.txt").write_text(vocabulary_lib.dumps(vocabulary), encoding="utf-8")
-    assert foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary == vocabulary
+    ours = WordVocabulary(tuple(WORDS), LineMark.EOS, True)
+    (tmp_path / "vocabulary.txt").write_text(vocabulary_lib.dumps(ours), encoding="utf-8")
+    assert foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary == ours
 
 
 def test_what_has_no_usable_words(tmp_path):

@@ -50,8 +50,8 @@ by_writer = pytest.mark.parametrize("write", [pytest.param(write_with_stub, id="
 def test_a_checkpoint(write, changes, tmp_path, monkeypatch):
     config, params = foreign.make("tf", **changes)
     write(tmp_path / "model.ckpt-3", variables_of(config, params), monkeypatch)
-    assert formats.recognise(tmp_path) is Format.TENSORFLOW
     found = formats.read(tmp_path / "model.ckpt-3")
+    assert found.format is Format.TENSORFLOW
     foreign.check(found, config, params)
     assert found.compat == tiny.compat_config("tf") and found.compat.layer_norm_eps == 1e-12
     assert found.eval_config == EvalConfig()

@@ -13,7 +13,7 @@ from support import torch_bytes
 from support.torch_bytes import Call, Name, Object, Persistent, by_format
 from txl_jax.errors import UserError
 from txl_jax.interop import state_dict, torch_files
-from txl_jax.interop.safe_pickle import Record
+from txl_jax.interop.pickles import Record
 
 
 def array(shape, dtype=np.float32) -> np.ndarray:

@@ -9,15 +9,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 import txl_jax
 from support import drawn_run, foreign, torch_bytes, trained
 from txl_jax.config import LineMark, NormPlace
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.interop import portable, safetensors_file
+from txl_jax.interop import portable, safetensors
 from txl_jax.interop.leaves import leaf_of
-from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
 
@@ -94,8 +95,9 @@ def test_to_another_format_and_back(tmp_path, to_format, changes):
     before = txl_jax.load(made.path)
     assert (tmp_path / "there" / "vocab.txt").read_text().splitlines() == list(before.vocabulary.words)
     tensors = SafeTensors(tmp_path / "there" / "model.safetensors")
+    with safe_open(tensors.path, "np") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers refuses a file without it"
     prefix = "transformer." if to_format is TargetFormat.HUGGINGFACE else ""
-    assert tensors.metadata == {"format": "pt"}
     assert tensors.shapes[f"{prefix}word_emb.emb_layers.1.weight"] == (3, 16)
     assert "crit.out_layers.1.weight" not in tensors, "a shared tensor is there once"
     convert(tmp_path / "there", tmp_path / "back")
@@ -125,7 +127,7 @@ def test_a_folder_is_not_written_over(folder, tmp_path):
 
 def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatch):
     """A disk that changes a byte, and a writer that mixes up two arrays."""
-    write = safetensors_file.write
+    write = safetensors.write
 
     def swapped(path, leaves, **options):
         inner = "stack.layers.attention.query", "stack.layers.attention.key"
@@ -137,7 +139,7 @@ def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatc
         return digest
 
     for broken, message in ((swapped, r"attention/(key|query) is not written as"), (flipped, r"is damaged")):
-        monkeypatch.setattr(portable.safetensors_file, "write", broken)
+        monkeypatch.setattr(portable.safetensors, "write", broken)
         with pytest.raises(CheckpointError, match=message):
             convert(folder, tmp_path / "new" / "model")
         assert not list((tmp_path / "new").iterdir())
@@ -159,7 +161,7 @@ def swap_tensors(path):
     tensors = SafeTensors(path)
     leaves = {name: leaf_of(np.array(tensors[name])) for name in tensors}
     leaves["softmax.bias"] = leaf_of(np.zeros(leaves["softmax.bias"].shape[0] + 1, np.float32))
-    digest = safetensors_file.write(path, leaves)
+    digest = safetensors.write(path, leaves)
     config = path.with_name("config.json")
     rewrite(config, sha256=json.loads(config.read_text())["sha256"] | {"model.safetensors": digest})
 
@@ -169,7 +171,7 @@ DAMAGE = {
     "no weights": ("model.safetensors", os.unlink, r"model\.safetensors"),
     "other words": ("vocabulary.txt", lambda path: path.write_text(path.read_text() + "zebra\n"), r"vocabulary\.txt"),
     "vocabulary of another size": ("config.json", lambda path: rewrite(path, vocab_size=7), r"vocab_size 7"),
-    "newer format": ("config.json", lambda path: rewrite(path, txl_jax_model=99), r"version 99"),
+    "newer format": ("config.json", lambda path: rewrite(path, txl_jax_model=99), r"version 1, got 99"),
     "unknown setting": ("config.json", lambda path: rewrite(path, config={"model.n_layers": 2}), r"did you mean"),
     "contradicting sizes": ("model.safetensors", swap_tensors, r"softmax/bias is float32\[\d+\] there"),
 }

@@ -11,7 +11,7 @@ import pytest
 
 from support import ROOT
 from txl_jax.config import EvalConfig, ModelConfig
-from txl_jax.interop import huggingface, safetensors_file
+from txl_jax.interop import huggingface, original, safetensors
 from txl_jax.interop.leaves import Leaf
 
 SIZES = {"n_layer": 18, "d_model": 1024, "n_head": 16, "d_head": 64, "d_inner": 4096}
@@ -43,8 +43,9 @@ def folder(tmp_path_factory):
     """A folder as Hugging Face's, of 285,170,506 random weights."""
     made = tmp_path_factory.mktemp("large") / "huggingface"
     made.mkdir()
-    tensors = {name: drawn(name, shape) for name, shape in huggingface.shapes(CONFIG, vocab_size=V).items()}
-    safetensors_file.write(made / "model.safetensors", tensors, metadata={"format": "pt"})
+    pieces = original._pieces(CONFIG, V, original.ClusterOrder.FORWARD)
+    tensors = {huggingface._name(piece.name): drawn(piece.name, piece.shape) for piece in pieces}
+    safetensors.write(made / "model.safetensors", tensors, metadata={"format": "pt"})
     arguments = huggingface.config_of(CONFIG, EvalConfig(mem_len=1600, clamp_len=1000), vocab_size=V)
     (made / "config.json").write_text(json.dumps(arguments))
     return made

@@ -58,24 +58,9 @@ def huggingface_folder(folder: Path, config: ModelConfig, params: dict, *, write
 
 
 def facts_of(config: ModelConfig) -> dict:
-    """The keyword arguments of MemTransformerLM."""
-    same = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "tie_weight", "div_val")
-    return {name: getattr(config, name) for name in same} | {
-        "n_token": V,
-        "dropout": 0.1,
-        "dtype": None,
-        "d_embed": config.embed_width,
-        "tie_projs": list(config.tie_projs or (False,) * config.n_cluster),
-        "pre_lnorm": config.layer_norm is NormPlace.PRE,
-        "tgt_len": 3,
-        "ext_len": 0,
-        "mem_len": LENGTHS.mem_len,
-        "cutoffs": list(config.cutoffs),
-        "same_length": LENGTHS.same_length,
-        "attn_type": 0,
-        "clamp_len": LENGTHS.clamp_len,
-        "sample_softmax": -1,
-    }
+    """The keyword arguments of MemTransformerLM, with two that we do not know."""
+    lengths = dataclasses.replace(LENGTHS, segment_len=3)
+    return original.arguments_of(config, lengths, vocab_size=V) | {"dtype": None, "sample_softmax": -1}
 
 
 def pickled_module(config: ModelConfig, params: dict) -> torch_bytes.Object:

@@ -4,44 +4,50 @@
     tensors = from_flax(params, config)                  # every name of the model's state_dict
     TransfoXLConfig(**config_of(config, eval_config, vocab_size=204))
 
-These are the original's tensors by other names: all but the softmax's are under "transformer.", u and v lie in
-every layer, and the first row of cluster_weight is that of the first tail. The preset "hf" of `CompatConfig`
-gives the same numbers.
+The names are the original's with three differences: all but the softmax's are under "transformer.", u and v are in
+every layer, and the first row of cluster_weight belongs to the first tail. The preset "hf" of `CompatConfig` gives the
+same numbers. `write` makes a directory for `from_pretrained`, with words as `vocab.txt`, which TransfoXLTokenizer reads
+without running code (its own files are pickles).
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from txl_jax.config import EvalConfig, ModelConfig, NormPlace, Residual
+from txl_jax.data.vocabulary import MARKS
+from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import leaves as leaves_lib
-from txl_jax.interop import original
+from txl_jax.interop import original, portable
 from txl_jax.interop.leaves import Leaf, Leaves, Renamed
+from txl_jax.interop.portable import ModelInfo
 from txl_jax.modules.positions import ENCODINGS, encoding_of
+from txl_jax.runtime.storage import write_json
 
 _ENCODER, _SOFTMAX = "transformer.", "crit."
 _BIASES = ("r_w_bias", "r_r_bias")
 
 
 def to_flax(tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
-    """Returns the nested parameters of `TransformerXL` (with `final_norm` off), of the tensors' own dtypes.
-
-    Args:
-      tensors: every tensor of the model's state_dict, shared ones under all their names.
-      config: sizes and ties.
-      vocab_size: V.
-
-    Raises:
-      UserError: a tensor is missing, unknown or of the wrong shape, shared tensors differ, or positions
-        are absolute. What `original` finds, it reports by the original's names, without "transformer.".
-    """
+    """Returns the nested parameters of `TransformerXL` that `to_leaves` describes."""
     return leaves_lib.to_tree(to_leaves(tensors, config, vocab_size=vocab_size))
 
 
 def to_leaves(tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_size: int) -> dict[str, Leaf]:
-    """Returns what `to_flax` does, with each array read when it is asked for: it takes its tensors anew."""
+    """Returns the parameters of `TransformerXL` (with `final_norm` off) by path, in the tensors' dtypes.
+
+    Args:
+      tensors: Every tensor of the model's state_dict, shared ones under all their names. They are read when leaves are.
+      config: Sizes and ties.
+      vocab_size: V.
+
+    Raises:
+      UserError: If a tensor is missing, unknown or of the wrong shape, shared tensors differ, or positions are
+        absolute. Errors of `original` use its names, without "transformer.".
+    """
     _check_encoding(config)
     joined = {bias: _join_bias(tensors, bias, config) for bias in _BIASES}
     taken = {name for bias in _BIASES for name in (_name(bias), *_bias_names(bias, config))}
@@ -51,23 +57,16 @@ def to_leaves(tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_s
 
 
 def from_flax(params: Mapping[str, Any], config: ModelConfig) -> dict[str, np.ndarray]:
-    """Inverts `to_flax`: every name of the model's state_dict; shared names hold one array.
-
-    Also takes a tree of gradients: a shared tensor's is then the sum over its uses.
-
-    Raises:
-      UserError: a parameter is missing, unknown or of the wrong shape, or has no name there.
-    """
-    leaves = from_leaves(leaves_lib.from_tree(params), config)
-    tensors = {name: leaf.read() for name, leaf in leaves.items()}
+    """Inverts `to_flax`. Also takes a tree of gradients: a shared tensor's is then the sum over its uses."""
+    tensors = {name: leaf.read() for name, leaf in from_leaves(leaves_lib.from_tree(params), config).items()}
     return tensors | {name: tensors[first] for name, first in aliases(config).items()}
 
 
 def from_leaves(leaves: Leaves, config: ModelConfig) -> dict[str, Leaf]:
-    """Inverts `to_leaves`: the tensors, read when they are asked for; a shared one has its first name only.
+    """Inverts `to_leaves`, with only the first name of a shared tensor.
 
     Raises:
-      UserError: as `from_flax`.
+      UserError: If a parameter is missing, unknown or of the wrong shape, or has no name there.
     """
     _check_encoding(config)
     tensors = original.from_leaves(leaves, config, cluster_order=original.ClusterOrder.FORWARD)
@@ -81,30 +80,20 @@ def from_leaves(leaves: Leaves, config: ModelConfig) -> dict[str, Leaf]:
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
-    """Returns the second names of shared tensors, and the name that each is a second name of."""
+    """Returns the second names of shared tensors, each with its first name."""
     shared = {_name(name): _name(first) for name, first in original.aliases(config).items()}
     if not config.untie_r:
         shared |= {name: _name(bias) for bias in _BIASES for name in _bias_names(bias, config)}
     return shared
 
 
-def shapes(config: ModelConfig, *, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor by its name; second names of shared ones and constants are left out."""
-    found = {_name(name): shape for name, shape in original.shapes(config, vocab_size=vocab_size).items()}
-    if config.untie_r:
-        for bias in _BIASES:
-            _, *own = found.pop(_name(bias))
-            found |= {name: tuple(own) for name in _bias_names(bias, config)}
-    return found
-
-
 def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
     """Returns the keyword arguments of `TransfoXLConfig` for a model at the lengths of `eval_config`, without dropout.
 
-    A TransfoXLConfig has no types of activations and memory, no rematerialisation and no segment length.
+    A TransfoXLConfig has no dtypes of activations and memory, no rematerialisation and no segment length.
 
     Raises:
-      UserError: absolute positions, or values that do not go together, which Hugging Face's class would accept.
+      UserError: If positions are absolute, or values are incompatible, which Hugging Face's class would accept.
     """
     _check_encoding(config)
     config.validate()
@@ -126,6 +115,42 @@ def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) 
         "same_length": eval_config.same_length,
         "eos_token_id": None,  # By default `generate` stops at token 0, here a token like any other.
     }
+
+
+def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
+    """Writes the files that transformers 4.35.2 reads with `TransfoXLLMHeadModel.from_pretrained(folder)`.
+
+    Returns:
+      Notes on the differences there.
+
+    Raises:
+      UserError: If the model has parts that Hugging Face's lacks.
+      OSError, LogError: If the files cannot be written.
+    """
+    config, vocabulary = info.config, info.vocabulary
+    arguments = config_of(config.model, config.eval, vocab_size=vocabulary.size) | {
+        "model_type": "transfo-xl",
+        "architectures": ["TransfoXLLMHeadModel"],
+        "torch_dtype": "float32",
+        "transformers_version": "4.35.2",
+        "dropout": config.model.dropout.rate,
+        "dropatt": config.model.dropout.attention,
+        "layer_norm_epsilon": config.compat.layer_norm_eps,
+        "eos_token_id": vocabulary.mark,
+    }
+    original.write_weights(folder, from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), config.model))
+    notes = original.write_vocabulary(folder, vocabulary)
+    if isinstance(vocabulary, WordVocabulary):
+        tokenizer = {
+            "tokenizer_class": "TransfoXLTokenizer",
+            "lower_case": vocabulary.lower_case,
+            "unk_token": vocabulary.unknown,
+            "eos_token": MARKS.get(vocabulary.line_mark, vocabulary.unknown),
+            "additional_special_tokens": [],  # The default adds one after the last id, where the table has no row.
+        }
+        write_json(folder / "tokenizer_config.json", tokenizer)
+    write_json(folder / portable.CONFIG, arguments)
+    return notes + original.differences(config, "hf", "Hugging Face's model", same=("layer_norm_eps",))
 
 
 def _check_encoding(config: ModelConfig) -> None:

@@ -1,10 +1,10 @@
-"""Infers the configuration of a model from the names and shapes of its tensors, and from what a file records besides.
+"""Infers a model's configuration from the names and shapes of its tensors, and from what a file records.
 
-Names are the authors' PyTorch release's; other formats are renamed first. Shapes give almost everything. What they
-leave open comes from the facts beside them, a config.json, the attributes of a pickled module or NVIDIA's model_config,
-whose names are those of the release's MemTransformerLM: the place of the layer norm, the cutoffs of a softmax whose
-clusters have one width, the number of heads under sinusoids that are added, and the lengths of evaluation. A fact that
-contradicts the tensors is found when these are read: the error names the tensor and both shapes.
+Names are the authors' PyTorch release's; other formats are renamed first. Shapes give almost everything. The facts,
+which are the keyword arguments of the release's MemTransformerLM in a config.json, a pickled module or NVIDIA's
+model_config, add the place of the layer norm, the cutoffs of a softmax whose clusters have one width, the number of
+heads with added sinusoids, and the evaluation lengths. Reading the tensors finds facts that contradict them: the error
+names the tensor and both shapes.
 """
 
 import itertools
@@ -15,40 +15,33 @@ from txl_jax.config import Encoding, EvalConfig, ModelConfig, NormPlace
 from txl_jax.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Cutoffs of the published models by their vocabulary: of NVIDIA's other ones no file is without them.
+# Cutoffs of the published models by vocabulary size. NVIDIA's files with other cutoffs record them.
 _PUBLISHED_CUTOFFS = {267_735: (20_000, 40_000, 200_000), 793_470: (60_000, 100_000, 640_000)}
 _SIZES = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val")
 _OTHER_NAMES = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
 
 
 class Inferred(NamedTuple):
-    """A model's configuration.
+    """A model's configuration."""
 
-    Attributes:
-      config: sizes, ties and encoding.
-      vocab_size: V.
-      eval_config: lengths, where the facts have them.
-      notes: a line for each choice that shapes and facts leave open.
-    """
-
-    config: ModelConfig
+    config: ModelConfig  # Sizes, ties and encoding.
     vocab_size: int
-    eval_config: EvalConfig
-    notes: list[str]
+    eval_config: EvalConfig  # Lengths, if the facts have them.
+    notes: list[str]  # One line per choice that shapes and facts leave open.
 
 
 def infer(shapes: Shapes, facts: Mapping[str, Any], is_shared: Callable[[str, str], bool], *, name: str) -> Inferred:
-    """Infers the configuration of a model.
+    """Infers a model's configuration.
 
     Args:
-      shapes: of its tensors, by the release's names.
-      facts: keyword arguments of MemTransformerLM or of TransfoXLConfig, as far as they are known.
-      is_shared: returns whether two of the tensors are equal.
-      name: of the file, for errors.
+      shapes: Shapes of the tensors by the release's names.
+      facts: Known keyword arguments of MemTransformerLM or TransfoXLConfig.
+      is_shared: Returns whether two tensors are equal.
+      name: The file's name, for errors.
 
     Raises:
-      UserError: a tensor that decides on a size is missing or of another rank, a fact is of another type, or
-        something that the shapes leave open is not among the facts.
+      UserError: If a tensor that decides on a size is missing or has another rank, a fact has another type, or the
+        facts lack something that the shapes leave open.
     """
     shapes = _Shapes(shapes, name)
     facts = _checked(facts, name)
@@ -65,10 +58,8 @@ def infer(shapes: Shapes, facts: Mapping[str, Any], is_shared: Callable[[str, st
         **_attention(shapes, facts),
     }
     n_layer = values["n_layer"]
-    values |= {size: facts[size] for size in _SIZES if size in facts}
-    values["n_layer"] = min(values["n_layer"], n_layer + 1)  # One is enough to be missed, of a number without limit.
-    if "untie_r" in facts:
-        values["untie_r"] = facts["untie_r"]
+    values |= {size: facts[size] for size in (*_SIZES, "untie_r") if size in facts}
+    values["n_layer"] = min(values["n_layer"], n_layer + 1)  # A huge number is wrong as soon as one layer is missing.
     if values["d_embed"] == values["d_model"]:
         values["d_embed"] = None
     if "pre_lnorm" not in facts:
@@ -90,13 +81,13 @@ class _Shapes(dict[str, tuple[int, ...]]):
         self.name = name
 
     def of_rank(self, tensor: str, *ranks: int) -> tuple[int, ...]:
-        """Returns the shape of a tensor that has one of these ranks."""
+        """Returns a tensor's shape, which must have one of these ranks."""
         if tensor not in self:
-            raise UserError(f"{self.name} has no tensor {tensor}, which a Transformer-XL has; its names are another's")
+            raise UserError(f"{self.name} has no tensor {tensor}. Its names are not a Transformer-XL's.")
         if len(self[tensor]) not in ranks or 0 in self[tensor]:
             raise UserError(
-                f"{self.name}: tensor {tensor} has shape {list(self[tensor])}, expected one of rank "
-                f"{' or '.join(map(str, ranks))} without axes of 0"
+                f"{self.name}: tensor {tensor} must have rank {' or '.join(map(str, ranks))} and no axis of 0, got "
+                f"shape {list(self[tensor])}"
             )
         return self[tensor]
 
@@ -105,25 +96,22 @@ def _num_layers(shapes: _Shapes) -> int:
     numbers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
     for layer in range(len(numbers)):
         if str(layer) not in numbers:
-            raise UserError(f"{shapes.name} has tensors of {len(numbers)} layers and none of layer {layer}")
+            raise UserError(f"{shapes.name} has tensors of {len(numbers)} layers, but none of layer {layer}")
     return len(numbers)
 
 
 def _tables(shapes: _Shapes) -> tuple[list[tuple[int, ...]], int]:
     """Returns the shapes of the embedding's tables, one per cluster or one for all, and V."""
-    found = []
-    for cluster in itertools.count():
-        table = f"word_emb.emb_layers.{cluster}.weight"
-        if cluster and table not in shapes:
-            break
-        found.append(shapes.of_rank(table, 2))
+    names = (f"word_emb.emb_layers.{cluster}.weight" for cluster in itertools.count())
+    found = [shapes.of_rank(next(names), 2)]
+    found += [shapes.of_rank(name, 2) for name in itertools.takewhile(shapes.__contains__, names)]
     return found, sum(rows for rows, _ in found)
 
 
 def _cutoffs(
     shapes: _Shapes, tables: list[tuple[int, ...]], facts: Mapping[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
-    """Returns the cutoffs: from the tables, or for one table of all clusters from the facts."""
+    """Returns the cutoffs: from the tables, or from the facts if all clusters have one table."""
     if len(tables) > 1:
         return tuple(itertools.accumulate(rows for rows, _ in tables[:-1]))
     if "cutoffs" in facts:
@@ -135,28 +123,26 @@ def _cutoffs(
     if len(known) == tails:
         return known
     raise UserError(
-        f"{shapes.name}: tensor crit.cluster_weight has shape {list(shapes['crit.cluster_weight'])}, of {tails} tail "
-        f"clusters, whose cutoffs in a vocabulary of {vocab_size} tokens no shape gives; put a config.json with "
-        '{"cutoffs": [...]} beside it'
+        f"{shapes.name}: tensor crit.cluster_weight has shape {list(shapes['crit.cluster_weight'])}, but no shape "
+        f"gives the cutoffs of {tails} tail clusters in a vocabulary of {vocab_size} tokens. Put a config.json with "
+        '{"cutoffs": [...]} next to it.'
     )
 
 
 def _attention(shapes: _Shapes, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns encoding, heads and what depends on them."""
+    """Returns the encoding, its heads and its positions."""
     heads = shapes.of_rank("layers.0.dec_attn.o_net.weight", 2)[1]
     if "layers.0.dec_attn.r_net.weight" in shapes:
         *layers, n_head, d_head = shapes.of_rank("r_w_bias", 2, 3)
         return {"encoding": Encoding.RELATIVE, "n_head": n_head, "d_head": d_head, "untie_r": bool(layers)}
-    if "r_bias" in shapes:
+    if "r_bias" in shapes or "r_emb" in shapes:  # Al-Rfou's is cut into heads too, though it is added to the input.
         _, num_positions, n_head, d_head = shapes.of_rank("r_emb", 4)
-        return {"encoding": Encoding.SHAW, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
-    if "r_emb" in shapes:  # Cut into heads, though each of its vectors is added to a layer's input.
-        _, num_positions, n_head, d_head = shapes.of_rank("r_emb", 4)
-        return {"encoding": Encoding.AL_RFOU, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
+        encoding = Encoding.SHAW if "r_bias" in shapes else Encoding.AL_RFOU
+        return {"encoding": encoding, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
     if "n_head" not in facts:
         raise UserError(
-            f"{shapes.name} is a model with sinusoids added to its input, whose number of heads no shape gives; put a "
-            'config.json with {"n_head": ...} beside it'
+            f"{shapes.name} adds sinusoids to its input, and then no shape gives the number of heads. Put a "
+            'config.json with {"n_head": ...} next to it.'
         )
     return {"encoding": Encoding.VASWANI, "n_head": facts["n_head"], "d_head": heads // facts["n_head"]}
 
@@ -164,7 +150,7 @@ def _attention(shapes: _Shapes, facts: Mapping[str, Any]) -> dict[str, Any]:
 def _ties(
     shapes: _Shapes, config: ModelConfig, facts: Mapping[str, Any], is_shared: Callable[[str, str], bool]
 ) -> dict[str, Any]:
-    """Returns which tables and projections embedding and softmax share: by the facts, else by equal values."""
+    """Returns the tables and projections that embedding and softmax share, by the facts, or by equal values."""
 
     def tied(own: str, other: str) -> bool:
         return own not in shapes or (shapes.get(other) == shapes[own] and is_shared(own, other))
@@ -182,7 +168,7 @@ def _ties(
 
 
 def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
-    """Returns the lengths of evaluation: those of the facts, ours for the others."""
+    """Returns the evaluation lengths from the facts, with our defaults for the rest."""
     config = EvalConfig()
     if "mem_len" not in facts:
         notes.append(
@@ -203,10 +189,10 @@ def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
 
 
 def _checked(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the facts that are used, under the release's names; raises `UserError` for one of another type."""
+    """Returns the facts that are used, by the release's names, or raises `UserError` for one of another type."""
     types: dict[str, Callable[[Any], bool]] = {
         **dict.fromkeys((*_SIZES, "n_token"), lambda value: type(value) is int and value > 0),
-        **dict.fromkeys(("mem_len",), lambda value: type(value) is int and value >= 0),
+        "mem_len": lambda value: type(value) is int and value >= 0,
         **dict.fromkeys(("clamp_len", "tgt_len"), lambda value: type(value) is int),
         **dict.fromkeys(
             ("untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_but_first"),
@@ -221,6 +207,6 @@ def _checked(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
         if value is None or (key == "d_embed" and value == -1):
             continue
         if not is_right(value):
-            raise UserError(f"{name} has {key} {str(value)[:60]}, which is no value of that setting; mend or remove it")
+            raise UserError(f"{name} has {key} {str(value)[:60]}, which is not a valid value. Correct or remove it.")
         found[key] = value
     return found

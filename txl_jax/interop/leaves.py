@@ -1,4 +1,4 @@
-"""Parameters by path that are read one at a time, so that a conversion needs the memory of one array, not of all."""
+"""Parameters by path, read one at a time, so that a conversion needs memory for one array instead of all."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -8,11 +8,11 @@ import numpy as np
 
 
 class Leaf(NamedTuple):
-    """One array: its shape and type, and the function that reads it.
+    """One array: its shape and dtype, and the function that reads it.
 
     Attributes:
-      read: returns the array; each call reads anew and keeps nothing.
-      read_entry: returns one entry along the first axis, for a leaf that is made of parts; None: `read` is as fast.
+      read: Returns the array. Each call reads anew and keeps nothing.
+      read_entry: Returns one entry along the first axis, or None if `read` is as fast.
     """
 
     shape: tuple[int, ...]
@@ -28,17 +28,17 @@ class Leaf(NamedTuple):
         return part
 
 
-# By path, "stack/layers/attention/query" for params["stack"]["layers"]["attention"]["query"].
+# Leaves by path: "stack/layers/attention/query" for params["stack"]["layers"]["attention"]["query"].
 Leaves = Mapping[str, Leaf]
 
 
 def leaf_of(array: Any) -> Leaf:
-    """Returns the leaf of an array that is in memory already."""
+    """Returns an array in memory as a leaf."""
     return Leaf(tuple(np.shape(array)), np.dtype(array.dtype), lambda: np.asarray(array))
 
 
 def from_tree(params: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Returns the leaves of nested parameters; the arrays stay in memory."""
+    """Returns nested parameters as leaves."""
     return {path: leaf_of(value) for path, value in flax.traverse_util.flatten_dict(params, sep="/").items()}
 
 
@@ -48,26 +48,19 @@ def to_tree(leaves: Leaves) -> dict[str, Any]:
 
 
 def as_type(leaves: Leaves, dtype: np.dtype) -> dict[str, Leaf]:
-    """Returns the leaves in another type; each is converted when it is read."""
+    """Returns the leaves in another dtype, converted when they are read."""
 
     def converted(leaf: Leaf) -> Leaf:
-        return Leaf(
-            leaf.shape,
-            dtype,
-            lambda: leaf.read().astype(dtype, copy=False),
-            lambda entry: leaf.part(entry).astype(dtype, copy=False),
-        )
+        def part(place: slice | int) -> np.ndarray:
+            return leaf.part(place).astype(dtype, copy=False)
+
+        return Leaf(leaf.shape, dtype, lambda: leaf.read().astype(dtype, copy=False), part)
 
     return {path: converted(leaf) for path, leaf in leaves.items()}
 
 
-def num_bytes(leaves: Leaves) -> int:
-    """Returns the size of all arrays together."""
-    return sum(int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize for leaf in leaves.values())
-
-
 class Renamed(Mapping[str, np.ndarray]):
-    """Tensors under other names: each access asks the tensors that it was made of, so that lazy ones stay so."""
+    """Tensors under other names, read from the original tensors on each access."""
 
     def __init__(
         self,
@@ -78,13 +71,11 @@ class Renamed(Mapping[str, np.ndarray]):
         """Keeps the arguments.
 
         Args:
-          tensors: the tensors by their own names.
-          names: the own name of each tensor that is wanted, by its new name.
-          added: further tensors, by their new names.
+          tensors: The tensors by their original names.
+          names: The original name of each wanted tensor, by its new name.
+          added: Further tensors by their new names.
         """
-        self._tensors = tensors
-        self._names = names
-        self._added = added or {}
+        self._tensors, self._names, self._added = tensors, names, added or {}
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Returns a tensor by its new name."""

@@ -3,28 +3,39 @@
     params = to_flax(tensors, config, vocab_size=204)    # {"params": params} is what `model.apply` takes
     tensors = from_flax(params, config)                  # every name of the release's state_dict
 
-The whole correspondence is the table that `_pieces` builds; each direction goes through it once. The release
-stores a matrix as [out, in], stacks q, k and v in one matrix, has one tensor per layer and, in the
-softmax, one bias per cluster. Here matrices are [in, out] with heads as their own axis, layers are
-stacked, and there is one bias. The release's attn_type 0 is our relative encoding, 1 Shaw's (with
-`compat.shaw_terms=original`, as it has no other), 2 Vaswani's and 3 Al-Rfou's; its tables begin with the greatest
-distance, ours with 0.
+`_pieces` builds the whole correspondence as one table, which each direction reads once. The release stores a matrix as
+[out, in], stacks q, k and v in one matrix, has one tensor per layer and, in the softmax, one bias per cluster. Here
+matrices are [in, out] with heads as their own axis, layers are stacked, and there is one bias. The release's attn_type
+0 is our relative encoding, 1 Shaw's (with `compat.shaw_terms=original`), 2 Vaswani's and 3 Al-Rfou's. Its tables begin
+with the greatest distance, ours with 0.
+
+`write` makes a directory: `model.safetensors`, with one name for each shared tensor, `config.json` with the arguments
+of the release's `MemTransformerLM`, and the vocabulary.
 """
 
 import enum
 import itertools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from txl_jax.config import ModelConfig
+from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace, Residual
+from txl_jax.config import tree as config_tree
+from txl_jax.data.subwords import SubwordVocabulary
+from txl_jax.data.vocabulary import Vocabulary
+from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import leaves as leaves_lib
+from txl_jax.interop import portable, safetensors
 from txl_jax.interop.leaves import Leaf, Leaves, Renamed
+from txl_jax.interop.portable import ModelInfo
 from txl_jax.modules.positions import encoding_of
+from txl_jax.runtime.storage import write_json, write_lines
 
-FREQUENCIES = "pos_emb.inv_freq"  # A constant of the release's state_dict: no parameter, checked when read.
+FREQUENCIES = "pos_emb.inv_freq"  # A constant in the release's state_dict, checked when read.
+_UNKNOWN = ("<UNK>", "<unk>")  # In the order in which TransfoXLTokenizer searches for them.
 
 _DOUBLE = np.dtype(np.float64)
 
@@ -55,17 +66,7 @@ def to_flax(
     vocab_size: int,
     cluster_order: ClusterOrder = ClusterOrder.REVERSED,
 ) -> dict[str, Any]:
-    """Returns the nested parameters of `TransformerXL` (with `final_norm` off), of the tensors' own dtypes.
-
-    Args:
-      tensors: every tensor by its original name, shared ones under all their names.
-      config: sizes and ties.
-      vocab_size: V.
-      cluster_order: order of the tails in `crit.cluster_weight` and `crit.cluster_bias`.
-
-    Raises:
-      UserError: a tensor is missing, unknown or of the wrong shape, or shared tensors differ.
-    """
+    """Returns the nested parameters of `TransformerXL` that `to_leaves` describes."""
     return leaves_lib.to_tree(to_leaves(tensors, config, vocab_size=vocab_size, cluster_order=cluster_order))
 
 
@@ -76,7 +77,17 @@ def to_leaves(
     vocab_size: int,
     cluster_order: ClusterOrder = ClusterOrder.REVERSED,
 ) -> dict[str, Leaf]:
-    """Returns what `to_flax` does, with each array read when it is asked for: it takes its tensors anew."""
+    """Returns the parameters of `TransformerXL` (with `final_norm` off) by path, in the tensors' dtypes.
+
+    Args:
+      tensors: Every tensor by its original name, shared ones under all their names. They are read when leaves are.
+      config: Sizes and ties.
+      vocab_size: V.
+      cluster_order: Order of the tails in `crit.cluster_weight` and `crit.cluster_bias`.
+
+    Raises:
+      UserError: If a tensor is missing, unknown or of the wrong shape, or shared tensors differ.
+    """
     pieces = list(_pieces(config, vocab_size, cluster_order))
     shared = aliases(config)
     expected = {piece.name: piece.shape for piece in pieces}
@@ -89,12 +100,16 @@ def to_leaves(
         if not np.array_equal(tensors[name], tensors[first]):
             raise UserError(
                 f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight} and model.tie_projs "
-                f"{list(config.tie_projs)} share them; turn the tie off or give equal values"
+                f"{list(config.tie_projs)} share them. Turn the tie off or pass equal values."
             )
-    grouped: dict[str, list[Piece]] = {}
+    return {path: _leaf_of_tensors(tensors, parts) for path, parts in _grouped(pieces, "path").items()}
+
+
+def _grouped(pieces: list[Piece], field: str) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
     for piece in pieces:
-        grouped.setdefault(piece.path, []).append(piece)
-    return {path: _leaf_of_tensors(tensors, parts) for path, parts in grouped.items()}
+        found.setdefault(getattr(piece, field), []).append(piece)
+    return found
 
 
 def _leaf_of_tensors(tensors: Mapping[str, np.ndarray], pieces: list[Piece]) -> Leaf:
@@ -112,28 +127,19 @@ def _leaf_of_tensors(tensors: Mapping[str, np.ndarray], pieces: list[Piece]) -> 
         return array
 
     def read_entry(entry: int) -> np.ndarray:
-        own = [piece for piece in pieces if piece.place == entry]
-        if not own:  # The pieces are no entries along the first axis.
-            found: np.ndarray = read()[entry]
-            return found
         array = np.empty(shape[1:], dtype)
-        for piece in own:
-            fill(array, piece)
+        for piece in pieces:
+            if piece.place == entry:
+                fill(array, piece)
         return array
 
-    return Leaf(shape, dtype, read, read_entry)
+    return Leaf(shape, dtype, read, read_entry if isinstance(pieces[0].place, int) else None)
 
 
 def from_flax(
     params: Mapping[str, Any], config: ModelConfig, *, cluster_order: ClusterOrder = ClusterOrder.REVERSED
 ) -> dict[str, np.ndarray]:
-    """Inverts `to_flax`: every name of the original's state_dict; shared names hold one array.
-
-    Also takes a tree of gradients: a shared tensor's is then the sum over its uses.
-
-    Raises:
-      UserError: a parameter is missing, unknown or of the wrong shape, or has no name in the original.
-    """
+    """Inverts `to_flax`. Also takes a tree of gradients: a shared tensor's is then the sum over its uses."""
     leaves = from_leaves(leaves_lib.from_tree(params), config, cluster_order=cluster_order)
     tensors = {name: leaf.read() for name, leaf in leaves.items()}
     return tensors | {name: tensors[first] for name, first in aliases(config).items()}
@@ -142,23 +148,20 @@ def from_flax(
 def from_leaves(
     leaves: Leaves, config: ModelConfig, *, cluster_order: ClusterOrder = ClusterOrder.REVERSED
 ) -> dict[str, Leaf]:
-    """Inverts `to_leaves`: the original's tensors, read when they are asked for; a shared one has its first name only.
+    """Inverts `to_leaves`, with only the first name of a shared tensor.
 
     Raises:
-      UserError: as `from_flax`.
+      UserError: If a parameter is missing, unknown or of the wrong shape, or has no name in the original.
     """
     if any(path.startswith("final_norm/") for path in leaves):
-        raise UserError("final_norm has no name in the original; train with compat.final_norm off to export pre-norm")
+        raise UserError("final_norm has no name in the original. To export pre-norm, train with compat.final_norm off.")
     if "softmax/bias" not in leaves:
-        raise UserError("parameter softmax/bias is missing, expected with shape [V]; give the tree below 'params'")
+        raise UserError("parameter softmax/bias is missing, expected with shape [V]. Pass the tree below 'params'.")
     bias = leaves["softmax/bias"]
     pieces = list(_pieces(config, bias.shape[0], cluster_order))
     expected = {piece.path: piece.path_shape for piece in pieces}
     _check({path: leaf.shape for path, leaf in leaves.items()}, expected, "parameter")
-    grouped: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        grouped.setdefault(piece.name, []).append(piece)
-    tensors = {name: _tensor_of_leaves(leaves, parts) for name, parts in grouped.items()}
+    tensors = {name: _tensor_of_leaves(leaves, parts) for name, parts in _grouped(pieces, "name").items()}
     if encoding_of(config).has_original_frequencies:
         tensors[FREQUENCIES] = leaves_lib.leaf_of(_frequencies(config.d_model, bias.dtype))
     return tensors
@@ -178,18 +181,8 @@ def _tensor_of_leaves(leaves: Leaves, pieces: list[Piece]) -> Leaf:
     return Leaf(shape, dtype, read)
 
 
-def shapes(config: ModelConfig, *, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor by its name; second names of shared ones and constants are left out."""
-    return {piece.name: piece.shape for piece in _pieces(config, vocab_size, ClusterOrder.FORWARD)}
-
-
 def fill_shared(tensors: Mapping[str, np.ndarray], shared: Mapping[str, str]) -> Mapping[str, np.ndarray]:
-    """Returns the tensors with those that files leave out because another name holds the same array.
-
-    Args:
-      tensors: the tensors of a file.
-      shared: `aliases` of the model: second names, and the name that each is a second name of.
-    """
+    """Returns a file's tensors under all their names, because files have only one of the names in `aliases`."""
     names = {name: name for name in tensors}
     for first in set(shared.values()):
         group = [first, *(second for second, of in shared.items() if of == first)]
@@ -199,7 +192,7 @@ def fill_shared(tensors: Mapping[str, np.ndarray], shared: Mapping[str, str]) ->
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
-    """Returns the second names of shared tensors, and the name that each is a second name of."""
+    """Returns the second names of shared tensors, each with its first name."""
     n_table = config.n_cluster if config.div_val > 1 else 1
     shared: dict[str, str] = {}
     if config.tie_weight:
@@ -212,7 +205,7 @@ def aliases(config: ModelConfig) -> dict[str, str]:
 
 
 def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -> Iterator[Piece]:
-    """Yields the correspondence, tensor by tensor; second names of shared tensors are left out."""
+    """Yields the correspondence, tensor by tensor, without second names of shared tensors."""
     for tensor in encoding_of(config).original_tensors():
         rows = (slice(None), slice(None, None, -1)) if tensor.reversed else slice(None)
         yield Piece(tensor.name, tensor.shape, rows, tensor.path, tensor.path_shape, slice(None), False)
@@ -227,7 +220,7 @@ def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
-    """Yields one layer's tensors; each is entry `layer` of a stacked parameter."""
+    """Yields one layer's tensors. Each is entry `layer` of a stacked parameter."""
     d_model, n_head, d_head, d_inner = config.d_model, config.n_head, config.d_head, config.d_inner
     heads = n_head * d_head
 
@@ -252,7 +245,7 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
 
 
 def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Piece]:
-    """Yields tables, projections and biases of the clusters; with div_val 1 one table and one bias serve all."""
+    """Yields the clusters' tables, projections and biases. With div_val 1 they share one table and one bias."""
     bounds = [0, *config.cutoffs, vocab_size] if config.div_val > 1 else [0, vocab_size]
     shared = aliases(config)
 
@@ -285,7 +278,7 @@ def _frequencies(d_model: int, dtype: np.dtype = _DOUBLE) -> np.ndarray:
 
 
 def _check_frequencies(found: np.ndarray, d_model: int) -> None:
-    """Raises `UserError` for other frequencies, as they would be another model."""
+    """Raises `UserError` for other frequencies, which would make another model."""
     expected = _frequencies(d_model)
     if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-5, atol=0):
         raise UserError(
@@ -308,3 +301,94 @@ def _check(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[in
             raise UserError(
                 f"{kind} {name} of shape {list(shape)} was given, expected no such {kind}; does the config fit?"
             )
+
+
+def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
+    """Writes the tensors under the release's names, and the arguments of its `MemTransformerLM`.
+
+    Returns:
+      Notes on the differences there.
+
+    Raises:
+      UserError: If the model has parts that the release lacks.
+      OSError, LogError: If the files cannot be written.
+    """
+    model = info.config.model
+    if model.residual is not Residual.SUM:
+        raise UserError(f"model.residual is {model.residual}, but the original PyTorch release only has sums")
+    if encoding_of(model).original_type is None or model.tie_positions:
+        raise UserError(
+            f"model.encoding is {model.encoding} and model.tie_positions is {model.tie_positions}, but the original "
+            "PyTorch release has no such model"
+        )
+    write_weights(folder, from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), model))
+    notes = write_vocabulary(folder, info.vocabulary)
+    write_json(folder / portable.CONFIG, arguments_of(model, info.config.eval, vocab_size=info.vocabulary.size))
+    if model.untie_r:
+        notes.append("the release's class shares u and v among the layers; here each layer has its own (untie_r)")
+    return notes + differences(info.config, "pytorch", "the original PyTorch release")
+
+
+def arguments_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
+    """Returns the keyword arguments of the release's `MemTransformerLM` at the lengths of `eval_config`."""
+    same = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "tie_weight", "div_val")
+    return {name: getattr(config, name) for name in same} | {
+        "n_token": vocab_size,
+        "dropout": config.dropout.rate,
+        "dropatt": config.dropout.attention,
+        "d_embed": config.embed_width,
+        "tie_projs": list(config.tie_projs or (False,) * config.n_cluster),
+        "pre_lnorm": config.layer_norm is NormPlace.PRE,
+        "tgt_len": eval_config.segment_len,
+        "ext_len": 0,
+        "mem_len": eval_config.mem_len,
+        "cutoffs": list(config.cutoffs),
+        "same_length": eval_config.same_length,
+        "clamp_len": eval_config.clamp_len or -1,
+        "attn_type": encoding_of(config).original_type,
+    }
+
+
+def write_weights(folder: Path, tensors: Leaves) -> None:
+    """Writes `model.safetensors` for programs that read it with PyTorch."""
+    # transformers rejects a file without this word.
+    safetensors.write(folder / portable.WEIGHTS, tensors, metadata={"format": "pt"})
+
+
+def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
+    """Writes vocabulary.txt, and tokenizer.json or a vocab.txt that TransfoXLTokenizer reads; returns notes on it."""
+    portable.write_vocabulary(folder, vocabulary)
+    if isinstance(vocabulary, SubwordVocabulary):
+        return []
+    if not isinstance(vocabulary, WordVocabulary):
+        file = portable.VOCABULARY
+        return [f"the tokens are of the kind {vocabulary.kind!r}, for which there is no tokenizer there: {file}"]
+    write_lines(folder / "vocab.txt", (f"{word}\n" for word in vocabulary.words))
+    found = next((word for word in _UNKNOWN if word in vocabulary.words), None)
+    if found != vocabulary.unknown:
+        return [f"unknown words are {vocabulary.unknown!r}, and TransfoXLTokenizer takes {found!r} for them"]
+    return []
+
+
+def differences(config: ExperimentConfig, preset: str, name: str, *, same: tuple[str, ...] = ()) -> list[str]:
+    """Lists the compatibility settings that differ from an implementation's and change the losses.
+
+    Args:
+      config: The model's settings.
+      preset: The implementation's preset.
+      name: The implementation's name, for people.
+      same: Settings that are written for the implementation.
+    """
+    theirs = config_tree.apply_preset(config, preset).compat
+    unused = {*same, "final_norm"}  # A model that has one is rejected.
+    if not config.model.has_shaw_terms:
+        unused.add("shaw_terms")
+    if not config.eval.same_length:
+        unused.add("same_length_window")
+    apart = f"documents are kept apart here, by the token {config.model.end_token}, and not by {name}"
+    return [apart] * (config.model.end_token is not None) + [
+        f"{name} has compat.{leaf.name} {config_tree.format_value(there)}, and these weights were read with "
+        f"{config_tree.format_value(here)}: it gives other losses"
+        for leaf, here, there in config_tree.differences(config.compat, theirs)
+        if leaf.name not in unused
+    ]

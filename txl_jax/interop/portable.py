@@ -1,17 +1,17 @@
-"""The portable folder of a trained model: weights without optimizer and checkpoints, to be copied and published.
+"""Portable checkpoints: a directory of trained weights, without optimizer and steps, to be copied and published.
 
 config.json         sizes, ties and lengths, the training's settings, scores, and the sha256 of the next two
 model.safetensors   the parameters, float32, by their paths: "stack.layers.attention.query"
 vocabulary.txt      the tokens by id
-tokenizer.json      the same of Hugging Face tokens, for other programs; it is not read here
-README.md           the model card; may be edited
+tokenizer.json      a subword vocabulary once more, for other programs; not read here
+README.md           the model card, which you can edit
 
-The folder is written under another name and renamed. Each file but the card is checked against its sha256 when it is
-read, so that a copy that was cut off is not taken for the model.
+Weights and vocabulary are checked against their sha256 when they are read, to find incomplete copies.
 """
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,36 +22,70 @@ import numpy as np
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
+from txl_jax.config.tree import format_value
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.subwords import SubwordVocabulary
-from txl_jax.data.vocabulary import TITLE, Vocabulary, digest, dumps, loads
+from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import leaves as leaves_lib
-from txl_jax.interop import safetensors_file
+from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import Leaf, Leaves
-from txl_jax.interop.model_card import make_card
-from txl_jax.interop.safetensors_file import SafeTensors
+from txl_jax.interop.safetensors import SafeTensors
+from txl_jax.metrics import Measure
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_arrays, describe_difference
 from txl_jax.runtime.storage import AnyPath
+from txl_jax.version import __version__
 
 CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
-TOKENIZER = "tokenizer.json"
 _KIND, _KIND_VERSION = "txl_jax_model", 1  # The key that only a portable folder's config.json has.
-# The groups of settings that go along. Those of data and mesh belong to one machine.
+# Groups of settings that are stored. Data and mesh belong to one machine.
 _GROUPS = ("seed", "model", "compat", "optimizer", "train", "regularization", "average", "eval", "generate")
+_CARD = """---
+library_name: txl_jax
+pipeline_tag: text-generation
+tags:
+  - transformer-xl
+  - jax
+---
+
+# Transformer-XL
+
+A language model of {parameters:,} parameters in the format of txl_jax {version}: {description}.
+
+## Model
+
+| | |
+|---|---|
+{sizes}
+
+{scores}## Use
+
+```python
+import txl_jax
+
+model = txl_jax.load("PATH_OF_THIS_FOLDER")
+model.score(["A text."])
+```
+
+To Hugging Face's format:
+
+```sh
+python -m experiments.convert --from=PATH_OF_THIS_FOLDER --to=PATH --to_format=huggingface
+```
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelInfo:
-    """All of a trained model but its weights.
+    """A trained model without its weights.
 
     Attributes:
-      config: the settings; only sizes, ties and lengths matter to the weights.
-      vocabulary: text to token ids and back.
-      step: number of updates after which the weights were saved; 0: unknown.
-      description: one clause for people: where the weights come from.
-      scores: those of results.json, as far as they are of these weights.
+      config: The settings, of which only sizes, ties and lengths matter to the weights.
+      vocabulary: Text to token ids and back.
+      step: Training steps before the weights were saved, or 0 if unknown.
+      description: Where the weights come from, as one human-readable clause.
+      scores: The entries of results.json about these weights.
     """
 
     config: ExperimentConfig
@@ -62,7 +96,7 @@ class ModelInfo:
 
 
 def is_portable(folder: AnyPath) -> bool:
-    """Returns whether a folder's config.json is that of a portable folder; nothing else is read."""
+    """Returns whether a directory is a portable checkpoint, by its config.json."""
     try:
         return _KIND in json.loads(storage.read(os.path.join(folder, CONFIG)))
     except (OSError, ValueError, TypeError):
@@ -70,29 +104,29 @@ def is_portable(folder: AnyPath) -> bool:
 
 
 def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
-    """Writes the files into a folder that exists; config.json last, as the folder is none without it.
+    """Writes the files into an existing directory, config.json last: without it this is not a portable checkpoint.
 
     Args:
-      leaves: the parameters of `TransformerXL`; converted to float32 where they are not.
+      folder: The directory.
+      info: The model without its weights.
+      leaves: The parameters of `TransformerXL`, which are converted to float32.
 
     Raises:
-      OSError, LogError: they cannot be written.
+      OSError, LogError: If they cannot be written.
     """
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
-    sha256 = safetensors_file.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
+    sha256 = safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
     write_vocabulary(folder, info.vocabulary)
-    num_parameters = leaves_lib.num_bytes(leaves) // 4
-    settings = _settings(info.config)
-    card = make_card(info.config, info.vocabulary, num_parameters, info.description, info.scores)
-    storage.write(os.path.join(folder, CARD), card.encode())
+    num_parameters = sum(math.prod(leaf.shape) for leaf in leaves.values())
+    storage.write(os.path.join(folder, CARD), _card(info, num_parameters).encode())
     saved = {
         _KIND: _KIND_VERSION,
         "description": info.description,
         "parameters": num_parameters,
         "vocab_size": info.vocabulary.size,
         "step": info.step,
-        "config": settings,
+        "config": _settings(info.config),
         "scores": dict(info.scores),
         "sha256": {WEIGHTS: sha256, VOCABULARY: digest(info.vocabulary)},
     }
@@ -100,10 +134,10 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
 
 
 def read_info(folder: AnyPath) -> ModelInfo:
-    """Reads all but the weights.
+    """Reads everything except the weights.
 
     Raises:
-      UserError: this is no portable folder, it is of a newer version, or a file is damaged.
+      UserError: If this is not a portable checkpoint, it has a newer version, or a file is corrupted.
     """
     path, saved = os.path.join(folder, CONFIG), _read_config(folder)
     try:
@@ -112,61 +146,58 @@ def read_info(folder: AnyPath) -> ModelInfo:
         expected = str(saved["sha256"][VOCABULARY])
         step, description, scores = int(saved["step"]), str(saved["description"]), dict(saved["scores"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is damaged or of another version ({error}); copy or convert the folder again"
-        ) from error
-    vocabulary = read_vocabulary(folder)
+        raise UserError(f"{path} is corrupted or has another version ({error}). Copy or convert it again.") from error
+    vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
     if digest(vocabulary) != expected:
-        vocabulary_file = os.path.join(folder, VOCABULARY)
-        raise UserError(f"{vocabulary_file} is not the file that {CONFIG} names (sha256); copy the folder again")
+        raise UserError(f"{folder}/{VOCABULARY} does not match {CONFIG} (sha256). Copy the directory again.")
     if vocabulary.size != saved.get("vocab_size"):
         raise UserError(
-            f"{path} has vocab_size {saved.get('vocab_size')} and {VOCABULARY} has {vocabulary.size} tokens; copy or "
-            "convert the folder again"
+            f"{path} has vocab_size {saved.get('vocab_size')}, but {VOCABULARY} has {vocabulary.size} tokens. Copy or "
+            "convert the directory again."
         )
     return ModelInfo(config, vocabulary, step, description, scores)
 
 
 def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
-    """Checks the file of weights against its sha256 and returns them by path; each is read when it is asked for.
+    """Checks the weights against their sha256 and returns them by path, each read when it is needed.
 
     Raises:
-      UserError: as `read_info`.
-      CheckpointError: the file of weights cannot be read, or is not the one that was written.
+      UserError: See `read_info`.
+      CheckpointError: If the weights cannot be read or are corrupted.
     """
     expected = _read_config(folder).get("sha256", {})
     tensors = SafeTensors(os.path.join(folder, WEIGHTS))
     if storage.sha256(tensors.local) != expected.get(WEIGHTS):
         raise CheckpointError(
-            f"{tensors.path} is damaged (its sha256 is not the one in {CONFIG}); copy or convert the folder again"
+            f"{tensors.path} is damaged: its sha256 does not match {CONFIG}. Copy or convert the directory again."
         )
     return {name.replace(".", "/"): tensors.leaf(name) for name in tensors}
 
 
 def place(leaves: Leaves, abstract_params: Any) -> Any:
-    """Reads parameters onto devices: each device gets its part of each array, read from the file alone.
+    """Reads parameters onto devices. Each device reads only its part of each array.
 
     Args:
-      leaves: by path.
-      abstract_params: shapes, types and shardings of the parameters of a model.
+      leaves: The parameters by path.
+      abstract_params: Shapes, dtypes and shardings of a model's parameters.
 
     Raises:
-      CheckpointError: the leaves are of another model; names up to three of them.
+      CheckpointError: If the leaves belong to another model. Names up to three of them.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(abstract_params)
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): like for path, like in flat}
     found = {path: f"{np.dtype(np.float32)}{list(leaf.shape)}" for path, leaf in leaves.items()}
     if difference := describe_difference(found, describe_arrays(abstract_params)):
-        raise CheckpointError(f"the weights are of another model than the config ({difference}); convert them again")
-    # The largest first: a host holds an array twice while it is placed, and the first has nothing beside it yet.
+        raise CheckpointError(f"the weights do not match the config ({difference}). Convert them again.")
+    # The largest comes first, when memory is empty: the host holds an array twice while it is placed.
     placed: dict[str, Any] = {}
-    for path in sorted(named, key=lambda path: -int(np.prod(named[path].shape))):
+    for path in sorted(named, key=lambda path: -math.prod(named[path].shape)):
         placed[path] = jax.block_until_ready(_place(leaves[path], named[path]))
     return jax.tree_util.tree_unflatten(structure, [placed[path] for path in named])
 
 
 def _place(leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
-    # A copy: where a device shares the host's memory, jax would keep the map, and with it the file, as its array.
+    # Parts are copied: where a device shares the host's memory, jax would keep the mapped file as its array.
     def part(index: Any) -> np.ndarray:
         return np.array(leaf.read()[index], like.dtype)
 
@@ -174,7 +205,7 @@ def _place(leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _settings(config: ExperimentConfig) -> dict[str, Any]:
-    """Returns the settings that go along, by dotted name; none holds a path of this machine."""
+    """Returns the settings to store by dotted name, without paths on this machine."""
     paths = {leaf.name for leaf in config_tree.leaves() if leaf.setting.path}
     values = config_tree.to_dict(config).items()
     return {name: value for name, value in values if name.partition(".")[0] in _GROUPS and name not in paths}
@@ -187,37 +218,71 @@ def _read_config(folder: AnyPath) -> dict[str, Any]:
         version = saved[_KIND]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{folder} is no portable folder of txl_jax ({CONFIG}: {error!r}); give one that "
-            "`python -m experiments.convert` wrote"
+            f"{folder} is not a portable checkpoint of txl_jax ({CONFIG}: {error!r}). Make one with "
+            "`python -m experiments.convert`."
         ) from error
     if version != _KIND_VERSION:
-        raise UserError(f"{path} has version {version!r}, not {_KIND_VERSION}; install a newer txl_jax")
+        raise UserError(f"{path} must have version {_KIND_VERSION}, got {version!r}. Install a newer txl_jax.")
     found: dict[str, Any] = saved
     return found
 
 
 def write_vocabulary(folder: AnyPath, vocabulary: Vocabulary) -> None:
-    """Writes vocabulary.txt, and the tokenizer.json of Hugging Face tokens."""
+    """Writes vocabulary.txt, and tokenizer.json for subwords."""
     storage.write(os.path.join(folder, VOCABULARY), dumps(vocabulary).encode())
     if isinstance(vocabulary, SubwordVocabulary):
-        storage.write(os.path.join(folder, TOKENIZER), vocabulary.content.encode())
+        storage.write(os.path.join(folder, "tokenizer.json"), vocabulary.content.encode())
 
 
-def holds_vocabulary(folder: AnyPath) -> bool:
-    """Returns whether a folder has a vocabulary.txt in the format of txl_jax; other programs use the name too."""
-    try:
-        with open(os.path.join(folder, VOCABULARY), "rb") as file:
-            return file.read(len(TITLE)) == TITLE.encode()
-    except OSError:
-        return False
-
-
-def read_vocabulary(folder: AnyPath) -> Vocabulary:
-    """Reads vocabulary.txt; raises `UserError` if it cannot be read."""
-    path = os.path.join(folder, VOCABULARY)
+def read_vocabulary(path: AnyPath) -> Vocabulary:
+    """Reads a vocabulary.txt, or raises `UserError` if it cannot be read."""
     try:
         return loads(storage.read(path).decode(), KINDS)
     except MissingPackageError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); copy or convert the folder again") from error
+        raise UserError(f"{path} cannot be read ({error}). Copy or convert the directory again.") from error
+
+
+def _card(info: ModelInfo, num_parameters: int) -> str:
+    """Returns README.md, the model card in Markdown."""
+    model, lengths, vocabulary = info.config.model, info.config.eval, info.vocabulary
+    clamp = format_value(lengths.clamp_len)
+    sizes = {
+        "layers": model.n_layer,
+        "width": model.d_model,
+        "heads x width of a head": f"{model.n_head} x {model.d_head}",
+        "inner width": model.d_inner,
+        "parameters": f"{num_parameters:,}",
+        "tokens": f"{vocabulary.size:,} ({vocabulary.kind})",
+        "position encoding": model.encoding,
+        "cutoffs of the adaptive softmax": format_value(model.cutoffs) or "none",
+        "div_val": model.div_val,
+        "evaluation: segment, memory, clamp": f"{lengths.segment_len}, {lengths.mem_len}, {clamp}",
+    }
+    return _CARD.format(
+        parameters=num_parameters,
+        version=__version__,
+        description=info.description,
+        sizes="\n".join(f"| {name} | {value} |" for name, value in sizes.items()),
+        scores=_score_table(info.scores, vocabulary.measure),
+    )
+
+
+def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
+    """Returns the card's section of scores, empty if there are none."""
+
+    def number(value: Any, form: str) -> str:
+        return format(value, form) if isinstance(value, int | float) else ""
+
+    name = "bpc" if measure is Measure.BPC else "perplexity"
+    lines = ["## Scores", "", f"| text | {name} | nats per token | tokens |", "|---|---|---|---|"]
+    rows = [(label, scores[key]) for key, label in (("best_valid", "validation"), ("test", "test")) if scores.get(key)]
+    for label, row in rows:
+        values = number(row.get(name), ".4f"), number(row.get("loss"), ".4f"), number(row.get("tokens"), ",.0f")
+        lines.append(f"| {label} | {' | '.join(values)} |")
+    if lengths := scores.get("eval"):
+        names = ("segment_len", "mem_len", "clamp_len", "same_length", "stride")
+        settings = ", ".join(f"{key} {format_value(lengths[key])}" for key in names if key in lengths)
+        lines += ["", f"Scored with {settings}."]
+    return "\n".join([*lines, "", ""]) if rows else ""

@@ -1,4 +1,4 @@
-"""The tensors of a model by name, of what a PyTorch file holds: a state_dict, a dict around one, or a module."""
+"""A model's tensors by name from a PyTorch file: a state_dict, a dict around one, or a pickled module."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,27 +6,25 @@ from typing import Any
 import numpy as np
 
 from txl_jax.errors import UserError
-from txl_jax.interop.safe_pickle import Record
+from txl_jax.interop.pickles import Record
 from txl_jax.interop.torch_files import Tensor, TorchFile
 
-_MAX_DEPTH = 32  # Of modules in modules, and of dicts around a state_dict.
-_MAX_MODULES = 100_000  # Of a model, counting a shared one each time.
-# Names of a dict around a state_dict, in the order in which they are tried.
+_MAX_DEPTH = 32  # Modules in modules, and dicts around a state_dict.
+_MAX_MODULES = 100_000  # Modules of a model, counting a shared one each time.
+# Keys of a dict around a state_dict, in order of preference.
 _AROUND = ("model_state", "model_state_dict", "state_dict", "model", "module", "net")
-_REPLICA = "module."  # Put before every name by DataParallel.
+_REPLICA = "module."  # DataParallel puts it before every name.
 
 
 class StateDict(Mapping[str, np.ndarray]):
-    """The tensors of a model by name; each access maps one anew.
+    """The tensors of a model by name. Each access maps one anew.
 
     Attributes:
-      path: the file.
-      shapes: the shape of each tensor.
+      shapes: The shape of each tensor.
     """
 
     def __init__(self, file: TorchFile, tensors: Mapping[str, Tensor]):
-        """Keeps the places of the tensors."""
-        self.path, self._file, self._tensors = file.path, file, dict(tensors)
+        self._file, self._tensors = file, dict(tensors)
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -34,7 +32,7 @@ class StateDict(Mapping[str, np.ndarray]):
         return self._file.array(self._tensors[name])
 
     def is_same(self, a: str, b: str) -> bool:
-        """Returns whether two names have one tensor."""
+        """Returns whether two names share one tensor."""
         return self._tensors[a].is_same(self._tensors[b])
 
     def __iter__(self) -> Iterator[str]:
@@ -45,40 +43,33 @@ class StateDict(Mapping[str, np.ndarray]):
 
 
 def of(file: TorchFile) -> StateDict:
-    """Returns the tensors of a model: of a state_dict, of a dict around one, or of a pickled module.
-
-    Raises:
-      UserError: there are none.
-    """
+    """Returns a model's tensors by name, or raises `UserError` if the file has none."""
     tensors = _find(file.root, 0)
     if not tensors:
-        raise UserError(f"{file.path} holds {_described(file.root)} and no tensors by name; give a file of weights")
+        raise UserError(f"{file.path} contains {_described(file.root)} and no tensors by name. Pass a file of weights.")
     if all(name.startswith(_REPLICA) for name in tensors):
         tensors = {name.removeprefix(_REPLICA): tensor for name, tensor in tensors.items()}
     return StateDict(file, tensors)
 
 
 def find_module(root: Any) -> Record | None:
-    """Returns the pickled module of a file: its value, or what a dict holds under a usual name; None: there is none."""
+    """Returns a file's pickled module, by itself or in a dict under a usual key, or None if there is none."""
     for _ in range(_MAX_DEPTH):
         if isinstance(root, Record):
             parts = root.attributes().get("_modules")
             wrapped = parts.get("module") if isinstance(parts, dict) and list(parts) == ["module"] else None
             if not isinstance(wrapped, Record):
                 return root if "_parameters" in root.attributes() else None
-            root = wrapped  # Of DataParallel.
+            root = wrapped  # DataParallel's model.
         elif isinstance(root, dict):
             root = next((root[name] for name in _AROUND if isinstance(root.get(name), Record)), None)
     return None
 
 
 def _find(value: Any, depth: int) -> dict[str, Tensor]:
-    """Returns the tensors by name of a state_dict, of what is around it, or of a module."""
-    if depth > _MAX_DEPTH:
-        return {}
     if isinstance(value, Record):
         return _of_module(value)
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or depth > _MAX_DEPTH:
         return {}
     for name in _AROUND:
         if isinstance(value.get(name), (dict, Record)):
@@ -87,7 +78,7 @@ def _find(value: Any, depth: int) -> dict[str, Tensor]:
 
 
 def _of_module(root: Record) -> dict[str, Tensor]:
-    """Returns the tensors by the names that the module's `state_dict` has, depth first."""
+    """Returns a module's tensors by the names in its `state_dict`, depth first."""
     found: dict[str, Tensor] = {}
     pending = [("", 0, root)]
     for _ in range(_MAX_MODULES):
@@ -95,31 +86,26 @@ def _of_module(root: Record) -> dict[str, Tensor]:
             break
         prefix, depth, module = pending.pop()
         parts = module.attributes()
-        for group in ("_parameters", "_buffers"):
-            for name, tensor in _entries(parts, group):
-                if isinstance(tensor, Tensor) and name not in _names_left_out(parts):
-                    found[f"{prefix}{name}"] = tensor
+        omitted = parts.get("_non_persistent_buffers_set")
+        for name, tensor in (_dict_in(parts, "_parameters") | _dict_in(parts, "_buffers")).items():
+            if isinstance(tensor, Tensor) and not (isinstance(omitted, set) and name in omitted):
+                found[f"{prefix}{name}"] = tensor
         children = [
             (f"{prefix}{name}.", depth + 1, child)
-            for name, child in _entries(parts, "_modules")
+            for name, child in _dict_in(parts, "_modules").items()
             if isinstance(child, Record) and depth < _MAX_DEPTH
         ]
         pending += children[::-1]
     return found
 
 
-def _entries(parts: Mapping[Any, Any], group: str) -> Iterator[tuple[str, Any]]:
+def _dict_in(parts: Mapping[Any, Any], group: str) -> dict[Any, Any]:
     found = parts.get(group)
-    yield from ((str(name), value) for name, value in found.items()) if isinstance(found, dict) else ()
-
-
-def _names_left_out(parts: Mapping[Any, Any]) -> Any:
-    found = parts.get("_non_persistent_buffers_set")
-    return found if isinstance(found, set) else ()
+    return found if isinstance(found, dict) else {}
 
 
 def _described(root: Any) -> str:
-    """Returns the kind of a file's value, for an error."""
+    """Describes a file's value for an error."""
     if isinstance(root, Record):
         return f"an object of {str(root.symbol)[:80]}"
     if isinstance(root, dict):
@@ -128,28 +114,23 @@ def _described(root: Any) -> str:
 
 
 def facts_of_module(root: Any) -> dict[str, Any]:
-    """Returns the keyword arguments that a pickled MemTransformerLM was made with, as far as it has kept them."""
+    """Returns the keyword arguments that a pickled MemTransformerLM still records."""
     module = find_module(root)
     if module is None:
         return {}
     facts: dict[str, Any] = {
         name: value for name, value in module.attributes().items() if isinstance(value, (bool, int, float))
     }
-    parts = module.attributes().get("_modules")
-    parts = parts if isinstance(parts, dict) else {}
-    embedding = parts.get("word_emb")
-    if isinstance(embedding, Record) and isinstance(cutoffs := embedding.attributes().get("cutoffs"), list):
+    if isinstance(cutoffs := _attributes_below(module, "word_emb").get("cutoffs"), list):
         facts["cutoffs"] = cutoffs[:-1]  # The last one is V.
-    for part in _below(module, "layers", "0", "dec_attn"):
-        facts["pre_lnorm"] = part.attributes().get("pre_lnorm")
+    if attention := _attributes_below(module, "layers", "0", "dec_attn"):
+        facts["pre_lnorm"] = attention.get("pre_lnorm")
     return facts
 
 
-def _below(module: Record, *path: str) -> Iterator[Record]:
-    """Yields the submodule of a path, if there is one."""
+def _attributes_below(module: Record, *path: str) -> dict[Any, Any]:
+    """Returns the attributes of the submodule at a path, empty if there is none."""
     found: Any = module
     for name in path:
-        parts = found.attributes().get("_modules") if isinstance(found, Record) else None
-        found = parts.get(name) if isinstance(parts, dict) else None
-    if isinstance(found, Record):
-        yield found
+        found = _dict_in(found.attributes(), "_modules").get(name) if isinstance(found, Record) else None
+    return found.attributes() if isinstance(found, Record) else {}

@@ -1,9 +1,9 @@
 """Checkpoints of the authors' TensorFlow release, read with TensorFlow (the extra `tensorflow`).
 
-Each variable becomes the tensor that the PyTorch release has in its place: matrices are transposed, and the biases of
-the clusters are joined where one table serves all of them. The rows of the head's clusters are in order. A cluster as
-wide as the model may have no projections there (One Billion Word): it gets identities, which give the same numbers.
-The optimizer's moments, averages and counters are left out.
+Each variable becomes the PyTorch release's tensor: matrices are transposed, and the clusters' biases are joined if they
+share one table. The rows of the head's clusters are in order. A cluster as wide as the model may have no projections
+(One Billion Word): it gets identities, which give the same numbers. The optimizer's moments, averages and counters are
+omitted.
 """
 
 import re
@@ -17,7 +17,7 @@ from txl_jax.errors import UserError
 
 _ROOT = "transformer/"
 _INDEX = ".index"
-# What optimizer and averages add to a variable's name.
+# Suffixes of the optimizer's and averages' variables.
 _LEFT_OUT = re.compile(r".*/(Adam|Adam_1|ExponentialMovingAverage|adam_[mv])")
 _LAYER = {
     "rel_attn/qkv/kernel": "dec_attn.qkv_net.weight",
@@ -49,7 +49,7 @@ _CLUSTER = {
 }
 _LAYER_OF = re.compile(r"layer_(\d+)/(.*)")
 _CLUSTER_OF = re.compile(r"/cutoff_(\d+)/")
-# Segment, memory and clamp of the published evaluations, by the corpus of corpus-info.json.
+# Segment, memory and clamp lengths of the published evaluations, by the corpus in corpus-info.json.
 _LENGTHS = {
     "enwik8": (128, 3800, 1000),
     "text8": (128, 3800, 1000),
@@ -59,20 +59,20 @@ _LENGTHS = {
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint under the PyTorch release's names, in its layouts; each access reads one.
+    """A checkpoint's tensors by the PyTorch release's names, in its layouts. Each access reads one.
 
     Attributes:
-      prefix: the checkpoint's path without ".index".
-      shapes: the shape of each tensor.
-      left_out: number of variables that are no weights.
-      cutoffs: of the clusters, which the biases' sizes give.
+      prefix: The checkpoint's path without ".index".
+      shapes: The shape of each tensor.
+      left_out: Number of variables that are not weights.
+      cutoffs: Cutoffs of the clusters, from the sizes of their biases.
     """
 
     def __init__(self, prefix: Path):
         """Opens the checkpoint.
 
         Raises:
-          UserError: TensorFlow is not installed, the checkpoint is damaged, or a variable has no place.
+          UserError: If TensorFlow is not installed, the checkpoint is damaged, or a variable is unknown.
         """
         self.prefix = prefix
         self._reader, self._errors, variables = _open(prefix)
@@ -99,7 +99,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
         return len(self.shapes)
 
     def _original_name(self, name: str) -> str:
-        """Returns the PyTorch release's name of a variable."""
+        """Returns a variable's name in the PyTorch release."""
         if (match := _LAYER_OF.fullmatch(name)) and match[2] in _LAYER:
             return f"layers.{match[1]}.{_LAYER[match[2]]}"
         if name in _NAMES:
@@ -107,10 +107,10 @@ class Checkpoint(Mapping[str, np.ndarray]):
         match = _CLUSTER_OF.search(name)
         if match and (general := _CLUSTER_OF.sub("/cutoff_{}/", name)) in _CLUSTER:
             return _CLUSTER[general].format(match[1])
-        raise UserError(f"{self.prefix}: variable {_ROOT}{name} is none of the TensorFlow release's Transformer-XL")
+        raise UserError(f"{self.prefix}: variable {_ROOT}{name} is not in the TensorFlow release's Transformer-XL")
 
     def _add(self, own: str, name: str, shape: tuple[int, ...]) -> None:
-        """Adds a variable; a matrix of a product is transposed."""
+        """Adds a variable. Matmuls' matrices are transposed."""
         transposed = name.endswith(("/kernel", "/proj", "/proj_W"))
         variable = _ROOT + name
 
@@ -130,14 +130,14 @@ class Checkpoint(Mapping[str, np.ndarray]):
         return [sum(sizes[:end]) for end in range(1, len(sizes))]
 
     def _join_biases(self, n_cluster: int) -> None:
-        """Makes one bias of those of the clusters, as the PyTorch release has it for one table."""
+        """Joins the clusters' biases, which the PyTorch release has as one if there is one table."""
         reads = [self._reads.pop(f"crit.out_layers.{c}.bias") for c in range(n_cluster)]
         size = sum(self.shapes.pop(f"crit.out_layers.{c}.bias")[0] for c in range(n_cluster))
         name = "crit.out_layers.0.bias"
         self.shapes[name], self._reads[name] = (size,), lambda: np.concatenate([read() for read in reads])
 
     def _add_identities(self) -> None:
-        """Adds the projections of a first cluster as wide as the model, if the others have some."""
+        """Adds the first cluster's projections if only the others have some, because it is as wide as the model."""
         table, own, out = "word_emb.emb_layers.0.weight", "word_emb.emb_projs.0", "crit.out_projs.0"
         if "word_emb.emb_layers.1.weight" in self.shapes and own not in self.shapes and len(self.shapes[table]) == 2:
             width = self.shapes[table][1]
@@ -147,9 +147,9 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
 
 def find(path: Path) -> Path | None:
-    """Returns the prefix of a checkpoint: `path` itself, or that of a folder, or of its folder "model"; None: no one.
+    """Returns a checkpoint's prefix: `path` itself, or one in this directory or its "model", or None if there is none.
 
-    Of several, the one that the file "checkpoint" names is taken, else the one of the last step.
+    Of several, the file "checkpoint" names one. Otherwise it is the last step's.
     """
     if path.name.endswith(_INDEX):
         return path.with_name(path.name.removesuffix(_INDEX)) if path.is_file() else None
@@ -167,12 +167,12 @@ def find(path: Path) -> Path | None:
 
 
 def folders_of_vocabulary(prefix: Path) -> list[Path]:
-    """Returns where the vocabulary lies: beside the checkpoint, or as published in the folder "data" beside its own."""
+    """Returns where a vocabulary may be: next to the checkpoint, or as published in the neighbouring "data"."""
     return [prefix.parent, prefix.parent.parent / "data"]
 
 
 def lengths(dataset: Any) -> dict[str, Any]:
-    """Returns the lengths of the published evaluation of a corpus, by the release's names; empty for another one."""
+    """Returns the published evaluation lengths of a corpus by the release's names, empty if it is unknown."""
     if not isinstance(dataset, str) or dataset not in _LENGTHS:
         return {}
     segment_len, mem_len, clamp_len = _LENGTHS[dataset]
@@ -180,12 +180,12 @@ def lengths(dataset: Any) -> dict[str, Any]:
 
 
 def _open(prefix: Path) -> tuple[Any, Any, dict[str, tuple[int, ...]]]:
-    """Returns TensorFlow's reader, the class of its errors, and the shapes of all variables."""
+    """Returns TensorFlow's reader, its error class, and the shapes of all variables."""
     try:
         import tensorflow
     except ImportError as error:
         raise UserError(
-            f"{prefix} is a checkpoint of TensorFlow, which is not installed; pip install 'txl_jax[tensorflow]'"
+            f"{prefix} is a checkpoint of TensorFlow, which is not installed. pip install 'txl_jax[tensorflow]'"
         ) from error
     try:
         reader = tensorflow.train.load_checkpoint(str(prefix))
@@ -196,4 +196,4 @@ def _open(prefix: Path) -> tuple[Any, Any, dict[str, tuple[int, ...]]]:
 
 
 def _damaged(prefix: Path, error: Exception) -> UserError:
-    return UserError(f"{prefix} is a damaged or incomplete checkpoint ({type(error).__name__}); download it again")
+    return UserError(f"{prefix} is a damaged or incomplete checkpoint ({type(error).__name__}). Download it again.")

@@ -1,11 +1,10 @@
 """Reads the tensors of PyTorch's files without torch, and without running anything that the files name.
 
-Both formats are read: the zip archive of torch 1.6 and later, and the older sequence of pickles with the storages'
-bytes after them, in which the published transfo-xl weights are. A file is mapped into memory: a tensor is read when it
-is asked for, and again each time.
+There are two formats: the zip archive of torch 1.6 and later, and the older sequence of pickles followed by the
+storages' bytes, which the published transfo-xl weights have. A file is mapped into memory, and each access reads anew.
 
     file = read("pytorch_model.bin")        # .root: the file's value, with `Tensor` in place of tensors
-    tensors = state_dict.of(file)           # a Mapping, name -> array; also of a pickled module (model.pt)
+    tensors = state_dict.of(file)           # a Mapping, name -> array; also for a pickled module (model.pt)
 """
 
 import dataclasses
@@ -22,12 +21,12 @@ import ml_dtypes
 import numpy as np
 
 from txl_jax.errors import UserError
-from txl_jax.interop import safe_pickle
-from txl_jax.interop.safe_pickle import Symbol
+from txl_jax.interop import pickles
+from txl_jax.interop.pickles import Symbol
 
 _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _MAX_RANK = 16
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # Of a zip archive's entry: signature, lengths of name and extra field.
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # Zip entry: signature, lengths of name and extra field.
 _STORAGES = {
     "DoubleStorage": np.dtype("<f8"),
     "FloatStorage": np.dtype("<f4"),
@@ -48,16 +47,13 @@ class TensorError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class _Storage:
-    """Numbers of one type in a file, which tensors share.
-
-    `offset` is known once the bytes are found; a view begins at element `begin` of its base's bytes.
-    """
+    """Numbers of one dtype in a file, which tensors share."""
 
     dtype: np.dtype[Any]
     numel: int
-    offset: int | None = None
-    base: "_Storage | None" = None
-    begin: int = 0
+    offset: int | None = None  # Known once the bytes are found.
+    base: "_Storage | None" = None  # A view's storage,
+    begin: int = 0  # and its first element there.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +67,7 @@ class Tensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Returns the type of the numbers."""
+        """Returns the numbers' dtype."""
         return self.storage.dtype
 
     def is_same(self, other: "Tensor") -> bool:
@@ -82,13 +78,13 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class TorchFile:
-    """The value of a file: `root` has a `Tensor` for each tensor, and a `Record` for each object."""
+    """A file's value. `root` has a `Tensor` for each tensor, and a `Record` for each object."""
 
     path: Path
     root: Any
 
     def array(self, tensor: Tensor) -> np.ndarray:
-        """Returns a tensor's numbers, read-only; each call maps them anew, so that a dropped one frees its pages."""
+        """Returns a tensor's numbers, read-only. Each call maps them anew, so that a dropped array frees its pages."""
         itemsize, storage = tensor.dtype.itemsize, tensor.storage
         if not math.prod(tensor.shape):
             return np.empty(tensor.shape, tensor.dtype)
@@ -101,24 +97,24 @@ class TorchFile:
 
 
 def read(path: str | os.PathLike[str]) -> TorchFile:
-    """Reads what `torch.save` wrote, or a plain pickle.
+    """Reads a file of `torch.save`, or a plain pickle.
 
     Raises:
-      UserError: the file cannot be read, is damaged or truncated, or calls something that is no part of tensors.
+      UserError: If the file cannot be read, is damaged or truncated, or calls anything that tensors do not need.
     """
     path = Path(path)
     try:
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
-                raise UserError(f"{path} is empty; copy or download it again")
+                raise UserError(f"{path} is empty. Copy or download it again.")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 if data[:4] == b"PK\x03\x04":
                     return TorchFile(path, _read_zip(path, data))
                 return TorchFile(path, _read_pickles(path, data))
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}); check the path") from error
+        raise UserError(f"{path} cannot be read ({error.strerror or error}). Check the path.") from error
     except TensorError as error:
-        raise UserError(f"{path} has a tensor or storage that it cannot hold ({error}); copy it again") from error
+        raise UserError(f"{path} has a tensor or storage that it cannot hold ({error}). Copy it again.") from error
 
 
 class _Reader:
@@ -139,40 +135,38 @@ class _Reader:
 
     def load(self, data: Any, start: int = 0) -> tuple[Any, int]:
         """Reads a pickle that refers to storages; returns its value and the offset after it."""
-        return safe_pickle.load(data, name=self.name, calls=self.calls, persistent=self.persistent, start=start)
+        return pickles.load(data, name=self.name, calls=self.calls, persistent=self.persistent, start=start)
 
     def persistent(self, key: Any) -> Any:
-        """Returns a storage, or the class of a module; raises `TensorError` for anything else."""
+        """Returns a storage or a module's class, or raises `TensorError` for anything else."""
         match key:
-            case ("module", Symbol() as cls, *_):  # With its source, which nobody reads.
+            case ("module", Symbol() as cls, *_):  # Its source follows.
                 return cls
             case ("storage", Symbol(name=kind), str(name), _, int(numel), *view) if kind in _STORAGES and numel >= 0:
                 dtype = _STORAGES[kind]
                 base = self.storages.setdefault(name, _Storage(dtype, numel))
                 if base.dtype != dtype or numel > base.numel or numel * dtype.itemsize > self.size:
                     raise TensorError(f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes")
-                return _view(base, view[0] if view else None)
+                return _view(base, view[0]) if view and view[0] is not None else base
         raise TensorError("a persistent id of another kind")
 
 
 def _view(base: _Storage, view: Any) -> _Storage:
     """Returns a part of a storage, which the older format describes by (key, first element, size)."""
     match view:
-        case None:
-            return base
         case (_, int(begin), int(size)) if 0 <= begin <= begin + size <= base.numel:
             return _Storage(base.dtype, size, base=base, begin=begin)
     raise TensorError("a view beyond its storage")
 
 
 def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
-    """Returns a tensor's place; raises `TensorError` if that is not inside of its storage."""
+    """Returns a tensor's place, or raises `TensorError` if it is not inside the storage."""
     sizes = (begin, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else None
     if not isinstance(storage, _Storage) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
         raise TensorError("a tensor without storage or sizes")
     numel = math.prod(shape)
     last = begin + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    # A stride of 0 repeats numbers, of which a small file could claim any number.
+    # A stride of 0 repeats numbers, so that a small file could claim any number of them.
     if len(shape) > _MAX_RANK or numel > storage.numel or (numel and last >= storage.numel):
         raise TensorError(f"a tensor of shape {list(shape)} at element {begin} of {storage.numel:,}")
     base = storage.base or storage
@@ -189,10 +183,10 @@ def _read_zip(path: Path, data: mmap.mmap) -> Any:
         with zipfile.ZipFile(path) as archive:
             entries = {entry.filename: entry for entry in archive.infolist()}
     except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-        raise UserError(f"{path} is a damaged or truncated file of PyTorch ({error}); copy it again") from error
+        raise UserError(f"{path} is a damaged or truncated file of PyTorch ({error}). Copy it again.") from error
     pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise UserError(f"{path} is a zip archive without the data.pkl of PyTorch; give a file that torch.save wrote")
+        raise UserError(f"{path} is a zip archive without PyTorch's data.pkl. Pass a file of torch.save.")
     folder = pickles[0].removesuffix("data.pkl")
     if f"{folder}byteorder" in entries:
         begin, end = _place(data, entries[f"{folder}byteorder"])
@@ -227,7 +221,7 @@ def _read_pickles(path: Path, data: mmap.mmap) -> Any:
     """Reads the older format: magic number, protocol, machine, value, keys and storages; or a plain pickle."""
     reader = _Reader(str(path), len(data))
     if data[:1] != b"\x80" and not data[:1].isascii():
-        raise UserError(f"{path} is no file of PyTorch and no pickle; give a file that torch.save wrote")
+        raise UserError(f"{path} is neither a file of PyTorch nor a pickle. Pass a file of torch.save.")
     root, at = reader.load(data)
     if root != _LEGACY_MAGIC:
         return root

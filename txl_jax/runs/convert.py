@@ -24,7 +24,7 @@ from txl_jax.config import ExperimentConfig, MeshConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.interop import export, formats, leaves, portable
+from txl_jax.interop import formats, huggingface, leaves, original, portable
 from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.runs.build import RunComponents, build
@@ -146,17 +146,9 @@ def _read_foreign(source: str | os.PathLike[str], from_format: str | None) -> _W
     source = Path(source)
     found = formats.read(source, None if from_format is None else formats.Format(from_format))
     vocabulary, notes = found.vocabulary, list(found.notes)
-    folder = source if source.is_dir() else source.parent
-    if portable.holds_vocabulary(folder):  # Of our own export: it has line marks too.
-        vocabulary = portable.read_vocabulary(folder)
     if vocabulary is None:
         vocabulary = IdVocabulary(found.vocab_size)
         notes.append("the tokens are named by their ids; a vocabulary beside the weights would be read")
-    if vocabulary.size != found.vocab_size:
-        raise UserError(
-            f"the vocabulary of {folder} has {vocabulary.size:,} tokens and the weights {found.vocab_size:,}; give the "
-            "folder that both were saved in"
-        )
     config = dataclasses.replace(ExperimentConfig(), model=found.config, compat=found.compat, eval=found.eval_config)
     info = ModelInfo(config, vocabulary, 0, f"converted from the {found.format} format")
     return _Weights(found.format, info, found.params, notes)
@@ -180,9 +172,9 @@ def _write(folder: Path, read: _Weights, to_format: TargetFormat) -> list[str]:
     """Writes the files; returns notes for the user."""
     match to_format:
         case TargetFormat.HUGGINGFACE:
-            return export.write_huggingface(folder, read.info, read.leaves)
+            return huggingface.write(folder, read.info, read.leaves)
         case TargetFormat.ORIGINAL:
-            return export.write_original(folder, read.info, read.leaves)
+            return original.write(folder, read.info, read.leaves)
     portable.write(folder, read.info, read.leaves)
     return []
 

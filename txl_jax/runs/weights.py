@@ -14,7 +14,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.interop import exported_folder, portable, tensorflow
+from txl_jax.interop import exported, portable, tensorflow
 from txl_jax.ops.attention import Implementation
 from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
@@ -127,7 +127,7 @@ def _holds_portable(folder: str, member: str | None) -> bool:
         if member is not None:
             raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
         return True
-    if exported_folder.is_exported(folder):
+    if exported.is_exported(folder):
         raise UserError(
             f"{folder} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; give "
             "the run or the folder of weights that it was exported from"
@@ -144,7 +144,7 @@ def holds_other_weights(path: str) -> bool:
     """Returns whether a path is a file of another implementation's weights by its name, or a directory with one."""
     if not is_dir(path):
         return exists(path) and path.endswith(_FOREIGN_SUFFIXES)
-    if exists(os.path.join(path, "checkpoints")) or exported_folder.is_exported(path):
+    if exists(os.path.join(path, "checkpoints")) or exported.is_exported(path):
         return False
     return bool(tensorflow.find(Path(path))) or any(name.endswith(_FOREIGN_SUFFIXES) for name in names(path))
 

@@ -1,4 +1,4 @@
-"""Tests of the functions for `jax.export`: their scores and draws; `runs/test_export_model.py` has the files."""
+"""Tests of the functions for `jax.export`: their scores and samples. `test_exported.py` has the files."""
 
 import jax
 import numpy as np
@@ -6,17 +6,17 @@ import pytest
 
 from support import tiny
 from txl_jax.config import EvalConfig
-from txl_jax.inference.flat_functions import _draw, flat_model
 from txl_jax.inference.scorer import make_scorer
+from txl_jax.interop.exported import _sample, functions_of
 
 LOG_P = np.log(np.array([0.1, 0.4, 0.4, 0.1], np.float32))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_tokens_are_drawn_with_the_probabilities_of_the_temperature(temperature):
+def test_tokens_are_sampled_with_the_probabilities_of_the_temperature(temperature):
     n = 4000
     keys = jax.random.key_data(jax.random.split(jax.random.key(0, impl="threefry2x32"), n))
-    drawn = jax.jit(_draw)(np.tile(LOG_P, (n, 1)), keys, np.full(n, temperature, np.float32))
+    drawn = jax.jit(_sample)(np.tile(LOG_P, (n, 1)), keys, np.full(n, temperature, np.float32))
     expected = np.exp(LOG_P / temperature)
     expected /= expected.sum()
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / n, expected, atol=4 * 0.5 / n**0.5)
@@ -24,14 +24,14 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_temperature(temperature)
 
 def test_temperature_zero_takes_the_lowest_id_of_the_likeliest_in_its_rows():
     keys = np.arange(200, dtype=np.uint32).reshape(100, 2)
-    drawn = np.asarray(jax.jit(_draw)(np.tile(LOG_P, (100, 1)), keys, np.tile(np.array([0, 1], np.float32), 50)))
+    drawn = np.asarray(jax.jit(_sample)(np.tile(LOG_P, (100, 1)), keys, np.tile(np.array([0, 1], np.float32), 50)))
     assert drawn.dtype == np.int32 and set(drawn[::2]) == {1} and len(set(drawn[1::2])) > 1
 
 
 def test_generation_steps_have_the_scores_of_scoring():
     model, lengths = tiny.make(), EvalConfig(batch_size=tiny.B, segment_len=1, mem_len=6, clamp_len=None)
     weights = make_scorer(model, lengths).prepare_params(tiny.variables(model)["params"])
-    flat = flat_model(model, lengths, jax.device_get(weights), generates=True)
+    flat = functions_of(model, lengths, jax.device_get(weights), generates=True)
     assert len(flat.weights) < len(jax.tree.leaves(weights))  # The tied table is named once.
     score, generate = (jax.jit(flat.functions[name].call) for name in ("score", "generate"))
     scored = written = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in flat.memory.items()}

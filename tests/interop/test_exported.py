@@ -1,6 +1,5 @@
 """Tests of exported models: the numbers of the model in a process without this project, and what is refused."""
 
-import functools
 import json
 import runpy
 import shutil
@@ -16,10 +15,9 @@ from experiments import export as job
 from support import ROOT, links, trained
 from txl_jax.config import GenerateConfig, Tokenizer
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.interop import exported_folder
+from txl_jax.interop import exported
 from txl_jax.runs.convert import convert
 
-export_model = functools.partial(job.export_model, log=lambda line: None)
 pytestmark = pytest.mark.full
 EXAMPLE = ROOT / "docs" / "examples" / "run_exported.py"
 # What jax needs, and the two packages of the example.
@@ -28,6 +26,11 @@ FILES = ["generate.jax_export", "manifest.json", "manifest.sha256", "score.jax_e
 FILES += ["weights.safetensors"]
 COUNT = 50
 BYTES = {"tokenizer": Tokenizer.BYTE, "model__n_layer": 1}
+
+
+def export_model(source, target, **options):
+    job.run(job.Plan(from_=str(source), to=str(target), **options), None)
+
 
 RUN = """
 import json, pathlib, runpy, sys
@@ -96,7 +99,7 @@ def test_int8_is_exported_where_it_is_asked_for(workdir, tmp_path):
 
 def test_the_manifest_describes_the_files(workdir, folder):
     assert sorted(path.name for path in folder.iterdir()) == FILES
-    manifest, weights, functions = exported_folder.read(folder)
+    manifest, weights, functions = exported.read(folder)
     assert (manifest["rows"], manifest["segment_len"], manifest["mem_len"]) == (2, 5, 9)
     for name, function in functions.items():
         assert function.platforms == ("cpu", "tpu", "cuda") and function.nr_devices == 1
@@ -117,7 +120,7 @@ def test_a_changed_file_is_refused(folder, name):
         for place in (0, len(whole) // 2, len(whole) - 1):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             with pytest.raises(CheckpointError, match=name.replace("sha256", "json")):
-                exported_folder.read(folder)
+                exported.read(folder)
             with pytest.raises(ValueError, match="not as it was exported"):
                 load(folder)
     finally:
@@ -128,35 +131,32 @@ def test_a_file_too_many_or_too_few_is_refused(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "more").touch()
     with pytest.raises(CheckpointError, match="more"):
-        exported_folder.read(copy)
+        exported.read(copy)
     (copy / "more").rename(copy / "tokens.json")
     with pytest.raises(CheckpointError, match="tokens"):
-        exported_folder.read(copy)
+        exported.read(copy)
 
 
 def test_other_numbers_than_the_models_are_refused(workdir, folder):
     config = txl_jax.load(workdir.path).config
     components = job._on_one_device(config, 2, vocab_size=256)
-    model = job._flat(components, txl_jax.load(workdir.path).params, print)
+    model = job._functions_of(components, txl_jax.load(workdir.path).params)
     name = "layers.0.output"
     other = model._replace(weights=model.weights | {name: model.weights[name] * 1.001})
     with pytest.raises(CheckpointError, match="score"):
         job._verify(folder, other, 256)
 
 
-def test_a_network_that_does_not_generate_is_scored_only(tmp_path):
+def test_a_network_that_does_not_generate_is_scored_only(tmp_path, capsys):
     made = trained.make(tmp_path / "lstm", tokenizer=Tokenizer.BYTE, model__n_layer=1, model__network="lstm")
     model = txl_jax.load(made.path)
-    lines = []
-    flat = job._flat(job._on_one_device(model.config, 1, vocab_size=256), model.params, lines.append)
-    assert list(flat.functions) == ["score"] and "lstm" in lines[0]
+    found = job._functions_of(job._on_one_device(model.config, 1, vocab_size=256), model.params)
+    assert list(found.functions) == ["score"] and "lstm" in capsys.readouterr().out
 
 
 def test_bad_input_is_refused_and_nothing_is_written(workdir, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    with pytest.raises(UserError, match="--rows=0"):
-        export_model(workdir.path, out, rows=0)
-    with pytest.raises(UserError, match="inside"):
+    with pytest.raises(UserError, match="outside of --from"):
         export_model(workdir.path, Path(workdir.path, "inside"))
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
     with pytest.raises(UserError, match="flatbuffers"):

@@ -1,0 +1,237 @@
+"""Exported models: functions that `jax.export` serializes (StableHLO), for programs without txl_jax.
+
+    score(weights, memory, tokens, targets, reset) -> (nats, memory)
+    generate(weights, memory, token, key, temperature, reset) -> (token, logprobs, memory)
+
+Weights and memory are dictionaries, {"layers.0.output": array}, because trees of this package's classes cannot be
+deserialized without it. A memory begins as zeros with `reset` set in every row. The directory contains:
+
+manifest.json         sizes, arguments and results, weights, tokens, versions, and the sha256 of the other files
+manifest.sha256       the sha256 of manifest.json, as `sha256sum` writes it
+score.jax_export      scoring of segments
+generate.jax_export   a generation step, if the model generates
+weights.safetensors   the arrays that both take, by name
+tokens.json           the bytes of each token, in hexadecimal, by id
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import ShapeDtypeStruct, export
+
+from txl_jax.config import EvalConfig
+from txl_jax.data.vocabulary import Vocabulary, digest
+from txl_jax.errors import CheckpointError, UserError
+from txl_jax.inference import forward
+from txl_jax.inference.scorer import make_scorer
+from txl_jax.interop import safetensors
+from txl_jax.interop.leaves import leaf_of
+from txl_jax.interop.safetensors import SafeTensors
+from txl_jax.modules.language_model import LanguageModel
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.ops import adaptive_softmax
+from txl_jax.runtime import storage
+
+Arrays = dict[str, Any]  # Arrays by name, or their shapes and dtypes.
+
+# One file serves all of them: the functions have no kernels, and XLA compiles them where they run.
+PLATFORMS = ("cpu", "tpu", "cuda")
+_MANIFEST, _DIGEST, _WEIGHTS, _TOKENS = "manifest.json", "manifest.sha256", "weights.safetensors", "tokens.json"
+_KIND, _KIND_VERSION = "txl_jax_export", 1
+
+
+class Function(NamedTuple):
+    """A function of named arrays.
+
+    Attributes:
+      call: Takes weights, memory and the arguments in order. Returns the results in order, then the memory.
+      arguments: Shape and dtype of each argument after weights and memory.
+      results: Names of the results before the memory.
+    """
+
+    call: Callable[..., Any]
+    arguments: Arrays
+    results: tuple[str, ...]
+
+
+class Functions(NamedTuple):
+    """A model's functions, its weights, and the shapes and dtypes of its memory."""
+
+    weights: Arrays
+    memory: Arrays
+    functions: dict[str, Function]
+
+
+def functions_of(model: LanguageModel, eval_config: EvalConfig, weights: Any, *, generates: bool) -> Functions:
+    """Makes a model's functions for batches of `eval_config.batch_size` and segments of `eval_config.segment_len`.
+
+    Args:
+      model: The model, on one device.
+      eval_config: The lengths.
+      weights: Prepared parameters on the host (`Scorer.prepare_params`).
+      generates: Whether the model generates token by token, and so has a generation step.
+    """
+    scorer = make_scorer(model, eval_config)
+    named, weight_names = _named_once(weights)
+    memory = jax.eval_shape(scorer.init_memory, weights)
+    names = _names(memory)
+
+    def nest(named_weights: Arrays, named_memory: Arrays, reset: jax.Array) -> tuple[Any, Any]:
+        nested = jax.tree.unflatten(jax.tree.structure(weights), [named_weights[name] for name in weight_names])
+        before = jax.tree.unflatten(jax.tree.structure(memory), [named_memory[name] for name in names])
+        return nested, scorer.reset(nested, before, reset)
+
+    def flatten(after: Any) -> Arrays:
+        return dict(zip(names, jax.tree.leaves(after), strict=True))
+
+    def score(weights: Arrays, memory: Arrays, tokens: Any, targets: Any, reset: Any) -> tuple[jax.Array, Arrays]:
+        nested, before = nest(weights, memory, reset)
+        hidden, after = scorer.forward(nested, before, tokens)
+        return scorer.nll(nested, hidden, targets), flatten(after)
+
+    def generate(
+        weights: Arrays, memory: Arrays, token: Any, key: Any, temperature: Any, reset: Any
+    ) -> tuple[jax.Array, jax.Array, Arrays]:
+        nested, before = nest(weights, memory, reset)
+        assert isinstance(model, TransformerXL)
+        window = forward.generation_window(model, eval_config)
+        hidden, after = forward.forward(nested, model, token[:, None], before, window=window)
+        log_p = adaptive_softmax.log_probabilities(hidden[:, 0], nested.clusters, None)
+        return _sample(log_p, key, temperature), log_p, flatten(after)
+
+    rows = eval_config.batch_size
+    ids, reset = ShapeDtypeStruct((rows, eval_config.segment_len), jnp.int32), ShapeDtypeStruct((rows,), jnp.bool)
+    functions = {"score": Function(score, {"tokens": ids, "targets": ids, "reset": reset}, ("nats",))}
+    if generates:
+        arguments = {
+            "token": ShapeDtypeStruct((rows,), jnp.int32),
+            "key": ShapeDtypeStruct((rows, 2), jnp.uint32),
+            "temperature": ShapeDtypeStruct((rows,), jnp.float32),
+            "reset": reset,
+        }
+        functions["generate"] = Function(generate, arguments, ("token", "logprobs"))
+    return Functions(named, flatten(memory), functions)
+
+
+def _sample(log_p: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Samples a token per row of [B, V] at temperatures [B]. At 0 the most likely, or the lowest id among equals."""
+    keys = jax.random.wrap_key_data(key, impl="threefry2x32")  # Whatever jax's default is where the function runs.
+    greedy = temperature <= 0
+    warm = jnp.where(greedy, 1, temperature)[:, None].astype(log_p.dtype)
+    sampled = jax.vmap(jax.random.categorical)(keys, log_p / warm)
+    return jnp.where(greedy, jnp.argmax(log_p, axis=-1), sampled).astype(jnp.int32)
+
+
+def _named_once(weights: Any) -> tuple[Arrays, list[str]]:
+    """Returns the distinct leaves by name, and each leaf's name: a tied softmax has the embedding's table."""
+    first: dict[Any, str] = {}
+    named: Arrays = {}
+    names = []
+    for name, leaf in zip(_names(weights), jax.tree.leaves(weights), strict=True):
+        array = np.ascontiguousarray(leaf)
+        content = array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).digest()
+        names.append(first.setdefault(content, name))
+        named.setdefault(names[-1], array)
+    return named, names
+
+
+def _names(tree: Any) -> list[str]:
+    """Returns the names of a tree's leaves, such as "layers.0.output"."""
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def write(folder: Path, model: Functions, vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> None:
+    """Lowers the functions for all platforms and writes the files into an existing directory, the manifest last.
+
+    Args:
+      folder: A directory on this machine.
+      model: The functions, with weights on the host.
+      vocabulary: The model's vocabulary.
+      metadata: Further entries of the manifest.
+
+    Raises:
+      OSError, LogError: If the files cannot be written.
+    """
+    safetensors.write(folder / _WEIGHTS, {name: leaf_of(array) for name, array in model.weights.items()})
+    storage.write_json(folder / _TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)])
+    functions = {}
+    for name, function in model.functions.items():
+        lower = export.export(jax.jit(function.call), platforms=PLATFORMS)
+        exported = lower(model.weights, model.memory, *function.arguments.values())
+        file = f"{name}.jax_export"
+        (folder / file).write_bytes(exported.serialize())
+        functions[name] = {
+            "file": file,
+            "calling_convention_version": exported.calling_convention_version,
+            "arguments": _described(function.arguments),
+            "results": [*function.results, "memory"],
+        }
+    manifest = {
+        _KIND: _KIND_VERSION,
+        **metadata,
+        "platforms": PLATFORMS,
+        "vocabulary": {
+            "file": _TOKENS,
+            "kind": vocabulary.kind,
+            "size": vocabulary.size,
+            "start": [int(i) for i in vocabulary.start],
+            "sha256": digest(vocabulary),
+        },
+        "functions": functions,
+        "memory": _described(model.memory),
+        "weights": _described(model.weights),
+        "sha256": {path.name: storage.sha256(path) for path in sorted(folder.iterdir())},
+    }
+    storage.write_json(folder / _MANIFEST, manifest)
+    storage.write(folder / _DIGEST, _digest_line((folder / _MANIFEST).read_bytes()))
+
+
+def is_exported(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a directory has an exported model's files, by their names."""
+    return all(storage.exists(os.path.join(path, name)) for name in (_MANIFEST, _DIGEST))
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, export.Exported]]:
+    """Reads an exported model whose files are all as they were written.
+
+    Returns:
+      The manifest, the weights and the functions, the latter two by name.
+
+    Raises:
+      UserError: If this is not an exported model, or one of another version.
+      CheckpointError: If a file was changed, is missing, or is one too many.
+    """
+    try:
+        content, line = (folder / _MANIFEST).read_bytes(), (folder / _DIGEST).read_bytes()
+    except OSError as error:
+        raise UserError(f"{folder} is not an exported model ({error.strerror}: {error.filename})") from error
+    if line != _digest_line(content):
+        raise CheckpointError(f"{folder / _MANIFEST} does not match {_DIGEST}. Export the model again.")
+    manifest = json.loads(content)
+    if manifest.get(_KIND) != _KIND_VERSION:
+        raise UserError(
+            f"{folder / _MANIFEST} must have version {_KIND_VERSION}, got {manifest.get(_KIND)!r}. Export it again."
+        )
+    found = {name: storage.sha256(folder / name) for name in os.listdir(folder) if name not in (_MANIFEST, _DIGEST)}
+    expected = manifest["sha256"]
+    if changed := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
+        raise CheckpointError(f"{folder / changed[0]} does not match {_MANIFEST} (sha256). Export the model again.")
+    files = {name: folder / entry["file"] for name, entry in manifest["functions"].items()}
+    functions = {name: export.deserialize(bytearray(file.read_bytes())) for name, file in files.items()}
+    return manifest, dict(SafeTensors(folder / _WEIGHTS)), functions
+
+
+def _digest_line(content: bytes) -> bytes:
+    return f"{hashlib.sha256(content).hexdigest()}  {_MANIFEST}\n".encode()
+
+
+def _described(arrays: Arrays) -> dict[str, dict[str, Any]]:
+    """Returns shapes and dtypes of arrays for the manifest."""
+    return {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in arrays.items()}

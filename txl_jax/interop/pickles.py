@@ -1,0 +1,380 @@
+"""Reads pickles without running anything that they name.
+
+A pickle is a program for a stack machine. `pickletools.genops` splits it into instructions, and the machine here has
+neither an import nor a call. A name stays a `Symbol`, and an object becomes a `Record` of its arguments and state. Only
+the functions in `calls`, which build plain values, take arguments from a pickle. Anything that files of weights do not
+need is a `UserError` that names it, so that nobody mistakes a harmful file for a harmless one.
+
+The file's size bounds time and memory: `genops` reads no more bytes than the file has, calls may copy a few times its
+size in total, and keys are flat. Text and bytes above `MAX_TEXT` (the tokens of a whole corpus) become `Omitted`.
+Before Python 3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not ASCII.
+"""
+
+# ruff: noqa: N802  # The machine's methods have the names that pickletools gives to instructions.
+
+import contextlib
+import dataclasses
+import io
+import mmap
+import pickletools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from txl_jax.errors import UserError
+
+MAX_TEXT = 1 << 24
+_MAX_INTEGER_BITS = 1 << 13  # Python can still print them.
+
+# In an ordinary unpickler, names from these packages run code, read files or reach the network.
+_CODE_PACKAGES = frozenset(
+    """_io _operator _pickle __builtin__ asyncio bdb builtins cPickle code codeop commands ctypes functools http imp
+    importlib io marshal multiprocessing nt operator os pdb pickle pip platform popen2 posix pty requests runpy shutil
+    signal socket subprocess sys tempfile threading timeit types urllib webbrowser""".split()  # noqa: SIM905
+)
+_BUILTINS = ("builtins", "__builtin__")
+_SAFE_BUILTINS = frozenset(
+    """bool bytearray bytes complex dict float frozenset int list long object range set slice str tuple
+    unicode""".split()  # noqa: SIM905
+)
+# Calls that occur in files of weights and vocabularies, with results that nobody needs.
+_INERT_CALLS = frozenset(
+    """datetime.date datetime.datetime datetime.timedelta numpy._core.multiarray._reconstruct
+    numpy._core.multiarray.scalar numpy._core.numeric._frombuffer numpy.core.multiarray._reconstruct
+    numpy.core.multiarray.scalar numpy.core.numeric._frombuffer numpy.dtype numpy.ndarray pathlib.Path pathlib.PosixPath
+    re._compile torch.device torch.serialization._get_layout torch.storage._load_from_bytes""".split()  # noqa: SIM905
+)
+
+
+class Symbol(NamedTuple):
+    """A name in a module, which is never imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Record:
+    """An object whose class is not imported: the contents of its pickle."""
+
+    symbol: Symbol
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    elements: list[Any] = dataclasses.field(default_factory=list)  # If the class is a list.
+    entries: dict[Any, Any] = dataclasses.field(default_factory=dict)  # If the class is a dict.
+
+    def attributes(self) -> dict[Any, Any]:
+        """Returns the object's `__dict__`, empty if it has none."""
+        state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
+        return state if isinstance(state, dict) else {}
+
+
+class Omitted(NamedTuple):
+    """Text or bytes too long to keep, of this length."""
+
+    size: int
+
+
+class DamagedError(Exception):
+    """An instruction that cannot be carried out."""
+
+
+Call = Callable[..., Any]
+_PLAIN_KEYS = (str, bytes, int, float, complex, bool, type(None), Record)
+
+
+def _key(key: Any) -> Any:
+    """Returns a key of a dict or set if its hash needs no deep recursion."""
+    if isinstance(key, _PLAIN_KEYS) or (isinstance(key, tuple) and all(isinstance(part, _PLAIN_KEYS) for part in key)):
+        return key
+    raise DamagedError(f"a {type(key).__name__} cannot be a key")
+
+
+def _dict(entries: Any = ()) -> dict[Any, Any]:
+    pairs: Iterable[Any] = entries.items() if isinstance(entries, dict) else entries
+    return {_key(key): value for key, value in pairs}
+
+
+def _set(elements: Any = ()) -> set[Any]:
+    return set(map(_key, elements))
+
+
+def _bytes(text: Any = b"", encoding: Any = "utf-8") -> Any:
+    """Returns bytes, which protocols 0 to 2 write as text."""
+    if isinstance(text, (bytes, Omitted)):
+        return text
+    if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
+        raise DamagedError("bytes have an unknown encoding")
+    return text.encode(encoding)
+
+
+def _object_of(cls: Any, base: Any = None, state: Any = None) -> Record:
+    """Returns an object as protocols 0 and 1 make it with copyreg."""
+    if not isinstance(cls, Symbol):
+        raise DamagedError("an object's class is not a name")
+    elements = state if isinstance(state, list) else []
+    return Record(cls, (), None, elements, _dict(state if isinstance(state, dict) else ()))
+
+
+_CALLS: Mapping[str, Call] = {
+    **{f"{module}.{name}": _set for module in _BUILTINS for name in ("set", "frozenset")},
+    **{f"{module}.{name}": _bytes for module in _BUILTINS for name in ("bytes", "bytearray")},
+    "_codecs.encode": _bytes,
+    "collections.Counter": _dict,
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": lambda factory=None, entries=(): _dict(entries),
+    "copy_reg._reconstructor": _object_of,
+    "copyreg._reconstructor": _object_of,
+}
+
+
+def load(
+    data: bytes | mmap.mmap,
+    *,
+    name: str,
+    calls: Mapping[str, Call] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+    start: int = 0,
+) -> tuple[Any, int]:
+    """Reads one pickle.
+
+    Args:
+      data: The file's bytes.
+      name: The file's name, for errors.
+      calls: Functions by dotted name, which replace what the pickle calls. They must be harmless with any arguments.
+      persistent: Makes the value of a persistent id, or None if persistent ids are errors.
+      start: Offset of the pickle.
+
+    Returns:
+      The value, and the offset after the pickle. A value consists of plain values and containers, `Symbol`, `Record`,
+      `Omitted`, and the results of `calls` and `persistent`.
+
+    Raises:
+      UserError: If the pickle is damaged, ends early, or calls anything else.
+    """
+    file: Any = io.BytesIO(data) if isinstance(data, bytes) else data  # A map reads like a file.
+    machine = _Machine(name, {**_CALLS, **(calls or {})}, persistent, 4 * len(data) + (1 << 20))
+    try:
+        file.seek(start)
+        for instruction, argument, _ in pickletools.genops(file):
+            if instruction.name == "STOP":
+                return machine.pop(), file.tell()
+            getattr(machine, instruction.name)(argument)
+    except UserError:
+        raise
+    except (
+        *(DamagedError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError),
+        *(RecursionError, MemoryError),
+    ) as error:
+        reason = str(error) if isinstance(error, DamagedError) else type(error).__name__
+        raise UserError(
+            f"{name}: the pickle at byte {start} is damaged or ends early at byte {file.tell()} ({reason}). Copy or "
+            "download the file again."
+        ) from error
+    raise AssertionError("genops ends with STOP or an error")
+
+
+def _pushes(value: Callable[["_Machine", Any], Any]) -> Callable[["_Machine", Any], None]:
+    """Returns an instruction that pushes a value made from the machine and the instruction's argument."""
+    return lambda machine, argument: machine.push(value(machine, argument))
+
+
+class _Machine:
+    """The stack machine of protocols 0 to 5, with one method per instruction.
+
+    A mark puts the stack aside until an instruction takes all values above the mark. Buffers outside of the pickle
+    (protocol 5) are the only instructions without a method, because no file has them.
+    """
+
+    def __init__(
+        self, name: str, calls: Mapping[str, Call], persistent: Callable[[Any], Any] | None, budget: int
+    ) -> None:
+        self.name, self.calls, self.persistent = name, calls, persistent
+        self.budget = budget  # Elements that calls may still copy.
+        self.stack: list[Any] = []
+        self.below_marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> Any:
+        return self.stack.pop()
+
+    # The stack and the memo.
+
+    def MARK(self, _: Any) -> None:
+        self.below_marks.append(self.stack)
+        self.stack = []
+
+    def POP_MARK(self, _: Any = None) -> list[Any]:
+        values, self.stack = self.stack, self.below_marks.pop()
+        return values
+
+    def POP(self, _: Any) -> None:
+        if self.stack:
+            self.pop()
+        else:
+            self.POP_MARK()
+
+    def PUT(self, number: int) -> None:
+        self.memo[number] = self.stack[-1]
+
+    def MEMOIZE(self, _: Any) -> None:
+        self.PUT(len(self.memo))
+
+    def PROTO(self, _: Any) -> None:
+        """Does nothing: instructions mean the same in all protocols."""
+
+    FRAME = PROTO
+    DUP = _pushes(lambda m, _: m.stack[-1])
+    BINPUT = LONG_BINPUT = PUT
+    GET = BINGET = LONG_BINGET = _pushes(lambda m, number: m.memo[number])
+
+    # Plain values.
+
+    def INT(self, value: int) -> None:
+        if value.bit_length() > _MAX_INTEGER_BITS:
+            raise DamagedError("an integer is too long")
+        self.push(value)
+
+    def UNICODE(self, value: str | bytes) -> None:
+        self.push(value if len(value) <= MAX_TEXT else Omitted(len(value)))
+
+    def STRING(self, value: str) -> None:
+        """Pushes a `str` of Python 2, whose encoding pickles do not record: UTF-8 if valid, else Latin-1."""
+        with contextlib.suppress(UnicodeDecodeError):
+            value = value.encode("latin-1").decode()
+        self.UNICODE(value)
+
+    def BYTEARRAY8(self, value: bytearray) -> None:
+        self.UNICODE(bytes(value))
+
+    NONE = _pushes(lambda m, _: None)
+    NEWTRUE = _pushes(lambda m, _: True)
+    NEWFALSE = _pushes(lambda m, _: False)
+    BININT = BININT1 = BININT2 = LONG = LONG1 = LONG4 = INT
+    FLOAT = BINFLOAT = _pushes(lambda m, number: number)
+    BINUNICODE = SHORT_BINUNICODE = BINUNICODE8 = BINBYTES = SHORT_BINBYTES = BINBYTES8 = UNICODE
+    BINSTRING = SHORT_BINSTRING = STRING
+
+    # Containers.
+
+    EMPTY_TUPLE = _pushes(lambda m, _: ())
+    EMPTY_LIST = _pushes(lambda m, _: [])
+    EMPTY_DICT = _pushes(lambda m, _: {})
+    EMPTY_SET = _pushes(lambda m, _: set())
+    TUPLE = _pushes(lambda m, _: tuple(m.POP_MARK()))
+    TUPLE1 = _pushes(lambda m, _: (m.pop(),))
+    TUPLE2 = _pushes(lambda m, _: (m.pop(), m.pop())[::-1])
+    TUPLE3 = _pushes(lambda m, _: (m.pop(), m.pop(), m.pop())[::-1])
+    LIST = _pushes(lambda m, _: m.POP_MARK())
+    FROZENSET = _pushes(lambda m, _: _set(m.POP_MARK()))
+
+    def DICT(self, _: Any) -> None:
+        values = self.POP_MARK()
+        self.push({})
+        self.set_entries(values)
+
+    def APPEND(self, _: Any) -> None:
+        self.add_elements([self.pop()])
+
+    def APPENDS(self, _: Any) -> None:
+        self.add_elements(self.POP_MARK())
+
+    ADDITEMS = APPENDS
+
+    def SETITEM(self, _: Any) -> None:
+        value, key = self.pop(), self.pop()
+        self.set_entries([key, value])
+
+    def SETITEMS(self, _: Any) -> None:
+        self.set_entries(self.POP_MARK())
+
+    def add_elements(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, set):
+            target.update(_set(values))
+        elif isinstance(target, (list, Record)):
+            (target.elements if isinstance(target, Record) else target).extend(values)
+        else:
+            raise DamagedError("an element has no list")
+
+    def set_entries(self, values: list[Any]) -> None:
+        """Puts keys and values, in turn, into the dict on top of the stack."""
+        target = self.stack[-1]
+        entries = target.entries if isinstance(target, Record) else target
+        if not isinstance(entries, dict):
+            raise DamagedError("an entry has no dict")
+        entries.update(zip(map(_key, values[::2]), values[1::2], strict=True))
+
+    # Names, calls and objects.
+
+    GLOBAL = _pushes(lambda m, names: m.symbol(*names.split(" ")))
+    STACK_GLOBAL = _pushes(lambda m, _: m.symbol(name=m.pop(), module=m.pop()))
+    REDUCE = _pushes(lambda m, _: m.call(args=m.pop(), function=m.pop()))
+    INST = _pushes(lambda m, names: m.call(m.symbol(*names.split(" ")), tuple(m.POP_MARK())))
+
+    def OBJ(self, _: Any) -> None:
+        cls, *args = self.POP_MARK()
+        self.push(self.call(cls, tuple(args)))
+
+    def NEWOBJ(self, _: Any) -> None:
+        args, cls = self.pop(), self.pop()
+        if not (isinstance(cls, Symbol) and isinstance(args, tuple)):
+            raise DamagedError("an object's class is not a name")
+        self.push(self.call(cls, args) if str(cls) in self.calls else Record(cls, args))
+
+    def NEWOBJ_EX(self, _: Any) -> None:
+        self.pop()  # Keyword arguments, which nobody needs.
+        self.NEWOBJ(None)
+
+    def BUILD(self, _: Any) -> None:
+        """Gives a record its state. Nothing else takes one: neither functions nor plain containers."""
+        state, target = self.pop(), self.stack[-1]
+        if isinstance(target, Record):
+            target.state = state
+
+    def PERSID(self, value: Any) -> None:
+        if self.persistent is None:
+            raise self.refused("holds", "a persistent id")
+        self.push(self.persistent(value))
+
+    def BINPERSID(self, _: Any) -> None:
+        self.PERSID(self.pop())
+
+    def EXT1(self, _: Any) -> None:
+        raise self.refused("uses", "a code of the extension registry")
+
+    EXT2 = EXT4 = EXT1
+
+    def symbol(self, module: Any, name: Any) -> Symbol:
+        """Returns a name, or raises `UserError` if its only use is to run code."""
+        if not (isinstance(module, str) and isinstance(name, str)):
+            raise DamagedError("a name is not text")
+        package = module.partition(".")[0]
+        if package in _CODE_PACKAGES and not (package in _BUILTINS and name in _SAFE_BUILTINS):
+            raise self.refused("names", f"{module}.{name}")
+        return Symbol(module, name)
+
+    def call(self, function: Any, args: Any) -> Any:
+        """Returns the result of one of `calls`, or a record of a known call whose result nobody needs."""
+        if not isinstance(args, tuple):
+            raise DamagedError("arguments are not a tuple")
+        dotted = str(function) if isinstance(function, Symbol) else f"a value of type {type(function).__name__}"
+        if dotted in self.calls:
+            self.budget -= sum(len(arg) for arg in args if hasattr(arg, "__len__"))
+            if self.budget < 0:
+                raise DamagedError("its values are larger than the file")
+            return self.calls[dotted](*args)
+        if dotted in _INERT_CALLS:
+            return Record(function, args)
+        raise self.refused("calls", dotted)
+
+    def refused(self, verb: str, what: str) -> UserError:
+        return UserError(
+            f"{self.name}: its pickle {verb} {what[:120]}, which files of weights or words do not need. Nothing of it "
+            "was run. Take the file from a source that you trust."
+        )
