@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from txl_jax.paper import plots
+from txl_jax import plots
 from txl_jax.runtime.storage import as_path, make_folder, write_json
 
 UPDATES_PER_POINT = 10

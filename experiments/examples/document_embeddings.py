@@ -33,9 +33,8 @@ import numpy as np
 import optax
 
 import txl_jax
-from txl_jax import CompatConfig, ModelConfig, NormPlace, cli
+from txl_jax import CompatConfig, ModelConfig, NormPlace, cli, plots
 from txl_jax.cli import setting
-from txl_jax.paper import plots
 from txl_jax.runtime.storage import as_path, write_json
 
 CONFIG = ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64, init_std=0.1, layer_norm=NormPlace.PRE)

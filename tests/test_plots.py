@@ -1,19 +1,16 @@
-"""Tests that pictures are drawn: PNGs of some size."""
+"""Tests that plots are PNG files, on a disk and in a bucket."""
 
 import pytest
 
-from txl_jax.metrics import Measure
-from txl_jax.paper import plots
+from txl_jax import plots
 
 
 @pytest.mark.full
-def test_curves_are_pngs(tmp_path):
+def test_a_learning_curve(tmp_path):
     records = [{"kind": kind, "step": step, "bpc": 8 / step} for step in range(1, 9) for kind in ("train", "valid")]
     plots.learning_curve(records, tmp_path / "curve.png", title="a title", levels={"zlib": 1.9, "lzma": 1.6})
-    plots.context_curve({50: 1.5, 1600: 1.23456}, tmp_path / "context.png", title="a title", measure=Measure.BPC)
-    for name in ("curve", "context"):
-        picture = (tmp_path / f"{name}.png").read_bytes()
-        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    picture = (tmp_path / "curve.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
 @pytest.mark.full
@@ -25,7 +22,3 @@ def test_a_plot_in_a_bucket(bucket):
 def test_without_matplotlib_the_caller_learns_that_nothing_is_drawn(monkeypatch):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert not plots.can_draw()
-
-
-def test_labels_keep_their_distance():
-    assert plots._spaced([9, 8, 2, 5, 4, 0], 3) == [9, 2, 5]

@@ -7,9 +7,9 @@ import statistics
 import jax
 import pytest
 
+from experiments.paper import table9
 from support import programs, tiny
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig
-from txl_jax.paper import sliding_window_speed
 from txl_jax.runs import build
 
 A, L, S = 9, 5, 2
@@ -20,7 +20,7 @@ SMALL = ["--model.n_layer=1", "--model.d_model=16", "--model.n_head=2", "--model
 def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens():
     model = ModelConfig(n_layer=3, d_inner=30, untie_r=True)
     config = ExperimentConfig(model=model, eval=EvalConfig(batch_size=4, same_length=False))
-    window, ours = sliding_window_speed.sliding_window_config(config), sliding_window_speed.our_config(config, 800)
+    window, ours = table9.sliding_window_config(config), table9.our_config(config, 800)
     window.validate()
     ours.validate()
     assert (window.model.encoding, ours.model.encoding) == (Encoding.VASWANI, Encoding.RELATIVE)
@@ -34,7 +34,7 @@ def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens():
 @pytest.mark.full
 def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
     windows, segments, memories = [], [], []
-    window_step, eval_step = sliding_window_speed.make_window_step, build.make_eval_step
+    window_step, eval_step = table9.make_window_step, build.make_eval_step
 
     def note_windows(model, **options):
         step = window_step(model, **options)
@@ -57,9 +57,9 @@ def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
 
         return noted
 
-    monkeypatch.setattr(sliding_window_speed, "make_window_step", note_windows)
+    monkeypatch.setattr(table9, "make_window_step", note_windows)
     monkeypatch.setattr(build, "make_eval_step", note_segments)
-    row = sliding_window_speed.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=1, calls=2)
+    row = table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=1, calls=2)
     jax.effects_barrier()
     assert windows == [((1, A), (1, 1), Encoding.VASWANI)] * 3
     assert segments == [((S, 1, L), A, Encoding.RELATIVE)]  # Traced once.
@@ -70,17 +70,17 @@ def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
 
 def test_sides_take_turns_and_seconds_are_per_token(monkeypatch):
     clock, turns = itertools.count(), []
-    monkeypatch.setattr(sliding_window_speed.time, "perf_counter", lambda: float(next(clock)))  # A call takes a second.
+    monkeypatch.setattr(table9.time, "perf_counter", lambda: float(next(clock)))  # A call takes a second.
     for name, side, tokens in (("_sliding_window", "window", 1), ("_streaming", "ours", 8)):
-        made = sliding_window_speed._Side(lambda side=side: turns.append(side), tokens)
-        monkeypatch.setattr(sliding_window_speed, name, lambda *_, made=made: made)
-    row = sliding_window_speed.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=2, calls=3)
+        made = table9._Side(lambda side=side: turns.append(side), tokens)
+        monkeypatch.setattr(table9, name, lambda *_, made=made: made)
+    row = table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=2, calls=3)
     assert turns == ["window", "ours"] * 5
     assert (row.sliding_window, row.ours, row.ratio) == ((1.0,) * 3, (0.125,) * 3, 8)
 
 
 def test_the_ratio_is_that_of_the_medians():
-    assert sliding_window_speed.Timing(A, sliding_window=(6.0, 1.0, 100.0), ours=(2.0, 3.0, 0.1)).ratio == 3
+    assert table9.Timing(A, sliding_window=(6.0, 1.0, 100.0), ours=(2.0, 3.0, 0.1)).ratio == 3
 
 
 @pytest.mark.full

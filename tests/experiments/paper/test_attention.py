@@ -1,16 +1,22 @@
-"""Tests of what attention weights at: terms, order by distance, spans."""
+"""Tests the attention study: the weights and terms by distance, averages, what is written, and what is refused."""
+
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import oracles, tiny
-from txl_jax.config import DType
+from experiments.paper import attention
+from experiments.paper.attention import Plan
+from support import oracles, tiny, tiny_run
+from txl_jax import plots
+from txl_jax.config import DType, Encoding, Network
+from txl_jax.config import tree as config_tree
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.ops.attention import Visibility, positions
 from txl_jax.ops.attention.relative import relative_attention, score_terms
-from txl_jax.paper import attention_terms
+from txl_jax.runs.score import Interrupted
 
 L, M = 3, 7
 
@@ -34,10 +40,10 @@ def test_the_terms_add_up_to_the_scores_that_attention_uses(x64):
 def read(model, *, segments=4, clamp_len=None):
     """The weights at each segment, from an empty memory."""
     params, memory = tiny.variables(model)["params"], model.init_memory(batch_size=tiny.B, mem_len=M)
-    text, lengths = tiny.text(segments * L), {"clamp_len": clamp_len, "same_length": True}
+    text = tiny.text(segments * L)
     for k in range(segments):
         tokens = text[:, k * L : (k + 1) * L]
-        weights, memory = attention_terms.attention_weights(params, model, tokens, memory, **lengths)
+        weights, memory = attention.attention_weights(params, model, tokens, memory, clamp_len=clamp_len)
         yield weights, memory
 
 
@@ -97,6 +103,74 @@ def test_spans_and_the_widest_heads():
     average = np.zeros((3, 2, 5))
     for (layer, head), distance in {(0, 0): 1, (0, 1): 4, (1, 0): 3, (1, 1): 2, (2, 0): 0, (2, 1): 1}.items():
         average[layer, head, distance] = 1
-    assert attention_terms.mean_distances(average).tolist() == [[1, 4], [3, 2], [0, 1]]
-    assert attention_terms.widest(average, 3) == [(0, 1), (1, 0), (2, 1)]
-    assert attention_terms.widest(average, 5) == [(0, 1), (1, 0), (2, 1), (1, 1), (0, 0)]
+    assert attention.mean_distances(average).tolist() == [[1, 4], [3, 2], [0, 1]]
+    assert attention.widest(average, 3) == [(0, 1), (1, 0), (2, 1)]
+    assert attention.widest(average, 5) == [(0, 1), (1, 0), (2, 1), (1, 1), (0, 0)]
+
+
+def test_labels_keep_their_distance():
+    assert attention.spaced([9, 8, 2, 5, 4, 0], 3) == [9, 2, 5]
+
+
+A = 9  # Of tiny_run's evaluation, whose segments have 5 tokens; the validation text has 55 bytes.
+
+
+@pytest.fixture(scope="module")
+def run(make_run, tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("attention"))
+
+
+def draw(run, folder, stop_requested=lambda: False, **others):
+    return attention.draw(*run, Plan(out=str(folder), **others), stop_requested=stop_requested)
+
+
+@pytest.mark.full
+def test_averages_are_probabilities_and_everything_is_written(run, tmp_path):
+    average = draw(run, tmp_path, positions=(20, 41))
+    assert average.shape == (tiny.N, tiny.H, A)
+    np.testing.assert_allclose(average.sum(-1), 1, rtol=1e-5)
+    with np.load(tmp_path / "attention.npz") as arrays:
+        np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
+        for position in (20, 41):
+            for name in ("probabilities", "term_a", "term_b", "term_d"):
+                array = arrays[f"{name}_{position}"]
+                assert array.shape == (tiny.N, tiny.H, A)
+                np.testing.assert_allclose(array.sum(-1), 1, rtol=1e-5)
+    record = json.loads((tmp_path / "attention.json").read_text())
+    assert len(record["heads"]) == 3 and record["heads"][0]["span"] == max(head["span"] for head in record["heads"])
+    assert (tmp_path / "attention.md").exists() and any(tmp_path.glob("*.png")) == plots.can_draw()
+
+
+@pytest.mark.full
+def test_the_average_is_over_queries_with_a_full_memory(run, tmp_path, monkeypatch):
+    """The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on."""
+    monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
+    everywhere = tuple(range(10, 55))
+    average = draw(run, tmp_path, positions=everywhere)
+    with np.load(tmp_path / "attention.npz") as arrays:
+        mean = np.mean([arrays[f"probabilities_{position}"] for position in everywhere], axis=0)
+    np.testing.assert_allclose(average, mean, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_a_stop_writes_nothing_and_what_is_not_there_is_refused(run, tmp_path):
+    with pytest.raises(Interrupted):
+        draw(run, tmp_path / "a", stop_requested=lambda: True)
+    for others, pattern in (
+        ({"tokens": 12}, r"\b12\b.*\b9\b"),
+        ({"positions": (3,)}, r"\b3\b.*\b10\b.*\b54\b"),
+        ({"heads": ("2.0",)}, r"\b2\.0\b.*\b0\b.*\b1\b"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            draw(run, tmp_path / "a", **others)
+    assert not (tmp_path / "a").exists()
+
+
+def test_models_without_such_a_memory_are_refused():
+    for changes, pattern in (
+        ({"model.network": Network.LSTM}, r"\blstm\b"),
+        ({"model.encoding": Encoding.SHAW, "model.num_positions": 9}, r"\bshaw\b"),
+        ({"eval.mem_len": 0, "eval.same_length": False}, r"eval\.mem_len\D*\b0\b"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            Plan().check(config_tree.replace(tiny_run.CONFIG, changes))
