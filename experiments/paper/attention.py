@@ -156,12 +156,7 @@ def draw(
     folder = plan.out or os.path.join(trained.outputs, "attention")
     make_folder(folder)
     heads = plan.layer_heads or widest(average, _DEFAULT_HEADS)
-    _write_arrays(folder, average, queries)
-    _write_lists(folder, average, queries, heads, tokens, corpus, plan.split, int(step))
-    if plots.can_draw():
-        _write_plots(folder, average, queries, heads, tokens, corpus, f"{corpus.name} ({plan.split}), step {step:,}")
-    else:
-        print("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
+    _write(folder, average, queries, heads, tokens, corpus, {"step": int(step), "split": plan.split})
     print(with_duration(f"results   {folder}", time.monotonic() - began))
     return average
 
@@ -295,65 +290,60 @@ def widest(average: np.ndarray, count: int) -> list[tuple[int, int]]:
 # The files
 
 
-def _write_arrays(folder: str, average: np.ndarray, queries: Sequence[Query]) -> None:
-    arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": mean_distances(average)}
+def _write(
+    folder: str,
+    average: np.ndarray,
+    queries: Sequence[Query],
+    heads: Sequence[tuple[int, int]],
+    tokens: np.ndarray,
+    corpus: Corpus,
+    facts: dict[str, Any],
+) -> None:
+    """Writes the arrays, the mean distances of the heads, lists of the tokens with the largest weights, and plots."""
+    distances = mean_distances(average)
+    arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
     for query in queries:
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
     data = io.BytesIO()
     np.savez_compressed(data, **arrays)
     write(os.path.join(folder, "attention.npz"), data.getvalue())
-
-
-def _write_lists(
-    folder: str,
-    average: np.ndarray,
-    queries: Sequence[Query],
-    heads: Sequence[tuple[int, int]],
-    tokens: np.ndarray,
-    corpus: Corpus,
-    split: str,
-    step: int,
-) -> None:
-    """Writes the mean distances of the heads, and the tokens with the largest weights of each query."""
-    distances = mean_distances(average)
     chosen = [{"layer": layer, "head": head, "span": float(distances[layer, head])} for layer, head in heads]
-    facts = {"text": corpus.description, "step": step, "split": split, **environment.describe(), "heads": chosen}
-    write_json(os.path.join(folder, "attention.json"), facts)
-    lines = [f"# Attention weights on {corpus.description} ({split}), step {step:,}", ""]
+    record = {"text": corpus.description, **facts, **environment.describe(), "heads": chosen}
+    write_json(os.path.join(folder, "attention.json"), record)
+    lines = [f"# Attention weights on {corpus.description} ({facts['split']}), step {facts['step']:,}", ""]
     for query in queries:
-        labels = _labels(query, tokens, corpus)
-        start = max(query.position - 60, 0)
-        before = corpus.vocabulary.decode(tokens[start : query.position + 1]).decode(errors="replace")
-        lines += [f"## The query at token {query.position:,}", "", "It ends", "", "```", before, "```", ""]
-        lines += ["| head | mean distance over the text | largest weights (distance: probability) |", "|---|---|---|"]
-        for head in heads:
-            row = query.probabilities[head]
-            top = np.argsort(-row, kind="stable")[:_TOP_TOKENS]
-            listed = ", ".join(f"`{labels[d]}` ({d}: {row[d]:.2f})" for d in top)
-            lines.append(f"| {_name(head)} | {distances[head]:.1f} | {listed} |")
-        lines.append("")
+        lines += _markdown(query, heads, distances, tokens, corpus)
     write(os.path.join(folder, "attention.md"), "\n".join(lines).encode())
-
-
-def _write_plots(
-    folder: str,
-    average: np.ndarray,
-    queries: Sequence[Query],
-    heads: Sequence[tuple[int, int]],
-    tokens: np.ndarray,
-    corpus: Corpus,
-    title: str,
-) -> None:
-    """Draws figure 5; and for each query the weights of each head (figure 6) and the first head's terms (figure 7)."""
+    if not plots.can_draw():
+        print("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
+        return
+    title = f"{corpus.name} ({facts['split']}), step {facts['step']:,}"
     _draw_average(average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head")
-    for query in queries:
-        own_title, labels = f"{title}: the query at token {query.position:,}", _labels(query, tokens, corpus)
+    for query in queries:  # Figure 6: each head; figure 7: the terms of the first.
+        labels, own_title = _labels(query, tokens, corpus), f"{title}: the query at token {query.position:,}"
         rows = {_name(head): query.probabilities[head] for head in heads}
         _draw_rows(rows, labels, os.path.join(folder, f"heads-{query.position}.png"), title=own_title)
         rows = {label: query.terms[name][heads[0]] for name, label in _TERMS.items()}
         path = os.path.join(folder, f"terms-{query.position}.png")
         _draw_rows(rows, labels, path, title=f"{own_title}, {_name(heads[0])}, term by term")
+
+
+def _markdown(
+    query: Query, heads: Sequence[tuple[int, int]], distances: np.ndarray, tokens: np.ndarray, corpus: Corpus
+) -> list[str]:
+    """Lists the tokens with the largest weights of a query's heads."""
+    labels = _labels(query, tokens, corpus)
+    start = max(query.position - 60, 0)
+    before = corpus.vocabulary.decode(tokens[start : query.position + 1]).decode(errors="replace")
+    lines = [f"## The query at token {query.position:,}", "", "It ends", "", "```", before, "```", ""]
+    lines += ["| head | mean distance over the text | largest weights (distance: probability) |", "|---|---|---|"]
+    for head in heads:
+        row = query.probabilities[head]
+        top = np.argsort(-row, kind="stable")[:_TOP_TOKENS]
+        listed = ", ".join(f"`{labels[d]}` ({d}: {row[d]:.2f})" for d in top)
+        lines.append(f"| {_name(head)} | {distances[head]:.1f} | {listed} |")
+    return [*lines, ""]
 
 
 def _name(head: tuple[int, int]) -> str:

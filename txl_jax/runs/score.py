@@ -170,7 +170,7 @@ def score_tokens(
       UserError, Interrupted: As `evaluate_splits`. The files that are complete stay.
     """
     components, _, params = load_to_score(config, corpus, run, log=log)
-    totals = {}
+    totals: dict[str, Totals] = {}
     for split in Split:
         tokens = getattr(corpus, split)
         nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, config.model.dtype))

@@ -15,26 +15,9 @@ from txl_jax.config import DType, Encoding, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.ops.attention import Visibility, positions
-from txl_jax.ops.attention.relative import relative_attention, score_terms
 from txl_jax.runs.score import Interrupted
 
 L, M = 3, 7
-
-
-def test_the_terms_add_up_to_the_scores_that_attention_uses(x64):
-    rng = np.random.default_rng(0)
-    shapes = {"query": (2, 4, L, 5), "key": (2, 4, L + M, 5), "position_key": (4, L + M, 5)}
-    arrays = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
-    biases = {name: jnp.asarray(rng.normal(size=(4, 5))) for name in ("content_bias", "position_bias")}
-    value = jnp.asarray(rng.normal(size=(2, 4, L + M, 5)))
-    visibility = Visibility(jnp.asarray([M, 2]), L, M, M)
-    terms = score_terms(*arrays.values(), **biases)
-    probabilities = jax.nn.softmax(jnp.where(visibility.mask()[:, None], sum(terms), -jnp.inf), axis=-1)
-    found = jnp.einsum("bhlk,bhke->bhle", probabilities, value)
-    query, key, position_key = arrays.values()
-    expected = relative_attention(query, key, value, position_key, **biases, visibility=visibility)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
-    assert all(float(np.abs(term).max()) > 0.1 for term in terms)
 
 
 def read(model, *, segments=4, clamp_len=None):
@@ -125,30 +108,23 @@ def draw(run, folder, stop_requested=lambda: False, **others):
 
 
 @pytest.mark.full
-def test_averages_are_probabilities_and_everything_is_written(run, tmp_path):
-    average = draw(run, tmp_path, positions=(20, 41))
-    assert average.shape == (tiny.N, tiny.H, A)
-    np.testing.assert_allclose(average.sum(-1), 1, rtol=1e-5)
-    with np.load(tmp_path / "attention.npz") as arrays:
-        np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
-        for position in (20, 41):
-            for name in ("probabilities", "term_a", "term_b", "term_d"):
-                array = arrays[f"{name}_{position}"]
-                assert array.shape == (tiny.N, tiny.H, A)
-                np.testing.assert_allclose(array.sum(-1), 1, rtol=1e-5)
-    record = json.loads((tmp_path / "attention.json").read_text())
-    assert len(record["heads"]) == 3 and record["heads"][0]["span"] == max(head["span"] for head in record["heads"])
+def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(run, tmp_path, monkeypatch):
+    average = draw(run, tmp_path)
     assert (tmp_path / "attention.md").exists() and any(tmp_path.glob("*.png")) == plots.can_draw()
+    heads = json.loads((tmp_path / "attention.json").read_text())["heads"]
+    assert len(heads) == 3 and heads[0]["span"] == max(head["span"] for head in heads)
 
-
-@pytest.mark.full
-def test_the_average_is_over_queries_with_a_full_memory(run, tmp_path, monkeypatch):
-    """The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on."""
+    # The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on.
     monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
     everywhere = tuple(range(10, 55))
-    average = draw(run, tmp_path, positions=everywhere)
+    draw(run, tmp_path, positions=everywhere)
     with np.load(tmp_path / "attention.npz") as arrays:
+        for name in ("probabilities", "term_a", "term_b", "term_d"):
+            found = np.stack([arrays[f"{name}_{position}"] for position in everywhere])
+            assert found.shape == (len(everywhere), tiny.N, tiny.H, A)
+            np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
         mean = np.mean([arrays[f"probabilities_{position}"] for position in everywhere], axis=0)
+        np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
     np.testing.assert_allclose(average, mean, rtol=1e-5)
 
 

@@ -15,22 +15,17 @@ from support import tiny_run
 from txl_jax import plots
 from txl_jax.config import Encoding, Network
 from txl_jax.runs.score import Interrupted
+from txl_jax.runtime.storage import names
 
 LENGTHS = range(100, 1000, 100)
 
 
-def losses(*stops: int, worse: float = 0.0) -> dict[int, np.ndarray]:
-    """Losses of one model per stop, which fall by 0.02 nats a hundred tokens up to it, at positions of 4 and 2 nats.
-
-    `worse`: how much the last model's losses are above the others'.
-    """
+def losses(*stops: int) -> dict[int, np.ndarray]:
+    """Losses of one model per stop, which fall by 0.02 nats a hundred tokens up to it, at positions of 4 and 2 nats."""
     hard = np.array([4.0, 2.0, 4.0, 2.0, 2.0, 2.0, 4.0, 2.0, 2.0, 2.0])
-    found = {}
-    for length in LENGTHS:
-        rows = [hard - 0.02 * (min(length, stop) - LENGTHS[0]) / 100 for stop in stops]
-        rows[-1] = rows[-1] + worse
-        found[length] = np.stack(rows)
-    return found
+    return {
+        length: np.stack([hard - 0.02 * (min(length, stop) - LENGTHS[0]) / 100 for stop in stops]) for length in LENGTHS
+    }
 
 
 def effective_lengths(losses, *, ratio):
@@ -52,7 +47,9 @@ def test_gains_are_those_of_the_perplexity_under_the_baseline():
 
 def test_a_model_that_is_worse_everywhere_gains_nothing():
     """All must improve over the same baseline: here the better model's, which the other never reaches."""
-    found = losses(700, 700, worse=1.0)
+    found = losses(700, 700)
+    for of_models in found.values():
+        of_models[1] += 1
     assert effective_lengths(found, ratio=1.0) == [700, 100]
     assert all(step.relative == 0 for step in recl.gains(found, ratio=1.0)[1])
 
@@ -127,6 +124,15 @@ def test_losses_are_those_of_the_context_alone(group, tmp_path):
     assert any(tmp_path.glob("*.png")) == plots.can_draw()
     with pytest.raises(ValueError, match=r"\bstride\D*\b3\b\D*\b2\b"):  # Losses of another plan do not count.
         run(group, tmp_path, dataclasses.replace(PLAN, stride=2))
+
+
+@pytest.mark.full
+def test_losses_are_kept_in_a_bucket_too(group, bucket, monkeypatch):
+    plan = dataclasses.replace(PLAN, lengths=(2, 4, 2), stride=9)
+    found, table = run(group, bucket, plan), (bucket / "recl.md").read_text()
+    assert set(names(bucket)) == {"recl.json", "recl.csv", "recl.md", "gains.png", "context.png", "losses"}
+    monkeypatch.setattr(recl, "context_losses", None)  # Nothing is computed again.
+    assert run(group, bucket, plan) == found and (bucket / "recl.md").read_text() == table
 
 
 @pytest.mark.full
