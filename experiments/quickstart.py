@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Callable
 
-from txl_jax import cli
+from txl_jax import cli, plots
 from txl_jax.cli import setting
 from txl_jax.config import (
     CorpusName,
@@ -29,7 +29,6 @@ from txl_jax.config import (
 from txl_jax.config import tree as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.errors import UserError
-from txl_jax.paper import plots
 from txl_jax.runs.build import build
 from txl_jax.runs.generate import generate_text
 from txl_jax.runs.run import Run

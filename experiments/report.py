@@ -14,12 +14,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from txl_jax import cli
+from txl_jax import cli, plots
 from txl_jax.cli import setting
 from txl_jax.config import CorpusName
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
-from txl_jax.paper import plots
 from txl_jax.runs import records
 from txl_jax.runs.records import RunRecords
 from txl_jax.runs.run import short_name

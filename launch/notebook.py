@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
+from txl_jax import plots
 from txl_jax.cli import keep_compiled
 from txl_jax.errors import UserError
-from txl_jax.paper import plots
 from txl_jax.runs.convert import convert
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.loop import Hook, HookContext

@@ -1,4 +1,4 @@
-"""The examples in docstrings of the library."""
+"""The examples in docstrings."""
 
 import doctest
 import importlib
@@ -9,7 +9,8 @@ from support import ROOT
 
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in sorted((ROOT / "txl_jax").rglob("*.py"))
+    for folder in ("txl_jax", "experiments")
+    for path in sorted((ROOT / folder).rglob("*.py"))
     if ">>>" in path.read_text()
 ]
 assert len(MODULES) > 10

@@ -4,19 +4,204 @@ r"""Tables 6, 7 and 10 of the paper: recurrence, encoding, half or full loss, at
     python -m experiments.paper.ablation --flagfile=ptb_small --train.steps=600 --out=runs/mini \
         --seeds=1,2,3 --lengths=16,32,64,128 --stride=16
 
-Each row is a run in a folder of --out, trained with the settings of the flagfile except those of
-its row, and then scored on the validation text at each of --lengths and at the attention length of
-training. Stopped, the same command resumes. It writes ablation.md, the table beside the paper's
-numbers, ablation.csv and ablation.json.
+Each row is a run in a directory of --out, trained with the settings of the flagfile except those of
+its row, and then scored on the validation split at each of --lengths and at the attention length of
+training. As in the paper, "init" is the score at the attention length of training, "best" the best
+score at any length, and the length next to it the shortest that reaches it. Stopped, the same
+command resumes. It writes ablation.md, the table beside the paper's numbers, ablation.csv and
+ablation.json.
 """
 
+import dataclasses
+import enum
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.paper import context_length
 from txl_jax import cli
 from txl_jax.cli.flags import groups
-from txl_jax.config import ExperimentConfig
-from txl_jax.paper import ablation
-from txl_jax.paper.ablation import Plan
+from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, LossPart, Network
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
+from txl_jax.metrics import Measure
+from txl_jax.runs.build import build
+from txl_jax.runs.records import csv_file
+from txl_jax.runs.run import Run
+from txl_jax.runs.score import Interrupted
+from txl_jax.runs.train import train_run
+from txl_jax.runtime import distributed, environment
+from txl_jax.runtime.storage import exists, read, write, write_json
 
-GROUPS = [group for group in groups() if group != "generate"]
+# Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints it.
+_TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005}
+
+# The rows of the tables, and the settings of a row
+
+
+class Table(enum.StrEnum):
+    """A table of the paper."""
+
+    WIKITEXT103 = "6"
+    LM1B = "7"
+    EQUAL_MEMORY = "10"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a table."""
+
+    recurrence: bool  # Whether there is a memory.
+    encoding: Encoding
+    loss: LossPart
+    published: tuple[float | None, ...] = (None, None, None)  # The paper's init, best and length, None if not given.
+    segment_len: int | None = None  # L of training, or None for the base's. Only table 10 has others.
+
+    @property
+    def name(self) -> str:
+        """The name of the row's directory."""
+        length = "" if self.segment_len is None else f"-{self.segment_len}"
+        return f"{'recurrence' if self.recurrence else 'none'}-{self.encoding}-{self.loss}{length}"
+
+
+_REL, _SHAW, _VASWANI, _AL_RFOU = Encoding.RELATIVE, Encoding.SHAW, Encoding.VASWANI, Encoding.AL_RFOU
+_FULL, _HALF = LossPart.FULL, LossPart.HALF
+TABLES = {
+    # WikiText-103, 128M parameters: validation perplexities.
+    Table.WIKITEXT103: (
+        Row(True, _REL, _FULL, (27.02, 26.77, 500)),
+        Row(True, _SHAW, _FULL, (27.94, None, None)),
+        Row(True, _REL, _HALF, (28.69, 28.33, 460)),
+        Row(False, _REL, _FULL, (29.59, 29.02, 260)),
+        Row(False, _REL, _HALF, (30.10, None, None)),
+        Row(False, _SHAW, _FULL, (29.75, None, None)),
+        Row(False, _SHAW, _HALF, (30.50, None, None)),
+        Row(False, _VASWANI, _HALF, (30.97, None, None)),
+        Row(False, _AL_RFOU, _HALF, (31.16, None, None)),
+    ),
+    # One Billion Word: test perplexities.
+    Table.LM1B: (
+        Row(True, _REL, _FULL, (None, 25.2, None)),
+        Row(True, _SHAW, _FULL, (None, 25.7, None)),
+        Row(False, _REL, _FULL, (None, 27.1, None)),
+    ),
+    # WikiText-103: the same device memory for each.
+    Table.EQUAL_MEMORY: (
+        Row(True, _REL, _FULL, (27.02, 26.77, 500)),
+        Row(True, _REL, _HALF, (28.69, 28.33, 460)),
+        Row(False, _REL, _FULL, (28.43, 27.98, 400), segment_len=176),
+        Row(False, _REL, _HALF, (28.83, 28.83, 120), segment_len=172),
+    ),
+}
+
+
+def row_named(table: Table, name: str) -> Row:
+    """Returns the row of a table, or any other row of the grid, for which the paper has no numbers.
+
+    >>> row_named(Table.WIKITEXT103, "none-vaswani-full").published
+    (None, None, None)
+
+    Raises:
+      UserError: If no row has this name.
+    """
+    for row in TABLES[table]:
+        if row.name == name:
+            return row
+    parts = name.split("-")
+    try:
+        recurrence = {"recurrence": True, "none": False}[parts[0]]
+        encoding, loss = Encoding(parts[1]), LossPart(parts[2])
+        segment_len = int(parts[3]) if len(parts) == 4 else None
+        if len(parts) > 4 or (segment_len is not None and segment_len < 1):
+            raise ValueError
+    except (KeyError, ValueError, IndexError):
+        raise UserError(
+            f"no row is called {name}; table {table} has {', '.join(row.name for row in TABLES[table])}, and the "
+            f"names of others have these parts too: recurrence or none, {' or '.join(Encoding)}, "
+            f"{' or '.join(LossPart)}, and a segment length if it is not the flagfile's"
+        ) from None
+    return Row(recurrence, encoding, loss, segment_len=segment_len)
+
+
+def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
+    """Returns the base with the settings of a row.
+
+    Without recurrence there is no memory, in training and in the evaluations during it. Learned tables have as many
+    distances as training.
+    """
+    segment_len = row.segment_len or base.train.segment_len
+    mem_len = base.train.mem_len if row.recurrence else 0
+    changes: dict[str, Any] = {
+        "seed": seed,
+        "model.encoding": row.encoding,
+        "model.num_positions": segment_len + mem_len if row.encoding.is_learned else None,
+        "model.untie_r": base.model.untie_r and row.encoding is Encoding.RELATIVE,
+        "model.tie_positions": base.model.tie_positions and row.encoding is Encoding.RELATIVE,
+        "train.loss": row.loss,
+        "train.segment_len": segment_len,
+        "train.mem_len": mem_len,
+    }
+    if not row.recurrence:
+        changes |= {"train.same_length": False, "eval.mem_len": 0, "eval.same_length": False}
+        changes |= {"eval.segment_len": segment_len}
+    return config_tree.replace(base, changes)
+
+
+# The study
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.TextPlan):
+    """The rows, seeds and attention lengths."""
+
+    table: Table = setting(Table.WIKITEXT103, "Table of the paper.")
+    rows: tuple[str, ...] = setting(
+        (), "Rows by name, also others of the grid such as none-vaswani-full. If empty, the rows of the table."
+    )
+    seeds: tuple[int, ...] = setting((1111,), "Seeds. Each row is trained once per seed.")
+    lengths: tuple[int, ...] = setting((64, 128, 256, 512), "Attention lengths scored, in addition to training's.")
+    stride: int = setting(1, "Scored tokens per window of models without recurrence.", at_least=1)
+    equal_memory: bool = setting(False, "Table 10: the longest segments that fit into the first row's device memory.")
+    out: str | None = setting(None, "Directory for the runs and the table. Created if missing.", path=True)
+
+    @property
+    def chosen_rows(self) -> list[Row]:
+        """The rows; raises `UserError` if no row has one of the names."""
+        return [row_named(self.table, name) for name in self.rows] or list(TABLES[self.table])
+
+    def validate(self) -> None:
+        """Raises `UserError` for an unknown row, no seed or equal ones, no directory, or a setting out of range."""
+        check_fields(self, "")
+        require(self.seeds, "no seed was given; give at least one")
+        require(
+            len(set(self.seeds)) == len(self.seeds),
+            f"the seeds must differ, since each makes its own run, got {list(self.seeds)}",
+        )
+        require(self.out, "no directory was given; set out to the directory for the runs and the table")
+        require(
+            not self.equal_memory or any(row.segment_len is not None for row in self.chosen_rows),
+            "equal_memory is true and no row has its own segment length; that is table 10",
+        )
+
+    def check(self, config: ExperimentConfig) -> None:
+        """Raises `UserError` if settings do not fit together in any row, at any attention length."""
+        require(
+            config.model.network is Network.TRANSFORMER_XL,
+            f"model.network must be {Network.TRANSFORMER_XL} for these rows, got {config.model.network}",
+        )
+        for row in self.chosen_rows:
+            changed = row_config(config, row, self.seeds[0])
+            changed.validate()
+            require(
+                changed.train.mem_len or not row.recurrence,
+                f"the row {row.name} has recurrence and train.mem_len is 0; give the length of its memory",
+            )
+            for length in _lengths(changed, self):
+                context_length.at_lengths(changed, [length], stride=_stride(changed, self, length))
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -25,8 +210,246 @@ def run(plan: Plan, job: cli.Job) -> None:
     plan.check(config)  # Before a text is read.
     corpus = job.corpus(config)
     with job.stop:
-        ablation.run(config, corpus, plan, stop_requested=lambda: job.stop)
+        train_and_score(config, corpus, plan, stop_requested=lambda: job.stop)
+
+
+class Score(NamedTuple):
+    """A row's scores on the validation split, for one seed."""
+
+    init: float  # At the attention length of training.
+    best: float  # The best at any attention length.
+    length: int  # The shortest attention length that reaches the best.
+    at: dict[int, float]  # By attention length.
+
+
+def train_and_score(
+    config: ExperimentConfig, corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
+) -> dict[str, list[Score]]:
+    """Trains and scores what is not done yet; writes ablation.md, .csv and .json into `plan.out` after each run.
+
+    Args:
+      config: Base of all rows.
+      corpus: The text.
+      plan: Rows, seeds, attention lengths and directory.
+      stop_requested: Returns whether to stop.
+
+    Returns:
+      Scores by row, one per seed.
+
+    Raises:
+      UserError: If settings do not fit together, in any row, before the first is trained.
+      Interrupted: If a stop was requested. The same call resumes.
+    """
+    plan.validate()
+    plan.check(config)
+    rows, folder, table = plan.chosen_rows, plan.out or "", ""
+    if plan.equal_memory:
+        rows = with_equal_memory(config, rows, corpus.vocabulary.size)
+    found: dict[str, list[Score]] = {}
+    for seed in plan.seeds:  # All rows of a seed before the next, so that an early table has every row.
+        for row in rows:
+            own, path = row_config(config, row, seed), os.path.join(folder, f"{row.name}-seed{seed}")
+            print(f"\n=== {row.name}, seed {seed} ===")
+            with Run.open(path) as run:
+                outcome = train_run(own, corpus, run, stop_requested=stop_requested)
+            if not outcome.finished:
+                raise Interrupted(f"{row.name}, seed {seed}")
+            scores = _score_lengths(own, corpus, Run.read(path), plan, outcome.step, stop_requested)
+            found.setdefault(row.name, []).append(_summarize(own, scores, corpus.vocabulary.measure))
+            table = distributed.broadcast_from_primary(lambda: _write_tables(found, rows, corpus, plan))
+    print(f"\n{table}")
+    print(f"results   {os.path.join(folder, 'ablation.md')}")
+    return found
+
+
+def _score_lengths(
+    config: ExperimentConfig, corpus: Corpus, trained: Run, plan: Plan, step: int, stop_requested: Callable[[], Any]
+) -> dict[int, float]:
+    """Returns the validation measure at each attention length; earlier scores are in ablation.json of the run."""
+    path = os.path.join(trained.path, "ablation.json")
+    evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
+    identity = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
+    kept = distributed.broadcast_from_primary(lambda: json.loads(read(path)) if exists(path) else {})
+    defaults = {f"eval.{name}": value for name, value in config_tree.to_dict(EvalConfig()).items()}
+    known = kept["scores"] if defaults | kept.get("of", {}) == json.loads(json.dumps(identity)) else {}
+    for length in _lengths(config, plan):
+        if str(length) not in known:
+            one = context_length.Plan(lengths=(length,), stride=_stride(config, plan, length))
+            found = context_length.score_lengths(config, corpus, trained, one, stop_requested=stop_requested)
+            known[str(length)] = found[length].value(corpus.vocabulary.measure)
+            distributed.broadcast_from_primary(lambda: write_json(path, {"of": identity, "scores": known}))
+    return {length: known[str(length)] for length in _lengths(config, plan)}
+
+
+def _lengths(config: ExperimentConfig, plan: Plan) -> list[int]:
+    return sorted({*plan.lengths, _trained_length(config)})
+
+
+def _stride(config: ExperimentConfig, plan: Plan, length: int) -> int | None:
+    """Returns the scored tokens per window of this length, or None if the model streams."""
+    return None if context_length.is_recurrent(config) else min(plan.stride, max(length, 1))
+
+
+def _trained_length(config: ExperimentConfig) -> int:
+    """Returns the attention length of training: the keys that the last query of a segment attends to."""
+    train = config.train
+    window = config.compat.window(train.mem_len, same_length=train.same_length)
+    return window or train.mem_len + train.segment_len
+
+
+def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Measure) -> Score:
+    best = min(scores.values())
+    length = min(length for length, value in scores.items() if value <= best + _TOLERANCE[measure])
+    return Score(scores[_trained_length(config)], best, length, scores)
+
+
+# Table 10: segment lengths of equal device memory
+
+
+def with_equal_memory(base: ExperimentConfig, rows: Sequence[Row], vocab_size: int) -> list[Row]:
+    """Returns the rows; those with a segment length get the longest that fits into the first row's device memory."""
+    first = TABLES[Table.EQUAL_MEMORY][0]
+    limit = training_bytes(row_config(base, first, 0), vocab_size)
+    print(f"an update of {first.name} needs {environment.megabytes(limit)}")
+    found = []
+    for row in rows:
+        if row.segment_len is not None:
+            row = dataclasses.replace(row, segment_len=longest_segment(base, row, limit=limit, vocab_size=vocab_size))
+            print(f"the same memory: {row.name}")
+        found.append(row)
+    return found
+
+
+def longest_segment(base: ExperimentConfig, row: Row, *, limit: int, vocab_size: int, step: int = 4) -> int:
+    """Returns the longest L of a row, a multiple of `step`, whose update needs at most `limit` bytes.
+
+    Memory grows with L, so that bisection finds it: a compilation for each of a handful of lengths.
+
+    Raises:
+      UserError: If not even the shortest fits.
+    """
+
+    def fits(count: int) -> bool:
+        changed = dataclasses.replace(row, segment_len=count * step)
+        return training_bytes(row_config(base, changed, 0), vocab_size) <= limit
+
+    low, high = 1, 2
+    if not fits(low):
+        raise UserError(
+            f"a segment of {step} tokens needs more than {limit:,} bytes in the row {row.name}; choose other rows"
+        )
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * step
+
+
+def training_bytes(config: ExperimentConfig, vocab_size: int) -> int:
+    """Returns the device memory of an update: parameters, optimizer state, memory and the compiler's temporaries.
+
+    Raises:
+      UserError: If the backend does not report it.
+    """
+    parts = build(config, vocab_size=vocab_size)
+    compilation = parts.training.compile_step()
+    if compilation.temporary_bytes is None:
+        raise UserError(
+            "this backend does not report the memory of an update; leave equal_memory out, or use another backend"
+        )
+    return compilation.temporary_bytes + environment.bytes_on_device(parts.training.abstract_state)
+
+
+# The files
+
+
+def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan) -> str:
+    """Writes ablation.json, .csv and .md of the scores so far; returns the last. The first row is compared with."""
+    measure, path = corpus.vocabulary.measure, os.path.join(plan.out or "", "ablation")
+    facts = {"text": corpus.description, "measure": measure.value, **environment.describe()}
+    facts |= {name: getattr(plan, name) for name in ("table", "lengths", "stride", "seeds")}
+    records = [
+        {"row": name, "seed": seed, **score._asdict()}
+        for name, scores in found.items()
+        for seed, score in zip(plan.seeds, scores, strict=False)
+    ]
+    write_json(f"{path}.json", {**facts, "scores": records})
+    columns = ("row", "seed", "init", "best", "length")
+    write(f"{path}.csv", csv_file(columns, [{name: record[name] for name in columns} for record in records]))
+    lines = [_caption(facts), "", *_by_row(found, rows, measure), "", *_by_length(found, rows, measure), ""]
+    page = "\n".join(lines)
+    write(f"{path}.md", page.encode())
+    return page
+
+
+def _caption(facts: Mapping[str, Any]) -> str:
+    test_text = ", and of the test text" if facts["table"] == Table.LM1B else ""
+    return (
+        f"Table {facts['table']} in miniature or in full: {facts['text']}, validation {facts['measure']}; mean of the "
+        'seeds (standard deviation, number of seeds); "beside" is the difference of the best to that of the first row, '
+        f"seed by seed; windows of models without recurrence score {facts['stride']} tokens each, or their length; "
+        f"{facts['device']}, {facts['date']}. The paper's numbers are of the full size{test_text}."
+    )
+
+
+def _by_row(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> list[str]:
+    """Returns the table beside the paper's."""
+    columns = ["recurrence", "encoding", "loss", f"init {measure.value}", f"best {measure.value}", "beside"]
+    columns += ["attention length", "paper: init", "best", "length"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        if row.name not in found:
+            continue
+        scores = found[row.name]
+        first = [] if row is rows[0] else found.get(rows[0].name, [])
+        beside = [score.best - other.best for score, other in zip(scores, first, strict=False)]
+        cells = [
+            "yes" if row.recurrence else "no",
+            row.encoding,
+            row.loss,
+            _mean([score.init for score in scores], measure),
+            _mean([score.best for score in scores], measure),
+            _mean(beside, measure, sign="+"),
+            ", ".join(f"{length:,}" for length in sorted({score.length for score in scores})),
+            *("" if value is None else f"{value:g}" for value in row.published),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _by_length(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> list[str]:
+    """Returns the table of the seeds' mean at each attention length."""
+    shown = sorted({length for scores in found.values() for length in scores[0].at})
+    lines = [
+        f"Validation {measure.value} by attention length:",
+        "",
+        f"| row | {' | '.join(f'{length:,}' for length in shown)} |",
+        "|---" * (len(shown) + 1) + "|",
+    ]
+    for row in rows:
+        if scores := found.get(row.name):
+            values = [[score.at[length] for score in scores] if length in scores[0].at else [] for length in shown]
+            lines.append(f"| {row.name} | {' | '.join(_mean(each, measure) for each in values)} |")
+    return lines
+
+
+def _mean(values: Sequence[float], measure: Measure, *, sign: str = "") -> str:
+    """Formats the mean, with standard deviation and number if there is more than one value."""
+    digits = 2 if measure is Measure.PPL else 4
+    if not values:
+        return ""
+    if len(values) == 1:
+        return f"{values[0]:{sign}.{digits}f}"
+    return f"{statistics.mean(values):{sign}.{digits}f} ({statistics.stdev(values):.{digits}f}, {len(values)})"
 
 
 if __name__ == "__main__":
-    cli.main(run, Plan, config=ExperimentConfig(), by_corpus=True, groups=GROUPS, hosts="join")
+    cli.main(
+        run,
+        Plan,
+        config=ExperimentConfig(),
+        by_corpus=True,
+        groups=[group for group in groups() if group != "generate"],
+        hosts="join",
+    )

@@ -7,14 +7,95 @@ It writes into --out average.png, the mean attention of every head to each dista
 heads-T.png, the weights of three heads for the query at token T (figure 6); terms-T.png, the terms
 (a), (b) and (d) of the first of them, each with its own softmax (figure 7); attention.md with the
 tokens, and all arrays. Default heads are those with the largest mean distance. Lengths are those
-of evaluation (--eval.segment_len, --eval.mem_len, --eval.clamp_len), in one row, with same_length.
+of evaluation (--eval.segment_len, --eval.mem_len, --eval.clamp_len), in one row, with same_length,
+so that every query sees A keys. Queries whose memory is not full yet are omitted from the average.
 """
 
-from txl_jax import cli
-from txl_jax.config import ExperimentConfig
-from txl_jax.paper import attention_maps
-from txl_jax.paper.attention_maps import Plan
+import dataclasses
+import io
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from txl_jax import cli, plots, sharding
+from txl_jax.config import ExperimentConfig, Network
+from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
+from txl_jax.memory import Memory
+from txl_jax.metrics import Measure, Totals
+from txl_jax.modules.attention import SCORE_PARTS
+from txl_jax.modules.positions import encoding_of
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.ops.attention import masks
+from txl_jax.ops.attention.relative import ScoreTerms, score_terms
 from txl_jax.runs.run import Run
+from txl_jax.runs.score import Split, progress_bar
+from txl_jax.runs.validation import with_duration
+from txl_jax.runs.weights import load_to_score
+from txl_jax.runtime import environment
+from txl_jax.runtime.storage import make_folder, write, write_json
+
+_DEFAULT_HEADS = 3  # Heads of figures 6 and 7, as in the paper.
+_TOP_TOKENS = 12  # Tokens that are listed per head.
+_TERMS = {"a": "(a) content", "b": "(b) content and distance", "d": "(d) distance"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.TrainedRun):
+    """The split, and the heads and queries that are drawn."""
+
+    split: Split = setting(Split.VALID, "Split that is read.")
+    tokens: int | None = setting(None, "Number of tokens that are read. none reads the whole split.", at_least=1)
+    heads: tuple[str, ...] = setting(
+        (),
+        f"Heads drawn, as layer.head from 0. If empty, the {_DEFAULT_HEADS} with the largest mean distance.",
+    )
+    positions: tuple[int, ...] = setting((), "Tokens whose queries are drawn. If empty, the last.")
+    out: str | None = setting(None, "Directory of plots and arrays. If none, attention in the workdir.", path=True)
+
+    @property
+    def layer_heads(self) -> list[tuple[int, int]]:
+        """The heads as (layer, head); raises `UserError` if a text does not name a head."""
+        try:
+            pairs = [head.split(".") for head in self.heads]
+            return [(int(layer), int(head)) for layer, head in pairs]
+        except ValueError:
+            raise UserError(
+                f"heads must be layer.head, from 0, such as 0.1,3.2, got {','.join(self.heads)!r}"
+            ) from None
+
+    def validate(self) -> None:
+        """Raises `UserError` if a setting is out of range, or a text does not name a head."""
+        check_fields(self, "")
+        self.layer_heads  # noqa: B018 (raises)
+
+    def check(self, config: ExperimentConfig) -> None:
+        """Raises `UserError` if the model has no relative attention to a memory, or lacks one of the heads."""
+        model = config.model
+        if model.network is not Network.TRANSFORMER_XL or not encoding_of(model).has_four_terms:
+            kind = model.network if model.network is not Network.TRANSFORMER_XL else f"encoding {model.encoding}"
+            raise UserError(f"the run is of {kind}; these plots are of relative attention with the terms (a) to (d)")
+        require(
+            config.eval.mem_len and config.train.mem_len,
+            f"train.mem_len is {config.train.mem_len} and eval.mem_len {config.eval.mem_len}; a model without memory "
+            "attends to none",
+        )
+        require(
+            model.end_token is None,
+            "the run keeps documents apart (data.reset_at), and the window of these plots reaches over their ends",
+        )
+        for layer, head in self.layer_heads:
+            require(
+                0 <= layer < model.n_layer and 0 <= head < model.n_head,
+                f"head {layer}.{head} was asked for; layers are 0 to {model.n_layer - 1} and heads 0 to "
+                f"{model.n_head - 1}",
+            )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -24,7 +105,311 @@ def run(plan: Plan, job: cli.Job) -> None:
     plan.check(config)  # Before a text is read.
     corpus = job.corpus(config, trained)
     with job.stop:
-        attention_maps.run(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+        draw(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+
+
+def draw(
+    config: ExperimentConfig,
+    corpus: Corpus,
+    trained: Run,
+    plan: Plan,
+    *,
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> np.ndarray:
+    """Writes average.png, plots of heads and terms, their arrays and the tokens attended to into `plan.out`.
+
+    Args:
+      config: Config of the trained run.
+      corpus: The text. It may be another text than the run's if its vocabulary is the same.
+      trained: The run.
+      plan: Split, heads and queries.
+      stop_requested: Returns whether to stop.
+
+    Returns:
+      Mean probabilities [N, H, A].
+
+    Raises:
+      UserError: If the model has no such attention or no memory, lacks the heads, positions or tokens, or has no
+        checkpoint.
+      Interrupted: If a stop was requested. Nothing is written then.
+    """
+    plan.validate()
+    plan.check(config)
+    parts, step, params = load_to_score(config, corpus, trained, log=print)
+    eval_config, tokens = config.eval, np.asarray(getattr(corpus, plan.split)[: plan.tokens])
+    n_segment = len(tokens) // eval_config.segment_len
+    first_full = -(-eval_config.mem_len // eval_config.segment_len)
+    require(
+        n_segment > first_full,
+        f"{len(tokens):,} tokens are read and the memory has {eval_config.mem_len:,} slots, which would not be full; "
+        "read more, or give a shorter --eval.mem_len",
+    )
+    first, last = first_full * eval_config.segment_len, n_segment * eval_config.segment_len - 1
+    positions = plan.positions or (last,)
+    for position in positions:
+        require(
+            first <= position <= last,
+            f"position {position:,} was asked for; queries with a full memory are at {first:,} to {last:,}",
+        )
+    began = time.monotonic()
+    average, queries = _read(parts, params, tokens, first_full, positions, corpus.vocabulary.measure, stop_requested)
+    folder = plan.out or os.path.join(trained.outputs, "attention")
+    make_folder(folder)
+    heads = plan.layer_heads or widest(average, _DEFAULT_HEADS)
+    _write(folder, average, queries, heads, tokens, corpus, {"step": int(step), "split": plan.split})
+    print(with_duration(f"results   {folder}", time.monotonic() - began))
+    return average
+
+
+# The weights
+
+
+class AttentionWeights(NamedTuple):
+    """The attention weights of one segment's queries by distance 0 .. A - 1 (A: the window).
+
+    A key at distance d is d positions before the query; 0 is the query's own.
+    """
+
+    probabilities: jax.Array  # [N, B, H, L, A].
+    terms: ScoreTerms  # (a) to (d), [N, B, H, L, A] each, before any softmax.
+
+
+def attention_weights(
+    params: Any, model: TransformerXL, tokens: jax.Array, memory: Memory, *, clamp_len: int | None
+) -> tuple[AttentionWeights, Memory]:
+    """Computes the attention weights of a segment int [B, L] with `same_length`, and the memory after it.
+
+    Distances that a query does not see have probability 0 and terms of -inf.
+    """
+    (_, after), kept = model.apply(
+        {"params": params},
+        tokens,
+        memory,
+        clamp_len=clamp_len,
+        same_length=True,
+        deterministic=True,
+        mutable=["attention"],
+    )
+    parts = kept["attention"]["stack"]["layers"]["attention"]
+    mem_len, segment_len = memory.mem_len, tokens.shape[1]
+    window = model.compat.window(mem_len, same_length=True)
+    mask = masks.attention_mask(memory.valid, segment_len=segment_len, mem_len=mem_len, window=window)[None, :, None]
+    terms = jax.vmap(
+        lambda query, key, position_key, u, v: score_terms(query, key, position_key, content_bias=u, position_bias=v)
+    )(*(parts[name] for name in SCORE_PARTS))
+    probabilities = jax.nn.softmax(jnp.where(mask, sum(terms), -jnp.inf), axis=-1)
+    # The column of the key at each distance from each row's query: [L, A].
+    column = mem_len + jnp.arange(segment_len)[:, None] - jnp.arange(window)[None, :]
+
+    def by_distance(array: jax.Array, hidden: float) -> jax.Array:
+        """Gathers keys [N, B, H, L, K] by distance: [N, B, H, L, A]."""
+        index = jnp.broadcast_to(jnp.maximum(column, 0), (*array.shape[:-2], *column.shape))
+        taken = jnp.take_along_axis(jnp.where(mask, array, hidden), index, axis=-1)
+        return jnp.where((column >= 0)[None, None, None], taken, hidden)
+
+    terms_by_distance = ScoreTerms(*(by_distance(term, -jnp.inf) for term in terms))
+    return AttentionWeights(by_distance(probabilities, 0.0), terms_by_distance), after
+
+
+@dataclasses.dataclass(frozen=True)
+class Query:
+    """The attention of one query, by distance 0 .. A - 1."""
+
+    position: int  # Of the query's own token in the text.
+    probabilities: np.ndarray  # [N, H, A].
+    terms: dict[str, np.ndarray]  # "a", "b" and "d": each its own softmax, [N, H, A].
+
+
+def _read(
+    parts: Any,
+    params: Any,
+    tokens: np.ndarray,
+    first_full: int,
+    positions: Sequence[int],
+    measure: Measure,
+    stop_requested: Callable[[], Any],
+) -> tuple[np.ndarray, list[Query]]:
+    """Reads the text segment by segment; returns mean probabilities, and the queries at `positions`."""
+    eval_config, model = parts.config.eval, parts.model
+    length = eval_config.segment_len
+
+    def weights_of(params: Any, segment: jax.Array, memory: Any) -> Any:
+        return attention_weights(params, model, segment, memory, clamp_len=eval_config.clamp_len)
+
+    def sum_weights(params: Any, segment: jax.Array, memory: Any) -> Any:
+        weights, memory = weights_of(params, segment, memory)
+        return weights.probabilities.sum(axis=(1, 3)), memory
+
+    summed_weights = sharding.bind_mesh(parts.mesh, jax.jit(sum_weights))
+    # All weights of a segment can be a gigabyte: only where a query is asked for.
+    all_weights = sharding.bind_mesh(parts.mesh, jax.jit(weights_of))
+    memory = model.init_memory(batch_size=1, mem_len=eval_config.mem_len)
+    total: Any = 0.0
+    found: dict[int, Query] = {}
+    n_segment = len(tokens) // length
+    progress: dict[str, Any] = {"measure": measure, "log": print, "stop_requested": stop_requested}
+    with progress_bar("attention", total=n_segment, unit="segment", **progress) as show:
+        for k in range(n_segment):
+            segment = tokens[None, k * length : (k + 1) * length].astype(np.int32)
+            here = [position for position in positions if position // length == k]
+            if here:
+                weights, _ = all_weights(params, segment, memory)
+                found |= {position: _query(weights, position, position % length) for position in here}
+            summed, memory = summed_weights(params, segment, memory)
+            if k >= first_full:
+                total = total + np.asarray(summed, np.float64)
+            show(k + 1, Totals())
+    return total / ((n_segment - first_full) * length), [found[position] for position in positions]
+
+
+def _query(weights: AttentionWeights, position: int, row: int) -> Query:
+    terms = {name: np.asarray(getattr(weights.terms, name)[:, 0, :, row]) for name in _TERMS}
+    return Query(
+        position=position,
+        probabilities=np.asarray(weights.probabilities[:, 0, :, row]),
+        terms={name: np.asarray(jax.nn.softmax(term, axis=-1)) for name, term in terms.items()},
+    )
+
+
+def mean_distances(average: np.ndarray) -> np.ndarray:
+    """Computes the mean distance of each head's attention: [N, H, A] -> [N, H]."""
+    return (average * np.arange(average.shape[-1])).sum(-1) / average.sum(-1)
+
+
+def widest(average: np.ndarray, count: int) -> list[tuple[int, int]]:
+    """Returns the `count` heads (layer, head), from 0, with the largest mean distances, first one of each layer."""
+    order = np.argsort(-mean_distances(average), axis=None, kind="stable")
+    heads = [divmod(int(i), average.shape[1]) for i in order]
+    first: dict[int, tuple[int, int]] = {}
+    for layer, head in heads:
+        first.setdefault(layer, (layer, head))
+    chosen = list(first.values())
+    return (chosen + [head for head in heads if head not in chosen])[:count]
+
+
+# The files
+
+
+def _write(
+    folder: str,
+    average: np.ndarray,
+    queries: Sequence[Query],
+    heads: Sequence[tuple[int, int]],
+    tokens: np.ndarray,
+    corpus: Corpus,
+    facts: dict[str, Any],
+) -> None:
+    """Writes the arrays, the mean distances of the heads, lists of the tokens with the largest weights, and plots."""
+    distances = mean_distances(average)
+    arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
+    for query in queries:
+        arrays[f"probabilities_{query.position}"] = query.probabilities
+        arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
+    data = io.BytesIO()
+    np.savez_compressed(data, **arrays)
+    write(os.path.join(folder, "attention.npz"), data.getvalue())
+    chosen = [{"layer": layer, "head": head, "span": float(distances[layer, head])} for layer, head in heads]
+    record = {"text": corpus.description, **facts, **environment.describe(), "heads": chosen}
+    write_json(os.path.join(folder, "attention.json"), record)
+    lines = [f"# Attention weights on {corpus.description} ({facts['split']}), step {facts['step']:,}", ""]
+    for query in queries:
+        lines += _markdown(query, heads, distances, tokens, corpus)
+    write(os.path.join(folder, "attention.md"), "\n".join(lines).encode())
+    if not plots.can_draw():
+        print("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
+        return
+    title = f"{corpus.name} ({facts['split']}), step {facts['step']:,}"
+    _draw_average(average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head")
+    for query in queries:  # Figure 6: each head; figure 7: the terms of the first.
+        labels, own_title = _labels(query, tokens, corpus), f"{title}: the query at token {query.position:,}"
+        rows = {_name(head): query.probabilities[head] for head in heads}
+        _draw_rows(rows, labels, os.path.join(folder, f"heads-{query.position}.png"), title=own_title)
+        rows = {label: query.terms[name][heads[0]] for name, label in _TERMS.items()}
+        path = os.path.join(folder, f"terms-{query.position}.png")
+        _draw_rows(rows, labels, path, title=f"{own_title}, {_name(heads[0])}, term by term")
+
+
+def _markdown(
+    query: Query, heads: Sequence[tuple[int, int]], distances: np.ndarray, tokens: np.ndarray, corpus: Corpus
+) -> list[str]:
+    """Lists the tokens with the largest weights of a query's heads."""
+    labels = _labels(query, tokens, corpus)
+    start = max(query.position - 60, 0)
+    before = corpus.vocabulary.decode(tokens[start : query.position + 1]).decode(errors="replace")
+    lines = [f"## The query at token {query.position:,}", "", "It ends", "", "```", before, "```", ""]
+    lines += ["| head | mean distance over the text | largest weights (distance: probability) |", "|---|---|---|"]
+    for head in heads:
+        row = query.probabilities[head]
+        top = np.argsort(-row, kind="stable")[:_TOP_TOKENS]
+        listed = ", ".join(f"`{labels[d]}` ({d}: {row[d]:.2f})" for d in top)
+        lines.append(f"| {_name(head)} | {distances[head]:.1f} | {listed} |")
+    return [*lines, ""]
+
+
+def _name(head: tuple[int, int]) -> str:
+    return f"layer {head[0] + 1}, head {head[1] + 1}"
+
+
+def _labels(query: Query, tokens: np.ndarray, corpus: Corpus) -> list[str]:
+    """Returns the token at each distance before a query, printable."""
+    places = range(query.position, query.position - query.probabilities.shape[-1], -1)
+    shown = (corpus.vocabulary.decode(tokens[place : place + 1]).decode(errors="replace") for place in places)
+    shown = (text.rstrip(" ") or text for text in shown)  # A word's own space is dropped; a space by itself is a token.
+    return [text.replace("\n", "\\n").replace("\t", "\\t").replace("|", "\\|").replace("`", "'") for text in shown]
+
+
+def _draw_average(average: np.ndarray, path: str, *, title: str) -> None:
+    """Draws the mean attention [N, H, A] of every head, a row each, to the distances 0 .. A - 1.
+
+    The color scale is the square root, or all but the nearest distances would be white.
+    """
+    from matplotlib.colors import PowerNorm
+
+    n_layer, n_head, n_distance = average.shape
+    figure = plots.figure(height=min(max(0.07 * n_layer * n_head, 3.5), 12))
+    plot = figure.add_subplot()
+    rows = average.reshape(n_layer * n_head, n_distance)[:, ::-1]
+    edges = {"extent": (n_distance - 0.5, -0.5, n_layer * n_head, 0), "aspect": "auto", "interpolation": "nearest"}
+    image = plot.imshow(rows, cmap="Greys", norm=PowerNorm(0.5, vmin=0, vmax=np.quantile(rows, 0.999)), **edges)
+    for layer in range(1, n_layer):
+        plot.axhline(layer * n_head, color="#c0392b", linewidth=0.5)
+    plot.set_yticks([(layer + 0.5) * n_head for layer in range(n_layer)], [str(layer + 1) for layer in range(n_layer)])
+    plot.set(title=title, xlabel="distance of the key (tokens)", ylabel=f"layer, {n_head} heads each")
+    figure.colorbar(image, label="probability")
+    plots.save(figure, path)
+
+
+def _draw_rows(rows: Mapping[str, np.ndarray], labels: Sequence[str], path: str, *, title: str) -> None:
+    """Draws probabilities [A] of one query, a panel per row, with the tokens of the largest weights."""
+    figure = plots.figure(height=1.9 * len(rows) + 0.8)
+    panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
+    for panel, (name, row) in zip(panels, rows.items(), strict=True):
+        panel.vlines(np.arange(len(row)), 0, row, color="#2980b9", linewidth=max(0.6, 100 / len(row)))
+        # The term (d) does not depend on the tokens.
+        for distance in [] if name == _TERMS["d"] else spaced(np.argsort(-row), len(row) / 14)[:7]:
+            panel.annotate(
+                labels[distance].replace("$", r"\$"),
+                (distance, row[distance]),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="right" if distance < len(row) / 40 else "center",
+                fontsize=8,
+            )
+        panel.set(ylim=(0, row.max() * 1.25), xlim=(len(row) - 0.5, -0.5), ylabel="probability")
+        panel.set_title(name, fontsize=9, loc="left")
+        panel.grid(alpha=0.2)
+    panels[-1].set_xlabel("distance of the key (tokens)")
+    figure.suptitle(title, fontsize=11)
+    plots.save(figure, path)
+
+
+def spaced(places: Sequence[int] | np.ndarray, least: float) -> list[int]:
+    """Returns the places in order, without those nearer than `least` to an earlier one."""
+    kept: list[int] = []
+    for place in places:
+        if all(abs(place - other) >= least for other in kept):
+            kept.append(int(place))
+    return kept
 
 
 if __name__ == "__main__":

@@ -12,11 +12,45 @@ still clamps. A model without recurrence (--model.encoding=vaswani, or trained w
 number of tokens that each of them scores.
 """
 
-from txl_jax import cli
-from txl_jax.config import ExperimentConfig
-from txl_jax.paper import context_length
-from txl_jax.paper.context_length import Plan
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from txl_jax import cli, plots
+from txl_jax.config import ExperimentConfig, Network
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import require, setting
+from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
+from txl_jax.metrics import Measure, Totals
+from txl_jax.modules.positions import encoding_of
+from txl_jax.runs.build import build
+from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
+from txl_jax.runs.score import Split, score
+from txl_jax.runs.validation import as_record, format_scores, with_duration
+from txl_jax.runs.weights import load_to_score
+from txl_jax.runtime import distributed, storage
+
+COLUMNS = ("attention_length", "tokens", "loss", "bpc", "perplexity", "seconds")  # The loss is in nats.
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.TrainedRun):
+    """The attention lengths and the split."""
+
+    lengths: tuple[int, ...] = setting((64, 128, 256, 512, 1024, 2048), "Attention lengths.")
+    split: Split = setting(Split.VALID, "Split that is scored.")
+    stride: int | None = setting(
+        None, "Scored tokens per window, without recurrence. 1 is the published protocol.", at_least=1
+    )
+
+    stopped: ClassVar[str] = "the lengths before it are in context_length.csv"
+
+    def check(self, config: ExperimentConfig) -> None:
+        """Raises `UserError` if the run cannot be scored so."""
+        at_lengths(config, self.lengths, stride=self.stride)
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -26,7 +60,132 @@ def run(plan: Plan, job: cli.Job) -> None:
     plan.check(config)  # Before a text is read.
     corpus = job.corpus(config, trained)
     with job.stop:
-        context_length.run(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+        score_lengths(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+
+
+def score_lengths(
+    config: ExperimentConfig,
+    corpus: Corpus,
+    trained: Run,
+    plan: Plan,
+    *,
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> dict[int, Totals]:
+    """Scores a split at each length; writes context_length.csv after each, and context_length.png at the end.
+
+    Args:
+      config: Config of the trained run.
+      corpus: The text. It may be another text than the run's if its vocabulary is the same.
+      trained: The run.
+      plan: Lengths, split and stride.
+      stop_requested: Returns whether to stop.
+
+    Raises:
+      UserError: As `at_lengths`, or if the text has another vocabulary or the run has no checkpoint.
+      Interrupted: If a stop was requested. The rows before it are written.
+    """
+    plan.validate()
+    configs = at_lengths(config, plan.lengths, stride=plan.stride)
+    _, step, params = load_to_score(config, corpus, trained, log=print)
+    measure, tokens = corpus.vocabulary.measure, getattr(corpus, plan.split)
+    table, found, rows = f"{trained.outputs}/context_length.csv", {}, []
+    for length, changed in configs.items():
+        name, began = f"{plan.split} at attention length {length:,}", time.monotonic()
+        parts = build(changed, vocab_size=corpus.vocabulary.size)
+        totals = score(parts, params, tokens, name=name, measure=measure, log=print, stop_requested=stop_requested)
+        seconds = time.monotonic() - began  # With compilation.
+        print(with_duration(f"{name} {format_scores(totals, measure)}", seconds))
+        found[length] = totals
+        rows.append({"attention_length": length, **as_record(totals), "seconds": seconds})
+        distributed.broadcast_from_primary(lambda: storage.write(table, csv_file(COLUMNS, rows)))
+    print(f"results   {table}")
+    if not distributed.broadcast_from_primary(plots.can_draw):
+        print("no picture drawn: matplotlib is not installed (pip install '.[plots]')")
+        return found
+    picture = f"{trained.outputs}/context_length.png"
+    how = "streaming with a memory" if plan.stride is None else f"sliding windows, stride {plan.stride:,}"
+    title = f"{corpus.name} ({plan.split}), step {step:,}, {how}"
+    distributed.broadcast_from_primary(lambda: _draw(found, picture, title=title, measure=measure))
+    print(f"picture   {picture}")
+    return found
+
+
+def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int | None) -> dict[int, ExperimentConfig]:
+    """Returns the config that scores each length, shortest first; each length once.
+
+    Raises:
+      UserError: If there is no length or one below 1, if the stride is missing, not needed or longer than a window, or
+        if settings do not fit a length.
+    """
+    require(
+        lengths and min(lengths) >= 1,
+        f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}",
+    )
+    shortest = min(lengths)
+    if is_recurrent(config) and stride is not None:
+        raise UserError(
+            f"the stride is for windows, which models without recurrence need, got {stride} for a model with a memory, "
+            "which reads each token once. Leave it out."
+        )
+    if not is_recurrent(config) and stride is None:
+        raise UserError(
+            "the model has no memory to attend to, so that windows are scored; give the stride, the number of tokens "
+            "that each of them scores (1 is the published protocol, every token from a whole window)"
+        )
+    if stride is not None and not 1 <= stride <= shortest:
+        raise UserError(
+            f"the stride must be at least 1 and at most the shortest attention length, or tokens would be skipped, got "
+            f"stride {stride} and length {shortest}"
+        )
+    changed = {length: _at_length(config, length, stride) for length in sorted(set(lengths))}
+    for each in changed.values():
+        each.validate()
+    return changed
+
+
+def is_recurrent(config: ExperimentConfig) -> bool:
+    """Returns whether the model was trained with a memory, and encodes positions relative to the query."""
+    attends = config.model.network is Network.TRANSFORMER_XL  # A recurrent state reaches back however far it does.
+    return attends and encoding_of(config.model).generates_by_token and config.train.mem_len > 0
+
+
+def _at_length(config: ExperimentConfig, length: int, stride: int | None) -> ExperimentConfig:
+    """Returns the config at one attention length, streaming or in windows."""
+    if stride is None:
+        segment_len = min(config.eval.segment_len, length)
+        changes = {"mem_len": length, "same_length": True, "segment_len": segment_len, "stride": None}
+    else:
+        changes = {"mem_len": 0, "same_length": False, "segment_len": length, "stride": stride, "warmup_tokens": 0}
+    return config_tree.replace(config, {f"eval.{name}": value for name, value in changes.items()})
+
+
+def _draw(found: Mapping[int, Totals], path: str, *, title: str, measure: Measure) -> None:
+    """Draws a measure against attention lengths, on a logarithmic axis."""
+    from matplotlib.patheffects import withStroke
+    from matplotlib.ticker import NullLocator
+
+    figure = plots.figure()
+    plot = figure.add_subplot()
+    values = {length: totals.value(measure) for length, totals in found.items()}
+    plot.plot(*zip(*values.items(), strict=True), color="#c0392b", marker="o", markersize=5, linewidth=1.4)
+    for length, value in values.items():
+        plot.annotate(
+            f"{value:.2f}" if measure is Measure.PPL else f"{value:.4f}",
+            (length, value),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color="#2c3e50",
+            path_effects=[withStroke(linewidth=3, foreground="white")],  # Where the line is steep it goes behind.
+        )
+    plot.set_xscale("log", base=2)
+    plot.set_xticks(list(values), [f"{length:,}" for length in values])
+    plot.xaxis.set_minor_locator(NullLocator())
+    plot.set(title=title, xlabel="attention length (tokens)", ylabel=plots.UNITS[measure])
+    plot.margins(x=0.06, y=0.14)
+    plot.grid(alpha=0.25)
+    plots.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -4,25 +4,174 @@
     python -m experiments.paper.continuation --workdir=runs/wt103 --starts=1000,52000 --context=500
 
 It writes a markdown file, --out: for each start the context, the model's continuation, sampled as
---generate.* sets (top-k with k = 40, 500 tokens), and the text's own. Words are detokenized
+--generate.* sets (top-k with k = 40, 500 tokens), and the text's own. The paper's contexts are
+parts of WikiText-103's test split, and it sampled with k = 40 too. Words are detokenized
 (WikiText's @-@, @,@ and spaces before commas are removed).
 """
 
+import dataclasses
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
 from txl_jax import cli
-from txl_jax.config import ExperimentConfig
-from txl_jax.paper import continuation
-from txl_jax.paper.continuation import Plan
+from txl_jax.config import ExperimentConfig, Tokenizer
+from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.data.corpus import Corpus
+from txl_jax.inference.generator import Generator
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.run import Run
+from txl_jax.runs.score import Interrupted, Split
+from txl_jax.runs.weights import load_to_score
+from txl_jax.runtime import distributed, environment, storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.TrainedRun):
+    """The contexts that are continued."""
+
+    split: Split = setting(Split.TEST, "Split that contains the contexts.")
+    starts: tuple[int, ...] = setting((0,), "Tokens of the split at which contexts begin.")
+    context: int = setting(512, "Tokens of a context.", at_least=1)
+    out: str | None = setting(None, "Markdown file. If none, continuation.md in the workdir.", path=True)
+
+    def validate(self) -> None:
+        """Raises `UserError` if there is no start, or a setting is out of range."""
+        check_fields(self, "")
+        require(self.starts, "no start was given; give numbers of tokens, such as 1000,52000")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Reads the run and its text, and continues it."""
     trained = Run.read(plan.workdir, member=plan.ensemble_member)
     config = job.config_of(trained)
-    plan.check(config)  # Before a text is read.
+    check_can_generate(config)  # Before a text is read.
     corpus = job.corpus(config, trained)
     with job.stop:
-        continuation.run(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+        write(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+
+
+def write(
+    config: ExperimentConfig,
+    corpus: Corpus,
+    trained: Run,
+    plan: Plan,
+    *,
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> None:
+    """Writes a markdown file with a context, the model's continuation and the text's own, for each start.
+
+    Args:
+      config: Config of the trained run; `generate.length` tokens are written after a context.
+      corpus: The text. It may be another text than the run's if its vocabulary is the same.
+      trained: The run.
+      plan: Split, starts and length of the contexts.
+      stop_requested: Returns whether to stop.
+
+    Raises:
+      UserError: If a start is too near the end, the model cannot generate, or the run has no checkpoint.
+      Interrupted: If a stop was requested. Nothing is written then.
+    """
+    plan.validate()
+    check_can_generate(config)
+    tokens, length, context = np.asarray(getattr(corpus, plan.split)), config.generate.length, plan.context
+    for start in plan.starts:
+        require(
+            0 <= start <= len(tokens) - context - length,
+            f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the "
+            f"{plan.split} split has {len(tokens):,}; the last possible start is {len(tokens) - context - length:,}",
+        )
+    parts, step, params = load_to_score(config, corpus, trained, log=print)
+    assert isinstance(parts.model, TransformerXL)  # As `check_can_generate` found.
+    generator = Generator(
+        parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh
+    )
+    weights = generator.prepare_params(params)
+    how, facts = config.generate, environment.describe()
+    sampled = "from all tokens" if how.top_k is None else f"with top-k, k = {how.top_k}"
+    opening = (
+        f"# Continuations of {corpus.description} ({plan.split})\n\n"
+        f"Step {step:,}; sampled {sampled}, temperature {how.temperature:g}, seed {how.seed}, with a memory of "
+        f"{config.eval.mem_len:,}; {facts['device']}, {facts['date']}.\n"
+    )
+    sections = [opening]
+    for start in plan.starts:
+        known = tokens[start : start + context]
+        blocks = list(generator.tokens(weights, known, stop_requested=stop_requested))
+        if stop_requested():
+            raise Interrupted(f"the continuation of token {start:,}")
+        written = np.concatenate(blocks, axis=1)
+        own = tokens[start + context : start + context + length]
+        sections.append(_section(corpus, start, known, written, own))
+        print(f"written   from token {start:,}: {len(written)} x {length:,} tokens")
+    path = plan.out or os.path.join(trained.outputs, "continuation.md")
+    distributed.broadcast_from_primary(lambda: storage.write(path, "\n".join(sections).encode()))
+    print(f"results   {path}")
+
+
+def _section(corpus: Corpus, start: int, known: np.ndarray, written: np.ndarray, own: np.ndarray) -> str:
+    lines = [f"## From token {start:,}", "", f"### Context ({len(known):,} tokens)", "", quoted(corpus, known), ""]
+    for number, row in enumerate(written, start=1):
+        which = "" if len(written) == 1 else f" {number}"
+        lines += [f"### The model's continuation{which} ({len(row):,} tokens)", "", quoted(corpus, row), ""]
+    return "\n".join([*lines, f"### The text's own ({len(own):,} tokens)", "", quoted(corpus, own), ""])
+
+
+def quoted(corpus: Corpus, ids: np.ndarray) -> str:
+    """Returns tokens as a quotation in markdown that shows the text literally."""
+    text = corpus.vocabulary.decode(ids).decode(errors="replace")
+    if corpus.vocabulary.kind == Tokenizer.WORD:
+        text = detokenize(text)
+    return "\n".join(f"> {line}" if line.strip() else ">" for line in escaped(text).splitlines())
+
+
+def escaped(text: str) -> str:
+    """Escapes the characters that markdown interprets, and those that would begin a list or a heading."""
+    text = re.sub(r"([\\`*_<>\[\]#|&~])", r"\\\1", text)
+    text = re.sub(
+        r"^( *)([-+=]|\d+[.)])",
+        lambda match: f"{match[1]}\\{match[2]}" if match[2] in "-+=" else f"{match[1]}{match[2][:-1]}\\{match[2][-1]}",
+        text,
+        flags=re.MULTILINE,
+    )
+    text = re.sub(r"^ {4,}", lambda match: "&nbsp;" * len(match[0]), text, flags=re.MULTILINE)
+    return text.replace("\n", "  \n")
+
+
+# In this order. WikiText writes hyphens, commas and points inside words and numbers as @-@, @,@ and @.@.
+_RULES = [
+    (re.compile(r" ?@([-,.])@ ?"), r"\1"),
+    (re.compile(r" ([.,:;?!%)\]}])(?=\s|$)"), r"\1"),
+    (re.compile(r"([(\[{$£€#]) (?=\S)"), r"\1"),
+    (re.compile(r" ('(?:s|re|ve|ll|d|m|t)\b)", re.IGNORECASE), r"\1"),
+    (re.compile(r" (n't\b)", re.IGNORECASE), r"\1"),
+    (re.compile(r"(s) (')(?= )"), r"\1\2"),
+    (re.compile(r" ?([\u2013\u2014/]) ?"), r"\1"),  # En dash, em dash, slash.
+    (re.compile(r'" ([^"\n]*?) "'), r'"\1"'),
+]
+_HEADING = re.compile(r"^ *((?:= )+)(.+?)((?: =)+) *$", re.MULTILINE)
+
+
+def detokenize(text: str) -> str:
+    r"""Removes the spaces that a tokenizer put in; other text comes back unchanged.
+
+    >>> detokenize('He said : " It is 3 @.@ 5 miles , isn \'t it ? "')
+    'He said: "It is 3.5 miles, isn\'t it?"'
+    """
+    text = _HEADING.sub(_as_heading, text)
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _as_heading(match: re.Match[str]) -> str:
+    """Returns the title of ` = = Reception = = `: a heading has equally many signs on both sides."""
+    before, title, after = match.group(1).count("="), match.group(2), match.group(3).count("=")
+    return title if before == after else match.group(0)
 
 
 if __name__ == "__main__":

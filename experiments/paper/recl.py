@@ -10,9 +10,95 @@ gains), gains.png and context.png (figures 3 and 4) into --out, and keeps the lo
 stopped, the same command resumes, and other ratios need no new scores.
 """
 
-from txl_jax import cli
-from txl_jax.paper import recl
-from txl_jax.paper.recl import Plan
+import dataclasses
+import io
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from txl_jax import cli, plots
+from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
+from txl_jax.evaluation.context_losses import context_losses, positions
+from txl_jax.metrics import Totals
+from txl_jax.runs.records import csv_file
+from txl_jax.runs.run import Run
+from txl_jax.runs.score import Split, check_finite, progress_bar
+from txl_jax.runs.validation import format_scores, with_duration
+from txl_jax.runs.weights import load_to_score
+from txl_jax.runtime import environment
+from txl_jax.runtime.storage import exists, make_folder, read, write, write_json
+
+# Table 8: r = 0.1, 0.5 and 1, of models trained on WikiText-103. The two groups are not comparable with each other.
+PAPER = {
+    "Transformer-XL, 151M": (900, 800, 700),
+    "QRNN": (500, 400, 300),
+    "LSTM": (400, 300, 200),
+    "Transformer-XL, 128M": (700, 600, 500),
+    "with Shaw et al.'s encoding": (400, 400, 300),
+    "without recurrence": (300, 300, 300),
+    "Transformer": (128, 128, 128),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.TextPlan):
+    """The models of the group, the contexts they are scored from, and the measure of gains."""
+
+    workdirs: tuple[str, ...] = setting((), "Directories of the trained runs.", path=True)
+    names: tuple[str, ...] = setting((), "Names of the runs. If empty, the names of their directories.")
+    lengths: tuple[int, ...] = setting((100, 1000, 100), "Shortest context, longest, and step.")
+    stride: int = setting(1, "Every s-th token is scored.", at_least=1)
+    batch_size: int = setting(16, "Contexts per call.", at_least=1)
+    ratios: tuple[float, ...] = setting((0.1, 0.5, 1.0), "r: fractions of the tokens, those with the largest loss.")
+    threshold: float = setting(0.01, "Smallest relative gain that counts.", at_least=0)
+    split: Split = setting(Split.TEST, "Split that is scored.")
+    out: str | None = setting(None, "Directory for losses, table and plots. Created if missing.", path=True)
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """The context lengths c, c + d, c + 2 d, .."""
+        shortest, longest, step = self.lengths
+        return tuple(range(shortest, longest + 1, step))
+
+    def validate(self) -> None:
+        """Raises `UserError` if lengths are not a range of two or more, out is missing, or a setting out of range."""
+        check_fields(self, "")
+        require(
+            len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
+            "lengths must be the shortest context, the longest and the step of two or more contexts, such as "
+            f"100,1000,100, got {','.join(map(str, self.lengths))}",
+        )
+        require(
+            self.ratios and all(0 < ratio <= 1 for ratio in self.ratios),
+            f"the ratios must be above 0 and at most 1, got {list(self.ratios)}",
+        )
+        require(self.out, "no directory was given; set out to a directory for losses, table and plots")
+
+    def load_runs(self) -> dict[str, Run]:
+        """Reads the runs; returns them by their names.
+
+        Raises:
+          UserError: If there are fewer than two runs or another number of names, or a directory contains no run.
+        """
+        require(
+            len(self.workdirs) >= 2,
+            f"workdirs must have two directories or more, since a relative context length compares models, got "
+            f"{len(self.workdirs)}",
+        )
+        names = self.names or tuple(map(os.path.basename, self.workdirs))
+        require(
+            len(names) == len(self.workdirs),
+            f"names must name each of the {len(self.workdirs)} workdirs, or none, got {len(names)} names",
+        )
+        require(len(set(names)) == len(names), f"the names of the models must differ, got {', '.join(names)}")
+        return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -21,7 +107,245 @@ def run(plan: Plan, job: cli.Job) -> None:
     first = next(iter(runs.values()))
     corpus = job.corpus(first.config, first)
     with job.stop:
-        recl.run(runs, corpus, plan, stop_requested=lambda: job.stop)
+        compare(runs, corpus, plan, stop_requested=lambda: job.stop)
+
+
+def compare(
+    runs: Mapping[str, Run], corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
+) -> dict[str, list[int | None]]:
+    """Scores what is not scored yet and writes recl.json, .csv, .md and two plots into `plan.out`.
+
+    Args:
+      runs: The group, as returned by `plan.load_runs`.
+      corpus: The text.
+      plan: Contexts, ratios and directory.
+      stop_requested: Returns whether to stop.
+
+    Returns:
+      For each model, RECL at each ratio, or None if it is longer than the longest context.
+
+    Raises:
+      UserError: If the group is a single model, if the plan or the text does not fit, if the directory has losses of
+        another plan, or if a model has no checkpoint.
+      Interrupted: If a stop was requested. What was scored before stays.
+    """
+    plan.validate()
+    require(
+        len(runs) >= 2,
+        f"the group must have two models or more, since a relative context length compares models, got {len(runs)}",
+    )
+    tokens = getattr(corpus, plan.split)
+    scored = positions(len(tokens), longest=plan.contexts[-1], stride=plan.stride)
+    for each in runs.values():  # An error in the last is found before the first takes its hours.
+        load_to_score(each.config, corpus, each, log=lambda line: None)
+    by_model = [_losses_of(name, each, corpus, scored, plan, stop_requested) for name, each in runs.items()]
+    losses = {context: np.stack([found[context] for found in by_model]) for context in plan.contexts}
+    all_gains = {ratio: gains(losses, ratio=ratio) for ratio in plan.ratios}
+    lengths = {
+        name: [effective_length(all_gains[ratio][i], threshold=plan.threshold) for ratio in plan.ratios]
+        for i, name in enumerate(runs)
+    }
+    _write_results(lengths, all_gains, losses, corpus, plan)
+    return lengths
+
+
+# The losses
+
+
+def _losses_of(
+    name: str, run: Run, corpus: Corpus, scored: np.ndarray, plan: Plan, stop_requested: Callable[[], Any]
+) -> dict[int, np.ndarray]:
+    """Returns the losses [n] of one model at every context length, from its files or computed.
+
+    Each length is a file, so that a stopped job resumes, and that other ratios and thresholds need no new scores.
+    """
+    parts, step, params = load_to_score(run.config, corpus, run, log=print)
+    folder, measure = os.path.join(plan.out or "", "losses", name), corpus.vocabulary.measure
+    identity = {
+        "workdir": run.path,
+        "step": int(step),
+        "text": corpus.digest,
+        "split": plan.split,
+        "clamp_len": run.config.eval.clamp_len,
+        "temperature": run.config.eval.temperature,
+        "first": int(scored[0]),
+        "stride": plan.stride,
+    }
+    _check_identity(os.path.join(folder, "scored.json"), identity)
+    found = {}
+    for length in plan.contexts:
+        path, what = os.path.join(folder, f"{length}.npy"), f"{name} from {length:,} tokens"
+        if exists(path):
+            found[length] = np.load(io.BytesIO(read(path)))
+            continue
+        began = time.monotonic()
+        progress: dict[str, Any] = {"measure": measure, "log": print, "stop_requested": stop_requested}
+        with progress_bar(what, total=len(scored), unit="token", **progress) as show:
+            found[length] = context_losses(
+                parts.evaluation.window_step,
+                params,
+                getattr(corpus, plan.split),
+                scored,
+                context=length,
+                batch_size=plan.batch_size,
+                after_call=lambda done: show(done, Totals()),
+            )
+        totals = Totals.of(found[length])
+        check_finite(totals, what)
+        data = io.BytesIO()
+        np.save(data, found[length])
+        write(path, data.getvalue())
+        print(with_duration(f"{what} {format_scores(totals, measure)}", time.monotonic() - began))
+    return found
+
+
+def _check_identity(path: str, identity: dict[str, Any]) -> None:
+    """Writes a description of the losses to `path`; raises `UserError` if another description is there."""
+    if not exists(path):
+        make_folder(os.path.dirname(path))
+        write_json(path, identity)
+        return
+    before = json.loads(read(path))
+    differing = [
+        f"{name} was {before.get(name)} and is {value}" for name, value in identity.items() if before.get(name) != value
+    ]
+    if differing:
+        raise UserError(
+            f"{os.path.dirname(path)} contains other losses ({'; '.join(differing)}); give another directory"
+        )
+
+
+# From losses to lengths. l_i(c, t) is the loss of model i at token t when it has read the c tokens before it and
+# nothing else. For models in one group, and a step d,
+#
+#     b(c, t)     = min over i of l_i(c, t)                                    the baseline
+#     f_i(c, c')  = mean over t in T of min(b(c, t), l_i(c', t))               the relative loss, c' = c + d
+#     g_i(c, c')  = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)           the relative gain
+#
+# where T are the r-th part of all positions with the largest b(c, t): those that a short context explains worst. RECL
+# is the first c, in steps of d, from which one step more gains less than the threshold. Losses above the baseline do
+# not count, so that a model which is worse everywhere gains nothing by reading on.
+
+
+class Gain(NamedTuple):
+    """The gain of a model from a longer context."""
+
+    context: int  # c
+    longer: int  # c'
+    relative: float  # g_i(c, c')
+    perplexity: float  # exp f_i(c, c) - exp f_i(c, c'), which figure 3 draws.
+
+
+def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]:
+    """Computes, for each model, the gain of every step from a context length to the next.
+
+    Args:
+      losses: By context length, in increasing order, [models, T].
+      ratio: r, above 0 and at most 1.
+    """
+    found: list[list[Gain]] = [[] for _ in next(iter(losses.values()))]
+    for context, longer in itertools.pairwise(losses):
+        baseline = losses[context].min(axis=0)
+        where = hardest(baseline, ratio)
+        for model in range(len(found)):
+            before = np.exp(_relative_loss(baseline, losses[context][model], where))
+            after = np.exp(_relative_loss(baseline, losses[longer][model], where))
+            found[model].append(Gain(context, longer, float((before - after) / before), float(before - after)))
+    return found
+
+
+def hardest(baseline: np.ndarray, ratio: float) -> np.ndarray:
+    """Returns the positions, in order, of the `ratio` of [T] with the largest baseline; at least one."""
+    count = max(round(ratio * len(baseline)), 1)
+    # Stable, so that of equal positions the earlier ones are taken.
+    return np.sort(np.argsort(-baseline, kind="stable")[:count])
+
+
+def _relative_loss(baseline: np.ndarray, losses: np.ndarray, where: np.ndarray) -> float:
+    """Computes f_i in nats from one model's losses [T]."""
+    return float(np.minimum(baseline, losses)[where].mean(dtype=np.float64))
+
+
+def effective_length(steps: Sequence[Gain], *, threshold: float) -> int | None:
+    """Returns RECL: the context from which the next step gains less than the threshold.
+
+    It is None if the lengths ended before the gains did, so that RECL is at least the last of them.
+    """
+    return next((step.context for step in steps if step.relative < threshold), None)
+
+
+# The files
+
+
+def _write_results(
+    lengths: Mapping[str, list[int | None]],
+    all_gains: Mapping[float, list[list[Gain]]],
+    losses: Mapping[int, np.ndarray],
+    corpus: Corpus,
+    plan: Plan,
+) -> None:
+    """Writes lengths, gains and plots."""
+    folder, measure = plan.out or "", corpus.vocabulary.measure
+    means = {
+        name: {c: Totals.of(rows[i]).value(measure) for c, rows in losses.items()} for i, name in enumerate(lengths)
+    }
+    n_scored = len(losses[plan.contexts[0]][0])
+    facts = {"text": corpus.description, "split": plan.split, "tokens": n_scored, **environment.describe()}
+    steps = [
+        {"model": name, "ratio": ratio, **step._asdict()}
+        for ratio in plan.ratios
+        for name, of_model in zip(lengths, all_gains[ratio], strict=True)
+        for step in of_model
+    ]
+    shared = {field.name for field in dataclasses.fields(cli.TextPlan)}
+    own = {name: value for name, value in dataclasses.asdict(plan).items() if name not in shared}
+    results = {"plan": own, "recl": lengths, measure.value: means, "gains": steps}
+    write_json(os.path.join(folder, "recl.json"), {**facts, **results})
+    write(os.path.join(folder, "recl.csv"), csv_file(list(steps[0]), steps))
+    table = _markdown(lengths, plan)
+    caption = (
+        f"RECL on {facts['text']} ({facts['split']}), {facts['tokens']:,} tokens, one in {plan.stride}, contexts from "
+        f"{plan.contexts[0]} to {plan.contexts[-1]} in steps of {plan.lengths[2]}, threshold "
+        f"{plan.threshold:g}; {facts['device']}, {facts['date']}. The paper's lengths are of models on WikiText-103."
+    )
+    write(os.path.join(folder, "recl.md"), f"{caption}\n\n{table}".encode())
+    print(f"\n{table}")
+    if plots.can_draw():
+        ratio, title = min(plan.ratios), f"{corpus.name} ({plan.split})"
+        plots.curves(
+            {
+                name: {step.longer: step.perplexity for step in of_model}
+                for name, of_model in zip(lengths, all_gains[ratio], strict=True)
+            },
+            os.path.join(folder, "gains.png"),
+            title=f"{title}: gain of {plan.lengths[2]} more tokens of context, r = {ratio:g}",
+            xlabel="context length c' (tokens)",
+            ylabel="gain in perplexity over c",
+        )
+        plots.curves(
+            means,
+            os.path.join(folder, "context.png"),
+            title=title,
+            xlabel="context length (tokens)",
+            ylabel=plots.UNITS[measure],
+        )
+    else:
+        print("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
+    print(f"results   {os.path.join(folder, 'recl.md')}")
+
+
+def _markdown(lengths: Mapping[str, list[int | None]], plan: Plan) -> str:
+    """Returns table 8, with the paper's rows below."""
+    lines = [
+        f"| model | {' | '.join(f'r = {ratio:g}' for ratio in plan.ratios)} |",
+        "|---" * (len(plan.ratios) + 1) + "|",
+    ]
+    for name, found in lengths.items():
+        cells = (f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    if plan.ratios == Plan().ratios:
+        lines += [f"| *paper: {name}* | {' | '.join(map(str, found))} |" for name, found in PAPER.items()]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -3,23 +3,212 @@
     python -m experiments.paper.table9
     python -m experiments.paper.table9 --flagfile=enwik8_24l --lengths=800,3800 --out=table9.json
 
+A model without recurrence that sees A tokens encodes all A again for each token that it predicts;
+ours reads each token once and has the A before it in its memory. The sizes are the same; the
+positions are absolute there and relative here.
+
 Without flags the sizes are those of enwik8_12l, 12 layers of width 512, and its clamp, and our
 model reads segments of 128 tokens; of the other settings only --model.*, --compat,
 --eval.segment_len, --eval.segments_per_call, --eval.clamp_len and --eval.cache_dtype matter here.
 Weights are untrained, tokens random, and both sides run in turns, one row of text on one device.
 It prints a markdown table of seconds per token, the median of the timed calls with the slowest and
-the fastest. On a CPU a call of the sliding window takes seconds: --calls and --lengths make it
-shorter.
+the fastest: on both sides the time of the layers, and of the softmax at the positions that are
+scored. On a CPU a call of the sliding window takes seconds: --calls and --lengths make it shorter.
 """
 
-from txl_jax import cli
-from txl_jax.paper import sliding_window_speed
-from txl_jax.paper.sliding_window_speed import DEFAULTS, Plan
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+
+from experiments.bench.timing import draw_tokens
+from txl_jax import cli, sharding
+from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
+from txl_jax.config import tree as config_tree
+from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.data.segments import evaluation_segments
+from txl_jax.evaluation.sliding_window import make_window_step, window_batches
+from txl_jax.runs.build import RunComponents, build
+from txl_jax.runtime import environment
+from txl_jax.runtime.storage import write_json
+from txl_jax.training.state import init_params
+
+# Attention length, and how many times slower than ours the authors found the sliding window (on one GPU, 2019).
+PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
+# The clamp is that of the published evaluation of enwik8_12l. It saves our side the position keys beyond it.
+DEFAULTS = ExperimentConfig(eval=EvalConfig(segment_len=128, clamp_len=820))
+VOCABULARY = 204  # enwik8's bytes without newline, as the published numbers are taken.
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.Plan):
+    """The attention lengths and the number of calls."""
+
+    lengths: tuple[int, ...] = setting(tuple(PAPER), "Attention lengths.")
+    calls: int = setting(5, "Timed calls of each side, in turns.", at_least=1)
+    warmup: int = setting(1, "Calls of each side before the timed ones.", at_least=1)
+    out: str | None = setting(None, "JSON file of sizes and all timings, written after each row.", path=True)
+
+    def validate(self) -> None:
+        """Raises `UserError` if there is no length, or a setting is out of range."""
+        check_fields(self, "")
+        require(
+            self.lengths and min(self.lengths) >= 1,
+            f"lengths must be attention lengths, such as 800,1800, got {','.join(map(str, self.lengths))!r}",
+        )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Runs the benchmark."""
-    sliding_window_speed.run(job.config(), plan)
+    """Times both sides at each length; prints a markdown table row by row and writes `plan.out`."""
+    config = job.config()
+    for side in (sliding_window_config(config), *(our_config(config, length) for length in plan.lengths)):
+        side.validate()
+        side.model.validate_vocabulary(VOCABULARY)
+    facts = environment.describe()
+    model, eval_config = config.model, config.eval
+    clamp = f"distances clamped at {eval_config.clamp_len}" if eval_config.clamp_len else "no clamp"
+    print(f"{facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}")
+    print(
+        f"{model.n_layer} layers of width {model.d_model}, {model.n_head} heads x {model.d_head}, inner width "
+        f"{model.d_inner}, {model.dtype}, vocabulary {VOCABULARY}; ours reads {eval_config.segments_per_call} "
+        f"segments of {eval_config.segment_len} tokens a call, {clamp}\n"
+    )
+    print(
+        "| attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio "
+        "| paper's ratio |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    timings = []
+    for length in plan.lengths:
+        timing = measure(config, vocab_size=VOCABULARY, attention_len=length, warmup=plan.warmup, calls=plan.calls)
+        timings.append(timing)
+        cells = [f"{length:,}"]
+        for seconds in (timing.sliding_window, timing.ours):
+            cells += [f"{value:.3g}" for value in (statistics.median(seconds), max(seconds), min(seconds))]
+        cells += [f"{timing.ratio:,.0f}", f"{PAPER[length]:,}" if length in PAPER else ""]
+        print(f"| {' | '.join(cells)} |")
+        if plan.out:
+            write_json(plan.out, _record(config, plan, facts, timings))
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Both sides at one attention length: seconds per token of each timed call."""
+
+    attention_len: int  # A.
+    sliding_window: tuple[float, ...]  # Of calls that predict one token each.
+    ours: tuple[float, ...]  # Of calls that read S segments of L tokens each.
+
+    @property
+    def ratio(self) -> float:
+        """Ratio of the medians: sliding window over ours."""
+        return statistics.median(self.sliding_window) / statistics.median(self.ours)
+
+
+def measure(config: ExperimentConfig, *, vocab_size: int, attention_len: int, warmup: int, calls: int) -> Timing:
+    """Times both at one attention length, on one device; calls take turns, so that a slow minute affects both.
+
+    Args:
+      config: Sizes; L, S and `clamp_len` of evaluation. The rest of evaluation is set here: one row, M = A and
+        `same_length`, so that every token sees A tokens.
+      vocab_size: V.
+      attention_len: A.
+      warmup: Untimed calls of each, at least 1, since the first compiles.
+      calls: Timed calls of each.
+    """
+    sides = {
+        "sliding_window": _sliding_window(sliding_window_config(config), vocab_size, attention_len),
+        "ours": _streaming(our_config(config, attention_len), vocab_size),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(warmup + calls):
+        for name, side in sides.items():
+            began = time.perf_counter()
+            side.call()
+            seconds[name].append((time.perf_counter() - began) / side.tokens)
+    return Timing(attention_len, **{name: tuple(found[warmup:]) for name, found in seconds.items()})
+
+
+def sliding_window_config(config: ExperimentConfig) -> ExperimentConfig:
+    """Returns the same sizes with absolute positions, which have no u and v."""
+    model = dataclasses.replace(config.model, encoding=Encoding.VASWANI, num_positions=None, untie_r=False)
+    return dataclasses.replace(config, model=model, mesh=MeshConfig(data=1))
+
+
+def our_config(config: ExperimentConfig, attention_len: int) -> ExperimentConfig:
+    """Returns the same sizes with relative positions, and a memory of the attention length."""
+    model = dataclasses.replace(config.model, encoding=Encoding.RELATIVE, num_positions=None)
+    eval_config = dataclasses.replace(config.eval, batch_size=1, mem_len=attention_len, same_length=True)
+    return dataclasses.replace(config, model=model, eval=eval_config, mesh=MeshConfig(data=1))
+
+
+class _Side(NamedTuple):
+    """One side of the comparison."""
+
+    call: Callable[[], Any]  # Returns when its results are there.
+    tokens: int  # Number of tokens that a call predicts.
+
+
+def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: int) -> _Side:
+    """Returns the call that scores the last position of a window of A random tokens."""
+    parts = build(config, vocab_size=vocab_size)
+    params = _params(parts)
+    step = sharding.bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
+    # The text's second window is the first that scores one token.
+    tokens = draw_tokens(vocab_size, attention_len + 2)
+    _, window = window_batches(tokens, attention_len=attention_len, stride=1, batch_size=1)
+    inputs, targets = jax.device_put((window.inputs, window.targets))
+    return _Side(lambda: jax.block_until_ready(step(params, inputs, targets)), tokens=1)
+
+
+def _streaming(config: ExperimentConfig, vocab_size: int) -> _Side:
+    """Returns the call that scores S segments of random tokens with a full memory."""
+    parts, eval_config = build(config, vocab_size=vocab_size), config.eval
+    weights = parts.evaluation.prepare_params(_params(parts))
+    memory = parts.evaluation.init_memory(weights)
+    memory = memory.replace(valid=memory.valid * 0 + eval_config.mem_len)
+    n_token = eval_config.segment_len * eval_config.segments_per_call
+    reader = evaluation_segments(
+        draw_tokens(vocab_size, n_token + 1), batch_size=1, segment_len=eval_config.segment_len
+    )
+    drawn = reader.segments(0, eval_config.segments_per_call)
+    # As in the middle of a text: no row has its memory reset.
+    segments = parts.placement.place(drawn._replace(reset=drawn.reset & False))
+
+    def call() -> None:
+        nonlocal memory
+        memory, *scores = parts.evaluation.eval_step(weights, memory, segments)
+        jax.block_until_ready((memory, scores))
+
+    return _Side(call, tokens=n_token)
+
+
+def _params(parts: RunComponents) -> Any:
+    """Returns untrained parameters."""
+    init = jax.jit(lambda: nn.unbox(init_params(parts.model, jax.random.key(parts.config.seed))))
+    return sharding.bind_mesh(parts.mesh, init)()
+
+
+def _record(config: ExperimentConfig, plan: Plan, facts: dict[str, Any], timings: Sequence[Timing]) -> dict[str, Any]:
+    """Returns all timings with the sizes and the environment they were measured with."""
+    model, evaluation = config_tree.to_dict(config.model), config_tree.to_dict(config.eval)
+    del model["encoding"]  # Each side has its own.
+    return {
+        **facts,
+        "model": model,
+        "compat": config_tree.to_dict(config.compat),
+        "vocab_size": VOCABULARY,
+        "eval": {name: evaluation[name] for name in ("segment_len", "segments_per_call", "clamp_len", "cache_dtype")},
+        "warmup": plan.warmup,
+        "rows": [
+            {**dataclasses.asdict(timing), "ratio": timing.ratio, "paper_ratio": PAPER.get(timing.attention_len)}
+            for timing in timings
+        ],
+    }
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ if outcome.results is None:
 from IPython.display import Image, display
 
 from experiments import quickstart
-from txl_jax.paper import plots
+from txl_jax import plots
 from txl_jax.runtime.log import read_metrics
 
 run = Run.read(workdir)
@@ -185,12 +185,12 @@ display(Image(picture))
 # prediction: the bytes that three heads with long-range attention attended to.
 
 # %%
-from txl_jax.paper import attention_maps
+from experiments.paper import attention
 
 figures = workdir / "attention"
 some_tokens = min(len(corpus.valid), 8 * (config.eval.mem_len + config.eval.segment_len))
-plan = attention_maps.Plan(tokens=some_tokens, out=str(figures))
-attention_maps.run(config, corpus, run, plan)
+plan = attention.Plan(tokens=some_tokens, out=str(figures))
+attention.draw(config, corpus, run, plan)
 display(Image(figures / "average.png"))
 display(Image(max(figures.glob("heads-*.png"))))
 

@@ -8,10 +8,10 @@ import pytest
 
 from experiments import report
 from support import programs, recorded_run
+from txl_jax import plots
 from txl_jax.cli.flags import FLAGFILE_DIR
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.metrics import Measure
-from txl_jax.paper import plots
 from txl_jax.runs.records import read_runs, swept_settings
 from txl_jax.runtime import storage
 from txl_jax.runtime.log import read_metrics

@@ -37,11 +37,17 @@ from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.storage import as_path, download, is_remote, write_json, write_lines
 
-SPLITS = ("valid", "test")  # The splits that are scored.
 _SECONDS_BETWEEN_LINES = 20.0
 _TOKENS_PER_BLOCK = 1 << 16
 # Control characters and line separators: a reader may end a line there, and a terminal may obey them.
 _CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
+
+
+class Split(enum.StrEnum):
+    """A split that is scored."""
+
+    VALID = "valid"
+    TEST = "test"
 
 
 class Interrupted(Exception):  # noqa: N818 (a request, not an error)
@@ -132,7 +138,7 @@ def evaluate_splits(
         "eval": config_tree.to_dict(config.eval),
         **environment.describe(),
     }
-    for split in SPLITS:
+    for split in Split:
         results[split] = as_result(_score_split(components, params, corpus, split, log, stop_requested))
     path = os.path.join(run.outputs, "evaluation.json")
     distributed.broadcast_from_primary(lambda: write_json(path, results))
@@ -164,8 +170,8 @@ def score_tokens(
       UserError, Interrupted: As `evaluate_splits`. The files that are complete stay.
     """
     components, _, params = load_to_score(config, corpus, run, log=log)
-    totals = {}
-    for split in SPLITS:
+    totals: dict[str, Totals] = {}
+    for split in Split:
         tokens = getattr(corpus, split)
         nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, config.model.dtype))
         totals[split] = _score_split(components, params, corpus, split, log, stop_requested, token_nats=nats)

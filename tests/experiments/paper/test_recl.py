@@ -1,18 +1,76 @@
-"""Tests RECL: losses at exact contexts, the files, a stop, and refusals."""
+"""Tests RECL: gains and lengths of losses made by hand, losses at exact contexts, the files, a stop, and refusals."""
 
 import dataclasses
 import functools
 import json
+import math
 
 import jax
 import numpy as np
 import pytest
 
+from experiments.paper import recl
+from experiments.paper.recl import Plan
 from support import tiny_run
+from txl_jax import plots
 from txl_jax.config import Encoding, Network
-from txl_jax.paper import plots, recl
-from txl_jax.paper.recl import Plan
 from txl_jax.runs.score import Interrupted
+from txl_jax.runtime.storage import names
+
+LENGTHS = range(100, 1000, 100)
+
+
+def losses(*stops: int) -> dict[int, np.ndarray]:
+    """Losses of one model per stop, which fall by 0.02 nats a hundred tokens up to it, at positions of 4 and 2 nats."""
+    hard = np.array([4.0, 2.0, 4.0, 2.0, 2.0, 2.0, 4.0, 2.0, 2.0, 2.0])
+    return {
+        length: np.stack([hard - 0.02 * (min(length, stop) - LENGTHS[0]) / 100 for stop in stops]) for length in LENGTHS
+    }
+
+
+def effective_lengths(losses, *, ratio):
+    return [recl.effective_length(steps, threshold=0.01) for steps in recl.gains(losses, ratio=ratio)]
+
+
+@pytest.mark.parametrize(("ratio", "first"), [(0.1, 300), (0.5, 300), (1.0, 300), (1.0, None)])
+def test_a_model_whose_gain_stops_at_a_known_length_or_never(ratio, first):
+    assert effective_lengths(losses(first or 5000, 700), ratio=ratio) == [first, 700]
+
+
+def test_gains_are_those_of_the_perplexity_under_the_baseline():
+    [steps, _] = recl.gains(losses(300, 700), ratio=0.1)
+    # The one hardest position of ten has 4 nats at 100 tokens and 3.98 at 200, for both.
+    assert steps[0].perplexity == pytest.approx(math.exp(4) - math.exp(3.98))
+    assert steps[0].relative == pytest.approx(1 - math.exp(-0.02))
+    assert (steps[0].context, steps[0].longer) == (100, 200)
+
+
+def test_a_model_that_is_worse_everywhere_gains_nothing():
+    """All must improve over the same baseline: here the better model's, which the other never reaches."""
+    found = losses(700, 700)
+    for of_models in found.values():
+        of_models[1] += 1
+    assert effective_lengths(found, ratio=1.0) == [700, 100]
+    assert all(step.relative == 0 for step in recl.gains(found, ratio=1.0)[1])
+
+
+def test_the_baseline_is_taken_anew_at_each_length():
+    """The first model stops at 300; behind it the second goes on, and from 300 on its gains count in full."""
+    found = losses(300, 300)
+    for length in LENGTHS:
+        found[length][1] += 0.005 - 0.02 * max(length - 400, 0) / 100
+    _, steps = recl.gains(found, ratio=1.0)
+    assert steps[3].context == 400
+    assert steps[3].relative == pytest.approx(1 - math.exp(-0.015), rel=1e-6)  # From 0.005 above to 0.015 below.
+    assert steps[4].relative == pytest.approx(1 - math.exp(-0.02), rel=1e-6)
+
+
+def test_the_hardest_positions():
+    baseline = np.array([1.0, 5.0, 3.0, 5.0, 2.0])
+    assert recl.hardest(baseline, 0.4).tolist() == [1, 3]
+    assert recl.hardest(baseline, 0.2).tolist() == recl.hardest(baseline, 0.01).tolist() == [1]
+    assert recl.hardest(baseline, 1.0).tolist() == [0, 1, 2, 3, 4]
+
 
 PLAN = Plan(lengths=(2, 8, 3), stride=3, batch_size=4)
 MODELS = {
@@ -32,7 +90,7 @@ def group(make_run, tmp_path_factory):
 
 
 def run(group, folder, plan=PLAN, **others):
-    return recl.run(*group, dataclasses.replace(plan, out=str(folder)), **{"log": str, **others})
+    return recl.compare(*group, dataclasses.replace(plan, out=str(folder)), **others)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -66,6 +124,15 @@ def test_losses_are_those_of_the_context_alone(group, tmp_path):
     assert any(tmp_path.glob("*.png")) == plots.can_draw()
     with pytest.raises(ValueError, match=r"\bstride\D*\b3\b\D*\b2\b"):  # Losses of another plan do not count.
         run(group, tmp_path, dataclasses.replace(PLAN, stride=2))
+
+
+@pytest.mark.full
+def test_losses_are_kept_in_a_bucket_too(group, bucket, monkeypatch):
+    plan = dataclasses.replace(PLAN, lengths=(2, 4, 2), stride=9)
+    found, table = run(group, bucket, plan), (bucket / "recl.md").read_text()
+    assert set(names(bucket)) == {"recl.json", "recl.csv", "recl.md", "gains.png", "context.png", "losses"}
+    monkeypatch.setattr(recl, "context_losses", None)  # Nothing is computed again.
+    assert run(group, bucket, plan) == found and (bucket / "recl.md").read_text() == table
 
 
 @pytest.mark.full

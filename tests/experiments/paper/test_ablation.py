@@ -7,14 +7,13 @@ import re
 import numpy as np
 import pytest
 
+from experiments.paper import ablation
+from experiments.paper.ablation import TABLES, Plan, Row, Table, row_config, row_named
 from support import tiny_run
 from txl_jax.config import Encoding, LossPart, Network
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
-from txl_jax.paper import ablation, equal_memory
-from txl_jax.paper.ablation import Plan
-from txl_jax.paper.ablation_rows import TABLES, Row, Table, row_config, row_named
 from txl_jax.runs.score import Interrupted
 
 SIX = Table.WIKITEXT103
@@ -34,7 +33,7 @@ def plan_of(*rows, seeds=(1,), lengths=(4,), **others):
 
 
 def run(base, plan, folder, **others):
-    return ablation.run(*base, dataclasses.replace(plan, out=str(folder)), **{"log": str, **others})
+    return ablation.train_and_score(*base, dataclasses.replace(plan, out=str(folder)), **others)
 
 
 def test_a_row_outside_the_table_is_known_by_its_name():
@@ -82,33 +81,34 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
     kept = json.loads(path.read_text())
     assert kept["of"].pop("eval.stride") is None
     path.write_text(json.dumps(kept))
-    monkeypatch.setattr(ablation.context_length, "run", None)
+    monkeypatch.setattr(ablation.context_length, "score_lengths", None)
     assert run(base, PLAN, tmp_path) == found
 
 
-SCORED = re.compile(r"length\D*\b4\b.*\bbpc\b")  # The line of a score at attention length 4.
-
-
 @pytest.mark.nightly(part="long")
-def test_a_stopped_job_goes_on(base, tmp_path):
-    plan = plan_of(RECURRENT, AL_RFOU, lengths=(4, 12), stride=2)
-    logged = []
+def test_a_stopped_job_goes_on(base, tmp_path, capsys):
+    plan, printed = plan_of(RECURRENT, AL_RFOU, lengths=(4, 12), stride=2), []
+
+    def scored():
+        """The lines of scores at attention length 4 since the list was cleared."""
+        printed.append(capsys.readouterr().out)
+        return re.findall(r"length\D*\b4\b.*\bbpc\b", "".join(printed))
+
     with pytest.raises(Interrupted):
-        run(base, plan, tmp_path, stop_requested=lambda: len(logged) > 0, log=logged.append)
+        run(base, plan, tmp_path, stop_requested=lambda: True)
     assert not (tmp_path / "ablation.md").exists()
     # Once more while lengths are scored: the one that was done stays.
     with pytest.raises(Interrupted):
-        run(base, plan, tmp_path, stop_requested=lambda: any(map(SCORED.search, logged)), log=logged.append)
-    scored = json.loads((tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json").read_text())["scores"]
-    assert list(scored) == ["4"]
-    found = run(base, plan, tmp_path, log=logged.append)
-    assert len(list(filter(SCORED.search, logged))) == 2, "each row once"
-    logged.clear()
-    assert run(base, plan, tmp_path, log=logged.append) == found
-    assert not any(map(SCORED.search, logged)), "nothing is scored again"
+        run(base, plan, tmp_path, stop_requested=scored)
+    assert list(json.loads((tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json").read_text())["scores"]) == ["4"]
+    found = run(base, plan, tmp_path)
+    assert len(scored()) == 2, "each row once"
+    printed.clear()
+    assert run(base, plan, tmp_path) == found
+    assert not scored(), "nothing is scored again"
     # Scores of another stride do not count as these; those of the recurrent row depend on none, and are made again too.
-    run(base, dataclasses.replace(plan, stride=4), tmp_path, log=logged.append)
-    assert len(list(filter(SCORED.search, logged))) == 2
+    run(base, dataclasses.replace(plan, stride=4), tmp_path)
+    assert len(scored()) == 2
 
 
 def test_the_shortest_length_that_is_as_good():
@@ -136,12 +136,12 @@ def test_the_whole_table_follows_from_a_base_with_tied_positions(base):
 @pytest.mark.nightly(part="long")
 def test_the_longest_segment_of_equal_memory():
     config = config_tree.replace(tiny_run.CONFIG, {"train.mem_len": 24})
-    limit = equal_memory.training_bytes(row_config(config, RECURRENT, 0), 13)
+    limit = ablation.training_bytes(row_config(config, RECURRENT, 0), 13)
     row = Row(False, Encoding.RELATIVE, LossPart.FULL, segment_len=1)
-    found = equal_memory.longest_segment(config, row, limit=limit, vocab_size=13)
+    found = ablation.longest_segment(config, row, limit=limit, vocab_size=13)
     rows = (dataclasses.replace(row, segment_len=length) for length in (found, found + 4))
-    fits, exceeds = (equal_memory.training_bytes(row_config(config, each, 0), 13) for each in rows)
+    fits, exceeds = (ablation.training_bytes(row_config(config, each, 0), 13) for each in rows)
     assert fits <= limit < exceeds
     assert found > L
     with pytest.raises(ValueError, match=r"\b10\b"):
-        equal_memory.longest_segment(config, row, limit=10, vocab_size=13)
+        ablation.longest_segment(config, row, limit=10, vocab_size=13)

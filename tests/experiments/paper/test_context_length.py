@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from experiments.paper import context_length
+from experiments.paper.context_length import Plan
 from support import tiny_run
+from txl_jax import plots
 from txl_jax.config import Encoding
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
-from txl_jax.paper import context_length
-from txl_jax.paper.context_length import Plan
-from txl_jax.paper.study import Split
 from txl_jax.runs import score
-from txl_jax.runs.score import Interrupted
+from txl_jax.runs.score import Interrupted, Split
 from txl_jax.runs.validation import as_record
 
 # Not the defaults, so that a sweep must set or keep them.
@@ -27,55 +27,56 @@ def recurrent(make_run, tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("recurrent"), GIVEN)
 
 
-def sweep(run, lengths, *, stride=None, split=Split.VALID, log=str, **others):
+def sweep(run, lengths, *, stride=None, split=Split.VALID, **others):
+    """The totals by length, and the rows of the table as numbers."""
     plan = Plan(lengths=tuple(lengths), split=split, stride=stride)
-    return context_length.run(*run, plan, log=log, **others)
+    return context_length.score_lengths(*run, plan, **others), table(run)
 
 
 def table(run):
     with open(Path(run[2].path, "context_length.csv"), newline="") as file:
-        return list(csv.DictReader(file))
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("split", Split)
 def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     config, corpus, workdir = recurrent
-    rows = sweep(recurrent, [12, 3, 12], split=split)
-    assert [row.attention_length for row in rows] == [3, 12], "shortest first, each once"
-    for row, segment_len in zip(rows, [3, 5], strict=True):  # Those of evaluation have 5.
-        at = {"eval.mem_len": row.attention_length, "eval.same_length": True, "eval.segment_len": segment_len}
-        alone = score.evaluate_splits(config_tree.replace(config, at), corpus, workdir, log=str)
-        assert as_record(row.totals) == alone[split] and row.seconds > 0
-    assert rows[0].totals.nats != rows[1].totals.nats
-    written = [{name: float(value) for name, value in row.items()} for row in table(recurrent)]
-    assert written == [row.as_record() for row in rows]
+    found, rows = sweep(recurrent, [12, 3, 12], split=split)
+    assert list(found) == [row["attention_length"] for row in rows] == [3, 12], "shortest first, each once"
+    for length, row, segment_len in zip(found, rows, [3, 5], strict=True):  # Those of evaluation have 5.
+        at = {"eval.mem_len": length, "eval.same_length": True, "eval.segment_len": segment_len}
+        alone = score.evaluate_splits(config_tree.replace(config, at), corpus, workdir, log=str)[split]
+        assert as_record(found[length]) == alone == {name: row[name] for name in alone} and row["seconds"] > 0
+    assert found[3].nats != found[12].nats
+    assert Path(workdir.path, "context_length.png").exists() == plots.can_draw()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("changes", [{"model.encoding": Encoding.VASWANI}, {"train.mem_len": 0}], ids=str)
 def test_without_recurrence_windows_are_scored(make_run, tmp_path, changes):
     config, corpus, _ = run = make_run(tmp_path, GIVEN | changes)
-    rows = sweep(run, [9, 4], stride=3)
+    found, rows = sweep(run, [9, 4], stride=3)
     made = context_length.build(config, vocab_size=corpus.vocabulary.size).model
     step, params = make_window_step(made, clamp_len=4), tiny_run.params(made)
-    for row, length in zip(rows, [4, 9], strict=True):
+    assert list(found) == [row["attention_length"] for row in rows] == [4, 9]
+    for length, totals in found.items():
         expected = evaluate_windows(step, params, corpus.valid, attention_len=length, stride=3, batch_size=1)
-        assert row.attention_length == length and row.totals.tokens == expected.tokens == len(corpus.valid) - 1
-        assert row.totals.nats == pytest.approx(expected.nats, rel=1e-6)
-    assert [int(row["attention_length"]) for row in table(run)] == [4, 9]
+        assert totals.tokens == expected.tokens == len(corpus.valid) - 1
+        assert totals.nats == pytest.approx(expected.nats, rel=1e-6)
 
 
 @pytest.mark.full
-def test_a_stop_leaves_the_rows_before_it(recurrent):
-    stopping = []
+def test_a_stop_leaves_the_rows_before_it(recurrent, capsys):
+    printed = []
 
-    def log(line):
-        stopping.append(re.match(r"valid\b\D*\b5\b", line))  # Its result is logged.
+    def first_is_printed():
+        printed.append(capsys.readouterr().out)
+        return re.search(r"(?m)^valid\b\D*\b5\b", "".join(printed))
 
     with pytest.raises(Interrupted, match=r"\b8\b"):
-        sweep(recurrent, [5, 8], log=log, stop_requested=lambda: any(stopping))
-    assert [int(row["attention_length"]) for row in table(recurrent)] == [5]
+        sweep(recurrent, [5, 8], stop_requested=first_is_printed)
+    assert [row["attention_length"] for row in table(recurrent)] == [5]
 
 
 @pytest.mark.parametrize(

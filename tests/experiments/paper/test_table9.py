@@ -1,5 +1,6 @@
 """Tests the measurement of table 9, and the program that prints it."""
 
+import dataclasses
 import itertools
 import json
 import statistics
@@ -7,9 +8,9 @@ import statistics
 import jax
 import pytest
 
+from experiments.paper import table9
 from support import programs, tiny
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig
-from txl_jax.paper import sliding_window_speed
 from txl_jax.runs import build
 
 A, L, S = 9, 5, 2
@@ -20,67 +21,61 @@ SMALL = ["--model.n_layer=1", "--model.d_model=16", "--model.n_head=2", "--model
 def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens():
     model = ModelConfig(n_layer=3, d_inner=30, untie_r=True)
     config = ExperimentConfig(model=model, eval=EvalConfig(batch_size=4, same_length=False))
-    window, ours = sliding_window_speed.sliding_window_config(config), sliding_window_speed.our_config(config, 800)
+    window, ours = table9.sliding_window_config(config), table9.our_config(config, 800)
     window.validate()
     ours.validate()
-    assert (window.model.encoding, ours.model.encoding) == (Encoding.VASWANI, Encoding.RELATIVE)
-    assert ours.model == config.model  # The published model is the relative one.
-    for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "dtype"):
-        assert getattr(window.model, name) == getattr(config.model, name)
+    assert ours.model == config.model and config.model.encoding is Encoding.RELATIVE  # As published.
+    assert window.model == dataclasses.replace(config.model, encoding=Encoding.VASWANI, untie_r=False)
     assert (ours.eval.batch_size, ours.eval.mem_len, ours.eval.same_length) == (1, 800, True)
     assert window.mesh == ours.mesh == MeshConfig(data=1)
+
+
+def note_calls(monkeypatch, module, maker, note):
+    """Has `note` called with the model and the arguments of each call of a step that `maker` makes."""
+    make = getattr(module, maker)
+
+    def made(model, *settings, **options):
+        step = make(model, *settings, **options)
+
+        def noted(*arguments):
+            note(model, *arguments)
+            return step(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(module, maker, made)
 
 
 @pytest.mark.full
 def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
     windows, segments, memories = [], [], []
-    window_step, eval_step = sliding_window_speed.make_window_step, build.make_eval_step
 
-    def note_windows(model, **options):
-        step = window_step(model, **options)
+    def note_window(model, params, inputs, targets):
+        windows.append((inputs.shape, targets.shape, model.config.encoding))
 
-        def noted(params, inputs, targets):
-            windows.append((inputs.shape, targets.shape, model.config.encoding))
-            return step(params, inputs, targets)
+    def note_segments(model, weights, memory, read):
+        jax.debug.callback(lambda *both: memories.append([each.tolist() for each in both]), memory.valid, read.reset)
+        segments.append((read.inputs.shape, memory.mem_len, model.config.encoding))
 
-        return noted
-
-    def note_segments(model, config):
-        step = eval_step(model, config)
-
-        def noted(weights, memory, read):
-            jax.debug.callback(
-                lambda *both: memories.append([each.tolist() for each in both]), memory.valid, read.reset
-            )
-            segments.append((read.inputs.shape, memory.mem_len, model.config.encoding))
-            return step(weights, memory, read)
-
-        return noted
-
-    monkeypatch.setattr(sliding_window_speed, "make_window_step", note_windows)
-    monkeypatch.setattr(build, "make_eval_step", note_segments)
-    row = sliding_window_speed.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=1, calls=2)
+    note_calls(monkeypatch, table9, "make_window_step", note_window)
+    note_calls(monkeypatch, build, "make_eval_step", note_segments)
+    row = table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=1, calls=2)
     jax.effects_barrier()
     assert windows == [((1, A), (1, 1), Encoding.VASWANI)] * 3
     assert segments == [((S, 1, L), A, Encoding.RELATIVE)]  # Traced once.
     assert memories == [[[A], [[False]] * S]] * 3  # Full, and no row starts anew.
     assert (row.attention_len, len(row.sliding_window), len(row.ours)) == (A, 2, 2)
-    assert min(row.sliding_window + row.ours) > 0
 
 
 def test_sides_take_turns_and_seconds_are_per_token(monkeypatch):
     clock, turns = itertools.count(), []
-    monkeypatch.setattr(sliding_window_speed.time, "perf_counter", lambda: float(next(clock)))  # A call takes a second.
+    monkeypatch.setattr(table9.time, "perf_counter", lambda: float(next(clock)))  # A call takes a second.
     for name, side, tokens in (("_sliding_window", "window", 1), ("_streaming", "ours", 8)):
-        made = sliding_window_speed._Side(lambda side=side: turns.append(side), tokens)
-        monkeypatch.setattr(sliding_window_speed, name, lambda *_, made=made: made)
-    row = sliding_window_speed.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=2, calls=3)
+        made = table9._Side(lambda side=side: turns.append(side), tokens)
+        monkeypatch.setattr(table9, name, lambda *_, made=made: made)
+    row = table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=2, calls=3)
     assert turns == ["window", "ours"] * 5
     assert (row.sliding_window, row.ours, row.ratio) == ((1.0,) * 3, (0.125,) * 3, 8)
-
-
-def test_the_ratio_is_that_of_the_medians():
-    assert sliding_window_speed.Timing(A, sliding_window=(6.0, 1.0, 100.0), ours=(2.0, 3.0, 0.1)).ratio == 3
 
 
 @pytest.mark.full

@@ -1,43 +1,32 @@
-"""Tests of what attention weights at: terms, order by distance, spans."""
+"""Tests the attention study: the weights and terms by distance, averages, what is written, and what is refused."""
+
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import oracles, tiny
-from txl_jax.config import DType
+from experiments.paper import attention
+from experiments.paper.attention import Plan
+from support import oracles, tiny, tiny_run
+from txl_jax import plots
+from txl_jax.config import DType, Encoding, Network
+from txl_jax.config import tree as config_tree
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.ops.attention import Visibility, positions
-from txl_jax.ops.attention.relative import relative_attention, score_terms
-from txl_jax.paper import attention_terms
+from txl_jax.runs.score import Interrupted
 
 L, M = 3, 7
-
-
-def test_the_terms_add_up_to_the_scores_that_attention_uses(x64):
-    rng = np.random.default_rng(0)
-    shapes = {"query": (2, 4, L, 5), "key": (2, 4, L + M, 5), "position_key": (4, L + M, 5)}
-    arrays = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
-    biases = {name: jnp.asarray(rng.normal(size=(4, 5))) for name in ("content_bias", "position_bias")}
-    value = jnp.asarray(rng.normal(size=(2, 4, L + M, 5)))
-    visibility = Visibility(jnp.asarray([M, 2]), L, M, M)
-    terms = score_terms(*arrays.values(), **biases)
-    probabilities = jax.nn.softmax(jnp.where(visibility.mask()[:, None], sum(terms), -jnp.inf), axis=-1)
-    found = jnp.einsum("bhlk,bhke->bhle", probabilities, value)
-    query, key, position_key = arrays.values()
-    expected = relative_attention(query, key, value, position_key, **biases, visibility=visibility)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
-    assert all(float(np.abs(term).max()) > 0.1 for term in terms)
 
 
 def read(model, *, segments=4, clamp_len=None):
     """The weights at each segment, from an empty memory."""
     params, memory = tiny.variables(model)["params"], model.init_memory(batch_size=tiny.B, mem_len=M)
-    text, lengths = tiny.text(segments * L), {"clamp_len": clamp_len, "same_length": True}
+    text = tiny.text(segments * L)
     for k in range(segments):
         tokens = text[:, k * L : (k + 1) * L]
-        weights, memory = attention_terms.attention_weights(params, model, tokens, memory, **lengths)
+        weights, memory = attention.attention_weights(params, model, tokens, memory, clamp_len=clamp_len)
         yield weights, memory
 
 
@@ -97,6 +86,67 @@ def test_spans_and_the_widest_heads():
     average = np.zeros((3, 2, 5))
     for (layer, head), distance in {(0, 0): 1, (0, 1): 4, (1, 0): 3, (1, 1): 2, (2, 0): 0, (2, 1): 1}.items():
         average[layer, head, distance] = 1
-    assert attention_terms.mean_distances(average).tolist() == [[1, 4], [3, 2], [0, 1]]
-    assert attention_terms.widest(average, 3) == [(0, 1), (1, 0), (2, 1)]
-    assert attention_terms.widest(average, 5) == [(0, 1), (1, 0), (2, 1), (1, 1), (0, 0)]
+    assert attention.mean_distances(average).tolist() == [[1, 4], [3, 2], [0, 1]]
+    assert attention.widest(average, 3) == [(0, 1), (1, 0), (2, 1)]
+    assert attention.widest(average, 5) == [(0, 1), (1, 0), (2, 1), (1, 1), (0, 0)]
+
+
+def test_labels_keep_their_distance():
+    assert attention.spaced([9, 8, 2, 5, 4, 0], 3) == [9, 2, 5]
+
+
+A = 9  # Of tiny_run's evaluation, whose segments have 5 tokens; the validation text has 55 bytes.
+
+
+@pytest.fixture(scope="module")
+def run(make_run, tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("attention"))
+
+
+def draw(run, folder, stop_requested=lambda: False, **others):
+    return attention.draw(*run, Plan(out=str(folder), **others), stop_requested=stop_requested)
+
+
+@pytest.mark.full
+def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(run, tmp_path, monkeypatch):
+    average = draw(run, tmp_path)
+    assert (tmp_path / "attention.md").exists() and any(tmp_path.glob("*.png")) == plots.can_draw()
+    heads = json.loads((tmp_path / "attention.json").read_text())["heads"]
+    assert len(heads) == 3 and heads[0]["span"] == max(head["span"] for head in heads)
+
+    # The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on.
+    monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
+    everywhere = tuple(range(10, 55))
+    draw(run, tmp_path, positions=everywhere)
+    with np.load(tmp_path / "attention.npz") as arrays:
+        for name in ("probabilities", "term_a", "term_b", "term_d"):
+            found = np.stack([arrays[f"{name}_{position}"] for position in everywhere])
+            assert found.shape == (len(everywhere), tiny.N, tiny.H, A)
+            np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+        mean = np.mean([arrays[f"probabilities_{position}"] for position in everywhere], axis=0)
+        np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
+    np.testing.assert_allclose(average, mean, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_a_stop_writes_nothing_and_what_is_not_there_is_refused(run, tmp_path):
+    with pytest.raises(Interrupted):
+        draw(run, tmp_path / "a", stop_requested=lambda: True)
+    for others, pattern in (
+        ({"tokens": 12}, r"\b12\b.*\b9\b"),
+        ({"positions": (3,)}, r"\b3\b.*\b10\b.*\b54\b"),
+        ({"heads": ("2.0",)}, r"\b2\.0\b.*\b0\b.*\b1\b"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            draw(run, tmp_path / "a", **others)
+    assert not (tmp_path / "a").exists()
+
+
+def test_models_without_such_a_memory_are_refused():
+    for changes, pattern in (
+        ({"model.network": Network.LSTM}, r"\blstm\b"),
+        ({"model.encoding": Encoding.SHAW, "model.num_positions": 9}, r"\bshaw\b"),
+        ({"eval.mem_len": 0, "eval.same_length": False}, r"eval\.mem_len\D*\b0\b"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            Plan().check(config_tree.replace(tiny_run.CONFIG, changes))

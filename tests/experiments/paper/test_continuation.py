@@ -1,14 +1,14 @@
-"""Tests the continuation job: the parts of its page, the same text as generation writes, and what is refused."""
+"""Tests the continuation study: the parts of its page, the same text as generation writes, refusals, detokenization."""
 
 import numpy as np
 import pytest
 
+from experiments.paper import continuation
+from experiments.paper.continuation import Plan, detokenize
 from support import drawn_run, tiny_run
 from txl_jax.config import LineMark, Network, Tokenizer
 from txl_jax.config import tree as config_tree
 from txl_jax.inference.generator import Generator
-from txl_jax.paper import continuation
-from txl_jax.paper.continuation import Plan
 from txl_jax.runs.score import Interrupted
 
 WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "was", "seen", "."]
@@ -26,7 +26,7 @@ def run(tmp_path_factory):
 
 
 def write(run, path, stop_requested=lambda: False, **others):
-    continuation.run(*run[:3], Plan(out=str(path), **others), log=str, stop_requested=stop_requested)
+    continuation.write(*run[:3], Plan(out=str(path), **others), stop_requested=stop_requested)
     return path.read_text()
 
 
@@ -39,9 +39,8 @@ def test_context_continuation_and_the_texts_own_are_printed_below_each_other(run
     generator = Generator(parts.model, config.eval, config.generate)
     weights = generator.prepare_params(tiny_run.params(parts.model))
     written = np.concatenate(list(generator.tokens(weights, np.asarray(corpus.test)[3:14])), axis=1)
-    for row in written:
-        assert continuation._quoted(corpus, row) in page
-    assert continuation._quoted(corpus, np.asarray(corpus.test)[14:21]) in page
+    for row in [*written, np.asarray(corpus.test)[14:21]]:
+        assert continuation.quoted(corpus, row) in page
 
 
 @pytest.mark.full
@@ -59,4 +58,23 @@ def test_a_stop_writes_nothing_and_what_cannot_be_is_refused(run, tmp_path):
 
 def test_signs_of_markdown_are_shown_as_they_are():
     shown = {"- a": "\\- a", "1. b": "1\\. b", "    c": "&nbsp;" * 4 + "c", "a *b* #1\nc": "a \\*b\\* \\#1  \nc"}
-    assert {text: continuation._escaped(text) for text in shown} == shown
+    assert {text: continuation.escaped(text) for text in shown} == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("well @-@ known , 1 @,@ 000 miles , 3 @.@ 5 km .", "well-known, 1,000 miles, 3.5 km."),
+        ('He said : " It is so ! " and left .', 'He said: "It is so!" and left.'),
+        ('" One " and " two "', '"One" and "two"'),
+        ("the album 's cover does n't ( in 1999 ) show $ 5", "the album's cover doesn't (in 1999) show $5"),
+        ("the fans ' view", "the fans' view"),
+        ("1990 \u2013 1995", "1990\u20131995"),
+        (" = Robert Boulter = ", "Robert Boulter"),
+        (" = = Early life = = ", "Early life"),
+        ("x = y + z", "x = y + z"),
+        ("one , two .\n = Three = \nfour ; five", "one, two.\nThree\nfour; five"),
+    ],
+)
+def test_words_come_back_as_people_write_them(words, text):
+    assert detokenize(words) == text

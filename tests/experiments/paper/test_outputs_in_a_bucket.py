@@ -1,0 +1,26 @@
+"""Tests studies of a run in a bucket: what they write there is what they write on a disk."""
+
+import io
+
+import numpy as np
+import pytest
+
+from experiments.paper import attention, context_length, continuation
+from txl_jax.config import tree as config_tree
+from txl_jax.runtime.storage import names, read
+
+
+@pytest.mark.full
+def test_studies_of_one_run(make_run, bucket, tmp_path):
+    config, corpus, workdir = run = make_run(bucket, text_folder=tmp_path)
+    context_length.score_lengths(*run, context_length.Plan(lengths=(4,)))
+    assert "context_length.csv" in names(workdir.path)
+    short = config_tree.replace(config, {"generate.length": 5})
+    continuation.write(short, corpus, workdir, continuation.Plan(context=9))
+    assert read(f"{workdir.path}/continuation.md").decode().count("\n### ") == 3
+    average = attention.draw(*run, attention.Plan(out=str(bucket / "maps"), positions=(20,)))
+    pictures = {"average.png", "heads-20.png", "terms-20.png"}
+    assert set(names(bucket / "maps")) == {"attention.npz", "attention.json", "attention.md"} | pictures
+    assert (bucket / "maps" / "average.png").read_bytes().startswith(b"\x89PNG")
+    with np.load(io.BytesIO((bucket / "maps" / "attention.npz").read_bytes())) as arrays:
+        np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)

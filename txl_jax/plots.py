@@ -1,0 +1,116 @@
+"""Learning curves as PNG files, and the style of all figures.
+
+matplotlib is an extra (`plots`), which is imported only when a figure is drawn. Without it, every function except
+`can_draw` raises ModuleNotFoundError.
+"""
+
+import importlib.util
+import io
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from txl_jax.metrics import Measure
+from txl_jax.runtime.storage import AnyPath, write
+
+UNITS = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}
+
+
+def can_draw() -> bool:
+    """Returns whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def learning_curve(
+    records: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str, levels: Mapping[str, float]
+) -> None:
+    """Draws bpc against updates.
+
+    Args:
+      records: Records of metrics.jsonl. Those of the kinds "train" and "valid" are drawn.
+      path: PNG file.
+      title: Title of the figure.
+      levels: Names and bpc of horizontal lines to compare with.
+    """
+    drawing = figure()
+    plot = drawing.add_subplot()
+    styles = {
+        "train": {"color": "#9aa7b8", "linewidth": 1.2},
+        "valid": {"color": "#c0392b", "marker": "o", "markersize": 4},
+    }
+    bpcs = []
+    for kind, style in styles.items():
+        points = [(record["step"], record["bpc"]) for record in records if record["kind"] == kind]
+        bpcs += [bpc for _, bpc in points]
+        if points:
+            plot.plot(*zip(*points, strict=True), label=kind, **style)
+    last_step = max((record["step"] for record in records), default=1)
+    for color, (name, level) in zip(("#2c3e50", "#2980b9", "#27ae60", "#8e44ad"), levels.items(), strict=False):
+        plot.axhline(level, linestyle="--", linewidth=1, color=color)
+        # At the left edge, where the curves are still far above.
+        plot.annotate(f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color)
+    plot.set(title=title, xlabel="updates", ylabel="bits per byte", xlim=(0, last_step))
+    plot.set_ylim(bottom=max(0, min([*levels.values(), *bpcs]) - 0.3), top=min(max(bpcs), 5.5))
+    plot.grid(alpha=0.25)
+    plot.legend(frameon=False)
+    save(drawing, path)
+
+
+def curves(
+    values: Mapping[str, Mapping[int, float]],
+    path: AnyPath,
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    deviations: Mapping[str, Mapping[int, float]] | None = None,
+    log: bool = False,
+) -> None:
+    """Draws one line per name.
+
+    Args:
+      values: By name, y at each x.
+      path: PNG file.
+      title: Title of the figure.
+      xlabel: Label of the x axis.
+      ylabel: Label of the y axis.
+      deviations: By name, half the height of a band around the line at each x. Lines without a name here have no band.
+      log: Draws y on a logarithmic axis.
+    """
+    from matplotlib.ticker import LogFormatter
+
+    drawing = figure()
+    plot = drawing.add_subplot()
+    colors = ("#c0392b", "#2980b9", "#27ae60", "#8e44ad", "#d68910", "#16a085", "#7f8c8d", "#2c3e50")
+    for i, (name, points) in enumerate(values.items()):
+        style = {"color": colors[i % len(colors)], "marker": "os^Dv"[i % 5], "markersize": 4, "linewidth": 1.4}
+        # With a marker at each point, a long line would be hidden.
+        plot.plot(*zip(*points.items(), strict=True), label=name, markevery=max(1, len(points) // 40), **style)
+        if band := (deviations or {}).get(name):
+            low, high = ([y + sign * band[x] for x, y in points.items()] for sign in (-1, 1))
+            plot.fill_between(list(points), low, high, color=style["color"], alpha=0.15, linewidth=0)
+    plot.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    if log:
+        plot.set_yscale("log")
+        plot.yaxis.set_major_formatter(LogFormatter())
+        plot.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
+    plot.grid(alpha=0.25)
+    plot.legend(frameon=False)
+    save(drawing, path)
+
+
+def figure(height: float = 4.5) -> Any:
+    """Returns an empty figure that needs no display, 8 inches wide."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    empty = Figure(figsize=(8, height), dpi=120, layout="constrained")
+    FigureCanvasAgg(empty)
+    return empty
+
+
+def save(drawing: Any, path: AnyPath) -> None:
+    """Writes a figure to a file or an object, in the format that its name ends with."""
+    data = io.BytesIO()
+    drawing.savefig(data, format=os.path.splitext(path)[1].removeprefix("."))
+    write(path, data.getvalue())
