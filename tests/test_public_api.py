@@ -176,7 +176,9 @@ def test_the_page_on_attention_runs_in_one_piece():
 @pytest.mark.full
 def test_the_page_on_usage_runs_in_one_piece(capsys):
     names = {"model": tiny_model.make(), "__name__": "page"}
-    for block in python_blocks("docs/usage.md"):
+    *blocks, loop = python_blocks("docs/usage.md")
+    assert "scan_segments" in loop  # It has a test of its own.
+    for block in blocks:
         exec(compile(block, "docs/usage.md", "exec"), names)
     assert len(capsys.readouterr().out.splitlines()) > 8 and len(names["whole"]) == 3
 
