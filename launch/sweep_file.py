@@ -20,7 +20,8 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
 from txl_jax.runs import run as run_lib
-from txl_jax.runs.validation import RESULTS, with_defaults
+from txl_jax.runs.run import RESULTS
+from txl_jax.runs.validation import with_defaults
 from txl_jax.runtime import storage
 
 _DEFAULTS: dict[str, ExperimentConfig] = {
