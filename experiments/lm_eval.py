@@ -38,17 +38,32 @@ def run(plan: Plan, job: cli.Job) -> None:
     if storage.is_remote(plan.include_path or ""):
         raise UserError(f"--include_path is {plan.include_path}, and the harness reads folders of this machine alone")
     try:
-        from txl_jax import lm_eval_model
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+
+        from txl_jax.lm_eval_model import HarnessModel
     except ImportError as error:
         raise UserError(f"the harness is not installed ({error}); run pip install '.[lm-eval]'") from None
-    model = lm_eval_model.HarnessModel(
-        plan.model_path, member=plan.ensemble_member, batch_size=plan.batch_size, first=plan.first
+    model = HarnessModel(plan.model_path, member=plan.ensemble_member, batch_size=plan.batch_size, first=plan.first)
+    manager = TaskManager(include_path=plan.include_path)
+    unknown = [name for name in plan.tasks if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))]
+    if unknown:
+        raise UserError(f"there is no task {', '.join(unknown)}; give names of the harness, or --include_path=FOLDER")
+    results = simple_evaluate(
+        model,
+        tasks=list(plan.tasks),
+        task_manager=manager,
+        num_fewshot=plan.num_fewshot,
+        limit=int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit,
+        log_samples=False,
     )
-    limit = int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit
-    results = lm_eval_model.evaluate(
-        model, list(plan.tasks), include_path=plan.include_path, num_fewshot=plan.num_fewshot, limit=limit
-    )
+    assert results is not None  # It is None only in other processes than the first.
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
     if plan.output:
+        results = {name: value for name, value in results.items() if name not in ("samples", "config")}
         storage.write(plan.output, (json.dumps(results, indent=2, default=str) + "\n").encode())
         print(f"results   {plan.output}")
 

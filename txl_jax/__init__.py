@@ -1,53 +1,17 @@
 """Transformer-XL (Dai et al., 2019) in JAX and Flax.
 
-The public names; everything else may change. They are imported when first used, so that `import txl_jax` and the
-settings alone import no jax.
+These are the public names; everything else may change. The settings import no jax. All other names are imported when
+they are first used.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from txl_jax import config
+from txl_jax.config import *  # noqa: F403 (all settings are public)
 from txl_jax.version import __version__, check_jax
 
 if TYPE_CHECKING:
-    from txl_jax.config import (
-        AttentionPath,
-        AttentionWindow,
-        AverageConfig,
-        CompatConfig,
-        CorpusName,
-        DataConfig,
-        DropoutConfig,
-        DType,
-        EmptyEnd,
-        Encoding,
-        EpochMemory,
-        EvalConfig,
-        ExperimentConfig,
-        GenerateConfig,
-        Heldout,
-        IdType,
-        LineMark,
-        LossPart,
-        MemoryStart,
-        MeshConfig,
-        ModelConfig,
-        Network,
-        Newlines,
-        NormPlace,
-        OptimizerConfig,
-        OptimizerName,
-        Order,
-        RegularizationConfig,
-        Remat,
-        Residual,
-        Roll,
-        ScheduleOffset,
-        ShawTerms,
-        Tokenizer,
-        TokenizerConfig,
-        TrainConfig,
-    )
     from txl_jax.config.tree import preset
     from txl_jax.data.corpus import read_corpus
     from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
@@ -66,85 +30,50 @@ if TYPE_CHECKING:
     from txl_jax.trained_model import Continuation, LanguageModel, load
     from txl_jax.training.loop import Hook, HookContext
 
-# Module and name there of each public name that is no setting; settings are in `txl_jax.config`.
+# Module of each public name that is not a setting.
 _PLACES = {
-    "Continuation": ("txl_jax.trained_model", "Continuation"),
-    "Hook": ("txl_jax.training.loop", "Hook"),
-    "HookContext": ("txl_jax.training.loop", "HookContext"),
-    "LanguageModel": ("txl_jax.trained_model", "LanguageModel"),
-    "Memory": ("txl_jax.memory", "Memory"),
-    "Outcome": ("txl_jax.runs.trainer", "Outcome"),
-    "SegmentReader": ("txl_jax.data.segments", "SegmentReader"),
-    "Segments": ("txl_jax.segments", "Segments"),
-    "Sink": ("txl_jax.runtime.sinks", "Sink"),
-    "Totals": ("txl_jax.metrics", "Totals"),
-    "TransformerXL": ("txl_jax.modules.transformer_xl", "TransformerXL"),
-    "UserError": ("txl_jax.errors", "UserError"),
-    "Visibility": ("txl_jax.ops.attention", "Visibility"),
-    "attention": ("txl_jax.ops.attention", "attention"),
-    "evaluation_segments": ("txl_jax.data.segments", "evaluation_segments"),
-    "load": ("txl_jax.trained_model", "load"),
-    "preset": ("txl_jax.config.tree", "preset"),
-    "read_corpus": ("txl_jax.data.corpus", "read_corpus"),
-    "reset_memory": ("txl_jax.memory", "reset"),
-    "scan_segments": ("txl_jax.recurrence", "scan_segments"),
-    "train": ("txl_jax.runs.train", "train"),
-    "sinusoids": ("txl_jax.ops.attention", "sinusoids"),
-    "training_segments": ("txl_jax.data.segments", "training_segments"),
-    "weighted_sum": ("txl_jax.losses", "weighted_sum"),
+    "Continuation": "trained_model",
+    "Hook": "training.loop",
+    "HookContext": "training.loop",
+    "LanguageModel": "trained_model",
+    "Memory": "memory",
+    "Outcome": "runs.trainer",
+    "SegmentReader": "data.segments",
+    "Segments": "segments",
+    "Sink": "runtime.sinks",
+    "Totals": "metrics",
+    "TransformerXL": "modules.transformer_xl",
+    "UserError": "errors",
+    "Visibility": "ops.attention",
+    "attention": "ops.attention",
+    "evaluation_segments": "data.segments",
+    "load": "trained_model",
+    "preset": "config.tree",
+    "read_corpus": "data.corpus",
+    "reset_memory": "memory",
+    "scan_segments": "recurrence",
+    "sinusoids": "ops.attention",
+    "train": "runs.train",
+    "training_segments": "data.segments",
+    "weighted_sum": "losses",
 }
 
-__all__ = [
-    "AttentionPath",
-    "AttentionWindow",
-    "AverageConfig",
-    "CompatConfig",
+__all__ = ["__version__"]
+__all__ += config.__all__
+__all__ += [
     "Continuation",
-    "CorpusName",
-    "DType",
-    "DataConfig",
-    "DropoutConfig",
-    "EmptyEnd",
-    "Encoding",
-    "EpochMemory",
-    "EvalConfig",
-    "ExperimentConfig",
-    "GenerateConfig",
-    "Heldout",
     "Hook",
     "HookContext",
-    "IdType",
     "LanguageModel",
-    "LineMark",
-    "LossPart",
     "Memory",
-    "MemoryStart",
-    "MeshConfig",
-    "ModelConfig",
-    "Network",
-    "Newlines",
-    "NormPlace",
-    "OptimizerConfig",
-    "OptimizerName",
-    "Order",
     "Outcome",
-    "RegularizationConfig",
-    "Remat",
-    "Residual",
-    "Roll",
-    "ScheduleOffset",
     "SegmentReader",
     "Segments",
-    "ShawTerms",
     "Sink",
-    "Tokenizer",
-    "TokenizerConfig",
     "Totals",
-    "TrainConfig",
     "TransformerXL",
     "UserError",
     "Visibility",
-    "__version__",
     "attention",
     "evaluation_segments",
     "load",
@@ -160,12 +89,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _PLACES:
         raise AttributeError(f"module 'txl_jax' has no attribute {name!r}")
-    if name in _PLACES:
-        check_jax()
-    module, attribute = _PLACES.get(name, ("txl_jax.config", name))
-    return getattr(importlib.import_module(module), attribute)
+    check_jax()
+    module = importlib.import_module(f"txl_jax.{_PLACES[name]}")
+    return getattr(module, "reset" if name == "reset_memory" else name)
 
 
 def __dir__() -> list[str]:

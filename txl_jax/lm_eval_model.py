@@ -139,43 +139,6 @@ class HarnessModel(LM):
         return list(found)
 
 
-def evaluate(
-    model: HarnessModel,
-    tasks: Sequence[str],
-    *,
-    include_path: str | None = None,
-    num_fewshot: int | None = None,
-    limit: float | None = None,
-) -> dict[str, Any]:
-    """Runs tasks of the harness, prints its table, and returns its results.
-
-    Args:
-      model: The model.
-      tasks: Names of tasks and groups, or paths of YAML files.
-      include_path: Directory with more tasks, or None for the harness's own only.
-      num_fewshot: Number of examples in the context, or None for each task's own number.
-      limit: Documents per task, a number of at least 1 or a fraction below 1, or None for all.
-
-    Raises:
-      UserError: If a task does not exist.
-    """
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import make_table
-
-    manager = TaskManager(include_path=include_path)
-    if missing := [name for name in tasks if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))]:
-        raise UserError(f"there is no task {', '.join(missing)}; give names of the harness, or --include_path=FOLDER")
-    results = simple_evaluate(
-        model, tasks=list(tasks), task_manager=manager, num_fewshot=num_fewshot, limit=limit, log_samples=False
-    )
-    assert results is not None  # None in other processes than the first.
-    print(make_table(results))
-    if results.get("groups"):
-        print(make_table(results, "groups"))
-    return {name: value for name, value in results.items() if name not in ("samples", "config")}
-
-
 def _parse_batch_size(given: int | str, most: int | None) -> int:
     if str(given).startswith("auto"):
         return most or 8

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any, Literal, NamedTuple, overload
 
@@ -88,12 +88,7 @@ class LanguageModel:
 
     @overload
     def score(
-        self,
-        documents: Iterable[Document],
-        *,
-        per_token: Literal[False] = ...,
-        first: Token | None = ...,
-        batch_size: int = ...,
+        self, documents: Iterable[Document], *, first: Token | None = ..., batch_size: int = ...
     ) -> list[Totals]: ...
 
     @overload
@@ -121,7 +116,6 @@ class LanguageModel:
           per_token: Whether to return the losses of single tokens instead of sums.
           first: The token before each document, an id or the text of one token, so that all T tokens are scored; or
             None to score T - 1 tokens, all but the first.
-          batch_size: Documents read side by side.
 
         Returns:
           Per document the summed nats and the number of scored tokens, or an array of their nats, floats [T - 1] ([T]
@@ -165,7 +159,6 @@ class LanguageModel:
             continuation's tokens are the ones after as many as the context has alone.
           first: The token before a continuation without context, an id or the text of one token, or None for the token
             that generation without a prompt continues.
-          batch_size: Pairs read side by side.
 
         Raises:
           UserError: As `score`.
@@ -191,7 +184,6 @@ class LanguageModel:
         Args:
           documents: Texts or token ids [T].
           embeddings: Floats [T, D] instead of documents, as `embed` returns.
-          batch_size: Documents read side by side.
 
         Returns:
           Floats [T, D] per document.
@@ -230,7 +222,6 @@ class LanguageModel:
         *,
         stop: str | Sequence[str] = (),
         seeds: Sequence[int] | None = None,
-        stream: Callable[[int, str], None] | None = None,
         batch_size: int = _BATCH_SIZE,
     ) -> list[str]:
         """Generates one continuation of each prompt, without the prompt; the same text as for the prompt alone.
@@ -241,8 +232,6 @@ class LanguageModel:
           stop: Strings. The first that is written ends a text, which does not include it. They are found in the text,
             whatever its tokens are.
           seeds: A seed for each prompt, or None for the settings' seed, so that equal prompts give equal texts.
-          stream: Called with the number of a prompt and the next piece of its text as it comes.
-          batch_size: Prompts continued side by side.
 
         Raises:
           UserError: If the model cannot generate, the vocabulary lacks a prompt's characters or the stop token, a stop
@@ -253,8 +242,6 @@ class LanguageModel:
         texts = [""] * len(listed)
         for number, text in self.generate_stream(listed, settings, stop=stop, seeds=seeds, batch_size=batch_size):
             texts[number] += text
-            if stream is not None:
-                stream(number, text)
         return texts
 
     def generate_stream(

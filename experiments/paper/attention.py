@@ -35,8 +35,7 @@ from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import masks
 from txl_jax.ops.attention.relative import ScoreTerms, score_terms
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Split, progress_bar
-from txl_jax.runs.validation import with_duration
+from txl_jax.runs.score import Split, progress_bar, with_duration
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import make_folder, write, write_json

@@ -28,8 +28,7 @@ from txl_jax.modules.positions import encoding_of
 from txl_jax.runs.build import build
 from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Split, score
-from txl_jax.runs.validation import as_record, format_scores, with_duration
+from txl_jax.runs.score import Split, as_record, format_scores, score, with_duration
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed, storage
 

@@ -29,8 +29,7 @@ from txl_jax.evaluation.context_losses import context_losses, positions
 from txl_jax.metrics import Totals
 from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Split, check_finite, progress_bar
-from txl_jax.runs.validation import format_scores, with_duration
+from txl_jax.runs.score import Split, check_finite, format_scores, progress_bar, with_duration
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import exists, make_folder, read, write, write_json

@@ -18,7 +18,7 @@ from txl_jax.ops.attention import Implementation, Implementations, Tile, cached,
 from txl_jax.ops.attention.tiled import limits
 from txl_jax.runs import weights
 from txl_jax.runs.build import AttentionChoice, Chosen, build
-from txl_jax.runs.run import Run, TextInfo, check_same_attention
+from txl_jax.runs.run import Run, check_same_attention
 from txl_jax.runtime import distributed
 from txl_jax.runtime.log import read_metrics
 
@@ -148,7 +148,7 @@ def start_again(workdir, config, corpus):
     """The part of a start that chooses, compares and records; returns the lines that it would log."""
     with Run.open(workdir.path) as run:
         components = build(config, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(config))
-        run.begin(config, TextInfo.of(corpus), attention=components.attention)
+        run.begin(config, corpus, attention=components.attention)
         return run.notes
 
 

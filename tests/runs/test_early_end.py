@@ -73,7 +73,9 @@ def whole(given, tmp_path_factory):
 def test_patience_is_the_number_of_evaluations_without_improvement(config, losses, ends):
     config = config_tree.replace(config, {"train.patience": 2})
     names = tuple(map(str, range(len(losses)))) if len(losses) > 1 else ()
-    validation = Validation(types.SimpleNamespace(config=config, members=Members(names)), None, None, print)
+    components = types.SimpleNamespace(config=config)
+    task = types.SimpleNamespace(components=components, members=Members(names))
+    validation = Validation(task, None, None, None, None)
     validation.losses = losses
     assert validation.out_of_patience is ends
 

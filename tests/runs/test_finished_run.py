@@ -11,7 +11,6 @@ import pytest
 from support import runs
 from support.run_records import numbers
 from txl_jax.config import tree as config_tree
-from txl_jax.errors import UserError
 from txl_jax.runs import score
 from txl_jax.runs.build import build
 from txl_jax.runs.weights import load_parameters
@@ -59,17 +58,6 @@ def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus,
     assert outcome.finished and outcome.results["best_valid"] is None
     assert workdir.best in capsys.readouterr().out
     assert runs.generate_text(config, workdir)
-
-
-def test_other_settings_in_a_used_workdir_are_refused_by_name(finished, config, corpus):
-    workdir, _ = finished
-    before = Path(workdir.path, "config.json").read_bytes()
-    other = config_tree.replace(config, {"model.n_layer": 3, "optimizer.learning_rate": 0.02, "train.log_every": 2})
-    with pytest.raises(UserError, match="--model") as error:
-        runs.train(other, corpus, workdir)
-    assert "--model.n_layer" in str(error.value) and "--optimizer.learning_rate" in str(error.value)
-    assert "log_every" not in str(error.value)  # It does not touch the training.
-    assert Path(workdir.path, "config.json").read_bytes() == before
 
 
 def test_evaluation_and_generation_use_the_best_parameters(finished, config, corpus):

@@ -70,7 +70,7 @@ def test_a_conversion_that_was_killed_is_no_portable_folder(drawn, bucket, stora
 def test_a_member_of_an_ensemble_is_split_off_in_a_bucket(text, bucket):
     config, corpus = text
     results = runs.train_members(config, [{"seed": 1}, {"seed": 2}], corpus, Run(bucket / "both")).results
-    split_off(bucket / "both", "seed=2", bucket / "second", log=str)
+    split_off(bucket / "both", "seed=2", bucket / "second")
     own = json.loads((bucket / "second" / "results.json").read_bytes())
     assert own["test"] == results["members"]["seed=2"]["test"]
     assert txl_jax.load(str(bucket / "second")).step == config.train.steps

@@ -114,9 +114,11 @@ def test_another_text_or_vocabulary_is_refused(folder, digest, words, named):
 def test_settings_are_compared_before_a_text_is_read(folder, tmp_path):
     warm = config_tree.replace(CONFIG, {"init_from": "old"})
     runs.record(tmp_path / "warm", warm, TEXT)
-    minimum = config_tree.replace(CONFIG, {"data.tokenizer.min_count": 2})
+    minimum = config_tree.replace(CONFIG, {"data.tokenizer.min_count": 2, "train.log_every": 2})
+    layers = config_tree.replace(minimum, {"model.n_layer": 3})
     for recorded, changed, message in (
         (folder, minimum, r"--data\.tokenizer\.min_count\D*\b1\b\D*\b2\b"),
+        (folder, layers, r"(?=.*--model\.n_layer)(?=.*--data\.tokenizer\.min_count)(?!.*log_every)"),
         (folder, warm, r"init_from was .* and is now"),
         (tmp_path / "warm", CONFIG, r"init_from was .* and is now"),
     ):
@@ -131,9 +133,14 @@ def test_members_are_compared_and_chosen(tmp_path):
     assert (chosen.config.seed, chosen.config.optimizer.learning_rate) == (2, 0.5)
     with Run.open(tmp_path) as run, pytest.raises(UserError, match=r"members .* seed=1; seed=2.* now seed=1"):
         run.compare(CONFIG, members[:1])
-    for member, message in ((None, "seed=1, seed=2"), ("seed=3", "'seed=3'.*seed=1, seed=2")):
-        with pytest.raises(UserError, match=message):
-            Run.read(tmp_path, member=member)
+    alone = runs.record(tmp_path / "alone", CONFIG, TEXT).path
+    for path, member, named in (
+        (tmp_path, None, "seed=1"),
+        (tmp_path, "seed=3", "'seed=3'.*seed=1"),
+        (alone, "x", "'x'"),
+    ):
+        with pytest.raises(UserError, match=f"--ensemble_member.*{named}"):
+            Run.read(path, member=member)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +149,13 @@ def test_members_are_compared_and_chosen(tmp_path):
 def test_a_damaged_config_is_named(folder, text):
     (folder / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json"):
+        Run.read(folder)
+
+
+def test_a_damaged_record_of_attention_is_named(folder):
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(saved | {"attention": {"training": "tild 4x8"}}))
+    with pytest.raises(UserError, match=r"config\.json is damaged"):
         Run.read(folder)
 
 

@@ -23,7 +23,7 @@ from txl_jax.errors import UserError
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import build
 from txl_jax.runs.ensemble import split_off
-from txl_jax.runs.run import Run, TextInfo
+from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
 from txl_jax.training.loop import Hook
 
@@ -131,20 +131,8 @@ def rows(params, config, token):
             yield params[part][f"table_{table}"][place]
 
 
-def test_a_kept_vocabulary_reads_the_text_in_its_words(folder, tmp_path):
-    old, new = words(folder)
-    trained(folder, tmp_path / "old", old)
-    config = config_tree.replace(new, {"init_from": str(tmp_path / "old"), "init_vocabulary": InitVocabulary.KEPT})
-    corpus = warm_start.read_corpus(config, Run(tmp_path / "new"), "nowhere", str(folder))
-    theirs = read(folder, old).vocabulary
-    assert corpus.vocabulary == theirs and theirs.unknown_id in corpus.train
-    other = config_tree.replace(config, {"data.tokenizer.lower_case": True})
-    with pytest.raises(UserError, match=r"data\.tokenizer\.lower_case is True and there False"):
-        warm_start.read_corpus(other, Run(tmp_path / "new"), "nowhere", str(folder))
-
-
-def test_no_collective_is_within_another(folder, tmp_path, monkeypatch):
-    """A process that failed before the inner one would leave the others waiting in it."""
+def test_a_kept_vocabulary_reads_the_text_in_its_words(folder, tmp_path, monkeypatch):
+    """No collective is within another: a process that failed before the inner one would leave the others waiting."""
     old, new = words(folder)
     trained(folder, tmp_path / "old", old)
     inside = []
@@ -161,8 +149,13 @@ def test_no_collective_is_within_another(folder, tmp_path, monkeypatch):
         monkeypatch.setattr(distributed, name, collective)
     config = config_tree.replace(new, {"init_from": str(tmp_path / "old"), "init_vocabulary": InitVocabulary.KEPT})
     corpus = warm_start.read_corpus(config, Run(tmp_path / "new"), "nowhere", str(folder))
+    theirs = read(folder, old).vocabulary
+    assert corpus.vocabulary == theirs and theirs.unknown_id in corpus.train
     components = build(config, vocab_size=corpus.vocabulary.size)
     assert warm_start.load(components, corpus.vocabulary, Run(tmp_path / "new")) is not None
+    other = config_tree.replace(config, {"data.tokenizer.lower_case": True})
+    with pytest.raises(UserError, match=r"data\.tokenizer\.lower_case is True and there False"):
+        warm_start.read_corpus(other, Run(tmp_path / "new"), "nowhere", str(folder))
 
 
 @pytest.mark.full
@@ -192,7 +185,7 @@ def test_weights_that_changed_before_the_first_checkpoint_are_refused(folder, tm
     corpus, workdir = read(folder, config), Run(tmp_path / "new")
     trained(folder, workdir.path, config)
     with Run.open(workdir.path) as run:
-        run.begin(config, TextInfo.of(corpus), weights={"sha256": "0" * 64, "step": 3})
+        run.begin(config, corpus, weights={"sha256": "0" * 64, "step": 3})
     with pytest.raises(UserError, match="changed since"):
         runs.train(config, corpus, workdir)
 
@@ -235,7 +228,7 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
             np.testing.assert_allclose([first, second], [expected, expected], rtol=1e-6)
         else:
             assert np.abs(first - second).max() > 1e-3
-    split_off(workdir.path, "seed=2", tmp_path / "alone", log=lambda line: None)
+    split_off(workdir.path, "seed=2", tmp_path / "alone")
     assert Run.read(tmp_path / "alone").weights == Run.read_all(workdir.path).weights
 
 

@@ -10,8 +10,7 @@ from support import runs
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.data.word_tokens import WordVocabulary
-from txl_jax.runs.run import TextInfo
-from txl_jax.runs.validation import RESULTS
+from txl_jax.runs.run import RESULTS, TextInfo
 from txl_jax.runtime.log import METRICS
 
 VOCABULARY = WordVocabulary(("<eos>", "one", "<unk>"))  # Its measure is perplexity.

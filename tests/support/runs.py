@@ -32,7 +32,6 @@ def generate_text(config: ExperimentConfig, run: Any, **more: Any) -> list[bytes
 
 def record(path: Any, config: ExperimentConfig, text: TextInfo | Corpus, members: Any = ()) -> Run:
     """Records a run in a folder, without training it, and reads it back."""
-    text = TextInfo.of(text) if isinstance(text, Corpus) else text
     with Run.open(path) as run:
         run.begin(config, text, members=members)
     return Run.read_all(path)

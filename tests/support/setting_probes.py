@@ -169,7 +169,7 @@ def end_token(config):
 def epochs(config):
     """Segments of the first two epochs of training."""
     read = read_corpus(config.data, ".")
-    reader = training_reader(parts_of(config), read)
+    reader = training_reader(parts_of(config), read, config.seed)
     return jax.tree.map(np.ndarray.tolist, reader.segments(0, 2 * reader.n_segments))
 
 

@@ -7,7 +7,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 from txl_jax.runtime import distributed
@@ -31,12 +31,12 @@ class RunCheckpoints:
     """Opens, saves and restores them. Use it as a context manager, in every process of a run alike.
 
     Args:
-      keep: number of newest steps of `latest` that stay.
-      log: takes one line for people.
-      confirm: called before something is written; raises if another run writes here.
+      keep: Number of latest steps that stay.
+      log: Takes one line for the user.
+      confirm: Called before something is written; raises if another run writes here.
 
     Attributes:
-      saved_step: the newest step that was saved or restored; None: none yet.
+      saved_step: The last step that was saved or restored, or None if there is none yet.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RunCheckpoints:
         *,
         keep: int,
         log: Callable[[str], None],
-        confirm: Callable[[], None] = lambda: None,
+        confirm: Callable[[], None],
     ):
         self.saved_step: int | None = None
         self._confirm = confirm
@@ -56,7 +56,7 @@ class RunCheckpoints:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            for checkpointer in self._all():
+            for checkpointer in [self._latest, *self._best]:
                 stack.enter_context(checkpointer)
                 # A run that was killed after its last save will save no more, and so would never sweep.
                 checkpointer.sweep()
@@ -67,10 +67,10 @@ class RunCheckpoints:
         self._stack.__exit__(*error)
 
     def restore(self, abstract_state: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
-        """Restores the newest sound step: (updates done, state, notes); None if there is none.
+        """Restores the latest sound step: (updates done, state, notes), or None if there is none.
 
         Raises:
-          CheckpointError: there are checkpoints, but none can be read.
+          CheckpointError: If there are checkpoints, but none can be read.
         """
         restored = self._latest.restore(abstract_state)
         self.saved_step = None if restored is None else restored[0]
@@ -89,21 +89,19 @@ class RunCheckpoints:
         self._best[index].save(step, {"params": params}, notes)
 
     def best_notes(self, index: int) -> dict[str, Any] | None:
-        """Reads the notes of a member's best parameters; None if there are none.
-
-        One process may ask this alone.
+        """Reads the notes of a member's best parameters, or None if there are none. One process may call it alone.
 
         Raises:
-          CheckpointError: they cannot be read.
+          CheckpointError: If they cannot be read.
         """
         step = self._best[index].latest_step()
         return None if step is None else self._best[index].notes(step)
 
     def restore_best(self, index: int, abstract_params: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Restores the best parameters of a member and their notes; None if there are none.
+        """Restores the best parameters of a member and their notes, or None if there are none.
 
         Raises:
-          CheckpointError: they cannot be read.
+          CheckpointError: If they cannot be read.
         """
         restored = self._best[index].restore({"params": abstract_params})
         return None if restored is None else (restored[1]["params"], restored[2])
@@ -117,7 +115,3 @@ class RunCheckpoints:
         """Returns once the best parameters of all members are on disk."""
         for best in self._best:
             distributed.run_on_all(best.wait)
-
-    def _all(self) -> Iterator[Checkpointer]:
-        yield self._latest
-        yield from self._best

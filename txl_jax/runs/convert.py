@@ -28,8 +28,7 @@ from txl_jax.interop import formats, huggingface, leaves, original, portable
 from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.runs.build import RunComponents, build
-from txl_jax.runs.run import Run
-from txl_jax.runs.validation import RESULTS
+from txl_jax.runs.run import RESULTS, Run
 from txl_jax.runs.weights import holds_other_weights, open_weights
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_difference

@@ -38,12 +38,7 @@ class DocumentReader:
     """
 
     def __init__(self, components: RunComponents, weights: Any, *, batch_size: int):
-        """Compiles nothing yet.
-
-        Args:
-          components: The run's.
-          weights: `components.evaluation.prepare_params` of the run's parameters.
-          batch_size: B, the number of documents read side by side.
+        """Takes prepared parameters (`EvaluationFunctions.prepare_params`), and the number of documents side by side.
 
         Raises:
           UserError: If `batch_size` is below 1.
@@ -63,11 +58,7 @@ class DocumentReader:
         return self._read((Document(ids[:-1], ids[1:]) for ids in tokens), "likeness")
 
     def hidden_states(self, inputs: Iterable[np.ndarray], *, vectors: bool = False) -> Iterator[np.ndarray]:
-        """Yields the final hidden states [T, D] of each document, the softmax's inputs.
-
-        Args:
-          inputs: Ids [T] of each document, or floats [T, D].
-          vectors: Whether the inputs are floats.
+        """Yields the final hidden states [T, D] of each document, ids [T] or, with `vectors`, floats [T, D].
 
         Raises:
           UserError: If the inputs are vectors and the network takes only token ids.

@@ -8,7 +8,6 @@ A member can be scored, sampled and exported alone (`Run.read(path, member=NAME)
 `split_off` makes it a run of its own.
 """
 
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +25,10 @@ from txl_jax.errors import CheckpointError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import train, warm_start
 from txl_jax.runs.build import Compilation, RunComponents, build
-from txl_jax.runs.run import Run, TextInfo, member_name
-from txl_jax.runs.train import score_or_stop, training_reader, with_end_token
+from txl_jax.runs.run import RESULTS, Run, member_name
+from txl_jax.runs.train import training_reader, with_end_token
 from txl_jax.runs.trainer import Outcome, Trainer
-from txl_jax.runs.validation import RESULTS, TrainTask
-from txl_jax.runs.warm_start import WarmStart
+from txl_jax.runs.validation import TrainTask
 from txl_jax.runs.weights import load_state
 from txl_jax.runtime import profiler, storage
 from txl_jax.runtime.checkpoint import Checkpointer
@@ -62,40 +60,39 @@ def train_members(
     results.json has an object `members` with the scores of each, and members.md has them as a table.
 
     Args:
-      hooks: As in `txl_jax.runs.train.train_run`, like the other arguments. States have the member axis.
+      hooks: As in `train_run`, like the other arguments. States have the member axis.
 
     Raises:
       UserError: If there are fewer than two members, two are equal, they differ in a setting in which they cannot, or
-        there is more than one device; and as `txl_jax.runs.train.train_run`.
+        there is more than one device; and as `train_run`.
       NonFiniteError: If a member's loss was not finite. The message names the member.
     """
     for hook in hooks:
         hook.check_interval(base.train.segments_per_call)
+    if profile_steps is not None:
+        profiler.check_steps(*profile_steps, steps=base.train.steps)
     base = with_end_token(base, corpus)
     members = [_in_order(member) for member in members]
     configs = member_configs(base, members)
-    if profile_steps is not None:
-        profiler.check_steps(*profile_steps, steps=base.train.steps)
+    run.compare(base, members)
     components = build(base, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(base))
     if components.mesh.size != 1:
         raise UserError(
             f"the mesh has {components.mesh.size} devices and the members of an ensemble share one; give "
             "--mesh.data=1, or train each as a run of its own"
         )
-    readers = [training_reader(components, corpus, seed=config.seed) for config in configs.values()]
+    readers = [training_reader(components, corpus, config.seed) for config in configs.values()]
     weights = warm_start.load(components, corpus.vocabulary, run)
     record = weights and weights.record
-    run.begin(base, TextInfo.of(corpus), attention=components.attention, weights=record, members=members)
-    stop_requested = run.stopping(stop_requested)
+    run.begin(base, corpus, attention=components.attention, weights=record, members=members)
     outcome = Trainer(
-        _task(components, corpus, configs, readers, stop_requested, weights or warm_start.of_earlier_start(run)),
-        run.path,
+        _task(components, corpus, configs, readers, weights),
+        run,
+        stop_requested=stop_requested,
         hooks=hooks,
         sinks=sinks,
         profile_steps=profile_steps,
-        stop_requested=stop_requested,
-        confirm=run.confirm,
-    ).run(run.notes)
+    ).run()
     if outcome.results is not None:
         print(f"table     {_write_table(run.path, outcome.results, corpus.vocabulary.measure)}", flush=True)
     return outcome
@@ -142,8 +139,7 @@ def _task(
     corpus: Corpus,
     configs: Mapping[str, ExperimentConfig],
     readers: Sequence[SegmentReader],
-    stop_requested: Callable[[], Any],
-    weights: WarmStart | None,
+    weights: warm_start.WarmStart | None,
 ) -> TrainTask:
     members, base = Members(tuple(configs)), components.config
     abstract_state = members.abstract(components.training.abstract_state)
@@ -169,23 +165,19 @@ def _task(
         return lambda state, upcoming: compilation.program(variation, state, upcoming), line
 
     return TrainTask(
-        config=base,
+        components=components,
+        corpus=corpus,
         members=members,
-        measure=corpus.vocabulary.measure,
-        facts=train.facts(components, corpus) | warm_start.facts(weights),
         opening=[
-            *train.opening(components, corpus, readers[0]),
-            *warm_start.opening(weights),
+            *train.opening(components, corpus, readers[0], weights),
             f"ensemble  {'; '.join(members.names)}: one program, losses in this order",
         ],
         cost=train.step_cost(components),
         segments_per_epoch=readers[0].n_segments,
         abstract_state=abstract_state,
-        abstract_params=components.training.abstract_state.params,
         init_state=init_state,
         compile_step=compile_step,
         segments=segments,
-        score=functools.partial(score_or_stop, components, corpus, stop_requested),
     )
 
 
@@ -213,7 +205,7 @@ def _value(scores: Mapping[str, float], measure: Measure) -> str:
     return Totals(scores["loss"], 1).format(measure).split()[-1]
 
 
-def split_off(workdir: str, member: str, target: str, *, log: Callable[[str], None] = print) -> None:
+def split_off(workdir: str, member: str, target: str) -> None:
     """Copies a member of an ensemble into a workdir of its own, with its config, state, best parameters and records.
 
     The state equals the ensemble's, bit for bit, and from there on the ordinary training job resumes it. It then uses
@@ -227,52 +219,47 @@ def split_off(workdir: str, member: str, target: str, *, log: Callable[[str], No
     with Run.open(target) as made:
         made.claim()
         components = build(source.config, vocab_size=source.text.vocabulary.size)
-        restored = load_state(components, source, log=log)
+        restored = load_state(components, source, log=print)
         if restored is None:
             raise UserError(f"{workdir} has no checkpoint yet; train it first")
         step, state, notes = restored
         members = Members(source.member_names)
-        own_notes = notes | {"running_totals": members.from_json(notes["running_totals"])[members.names.index(member)]}
-        _save(made.latest, step, state, own_notes, log)
-        _copy_best(source, made, components.training.abstract_state.params, log)
+        own = members.from_json(notes["running_totals"])[members.names.index(member)]
+        _save(made.latest, step, state, notes | {"running_totals": own})
+        _copy_best(source, made, components.training.abstract_state.params)
         records = [record for record in read_metrics(source.path) if record.get("member") == member]
-        replace_appended(
-            os.path.join(made.path, METRICS), [json.dumps(_without_member(record)) + "\n" for record in records]
-        )
+        for record in records:
+            del record["member"]
+        replace_appended(os.path.join(made.path, METRICS), [json.dumps(record) + "\n" for record in records])
         _copy_results(source, made, member)
         made.weights = source.weights
         # Last: without config.json the folder holds no run.
         made.record(source.config, source.text, attention=source.attention)
-    log(f"split off {member} after step {step}: {target}")
+    print(f"split off {member} after step {step}: {target}")
 
 
-def _copy_best(source: Run, made: Run, abstract_params: Any, log: Callable[[str], None]) -> None:
+def _copy_best(source: Run, made: Run, abstract_params: Any) -> None:
     try:
-        with Checkpointer(source.best, keep=1, log=log) as best:
+        with Checkpointer(source.best, keep=1, log=print) as best:
             restored = best.restore({"params": abstract_params})
     except CheckpointError as error:
-        log(f"{error}; the member goes on without its best parameters so far")
+        print(f"{error}; the member goes on without its best parameters so far")
         return
     if restored is not None:
-        step, tree, notes = restored
-        _save(made.best, step, tree, notes, log)
+        _save(made.best, *restored)
 
 
-def _save(folder: str, step: int, state: Any, notes: dict[str, Any], log: Callable[[str], None]) -> None:
-    with Checkpointer(folder, keep=1, log=log) as checkpoints:
+def _save(folder: str, step: int, state: Any, notes: dict[str, Any]) -> None:
+    with Checkpointer(folder, keep=1, log=print) as checkpoints:
         checkpoints.save(step, state, notes)
 
 
-def _without_member(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name != "member"}
-
-
 def _copy_results(source: Run, made: Run, member: str) -> None:
-    """Writes results.json of the member, in the form and order of a run by itself."""
+    """Writes the member's results.json, in the form and order of a single run."""
     try:
         results = json.loads(storage.read(os.path.join(source.path, RESULTS)))
         own = results["members"][member]
-    except (OSError, ValueError, KeyError, TypeError):  # It has not ended, or the file is damaged.
+    except (OSError, ValueError, KeyError, TypeError):  # Training has not ended, or the file is corrupted.
         return
     flat: dict[str, Any] = {}
     for name, value in results.items():

@@ -19,8 +19,7 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure, Totals
-from txl_jax.runs.run import Run, by_name, holds_run
-from txl_jax.runs.validation import RESULTS
+from txl_jax.runs.run import RESULTS, Run, by_name, holds_run
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.storage import as_path, is_dir, names, read

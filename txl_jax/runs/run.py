@@ -13,7 +13,7 @@ A start of training in one place (`txl_jax.runs.train`):
         corpus = read_corpus(config.data, ...)
         parts = build(config, ..., recorded=run.attention_for(config))
         weights = warm_start.load(parts, corpus.vocabulary, run)
-        run.begin(config, TextInfo.of(corpus), ...)     # the first write
+        run.begin(config, corpus, ...)                # the first write
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.ops.attention import Implementation, Implementations
 from txl_jax.runs.build import AttentionChoice
 from txl_jax.runs.checkpoints import best_folder, latest_folder
-from txl_jax.runs.validation import RESULTS
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.lock import RunLock
 from txl_jax.runtime.log import METRICS
 from txl_jax.runtime.storage import is_remote, remote_error
 
+RESULTS = "results.json"
 FORMAT = 3  # Of config.json; raised when settings, parameters or draws change meaning.
 MemberSettings = Sequence[Mapping[str, float]]  # What the members of an ensemble differ in; empty: a run by itself.
 
@@ -62,11 +62,6 @@ class TextInfo:
     vocabulary: Vocabulary
     data_dir: str = ""  # The folders that it and its ids were read from; on another machine they may differ.
     cache_dir: str = ""
-
-    @classmethod
-    def of(cls, corpus: Corpus) -> "TextInfo":
-        """Describes a corpus."""
-        return cls(corpus.name, corpus.description, corpus.digest, corpus.vocabulary, corpus.data_dir, corpus.cache_dir)
 
 
 class Run:
@@ -227,7 +222,7 @@ class Run:
     def begin(
         self,
         config: ExperimentConfig,
-        text: TextInfo,
+        text: TextInfo | Corpus,
         *,
         attention: AttentionChoice | None = None,
         weights: Mapping[str, Any] | None = None,
@@ -237,14 +232,19 @@ class Run:
 
         Args:
           attention: The implementations that were chosen, or None for a network without attention.
-          weights: The record of a warm start that begins now.
+          weights: The record of a warm start.
 
         Raises:
           UserError: If the text, its vocabulary or the weights are not the recorded ones, the folder cannot be written
             to, not all processes see it, or another run is in it.
         """
-        self.compare(config, members)
-        self._compare_text(text)
+        if not self.is_new:
+            old, now = self.text.vocabulary, text.vocabulary
+            if self.text.digest != text.digest:
+                before = self.text.description
+                self._refuse([f"the text was {before!r} and is now {text.description!r}, with other content"])
+            if old != now:
+                self._refuse([f"the vocabulary had {old.size:,} tokens and has {now.size:,}, or others"])
         self.notes += self._changes(config, free_on_resume=True)
         chosen = {} if attention is None else attention.record()
         if attention is not None and (changed := attention.describe(self.attention)):
@@ -294,7 +294,7 @@ class Run:
     def record(
         self,
         config: ExperimentConfig,
-        text: TextInfo,
+        text: TextInfo | Corpus,
         *,
         attention: Mapping[str, str],
         members: MemberSettings = (),
@@ -327,16 +327,16 @@ class Run:
     def _texts(self) -> list[str] | None:
         """Reads config.json and vocabulary.txt, each once; returns None if the directory contains no run."""
         texts = []
-        for name in (_CONFIG, _VOCABULARY):
+        for name, named in ((_CONFIG, self._damaged), (_VOCABULARY, self._without_vocabulary)):
             path = os.path.join(self.path, name)
             try:
                 texts.append(storage.read(path).decode())
-            except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-                if name == _CONFIG and isinstance(error, OSError):
-                    return None
+            except (FileNotFoundError, NotADirectoryError) as error:
                 if name == _CONFIG:
-                    raise self._damaged(error) from error
-                raise self._without_vocabulary(error) from error
+                    return None
+                raise named(error) from error
+            except ValueError as error:
+                raise named(error) from error
             except OSError as error:
                 raise _unreadable(path, error) from error
         return texts
@@ -409,11 +409,7 @@ class Run:
         lock = RunLock(self.path)
         lock.acquire()
         self._lock = lock
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Removes half-written files of killed runs; those of other programs may belong to one that is running."""
-        ours = (_CONFIG, _VOCABULARY, METRICS, RESULTS)
+        ours = (_CONFIG, _VOCABULARY, METRICS, RESULTS)  # Other half-written files may belong to a running program.
         for name in storage.names(self.path):
             path = os.path.join(self.path, name)
             partial = name.endswith(".tmp") and any(name.startswith(f".{own}.") for own in ours)
@@ -423,21 +419,6 @@ class Run:
                 with contextlib.suppress(FileNotFoundError):
                     if time.time() - storage.modified(path) > _SECONDS_OF_A_START:
                         storage.remove(path)
-
-    def _compare_text(self, text: TextInfo) -> None:
-        """Raises `UserError` for another text than the recorded one, or another vocabulary."""
-        if self.is_new:
-            return
-        refused = []
-        if self.text.digest != text.digest:
-            refused.append(
-                f"the text was {self.text.description!r} and is now {text.description!r}, with other content"
-            )
-        elif self.text.vocabulary != text.vocabulary:
-            refused.append(
-                f"the vocabulary had {self.text.vocabulary.size:,} tokens and has {text.vocabulary.size:,}, or others"
-            )
-        self._refuse(refused)
 
     def _refuse(self, refused: list[str]) -> None:
         if refused:

@@ -1,17 +1,13 @@
 """The training job: from config and text to checkpoints and results.json.
 
-Starting goes in this order, so that the cheap failures come first and nothing is written before them:
+A start goes in this order, so that the cheap failures come first and nothing is written before them:
   1. the components are built, with the attention of an earlier start, and the text is cut into segments: settings
      that do not fit fail here, and so do processes that do not have the same ones;
-  2. weights to begin with are read; the run is recorded in its folder;
-  3. the newest sound checkpoint is restored, or the state initialized;
-  4. the opening lines are printed, and the step is compiled;
-  5. the loop runs, with evaluation and checkpoints as hooks;
-  6. the best parameters are scored on the test text.
-Steps 3 to 6 are in `txl_jax.runs.trainer`.
+  2. the weights of a warm start are read, and the run is recorded in its directory;
+  3. `txl_jax.runs.trainer` restores the latest sound checkpoint, or initializes the state, prints the opening lines,
+     compiles the step, runs the loop, and scores the best parameters on the test split.
 """
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,14 +20,11 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data import ready_ids
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
-from txl_jax.metrics import Totals
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import Compilation, RunComponents, build
-from txl_jax.runs.run import Run, TextInfo, check_same_attention, check_same_settings, check_same_text
-from txl_jax.runs.score import Interrupted, score
+from txl_jax.runs.run import Run, check_same_attention, check_same_text
 from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runs.validation import TrainTask
-from txl_jax.runs.warm_start import WarmStart
 from txl_jax.runtime import distributed, profiler
 from txl_jax.runtime.environment import bytes_on_device, device_kind, megabytes
 from txl_jax.runtime.sinks import Sink
@@ -73,29 +66,26 @@ def train_run(
     if profile_steps is not None:
         profiler.check_steps(*profile_steps, steps=config.train.steps)
     config = with_end_token(config, corpus)
-    check_same_settings(config)
+    run.compare(config)
     check_same_text(corpus)
-    recorded = run.attention_for(config)
 
     def prepare() -> tuple[RunComponents, SegmentReader]:
-        components = build(config, vocab_size=corpus.vocabulary.size, recorded=recorded)
+        components = build(config, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(config))
         components.training.check_batch_size()
-        return components, training_reader(components, corpus)
+        return components, training_reader(components, corpus, config.seed)
 
     components, reader = distributed.run_on_all(prepare)
     check_same_attention(components.attention)
     weights = warm_start.load(components, corpus.vocabulary, run)
-    run.begin(config, TextInfo.of(corpus), attention=components.attention, weights=weights and weights.record)
-    stop_requested = run.stopping(stop_requested)
+    run.begin(config, corpus, attention=components.attention, weights=weights and weights.record)
     return Trainer(
-        _task(components, corpus, reader, stop_requested, weights or warm_start.of_earlier_start(run)),
-        run.path,
+        _task(components, corpus, reader, weights),
+        run,
+        stop_requested=stop_requested,
         hooks=hooks,
         sinks=sinks,
         profile_steps=profile_steps,
-        stop_requested=stop_requested,
-        confirm=run.confirm,
-    ).run(run.notes)
+    ).run()
 
 
 def train(
@@ -108,23 +98,21 @@ def train(
     sinks: Sequence[Sink] = (),
     profile_steps: tuple[int, int] | None = None,
 ) -> Outcome:
-    """Trains a config as the programs do: reads its corpus, and starts or resumes the run in the folder `path`.
+    """Trains a config as the programs do: reads its corpus, and starts or resumes the run in the directory `path`.
 
-    The same call resumes a stopped run; of a finished run it returns the results.
+    The same call resumes a stopped run. For a finished run it returns the results.
 
     Args:
-      config: all settings; text of your own is `DataConfig(corpus="text", file=...)`. The defaults of `TrainConfig` and
+      config: All settings. Your own text is `DataConfig(corpus="text", file=...)`. The defaults of `TrainConfig` and
         `EvalConfig` are those of the 12-layer enwik8 model.
-      path: the workdir; made if missing.
-      data_dir: folder of the corpora's own files.
-      cache_dir: folder for prepared tokens; None: `prepared` in `data_dir`.
-      hooks: actions at intervals of updates, run after evaluation and before the checkpoint of a step.
-      sinks: receivers of settings, records and texts, beside metrics.jsonl and TensorBoard's files.
-      profile_steps: first and last update, counted from 1, of a profile in the workdir's `profile`; None: none.
+      path: The workdir, made if missing.
+      data_dir: Directory of the corpora's own files.
+      cache_dir: Directory for prepared tokens, or None for `prepared` in `data_dir`.
+      hooks: As in `train_run`, like the other arguments.
 
     Raises:
-      UserError: settings, text and workdir do not fit together, or a file cannot be read or written.
-      NonFiniteError: a loss or gradient was not finite; the last checkpoint is from before it.
+      UserError: If settings, text and workdir do not fit together, or a file cannot be read or written.
+      NonFiniteError: If a loss or gradient was not finite. The last checkpoint is from before it.
     """
     config = config.resolved()
     config.validate()
@@ -146,11 +134,8 @@ def with_end_token(config: ExperimentConfig, corpus: Corpus) -> ExperimentConfig
     return config_tree.replace(config, {"model.end_token": end_token})
 
 
-def training_reader(components: RunComponents, corpus: Corpus, *, seed: int | None = None) -> SegmentReader:
-    """Cuts the training text into segments in the config's order.
-
-    Args:
-      seed: The seed of the order, or None for the config's.
+def training_reader(components: RunComponents, corpus: Corpus, seed: int) -> SegmentReader:
+    """Cuts the training text into segments in the config's order, shuffled by a seed.
 
     Raises:
       UserError: If the text is too short for one segment.
@@ -161,7 +146,7 @@ def training_reader(components: RunComponents, corpus: Corpus, *, seed: int | No
         batch_size=train_config.batch_size,
         segment_len=train_config.segment_len,
         stride=train_config.stride,
-        seed=components.config.seed if seed is None else seed,
+        seed=seed,
         roll=data.roll,
         sentence_starts=corpus.sentences if data.order is Order.SENTENCES else None,
         epoch_memory=data.epoch_memory,
@@ -170,71 +155,35 @@ def training_reader(components: RunComponents, corpus: Corpus, *, seed: int | No
 
 
 def _task(
-    components: RunComponents,
-    corpus: Corpus,
-    reader: SegmentReader,
-    stop_requested: Callable[[], Any],
-    weights: WarmStart | None,
+    components: RunComponents, corpus: Corpus, reader: SegmentReader, weights: warm_start.WarmStart | None
 ) -> TrainTask:
+    training = components.training
+
     def init_state() -> TrainState:
-        training = components.training
         return training.init_state() if weights is None else weights.state(training.init_params())
 
     def compile_step() -> tuple[TrainStep, str]:
-        compilation = components.training.compile_step()
+        compilation = training.compile_step()
         return compilation.program, memory_line(components, compilation)
 
     def segments(first: int, count: int) -> Segments:
         return components.placement.place(reader.segments(first, count), batch_size=components.config.train.batch_size)
 
     return TrainTask(
-        config=components.config,
+        components=components,
+        corpus=corpus,
         members=Members(),
-        measure=corpus.vocabulary.measure,
-        facts=facts(components, corpus) | warm_start.facts(weights),
-        opening=[*opening(components, corpus, reader), *warm_start.opening(weights)],
+        opening=opening(components, corpus, reader, weights),
         cost=step_cost(components),
         segments_per_epoch=reader.n_segments,
-        abstract_state=components.training.abstract_state,
-        abstract_params=components.training.abstract_state.params,
+        abstract_state=training.abstract_state,
         init_state=init_state,
         compile_step=compile_step,
         segments=segments,
-        score=functools.partial(score_or_stop, components, corpus, stop_requested),
     )
 
 
-def score_or_stop(
-    components: RunComponents,
-    corpus: Corpus,
-    stop_requested: Callable[[], Any],
-    params: Any,
-    split: str,
-    name: str,
-    log: Callable[[str], None],
-) -> Totals | None:
-    """Scores the "valid" or "test" text while a run trains; None: a stop was requested meanwhile."""
-    tokens = corpus.test if split == "test" else corpus.valid[: components.config.eval.valid_tokens]
-    try:
-        return score(
-            components,
-            params,
-            tokens,
-            name=name,
-            measure=corpus.vocabulary.measure,
-            log=log,
-            stop_requested=stop_requested,
-        )
-    except Interrupted:
-        return None
-
-
-# Lines and facts about a run: sizes, work per step, memory per device.
-
-
-def facts(components: RunComponents, corpus: Corpus) -> dict[str, Any]:
-    """Returns text and size of a run, as results.json begins."""
-    return {"corpus": corpus.name, "text": corpus.description, "parameters": components.num_parameters}
+# Lines about a run: sizes, work per step, memory per device.
 
 
 def step_cost(components: RunComponents) -> StepCost:
@@ -254,32 +203,33 @@ def step_cost(components: RunComponents) -> StepCost:
     )
 
 
-def opening(components: RunComponents, corpus: Corpus, reader: SegmentReader) -> list[str]:
-    """Describes text, model, work per step, evaluation and devices, one line each."""
+def opening(
+    components: RunComponents, corpus: Corpus, reader: SegmentReader, weights: warm_start.WarmStart | None
+) -> list[str]:
+    """Describes text, model, work per step, evaluation, devices and the weights of a warm start, one line each."""
     c, train = components.config.model, components.config.train
-    tokens_per_step = train.batch_size * train.new_tokens
-    epochs = train.steps / reader.n_segments
-    attention = [] if components.attention is None else [f"attention {components.attention.describe()}"]
-    axes = ", ".join(f"{name} {size}" for name, size in components.mesh.shape.items())
+    context = f"memory {train.mem_len}"
+    if train.stride:
+        context = f"after {train.segment_len - train.stride} that are read again"
+    slices, axes = sharding.num_slices(components.mesh), components.mesh.shape
     return [
         (
             f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} "
             f"tokens to train / validate / test on, vocabulary {corpus.vocabulary.size:,}"
         ),
         f"model     {_sizes(c)}, {c.dtype}: {components.num_parameters:,} parameters",
-        f"training  {train.batch_size} rows x {train.new_tokens} = {tokens_per_step:,} tokens per step, "
-        + (
-            f"after {train.segment_len - train.stride} that are read again"
-            if train.stride
-            else f"memory {train.mem_len}"
-        )
-        + f"; {train.steps:,} steps = {epochs:.2f} epochs of {reader.n_segments:,} steps "
-        f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)",
+        (
+            f"training  {train.batch_size} rows x {train.new_tokens} = {train.batch_size * train.new_tokens:,} tokens "
+            f"per step, {context}; {train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of "
+            f"{reader.n_segments:,} steps ({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)"
+        ),
         f"scoring   {_how_scored(components.config.eval)}",
-        f"devices   {components.mesh.size} x {device_kind()} ({axes})"
-        + (f" in {slices} slices" if (slices := sharding.num_slices(components.mesh)) > 1 else "")
+        f"devices   {components.mesh.size} x {device_kind()} "
+        f"({', '.join(f'{name} {size}' for name, size in axes.items())})"
+        + (f" in {slices} slices" if slices > 1 else "")
         + (f" in {jax.process_count()} processes" if distributed.is_multiprocess() else ""),
-        *attention,
+        *([] if components.attention is None else [f"attention {components.attention.describe()}"]),
+        *([] if weights is None else weights.lines),
     ]
 
 

@@ -9,6 +9,7 @@ from txl_jax.config import tree as config_tree
 from txl_jax.data.prefetch import Prefetcher
 from txl_jax.errors import NonFiniteError
 from txl_jax.runs.checkpoints import RunCheckpoints
+from txl_jax.runs.run import Run
 from txl_jax.runs.validation import Results, TrainTask, Validation
 from txl_jax.runtime import distributed, environment, stop
 from txl_jax.runtime.log import RunLog
@@ -25,9 +26,9 @@ class Outcome:
     """Outcome of training.
 
     Attributes:
-      finished: False: stopped on request, everything saved.
-      step: updates done.
-      results: the contents of results.json.
+      finished: Whether training has ended. Otherwise it was stopped on request, with everything saved.
+      step: Number of training steps done.
+      results: Content of results.json, or None if training was stopped.
     """
 
     finished: bool
@@ -36,61 +37,73 @@ class Outcome:
 
 
 class Trainer:
-    """One start of a run in its workdir.
+    """One start of a run that was begun in its directory.
 
     Args:
-      hooks: run after evaluation and before the checkpoint of a step, so a state that they return is saved.
-      sinks: get settings and records too.
-      profile_steps: first and last update of a profile; None: none.
-      confirm: called before something is written; raises if another run writes here.
+      task: What is trained.
+      run: The run, after `Run.begin`.
+      stop_requested: Whether to stop; asked between calls of the train step and while a text is scored.
+      hooks: Run after evaluation and before the checkpoint of a step, so a state that they return is saved.
+      sinks: Get settings and records too.
+      profile_steps: First and last training step of a profile, or None for no profile.
     """
 
     def __init__(
         self,
         task: TrainTask,
-        workdir: str,
+        run: Run,
         *,
         stop_requested: Callable[[], Any],
-        hooks: Sequence[Hook] = (),
-        sinks: Sequence[Sink] = (),
-        profile_steps: tuple[int, int] | None = None,
-        confirm: Callable[[], None] = lambda: None,
+        hooks: Sequence[Hook],
+        sinks: Sequence[Sink],
+        profile_steps: tuple[int, int] | None,
     ):
         self._task = task
-        self._config = task.config.train
-        self._workdir = workdir
-        self._stop_requested = stop_requested
+        self._config = task.components.config.train
+        self._run = run
+        self._stop_requested = run.stopping(stop_requested)
         self._user_hooks = tuple(hooks)
         self._profile_steps = profile_steps
-        self._log = RunLog(workdir if distributed.is_primary() else None, sinks=sinks, confirm=confirm)
+        self._log = RunLog(run.path if distributed.is_primary() else None, sinks=sinks, confirm=run.confirm)
         self._checkpoints = RunCheckpoints(
-            workdir, task.members, keep=self._config.keep_checkpoints, log=self._log.note, confirm=confirm
+            run.path, task.members, keep=self._config.keep_checkpoints, log=self._log.note, confirm=run.confirm
         )
-        self._validation = Validation(task, workdir, self._checkpoints, self._log.note)
-        self._results = Results(task, workdir, self._checkpoints, self._validation, self._log.note)
+        self._validation = Validation(task, run, self._checkpoints, self._log, self._stop_requested)
+        self._results = Results(task, run, self._checkpoints, self._validation, self._log)
 
-    def run(self, changes: Sequence[str] = ()) -> Outcome:
-        """Trains to the end, or until a stop is requested; `changes` are settings that differ from the start before."""
-        for change in changes:
-            self._log.note(change)
+    def run(self) -> Outcome:
+        """Trains to the end, or until a stop is requested."""
+        for note in self._run.notes:
+            self._log.note(note)
         with self._checkpoints:
             step, state, notes = self._restore()
             with self._open_log(step):
-                self._introduce(step)
+                self._log.settings(
+                    config_tree.to_dict(self._task.components.config) | self._results.facts | environment.describe()
+                )
+                if step:
+                    epoch, index = divmod(step, self._task.segments_per_epoch)
+                    self._log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
                 self._validation.read_losses()
                 if results := self._finished_already(step):
                     return Outcome(True, step, results)
                 train_step, compilation = self._task.compile_step()
                 self._log.print(compilation)
-                progress = self._make_progress(notes)
+                progress = Progress(
+                    self._log,
+                    steps=self._config.steps,
+                    log_every=self._config.log_every,
+                    cost=self._task.cost,
+                    measure=self._task.corpus.vocabulary.measure,
+                    members=self._task.members,
+                    running_totals=notes.get("running_totals"),
+                )
                 if not self._has_ended(step):
                     step, state = self._train(train_step, step, state, progress)
                 return self._finish(step, state, progress)
 
-    # Opening
-
     def _restore(self) -> tuple[int, TrainState, dict[str, Any]]:
-        """Restores the newest checkpoint: (updates done, state after them, notes); without one the initial state."""
+        """Restores the latest checkpoint, or makes the initial state: (updates done, state after them, notes)."""
         step, state, notes = self._checkpoints.restore(self._task.abstract_state) or (0, self._task.init_state(), {})
         self._validation.pending = notes.get("evaluation_pending", False)
         return step, state, notes
@@ -102,26 +115,6 @@ class Trainer:
         if self._results.on_disk(step) is None:
             redone.add("test")
         return self._log.open(step, redone=redone, opening=self._task.opening)
-
-    def _introduce(self, step: int) -> None:
-        self._log.settings(config_tree.to_dict(self._task.config) | dict(self._task.facts) | environment.describe())
-        if step:
-            epoch, index = divmod(step, self._task.segments_per_epoch)
-            self._log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
-
-    # Training
-
-    def _make_progress(self, notes: dict[str, Any]) -> Progress:
-        config = self._config
-        return Progress(
-            self._log,
-            steps=config.steps,
-            log_every=config.log_every,
-            cost=self._task.cost,
-            measure=self._task.measure,
-            members=self._task.members,
-            running_totals=notes.get("running_totals"),
-        )
 
     def _train(self, train_step: TrainStep, step: int, state: TrainState, progress: Progress) -> tuple[int, TrainState]:
         config, validation = self._config, self._validation
@@ -137,14 +130,17 @@ class Trainer:
         hooks = [*evaluation, best_is_saved, *self._user_hooks, save]
         if stop.is_watched_by_all():
             hooks.append(Hook(config.log_every, lambda context: self._save_on_notice(context, progress)))
-        if validation.pending:
-            state = self._repeat_evaluation(evaluation, save, step, state, progress)
-            if self._must_end():
+        if validation.pending:  # A stop cut the last evaluation short: it is repeated.
+            state, _ = run_hooks(evaluation, step, state, log=self._log, progress=progress)
+            if not self._validation.pending:
+                # Else a kill before the next checkpoint would evaluate, and record, again.
+                run_hooks([save], step, state, log=self._log, progress=progress)
+            if self._validation.pending or validation.out_of_patience:
                 return step, state
         per_call = config.segments_per_call
         profiled = StepProfiler(
             train_step,
-            os.path.join(self._workdir, PROFILE),
+            os.path.join(self._run.path, PROFILE),
             first_step=step,
             segments_per_call=per_call,
             profile_steps=self._profile_steps,
@@ -167,20 +163,6 @@ class Trainer:
                 )
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}; {self._kept()}. {self._advice()}") from None
-
-    def _repeat_evaluation(
-        self, evaluation: list[Hook], save: Hook, step: int, state: TrainState, progress: Progress
-    ) -> TrainState:
-        """Repeats an evaluation that a stop cut short; returns the state to go on with."""
-        state, _ = run_hooks(evaluation, step, state, log=self._log, progress=progress)
-        if not self._validation.pending:
-            # Else a kill before the next checkpoint would evaluate, and record, again.
-            run_hooks([save], step, state, log=self._log, progress=progress)
-        return state
-
-    def _must_end(self) -> bool:
-        """Returns whether a repeated evaluation was cut short again, or has used up the patience."""
-        return self._validation.pending or self._validation.out_of_patience
 
     def _save(self, step: int, state: TrainState, progress: Progress) -> None:
         notes = {"running_totals": progress.state(), "evaluation_pending": self._validation.pending}
@@ -206,10 +188,8 @@ class Trainer:
             )
         return "Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, in a new --workdir"
 
-    # The end
-
     def _finished_already(self, step: int) -> dict[str, Any] | None:
-        """Returns the results of a run that had ended when it was opened; None: there is something to do."""
+        """Returns the results of a run that had ended when it was opened, or None if there is something to do."""
         if not self._has_ended(step):
             return None
         results = distributed.broadcast_from_primary(lambda: self._results.on_disk(step))
@@ -222,7 +202,7 @@ class Trainer:
         return ended and not self._validation.pending
 
     def _finish(self, step: int, state: TrainState, progress: Progress) -> Outcome:
-        """Saves the last checkpoint and, after the last update, scores the test text."""
+        """Saves the last checkpoint and, after the last update, scores the test split."""
         early = step < self._config.steps and self._validation.out_of_patience
         if early:
             self._log.print(f"note      ends after step {step}: no better loss in {self._config.patience} evaluations")
@@ -230,7 +210,7 @@ class Trainer:
         if self._checkpoints.saved_step != step:
             self._save(step, state, progress)
         self._checkpoints.wait()
-        results = self._results.make(step, state, self._log) if finished else None
+        results = self._results.make(step, state) if finished else None
         if results is not None:
             return Outcome(True, step, results)
         self._log.print(

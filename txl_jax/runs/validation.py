@@ -2,19 +2,21 @@
 
 import dataclasses
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from txl_jax.config import EvalConfig, ExperimentConfig
+from txl_jax.config import EvalConfig
 from txl_jax.config import tree as config_tree
+from txl_jax.data.corpus import Corpus
 from txl_jax.errors import CheckpointError
-from txl_jax.metrics import Measure, Totals
+from txl_jax.metrics import Totals
+from txl_jax.runs.build import RunComponents
 from txl_jax.runs.checkpoints import RunCheckpoints
+from txl_jax.runs.run import RESULTS, Run
+from txl_jax.runs.score import Interrupted, as_record, as_result, format_scores, score, with_duration
 from txl_jax.runtime import distributed, environment
-from txl_jax.runtime.environment import duration
 from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.runtime.storage import read, write_json
 from txl_jax.segments import Segments
@@ -25,154 +27,99 @@ from txl_jax.training.progress import StepCost
 from txl_jax.training.state import TrainState
 from txl_jax.training.step import TrainStep
 
-# Scores of a text as records and as lines for people.
-
-
-def as_record(totals: Totals) -> dict[str, float]:
-    """Returns the fields of a result in metrics.jsonl and results.json."""
-    return {
-        "loss": totals.nll,
-        "bpc": totals.bpc,
-        "perplexity": totals.perplexity,
-        "tokens": totals.tokens,
-    }
-
-
-def as_result(totals: Totals) -> dict[str, Any]:
-    """Returns `as_record` for a JSON file: a perplexity above the largest float, of a run that diverged, is null.
-
-    >>> as_result(Totals(nats=2000.0, tokens=2.0))["perplexity"] is None
-    True
-    """
-    record = as_record(totals)
-    if math.isfinite(record["perplexity"]):
-        return dict(record)
-    return {**record, "perplexity": None, "note": "the loss is too large for a perplexity: exp(loss) overflows"}
-
-
-def format_scores(totals: Totals, measure: Measure) -> str:
-    """Formats one line of a result, the usual measure first."""
-    perplexity = f"  {totals.format(Measure.PPL)}" if measure is Measure.BPC else ""
-    return f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity}  ({totals.tokens:,.0f} tokens)"
-
-
-def with_duration(line: str, seconds: float) -> str:
-    """Appends the time that something took."""
-    return f"{line}  in {duration(seconds)}"
-
-
-# results.json: the scores of the best parameters on the test text, of a run or of each member of an ensemble.
-
-RESULTS = "results.json"
-
-
-class Score(Protocol):
-    """Scores a text with given parameters."""
-
-    def __call__(self, params: Any, split: str, name: str, log: Callable[[str], None]) -> Totals | None:
-        """Scores the "valid" or "test" text; `name` is for progress lines. None: a stop was requested meanwhile."""
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainTask:
     """One run, or one ensemble, as a `Trainer` takes it.
 
     Attributes:
-      config: of the run; of an ensemble the base that its members differ from.
-      members: of the ensemble.
-      measure: the usual measure of the text.
-      facts: come first in results.json.
-      opening: lines that introduce the run in its log.
-      cost: of one update of one member.
-      segments_per_epoch: S segments of one pass over the text.
-      abstract_state: shapes, types and shardings of the state, with the member axis.
-      abstract_params: those of the parameters of one member.
-      init_state: makes the state before the first update.
-      compile_step: returns the compiled train step and a line about it.
+      components: Model, mesh and config of the run, or the base that the members of an ensemble differ from.
+      corpus: The text.
+      members: Members of the ensemble.
+      opening: Lines that introduce the run in its log.
+      cost: Work of one update of one member.
+      segments_per_epoch: Segments in one pass over the text.
+      abstract_state: Shapes, dtypes and shardings of the state, with the member axis.
+      init_state: Makes the state before the first update.
+      compile_step: Returns the compiled train step and a line about it.
       segments: (updates done, S) -> the next S segments, on the devices.
-      score: scores a text.
     """
 
-    config: ExperimentConfig
+    components: RunComponents
+    corpus: Corpus
     members: Members
-    measure: Measure
-    facts: Mapping[str, Any]
     opening: Sequence[str]
     cost: StepCost
     segments_per_epoch: int
     abstract_state: TrainState
-    abstract_params: Any
     init_state: Callable[[], TrainState]
     compile_step: Callable[[], tuple[TrainStep, str]]
     segments: Callable[[int, int], Segments]
-    score: Score
 
 
 class Results:
-    """Makes results.json, and reads what is there."""
+    """results.json: the test scores of the best parameters, of a run or of each member of an ensemble."""
 
-    def __init__(
-        self,
-        task: TrainTask,
-        workdir: str,
-        checkpoints: RunCheckpoints,
-        validation: "Validation",
-        note: Callable[[str], None],
-    ):
-        self.path = os.path.join(workdir, RESULTS)
+    def __init__(self, task: TrainTask, run: Run, checkpoints: RunCheckpoints, validation: "Validation", log: RunLog):
+        self.path = os.path.join(run.path, RESULTS)
         self._task = task
+        self._run = run
         self._checkpoints = checkpoints
         self._validation = validation
-        self._note = note
+        self._log = log
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The text, the size and the weights that the run began with: the first part of results.json."""
+        corpus, weights = self._task.corpus, self._run.weights
+        facts = {"corpus": corpus.name, "text": corpus.description, "parameters": self._task.components.num_parameters}
+        return facts | ({"warm_start": dict(weights)} if weights else {})
 
     def on_disk(self, step: int) -> dict[str, Any] | None:
-        """Reads results of `step` updates that were scored with these evaluation settings; None: there are none."""
+        """Returns the results after `step` updates, or None if there are none at these evaluation settings."""
         try:
             results = json.loads(read(self.path))
             same = results["steps"] == step and with_defaults(results["eval"]) == self._validation.eval_settings
-        except (OSError, ValueError, KeyError, TypeError):  # There is none, or it is damaged: it is made again.
+        except (OSError, ValueError, KeyError, TypeError):  # The file is missing, or corrupted: it is made again.
             return None
         return results if same else None
 
-    def make(self, step: int, state: TrainState, log: RunLog) -> dict[str, Any] | None:
-        """Scores the test text with the best parameters of each member; None: a stop was requested meanwhile."""
+    def make(self, step: int, state: TrainState) -> dict[str, Any] | None:
+        """Scores the test split with each member's best parameters. Returns None if a stop was requested meanwhile."""
         members, scored = self._task.members, []
         for index in range(len(members)):
             best, params = self._best_or_last(index, state)
-            began = time.monotonic()
-            totals = self._task.score(params, "test", f"{members.prefix(index)}test", log.print)
-            if totals is None:
+            found = self._validation.score(params, "test", f"{members.prefix(index)}test")
+            if found is None:
                 return None
-            scored.append((best, totals, time.monotonic() - began))
-        found = []
-        for index, (best, totals, seconds) in enumerate(scored):
-            label = members.labels[index]
-            log.record("test", step, as_record(totals), member=label)
-            line = with_duration(f"test {format_scores(totals, self._task.measure)}", seconds)
-            log.print(f"{members.prefix(index)}{line}")
-            found.append({"best_valid": best, "test": {"step": best["step"] if best else step, **as_result(totals)}})
-        results = {
-            **self._task.facts,
+            scored.append((best, *found))
+        results = []
+        for label, (best, totals, line) in zip(members.labels, scored, strict=True):
+            self._log.record("test", step, as_record(totals), member=label)
+            self._log.print(line)
+            results.append({"best_valid": best, "test": {"step": best["step"] if best else step, **as_result(totals)}})
+        content = {
+            **self.facts,
             "steps": step,
-            **({"members": members.to_json(found)} if members.names else found[0]),
+            **({"members": members.to_json(results)} if members.names else results[0]),
             "eval": self._validation.eval_settings,
             **environment.describe(),
         }
 
         def write() -> None:
-            log.seal()
-            write_json(self.path, results)
+            self._log.seal()
+            write_json(self.path, content)
 
         distributed.broadcast_from_primary(write)
-        log.print(f"results   {self.path}")
-        return results
+        self._log.print(f"results   {self.path}")
+        return content
 
     def _best_or_last(self, index: int, state: TrainState) -> tuple[dict[str, Any] | None, Any]:
-        """Returns scores and parameters of the best checkpoint; if it cannot be read, those of the last update."""
+        """Returns scores and parameters of the best checkpoint, or None and the last parameters if it is unreadable."""
         try:
-            restored = self._checkpoints.restore_best(index, self._task.abstract_params)
+            restored = self._checkpoints.restore_best(index, self._task.components.training.abstract_state.params)
         except CheckpointError as error:
-            self._note(f"{error}; the parameters after the last update are used instead")
+            self._log.note(f"{error}; the parameters after the last update are used instead")
             restored = None
         if restored is None:
             return None, self._task.members.take(state.scored_params, index)
@@ -181,25 +128,34 @@ class Results:
 
 
 class Validation:
-    """Hooks that score the validation text, keep the best parameters, and act on the losses so far.
+    """Hooks that score the validation split, keep the best parameters, and act on the losses so far.
 
     Attributes:
-      pending: whether the evaluation of the newest step was cut short; a resumed run repeats it.
-      losses: validation losses of each member so far; kept for early stopping and NT-ASGD.
+      pending: Whether the last evaluation was cut short. A resumed run repeats it.
+      losses: Validation losses of each member so far, for early stopping and NT-ASGD.
     """
 
-    def __init__(self, task: TrainTask, workdir: str, checkpoints: RunCheckpoints, note: Callable[[str], None]):
+    def __init__(
+        self,
+        task: TrainTask,
+        run: Run,
+        checkpoints: RunCheckpoints,
+        log: RunLog,
+        stop_requested: Callable[[], Any],
+    ):
         self.pending = False
         self.losses: list[list[float]] = [[] for _ in task.members.labels]
         self._task = task
-        self._workdir = workdir
+        self._config = task.components.config
+        self._run = run
         self._checkpoints = checkpoints
-        self._note = note
+        self._log = log
+        self._stop_requested = stop_requested
 
     @property
     def out_of_patience(self) -> bool:
-        """Returns whether the last `patience` validation losses were all no better than the best before them."""
-        patience = self._task.config.train.patience
+        """Whether the last `patience` validation losses were all no better than the best before them."""
+        patience = self._config.train.patience
         if not patience:
             return False
         return all(
@@ -208,11 +164,11 @@ class Validation:
 
     @property
     def eval_settings(self) -> dict[str, Any]:
-        """The evaluation lengths: scores at other ones are not comparable."""
-        return config_tree.to_dict(self._task.config.eval)
+        """The evaluation settings: scores at other ones are not comparable."""
+        return config_tree.to_dict(self._config.eval)
 
     def read_losses(self) -> None:
-        """Reads the losses of this run from its records; none if they were scored with other --eval settings."""
+        """Reads the recorded losses, but not those at other evaluation settings."""
         for index, label in enumerate(self._task.members.labels):
             self.losses[index] = [] if self.best(index) is None else self._recorded_losses(label)
 
@@ -220,52 +176,70 @@ class Validation:
         return distributed.broadcast_from_primary(
             lambda: [
                 record["loss"]
-                for record in read_metrics(self._workdir)
+                for record in read_metrics(self._run.path)
                 if record["kind"] == "valid" and record.get("member") == label
             ]
         )
 
+    def score(self, params: Any, split: str, name: str) -> tuple[Totals, str] | None:
+        """Scores the "valid" or "test" split: (scores, a line about them), or None if a stop was requested meanwhile.
+
+        Args:
+          params: Parameters of one member.
+          split: The split.
+          name: Its name in that line and in progress lines.
+        """
+        corpus, began = self._task.corpus, time.monotonic()
+        try:
+            totals = score(
+                self._task.components,
+                params,
+                corpus.test if split == "test" else corpus.valid[: self._config.eval.valid_tokens],
+                name=name,
+                measure=corpus.vocabulary.measure,
+                log=self._log.print,
+                stop_requested=self._stop_requested,
+            )
+        except Interrupted:
+            return None
+        scores = format_scores(totals, corpus.vocabulary.measure)
+        return totals, with_duration(f"{name} {scores}", time.monotonic() - began)
+
     # Hooks, in this order.
 
     def evaluate(self, context: HookContext) -> None:
-        """Scores the validation text, and keeps the parameters of a member if no earlier ones were better."""
+        """Scores the validation split, and keeps the parameters of a member if no earlier ones were better."""
         self.pending = True  # Until it is done: a checkpoint written now must record it.
         scored, members = [], self._task.members
         for index in range(len(members)):
-            began = time.monotonic()
             params = members.take(context.state.scored_params, index)
-            totals = self._task.score(
-                params, "valid", f"step {context.step}: {members.prefix(index)}valid", context.log
-            )
-            if totals is None:  # A stop was requested: all members are scored again when the run is resumed.
+            found = self.score(params, "valid", f"step {context.step}: {members.prefix(index)}valid")
+            if found is None:  # A stop was requested: all members are scored again when the run is resumed.
                 return
-            scored.append((params, totals, time.monotonic() - began))
+            scored.append((params, *found))
         self.pending = False
-        for index, label in enumerate(members.labels):
-            self._take(context, index, label, *scored[index])
+        for index, (params, totals, line) in enumerate(scored):
+            self._take(context, index, params, totals, line)
 
-    def _take(
-        self, context: HookContext, index: int, label: str | None, params: Any, totals: Totals, seconds: float
-    ) -> None:
+    def _take(self, context: HookContext, index: int, params: Any, totals: Totals, line: str) -> None:
         """Records the scores of a member, and saves its parameters if they are the best."""
-        step, measure = context.step, self._task.measure
         best = self.best(index)
         # Those of this very step are written again: a kill may have come before they had their digests.
-        better = best is None or totals.nll < best["loss"] or best["step"] == step
-        context.record("valid", as_record(totals), member=label)
-        outcome = _format_outcome(best, better, measure)
-        prefix = self._task.members.prefix(index)
-        context.log(
-            f"step {step}: {prefix}{with_duration(f'valid {format_scores(totals, measure)}', seconds)}  {outcome}"
-        )
+        better = best is None or totals.nll < best["loss"] or best["step"] == context.step
+        context.record("valid", as_record(totals), member=self._task.members.labels[index])
+        if better or best is None:
+            context.log(f"{line}  best so far")
+        else:
+            lowest = Totals(best["loss"], 1).format(self._task.corpus.vocabulary.measure)
+            context.log(f"{line}  best {lowest} at step {best['step']}")
         if better:
-            notes = {"step": step, **as_result(totals), "eval": self.eval_settings}
-            self._checkpoints.save_best(index, step, params, notes)
+            notes = {"step": context.step, **as_result(totals), "eval": self.eval_settings}
+            self._checkpoints.save_best(index, context.step, params, notes)
         self.losses[index].append(totals.nll)
 
     def begin_averaging(self, context: HookContext) -> TrainState | None:
         """NT-ASGD: starts weight averaging in members whose validation loss has stopped improving."""
-        trigger = self._task.config.average.nt_asgd_patience
+        trigger = self._config.average.nt_asgd_patience
         average = context.state.average
         if not trigger or self.pending or average is None:
             return None
@@ -284,17 +258,17 @@ class Validation:
             context.request_stop()
 
     def best(self, index: int) -> dict[str, Any] | None:
-        """Returns step and scores of the best parameters so far; None if there are none that can be compared with."""
+        """Returns step and scores of the best parameters so far, or None if none are comparable."""
         return distributed.broadcast_from_primary(lambda: self._best_on_disk(index))
 
     def _best_on_disk(self, index: int) -> dict[str, Any] | None:
         try:
             notes = self._checkpoints.best_notes(index)
         except CheckpointError as error:
-            self._note(f"{error}; the best is chosen anew from here")
+            self._log.note(f"{error}; the best is chosen anew from here")
             return None
         if notes is not None and with_defaults(notes["eval"]) != self.eval_settings:
-            self._note(
+            self._log.note(
                 f"the best so far, of step {notes['step']}, was scored with other --eval settings; "
                 "it is chosen anew from here"
             )
@@ -305,9 +279,3 @@ class Validation:
 def with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:
     """Completes recorded evaluation settings: one that was added later had the effect of its default."""
     return config_tree.to_dict(EvalConfig()) | evaluation
-
-
-def _format_outcome(best: dict[str, Any] | None, better: bool, measure: Measure) -> str:
-    if better or best is None:
-        return "best so far"
-    return f"best {Totals(best['loss'], 1).format(measure)} at step {best['step']}"

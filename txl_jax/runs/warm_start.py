@@ -17,7 +17,6 @@ import numpy as np
 
 from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, TokenizerConfig
 from txl_jax.config import tree as config_tree
-from txl_jax.config.tree import Leaf
 from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
@@ -44,17 +43,29 @@ class Basis(NamedTuple):
 
 
 class WarmStart(NamedTuple):
-    """Weights that were read for a run that begins.
+    """Weights that a run begins with, or began with.
 
     Attributes:
-      record: for config.json.
-      notes: a line for people about each group of settings that differ and may.
-      state: initial parameters of a new model -> the state before the first update.
+      record: Their path, step, sha256 and tokens, for config.json.
+      state: Initial parameters of a new model -> the state before the first update.
+      note: A line about settings that differ and change losses, or an empty string.
     """
 
     record: Mapping[str, Any]
-    notes: list[str]
     state: Callable[[Any], TrainState]
+    note: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """Describes the weights, for the opening lines of the run."""
+        record, tokens = self.record, self.record["tokens"]
+        moved = f" ({tokens['moved']:,} moved to a cluster of another width)" if tokens["moved"] else ""
+        counts = f"{tokens['kept']:,} tokens kept, {tokens['new']:,} new{moved}, {tokens['dropped']:,} dropped"
+        return [
+            f"init      weights of {record['path']} after step {record['step']:,}, sha256 {record['sha256'][:12]}...",
+            f"          vocabulary: {counts}",
+            *filter(None, [self.note]),
+        ]
 
 
 def basis(path: str, run: Run) -> Basis:
@@ -73,7 +84,9 @@ def basis(path: str, run: Run) -> Basis:
 
 def with_trained_settings(defaults: ExperimentConfig, trained: Basis, which: InitVocabulary) -> ExperimentConfig:
     """Returns `defaults` with the trained model's sizes and compatibility and, if its vocabulary is kept, tokens."""
-    names = [leaf.name for leaf in config_tree.leaves() if _is_of_model(leaf)]
+    names = [
+        leaf.name for leaf in config_tree.leaves() if leaf.setting.shapes_params or leaf.name.startswith("compat.")
+    ]
     taken = {name: config_tree.get(trained.config, name) for name in names}
     if which is InitVocabulary.KEPT:
         taken |= _tokenizer_settings(trained.vocabulary)
@@ -133,26 +146,28 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
 
 
 def load(components: RunComponents, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
-    """Reads the weights that a run begins with; all processes call it.
+    """Reads the weights that a run begins with, once. All processes call it.
 
     Returns:
-      The weights, or None if the run begins with random ones, or resumes.
+      The weights, or None if the run begins with random ones. If the run resumes, only the record of the weights.
 
     Raises:
       UserError: If there are no weights, or they do not fit config and vocabulary.
       CheckpointError: If they are corrupted.
     """
     config = components.config
-    if config.init_from is None or distributed.broadcast_from_primary(lambda: _has_checkpoint(run)):
+    if config.init_from is None:
         return None
 
+    def vanished(initial: Any) -> TrainState:
+        raise CheckpointError(
+            f"the checkpoints in {run.latest} vanished while the run was opened; start the same command again"
+        )
+
+    if distributed.broadcast_from_primary(lambda: _has_checkpoint(run)):
+        return None if run.weights is None else WarmStart(run.weights, vanished)
     trained = _open(config.init_from)
-
-    def match() -> RowMap:
-        check_model(config, trained.config)
-        return _match(config, trained, vocabulary)
-
-    rows = distributed.run_on_all(match)
+    rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
     there = _assemble_trained(trained, components)
     step, params = trained.params(there)
     initial = components.training.abstract_state.params
@@ -170,37 +185,7 @@ def load(components: RunComponents, vocabulary: Vocabulary, run: Run) -> WarmSta
     def state(own: Any) -> TrainState:
         return components.training.state_from_params(move(own, params, shardings))
 
-    return WarmStart(record, _notes(config, trained.config), state)
-
-
-def of_earlier_start(run: Run) -> WarmStart | None:
-    """Returns the record of a run that resumes, whose state comes from its checkpoint; None: it began at random."""
-
-    def no_state(initial: Any) -> TrainState:
-        raise CheckpointError(
-            f"the checkpoints in {run.latest} vanished while the run was opened; start the same command again"
-        )
-
-    return None if run.weights is None else WarmStart(run.weights, [], no_state)
-
-
-def facts(weights: WarmStart | None) -> dict[str, Any]:
-    """Returns the weights that a run began with, for results.json; nothing for random ones."""
-    return {} if weights is None else {"warm_start": dict(weights.record)}
-
-
-def opening(weights: WarmStart | None) -> list[str]:
-    """Describes the weights that a run began with, for its opening lines; nothing for random ones."""
-    if weights is None:
-        return []
-    record, tokens = weights.record, weights.record["tokens"]
-    moved = f" ({tokens['moved']:,} moved to a cluster of another width)" if tokens["moved"] else ""
-    counts = f"{tokens['kept']:,} tokens kept, {tokens['new']:,} new{moved}, {tokens['dropped']:,} dropped"
-    return [
-        f"init      weights of {record['path']} after step {record['step']:,}, sha256 {record['sha256'][:12]}...",
-        f"          vocabulary: {counts}",
-        *weights.notes,
-    ]
+    return WarmStart(record, state, _note(config, trained.config))
 
 
 def digest(params: Any) -> str:
@@ -235,10 +220,6 @@ def _has_checkpoint(run: Run) -> bool:
         return latest.latest_step() is not None
 
 
-def _is_of_model(leaf: Leaf) -> bool:
-    return leaf.setting.shapes_params or leaf.name.startswith("compat.")
-
-
 def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the settings that make token ids what they are, as a given vocabulary has them."""
     values = {"kind": vocabulary.kind, **vocabulary.header()}
@@ -259,24 +240,24 @@ def _is_read(name: str, config: ExperimentConfig) -> bool:
 
 
 def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -> RowMap:
-    """Matches the tokens; raises `UserError` for vocabularies whose tokens mean different things."""
+    """Matches the tokens; raises `UserError` for another model, or if tokens of the vocabularies mean other things."""
+    check_model(config, trained.config)
     theirs = trained.vocabulary
     same = theirs == vocabulary
     if not same and theirs.kind != vocabulary.kind:
         raise UserError(
             f"the tokens of {trained.path} are of kind {theirs.kind} ({theirs.size:,}) and those of the text of kind "
-            f"{vocabulary.kind} ({vocabulary.size:,}); give --init_vocabulary=kept to read "
-            "the text in that vocabulary"
+            f"{vocabulary.kind} ({vocabulary.size:,}); give --init_vocabulary=kept to read the text in that vocabulary"
         )
     matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
     return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
 
 
-def _notes(config: ExperimentConfig, trained: ExperimentConfig) -> list[str]:
-    """Names the settings that differ and change losses, in one line."""
+def _note(config: ExperimentConfig, trained: ExperimentConfig) -> str:
+    """Names the settings that differ and change losses, in one line, empty if there are none."""
     named = [
         f"{leaf.name} {config_tree.format_value(ours)} (there {config_tree.format_value(theirs)})"
         for leaf, theirs, ours in config_tree.differences(trained, config)
         if leaf.name in _NOTED or (leaf.name.startswith(("model.", "compat.")) and leaf.name not in _UNNOTED)
     ]
-    return [f"note      settings that differ from those of the weights: {', '.join(named)}"] if named else []
+    return f"note      settings that differ from those of the weights: {', '.join(named)}" if named else ""

@@ -47,11 +47,7 @@ class Weights:
     source: Run | portable.ModelInfo
 
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> RunComponents:
-        """Builds the model over the mesh of its config, with the recorded implementations of attention.
-
-        Raises:
-          UserError: If settings do not fit the devices.
-        """
+        """Builds the model over the mesh of its config; raises `UserError` if settings do not fit the devices."""
         if isinstance(self.source, Run):
             return build_trained(self.config, self.source, log=log)
         return distributed.run_on_all(lambda: build(self.config, vocab_size=self.vocabulary.size))
@@ -59,12 +55,8 @@ class Weights:
     def params(self, components: RunComponents, *, log: Callable[[str], None] = lambda line: None) -> tuple[int, Any]:
         """Loads the parameters onto the components' mesh, in their shardings: (training steps, parameters).
 
-        A run's are the best, or the latest before its first evaluation. From a portable checkpoint each device reads
-        its own part of the file.
-
-        Args:
-          components: Built with this config, or with one with the same `model` and `compat` on another mesh.
-          log: Takes one line.
+        For a run see `load_parameters`. From a portable checkpoint each device reads its own part of the file.
+        `components` are built with this config, or with one with the same `model` and `compat` on another mesh.
 
         Raises:
           UserError: If there is no checkpoint yet.
@@ -97,28 +89,25 @@ def open_weights(
       UserError: If the run or member does not exist, or its files cannot be read; or if the model cannot have such
         weights or cache. For a directory of another implementation the message has the command that converts it.
     """
-    found, changes = _open(as_path(path), member), {}
+    folder, changes = as_path(path), {}
     for name, given, kind in (("weight_dtype", weight_dtype, WeightDType), ("cache_dtype", cache_dtype, CacheDType)):
         if given is not None:
             types = [str(each) for each in kind]
             if given not in types:
                 raise UserError(f"{name} is {given!r}; it must be {' or '.join(types)}, or left out")
             changes[f"eval.{name}"] = kind(given)
-    if not changes:
-        return found
-    config = config_tree.replace(found.config, changes)
-    config.validate()
-    return dataclasses.replace(found, config=config)
-
-
-def _open(folder: str, member: str | None) -> Weights:
     # Process 0 decides, so that all processes go the same way, whatever each of them sees.
     if distributed.broadcast_from_primary(lambda: _holds_portable(folder, member)):
         info = distributed.run_on_all(lambda: portable.read_info(folder))
-        return Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
-    run = Run.read(folder, member=member)
-    description = f"the run {folder}{f' ({member})' if member else ''}, trained on {run.text.description}"
-    return Weights(folder, run.config, run.text.vocabulary, description, run)
+        found = Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
+    else:
+        run = Run.read(folder, member=member)
+        description = f"the run {folder}{f' ({member})' if member else ''}, trained on {run.text.description}"
+        found = Weights(folder, run.config, run.text.vocabulary, description, run)
+    if changes:
+        found = dataclasses.replace(found, config=config_tree.replace(found.config, changes))
+        found.config.validate()
+    return found
 
 
 def _holds_portable(folder: str, member: str | None) -> bool:
@@ -155,8 +144,8 @@ def load_to_score(
     """Loads a trained run that is to score a text: (its components, step, parameters).
 
     Raises:
-      UserError: If the text has another vocabulary than the run, or processes have different ones.
-      CheckpointError: As `load_parameters`.
+      UserError: If the text has another vocabulary than the run, or processes have different ones; and as
+        `load_parameters`, like CheckpointError.
     """
     check_same_settings(config)
     check_same_text(corpus)
@@ -192,11 +181,6 @@ def load_parameters(components: RunComponents, run: Run, *, log: Callable[[str],
 
     With `eval.average_checkpoints` it loads the mean of that many latest checkpoints, and the step of the last.
 
-    Args:
-      components: Built with the run's config, or with one on another mesh.
-      run: A run, or an ensemble with the member chosen.
-      log: Takes one line.
-
     Raises:
       UserError: If the run has no checkpoint, or fewer than are to be averaged.
       CheckpointError: If it has checkpoints, but none can be read.
@@ -227,11 +211,9 @@ def load_state(
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Loads the latest sound training state: (step, state, notes), or None if there is none.
 
+    For an ensemble with a chosen member it returns that member's state, with the notes of all members.
+
     Args:
-      components: Built with the run's config.
-      run: A run, or an ensemble with the member chosen, whose part of the state is returned. The notes are all
-        members'.
-      log: Takes one line.
       before: Loads only steps before this one.
 
     Raises:
