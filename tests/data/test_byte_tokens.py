@@ -22,12 +22,25 @@ def test_text_survives_encoding_with_its_own_vocabulary(text):
     assert own.symbols[ids.max()] == max(text) and own.decode(ids) == text
 
 
+@given(texts=st.lists(st.binary(), max_size=3), size=SIZES)
+def test_bytes_of_several_files_follow_each_other(texts, size):
+    every = ByteVocabulary.all_bytes()
+    assert bytes(joined(every.blocks(in_blocks(text, size) for text in texts))) == b"".join(texts)
+
+
 @given(text=st.binary(), size=SIZES)
 def test_newlines_may_be_dropped(text, size):
     text += b"a\n\na"
     for kept in (ByteVocabulary.all_bytes(Newlines.DROP), ByteVocabulary(bytes(sorted({*text} - {10})), Newlines.DROP)):
-        assert kept.decode(joined(kept.blocks([in_blocks(text, size)] * 2))) == text.replace(b"\n", b"") * 2
+        assert kept.decode(joined(kept.blocks([in_blocks(text, size)]))) == text.replace(b"\n", b"")
         assert kept.decode(kept.encode(text)) == text.replace(b"\n", b"")
+
+
+def test_a_foreign_byte_is_named_with_its_first_offset():
+    with pytest.raises(UserError, match=r"\b120\b.*\b2\b.*\b2\b"):
+        ByteVocabulary.of(b"ab").encode(b"abxayx")
+    with pytest.raises(UserError, match=r"\b120\b.*\b3\b.*\b2\b"):
+        ByteVocabulary(b"ab", Newlines.DROP).encode(b"\n\naxab")
 
 
 @given(start=st.binary().map(lambda start: start.replace(b"x", b"")), size=SIZES, offset=st.integers(0, 99))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.encoded_text import text_of
 from support.own_text import data_config, own_text
 from support.published_corpora import place_official
-from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer
+from txl_jax.config import CorpusName, DataConfig, EmptyEnd, LineMark, Newlines, Tokenizer
 from txl_jax.data import corpus
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import make_vocabulary, read_corpus
@@ -94,13 +94,6 @@ def test_words(poem, read):
     assert texts(lower)[2] == b"the <unk> \nthe <unk> \n"
     double = read(own_text(kind=Tokenizer.WORD, line_mark=LineMark.DOUBLE_S, **poem))
     assert len(double.train) == 8 + 2 * 4
-
-
-@pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_a_split_without_a_target_is_named(split, poem, tmp_path, read):
-    (tmp_path / split).write_bytes(b"x")
-    with pytest.raises(UserError, match=rf"\b{split} split\b.*\b1\b.*\b2\b"):
-        read(own_text(**poem))
 
 
 # Stores
@@ -248,6 +241,14 @@ def test_penn_treebank_as_own_text(data_dir, read):
     assert len(corpus.sentences) == 42_068 + 1
 
 
+@pytest.mark.full
+def test_wikitext_2_as_own_text(data_dir, read):
+    valid, test = (str(data_dir / "wikitext-2" / f"{split}.txt") for split in ("valid", "test"))
+    fields = {"kind": Tokenizer.WORD, "train": (valid,), "valid": (valid,), "test": (test,)}
+    corpus = read(own_text(empty_end=EmptyEnd.KEEP, **fields))
+    assert list(map(len, splits(corpus))) == [217_646, 217_646, 245_569]
+
+
 def words(text, **fields):
     return list(make_vocabulary(data_config(kind=Tokenizer.WORD, **fields), text).words)
 
@@ -257,6 +258,11 @@ def characters(text, **fields):
 
 
 # Bytes
+
+
+def test_own_text_has_all_bytes():
+    for newlines in Newlines:
+        assert make_vocabulary(data_config(newlines=newlines), text_of("ab")) == ByteVocabulary.all_bytes(newlines)
 
 
 def test_a_closed_alphabet_is_counted_over_all_splits():
@@ -287,6 +293,11 @@ def test_words_are_ranked_by_count_and_first_occurrence(texts, line_mark, lower_
     mark = {LineMark.EOS: ["<eos>"], LineMark.NONE: []}.get(line_mark, ["<S>"])
     got = words(text_of(texts, block=block), line_mark=line_mark, lower_case=lower_case, min_count=min_count)
     assert got == mark + sorted(ranks, key=ranks.get)
+
+
+def test_only_the_training_text_is_counted():
+    text = text_of("a b b", "valid valid valid", "test test test test")
+    assert words(text, line_mark=LineMark.NONE) == ["b", "a", "<unk>"]
 
 
 def test_an_unknown_word_and_a_mark_in_the_text_are_those_tokens():
@@ -366,3 +377,10 @@ def test_a_file_that_cannot_be_read_is_named_with_its_flag(tmp_path):
         for kind, field in ((Tokenizer.WORD, "vocab_file"), (Tokenizer.SUBWORD, "hf_file")):
             with pytest.raises(UserError, match=rf"--data\.tokenizer\.{field}\b.*{path}\b"):
                 make_vocabulary(data_config(kind=kind, **{field: str(path)}), text_of("a"))
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_a_split_without_a_target_is_named(split, poem, tmp_path, read):
+    (tmp_path / split).write_bytes(b"x")
+    with pytest.raises(UserError, match=rf"\b{split} split\b.*\b1\b.*\b2\b"):
+        read(own_text(**poem))

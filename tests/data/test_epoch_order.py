@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from txl_jax.data import epoch_order
@@ -38,6 +39,12 @@ def test_long_lists_are_handled_in_chunks(chunk, monkeypatch):
     whole = stream(shuffled(starts, 4), 1, starts[-1])
     monkeypatch.setattr(epoch_order, "CHUNK", chunk)
     assert stream(shuffled(starts, 4), 1, starts[-1]) == whole
+    for i in range(1, 20):
+        wrong = starts.copy()
+        wrong[i] = wrong[i - 1] - 1
+        first = (i - 1) // chunk * chunk  # Of the chunk in which they decrease.
+        with pytest.raises(ValueError, match=rf"\b{first}\b.*\b{first + chunk}\b"):
+            shuffled(wrong, 4)
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64])
@@ -67,6 +74,14 @@ def test_every_order_is_alike_likely():
     seen = collections.Counter(tuple(random_permutation(7, epoch, 3).tolist()) for epoch in range(3000))
     assert set(seen) == set(itertools.permutations(range(3)))
     assert max(abs(times - 500) for times in seen.values()) < 105, "five standard deviations of 500"
+
+
+@settings(max_examples=50)
+@given(seed=SEEDS, epoch=EPOCHS, n=st.integers(1, 300))
+def test_a_permutation_holds_each_number_once(seed, epoch, n):
+    got = random_permutation(seed, epoch, n)
+    assert got.dtype == np.int32
+    assert sorted(got.tolist()) == list(range(n))
 
 
 def test_numbers_belong_to_seed_and_epoch():

@@ -74,6 +74,13 @@ def test_the_following_blocks_are_made_while_the_caller_does_something_else():
     assert recorder.threads.isdisjoint([threading.current_thread()]) and len(recorder.threads) == 1
 
 
+def test_a_finished_block_does_not_wait_for_the_following_ones():
+    recorder = Recorder(hold_from=1)
+    with Prefetcher(recorder, segments_per_call=1, steps=100) as prefetcher:
+        assert prefetcher(0) == (0, 1)
+        recorder.go.set()
+
+
 def test_an_error_is_raised_where_its_block_is_asked_for_and_only_there():
     recorder = Recorder(fail_at=[4])
     with Prefetcher(recorder, segments_per_call=2, steps=10) as prefetcher:
@@ -110,3 +117,10 @@ def test_closing_drops_the_queue_and_waits_for_the_block_in_the_making():
     with pytest.raises(RuntimeError):
         prefetcher(1)
     assert recorder.calls == [0, 1], "nothing more is read"
+
+
+def test_an_error_of_the_caller_closes_too():
+    recorder = Recorder()
+    with pytest.raises(KeyError), Prefetcher(recorder, segments_per_call=1, steps=9) as prefetcher:
+        raise KeyError(prefetcher(0) is None)
+    assert not alive(recorder)

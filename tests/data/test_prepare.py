@@ -213,6 +213,25 @@ def test_flipped_bits_give_the_right_text_or_a_clear_error(file, tmp_path):
     assert all(str(tmp_path / file) in message for message in messages)
 
 
+def test_a_member_of_another_size_and_one_with_a_password(tmp_path):
+    path, whole = tmp_path / "x.zip", miniature.archive("x.zip", {"a": b"text"})
+    entry, start = whole.index(b"PK\x01\x02"), whole.index(b"PK\x03\x04")
+    longer, locked = bytearray(whole), bytearray(whole)
+    longer[entry + 24] = 9  # Where the table of contents holds the size.
+    locked[entry + 8] |= 1
+    locked[start + 6] |= 1
+    for damaged in (longer, locked):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"x\.zip\b.*{URL}"):
+            unpacked_from(open_archive(path), ["a"])
+
+
+def test_what_is_no_archive(tmp_path):
+    for path in (tmp_path / "x.zip", tmp_path / "x.tar", tmp_path / "x.tgz"):
+        with pytest.raises(UserError, match=rf"{path}\b.*{URL}"):
+            open_archive(write(path, b"<html><body>404 Not Found</body></html>" * 30))
+
+
 # Counts
 
 PIECES = st.sampled_from(["a", "bc", " ", "\n", "\r\n", "\n\n", "é", "\u3000", "\u00a0", "日本", "\t"])
@@ -292,6 +311,16 @@ def test_files_have_names_for_errors(tmp_path):
     shards = miniature.shards(miniature.texts(CorpusName.LM1B)["train"])
     assert [b"".join(file.blocks()) for file in lm1b.splits["train"]] == shards, "in order, unlike the archive"
     assert [file.size for file in lm1b.splits["train"]] == list(map(len, shards))
+
+
+def test_streams_of_one_file_do_not_disturb_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_RECORDS_PER_BLOCK", 1)
+    unpacked(tmp_path, CorpusName.ENWIK8)
+    (file,) = read(CorpusName.ENWIK8, tmp_path).splits["train"]
+    slow, quick = file.blocks(), file.blocks()
+    first = next(slow)
+    assert b"".join(quick) == miniature.texts(CorpusName.ENWIK8)["train"]
+    assert first + b"".join(slow) == miniature.texts(CorpusName.ENWIK8)["train"]
 
 
 @pytest.mark.parametrize("name", full_but([CorpusName.LM1B], miniature.NAMES))
@@ -674,6 +703,18 @@ def test_the_next_source_is_taken(dead, server, source, tmp_path):
 
 
 @pytest.mark.full
+def test_a_wrong_checksum_is_reported_with_both(server, source, tmp_path):
+    whole = miniature.official(CorpusName.TEXT8)
+    served = serve(server, "text8.zip", whole[:-1] + bytes([whole[-1] ^ 1]))
+    right = hashlib.sha256(whole).hexdigest()
+    source(CorpusName.TEXT8, (dataclasses.replace(served, sha256=right),))
+    message = refusal(CorpusName.TEXT8, tmp_path, UserError)
+    assert re.search(rf"{served.url}.*\b{served.sha256}\b.*\b{right}\b", message), "what came, then what should"
+    assert not left_in_the_cache(tmp_path)
+    assert server.asked == ["HEAD /text8.zip", "GET /text8.zip"]
+
+
+@pytest.mark.full
 def test_a_download_outlives_a_failure_that_came_after_it(server, source, tmp_path, monkeypatch):
     source(CorpusName.PTB, (serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB)),))
 
@@ -706,3 +747,22 @@ def test_what_came_and_is_not_the_corpus(server, source, tmp_path):
         read(CorpusName.PTB, tmp_path)
     serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+
+
+@pytest.mark.full
+def test_a_download_that_is_cut_is_not_taken(server, source, tmp_path, monkeypatch):
+    whole = miniature.official(CorpusName.ENWIK8)
+    serve(server, "enwik8.zip", whole)
+
+    def cut(self):
+        if self.command == "HEAD":
+            return http.server.SimpleHTTPRequestHandler.do_HEAD(self)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(whole)))
+        self.end_headers()
+        self.wfile.write(whole[: len(whole) // 2])
+        self.close_connection = True
+
+    monkeypatch.setattr(Handler, "do_GET", cut, raising=False)
+    source(CorpusName.ENWIK8, (Remote(server.url + "enwik8.zip"),))
+    assert f"{server.url}enwik8.zip" in refusal(CorpusName.ENWIK8, tmp_path, UserError)

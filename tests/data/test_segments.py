@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import example, given, reject
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from txl_jax.config import EpochMemory, Roll
@@ -147,6 +147,15 @@ def test_evaluation_against_lists(warmup, length, batch_size, segment_len):
     got = reader.segments(0, reader.n_segments)
     expected = evaluation_by_hand(length, batch_size, segment_len, warmup)
     assert [rows_of(values).tolist() for values in got[:3]] == expected
+
+
+@given(**SIZES, warmup=WARMUP)
+def test_evaluation_scores_every_token_but_the_first_once_and_in_order(warmup, length, batch_size, segment_len):
+    reader = make("evaluation", length, batch_size, segment_len, warmup_tokens=warmup)
+    got = reader.segments(0, reader.n_segments)
+    scored = rows_of(got.weights).astype(bool)
+    assert rows_of(got.targets)[scored].tolist() == list(range(1, length)), "rows end to end are the text"
+    assert rows_of(got.inputs)[scored].tolist() == list(range(length - 1))
     assert (reader.tokens_per_epoch, reader.skipped_tokens) == (length - 1, 0)
 
 
@@ -171,6 +180,27 @@ def test_evaluation_is_padding_past_the_end(kind, steps_beyond, length, batch_si
     assert got.targets.shape == (3, batch_size, segment_len)
     assert not got.weights.any() and not got.targets.any() and not got.inputs.any()
     assert got.reset.all()
+
+
+@pytest.mark.parametrize("kind", MOVING)
+@settings(max_examples=10)
+@given(length=st.integers(6, 40), batch_size=st.integers(1, 3), segment_len=st.integers(1, 5))
+def test_every_target_is_read_in_the_long_run(kind, length, batch_size, segment_len):
+    """Short sentences: where one fills most of a row, its end may be left out in any order."""
+    short = {"sentence_starts": np.array([*range(0, length, 2), length])} if kind == "sentences" else {}
+    reader = make(kind, length, batch_size, segment_len, **short)
+    read = set(reader.segments(0, 60 * reader.n_segments).targets.ravel().tolist())
+    assert read >= set(range(1, length))
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_epochs_and_seeds_differ_and_the_same_again_is_the_same(kind):
+    texts = {}
+    for seed, epoch in itertools.product((0, 1), (0, 1, 2)):
+        targets = epoch_of(make(kind, 118, 3, 5, seed=seed), epoch).targets.tolist()
+        assert targets == epoch_of(make(kind, 118, 3, 5, seed=seed), epoch).targets.tolist()
+        texts[str(targets)] = seed, epoch
+    assert len(texts) == 6
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,6 +238,40 @@ def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, le
         assert_equal(share.segments(first_step, 4), Segments(*(array[:, own] for array in expected)))
         for name in ("batch_size", "n_segments", "tokens_per_epoch", "skipped_tokens"):
             assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
+
+
+def test_a_case_drawn_by_hand():
+    reader = evaluation_segments(np.array([10, 11, 12, 13, 14, 15, 16, 17]), batch_size=3, segment_len=2)
+    got = reader.segments(0, 2)
+    assert got.inputs.tolist() == [[[10, 11], [13, 14], [16, 0]], [[12, 0], [15, 0], [0, 0]]]
+    assert got.targets.tolist() == [[[11, 12], [14, 15], [17, 0]], [[13, 0], [16, 0], [0, 0]]]
+    assert got.weights.tolist() == [[[1, 1], [1, 1], [1, 0]], [[1, 0], [1, 0], [0, 0]]]
+    assert got.reset.tolist() == [[True] * 3, [False] * 3]
+
+
+def test_warm_up_drawn_by_hand():
+    """The picture of the module's docstring."""
+    reader = evaluation_segments(numbered(12), batch_size=2, segment_len=3, warmup_tokens=2)
+    got = reader.segments(0, 3)
+    assert rows_of(got.targets).tolist() == [[1, 2, 3, 4, 5, 6, 0, 0, 0], [5, 6, 7, 8, 9, 10, 11, 0, 0]]
+    assert rows_of(got.inputs).tolist() == [[0, 1, 2, 3, 4, 5, 0, 0, 0], [4, 5, 6, 7, 8, 9, 10, 0, 0]]
+    assert rows_of(got.weights).tolist() == [[1, 1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1, 0, 0]]
+    assert reader.n_segments == 3
+
+
+def words(*turns):
+    return lambda seed, epoch, count: np.array(turns[:count], np.uint64)
+
+
+def test_rolls_drawn_by_hand(monkeypatch):
+    """The pictures of the module's docstring."""
+    sizes = {"batch_size": 2, "segment_len": 3}
+    monkeypatch.setattr("txl_jax.data.epoch_order.random_words", words(8 + 11, 1))
+    got = training_segments(numbered(12), **sizes, roll=Roll.STREAM).segments(0, 1)
+    assert got.targets.tolist() == [[[9, 10, 11], [1, 2, 3]]]
+    monkeypatch.setattr("txl_jax.data.epoch_order.random_words", words(3 + 5, 1 + 6))
+    got = training_segments(numbered(12), **sizes, roll=Roll.ROWS).segments(0, 1)
+    assert got.targets.tolist() == [[[4, 5, 1], [7, 8, 9]]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -276,9 +340,14 @@ def test_texts_sizes_and_rows_that_cannot_be(constructor, shape, sizes, named):
 
 def test_other_settings_that_cannot_be():
     sizes = {"batch_size": 2, "segment_len": 2}
+    with pytest.raises(ValueError, match=r"warmup_tokens.*-1\b"):
+        evaluation_segments(numbered(50), **sizes, warmup_tokens=-1)
     for roll in (Roll.STREAM, Roll.ROWS):
         with pytest.raises(ValueError, match=rf"sentence_starts.*\broll\b.*\b{roll}\b"):
             training_segments(numbered(50), **sizes, roll=roll, sentence_starts=np.array([0, 50]))
     for stride in (-1, 3):
         with pytest.raises(ValueError, match=rf"stride\D*{stride}\b.*segment_len.*\b2\b"):
             training_segments(numbered(50), **sizes, stride=stride)
+    for first_step, count in ((-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=rf"\b{count}\b.*{first_step}\b"):
+            training_segments(numbered(50), **sizes).segments(first_step, count)

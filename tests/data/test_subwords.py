@@ -15,7 +15,7 @@ from support import hf_tokenizers as made
 from support.encoded_text import in_blocks
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.subwords import SubwordVocabulary, given_tokenizer, train
-from txl_jax.data.vocabulary import digest, dumps, loads
+from txl_jax.data.vocabulary import TextStream, digest, dumps, loads
 from txl_jax.errors import UserError
 
 END = "<|endoftext|>"
@@ -53,6 +53,13 @@ def test_every_text_comes_back_also_token_by_token(own, text):
     ids = own.encode(text.encode())
     assert own.decode(ids) == text.encode()
     assert b"".join(own.decode([token]) for token in ids) == text.encode()
+
+
+def test_a_stream_holds_a_character_back_until_it_is_complete(own):
+    ids = own.encode("é日😀".encode())
+    stream = TextStream(own.decode, [])
+    pieces = [stream.add([token]) for token in ids]
+    assert len(ids) > 3 and "".join(pieces) == "é日😀" and set(pieces) == {"", "é", "日", "😀"}
 
 
 def test_a_special_token_in_the_text_is_that_token(own):

@@ -132,8 +132,16 @@ def test_the_same_text_and_settings_are_not_encoded_again(tmp_path):
 
 def test_another_text_setting_or_version_is_another_store(tmp_path, monkeypatch):
     open_store(text_of(), SETTINGS, words, folder=tmp_path)
-    assert find_store(text_of(digest="e"), SETTINGS, tmp_path) is None
-    assert find_store(text_of(), SETTINGS | {"more": None}, tmp_path) is None
+    others = [
+        (text_of(digest="e"), SETTINGS),
+        (text_of(), SETTINGS | {"min_count": 2}),
+        (text_of(), SETTINGS | {"tokenizer": "char"}),
+        (text_of(), SETTINGS | {"more": None}),
+    ]
+    for count, (text, settings_) in enumerate(others, start=2):
+        assert find_store(text, settings_, tmp_path) is None
+        open_store(text, settings_, words, folder=tmp_path)
+        assert len(names(tmp_path)) == count
     monkeypatch.setattr(token_store, "VERSION", token_store.VERSION + 1)
     assert find_store(text_of(), SETTINGS, tmp_path) is None
 
@@ -171,6 +179,14 @@ def test_a_damaged_summary_is_no_store(tmp_path):
     for summary in ("", "{}", "[]", "7", '{"bytes": 7}', '{"bytes": {"train.npy": 7}}'):
         (tmp_path / name / "store.json").write_text(summary)
         assert find_store(text_of(), SETTINGS, tmp_path) is None
+
+
+def test_an_open_store_outlives_one_that_is_made_anew(tmp_path):
+    made = open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    (name,) = names(tmp_path)
+    (tmp_path / name / "store.json").unlink()
+    open_store(text_of(), SETTINGS, words, folder=tmp_path)
+    assert made.splits["train"].tolist() == [0, 2, 1, 5, 1]
 
 
 # The digest of some tokens, by the version that made them.
@@ -255,6 +271,12 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_store(split, tmp_path):
     assert len(open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new").splits[split]) == 300_000
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=rf"{tmp_path}/file/tokens\b.*\bNot a directory\b.*--cache_dir\b"):
+        open_store(text_of(), SETTINGS, words, folder=tmp_path / "file" / "tokens")
+
+
 def test_a_read_only_folder_is_enough_for_a_store_that_is_there(tmp_path, monkeypatch):
     made = open_store(text_of(), SETTINGS, words, folder=tmp_path)
     monkeypatch.setattr(Path, "mkdir", never)
@@ -319,3 +341,19 @@ def test_of_two_processes_one_makes_the_store_and_the_other_waits(is_killed, tmp
     assert results == ["" if is_killed else "[0, 2, 1, 5, 1] [0, 3, 5]\n", "[0, 2, 1, 5, 1] [0, 3, 5]\n"]
     assert (tmp_path / "second-makes").exists() == is_killed
     assert len(names(tmp_path / "tokens")) == 1
+
+
+@pytest.mark.full
+def test_a_killed_process_leaves_no_store_and_what_it_left_is_cleared(tmp_path, start):
+    killed = start("first")
+    wait_until((tmp_path / "first-is-inside").exists)
+    killed.kill()
+    killed.wait()
+    assert len(names(tmp_path / "tokens")) == 1, "its unfinished store"
+    assert find_store(text_of(), SETTINGS, tmp_path / "tokens") is None
+    open_store(text_of(digest="another"), SETTINGS, words, folder=tmp_path / "tokens")
+    made = open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens")
+    assert made.splits["train"].tolist() == [0, 2, 1, 5, 1]
+    assert names(tmp_path / "tokens") == sorted(
+        f"own-text-{fingerprint(text_of(digest=digest), SETTINGS)}" for digest in ("d", "another")
+    )

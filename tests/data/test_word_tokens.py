@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.encoded_text import WORDS, in_blocks, joined, words_of
 from txl_jax.config import LineMark
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
+from txl_jax.errors import UserError
 
 
 def plain_words(texts, line_mark, *, lower_case=False):
@@ -43,12 +44,61 @@ def test_words_against_plain_python(line_mark, texts, size, lower_case):
 
 
 @pytest.mark.parametrize(
+    ("line_mark", "ids"),
+    [
+        (LineMark.EOS, [0, 2, 1, 1, 3, 1]),
+        (LineMark.S, [4, 0, 2, 4, 4, 3, 4]),
+        (LineMark.DOUBLE_S, [4, 0, 2, 4, 4, 4, 4, 3, 4]),
+        (LineMark.NONE, [0, 2, 3]),
+    ],
+)
+def test_line_marks_by_hand(line_mark, ids):
+    assert joined(words_of(line_mark).blocks([in_blocks(b"the cat\n\nelephant\n")])) == ids
+
+
+@pytest.mark.parametrize("line_mark", LineMark)
+@given(
+    texts=st.lists(st.lists(st.lists(st.sampled_from(["the", "cat", "日本"])), min_size=1), min_size=1, max_size=2),
+    size=st.integers(1, 9),
+)
+def test_decoded_words_are_those_of_the_text(line_mark, texts, size):
+    files = [in_blocks("".join(" ".join(line) + "\n" for line in lines).encode(), size) for lines in texts]
+    vocabulary = words_of(line_mark)
+    decoded = vocabulary.decode(joined(vocabulary.blocks(files))).decode()
+    assert decoded.split() == [word for lines in texts for line in lines for word in line]
+    n = sum(map(len, texts))
+    marks = {LineMark.EOS: n, LineMark.S: n + 1, LineMark.DOUBLE_S: 2 * n, LineMark.NONE: 0}
+    assert decoded.count("\n") == marks[line_mark]
+
+
+@pytest.mark.parametrize(
     ("line_mark", "ids"), [(LineMark.EOS, [0, 1, 2]), (LineMark.DOUBLE_S, [0, 4, 4, 2]), (LineMark.NONE, [0, 2])]
 )
 def test_the_end_of_a_prompt_is_open(line_mark, ids):
     assert words_of(line_mark).encode(b"the\ncat").tolist() == ids
     other = WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>")
     assert other.encode(b"a b <UNK> <unk>").tolist() == [0, 1, 1, 1], "the unknown word can be another"
+
+
+@pytest.mark.parametrize(
+    ("words", "line_mark"),
+    [
+        ((), LineMark.NONE),
+        (("a", "<unk>", "a"), LineMark.NONE),
+        (("a", "<unk>"), LineMark.EOS),
+        (("a", "<unk>", "<eos>"), LineMark.S),
+        (("a", "<unk>", "<eos>"), LineMark.DOUBLE_S),
+    ],
+)
+def test_words_must_be_distinct_and_hold_the_unknown_and_the_mark(words, line_mark):
+    mark = {LineMark.NONE: "'<unk>'", LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}[line_mark]
+    with pytest.raises(UserError, match=mark):
+        WordVocabulary(words, line_mark)
+
+
+def test_a_word_and_a_mark_are_called_by_their_word():
+    for line_mark in LineMark:
+        assert words_of(line_mark).names() == [word.encode() for word in WORDS]
 
 
 # Characters

@@ -70,7 +70,15 @@ class DocumentRows:
         segments_per_call: int,
         vectors: tuple[int, np.dtype] | None = None,
     ):
-        """Takes B, L, S, and the size D and dtype of inputs that are vectors, or None if they are ids."""
+        """Reads nothing yet.
+
+        Args:
+          source: Iterator over the documents. If it raises `UserError`, the documents before it are read first.
+          batch_size: B.
+          segment_len: L.
+          segments_per_call: S.
+          vectors: Size D and dtype of inputs that are vectors, or None if they are ids.
+        """
         self._source = source
         self._rows: list[_Row | None] = [None] * batch_size
         self._shape = segments_per_call, batch_size, segment_len

@@ -29,7 +29,14 @@ class EpochOrder(Protocol):
     """A map from the pairs of an epoch's stream to positions in the text."""
 
     def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the positions, int64 [..., length] each, of inputs and targets of pairs first, first + 1, .."""
+        """Returns the positions of inputs and targets of `length` consecutive pairs from each of `first` on.
+
+        Args:
+          first: int64 [...], indices of pairs.
+
+        Returns:
+          Two int64 [..., length].
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +82,7 @@ class ShuffledSentences:
     """
 
     def __init__(self, starts: np.ndarray, *, n_tokens: int, seed: int):
-        """Takes `sentence_starts` of `training_segments`, and T; raises ValueError if they do not match."""
+        """Takes `sentence_starts` of `training_segments`, and T; raises ValueError if they do not fit the text."""
         if starts.ndim != 1 or starts.dtype.kind != "i" or not 2 <= len(starts) <= np.iinfo(np.int32).max:
             raise ValueError(
                 f"the sentence starts are {starts.dtype} of shape {starts.shape}; give one axis of signed integers: "
@@ -86,6 +93,9 @@ class ShuffledSentences:
                 f"the sentence starts run from {starts[0]} to {starts[-1]} and the text has {n_tokens} tokens; they "
                 "must begin inside it and end with its length (do they belong to another text?)"
             )
+        for i in range(0, len(starts), CHUNK):
+            if np.any(np.diff(starts[i : i + CHUNK + 1]) < 0):
+                raise ValueError(f"the sentence starts decrease among numbers {i} to {i + CHUNK}; they must be sorted")
         self._starts, self._seed = starts, seed
         self._cache: tuple[int, np.ndarray, np.ndarray] | None = None  # Of one epoch: see `_prepare`.
 

@@ -18,7 +18,7 @@ Variants, all for the same 12 tokens:
 
 - Training, `Roll.STREAM`, rolled by 8: the targets 9 10 11 1 2 .. 8 are split into rows like a text.
 - Training, `Roll.ROWS`, rolled by 3 and by 1: row 0 owns the targets 1 .. 5 and row 1 the targets 6 .. 11, and of its
-  rolled targets each row reads the whole segments, 4 5 1 and 7 8 9.
+  rolled targets each row reads the whole segments, 4 5 1 and 7 8 9. Skipped this time are 2 3 and 10 11 6.
 - Training with stride 2: targets that a segment reads again, in brackets, have weight 0.
 
       row 0:   1 2 3 | (3) 4 5
@@ -86,7 +86,12 @@ class SegmentReader:
 
         Training steps continue through epochs of `n_segments` steps. Rows are reset where one begins, or, if memory is
         carried, only at step 0. In evaluation, steps from `n_segments` on are padding, so all blocks have one shape.
+
+        Raises:
+          ValueError: If a step is negative or a count below 1.
         """
+        if first_step < 0 or count < 1:
+            raise ValueError(f"{count} segments from step {first_step}; ask for at least 1, from step 0 or later")
         epoch_S, index_S = np.divmod(np.arange(first_step, first_step + count), self.n_segments)
         parts = [self._within_epoch(epoch, index_S[epoch_S == epoch]) for epoch in np.unique(epoch_S).tolist()]
         return Segments(*map(np.concatenate, zip(*parts, strict=True)))
@@ -219,10 +224,12 @@ def evaluation_segments(
       own: Indices of the rows that this process reads, ascending, or None for all.
 
     Raises:
-      UserError: If the text has fewer than 2 tokens.
+      UserError: If the text has fewer than 2 tokens, or warmup_tokens is negative.
       ValueError: If own rows are outside the batch.
     """
     _check(tokens, batch_size, segment_len, own)
+    if warmup_tokens < 0:
+        raise UserError(f"warmup_tokens is {warmup_tokens}; it cannot be negative")
     n_pairs = len(tokens) - 1
     row_len = -(-n_pairs // batch_size)
     scored_B = np.minimum(np.arange(batch_size) * row_len, n_pairs)
