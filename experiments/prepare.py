@@ -9,14 +9,12 @@ and the others wait.
 """
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from txl_jax import cli
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 
 
@@ -28,35 +26,19 @@ def run(plan: cli.TextPlan, job: cli.Job) -> None:
         raise UserError(f"no corpus was given; set --corpus=NAME, one of {known}")
     config, start = job.config(), time.monotonic()
     corpus = job.corpus(config)
-    for label, value in _summary(config.data.corpus, corpus):
-        print(f"{label:<12}{value}")
-    print(f"{'time':<12}{time.monotonic() - start:.1f} s")
-
-
-def _summary(name: CorpusName, corpus: Corpus) -> Iterator[tuple[str, str]]:
-    """Yields what was read, and its folders."""
-    yield "text", corpus.description
-    yield "sha256", corpus.digest
+    print(f"{'text':<12}{corpus.description}")
+    print(f"{'sha256':<12}{corpus.digest}")
     for split in ("train", "valid", "test"):
-        yield split, f"{len(getattr(corpus, split)):,} tokens"
-    yield "vocabulary", f"{corpus.vocabulary.size:,}"
-    tokens = _folder(corpus.train)
-    records = tokens.parent.parent / "tfds" / f"txl_{name}"
-    if records.is_dir():
-        yield "records", _with_size(records)
-    yield "tokens", _with_size(tokens)
-
-
-def _folder(array: np.ndarray) -> Path:
-    """Returns the folder of a memory-mapped array."""
-    assert isinstance(array, np.memmap) and array.filename
-    return Path(array.filename).parent
-
-
-def _with_size(folder: Path) -> str:
-    """Formats a folder with its size."""
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return f"{folder} ({size / 1e6:,.1f} MB)"
+        print(f"{split:<12}{len(getattr(corpus, split)):,} tokens")
+    print(f"{'vocabulary':<12}{corpus.vocabulary.size:,}")
+    assert isinstance(corpus.train, np.memmap) and corpus.train.filename
+    tokens = Path(corpus.train.filename).parent
+    records = tokens.parent.parent / "tfds" / f"txl_{config.data.corpus}"
+    for label, folder in (("records", records), ("tokens", tokens)):
+        if folder.is_dir():
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            print(f"{label:<12}{folder} ({size / 1e6:,.1f} MB)")
+    print(f"{'time':<12}{time.monotonic() - start:.1f} s")
 
 
 if __name__ == "__main__":

@@ -377,3 +377,10 @@ def test_a_file_that_cannot_be_read_is_named_with_its_flag(tmp_path):
         for kind, field in ((Tokenizer.WORD, "vocab_file"), (Tokenizer.SUBWORD, "hf_file")):
             with pytest.raises(UserError, match=rf"--data\.tokenizer\.{field}\b.*{path}\b"):
                 make_vocabulary(data_config(kind=kind, **{field: str(path)}), text_of("a"))
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_a_split_without_a_target_is_named(split, poem, tmp_path, read):
+    (tmp_path / split).write_bytes(b"x")
+    with pytest.raises(UserError, match=rf"\b{split} split\b.*\b1\b.*\b2\b"):
+        read(own_text(**poem))

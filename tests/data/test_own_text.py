@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.own_text import own_text
 from txl_jax.config import CorpusName, DataConfig, EmptyEnd, LineMark, Tokenizer
-from txl_jax.data.own_text import read_own_text, read_prefix, read_python_stdlib, split_by_position
+from txl_jax.data.own_text import read_own_text, read_python_stdlib, split_by_position
 from txl_jax.data.text import BLOCK_BYTES, SPLITS, file_part, text_blocks
 from txl_jax.errors import UserError
 
@@ -53,7 +53,7 @@ def test_bytes_are_split_by_position(size, path):
     content = random.Random(size).randbytes(size)
     path.write_bytes(content)
     first, second = int(size * 90 // 100), int(size * 95 // 100)
-    own, prefix = read_own_text(own_text(file=str(path))), read_prefix(DataConfig(file=str(path)))
+    own, prefix = read_own_text(own_text(file=str(path))), read_own_text(DataConfig(file=str(path)))
     for text in (own, prefix):
         assert parts(text) == [content[:first], content[first:second], content[second:]]
         assert text.digest == hashlib.sha256(content).hexdigest()
@@ -175,9 +175,9 @@ def test_bad_files_are_named_with_their_flag(five_files, tmp_path):
             lists = dict.fromkeys(SPLITS, (five_files[0],)) | {split: (five_files[1], str(path))}
             with pytest.raises(UserError, match=rf"--data\.{split}\b.*{re.escape(str(path))}(?!/)\b"):
                 read_own_text(own_text(**lists))
-        for read, corpus in ((read_own_text, CorpusName.TEXT), (read_prefix, CorpusName.TEXT8)):
+        for corpus in (CorpusName.TEXT, CorpusName.TEXT8):
             with pytest.raises(UserError, match=rf"--data\.file\b.*{re.escape(str(path))}(?!/)\b"):
-                read(DataConfig(corpus=corpus, file=str(path)))
+                read_own_text(DataConfig(corpus=corpus, file=str(path)))
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,9 @@ def test_empty_lines_at_the_end_are_refused(end, n_empty, path):
     path.write_text("first\n\nlast" + end, newline="")
     with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b\D*--data\.tokenizer\.empty_end=keep\b"):
         read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
-
-
-def test_empty_lines_are_refused_at_the_end_of_every_file(five_files, path):
-    path.write_text("last\n\n")
-    for split in SPLITS:
-        lists = dict.fromkeys(SPLITS, tuple(five_files[:1])) | {split: (str(path), five_files[1])}
-        with pytest.raises(UserError, match=r"poem\.txt\D*\b1\b.*--data\.tokenizer\.empty_end=keep\b"):
-            read_own_text(own_text(kind=Tokenizer.WORD, **lists))
+    lists = {"train": (__file__,), "valid": (__file__, str(path)), "test": (__file__,)}
+    with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b"):
+        read_own_text(own_text(kind=Tokenizer.WORD, **lists))
 
 
 def test_other_ends_are_taken_and_empty_lines_where_asked_for_or_without_meaning(path):

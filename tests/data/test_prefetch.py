@@ -124,9 +124,3 @@ def test_an_error_of_the_caller_closes_too():
     with pytest.raises(KeyError), Prefetcher(recorder, segments_per_call=1, steps=9) as prefetcher:
         raise KeyError(prefetcher(0) is None)
     assert not alive(recorder)
-
-
-def test_sizes_are_checked():
-    for sizes in ({"segments_per_call": 0}, {"segments_per_call": 1, "depth": -1}):
-        with pytest.raises(ValueError, match=r"segments_per_call.*depth"):
-            Prefetcher(Recorder(), steps=9, **sizes)

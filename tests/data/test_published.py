@@ -9,12 +9,12 @@ import pytest
 from support import ROOT
 from txl_jax.config import CorpusName, DataConfig, Heldout, Order, Tokenizer, TokenizerConfig
 from txl_jax.data.prepare import BUILDERS
-from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, LOCAL, WHOLE, Facts, check_file, default_data, program_of
+from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, check_file, default_data, program_of
 from txl_jax.errors import UserError
 
 
-def test_each_name_is_a_row_or_local():
-    assert set(CORPORA) | set(LOCAL) == set(CorpusName) and not set(CORPORA) & set(LOCAL)
+def test_each_name_has_a_row_but_those_of_local_files():
+    assert set(CorpusName) - set(CORPORA) == {CorpusName.TEXT, CorpusName.PYTHON_STDLIB}
 
 
 @pytest.mark.parametrize("name", CORPORA)
@@ -39,13 +39,6 @@ def test_a_row_is_complete(name):
     assert (BUILDERS[name].NAME, BUILDERS[name].name) == (name, f"txl_{name}")
 
 
-def test_default_settings():
-    assert default_data(CorpusName.LM1B).order is Order.SENTENCES
-    assert default_data(CorpusName.LM1B).heldout is Heldout.SEPARATE
-    assert default_data(CorpusName.PTB).tokenizer == TokenizerConfig(kind=Tokenizer.WORD)
-    assert default_data(CorpusName.TEXT) == DataConfig(corpus=CorpusName.TEXT)
-
-
 def test_a_part_is_read_of_one_file_alone():
     for name in CorpusName:
         data = DataConfig(corpus=name, file="a")
@@ -55,11 +48,6 @@ def test_a_part_is_read_of_one_file_alone():
             with pytest.raises(UserError, match=rf"^data\.file is 'a'.*\b{name}\b"):
                 check_file(data)
             check_file(dataclasses.replace(data, file=None))
-
-
-def test_the_program_of_a_corpus_is_there():
-    for name in CorpusName:
-        assert (ROOT / "experiments" / f"{program_of(name)}.py").is_file()
 
 
 def test_the_official_facts():
@@ -84,3 +72,15 @@ def test_the_official_facts():
         assert layout["train"][-1].endswith("/news.en-00099-of-00100")
         assert layout["test"][0].endswith("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050")
         assert layout["valid"][0].endswith("/news.en.heldout-00001-of-00050")
+
+
+def test_default_settings():
+    assert default_data(CorpusName.LM1B).order is Order.SENTENCES
+    assert default_data(CorpusName.LM1B).heldout is Heldout.SEPARATE
+    assert default_data(CorpusName.PTB).tokenizer == TokenizerConfig(kind=Tokenizer.WORD)
+    assert default_data(CorpusName.TEXT) == DataConfig(corpus=CorpusName.TEXT)
+
+
+def test_the_program_of_a_corpus_is_there():
+    for name in CorpusName:
+        assert (ROOT / "experiments" / f"{program_of(name)}.py").is_file()

@@ -118,15 +118,6 @@ def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_
     assert tokens.splits["train"].tolist() == joined(vocabulary.blocks(map(in_blocks, contents)))
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(("content", "length"), [(b"", 0), (b"x", 1)])
-def test_a_split_without_a_target_is_named(split, content, length, tmp_path):
-    text = text_of(**{split: content})
-    with pytest.raises(UserError, match=rf"\b{split}\b.*\bmade up\b.*\b{length}\b.*\b2\b"):
-        open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path)
-    assert names(tmp_path) == []
-
-
 # When a store is opened again
 
 

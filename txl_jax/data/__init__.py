@@ -1,1 +1,1 @@
-"""Data pipeline: files are read (sources), become token ids (tokens), and are cut into segments (batches)."""
+"""Data pipeline: files become texts, texts token ids, and ids the segments of a batch."""

@@ -98,10 +98,7 @@ class ByteVocabulary(Vocabulary):
     @functools.cached_property
     def _ids(self) -> bytes:
         """Returns the id of each byte value."""
-        ids = bytearray(256)
-        for token, symbol in enumerate(self.symbols):
-            ids[symbol] = token
-        return bytes(ids)
+        return bytes.maketrans(self.symbols, bytes(range(self.size)))
 
 
 def distinct(text: bytes) -> bytes:

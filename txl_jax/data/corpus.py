@@ -71,7 +71,12 @@ def read_corpus(
     """
     config.validate()
     check_file(config)
-    own_text.check_cache(cache_dir, "" if config.file or config.train else data_dir)
+    # The text of a config's own files needs no data_dir.
+    if is_remote(unmapped := cache_dir or ("" if config.file or config.train else data_dir)):
+        raise UserError(
+            f"the folder for prepared text would be {unmapped}, and prepared text is memory-mapped: give "
+            "--cache_dir=... a folder of this machine"
+        )
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
     config = own_text.local_config(config, cache)
     if config.tokenizer.kind is Tokenizer.ID:
@@ -80,6 +85,11 @@ def read_corpus(
         corpus = Corpus("ids", ids.description, ids.digest, ids.vocabulary, train, valid, test)
     else:
         corpus = _encoded(config, _read_text(config, data_dir, cache), cache / "tokens", vocabulary)
+    for split in SPLITS:
+        if (size := len(getattr(corpus, split))) < 2:  # The first token is only an input, so there is no target.
+            raise UserError(
+                f"the {split} split of {corpus.description} has {size} tokens and needs at least 2; give a longer text"
+            )
     return dataclasses.replace(
         corpus,
         data_dir=data_dir if is_remote(data_dir) else os.path.abspath(data_dir),
@@ -88,13 +98,10 @@ def read_corpus(
 
 
 def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
-    match config.corpus:
-        case CorpusName.TEXT:
-            return own_text.read_own_text(config)
-        case CorpusName.PYTHON_STDLIB:
-            return own_text.read_python_stdlib(config)
-    if config.file:
-        return own_text.read_prefix(config)
+    if config.corpus is CorpusName.PYTHON_STDLIB:
+        return own_text.read_python_stdlib(config)
+    if config.corpus is CorpusName.TEXT or config.file:
+        return own_text.read_own_text(config)
     if is_remote(data_dir):
         data_dir = own_text.local_folder(CORPORA[config.corpus], data_dir, cache)
     from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.

@@ -82,19 +82,21 @@ class ShuffledSentences:
     """
 
     def __init__(self, starts: np.ndarray, *, n_tokens: int, seed: int):
-        """Checks the sentence starts; computes nothing yet.
-
-        Args:
-          starts: Signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
-          n_tokens: T.
-          seed: Seed of the shuffling.
-
-        Raises:
-          ValueError: If the starts are not such an array, or belong to another text.
-        """
-        _check_starts(starts, n_tokens)
-        self._starts = starts
-        self._seed = seed
+        """Takes `sentence_starts` of `training_segments`, and T; raises ValueError if they do not fit the text."""
+        if starts.ndim != 1 or starts.dtype.kind != "i" or not 2 <= len(starts) <= np.iinfo(np.int32).max:
+            raise ValueError(
+                f"the sentence starts are {starts.dtype} of shape {starts.shape}; give one axis of signed integers: "
+                "one for each sentence, and the end of the last"
+            )
+        if starts[0] < 0 or starts[-1] != n_tokens:
+            raise ValueError(
+                f"the sentence starts run from {starts[0]} to {starts[-1]} and the text has {n_tokens} tokens; they "
+                "must begin inside it and end with its length (do they belong to another text?)"
+            )
+        for i in range(0, len(starts), CHUNK):
+            if np.any(np.diff(starts[i : i + CHUNK + 1]) < 0):
+                raise ValueError(f"the sentence starts decrease among numbers {i} to {i + CHUNK}; they must be sorted")
+        self._starts, self._seed = starts, seed
         self._cache: tuple[int, np.ndarray, np.ndarray] | None = None  # Of one epoch: see `_prepare`.
 
     def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +146,7 @@ def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     return words.astype(np.int32)
 
 
-CHUNK = 1 << 20  # Sentences handled at a time, so that no temporary array is as long as the list of all.
+CHUNK = 1 << 20  # Sentences handled at a time, so that no temporary array is as long as the list.
 
 
 def _concatenated_starts(starts: np.ndarray, sentence: np.ndarray) -> np.ndarray:
@@ -155,19 +157,3 @@ def _concatenated_starts(starts: np.ndarray, sentence: np.ndarray) -> np.ndarray
         part = sentence[i : i + CHUNK]
         begin[i + 1 : i + 1 + len(part)] = starts[part + 1] - starts[part]
     return np.cumsum(begin, out=begin)
-
-
-def _check_starts(starts: np.ndarray, n_tokens: int) -> None:
-    if starts.ndim != 1 or starts.dtype.kind != "i" or not 2 <= len(starts) <= np.iinfo(np.int32).max:
-        raise ValueError(
-            f"the sentence starts are {starts.dtype} of shape {starts.shape}; give one axis of signed integers: one "
-            "for each sentence, and the end of the last"
-        )
-    if starts[0] < 0 or starts[-1] != n_tokens:
-        raise ValueError(
-            f"the sentence starts run from {starts[0]} to {starts[-1]} and the text has {n_tokens} tokens; they must "
-            "begin inside it and end with its length (are they those of another text?)"
-        )
-    for i in range(0, len(starts), CHUNK):
-        if np.any(np.diff(starts[i : i + CHUNK + 1]) < 0):
-            raise ValueError(f"the sentence starts decrease among numbers {i} to {i + CHUNK}; they must be sorted")

@@ -5,8 +5,7 @@ Ids are memory-mapped and archives are read at random, so remote files are copie
     <cache_dir>/fetched/<digest of URL, size and time>/<name>
     <cache_dir>/fetched/<digest of data_dir>/                  a published corpus, its files in the folders of data_dir
 
-An object that was replaced is copied again. Copies of single objects are not removed; you can delete the directory at
-any time.
+An object that was replaced is copied again. You can delete the directory at any time.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from txl_jax.config import DataConfig, EmptyEnd, LineMark, Tokenizer, TokenizerConfig
+from txl_jax.config import CorpusName, DataConfig, EmptyEnd, LineMark, Tokenizer, TokenizerConfig
 from txl_jax.data.published import PublishedCorpus
 from txl_jax.data.text import SPLITS, File, Text, checked, expanded, file_part, with_bar
 from txl_jax.errors import UserError
@@ -32,9 +31,10 @@ _BORDER_WINDOW = 1 << 16  # Bytes by which a border between splits may move to t
 
 
 def read_own_text(config: DataConfig) -> Text:
-    """Reads the user's own files: one, split 90/5/5, or a list per split, each concatenated in the order given.
+    """Reads one file, split 90/5/5, or the user's own files, a list per split, each concatenated in the order given.
 
-    A name with * or ? in a list matches any number of files, in the order of their names.
+    With a published corpus the file is a part of it. A name with * or ? in a list matches any number of files, in the
+    order of their names.
 
     Raises:
       UserError: If a name has no file, or a file is a directory, empty, a NumPy array, or ends in empty lines, each of
@@ -42,8 +42,11 @@ def read_own_text(config: DataConfig) -> Text:
     """
     if config.file:
         path = checked(config.file, flag="--data.file")
+        size, name = os.path.getsize(path), Path(path).name
+        if config.corpus is not CorpusName.TEXT:  # Its alphabet is not closed: it may lack bytes of the rest.
+            return _split_text(f"{config.corpus} prefix", f"prefix of {size} bytes of {name}", [path], config)
         _check_text(config, [path])
-        return _split_text("text", f"own text, {os.path.getsize(path):,} bytes of {Path(path).name}", [path], config)
+        return _split_text("text", f"own text, {size:,} bytes of {name}", [path], config)
     lists = {split: expanded(getattr(config, split), flag=f"--data.{split}") for split in SPLITS}
     for paths in lists.values():
         _check_text(config, paths)
@@ -54,16 +57,6 @@ def read_own_text(config: DataConfig) -> Text:
         _of_digests(_digest([file]) for file in with_bar(f"reading {split}", files)) for split, files in splits.items()
     )
     return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, splits)
-
-
-def read_prefix(config: DataConfig) -> Text:
-    """Reads a part of a published corpus, split 90/5/5.
-
-    Its byte tokens are all 256, because it may lack values that occur in the rest.
-    """
-    path = checked(config.file or "", flag="--data.file")
-    described = f"prefix of {os.path.getsize(path)} bytes of {Path(path).name}"
-    return _split_text(f"{config.corpus} prefix", described, [path], config)
 
 
 def read_python_stdlib(config: DataConfig) -> Text:
@@ -132,7 +125,7 @@ def _line_start(paths: Sequence[str], sizes: Sequence[int], border: int) -> int:
 
 
 def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
-    """Raises `UserError` for an array, and for empty lines at the end of a file if each would be a refused token."""
+    """Raises `UserError` for an array, and for empty lines at the end of a file if each would be a token."""
     marked = config.tokenizer.kind is Tokenizer.WORD and config.tokenizer.line_mark is not LineMark.NONE
     for path in paths:
         with open(path, "rb") as file:
@@ -167,21 +160,8 @@ def _digest(files: Iterable[File]) -> str:
 # Copies of remote files
 
 
-def check_cache(cache_dir: str | None, data_dir: str) -> None:
-    """Raises `UserError` if the directory for prepared text would be remote: ids are memory-mapped."""
-    if is_remote(cache_dir or data_dir):
-        raise UserError(
-            f"the folder for prepared text would be {cache_dir or data_dir}, and prepared text is memory-mapped: give "
-            "--cache_dir=... a folder of this machine"
-        )
-
-
 def local_config(config: DataConfig, cache: Path) -> DataConfig:
-    """Returns a config whose files are all on this machine. Remote ones are copied into the cache.
-
-    Raises:
-      UserError: If a file cannot be read.
-    """
+    """Returns a config whose files are all on this machine: remote ones are copied into the cache."""
 
     def local(settings: DataConfig | TokenizerConfig, name: str) -> Any:
         given = getattr(settings, name)
@@ -195,11 +175,7 @@ def local_config(config: DataConfig, cache: Path) -> DataConfig:
 
 
 def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
-    """Returns a directory of this machine with what a remote one has of a corpus.
-
-    Raises:
-      UserError: If the remote directory cannot be read.
-    """
+    """Returns a directory of this machine with copies of a corpus's files in a remote one."""
     root = as_path(data_dir)
     wanted = {file for layout in corpus.layouts + corpus.own_layouts for files in layout.values() for file in files}
     wanted = wanted.union(*corpus.packed)
@@ -234,11 +210,9 @@ def _copies(path: str, cache: Path, *, expand: bool) -> list[str]:
         return [path]
     url = as_path(path)
     try:
-        urls = [url]
-        if expand and glob.has_magic(path):
-            urls = matching(url)
-            if not urls:
-                raise UserError(f"no object matches {path}; check the pattern")
+        urls = matching(url) if expand and glob.has_magic(path) else [url]
+        if not urls:
+            raise UserError(f"no object matches {path}; check the pattern")
         return [str(_copy(each, cache)) for each in urls]
     except OSError as error:
         raise remote_error("read", url, error) from error

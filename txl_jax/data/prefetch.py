@@ -6,7 +6,6 @@ function of its step, so nothing has to be undone when the caller jumps to anoth
 
 import concurrent.futures
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from txl_jax.segments import Segments
@@ -30,10 +29,6 @@ class Prefetcher:
           steps: No block that ends after this step is prefetched.
           depth: Number of blocks to prefetch beyond the one asked for. 0 disables prefetching.
         """
-        if segments_per_call < 1 or depth < 0:
-            raise ValueError(
-                f"segments_per_call is {segments_per_call} and depth is {depth}; give at least 1 and at least 0"
-            )
         self._segments = segments
         self._count = segments_per_call
         self._steps = steps
@@ -60,7 +55,5 @@ class Prefetcher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

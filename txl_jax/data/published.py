@@ -7,20 +7,18 @@ One that could not be confirmed is None, and then the content decides.
 To add a corpus:
 
 1. Name it: a member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
-2. Add its row to `CORPORA`. One file that is split by position is written like `_mahoney`, files by split like `_PTB`.
+2. Add its row to `CORPORA`: one file that is split by position is written like `_mahoney`, files by split like `_PTB`.
    A source is one archive, plain files, or several archives that complete each other:
    `sources=((Remote("https://a.org/train.zip", size, sha256), Remote("https://a.org/heldout.tgz", size, sha256)),)`.
-   A layout lists plain paths, matched by their end; write `train.zip/text` only if two archives have a member of the
-   same path.
+   A layout lists plain paths, matched by their end, or `train.zip/text` if two archives have members of one path.
 3. Run `python -m experiments.prepare --corpus=my_news --data_dir=data`, and copy its token counts (`Facts.tokens`, with
    one line mark per line) and its vocabulary (`vocab_size`) into the row. Add its program experiments/my_news.py, like
    experiments/ptb.py, unless the row names another corpus's `program`.
 4. Run `python -m pytest tests/data tests/experiments/test_list.py`, and `python -m pytest -m full tests/data`. Every
-   row is tested with small files that are made from it. Only an archive that is built in its own way needs a case in
+   row is tested with small files made from it. Only an archive that is built in its own way needs a case in
    `miniature.files` (tests/support/miniature.py).
-5. Add a row to the table of docs/data.md and the folder to the list below it, and a line to CHANGELOG.md. If no
-   flagfile fits (`--flagfile=small` fits any corpus), add one to experiments/flags, and to `FLAGFILES` of
-   tests/experiments/test_flagfiles.py.
+5. Add a row to docs/data.md and a line to CHANGELOG.md. If no flagfile fits (`--flagfile=small` fits any corpus), add
+   one to experiments/flags, and to `FLAGFILES` of tests/experiments/test_flagfiles.py.
 
 No other code knows a corpus by its name: preparing, --help, the list of programs, sweeps and studies read the row.
 """
@@ -80,10 +78,7 @@ class PublishedCorpus:
     facts: Mapping[str, Facts]  # By part.
     sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: archives, or all files, unpacked.
     defaults: DataConfig  # Settings of its tokens and their order, with which its program begins.
-    # V of the whole corpus with these settings, for programs that read no text: the number that
-    # `python -m experiments.prepare --corpus=NAME` prints as vocabulary, <eos> and <unk> included. With bytes it is
-    # 256, or, with `closed_alphabet`, the number of values that occur.
-    vocab_size: int
+    vocab_size: int  # V of the whole corpus with these settings, <eos> and <unk> included, as `prepare` prints it.
     program: str = ""  # Program in experiments/ that trains on it. Empty means the program of the corpus's name.
     own_layouts: tuple[Layout, ...] = ()  # Layouts with names so common that they count only in its own folder.
     cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # Bytes of each split in the whole, in order.
@@ -96,14 +91,10 @@ class PublishedCorpus:
         return [os.path.join(root, name).rstrip("/") for name in ("", *self.folders, "downloads/manual")]
 
     @property
-    def packed(self) -> list[dict[str, Remote | None]]:
-        """Returns sets of archives to search for, by file name: some that users make of a directory, and official."""
-        official: list[dict[str, Remote | None]] = [
-            {remote.file: remote for remote in source} for source in self.sources if source[0].is_archive
-        ]
-        names = {name + suffix for name in self.folders for suffix in ARCHIVE_SUFFIXES}
-        made: list[dict[str, Remote | None]] = [{name: None} for name in sorted(names.difference(*official))]
-        return made + official
+    def packed(self) -> list[list[str]]:
+        """Returns sets of archives to search for: some that users make of a directory, and official ones."""
+        made = [[name + suffix] for name in self.folders for suffix in ARCHIVE_SUFFIXES]
+        return made + [[remote.file for remote in source] for source in self.sources if source[0].is_archive]
 
     def url_of(self, path: str) -> str:
         """Returns the URL to name in errors for a file: its own, or else the URLs of the first source."""
@@ -123,14 +114,7 @@ class PublishedCorpus:
 
 
 def _mahoney(
-    name: CorpusName,
-    *,
-    contents: str,
-    zip_size: int,
-    zip_sha256: str,
-    sha256: str,
-    newlines: Newlines,
-    vocab_size: int,
+    name: CorpusName, *, contents: str, zip_size: int, zip_sha256: str, sha256: str, newlines: Newlines, vocab_size: int
 ) -> PublishedCorpus:
     """Returns the row of 100,000,000 bytes of Wikipedia, by Matt Mahoney."""
     return PublishedCorpus(
@@ -164,11 +148,7 @@ def _wikitext(
         folders=(f"wikitext{number}", f"wikitext-{number}"),
         layouts=(_by_split(f"wikitext-{number}/wiki.{{}}.tokens"), _by_split("wiki.{}.tokens")),
         own_layouts=(_by_split("{}.txt"),),
-        facts={
-            "train": Facts(tokens=train_tokens),
-            "valid": Facts(tokens=217_646),
-            "test": Facts(tokens=245_569),
-        },
+        facts={"train": Facts(tokens=train_tokens), "valid": Facts(tokens=217_646), "test": Facts(tokens=245_569)},
         sources=tuple(
             (Remote(f"{folder}/wikitext-{number}-v1.zip", zip_size, zip_sha256),)
             for folder in ("https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext")
@@ -291,11 +271,6 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
     CorpusName.PTB: _PTB,
     CorpusName.LM1B: _LM1B,
 }
-
-LOCAL = (CorpusName.TEXT, CorpusName.PYTHON_STDLIB)  # Texts from files on this machine, without a row.
-
-if CORPORA.keys() | set(LOCAL) != set(CorpusName):
-    raise AssertionError(f"corpora without a row: {', '.join(set(CorpusName) - CORPORA.keys() - set(LOCAL))}")
 
 
 def default_data(name: CorpusName) -> DataConfig:

@@ -7,7 +7,7 @@ they are: they are read once for their digest and largest id, and nothing is cop
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from txl_jax.config import DataConfig
 from txl_jax.data.subwords import given_tokenizer
 from txl_jax.data.text import SPLITS, expanded, file_part, with_bar
-from txl_jax.data.vocabulary import MIN_SPLIT_TOKENS, Vocabulary, check_ids, id_type, unescape
+from txl_jax.data.vocabulary import Vocabulary, check_ids, id_type, unescape
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
@@ -37,14 +37,11 @@ class IdText(NamedTuple):
 def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdText:
     """Opens the user's files of ids: one, split 90/5/5 by position (borders are rounded down), or one per split.
 
-    Without a test file the validation ids are the test split too.
-
-    Args:
-      config: Names the files, and the vocabulary's size or a tokenizer.json.
-      vocabulary: A trained run's vocabulary, or None for the one of the config.
+    Without a test file the validation ids are the test split too. `vocabulary` is a trained run's, or None for the
+    config's: its tokenizer.json, or numbers up to its size.
 
     Raises:
-      UserError: If a file is missing or has no ids, an id is outside the vocabulary, or a split has fewer than 2.
+      UserError: If a file is missing or has no ids, or an id is outside the vocabulary.
     """
     tokenizer = config.tokenizer
     named = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
@@ -64,11 +61,6 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdT
         splits = dict(zip(SPLITS, np.split(arrays["file"], borders), strict=True))
     else:
         splits = {split: arrays.get(split, arrays["valid"]) for split in SPLITS}
-    for split, ids in splits.items():
-        if len(ids) < MIN_SPLIT_TOKENS:
-            raise UserError(
-                f"the {split} split has {len(ids)} ids and needs at least {MIN_SPLIT_TOKENS}; give a longer text"
-            )
     sizes = " + ".join(f"{len(ids):,}" for ids in splits.values())
     is_counted = isinstance(vocabulary, IdVocabulary) and tokenizer.vocab_size is None
     counted = " (the largest id and one)" if is_counted else ""
@@ -118,11 +110,11 @@ def _scan(array: np.memmap, name: str) -> tuple[str, int]:
         for block in file.blocks():
             digest.update(block)
             ids = np.frombuffer(block, array.dtype)
-            for foreign, found in ((ids.min() < 0, int(ids.argmin())), (ids.max() >= _LARGEST_SIZE, int(ids.argmax()))):
-                if foreign:
-                    raise UserError(
-                        f"{path} holds {ids[found]} at position {position + found}; ids run from 0 to below 2^31 - 1"
-                    )
+            if (foreign := np.flatnonzero((ids < 0) | (ids >= _LARGEST_SIZE))).size:
+                first = foreign[0]
+                raise UserError(
+                    f"{path} holds {ids[first]} at position {position + first}; ids run from 0 to below 2^31 - 1"
+                )
             largest = max(largest, int(ids.max()))
             position += len(ids)
     return digest.hexdigest(), largest
@@ -161,10 +153,6 @@ class IdVocabulary(Vocabulary):
     def header(self) -> dict[str, Any]:
         """Returns the size, which is all."""
         return {"size": self.size}
-
-    def lines(self) -> Iterator[str]:
-        """Yields nothing."""
-        yield from ()
 
     @classmethod
     def load(cls, header: dict[str, Any], lines: list[str]) -> "IdVocabulary":
@@ -215,13 +203,9 @@ def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
 
 
 def find_token(vocabulary: Vocabulary, text: str, *, name: str) -> int:
-    r"""Returns the id of the token that a setting names by its text.
+    r"""Returns the id of the token that the setting `name` names by its text, with \n and \r for line ends.
 
     The token that ends a line is named by a newline or by its own word, `<eos>`.
-
-    Args:
-      text: The token's text, with \n and \r for line ends, as `escape` writes them.
-      name: Name of the setting.
 
     Raises:
       UserError: If the text is not exactly one token of the vocabulary.
@@ -247,8 +231,7 @@ def find_token(vocabulary: Vocabulary, text: str, *, name: str) -> int:
 def joined(vocabulary: Vocabulary, context: Document, continuation: Document) -> tuple[np.ndarray, int]:
     """Returns the ids [T] of a context and its continuation, and how many of them are the continuation's.
 
-    Two texts are encoded together, so that a word may begin in the context; the continuation's ids are those after as
-    many as the context has alone.
+    Two texts are encoded together, as a word may begin in the context, which counts as many ids as it has alone.
     """
     if isinstance(context, str | bytes) and isinstance(continuation, str | bytes):
         text = b"".join(part.encode() if isinstance(part, str) else part for part in (context, continuation))

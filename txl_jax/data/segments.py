@@ -8,24 +8,18 @@ these targets, step by step:
     row 1:   7 8 9 | 10 11 .      the last position is padding, of weight 0
 
 and training (n = 3, since only 3 of a row's 5 fill whole segments) the targets 1 2 3 and 4 5 6, again in each epoch.
-Nothing but a cache is kept between calls, so a position in the data is a number.
 
 Variants, all for the same 12 tokens:
 
-- Evaluation with 2 warm-up tokens: rows begin earlier, where there is an earlier. Positions in brackets have weight 0.
+- Evaluation with 2 warm-up tokens: rows begin up to 2 targets earlier. Positions in brackets have weight 0.
 
       row 0:    1  2  3 | 4 5  6 | .  . .
       row 1:   (5  6) 7 | 8 9 10 | 11 . .
 
-- Training, `Roll.STREAM`, rolled by 8: the T - 1 targets 9 10 11 1 2 .. 8 are split into rows like a text.
-- Training, `Roll.ROWS`, rolled by 3 and by 1: row 0 owns the targets 1 .. 5 and row 1 the targets 6 .. 11 (the T - 1
-  targets are split as evenly as can be), and of its rolled targets each row reads the whole segments:
-
-      row 0:   4 5 1        skipped this time: 2 3
-      row 1:   7 8 9        skipped this time: 10 11 6
-
-- Training with stride 2: targets that a segment reads again, in brackets, have weight 0; only a row's first segment has
-  nothing to read again.
+- Training, `Roll.STREAM`, rolled by 8: the targets 9 10 11 1 2 .. 8 are split into rows like a text.
+- Training, `Roll.ROWS`, rolled by 3 and by 1: row 0 owns the targets 1 .. 5 and row 1 the targets 6 .. 11, and of its
+  rolled targets each row reads the whole segments, 4 5 1 and 7 8 9. Skipped this time are 2 3 and 10 11 6.
+- Training with stride 2: targets that a segment reads again, in brackets, have weight 0.
 
       row 0:   1 2 3 | (3) 4 5
       row 1:   6 7 8 | (8) 9 10
@@ -33,8 +27,8 @@ Variants, all for the same 12 tokens:
 - Training with shuffled sentences: the sentences are concatenated in a new order in each epoch, and the stream of T
   tokens is split into rows like a text.
 
-A roll moves the skipped targets, so that every target is read in the long run (see `txl_jax.data.epoch_order`). `own`
-names the rows that a process reads: all processes draw the same random numbers, and each reads its own rows.
+A roll moves the skipped targets, so that every target is read in the long run (see `txl_jax.data.epoch_order`). All
+processes draw the same random numbers, and each reads its `own` rows.
 """
 
 import dataclasses
@@ -66,10 +60,10 @@ class SegmentReader:
     segment_len: int  # L
     stride: int  # New positions of each segment after a row's first; those before were read already.
     rows: Rows  # Of all processes.
-    order: EpochOrder  # From an epoch's pairs to positions in the text.
-    repeats: bool  # Whether another epoch follows a pass; otherwise only padding does.
-    epoch_memory: EpochMemory  # Whether the rows are reset where it begins.
     own: Sequence[int] | np.ndarray | None  # Indices of the rows that are returned, or None for all.
+    order: EpochOrder = dataclasses.field(default_factory=Sequential)  # From an epoch's pairs to positions in the text.
+    repeats: bool = False  # Whether another epoch follows a pass; otherwise only padding does.
+    epoch_memory: EpochMemory = EpochMemory.EMPTIED  # Whether the rows are reset where it begins.
 
     @property
     def n_segments(self) -> int:
@@ -84,7 +78,7 @@ class SegmentReader:
 
     @property
     def skipped_tokens(self) -> int:
-        """Returns the number of targets that one pass skips, over all processes: others in each moved epoch."""
+        """Returns the number of targets that one pass skips, over all processes."""
         return len(self.tokens) - 1 - self.tokens_per_epoch
 
     def segments(self, first_step: int, count: int) -> Segments:
@@ -116,7 +110,6 @@ class SegmentReader:
         return np.where(counts, pair_SxBxL + 1, 0)
 
     def _own_rows(self) -> Rows:
-        """Returns the rows of this process."""
         return self.rows if self.own is None else Rows(*(of_all[np.asarray(self.own)] for of_all in self.rows))
 
     def _pairs(self, index_S: np.ndarray, first_B: np.ndarray) -> np.ndarray:
@@ -125,7 +118,6 @@ class SegmentReader:
         return first_SxB[..., None] + np.arange(self.segment_len)
 
     def _within_epoch(self, epoch: int, index_S: np.ndarray) -> Segments:
-        """Returns the segments of one epoch with these indices."""
         first_B, scored_B, end_B = self._own_rows()
         live = self.repeats or epoch == 0
         begins = live and (epoch == 0 or self.epoch_memory is EpochMemory.EMPTIED)
@@ -160,8 +152,6 @@ def training_segments(
 ) -> SegmentReader:
     """Builds the training segments: whole ones only, so targets that fill none are skipped.
 
-    Without a roll the same targets are skipped in every epoch.
-
     >>> reader = training_segments(np.arange(12), batch_size=2, segment_len=3)
     >>> reader.n_segments, reader.tokens_per_epoch, reader.skipped_tokens
     (1, 6, 5)
@@ -173,22 +163,29 @@ def training_segments(
       stride: Positions by which a row advances from segment to segment, or None for L. In all but its first segment of
         an epoch, only that many are scored, the last ones.
       seed: Seed of rolls and shuffling.
-      roll: Rotates the stream, or each row, by a random number in each epoch.
+      roll: Rotates the stream, or each row, by a random number in each epoch. NONE skips the same targets in each.
       sentence_starts: Signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
-        The sentences are then shuffled in each epoch. None keeps the order of the text.
+        The sentences are shuffled in each epoch. None keeps the order of the text.
       epoch_memory: Whether the rows are reset where an epoch begins, or only at step 0.
       own: Indices of the rows that this process reads, ascending, or None for all.
 
     Raises:
-      UserError: If the text is too short for one segment, or the stride is beyond L.
-      ValueError: If own rows are outside the batch, or sentence starts are of another text or come with a roll.
+      UserError: If the text is too short for one segment, or the stride is above L.
+      ValueError: If own rows are outside the batch, or sentence starts do not match the text or come with a roll.
     """
     _check(tokens, batch_size, segment_len, own)
     n_pairs = len(tokens) - 1
     stride = segment_len if stride is None else stride
     if not 1 <= stride <= segment_len:
         raise UserError(f"stride is {stride} and segment_len is {segment_len}; give a stride between 1 and that")
-    row_len = _training_row_len(n_pairs, batch_size, segment_len, stride)
+    row_len = n_pairs // batch_size
+    row_len -= (row_len - segment_len) % stride
+    if row_len < segment_len:
+        raise UserError(
+            f"the training text has {len(tokens)} tokens and one segment of all rows takes batch_size x segment_len = "
+            f"{batch_size} x {segment_len} = {batch_size * segment_len} and one more; lower --train.batch_size or "
+            "--train.segment_len, or give a longer text"
+        )
     if sentence_starts is not None and roll is not Roll.NONE:
         raise ValueError(f"sentence_starts are given and roll is {roll}; shuffled sentences need no roll")
     first_B = np.arange(batch_size) * row_len
@@ -201,21 +198,7 @@ def training_segments(
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
         first_B, order = edges[:-1], RandomRoll(edges, seed)
     rows = Rows(first_B, first_B, first_B + row_len)
-    return SegmentReader(tokens, batch_size, segment_len, stride, rows, order, True, epoch_memory, own)
-
-
-def _training_row_len(n_pairs: int, batch_size: int, segment_len: int, stride: int) -> int:
-    """Returns the number of pairs of a row, which fill whole segments."""
-    row_len = n_pairs // batch_size
-    row_len -= (row_len - segment_len) % stride
-    if row_len < segment_len:
-        needed = batch_size * segment_len
-        raise UserError(
-            f"the training text has {n_pairs + 1} tokens and one segment of all rows takes batch_size x segment_len = "
-            f"{batch_size} x {segment_len} = {needed} and one more; lower --train.batch_size or --train.segment_len, "
-            "or give a longer text"
-        )
-    return row_len
+    return SegmentReader(tokens, batch_size, segment_len, stride, rows, own, order, True, epoch_memory)
 
 
 def evaluation_segments(
@@ -237,8 +220,7 @@ def evaluation_segments(
       batch_size: B, over all processes.
       segment_len: L.
       warmup_tokens: Targets before its own that a row reads with weight 0, to fill its memory. The first rows have
-        fewer before their own, so they end with more padding. A pass is up to this many positions longer. A row
-        without targets of its own reads none.
+        fewer, and a row without targets of its own reads none.
       own: Indices of the rows that this process reads, ascending, or None for all.
 
     Raises:
@@ -253,16 +235,14 @@ def evaluation_segments(
     scored_B = np.minimum(np.arange(batch_size) * row_len, n_pairs)
     end_B = np.minimum(scored_B + row_len, n_pairs)
     first_B = np.where(scored_B < end_B, np.maximum(scored_B - warmup_tokens, 0), end_B)
-    rows = Rows(first_B, scored_B, end_B)
-    order = Sequential()
-    return SegmentReader(tokens, batch_size, segment_len, segment_len, rows, order, False, EpochMemory.EMPTIED, own)
+    return SegmentReader(tokens, batch_size, segment_len, segment_len, Rows(first_B, scored_B, end_B), own)
 
 
 def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Sequence[int] | np.ndarray | None) -> None:
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(f"the tokens are of type {tokens.dtype}; give integer ids")
-    if tokens.ndim != 1 or len(tokens) < 2:
-        raise UserError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
+    if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
+        raise UserError(
+            f"the tokens are {tokens.dtype} of shape {tokens.shape}; give integer ids, one axis of at least 2"
+        )
     if batch_size < 1 or segment_len < 1:
         raise ValueError(f"batch_size is {batch_size} and segment_len is {segment_len}; both must be at least 1")
     rows = range(batch_size) if own is None else [int(row) for row in own]

@@ -25,7 +25,6 @@ from txl_jax.metrics import Measure
 # What ends a document in the usual tokenizers. An unprompted text follows the first that the file has.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _LONGEST_PARAGRAPH = 1 << 20  # Characters without a line that could be cut before; more are cut between words.
-_NUM_BYTES = 256
 # The byte that each character of a byte-level token encodes. Printable ASCII and Latin-1 stand for themselves; other
 # bytes, in order, are the characters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -83,10 +82,6 @@ class SubwordVocabulary(Vocabulary):
         """Concatenates the tokens' bytes, of which a character may need several."""
         return b"".join(self._texts[token] for token in check_ids(ids, self.size).tolist())
 
-    def header(self) -> dict[str, Any]:
-        """Returns the settings of the saved form: none."""
-        return {}
-
     def lines(self) -> Iterator[str]:
         """Yields the file's content as one line."""
         yield escape(self.content)
@@ -102,10 +97,9 @@ class SubwordVocabulary(Vocabulary):
 
     def _ids(self, text: str) -> list[int]:
         try:
-            found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         except Exception as error:  # The package raises nothing narrower.
             raise UserError(f"the tokenizer cannot encode the text ({error})") from error
-        return found
 
     def _check_characters(self, text: str) -> None:
         """Raises `UserError` for a character that would vanish: BPE without an unknown token drops what it lacks."""
@@ -170,19 +164,17 @@ class SubwordVocabulary(Vocabulary):
 
 
 def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
-    """Trains a byte-level BPE vocabulary on a text. Any UTF-8 text comes back from its tokens exactly.
+    """Trains a byte-level BPE vocabulary of V = `size` tokens, 256 bytes among them; a short text may give fewer.
 
-    Args:
-      files: The training split.
-      size: V, with the 256 bytes. A short text may give fewer tokens.
+    Any UTF-8 text comes back from its tokens exactly.
 
     Raises:
       UserError: If size is below 256, or the text is not UTF-8.
       MissingPackageError: If the package tokenizers is not installed.
     """
-    if size < _NUM_BYTES:
+    if size < 256:
         raise UserError(
-            f"data.tokenizer.vocab_size must be at least {_NUM_BYTES} for subwords, which include all bytes, got {size}"
+            f"data.tokenizer.vocab_size must be at least 256 for subwords, which include all bytes, got {size}"
         )
     lib, errors = package(), list[UserError]()
     tokenizer = lib.Tokenizer(lib.models.BPE())

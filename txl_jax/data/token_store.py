@@ -26,8 +26,7 @@ import numpy as np
 
 from txl_jax.config import LineMark
 from txl_jax.data.text import SPLITS, Text, with_bar
-from txl_jax.data.vocabulary import MIN_SPLIT_TOKENS, Vocabulary, dumps, id_type
-from txl_jax.errors import UserError
+from txl_jax.data.vocabulary import Vocabulary, dumps, id_type
 from txl_jax.runtime import storage
 
 VERSION = 1  # Of the tokens: raise it whenever the same text and settings would give other ids.
@@ -117,11 +116,6 @@ def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
         for split in SPLITS:
             blocks = vocabulary.blocks(with_bar(f"encoding {split}", text.splits[split]))
             tokens[split] = _write_array(partial / f"{split}.npy", id_type(vocabulary.size), blocks)
-            if tokens[split] < MIN_SPLIT_TOKENS:
-                raise UserError(
-                    f"the {split} split of {text.description} has {tokens[split]} tokens and needs at least "
-                    f"{MIN_SPLIT_TOKENS}; give a longer text"
-                )
         if vocabulary.mark is not None:
             starts = _line_starts(np.load(partial / "train.npy", mmap_mode="r"), vocabulary)
             _write_array(partial / _SENTENCES, np.dtype(np.int64), starts)

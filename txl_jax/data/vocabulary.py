@@ -19,7 +19,6 @@ from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
 
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
-MIN_SPLIT_TOKENS = 2  # The first token of a split is only an input, so fewer leave no target.
 TITLE = "txl_jax vocabulary"  # The first words of a saved vocabulary.
 
 
@@ -57,11 +56,7 @@ class Vocabulary(Protocol):
         return [self.decode([token]) for token in range(self.size)]
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks of one axis.
-
-        Raises:
-          UserError: If a text cannot be encoded. Names the file.
-        """
+        """Yields the ids of a split, in blocks; raises `UserError` with the file's name for a text it cannot encode."""
         for block in text_blocks(files, close_lines=False):
             yield self._encode(block)
 
@@ -77,17 +72,18 @@ class Vocabulary(Protocol):
         return self.encode(text.encode())
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the text of ids of any shape, in row-major order; texts of successive ids may be concatenated.
+        """Returns the text of ids of any shape, in row-major order; raises `UserError` for an id it lacks.
 
-        Raises:
-          UserError: If an id is not in the vocabulary.
+        Texts of successive ids may be concatenated.
         """
 
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form."""
+        return {}
 
     def lines(self) -> Iterator[str]:
-        """Yields the tokens of the saved form; none holds a newline."""
+        """Yields the tokens of the saved form, without newlines."""
+        return iter(())
 
     @classmethod
     def load(cls, header: dict[str, Any], lines: list[str]) -> Self:
@@ -105,11 +101,7 @@ def dumps(vocabulary: Vocabulary) -> str:
 
 
 def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
-    """Parses the saved form of a vocabulary of one of `kinds`.
-
-    Raises:
-      UserError: If `text` is not a saved vocabulary, or its kind needs a package that is not installed.
-    """
+    """Parses the saved form of a vocabulary of one of `kinds`; raises `UserError` if `text` is not one."""
     title, *lines = text.removesuffix("\n").split("\n")
     try:
         if not title.startswith(TITLE):
@@ -166,12 +158,7 @@ class TextStream:
     """
 
     def __init__(self, decode: Callable[[Any], bytes], stop: Sequence[str]):
-        """Begins an empty text.
-
-        Args:
-          decode: Returns the bytes of ids. The bytes of successive ids may be concatenated.
-          stop: Strings that are not empty.
-        """
+        """Begins an empty text, from `Vocabulary.decode` and stop strings that are not empty."""
         self._decode = decode
         self._stop = [text.encode() for text in stop]
         self._held = b""

@@ -67,8 +67,8 @@ class WordVocabulary(Vocabulary):
         two <S>:   <S> w w <S> <S> w <S>       a mark before and after each line
         """
         if self.line_mark in (LineMark.S, LineMark.DOUBLE_S):
-            yield np.array([self.mark], self._type)
-        pending = np.empty(0, self._type)
+            yield np.array([self.mark], id_type(self.size))
+        pending = np.empty(0, id_type(self.size))
         for block in text_blocks(files, close_lines=True):
             if (ids := self._encode(block)).size:
                 yield pending
@@ -97,15 +97,10 @@ class WordVocabulary(Vocabulary):
     def _encode(self, text: str) -> np.ndarray:
         text = text.lower() if self.lower_case else text
         if self.line_mark in MARKS:
-            marks = " ".join([MARKS[self.line_mark]] * (2 if self.line_mark is LineMark.DOUBLE_S else 1))
-            text = text.replace("\n", f" {marks} ")
+            text = text.replace("\n", f" {MARKS[self.line_mark]} " * (2 if self.line_mark is LineMark.DOUBLE_S else 1))
         words = text.split()
         unknown = itertools.repeat(self.unknown_id)
-        return np.fromiter(map(self._ids.get, words, unknown), self._type, len(words))
-
-    @property
-    def _type(self) -> np.dtype:
-        return id_type(self.size)
+        return np.fromiter(map(self._ids.get, words, unknown), id_type(self.size), len(words))
 
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
@@ -175,7 +170,6 @@ class CharacterVocabulary(Vocabulary):
 
 
 def _check_distinct(tokens: Sequence[str], unknown: str, kind: str) -> None:
-    """Raises `UserError` for a token that is there twice, or no token for unknown ones."""
     if len(set(tokens)) != len(tokens) or unknown not in tokens:
         raise UserError(
             f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and hold {unknown!r}; "
