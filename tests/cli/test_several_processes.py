@@ -28,7 +28,6 @@ JOIN = {
 ALONE = {
     *("convert", "ensemble", "export", "lm_eval", "quickstart", "report", "serve"),
     *("bench.attention", "bench.estimate", "bench.serving", "bench.softmax_speed", "bench.speed"),
-    *("examples.document_embeddings", "examples.memory_policy", "examples.speech_encoder"),
     *("paper.attention", "paper.recl", "paper.table9"),
 }
 EACH = {"prepare"}
