@@ -7,9 +7,10 @@ It writes context_length.csv and, with matplotlib, context_length.png into the w
 attention length A the memory has A slots and every token sees the same number of keys
 (--eval.mem_len and --eval.same_length are set so, and segments are at most A long); the other
 --eval flags are as in the training, or as given: a run that was trained with --eval.clamp_len
-still clamps. A model without recurrence (--model.encoding=vaswani, or trained with
---train.mem_len=0) is given windows of A tokens, --eval.batch_size side by side; --stride is the
-number of tokens that each of them scores.
+still clamps. The text is split into --eval.batch_size rows, each of which should be many times as
+long as A: on a short text give --eval.batch_size=1. A model without recurrence
+(--model.encoding=vaswani, or trained with --train.mem_len=0) is given windows of A tokens,
+--eval.batch_size side by side; --stride is the number of tokens that each of them scores.
 """
 
 import dataclasses

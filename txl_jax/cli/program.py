@@ -14,7 +14,7 @@
     if __name__ == "__main__":
         cli.main(run, Plan, config=ExperimentConfig(), groups=("data", "eval"), hosts="join")
 
-Exit codes: 0, 1 (error), 2 (usage), 75 (another process is gone), 128 + signal.
+Exit codes: 0, 1 (error), 2 (a command line that cannot be parsed), 75 (another process is gone), 128 + signal.
 """
 
 import dataclasses

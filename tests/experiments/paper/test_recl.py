@@ -54,6 +54,13 @@ def test_a_model_that_is_worse_everywhere_gains_nothing():
     assert all(step.relative == 0 for step in recl.gains(found, ratio=1.0)[1])
 
 
+def test_baseline_and_hardest_positions_are_the_groups():
+    """Either model is the better one somewhere, and each would choose another position as its hardest."""
+    found = {100: np.array([[3.0, 5.0, 1.0], [4.0, 1.0, 6.0]]), 200: np.array([[2.9, 4.0, 1.0], [2.0, 0.9, 5.0]])}
+    [[first], [second]] = recl.gains(found, ratio=0.1)  # Baselines 3, 1 and 1, so the first position is the hardest.
+    assert first.relative == pytest.approx(1 - math.exp(2.9 - 3)) and second.relative == pytest.approx(1 - math.exp(-1))
+
+
 def test_the_baseline_is_taken_anew_at_each_length():
     """The first model stops at 300; behind it the second goes on, and from 300 on its gains count in full."""
     found = losses(300, 300)
