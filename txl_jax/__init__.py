@@ -1,17 +1,17 @@
 """Transformer-XL (Dai et al., 2019) in JAX and Flax.
 
-These are the public names; everything else may change. The settings import no jax. All other names are imported when
-they are first used.
+These are the public names; everything else may change. They are imported when they are first used, and the settings
+import no jax.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from txl_jax import config
-from txl_jax.config import *  # noqa: F403 (all settings are public)
 from txl_jax.version import __version__, check_jax
 
 if TYPE_CHECKING:
+    from txl_jax import config
+    from txl_jax.config import *  # noqa: F403 (all settings are public)
     from txl_jax.config.tree import preset
     from txl_jax.data.corpus import read_corpus
     from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
@@ -29,6 +29,35 @@ if TYPE_CHECKING:
     from txl_jax.segments import Segments
     from txl_jax.trained_model import Continuation, LanguageModel, load
     from txl_jax.training.loop import Hook, HookContext
+
+    __all__ = ["__version__"]
+    __all__ += config.__all__
+    __all__ += [
+        "Continuation",
+        "Hook",
+        "HookContext",
+        "LanguageModel",
+        "Memory",
+        "Outcome",
+        "SegmentReader",
+        "Segments",
+        "Sink",
+        "Totals",
+        "TransformerXL",
+        "UserError",
+        "Visibility",
+        "attention",
+        "evaluation_segments",
+        "load",
+        "preset",
+        "read_corpus",
+        "reset_memory",
+        "scan_segments",
+        "sinusoids",
+        "train",
+        "training_segments",
+        "weighted_sum",
+    ]
 
 # Module of each public name that is not a setting.
 _PLACES = {
@@ -58,43 +87,19 @@ _PLACES = {
     "weighted_sum": "losses",
 }
 
-__all__ = ["__version__"]
-__all__ += config.__all__
-__all__ += [
-    "Continuation",
-    "Hook",
-    "HookContext",
-    "LanguageModel",
-    "Memory",
-    "Outcome",
-    "SegmentReader",
-    "Segments",
-    "Sink",
-    "Totals",
-    "TransformerXL",
-    "UserError",
-    "Visibility",
-    "attention",
-    "evaluation_segments",
-    "load",
-    "preset",
-    "read_corpus",
-    "reset_memory",
-    "scan_segments",
-    "sinusoids",
-    "train",
-    "training_segments",
-    "weighted_sum",
-]
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module 'txl_jax' has no attribute {name!r}")
-    check_jax()
-    module = importlib.import_module(f"txl_jax.{_PLACES[name]}")
-    return getattr(module, "reset" if name == "reset_memory" else name)
+    if name == "__all__":
+        return __dir__()
+    if name in _PLACES:
+        check_jax()
+        module = importlib.import_module(f"txl_jax.{_PLACES[name]}")
+        return getattr(module, "reset" if name == "reset_memory" else name)
+    settings = importlib.import_module("txl_jax.config")
+    if name in settings.__all__:
+        return getattr(settings, name)
+    raise AttributeError(f"module 'txl_jax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return ["__version__", *importlib.import_module("txl_jax.config").__all__, *_PLACES]
