@@ -5,6 +5,7 @@
 A preset that changes means that a published configuration changed, or that a default did.
 """
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -15,6 +16,7 @@ import pytest
 from absl import flags
 
 import txl_jax
+from experiments import ptb
 from support import ROOT
 from support.cases import full_but
 from txl_jax.cli import flags as flag_tree
@@ -101,9 +103,13 @@ def test_a_flagfile_is_its_preset(name):
 def test_outside_of_a_clone_a_flagfile_is_its_preset(monkeypatch, tmp_path):
     monkeypatch.setattr(flag_tree, "FLAGFILE_DIR", tmp_path)
     resolved.cache_clear()
-    for name in ("small", "ptb", "lm1b_large"):
+    for name in FLAGFILES:
         assert resolved(name) == txl_jax.preset(name)
     resolved.cache_clear()
+    words, values = ptb.DEFAULTS, flags.FlagValues()  # A program of words keeps its corpus, as with the file.
+    flag_tree.define(words, values)
+    flag_tree.parse(["program", "--flagfile=small"], values)
+    assert flag_tree.build(words, values) == dataclasses.replace(txl_jax.preset("small"), data=words.data)
 
 
 @pytest.mark.parametrize("name", FLAGFILES)

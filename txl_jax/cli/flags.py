@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
-from txl_jax.config import COMPAT_PRESETS, ExperimentConfig
+from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig
 from txl_jax.config import tree as config_tree
 from txl_jax.config.tree import Leaf
+from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
 
 FLAGS = flags.FLAGS
@@ -217,16 +218,22 @@ def _flagfile_path(name: str) -> Path | None:
 
 
 def _preset_words(name: str, where: str) -> Iterator[_Word]:
-    """Yields the settings of a preset as flags; raises `UserError`, with all names, if the name is unknown."""
+    """Yields what a preset changes as flags; raises `UserError`, with all names, if the name is unknown."""
     if name not in (known := config_tree.preset_names()):
         raise UserError(
             f"{where}there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"
             f"{config_tree.did_you_mean(name, known)}"
         )
     config = config_tree.preset(name)
+    compat = next(each for each in COMPAT_PRESETS if config_tree.apply_preset(config, each).compat == config.compat)
+    if compat != "ours":  # Its settings have no flags of their own.
+        yield _Word(f"--compat={compat}", f"preset {name}: ")
+    # A flagfile lists no others either, so that a program's corpus, a record and a warm start keep theirs.
+    usual = ExperimentConfig(data=default_data(config.data.corpus))
     for leaf in setting_leaves(ExperimentConfig):
-        value = config_tree.format_value(config_tree.get(config, leaf.name))
-        yield _Word(f"--{leaf.name}={value}", f"preset {name}: ")
+        value = config_tree.get(config, leaf.name)
+        if value != config_tree.get(usual, leaf.name) or (leaf.name == "data.corpus" and value is not CorpusName.TEXT):
+            yield _Word(f"--{leaf.name}={config_tree.format_value(value)}", f"preset {name}: ")
 
 
 class _OptionalParser(flags.ArgumentParser):
