@@ -341,7 +341,7 @@ class _Range(NamedTuple):
 
 
 def drawn(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the settings of each sample, without those that are equal to an earlier one.
+    """Returns the settings of each sample, without repetitions.
 
     A value depends only on the seed, the number of the sample and the setting: more samples, or another setting, leave
     the values of the others as they were.

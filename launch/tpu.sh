@@ -360,7 +360,7 @@ gcloud_to() { # Host number or "all", slice number or "all", "ssh" or "scp" and 
 
 describe() { execute gcloud compute tpus queued-resources describe "${place[@]}" --format='value(state.state)'; }
 
-# Prints the state of the request: ABSENT if there is none, UNKNOWN if gcloud failed.
+# Prints the state of the request: ABSENT if it does not exist, UNKNOWN if gcloud failed.
 state() {
   local output
   if output=$(describe 2>&1); then

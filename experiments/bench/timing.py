@@ -22,7 +22,7 @@ from txl_jax.runs.build import RunComponents
 from txl_jax.segments import Segments
 
 SHIFT, EXPONENT = 2.7, 1.1
-VOCAB_SIZE_HELP = "V; none: the size published with the corpus, or 256 where there is none."
+VOCAB_SIZE_HELP = "V; none: the size published with the corpus, or 256 for your own text."
 _TAIL_BIAS = 12.0  # Added to the logits of tails: more than a head of 20,000 words has together.
 
 

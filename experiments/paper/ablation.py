@@ -4,7 +4,7 @@ r"""Tables 6, 7 and 10 of the paper: recurrence, encoding, half or full loss, at
     python -m experiments.paper.ablation --flagfile=ptb_small --train.steps=600 --out=runs/mini \
         --seeds=1,2,3 --lengths=16,32,64,128 --stride=16
 
-Each row is a run in a directory of --out, trained with the settings of the flagfile except those of
+Each row is a run in a directory of --out, trained with the flagfile's settings as changed by
 its row, and then scored on the validation split at each of --lengths and at the attention length of
 training. As in the paper, "init" is the score at the attention length of training, "best" the best
 score at any length, and the length next to it the shortest that reaches it. Stopped, the same

@@ -39,7 +39,7 @@ from txl_jax.training.state import init_params
 
 # Attention length, and how many times slower than ours the authors found the sliding window (on one GPU, 2019).
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
-# The clamp is that of the published evaluation of enwik8_12l. It saves our side the position keys beyond it.
+# The clamp of the published evaluation of enwik8_12l. It saves our side the position keys beyond it.
 DEFAULTS = ExperimentConfig(eval=EvalConfig(segment_len=128, clamp_len=820))
 VOCABULARY = 204  # enwik8's bytes without newline, as the published numbers are taken.
 

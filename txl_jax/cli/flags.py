@@ -112,7 +112,7 @@ class Parsed(NamedTuple):
     Attributes:
       words: The words that are not flags.
       places: Where each flag was set: "" for the command line, else "FILE, line N: ".
-      flagfile: The name of the last flagfile, without directory and suffix, or None if there was no flagfile.
+      flagfile: The name of the last flagfile, without directory and suffix, or None without a flagfile.
     """
 
     words: list[str]

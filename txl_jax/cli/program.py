@@ -116,7 +116,7 @@ class Job:
     Attributes:
       words: Its words that are not flags.
       places: Where each flag was set: "" for the command line, else the flagfile and the line.
-      flagfile: The name of the last flagfile, or None if there was no flagfile.
+      flagfile: The name of the last flagfile, or None without a flagfile.
       defaults: The config that the flags change.
       stop: A request to stop, by a signal or a notice. `with job.stop:` begins to wait for it.
     """

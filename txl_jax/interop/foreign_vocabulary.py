@@ -31,7 +31,7 @@ _SPACE_OF_TEXT8 = "_"
 class Found(NamedTuple):
     """A vocabulary of another implementation."""
 
-    vocabulary: Vocabulary | None  # None if there is none.
+    vocabulary: Vocabulary | None  # None if absent.
     order: np.ndarray | None  # The files' id for each of `vocabulary`, or None if all are the same.
     notes: list[str]  # For people.
 

@@ -177,7 +177,7 @@ def _weights_file(path: Path) -> Path | None:
 
 
 def _open_any(path: Path) -> _Weights | None:
-    """Opens the weights at a path, or returns None if there are none."""
+    """Opens the weights at a path, or returns None if the path has no weights."""
     file = _weights_file(path)
     if file is None:
         prefix = tensorflow.find(path)

@@ -66,7 +66,7 @@ class Record:
     entries: dict[Any, Any] = dataclasses.field(default_factory=dict)  # If the class is a dict.
 
     def attributes(self) -> dict[Any, Any]:
-        """Returns the object's `__dict__`, empty if it has none."""
+        """Returns the object's `__dict__`, or an empty dict."""
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
         return state if isinstance(state, dict) else {}
 

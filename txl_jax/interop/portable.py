@@ -270,7 +270,7 @@ def _card(info: ModelInfo, num_parameters: int) -> str:
 
 
 def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
-    """Returns the card's section of scores, empty if there are none."""
+    """Returns the card's section of scores, empty for a model without scores."""
 
     def number(value: Any, form: str) -> str:
         return format(value, form) if isinstance(value, int | float) else ""

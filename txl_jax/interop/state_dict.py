@@ -53,7 +53,7 @@ def of(file: TorchFile) -> StateDict:
 
 
 def find_module(root: Any) -> Record | None:
-    """Returns a file's pickled module, by itself or in a dict under a usual key, or None if there is none."""
+    """Returns a file's pickled module, by itself or in a dict under a usual key, or None if absent."""
     for _ in range(_MAX_DEPTH):
         if isinstance(root, Record):
             parts = root.attributes().get("_modules")
@@ -129,7 +129,7 @@ def facts_of_module(root: Any) -> dict[str, Any]:
 
 
 def _attributes_below(module: Record, *path: str) -> dict[Any, Any]:
-    """Returns the attributes of the submodule at a path, empty if there is none."""
+    """Returns the attributes of the submodule at a path, empty if it does not exist."""
     found: Any = module
     for name in path:
         found = _dict_in(found.attributes(), "_modules").get(name) if isinstance(found, Record) else None

@@ -36,7 +36,7 @@ class RunCheckpoints:
       confirm: Called before something is written; raises if another run writes here.
 
     Attributes:
-      saved_step: The last step that was saved or restored, or None if there is none yet.
+      saved_step: The last step that was saved or restored, or None before the first.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RunCheckpoints:
         self._stack.__exit__(*error)
 
     def restore(self, abstract_state: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
-        """Restores the latest sound step: (updates done, state, notes), or None if there is none.
+        """Restores the latest sound step: (updates done, state, notes), or None without checkpoints.
 
         Raises:
           CheckpointError: If there are checkpoints, but none can be read.
@@ -89,7 +89,7 @@ class RunCheckpoints:
         self._best[index].save(step, {"params": params}, notes)
 
     def best_notes(self, index: int) -> dict[str, Any] | None:
-        """Reads the notes of a member's best parameters, or None if there are none. One process may call it alone.
+        """Reads the notes of a member's best parameters, or None before they are saved. One process may call it alone.
 
         Raises:
           CheckpointError: If they cannot be read.
@@ -98,7 +98,7 @@ class RunCheckpoints:
         return None if step is None else self._best[index].notes(step)
 
     def restore_best(self, index: int, abstract_params: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Restores the best parameters of a member and their notes, or None if there are none.
+        """Restores the best parameters of a member and their notes, or None before they are saved.
 
         Raises:
           CheckpointError: If they cannot be read.

@@ -254,7 +254,7 @@ def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -
 
 
 def _note(config: ExperimentConfig, trained: ExperimentConfig) -> str:
-    """Names the settings that differ and change losses, in one line, empty if there are none."""
+    """Names the settings that differ and change losses, in one line, which may be empty."""
     named = [
         f"{leaf.name} {config_tree.format_value(ours)} (there {config_tree.format_value(theirs)})"
         for leaf, theirs, ours in config_tree.differences(trained, config)
