@@ -23,11 +23,12 @@ import numpy as np
 from txl_jax import cli, sharding
 from txl_jax.cli import setting
 from txl_jax.config import ExperimentConfig, MeshConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
+from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import exported
 from txl_jax.interop.exported import Arrays, Function, Functions
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import RunComponents, build_for
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.weights import open_weights
 from txl_jax.runtime.storage import as_path, check_new_folder, new_folder, size
@@ -65,7 +66,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     )
     if f"{target}/".startswith(f"{found.path}/"):
         raise UserError(f"--to={target} must be outside of --from={found.path}. Choose another directory.")
-    components = _on_one_device(found.config, plan.rows, vocab_size=found.vocabulary.size)
+    components = _on_one_device(found.config, found.vocabulary, plan.rows)
     step, params = found.params(components, log=print)
     print(f"from      {found.description}, step {step:,}")
     model = _functions_of(components, params)
@@ -86,13 +87,13 @@ def run(plan: Plan, job: cli.Job) -> None:
     print(f"to        {target}, for {', '.join(exported.PLATFORMS)}")
 
 
-def _on_one_device(config: ExperimentConfig, rows: int, *, vocab_size: int) -> RunComponents:
+def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) -> RunComponents:
     """Builds the model on one device, with attention in XLA's own operations: kernels would belong to one platform."""
     lengths = dataclasses.replace(config.eval, batch_size=rows, stride=None, warmup_tokens=0)
     config = dataclasses.replace(config, eval=lengths, mesh=MeshConfig(data=1))
     config = config_tree.replace(config, {"model.attention": "reference"})
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    return build(config, vocab_size=vocab_size, mesh=mesh)
+    return build_for(config, vocabulary, mesh=mesh)
 
 
 def _functions_of(components: RunComponents, params: Any) -> Functions:

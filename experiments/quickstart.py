@@ -26,10 +26,10 @@ from txl_jax.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.errors import UserError
-from txl_jax.runs.build import build
+from txl_jax.runs.build import build_for
 from txl_jax.runs.generate import generate_text
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import score
@@ -63,7 +63,7 @@ def compare_compressors(
     """
     text = corpus.vocabulary.decode(corpus.test)
     without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
-    components = build(without, vocab_size=corpus.vocabulary.size)
+    components = build_for(without, corpus.vocabulary)
     _, params = load_parameters(components, run, log=log)
     totals = score(components, params, corpus.test, name="test without memory", log=log)
     return {
@@ -101,7 +101,6 @@ DEFAULTS = ExperimentConfig(
         mem_len=128,
         clamp_len=None,
         same_length=True,
-        segments_per_call=8,
         valid_tokens=50_000,
     ),
     generate=GenerateConfig(prompt="def ", length=400, temperature=0.8),

@@ -60,7 +60,7 @@ from absl import flags
 from txl_jax.cli.corpus_program import check_program
 from txl_jax.cli.program import config_of_words
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
 from txl_jax.runs import records
@@ -372,7 +372,7 @@ def drawn(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ranges(flat: Mapping[str, Any]) -> dict[str, _Range]:
-    types = {leaf.name: leaf.type for leaf in config_tree.leaves()}
+    types = {leaf.name: leaf.type.kind for leaf in config_tree.leaves(ExperimentConfig)}
     found: dict[str, _Range] = {}
     for full, value in flat.items():
         name, _, kind = full.rpartition(".")

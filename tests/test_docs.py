@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from support import ROOT
-from txl_jax.config.tree import preset_names
+from txl_jax.config.experiment import preset_names
 
 pytestmark = pytest.mark.full
 

@@ -27,7 +27,7 @@ def assert_alone(model, documents, found, *, tolerance):
 
 
 CHANGES = [
-    {"compat__memory_start": "zeros", "model__layer_norm": "pre", "eval__segments_per_call": 2},
+    {"compat__memory_start": "zeros", "model__layer_norm": "pre"},
     {"eval__same_length": True, "eval__clamp_len": 4},
     {"model__cutoffs": (3, 7), "model__div_val": 2},
     {"eval__mem_len": 0, "eval__same_length": False},
@@ -89,7 +89,7 @@ def compiled(monkeypatch):
 
 
 def test_one_program_serves_all_lengths_and_numbers(compiled):
-    model = tiny_model.make(eval__segments_per_call=3)
+    model = tiny_model.make()
     model.score(tiny_model.documents([4]), batch_size=5)
     assert compiled
     compiled.clear()

@@ -12,7 +12,7 @@ from txl_jax.version import __version__, check_jax
 if TYPE_CHECKING:
     from txl_jax import config
     from txl_jax.config import *  # noqa: F403 (all settings are public)
-    from txl_jax.config.tree import preset
+    from txl_jax.config.experiment import preset
     from txl_jax.data.corpus import read_corpus
     from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
     from txl_jax.errors import UserError
@@ -77,7 +77,7 @@ _PLACES = {
     "attention": "ops.attention",
     "evaluation_segments": "data.segments",
     "load": "trained_model",
-    "preset": "config.tree",
+    "preset": "config.experiment",
     "read_corpus": "data.corpus",
     "reset_memory": "memory",
     "scan_segments": "recurrence",

@@ -9,7 +9,7 @@ Of an adaptive softmax only the head counts: how often a token needs a tail depe
 import re
 from typing import Any
 
-from txl_jax.config import ModelConfig, Network, Residual
+from txl_jax.config import ModelConfig, Network
 from txl_jax.modules.positions import encoding_of
 
 # Peak of dense products in bfloat16 (V100, T4: float16), FLOP/s per device, from the makers' data sheets.
@@ -79,10 +79,9 @@ def _of_memory(config: ModelConfig, *, segment_len: int, mem_len: int) -> float:
 
 
 def _per_position(config: ModelConfig) -> float:
-    """Returns the operations of queries, keys, values, output, feed-forward part and gates of a position in a layer."""
+    """Returns the operations of queries, keys, values, output and feed-forward part of a position in a layer."""
     width = config.n_head * config.d_head
-    gates = 0 if config.residual is Residual.SUM else 2 * 6 * config.d_model
-    return 2 * config.d_model * (4 * width + 2 * config.d_inner + gates)
+    return 2 * config.d_model * (4 * width + 2 * config.d_inner)
 
 
 def _per_key(config: ModelConfig) -> float:

@@ -1,4 +1,4 @@
-"""The training loss: weights of positions, adversarial softmax, activation penalties, weighted sums."""
+"""The training loss: weights of positions, activation penalties, weighted sums."""
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +10,6 @@ def position_weights(segment_len: int, part: LossPart) -> jax.Array:
     """Returns weights [L]: all ones, or (half loss, table 6) ones on the last L - L // 2 positions only."""
     scored_from = segment_len // 2 if part is LossPart.HALF else 0
     return (jnp.arange(segment_len) >= scored_from).astype(jnp.float32)
-
-
-def adversarial_nll(nll: jax.Array, hidden: jax.Array, vectors: jax.Array, size: float) -> jax.Array:
-    """Computes the nats [B, L] with adversarial noise on the vectors of the targets (Wang et al., 2019, AdvSoft).
-
-    The worst vector within `size` |w| of a target's own, w, lies against h, so that the target's logit falls by
-    `size` |w| |h|; a logit that is negative already does not change. All other logits do not change either, so the new
-    loss needs no logits: with p = exp(-nll) and a fall of d it is nll + d + log(1 - p + p exp(-d)). As in the authors'
-    code no gradient goes into |w|, which would change the lengths of vectors that a tied embedding shares.
-
-    Args:
-      nll: [B, L].
-      hidden: [B, L, D], h.
-      vectors: [B, L, D], w of each target.
-      size: at least 0.
-    """
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    hidden, vectors = hidden.astype(wide), jax.lax.stop_gradient(vectors.astype(wide))
-    # The root of a sum of squares has no derivative at 0, and dropout may zero all of h.
-    norms = [jnp.sqrt(jnp.maximum(jnp.sum(array**2, axis=-1), 1e-12)) for array in (hidden, vectors)]
-    fall = jnp.where(jnp.sum(hidden * vectors, axis=-1) > 0, size * norms[0] * norms[1], 0)
-    log_others = jnp.log(-jnp.expm1(-jnp.maximum(nll, 1e-7)))  # log(1 - p)
-    return nll + fall + jnp.logaddexp(-nll - fall, log_others)
 
 
 def activation_penalty(outputs: jax.Array, *, activation: float, temporal: float) -> jax.Array:

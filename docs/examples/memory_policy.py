@@ -7,8 +7,7 @@ The task is a T-maze (Bakker, 2001). The first observation shows a light, left o
 light. The observation at the junction is the same in all episodes, so a policy without memory turns left with one
 probability p whatever the light was. Half of the lights are left: its mean reward is p / 2 + (1 - p) / 2 = 0.5.
 
-The policy is a Transformer-XL with gated residuals (GTrXL; Parisotto et al., 2019) that reads vectors instead of
-tokens. Rollouts are a `lax.scan` over single steps with the memory as carried state; rows whose episode has ended are
+The policy is a Transformer-XL that reads vectors instead of tokens. Rollouts are a `lax.scan` over single steps with the memory as carried state; rows whose episode has ended are
 reset in the same scan. It is trained by advantage actor-critic (A2C).
 """
 
@@ -20,10 +19,10 @@ import jax.numpy as jnp
 import optax
 
 import txl_jax
-from txl_jax import CompatConfig, ModelConfig, NormPlace, Residual
+from txl_jax import CompatConfig, ModelConfig, NormPlace
 
 SIZES = {"n_layer": 2, "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 64}
-CONFIG = ModelConfig(**SIZES, init_std=0.1, layer_norm=NormPlace.PRE, residual=Residual.GATED)
+CONFIG = ModelConfig(**SIZES, init_std=0.1, layer_norm=NormPlace.PRE)
 ROWS, STEPS, DISCOUNT = 64, 32, 0.97  # Episodes side by side, steps of a rollout.
 SHORTEST, LONGEST = 4, 12  # Steps in the corridor.
 MEM_LEN = LONGEST + 1  # From the junction back to the light.

@@ -29,7 +29,7 @@ from experiments.bench import timing
 from experiments.bench.timing import Task
 from txl_jax import cli, flops, sharding
 from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cached_attention, choice
 from txl_jax.ops.attention.dropout import Dropout

@@ -38,7 +38,7 @@ from experiments.bench import timing
 from experiments.bench.speed import BLOCK, GROUPS, make_generator
 from txl_jax import cli, flops, sharding
 from txl_jax.config import ExperimentConfig, Remat
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib

@@ -18,7 +18,8 @@ from experiments.bench import timing
 from experiments.bench.timing import Task
 from txl_jax import sharding
 from txl_jax.config import CacheDType, DType, EvalConfig, ExperimentConfig, MemoryStart
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import apply_preset
 from txl_jax.config.settings import require
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import UserError
@@ -26,6 +27,7 @@ from txl_jax.evaluation.streaming import make_eval_step
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.interop import huggingface
 from txl_jax.runs.build import RunComponents
+from txl_jax.training.nvidia_lamb import ADAM_B1
 
 # Largest difference of a token's nats that float32 explains over the segments compared; measured: 1e-5 and less.
 TOLERANCE = 1e-4
@@ -152,7 +154,7 @@ class HuggingFaceModel:
         adam = self._torch.optim.Adam(
             model.parameters(),
             lr=optimizer.learning_rate,
-            betas=(optimizer.adam_b1, optimizer.adam_b2),
+            betas=(ADAM_B1, optimizer.adam_b2),
             eps=optimizer.adam_eps,
             fused=True,  # On a CPU a quarter of the time of the other two kinds.
         )
@@ -197,7 +199,7 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
             value == default,
             f"generate.{name} is {value} and the peer's is {default}; leave it out, or benchmark without --peer",
         )
-    return config_tree.replace(config_tree.apply_preset(config, "hf"), {"compat.memory_start": MemoryStart.MASKED})
+    return config_tree.replace(apply_preset(config, "hf"), {"compat.memory_start": MemoryStart.MASKED})
 
 
 def print_difference(components: RunComponents, params: Any, peer: HuggingFaceModel) -> float:
@@ -229,7 +231,7 @@ def print_difference(components: RunComponents, params: Any, peer: HuggingFaceMo
 def _score(components: RunComponents, params: Any, cache_dtype: CacheDType | None) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens and the nats of all but the first, from zeros in the memory."""
     eval_config = dataclasses.replace(components.config.eval, cache_dtype=cache_dtype, batch_size=1)
-    model = components.model.clone(compat=config_tree.apply_preset(components.config, "hf").compat)
+    model = components.model.clone(compat=apply_preset(components.config, "hf").compat)
     tokens = timing.draw_tokens(model.vocab_size, eval_config.segment_len * _COMPARED_SEGMENTS + 1)
     reader = evaluation_segments(tokens, batch_size=1, segment_len=eval_config.segment_len)
     segments = reader.segments(0, _COMPARED_SEGMENTS)

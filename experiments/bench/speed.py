@@ -33,9 +33,10 @@ from experiments.bench.huggingface import HuggingFaceModel
 from experiments.bench.timing import Task, Timing
 from txl_jax import cli, flops
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Order
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.segments import training_segments
+from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.inference.generator import Generator
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runs.build import RunComponents, build
@@ -66,7 +67,9 @@ class Plan(cli.Plan):
     """Settings of the benchmark."""
 
     tasks: tuple[str, ...] = setting((), f"Tasks to time, with commas ({', '.join(TASKS)}); default: all.")
-    calls: int = setting(5, "Timed calls of each task; a call is segments_per_call segments, or 16 tokens.", at_least=1)
+    calls: int = setting(
+        5, "Timed calls of each task: train.segments_per_call or 8 segments, or 16 tokens.", at_least=1
+    )
     warmup: int = setting(2, "Warm-up calls before the timed ones.", at_least=0)
     vocab_size: int | None = setting(None, timing.VOCAB_SIZE_HELP, at_least=2)
     peer: Peer | None = setting(None, "Compare with Hugging Face's TransfoXLLMHeadModel; without data_loading.")
@@ -287,7 +290,7 @@ def evaluation(components: RunComponents, params: Any) -> Task:
         name="evaluation",
         shape=f"{eval_config.batch_size} x {eval_config.segment_len}",
         mem_len=eval_config.mem_len,
-        tokens=eval_config.batch_size * eval_config.segment_len * eval_config.segments_per_call,
+        tokens=eval_config.batch_size * eval_config.segment_len * SEGMENTS_PER_CALL,
         call=call,
         compile_seconds=compile_seconds,
         memory_bytes=timing.program_bytes(step),

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from txl_jax.config import CorpusName, EvalConfig, TrainConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import require
 from txl_jax.data.published import CORPORA
 from txl_jax.data.segments import evaluation_segments, training_segments
+from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.runs.build import RunComponents
 from txl_jax.segments import Segments
 
@@ -98,11 +99,13 @@ def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
 
 def random_segments(components: RunComponents, lengths: TrainConfig | EvalConfig) -> Segments:
     """Returns S segments of random tokens on the devices."""
-    n_tokens = lengths.batch_size * lengths.segment_len * lengths.segments_per_call
+    is_training = isinstance(lengths, TrainConfig)
+    per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
+    n_tokens = lengths.batch_size * lengths.segment_len * per_call
     tokens = draw_tokens(components.model.vocab_size, n_tokens + 1)
-    make_reader: Any = training_segments if isinstance(lengths, TrainConfig) else evaluation_segments
+    make_reader: Any = training_segments if is_training else evaluation_segments
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
-    return components.placement.place(reader.segments(0, lengths.segments_per_call))
+    return components.placement.place(reader.segments(0, per_call))
 
 
 def with_every_tail(params: Any) -> Any:

@@ -24,7 +24,7 @@ from experiments.paper import context_length
 from txl_jax import cli
 from txl_jax.cli.flags import groups
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, LossPart, Network
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError

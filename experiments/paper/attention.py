@@ -86,7 +86,7 @@ class Plan(cli.TrainedRun):
             "attends to none",
         )
         require(
-            model.end_token is None,
+            config.data.reset_at is None,
             "the run keeps documents apart (data.reset_at), and the window of these plots reaches over their ends",
         )
         for layer, head in self.layer_heads:

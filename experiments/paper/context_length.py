@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 from txl_jax import cli, plots
 from txl_jax.config import ExperimentConfig, Network
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.modules.positions import encoding_of
-from txl_jax.runs.build import build
+from txl_jax.runs.build import build_for
 from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, as_record, format_scores, score, with_duration
@@ -91,7 +91,7 @@ def score_lengths(
     table, found, rows = f"{trained.outputs}/context_length.csv", {}, []
     for length, changed in configs.items():
         name, began = f"{plan.split} at attention length {length:,}", time.monotonic()
-        parts = build(changed, vocab_size=corpus.vocabulary.size)
+        parts = build_for(changed, corpus.vocabulary)
         totals = score(parts, params, tokens, name=name, measure=measure, log=print, stop_requested=stop_requested)
         seconds = time.monotonic() - began  # With compilation.
         print(with_duration(f"{name} {format_scores(totals, measure)}", seconds))

@@ -9,7 +9,7 @@ positions are absolute there and relative here.
 
 Without flags the sizes are those of enwik8_12l, 12 layers of width 512, and its clamp, and our
 model reads segments of 128 tokens; of the other settings only --model.*, --compat,
---eval.segment_len, --eval.segments_per_call, --eval.clamp_len and --eval.cache_dtype matter here.
+--eval.segment_len, --eval.clamp_len and --eval.cache_dtype matter here.
 Weights are untrained, tokens random, and both sides run in turns, one row of text on one device.
 It prints a markdown table of seconds per token, the median of the timed calls with the slowest and
 the fastest: on both sides the time of the layers, and of the softmax at the positions that are
@@ -28,10 +28,11 @@ import jax
 from experiments.bench.timing import draw_tokens
 from txl_jax import cli, sharding
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
+from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.runs.build import RunComponents, build
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import write_json
@@ -74,7 +75,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     print(f"{facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}")
     print(
         f"{model.n_layer} layers of width {model.d_model}, {model.n_head} heads x {model.d_head}, inner width "
-        f"{model.d_inner}, {model.dtype}, vocabulary {VOCABULARY}; ours reads {eval_config.segments_per_call} "
+        f"{model.d_inner}, {model.dtype}, vocabulary {VOCABULARY}; ours reads {SEGMENTS_PER_CALL} "
         f"segments of {eval_config.segment_len} tokens a call, {clamp}\n"
     )
     print(
@@ -171,11 +172,11 @@ def _streaming(config: ExperimentConfig, vocab_size: int) -> _Side:
     weights = parts.evaluation.prepare_params(_params(parts))
     memory = parts.evaluation.init_memory(weights)
     memory = memory.replace(valid=memory.valid * 0 + eval_config.mem_len)
-    n_token = eval_config.segment_len * eval_config.segments_per_call
+    n_token = eval_config.segment_len * SEGMENTS_PER_CALL
     reader = evaluation_segments(
         draw_tokens(vocab_size, n_token + 1), batch_size=1, segment_len=eval_config.segment_len
     )
-    drawn = reader.segments(0, eval_config.segments_per_call)
+    drawn = reader.segments(0, SEGMENTS_PER_CALL)
     # As in the middle of a text: no row has its memory reset.
     segments = parts.placement.place(drawn._replace(reset=drawn.reset & False))
 
@@ -202,7 +203,7 @@ def _record(config: ExperimentConfig, plan: Plan, facts: dict[str, Any], timings
         "model": model,
         "compat": config_tree.to_dict(config.compat),
         "vocab_size": VOCABULARY,
-        "eval": {name: evaluation[name] for name in ("segment_len", "segments_per_call", "clamp_len", "cache_dtype")},
+        "eval": {name: evaluation[name] for name in ("segment_len", "clamp_len", "cache_dtype")},
         "warmup": plan.warmup,
         "rows": [
             {**dataclasses.asdict(timing), "ratio": timing.ratio, "paper_ratio": PAPER.get(timing.attention_len)}

@@ -116,7 +116,7 @@ import os
 
 import txl_jax
 from experiments import quickstart
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.runs.run import Run
 from txl_jax.runs.train import train_run
@@ -139,7 +139,9 @@ else:
     source = folder / "source.txt"
     modules = sorted(Path(os.__file__).parent.glob("*.py"))
     source.write_bytes(b"".join(module.read_bytes() for module in modules))
-    base_config = config_tree.from_dict(defaults | {"data.corpus": "text", "data.file": str(source)} | SETTINGS)
+    base_config = config_tree.from_dict(
+        txl_jax.ExperimentConfig, defaults | {"data.corpus": "text", "data.file": str(source)} | SETTINGS
+    )
     base_corpus = read_corpus(base_config.data, data_dir="", cache_dir="prepared")
     train_in(base_path, base_config, base_corpus, "The base model, on source text")
 base = txl_jax.load(base_path)
@@ -171,8 +173,10 @@ changes = {
 }
 with Run.open(tuned_path) as run:
     trained = warm_start.basis(str(base_path), run)
-    begins_with = warm_start.with_trained_settings(config_tree.from_dict(defaults), trained, vocabulary)
-    config = config_tree.from_dict(config_tree.to_dict(begins_with) | changes | SETTINGS)
+    begins_with = warm_start.with_trained_settings(
+        config_tree.from_dict(txl_jax.ExperimentConfig, defaults), trained, vocabulary
+    )
+    config = config_tree.from_dict(txl_jax.ExperimentConfig, config_tree.to_dict(begins_with) | changes | SETTINGS)
     corpus = warm_start.read_corpus(config, run, data_dir="", cache_dir="prepared")
 train_in(tuned_path, config, corpus, f"Fine-tuning on {text.name}")
 tuned = txl_jax.load(tuned_path)

@@ -76,7 +76,8 @@ sys.path.insert(0, str(clone))
 # %%
 from experiments import quickstart
 from launch import notebook
-from txl_jax.config import tree as config_tree
+from txl_jax.config import ExperimentConfig
+from txl_jax.config import settings as config_tree
 
 folder = notebook.open_folder(FOLDER, drive=DRIVE)
 print(notebook.device_line())
@@ -84,7 +85,7 @@ print(notebook.device_line())
 changes = {"generate.prompt": PROMPT, **notebook.device_settings()}
 if TEXT:
     changes |= {"data.corpus": "text", "data.file": str(Path(TEXT).expanduser().resolve())}
-config = config_tree.from_dict(config_tree.to_dict(quickstart.DEFAULTS) | changes | SETTINGS)
+config = config_tree.from_dict(ExperimentConfig, config_tree.to_dict(quickstart.DEFAULTS) | changes | SETTINGS)
 config.validate()
 for name in ("model.n_layer", "model.d_model", "model.dtype", "train.batch_size", "train.steps"):
     print(f"{name:<18}{config_tree.get(config, name)}")

@@ -58,9 +58,9 @@ BASE: dict[str, Any] = {
     **_of("optimizer", learning_rate=0.02, warmup_steps=1),
     **_of("train", steps=STEPS, batch_size=6, segment_len=7, mem_len=9),
     **_of("train", log_every=1, eval_every=STEPS, checkpoint_every=STEPS),
-    **_of("eval", batch_size=2, segment_len=8, mem_len=10, clamp_len=None, same_length=False, segments_per_call=1),
+    **_of("eval", batch_size=2, segment_len=8, mem_len=10, clamp_len=None, same_length=False),
 }
-NO_FLAGS = ("model.projection_init_std", "eval.segments_per_call")
+NO_FLAGS = ("model.projection_init_std",)
 WORDS = {"data.tokenizer.kind": "word"}
 ADAPTIVE = {**WORDS, "model.cutoffs": (5, 11), "model.div_val": 2}
 # One run for each encoding, network and kind of softmax; the other settings that draw or round are spread over them.

@@ -9,7 +9,7 @@ from absl import flags
 from support.own_text import data_config
 from txl_jax.cli import flags as flag_tree
 from txl_jax.config import COMPAT_PRESETS, ExperimentConfig, LineMark, NormPlace, Order, Tokenizer
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import setting
 from txl_jax.errors import UserError
 
@@ -112,6 +112,7 @@ def test_a_plan_becomes_flags_without_prefix():
     ("words", "pattern"),
     [
         (["--model.n_layers=3"], r"--model\.n_layers\b.*\bmodel\.n_layer\b"),
+        (["--data.epoch_memory=carried"], r"--data\.epoch_memory\b.*\beea3a51\b"),
         (["--model.n_layer=three"], r"model\.n_layer=three\b"),
         (["--model.layer_norm=middle"], "post"),
         (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),

@@ -9,7 +9,8 @@ from support import programs
 from txl_jax.cli import flags as flag_tree
 from txl_jax.cli import help
 from txl_jax.config import ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import preset_names
 
 
 @pytest.fixture
@@ -46,5 +47,5 @@ def test_groups_that_a_program_does_not_read_are_left_out(values):
 def test_help_of_a_program_has_its_flags_and_the_flagfiles():
     code, out, err = programs.run("experiments.enwik8", "--help")
     assert code == 0 and not err
-    for words in ("python -m experiments.enwik8", "--model.d_embed=none", *config_tree.preset_names()):
+    for words in ("python -m experiments.enwik8", "--model.d_embed=none", *preset_names()):
         assert words in out

@@ -16,7 +16,8 @@ from txl_jax import cli
 from txl_jax.cli import hosts, program, setting
 from txl_jax.cli.program import exit_code_for, guarded, keep_compiled
 from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, ModelConfig, Tokenizer
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import apply_preset
 from txl_jax.config.settings import require
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import CheckpointError, RemoteProcessError, UserError
@@ -119,7 +120,7 @@ def trained(tmp_path_factory):
     (folder / "text").write_text("one two three\n" * 200)
     model = ModelConfig(**SIZES)
     config = ExperimentConfig(model=model, data=own_text(file=str(folder / "text"), kind=Tokenizer.WORD))
-    config = config_tree.apply_preset(config_tree.replace(config, {"model.dropout.rate": 0.3}), "hf")
+    config = apply_preset(config_tree.replace(config, {"model.dropout.rate": 0.3}), "hf")
     drawn_run.make(folder / "run", config, read_corpus(config.data, "nowhere", str(folder)))
     return folder, config
 

@@ -6,7 +6,7 @@ import enum
 import pytest
 
 from txl_jax.config import ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, setting
 from txl_jax.errors import UserError
 
@@ -48,42 +48,42 @@ def test_fields_in_their_range_pass(values):
 
 
 def test_a_group_has_the_defaults_of_its_class_and_a_default_its_type_and_range():
-    leaves = {leaf.name: leaf for leaf in config_tree.leaves()}
-    defaults = {name: [] if leaf.is_list else leaf.default for name, leaf in leaves.items()}
+    leaves = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
+    defaults = {name: [] if leaf.type.is_list else leaf.default for name, leaf in leaves.items()}
     assert config_tree.to_dict(ExperimentConfig()) == defaults
     for name, leaf in leaves.items():
-        if leaf.is_list:
+        if leaf.type.is_list:
             assert leaf.default == (), name
         elif leaf.default is None:
-            assert leaf.is_optional, name
+            assert leaf.type.is_optional, name
         else:
-            assert type(leaf.default) is leaf.type, name
+            assert type(leaf.default) is leaf.type.kind, name
             assert isinstance(leaf.default, str) or leaf.setting.holds(leaf.default), name
         for other, readers in leaf.setting.only_with.items():
             other_leaf = leaves[f"{name.rpartition('.')[0]}.{other}"]
-            assert readers and all(type(reader) is other_leaf.type for reader in readers), name
+            assert readers and all(type(reader) is other_leaf.type.kind for reader in readers), name
 
 
 def test_files_are_marked_as_paths():
-    paths = {leaf.name for leaf in config_tree.leaves() if leaf.setting.path}
+    paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
     texts = {f"data.{name}" for name in ("file", "train", "valid", "test", "tokenizer.vocab_file", "tokenizer.hf_file")}
     assert paths == texts | {"generate.prompt_file", "init_from"}
     # Other weights are another run, wherever they are; a text is compared by its digest.
-    assert texts <= {leaf.name for leaf in config_tree.leaves() if leaf.setting.free_on_resume}
+    assert texts <= {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.free_on_resume}
 
 
 def test_a_resumed_run_may_change_what_leaves_the_trajectory_alone():
-    free = {leaf.name for leaf in config_tree.leaves() if leaf.setting.free_on_resume}
+    free = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.free_on_resume}
     for group in ("mesh", "eval", "generate"):
         assert {name for name in config_tree.to_dict(ExperimentConfig()) if name.startswith(f"{group}.")} <= free
     names = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "patience")
     assert {name for name in free if name.startswith("train.")} == {f"train.{name}" for name in names}
-    assert {name for name in free if name.startswith("model.")} == {"model.attention", "model.end_token"}
+    assert {name for name in free if name.startswith("model.")} == {"model.attention"}
     for group in ("compat", "optimizer", "regularization", "average"):
         assert not any(name.startswith(f"{group}.") for name in free)
 
 
 def test_a_trained_run_keeps_what_makes_its_token_ids():
-    shaping = {leaf.name for leaf in config_tree.leaves() if leaf.setting.shapes_tokens}
-    names = ("kind", "newlines", "lower_case", "line_mark", "min_count", "vocab_size")
+    shaping = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.shapes_tokens}
+    names = ("kind", "newlines", "line_mark", "min_count", "vocab_size")
     assert shaping == {f"data.tokenizer.{name}" for name in names} | {"data.reset_at"}

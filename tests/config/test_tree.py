@@ -7,37 +7,38 @@ import re
 
 import pytest
 
-from txl_jax.config import COMPAT_PRESETS, CacheDType, Encoding, ExperimentConfig, ModelConfig, OptimizerConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import COMPAT_PRESETS, CacheDType, Encoding, ExperimentConfig, ModelConfig
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import REMOVED, apply_preset, from_record
 from txl_jax.config.settings import setting
 from txl_jax.errors import UserError
 
-LEAVES = {leaf.name: leaf for leaf in config_tree.leaves()}
+LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
 
 
 def other_value(leaf):
     """Some other value of the same type."""
     value = leaf.default
     if value is None:
-        return {int: 3, float: 0.5, str: "x"}.get(leaf.type) or next(iter(leaf.type))
+        return {int: 3, float: 0.5, str: "x"}.get(leaf.type.kind) or next(iter(leaf.type.kind))
     if isinstance(value, enum.Enum):
         return next(other for other in type(value) if other is not value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
-        return (*value, {int: 7, bool: True, str: "x"}[leaf.type])
+        return (*value, {int: 7, bool: True, str: "x"}[leaf.type.kind])
     return value + ("x" if isinstance(value, str) else 1)
 
 
 def test_every_setting_round_trips_through_json():
-    names = [leaf.name for leaf in config_tree.leaves()]
+    names = list(LEAVES)
     assert len(names) == len(set(names)) > 50
     default = ExperimentConfig()
-    changed = config_tree.replace(default, {leaf.name: other_value(leaf) for leaf in config_tree.leaves()})
+    changed = config_tree.replace(default, {name: other_value(leaf) for name, leaf in LEAVES.items()})
     for config in (default, changed):
         values = json.loads(json.dumps(config_tree.to_dict(config)))
         assert list(values) == names
-        again = config_tree.from_dict(values)
+        again = config_tree.from_dict(ExperimentConfig, values)
         assert again == config
         for name in names:
             assert type(config_tree.get(again, name)) is type(config_tree.get(config, name)), name
@@ -45,16 +46,25 @@ def test_every_setting_round_trips_through_json():
     assert found == [(name, config_tree.get(default, name), config_tree.get(changed, name)) for name in names]
 
 
-def test_a_weight_decay_from_before_optimizers_had_names_is_adamws():
-    old = {"optimizer.weight_decay": 0.1}
-    assert config_tree.from_dict(old).optimizer == OptimizerConfig(name="adamw", weight_decay=0.1)
-    assert config_tree.from_dict(old | {"optimizer.name": "lion"}).optimizer.name == "lion"
-    assert config_tree.from_dict({"optimizer.weight_decay": 0.0}).optimizer == OptimizerConfig()
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_record_may_have_a_removed_setting_at_its_default_only(name):
+    record = config_tree.to_dict(ExperimentConfig())
+    assert name not in record
+    assert from_record(record | {name: REMOVED[name]}) == ExperimentConfig()
+    with pytest.raises(UserError, match=rf"^{re.escape(name)} is \S+;.*\beea3a51\b"):
+        from_record(record | {name: 3})
+
+
+def test_removed_settings_that_follow_from_others():
+    documents = {"data.reset_at": "\\n"}
+    assert from_record(documents | {"model.end_token": 3}) == from_record(documents)
+    for before, now in (("lamb", "lamb_nvidia"), ("adam", "adam")):
+        assert from_record({"compat.lamb": "nvidia", "optimizer.name": before}).optimizer.name == now
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest_one():
     with pytest.raises(ValueError, match=r"'model\.n_layers'.*\bmodel\.n_layer\b"):
-        config_tree.from_dict({"model.n_layers": 3})
+        config_tree.from_dict(ExperimentConfig, {"model.n_layers": 3})
 
 
 def test_replace_changes_only_what_is_named():
@@ -64,14 +74,19 @@ def test_replace_changes_only_what_is_named():
 
 
 def test_leaves_have_the_declared_type_without_none_and_without_tuple():
-    found = {name: (leaf.type, leaf.is_list, leaf.is_optional) for name, leaf in LEAVES.items()}
+    found = {name: leaf.type for name, leaf in LEAVES.items()}
     assert found["model.n_layer"] == (int, False, False)
     assert found["model.d_embed"] == (int, False, True)
     assert found["model.cutoffs"] == (int, True, False)
     assert found["model.tie_projs"] == (bool, True, False)
     assert found["data.train"] == (str, True, False)
     assert found["eval.cache_dtype"] == (CacheDType, False, True)
-    assert {leaf.type for leaf in LEAVES.values() if not issubclass(leaf.type, enum.Enum)} == {int, float, bool, str}
+    assert {leaf.type.kind for leaf in LEAVES.values() if not issubclass(leaf.type.kind, enum.Enum)} == {
+        int,
+        float,
+        bool,
+        str,
+    }
 
 
 def test_a_list_may_be_optional_in_a_plan():
@@ -80,12 +95,12 @@ def test_a_list_may_be_optional_in_a_plan():
         lengths: tuple[int, ...] | None = setting(None, "Lengths; none: all.")
 
     (leaf,) = config_tree.leaves(Plan)
-    assert (leaf.name, leaf.type, leaf.is_list, leaf.is_optional, leaf.default) == ("lengths", int, True, True, None)
+    assert (leaf.name, leaf.type, leaf.default) == ("lengths", (int, True, True), None)
 
 
 def test_values_from_json_have_the_types_of_their_settings():
     values = {"model.encoding": "shaw", "model.d_embed": None, "model.cutoffs": [5, 9], "model.dropout.rate": 0}
-    config = config_tree.from_dict(values | {"eval.cache_dtype": "bfloat16"})
+    config = config_tree.from_dict(ExperimentConfig, values | {"eval.cache_dtype": "bfloat16"})
     assert config.model.encoding is Encoding.SHAW and config.eval.cache_dtype is CacheDType.BFLOAT16
     assert config.model.d_embed is None and config.model.cutoffs == (5, 9)
     assert type(config.model.dropout.rate) is float
@@ -108,22 +123,22 @@ def test_values_from_json_have_the_types_of_their_settings():
 def test_a_value_of_another_type_is_refused(name, value):
     wrong = value[-1] if name == "model.cutoffs" and value != 5 else value
     with pytest.raises(UserError, match=rf"^{re.escape(name)} .*{re.escape(repr(wrong))}"):
-        config_tree.from_dict({name: value})
+        config_tree.from_dict(ExperimentConfig, {name: value})
 
 
 def test_presets_name_settings_and_change_them():
     for name, preset in COMPAT_PRESETS.items():
         assert set(preset) <= set(LEAVES)
         assert all(value != LEAVES[setting].default for setting, value in preset.items())
-        config = config_tree.apply_preset(ExperimentConfig(), name)
+        config = apply_preset(ExperimentConfig(), name)
         config.validate()
         assert {leaf.name: after for leaf, _, after in config_tree.differences(ExperimentConfig(), config)} == preset
 
 
 def test_a_preset_leaves_nothing_of_the_one_before():
-    tf = config_tree.apply_preset(ExperimentConfig(seed=5), "tf")
+    tf = apply_preset(ExperimentConfig(seed=5), "tf")
     for name in COMPAT_PRESETS:
-        assert config_tree.apply_preset(tf, name) == config_tree.apply_preset(ExperimentConfig(seed=5), name)
+        assert apply_preset(tf, name) == apply_preset(ExperimentConfig(seed=5), name)
 
 
 @pytest.mark.parametrize("encoding", [Encoding.SHAW, Encoding.AL_RFOU])

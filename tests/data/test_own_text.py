@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.own_text import own_text
-from txl_jax.config import CorpusName, DataConfig, EmptyEnd, LineMark, Tokenizer
+from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer
 from txl_jax.data.own_text import read_own_text, read_python_stdlib, split_by_position
 from txl_jax.data.text import BLOCK_BYTES, SPLITS, file_part, text_blocks
 from txl_jax.errors import UserError
@@ -61,13 +61,13 @@ def test_bytes_are_split_by_position(size, path):
     assert (own.name, prefix.name) == ("text", "enwik8 prefix")
 
 
-@pytest.mark.parametrize("kind", [Tokenizer.CHAR, Tokenizer.WORD])
+@pytest.mark.parametrize("tokens", [{"kind": Tokenizer.CHAR}, {"kind": Tokenizer.WORD, "line_mark": LineMark.NONE}])
 @given(lines=st.lists(st.text("ab é日😀", max_size=20), min_size=1), open_end=st.booleans())
 @settings(max_examples=100)
-def test_other_tokens_are_split_where_lines_begin(path, kind, lines, open_end):
+def test_other_tokens_are_split_where_lines_begin(path, tokens, lines, open_end):
     content = ("\n".join(lines) + "x\n" * (not open_end)).encode() or b"x"
     path.write_bytes(content)
-    text = read_own_text(own_text(file=str(path), kind=kind, empty_end=EmptyEnd.KEEP))
+    text = read_own_text(own_text(file=str(path), **tokens))
     train, valid, test = parts(text)
     assert train + valid + test == content
     for percent, border in ((90, len(train)), (95, len(train + valid))):
@@ -185,17 +185,16 @@ def test_bad_files_are_named_with_their_flag(five_files, tmp_path):
 )
 def test_empty_lines_at_the_end_are_refused(end, n_empty, path):
     path.write_text("first\n\nlast" + end, newline="")
-    with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b\D*--data\.tokenizer\.empty_end=keep\b"):
+    with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b\b"):
         read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
     lists = {"train": (__file__,), "valid": (__file__, str(path)), "test": (__file__,)}
     with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b"):
         read_own_text(own_text(kind=Tokenizer.WORD, **lists))
 
 
-def test_other_ends_are_taken_and_empty_lines_where_asked_for_or_without_meaning(path):
+def test_other_ends_are_taken_and_empty_lines_without_meaning(path):
     path.write_text("first\n\nlast\n\n\n")
-    words = {"kind": Tokenizer.WORD}
-    for fields in ({}, {"kind": "char"}, words | {"line_mark": LineMark.NONE}, words | {"empty_end": EmptyEnd.KEEP}):
+    for fields in ({}, {"kind": "char"}, {"kind": Tokenizer.WORD, "line_mark": LineMark.NONE}):
         assert b"".join(parts(read_own_text(own_text(file=str(path), **fields)))) == b"first\n\nlast\n\n\n"
     for end in ("", "\n", "\r\n", " \n", " \t"):
         path.write_text("first\n\n\nlast" + end, newline="")

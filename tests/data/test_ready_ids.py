@@ -6,7 +6,7 @@ import pytest
 from support import hf_tokenizers
 from support.encoded_text import in_blocks, joined
 from support.own_text import own_text
-from txl_jax.config import IdType, Tokenizer
+from txl_jax.config import Tokenizer
 from txl_jax.data.corpus import KINDS, read_corpus
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.data.subwords import SubwordVocabulary
@@ -42,11 +42,10 @@ def test_an_array_of_any_integer_type_is_split_by_position(read, dtype):
     assert corpus.vocabulary.encode(b"5 17").tolist() == [5, 17] and corpus.vocabulary.decode([5, 17]) == b"5 17 "
 
 
-@pytest.mark.parametrize("bin_type", IdType)
-def test_plain_numbers_by_split_and_without_a_test_file(read, bin_type):
+def test_plain_numbers_by_split_and_without_a_test_file(read):
     for name, ids in (("train", IDS[:80]), ("val", IDS[80:90]), ("test", IDS[90:])):
-        ids.astype(f"<{np.dtype(bin_type.value).str[1:]}").tofile(f"{name}.bin")
-    named = {"train": ("train.bin",), "valid": ("val.bin",), "bin_type": bin_type}
+        ids.astype("<u2").tofile(f"{name}.bin")
+    named = {"train": ("train.bin",), "valid": ("val.bin",)}
     corpus = read(**named)
     assert splits(corpus) == [IDS[:80].tolist(), IDS[80:90].tolist(), IDS[80:90].tolist()]
     tested = read(**named, test=("test.bin",))
@@ -138,20 +137,19 @@ def test_an_array_without_ids(read, array, pattern):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "fields", "pattern"),
+    ("name", "content", "pattern"),
     [
-        ("ids.bin", b"123", {}, r"\b3 bytes\b.*uint16"),
-        ("ids.bin", b"1234" * 9 + b"12", {"bin_type": IdType.UINT32}, r"\b38 bytes\b.*uint32.*\bbin_type\b"),
-        ("ids.bin", b"", {}, r"ids\.bin"),
-        ("ids.txt", b"1 2 3", {}, r"\.npy\b.*\.bin\b"),
-        ("ids.npy", b"1 2 3", {}, r"ids\.npy\b"),
-        ("ids.npy", b"\x93NUMPY\x01\x00", {}, r"ids\.npy\b"),
+        ("ids.bin", b"123", r"uint16.*\b3 bytes\b"),
+        ("ids.bin", b"", r"ids\.bin"),
+        ("ids.txt", b"1 2 3", r"\.npy\b.*\.bin\b"),
+        ("ids.npy", b"1 2 3", r"ids\.npy\b"),
+        ("ids.npy", b"\x93NUMPY\x01\x00", r"ids\.npy\b"),
     ],
 )
-def test_a_file_without_ids(read, tmp_path, name, content, fields, pattern):
+def test_a_file_without_ids(read, tmp_path, name, content, pattern):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=pattern):
-        read(file=name, **fields)
+        read(file=name)
 
 
 def test_a_file_that_was_cut_off_and_several_of_a_split(read, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
-from txl_jax.config import EpochMemory, Roll
+from txl_jax.config import Roll
 from txl_jax.data.epoch_order import random_permutation, random_words
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.errors import UserError
@@ -29,9 +29,8 @@ def sentence_starts(length):
 # Ways to cut a text, by a name: the constructor, and what it is given beside the sizes (from the text's length).
 KINDS = {
     "sequential": (training_segments, lambda length: {}),
-    "memory carried": (training_segments, lambda length: {"epoch_memory": EpochMemory.CARRIED}),
     "stream rolled": (training_segments, lambda length: {"roll": Roll.STREAM}),
-    "rows rolled": (training_segments, lambda length: {"roll": Roll.ROWS, "epoch_memory": EpochMemory.CARRIED}),
+    "rows rolled": (training_segments, lambda length: {"roll": Roll.ROWS}),
     "sentences": (training_segments, lambda length: {"sentence_starts": sentence_starts(length)}),
     "evaluation": (evaluation_segments, lambda length: {}),
     "warm-up": (evaluation_segments, lambda length: {"warmup_tokens": 1 + length // 7}),

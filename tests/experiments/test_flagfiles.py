@@ -20,7 +20,8 @@ from experiments import ptb
 from support import ROOT
 from support.cases import full_but
 from txl_jax.cli import flags as flag_tree
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import preset_names
 from txl_jax.runs.build import build
 from txl_jax.segments import Segments
 from txl_jax.training.step import make_train_step
@@ -89,7 +90,7 @@ def golden_text(name):
 
 def test_every_flagfile_is_in_the_table_and_has_a_preset():
     assert sorted(FLAGFILES) == sorted(path.stem for path in flag_tree.FLAGFILE_DIR.glob("*.flags"))
-    assert sorted(FLAGFILES) == config_tree.preset_names()
+    assert sorted(FLAGFILES) == preset_names()
 
 
 @pytest.mark.parametrize("name", FLAGFILES)

@@ -9,7 +9,7 @@ from absl import flags
 
 from experiments import wikitext103
 from txl_jax.cli import flags as flag_tree
-from txl_jax.config import LambRule
+from txl_jax.config import OptimizerName
 from txl_jax.data.segments import training_segments
 from txl_jax.interop import original
 from txl_jax.runs.build import build
@@ -61,7 +61,7 @@ class Oracle:
 @pytest.mark.parametrize("div_val", [1, 2])
 def test_updates_are_those_of_nvidias_lamb(div_val, x64):
     config = resolved("wt103_base_nvidia", f"--model.div_val={div_val}")
-    assert (config.compat.lamb, config.optimizer.adam_eps) == (LambRule.NVIDIA, 1e-6)
+    assert (config.optimizer.name, config.optimizer.adam_eps) == (OptimizerName.LAMB_NVIDIA, 1e-6)
     made = build(config, vocab_size=V)
     model = made.model
 

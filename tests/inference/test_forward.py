@@ -10,7 +10,7 @@ import pytest
 from support import tiny
 from support.cases import full_but, nightly_but
 from txl_jax import memory as memory_lib
-from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Residual, ShawTerms
+from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, ShawTerms
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 
@@ -31,7 +31,6 @@ LENGTHS = {
 MODELS = {
     "post": {},
     "pre": {"layer_norm": NormPlace.PRE},
-    "gated": {"layer_norm": NormPlace.PRE, "residual": Residual.GATED},
     "own biases": {"untie_r": True},
     "tied positions": {"tie_positions": True},
     "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},

@@ -11,7 +11,7 @@ import pytest
 
 from support import ROOT, foreign, tiny
 from support.checkpoints import assert_same
-from txl_jax.config import Encoding, ModelConfig, NormPlace, Residual
+from txl_jax.config import Encoding, ModelConfig, NormPlace
 from txl_jax.interop import huggingface, leaves, original
 from txl_jax.interop.leaves import Renamed
 
@@ -148,7 +148,6 @@ def test_a_tensor_that_does_not_fit_is_named(name, change, named):
     [
         ({"layer_norm": NormPlace.PRE}, True, r"\bcompat\.final_norm\b"),
         ({"tie_positions": True}, False, r"\bmodel\.tie_positions\b"),
-        ({"layer_norm": NormPlace.PRE, "residual": Residual.GATED}, False, r"\bmodel\.residual\b|attention_residual"),
     ],
 )
 def test_what_has_no_names_is_refused(names, changes, final_norm, named):

@@ -33,7 +33,6 @@ TINY = {
     "eval.batch_size": 2,
     "eval.segment_len": 16,
     "eval.mem_len": 32,
-    "eval.segments_per_call": 2,
     "optimizer.warmup_steps": 5,
     "generate.length": 20,
 }
@@ -168,7 +167,7 @@ def test_in_a_kernel(name, tmp_path):
     """Whole notebooks in Jupyter, on the default texts, over eight devices."""
     import nbclient
 
-    tiny = {**TINY, "train.batch_size": 8, "eval.batch_size": 8, "eval.segments_per_call": 8, "eval.segment_len": 64}
+    tiny = {**TINY, "train.batch_size": 8, "eval.batch_size": 8, "eval.segment_len": 64}
     notebook = with_parameters(read(name), {"TENSORBOARD": False, "SETTINGS": tiny})
     folder = tmp_path / "one" / "two"  # Jupyter starts a kernel in the directory of its notebook, two below the clone.
     folder.mkdir(parents=True)

@@ -10,7 +10,7 @@ import pytest
 from support import tiny, tiny_run
 from support.cases import nightly_but
 from txl_jax.config import DType, MemoryStart, Network, NormPlace
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.ops.attention import Visibility, attention, choice
@@ -123,7 +123,7 @@ def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
 
 @pytest.mark.full
 def test_the_loss_of_training_is_that_of_documents_alone():
-    made = tiny_run.parts(model__end_token=END, model__dropout__rate=0.0)
+    made = tiny_run.parts(end_token=END, data__reset_at="x", model__dropout__rate=0.0)
     params, train = tiny_run.params(made.model), made.config.train
     tokens = tiny.text(tiny_run.L + 1, seed=5)
     tokens[0, [2, 3]], tokens[1, tiny_run.L - 1] = END, END
@@ -163,7 +163,7 @@ def test_no_other_path_takes_documents():
 
 
 def test_a_run_chooses_the_reference_for_a_reason():
-    found = tiny_run.parts(model__end_token=END).attention
+    found = tiny_run.parts(end_token=END, data__reset_at="x").attention
     for chosen in found:
         assert chosen.implementation == choice.REFERENCE and "data.reset_at" in chosen.reason
 
@@ -177,8 +177,7 @@ def test_what_cannot_go_together_is_refused(changes, name):
         config_tree.replace(tiny_run.CONFIG, {"data.reset_at": "x", **changes}).validate()
 
 
-def test_an_end_that_would_not_act_is_refused():
-    with pytest.raises(UserError, match=r"model\.end_token is none"):
-        tiny_run.parts(data__reset_at="x")
-    with pytest.raises(UserError, match=rf"model\.end_token is {tiny.V}\b"):
-        tiny_run.parts(model__end_token=tiny.V)
+@pytest.mark.parametrize(("reset_at", "end_token"), [("x", None), (None, 3), ("x", tiny.V), ("x", -1)])
+def test_an_end_that_would_not_act_is_refused(reset_at, end_token):
+    with pytest.raises(UserError, match=rf"end_token\b.*data\.reset_at\b.*\b{tiny.V}\b.*{end_token}$"):
+        tiny_run.parts(data__reset_at=reset_at, end_token=end_token)

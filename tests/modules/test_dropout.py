@@ -15,7 +15,6 @@ from support.cases import full_but
 from txl_jax.config import DropoutConfig, DType, Network
 from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
-from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.training.state import init_params
@@ -111,28 +110,6 @@ def test_whole_words_are_dropped_at_all_their_positions():
     )
     many = apply(jax.random.split(RNGS["dropout"], 200))
     assert np.mean(many) == pytest.approx(float(whole.mean()), rel=0.05)
-
-
-def test_weights_are_left_out_and_keep_their_expectation():
-    c = config(dropout__weight=0.5, d_inner=64)
-    inputs = jnp.ones((1, 4, tiny.D))
-    rng = np.random.default_rng(0)
-    params = {
-        "inner_kernel": jnp.asarray(np.abs(rng.normal(size=(tiny.D, 64)))),
-        "inner_bias": jnp.zeros(64),
-        "outer_kernel": jnp.asarray(rng.normal(size=(64, tiny.D))),
-        "outer_bias": jnp.zeros(tiny.D),
-    }
-    whole = FeedForward(c, deterministic=True).apply({"params": params}, inputs)
-    module = FeedForward(c, deterministic=False)
-    keys = jax.random.split(jax.random.key(1), 4000)
-    apply = jax.jit(jax.vmap(lambda key: module.apply({"params": params}, inputs, rngs={"dropout": key})))
-    found, whole = np.asarray(apply(keys)), np.asarray(whole)
-    # All positions meet the same weights.
-    np.testing.assert_allclose(found, np.broadcast_to(found[:, :, :1], found.shape), rtol=1e-5, atol=1e-5)
-    assert np.abs(found - whole).max() > 1
-    # Positive weights before the ReLU, so that the mean goes through it.
-    np.testing.assert_allclose(found.mean(0), whole, rtol=0, atol=2.5)
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from support import tiny
-from txl_jax.config import CompatConfig, Encoding, Network, NormPlace, Residual, ShawTerms
+from txl_jax.config import CompatConfig, Encoding, Network, NormPlace, ShawTerms
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.sharding import axes
 
@@ -55,7 +55,6 @@ CASES = {
         {"layer_norm": NormPlace.PRE, "untie_r": True},
         ABSOLUTE | POSITION_KEY | UNTIED | FINAL_NORM,
     ),
-    "gated": ({"layer_norm": NormPlace.PRE, "residual": Residual.GATED}, None),
     "vaswani": ({"encoding": Encoding.VASWANI, "untie_r": True}, ABSOLUTE),
     "al_rfou": ({"encoding": Encoding.AL_RFOU}, ABSOLUTE | {f"{LAYERS}/positions/vector": (2, P, 6)}),
     "shaw": ({"encoding": Encoding.SHAW}, SHAW),
@@ -68,7 +67,6 @@ SIZES = {  # Of axes by name.
     axes.LAYERS: {tiny.N},
     axes.EMBED: {tiny.D},
     axes.NORM: {tiny.D},
-    axes.GATE: {tiny.D},
     None: {2, 3},  # Gates side by side.
     axes.HEADS: {tiny.H},
     axes.HEAD_DIM: {tiny.E},

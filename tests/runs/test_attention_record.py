@@ -12,7 +12,7 @@ import pytest
 
 from support import runs, tiny_run
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, Network
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.ops.attention import Implementation, Implementations, Tile, cached, choice, dispatch, kernels
 from txl_jax.ops.attention.tiled import limits
 from txl_jax.runs import weights

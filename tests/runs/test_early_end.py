@@ -9,7 +9,7 @@ import pytest
 
 from support import runs
 from support.run_records import StopAfter
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.runs.build import build
 from txl_jax.runs.run import Run
 from txl_jax.runs.validation import Validation
@@ -24,7 +24,7 @@ EVERY = 3
 def given(config, corpus, usual_emitters):
     """(config, corpus): a run with so high a rate that its loss goes up and down."""
     changes = {"model.n_layer": 1, "optimizer.learning_rate": 0.1, "optimizer.warmup_steps": 0, "train.batch_size": 4}
-    changes |= {"train.segments_per_call": 1, "eval.segments_per_call": 1, "train.steps": 60, "train.log_every": 60}
+    changes |= {"train.segments_per_call": 1, "train.steps": 60, "train.log_every": 60}
     changes |= {"train.eval_every": EVERY, "train.checkpoint_every": 30}
     return config_tree.replace(config, changes), corpus
 

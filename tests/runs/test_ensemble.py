@@ -12,7 +12,7 @@ import pytest
 from support import drawn_run, runs, tiny, tiny_run
 from support.run_records import StopAfter
 from txl_jax.config import DType
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs import ensemble, score, validation
 from txl_jax.runs.build import Compilation, build
@@ -38,7 +38,7 @@ def base(tmp_path_factory):
     """(config, corpus)."""
     changes = {"model__dropout__attention": 0.2, "model__dropout__embedding": 0.1, "average__start_step": 6}
     changes |= {"train__steps": STEPS, "train__segments_per_call": 2, "train__checkpoint_every": 2}
-    changes |= {"train__log_every": 4, "train__eval_every": 4, "eval__segments_per_call": 4}
+    changes |= {"train__log_every": 4, "train__eval_every": 4}
     return drawn_run.on_text(tmp_path_factory.mktemp("text"), drawn_run.letters(), **changes)
 
 
@@ -214,7 +214,7 @@ def test_a_member_of_a_finished_ensemble_is_finished_when_split_off(base, whole,
 )
 def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, n_compared, x64):
     """Seeds, rates of dropout and learning rates of its own; in bfloat16 a traced rate must widen nothing."""
-    rates = ("model.dropout.embedding", "model.dropout.qkv", "model.dropout.weight", DROPOUT)
+    rates = ("model.dropout.embedding", "model.dropout.qkv", DROPOUT)
     config = config_tree.replace(tiny_run.CONFIG, {"model.dtype": dtype, "model.dropout.attention": 0.2})
     configs = [
         config_tree.replace(config, {"seed": 3} | dict.fromkeys(rates, 0.0)),

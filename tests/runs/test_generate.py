@@ -9,7 +9,7 @@ import pytest
 
 from support import drawn_run, runs, trained
 from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError

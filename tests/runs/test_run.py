@@ -12,7 +12,7 @@ import pytest
 from support import runs
 from support.own_text import own_text
 from txl_jax.config import ExperimentConfig, Tokenizer
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.vocabulary import dumps
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
@@ -157,6 +157,16 @@ def test_a_damaged_record_of_attention_is_named(folder):
     (folder / "config.json").write_text(json.dumps(saved | {"attention": {"training": "tild 4x8"}}))
     with pytest.raises(UserError, match=r"config\.json is damaged"):
         Run.read(folder)
+
+
+def test_a_record_that_uses_a_removed_setting_names_it_and_the_commit_that_has_it(folder):
+    saved, removed = json.loads((folder / "config.json").read_text()), {"model.dropout.weight": 0.1}
+    (folder / "config.json").write_text(json.dumps(saved | {"config": saved["config"] | {"eval.segments_per_call": 8}}))
+    assert Run.read(folder).config == CONFIG
+    for changes in ({"config": saved["config"] | removed}, {"members": [{"seed": 1}, removed]}):
+        (folder / "config.json").write_text(json.dumps(saved | changes))
+        with pytest.raises(UserError, match=r"config\.json.*model\.dropout\.weight is 0\.1.*\beea3a51\b"):
+            Run.read_all(folder)
 
 
 @pytest.mark.parametrize("number", [None, 2, "3", FORMAT + 1])

@@ -17,7 +17,7 @@ from support import ROOT, drawn_run, runs, tiny_run
 from support.cases import full_but
 from support.xla_flags import xla_flags
 from txl_jax.config import CorpusName, DataConfig, InitVocabulary, Tokenizer, TokenizerConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
 from txl_jax.runs import warm_start
@@ -153,8 +153,8 @@ def test_a_kept_vocabulary_reads_the_text_in_its_words(folder, tmp_path, monkeyp
     assert corpus.vocabulary == theirs and theirs.unknown_id in corpus.train
     components = build(config, vocab_size=corpus.vocabulary.size)
     assert warm_start.load(components, corpus.vocabulary, Run(tmp_path / "new")) is not None
-    other = config_tree.replace(config, {"data.tokenizer.lower_case": True})
-    with pytest.raises(UserError, match=r"data\.tokenizer\.lower_case is True and there False"):
+    other = config_tree.replace(config, {"data.tokenizer.line_mark": "none"})
+    with pytest.raises(UserError, match=r"data\.tokenizer\.line_mark is none and there eos"):
         warm_start.read_corpus(other, Run(tmp_path / "new"), "nowhere", str(folder))
 
 

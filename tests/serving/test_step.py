@@ -167,4 +167,4 @@ def test_several_devices_and_documents_kept_apart_are_refused():
     with pytest.raises(UserError, match="mesh has 8 devices"):
         Step(dataclasses.replace(components, mesh=mesh), batch_size=ROWS)
     with pytest.raises(UserError, match="token 3"):
-        Step(tiny_model.make(model__end_token=3).components, batch_size=ROWS)
+        Step(tiny_model.make(end_token=3, data__reset_at="c").components, batch_size=ROWS)

@@ -209,7 +209,7 @@ def test_what_costs_little_on_eight_devices(computed):
 MOMENT, PLACEHOLDER = [2, 64, 4, 17], [2, 1]
 STATE_OF_QUERY = {
     "lamb": {"mu": MOMENT, "nu": MOMENT},
-    "nvidia": {"mu": MOMENT, "nu": MOMENT},
+    "lamb_nvidia": {"mu": MOMENT, "nu": MOMENT},
     "muon": {"mu": MOMENT},
     "adafactor": {"v_row": [2, 64], "v_col": [2, 68], "v": PLACEHOLDER},
 }

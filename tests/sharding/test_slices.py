@@ -33,7 +33,7 @@ def chips(num_slices):
 
 def grid(devices, **sizes):
     slices = mesh_module._slices(devices)
-    shape = mesh_module._shape(MeshConfig(**sizes), len(devices), num_slices=len(slices), is_tpu=True)
+    shape = mesh_module._shape(MeshConfig(**sizes), len(devices), num_slices=len(slices))
     return mesh_module._device_grid(slices, shape)
 
 
@@ -61,14 +61,12 @@ def test_chips_that_are_left_idle_and_are_no_box_are_those_of_each_slice():
 
 
 def test_sizes_that_do_not_fit_the_slices_are_refused():
-    with pytest.raises(UserError, match=r"mesh\.dcn_data is 4\b.*\b2 slices\b"):
-        grid(chips(2), dcn_data=4)
+    with pytest.raises(UserError, match=r"\b31 devices\b.*\b2 slices\b"):
+        grid(chips(2)[1:])
     with pytest.raises(UserError, match=r"\b2 x 16 x 1\b.*\b16 devices\b"):
         grid(chips(2), data=2, fsdp=16)
 
 
-def test_other_devices_can_be_divided_as_if_they_were_slices():
-    assert tuple(sharding.abstract_mesh(MeshConfig(dcn_data=2, fsdp=2, tensor=2), 8).shape.values()) == (2, 2, 2)
-    assert tuple(sharding.abstract_mesh(MeshConfig(dcn_data=2, fsdp=2), 8).shape.values()) == (4, 2, 1)
+def test_a_mesh_without_devices_may_be_over_slices_too():
     assert tuple(sharding.abstract_mesh(MeshConfig(fsdp=4), 8, num_slices=2).shape.values()) == (2, 4, 1)
     assert sharding.num_slices(sharding.make_mesh(MeshConfig())) == 1

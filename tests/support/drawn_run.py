@@ -8,7 +8,7 @@ import numpy as np
 
 from support import runs, tiny_run
 from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.run import Run

@@ -27,13 +27,11 @@ from txl_jax.config import (
     DType,
     EvalConfig,
     ExperimentConfig,
-    LambRule,
     MeshConfig,
     ModelConfig,
-    OptimizerName,
     TrainConfig,
 )
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
@@ -70,7 +68,7 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
         model=ModelConfig(**sizes, dropout=DropoutConfig(rate=0.2), dtype=DType(jnp.result_type(float).name)),
         mesh=mesh,
         train=TrainConfig(batch_size=B, segment_len=L, mem_len=9, segments_per_call=PER_CALL, **counts),
-        eval=EvalConfig(batch_size=1, segment_len=4, mem_len=11, clamp_len=None, segments_per_call=5),
+        eval=EvalConfig(batch_size=1, segment_len=4, mem_len=11, clamp_len=None),
     )
     return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
 
@@ -316,10 +314,8 @@ def optimizers() -> dict[str, Any]:
     """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device; and their state."""
     sizes = {"model__d_model": 128, "model__d_head": 17, "model__d_inner": 144, "model__n_layer": 2}
     found: dict[str, Any] = {}
-    for kind in ("lamb", "nvidia", "adafactor", "muon"):
-        name = OptimizerName.LAMB if kind == "nvidia" else kind
-        changes = sizes | {"optimizer__name": name, "optimizer__weight_decay": 0.1}
-        changes |= {"compat__lamb": LambRule.NVIDIA} if kind == "nvidia" else {}
+    for kind in ("lamb", "lamb_nvidia", "adafactor", "muon"):
+        changes = sizes | {"optimizer__name": kind, "optimizer__weight_decay": 0.1}
         one, mixed = (
             updated(build(config(MESHES[mesh], **changes, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"]))
             for mesh in ("one", "mixed")

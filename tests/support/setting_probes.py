@@ -25,14 +25,14 @@ from txl_jax.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.data.vocabulary import dumps
 from txl_jax.inference.generator import Generator
-from txl_jax.runs import score, train, warm_start
-from txl_jax.runs.build import build
+from txl_jax.runs import score, warm_start
+from txl_jax.runs.build import build, build_for
 from txl_jax.runs.generate import read_prompt, read_stop
 from txl_jax.runs.run import Run
 from txl_jax.runs.train import training_reader
@@ -61,7 +61,7 @@ BASE = ExperimentConfig(
     train=TrainConfig(
         steps=8, batch_size=2, segment_len=7, mem_len=5, clamp_len=6, same_length=True, segments_per_call=2, **EVERY
     ),
-    eval=EvalConfig(batch_size=2, segment_len=6, mem_len=9, clamp_len=4, segments_per_call=2),
+    eval=EvalConfig(batch_size=2, segment_len=6, mem_len=9, clamp_len=4),
     generate=GenerateConfig(length=4, top_k=10),
 )
 
@@ -147,7 +147,7 @@ def batch(config):
     first_eval = evaluation_segments(tokens, batch_size=config.eval.batch_size, segment_len=config.eval.segment_len)
     calls = (
         first_train.segments(0, config.train.segments_per_call),
-        first_eval.segments(0, config.eval.segments_per_call),
+        first_eval.segments(0, 2),
     )
     return jax.tree.map(np.ndarray.tolist, calls)
 
@@ -163,7 +163,7 @@ def corpus(config):
 
 def end_token(config):
     """The id of the token that ends a document."""
-    return train.with_end_token(config, read_corpus(config.data, ".")).model.end_token
+    return build_for(config, read_corpus(config.data, ".").vocabulary).model.end_token
 
 
 def epochs(config):

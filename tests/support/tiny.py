@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from txl_jax.config import CompatConfig, DropoutConfig, ExperimentConfig, ModelConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import apply_preset
 from txl_jax.modules.transformer_xl import TransformerXL
 
 B, D, H, E, F, V, N = 3, 6, 4, 5, 10, 13, 2
@@ -18,10 +19,10 @@ CONFIG = ModelConfig(**_SIZES, init_std=0.4, projection_init_std=0.4, dropout=Dr
 COMPAT = CompatConfig()
 
 
-def make(*, compat: CompatConfig = COMPAT, **changes) -> TransformerXL:
+def make(*, compat: CompatConfig = COMPAT, end_token: int | None = None, **changes) -> TransformerXL:
     if changes.get("encoding", CONFIG.encoding).is_learned:
         changes.setdefault("num_positions", 12)
-    return TransformerXL(model_config(**changes), compat, V)
+    return TransformerXL(model_config(**changes), compat, V, end_token)
 
 
 def model_config(**changes) -> ModelConfig:
@@ -31,7 +32,7 @@ def model_config(**changes) -> ModelConfig:
 
 def compat_config(preset: str) -> CompatConfig:
     """Returns the settings of compatibility of a preset."""
-    return config_tree.apply_preset(ExperimentConfig(), preset).compat
+    return apply_preset(ExperimentConfig(), preset).compat
 
 
 def variables(model: TransformerXL) -> dict:

@@ -41,7 +41,6 @@ def alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
         weights,
         components.evaluation.init_memory(weights),
         evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=components.config.eval.segment_len),
-        segments_per_call=components.config.eval.segments_per_call,
         place=components.placement.place,
         keep=lambda first, nll: found.append(nll.reshape(-1)),
     )

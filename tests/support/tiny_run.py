@@ -14,7 +14,7 @@ import numpy as np
 
 from support import tiny
 from txl_jax.config import DropoutConfig, EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runs.build import Compilation, RunComponents, build
@@ -32,14 +32,14 @@ CONFIG = ExperimentConfig(
     model=dataclasses.replace(tiny.CONFIG, dropout=DropoutConfig(rate=0.3)),
     optimizer=OptimizerConfig(learning_rate=0.01, clip_norm=0.5),
     train=TrainConfig(batch_size=B, segment_len=L, mem_len=M, **dict.fromkeys(COUNTS, STEPS)),
-    eval=EvalConfig(batch_size=1, segment_len=5, mem_len=9, clamp_len=None, segments_per_call=1),
+    eval=EvalConfig(batch_size=1, segment_len=5, mem_len=9, clamp_len=None),
 )
 
 
-def parts(**changes: Any) -> RunComponents:
+def parts(*, end_token: int | None = None, **changes: Any) -> RunComponents:
     """The parts of the tiny run with some settings changed: `model__dropout__rate` for model.dropout.rate."""
     dotted = {name.replace("__", "."): value for name, value in changes.items()}
-    return build(config_tree.replace(CONFIG, dotted), vocab_size=tiny.V)
+    return build(config_tree.replace(CONFIG, dotted), vocab_size=tiny.V, end_token=end_token)
 
 
 @functools.cache

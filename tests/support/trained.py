@@ -4,7 +4,7 @@ import dataclasses
 
 from support import drawn_run, tiny_run
 from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig, Tokenizer, TokenizerConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.runs.run import Run
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from txl_jax.config import CompatConfig, ExperimentConfig, LambRule, OptimizerConfig, OptimizerName, TrainConfig
+from txl_jax.config import ExperimentConfig, OptimizerConfig, OptimizerName, TrainConfig
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.sharding import axes
 from txl_jax.training.optimizer import make_optimizer
@@ -34,13 +34,12 @@ AXES = {
     "inner_kernel": (axes.LAYERS, axes.EMBED, axes.INNER),
     "inner_bias": (axes.LAYERS, axes.INNER),
 }
-VARIANTS = [*((name, LambRule.PAPER) for name in OptimizerName), (OptimizerName.LAMB, LambRule.NVIDIA)]
 
 
-def config_of(name, lamb=LambRule.PAPER, **own):
+def config_of(name, **own):
     """A config of a constant learning rate, without clipping."""
     optimizer = OptimizerConfig(name=name, learning_rate=RATE, min_lr_ratio=1.0, clip_norm=1e9, **own)
-    return ExperimentConfig(optimizer=optimizer, compat=CompatConfig(lamb=lamb), train=TrainConfig(steps=10))
+    return ExperimentConfig(optimizer=optimizer, train=TrainConfig(steps=10))
 
 
 def drawn(seed, *, scale=1.0):
@@ -132,12 +131,11 @@ def test_muon_orthogonalizes_each_layers_matrices_and_adam_moves_the_rest(x64):
 
 
 @pytest.mark.full
-def test_restored_states_continue_bit_for_bit_and_moments_have_their_type(tmp_path):
-    def config(name, lamb):
-        mu_dtype = {} if name is OptimizerName.ADAFACTOR else {"mu_dtype": "bfloat16"}
-        return config_of(name, lamb, weight_decay=0.0 if name is OptimizerName.ADAM else 0.3, **mu_dtype)
+def test_restored_states_continue_bit_for_bit(tmp_path):
+    def config(name):
+        return config_of(name, weight_decay=0.0 if name is OptimizerName.ADAM else 0.3)
 
-    optimizers = {f"{name} {lamb}": make_optimizer(config(name, lamb)) for name, lamb in VARIANTS}
+    optimizers = {name.value: make_optimizer(config(name)) for name in OptimizerName}
 
     @jax.jit
     def step(states, grads):
@@ -154,10 +152,6 @@ def test_restored_states_continue_bit_for_bit_and_moments_have_their_type(tmp_pa
         _, restored, _ = checkpoints.restore(states)
     assert jax.tree.structure(restored) == jax.tree.structure(states)
     jax.tree.map(np.testing.assert_array_equal, step(restored, drawn(3)), step(states, drawn(3)))
-    for name, (_, state) in states.items():
-        types = {leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.ndim} - {"int32"}
-        others = {"adafactor paper": {"float32"}, "lion paper": {"bfloat16"}}
-        assert types == others.get(name, {"float32", "bfloat16"}), name
 
 
 def axes_of_state(name):

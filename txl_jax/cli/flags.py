@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig
-from txl_jax.config import tree as config_tree
-from txl_jax.config.tree import Leaf
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import REMOVED, REMOVED_ADVICE, apply_preset, preset, preset_names
+from txl_jax.config.settings import Leaf
 from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
 
@@ -80,8 +81,8 @@ def build(base: ExperimentConfig, flag_values: flags.FlagValues = flags.FLAGS) -
     Raises:
       UserError: a value that its setting cannot hold.
     """
-    if preset := flag_values["compat"].value:
-        base = config_tree.apply_preset(base, preset)
+    if compat := flag_values["compat"].value:
+        base = apply_preset(base, compat)
     chosen = given(flag_values)
     return config_tree.replace(_for_other_tokens(base, chosen), chosen).resolved()
 
@@ -100,7 +101,8 @@ def _for_other_tokens(base: ExperimentConfig, chosen: dict[str, Any]) -> Experim
     reset: list[str] = []
     kind = base.data.tokenizer.kind
     if chosen.get("data.tokenizer.kind", kind) != kind:
-        reset = [leaf.name for leaf in config_tree.leaves() if leaf.setting.shapes_tokens] + ["data.order"]
+        leaves = config_tree.leaves(ExperimentConfig)
+        reset = [leaf.name for leaf in leaves if leaf.setting.shapes_tokens] + ["data.order"]
     elif chosen.get("data.tokenizer.vocab_file"):
         reset = ["data.tokenizer.min_count"]
     return config_tree.replace(base, {name: config_tree.get(ExperimentConfig(), name) for name in reset})
@@ -133,9 +135,10 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, *, t
     try:
         rest = flag_values([program, *(word.text for word in words)])
     except flags.UnrecognizedFlagError as error:
-        near = config_tree.did_you_mean(error.flagname, list(flag_values))
+        near = config_tree.did_you_mean(error.flagname, list(flag_values)) or "; --help lists all"
+        advice = f"; {REMOVED_ADVICE}" if error.flagname in REMOVED else near
         where = _where(words, error.flagname, flag_values)
-        raise UserError(f"{where}unknown flag --{error.flagname}{near or '; --help lists all'}") from None
+        raise UserError(f"{where}unknown flag --{error.flagname}{advice}") from None
     except flags.Error as error:
         named = re.match(r"flag --([\w.]+)", str(error))
         where = _where(words, named[1], flag_values) if named else ""
@@ -219,13 +222,13 @@ def _flagfile_path(name: str) -> Path | None:
 
 def _preset_words(name: str, where: str) -> Iterator[_Word]:
     """Yields what a preset changes as flags; raises `UserError`, with all names, if the name is unknown."""
-    if name not in (known := config_tree.preset_names()):
+    if name not in (known := preset_names()):
         raise UserError(
             f"{where}there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"
             f"{config_tree.did_you_mean(name, known)}"
         )
-    config = config_tree.preset(name)
-    compat = next(each for each in COMPAT_PRESETS if config_tree.apply_preset(config, each).compat == config.compat)
+    config = preset(name)
+    compat = next(each for each in COMPAT_PRESETS if apply_preset(config, each).compat == config.compat)
     if compat != "ours":  # Its settings have no flags of their own.
         yield _Word(f"--compat={compat}", f"preset {name}: ")
     # A flagfile lists no others either, so that a program's corpus, a record and a warm start keep theirs.
@@ -270,14 +273,14 @@ def _define_leaf(leaf: Leaf, default: Any, flag_values: flags.FlagValues) -> Non
     name, text = flag_name(leaf), leaf.setting.help
     if leaf.setting.repeated:
         flags.DEFINE_multi_string(name, list(default), text, flag_values=flag_values)
-    elif leaf.is_list:
+    elif leaf.type.is_list:
         flags.DEFINE_list(name, [str(item) for item in default], text, flag_values=flag_values)
-    elif leaf.type is bool:
+    elif leaf.type.kind is bool:
         flags.DEFINE_bool(name, default, text, flag_values=flag_values)
     else:
         parser = _parser(leaf)
         flags.DEFINE(
-            _OptionalParser(parser) if leaf.is_optional else parser,
+            _OptionalParser(parser) if leaf.type.is_optional else parser,
             name,
             default.value if isinstance(default, enum.Enum) else default,
             text,
@@ -287,24 +290,24 @@ def _define_leaf(leaf: Leaf, default: Any, flag_values: flags.FlagValues) -> Non
 
 
 def _parser(leaf: Leaf) -> flags.ArgumentParser:
-    if issubclass(leaf.type, enum.Enum):
-        return _EnumParser([member.value for member in leaf.type])
+    if issubclass(leaf.type.kind, enum.Enum):
+        return _EnumParser([member.value for member in leaf.type.kind])
     parsers = {int: flags.IntegerParser, float: flags.FloatParser, str: flags.ArgumentParser}
-    return parsers[leaf.type]()
+    return parsers[leaf.type.kind]()
 
 
 def _from_flag(leaf: Leaf, value: Any) -> Any:
-    if leaf.is_list:
+    if leaf.type.is_list:
         return tuple(_from_text(leaf, text) for text in value)
-    if issubclass(leaf.type, enum.Enum) and value is not None:
-        return leaf.type(value)
+    if issubclass(leaf.type.kind, enum.Enum) and value is not None:
+        return leaf.type.kind(value)
     return value
 
 
 def _from_text(leaf: Leaf, text: str) -> Any:
     """Converts one entry of a list flag."""
     try:
-        return _BOOLEANS[text.lower()] if leaf.type is bool else leaf.type(text)
+        return _BOOLEANS[text.lower()] if leaf.type.kind is bool else leaf.type.kind(text)
     except (KeyError, ValueError):
         kinds = {bool: "true or false", int: "whole numbers", float: "numbers"}
-        raise UserError(f"--{leaf.name} has an entry {text!r}; its entries are {kinds[leaf.type]}") from None
+        raise UserError(f"--{leaf.name} has an entry {text!r}; its entries are {kinds[leaf.type.kind]}") from None

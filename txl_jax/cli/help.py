@@ -11,7 +11,7 @@ from absl import flags
 from txl_jax.cli import flags as flag_tree
 from txl_jax.cli import hosts
 from txl_jax.config import ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config.experiment import preset_names
 
 _WIDEST = 36  # Longer `--name=default` have their help on the next line.
 _PROGRAM, _HOSTS = "program", "several hosts"
@@ -69,7 +69,7 @@ def help_text(
         takes_flagfile = group == _PROGRAM and "seed" in flag_values
         lines += ["", f"{group}:", *_table([_FLAGFILE, *rows] if takes_flagfile else rows, width)]
     if "seed" in flag_values:
-        published = f"Published configurations: {', '.join(config_tree.preset_names())}"
+        published = f"Published configurations: {', '.join(preset_names())}"
         lines += ["", *textwrap.wrap(published, width, subsequent_indent="  ")]
     return "\n".join(lines)
 

@@ -36,7 +36,7 @@ from txl_jax.cli import flags as flag_tree
 from txl_jax.cli import help
 from txl_jax.cli import hosts as other_hosts
 from txl_jax.config import CacheDType, CorpusName, ExperimentConfig, WeightDType
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import Config, check_fields, setting
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.published import check_file, default_data

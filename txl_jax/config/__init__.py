@@ -1,92 +1,15 @@
 """Settings of a run: a tree of frozen dataclasses. `ExperimentConfig` is its root.
 
-Nothing here imports jax. Each setting is declared once, by `txl_jax.config.settings.setting`; `txl_jax.config.tree`
-reads and changes the tree by dotted names.
+Nothing here imports jax. Each setting is declared once, by `setting` of `txl_jax.config.settings`, which also reads and
+changes the tree by dotted names.
 """
 
-from txl_jax.config.data import (
-    CorpusName,
-    DataConfig,
-    EmptyEnd,
-    EpochMemory,
-    Heldout,
-    IdType,
-    LineMark,
-    Newlines,
-    Order,
-    Roll,
-    Tokenizer,
-    TokenizerConfig,
-)
-from txl_jax.config.evaluation import CacheDType, EvalConfig, GenerateConfig, WeightDType
-from txl_jax.config.experiment import COMPAT_PRESETS, ExperimentConfig, InitVocabulary
-from txl_jax.config.model import (
-    AttentionPath,
-    AttentionWindow,
-    CompatConfig,
-    DropoutConfig,
-    DType,
-    Encoding,
-    LambRule,
-    MemoryStart,
-    ModelConfig,
-    Network,
-    NormPlace,
-    Remat,
-    Residual,
-    ShawTerms,
-)
-from txl_jax.config.training import (
-    AverageConfig,
-    LossPart,
-    MeshConfig,
-    OptimizerConfig,
-    OptimizerName,
-    RegularizationConfig,
-    ScheduleOffset,
-    TrainConfig,
-)
+from txl_jax.config import data, evaluation, experiment, model, training
+from txl_jax.config.data import *
+from txl_jax.config.evaluation import *
+from txl_jax.config.experiment import *
+from txl_jax.config.model import *
+from txl_jax.config.training import *
 
-__all__ = [
-    "COMPAT_PRESETS",
-    "AttentionPath",
-    "AttentionWindow",
-    "AverageConfig",
-    "CacheDType",
-    "CompatConfig",
-    "CorpusName",
-    "DType",
-    "DataConfig",
-    "DropoutConfig",
-    "EmptyEnd",
-    "Encoding",
-    "EpochMemory",
-    "EvalConfig",
-    "ExperimentConfig",
-    "GenerateConfig",
-    "Heldout",
-    "IdType",
-    "InitVocabulary",
-    "LambRule",
-    "LineMark",
-    "LossPart",
-    "MemoryStart",
-    "MeshConfig",
-    "ModelConfig",
-    "Network",
-    "Newlines",
-    "NormPlace",
-    "OptimizerConfig",
-    "OptimizerName",
-    "Order",
-    "RegularizationConfig",
-    "Remat",
-    "Residual",
-    "Roll",
-    "ScheduleOffset",
-    "ShawTerms",
-    "Tokenizer",
-    "TokenizerConfig",
-    "TrainConfig",
-    "WeightDType",
-]
+__all__ = []
+__all__ += data.__all__ + evaluation.__all__ + experiment.__all__ + model.__all__ + training.__all__

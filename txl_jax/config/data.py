@@ -5,6 +5,18 @@ import enum
 
 from txl_jax.config.settings import Config, check_fields, require, setting
 
+__all__ = [
+    "CorpusName",
+    "DataConfig",
+    "Heldout",
+    "LineMark",
+    "Newlines",
+    "Order",
+    "Roll",
+    "Tokenizer",
+    "TokenizerConfig",
+]
+
 
 class CorpusName(enum.StrEnum):
     """Corpora."""
@@ -36,13 +48,6 @@ class Tokenizer(enum.StrEnum):
     ID = "id"  # Ready-made ids in .npy or .bin files.
 
 
-class IdType(enum.StrEnum):
-    """Types of the numbers in a .bin file, little-endian."""
-
-    UINT16 = "uint16"  # As nanoGPT's.
-    UINT32 = "uint32"
-
-
 class LineMark(enum.StrEnum):
     """Token at the end of a line, where tokens are words."""
 
@@ -50,13 +55,6 @@ class LineMark(enum.StrEnum):
     S = "s"  # One <S> between sentences: One Billion Word, as the original PyTorch scores it.
     DOUBLE_S = "double_s"  # <S> before and after each: the original TensorFlow, which scores <S> after <S> too.
     NONE = "none"  # A line's end is white space.
-
-
-class EmptyEnd(enum.StrEnum):
-    """Treatment of empty lines at the end of the user's own text, each of which would be scored as a line mark."""
-
-    REFUSE = "refuse"
-    KEEP = "keep"  # WikiText's files end so.
 
 
 class Heldout(enum.StrEnum):
@@ -81,15 +79,7 @@ class Roll(enum.StrEnum):
     ROWS = "rows"  # Each row by itself: the partial shuffle of Press (2019).
 
 
-class EpochMemory(enum.StrEnum):
-    """Contents of the memory at the start of an epoch."""
-
-    EMPTIED = "emptied"  # Nothing: the original PyTorch.
-    CARRIED = "carried"  # The end of the epoch before: the original TensorFlow.
-
-
 _LINES = (Tokenizer.WORD,)
-_CHARACTERS = (Tokenizer.CHAR, Tokenizer.WORD)
 DEFAULT_SUBWORDS = 8000  # Tokens of a vocabulary that is trained here.
 
 
@@ -101,20 +91,11 @@ class TokenizerConfig(Config):
     newlines: Newlines = setting(
         Newlines.KEEP, "Byte tokens: treatment of newlines.", shapes_tokens=True, only_with={"kind": (Tokenizer.BYTE,)}
     )
-    lower_case: bool = setting(
-        False,
-        "Character and word tokens: lower-case the text.",
-        shapes_tokens=True,
-        only_with={"kind": _CHARACTERS},
-    )
     line_mark: LineMark = setting(
         LineMark.EOS,
         "Word tokens: token at the end of a line.",
         shapes_tokens=True,
         only_with={"kind": _LINES},
-    )
-    empty_end: EmptyEnd = setting(
-        EmptyEnd.REFUSE, "Own text with line marks: treatment of empty lines at its end.", only_with={"kind": _LINES}
     )
     min_count: int = setting(
         1,
@@ -145,9 +126,6 @@ class TokenizerConfig(Config):
         at_least=1,
         shapes_tokens=True,
         only_with={"kind": (Tokenizer.SUBWORD, Tokenizer.ID)},
-    )
-    bin_type: IdType = setting(
-        IdType.UINT16, "Ready-made ids: type of the numbers in .bin files.", only_with={"kind": (Tokenizer.ID,)}
     )
 
     def validate(self) -> None:
@@ -193,18 +171,12 @@ class DataConfig(Config):
     )
     order: Order = setting(Order.STREAM, "Order of the training text in an epoch.")
     roll: Roll = setting(Roll.NONE, "Rotation of the training text, or of each row, by a random offset each epoch.")
-    epoch_memory: EpochMemory = setting(EpochMemory.EMPTIED, "Contents of the memory at the start of an epoch.")
 
     def validate(self) -> None:
         """Raises `UserError` for fields that cannot go together."""
         self.tokenizer.validate()
         check_fields(self, "data")
         self._validate_files()
-        require(
-            self.tokenizer.empty_end is EmptyEnd.REFUSE or self.corpus is CorpusName.TEXT,
-            f"data.tokenizer.empty_end is {self.tokenizer.empty_end} and data.corpus is {self.corpus}; it goes with "
-            f"{CorpusName.TEXT}",
-        )
         require(
             self.tokenizer.kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT,
             f"data.tokenizer.kind is {self.tokenizer.kind} and data.corpus is {self.corpus}; ready-made ids go with "

@@ -3,8 +3,14 @@
 import dataclasses
 import enum
 
-from txl_jax.config.lengths import validate_lengths
 from txl_jax.config.settings import Config, check_fields, require, setting
+
+__all__ = [
+    "CacheDType",
+    "EvalConfig",
+    "GenerateConfig",
+    "WeightDType",
+]
 
 
 class CacheDType(enum.StrEnum):
@@ -41,7 +47,6 @@ class EvalConfig(Config):
         820, "Distances above this share one position code; none: off.", at_least=1, free_on_resume=True
     )
     same_length: bool = setting(True, "Every query sees the same number of keys.", free_on_resume=True)
-    segments_per_call: int = setting(8, "S, segments per dispatch.", at_least=1, free_on_resume=True)
     cache_dtype: CacheDType | None = setting(
         None,
         "Type of the KV cache: bfloat16 or int8 for a half or a quarter of float32's size; none: as computed.",
@@ -74,7 +79,6 @@ class EvalConfig(Config):
     def validate(self) -> None:
         """Raises `UserError` for a field out of its range, or fields that cannot go together."""
         check_fields(self, "eval")
-        validate_lengths("eval", self)
         require(
             not (self.stride and self.warmup_tokens),
             f"eval.stride is {self.stride} and eval.warmup_tokens is {self.warmup_tokens}; windows have no cold start "

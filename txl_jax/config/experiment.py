@@ -6,22 +6,42 @@ width, F inner width, V vocabulary, N layers, C clusters of the adaptive softmax
 
 import dataclasses
 import enum
+import json
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
-from txl_jax.config.model import AttentionWindow, CompatConfig, LambRule, MemoryStart, ModelConfig, Network, ShawTerms
-from txl_jax.config.settings import Config, check_fields, require, setting
+from txl_jax.config.model import AttentionWindow, CompatConfig, MemoryStart, ModelConfig, Network, ShawTerms
+from txl_jax.config.settings import (
+    Config,
+    check_fields,
+    did_you_mean,
+    format_value,
+    from_dict,
+    get,
+    replace,
+    require,
+    setting,
+)
 from txl_jax.config.training import (
     AverageConfig,
     MeshConfig,
     OptimizerConfig,
+    OptimizerName,
     RegularizationConfig,
     ScheduleOffset,
     TrainConfig,
 )
+from txl_jax.errors import UserError
+
+__all__ = [
+    "COMPAT_PRESETS",
+    "ExperimentConfig",
+    "InitVocabulary",
+]
 
 # Settings by dotted name, on top of the defaults, that make this model the one of another implementation.
 COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
@@ -43,15 +63,34 @@ COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
         },
         # Hugging Face's TransfoXLLMHeadModel.
         "hf": {"compat.memory_start": MemoryStart.ZEROS, "compat.final_norm": False},
-        # NVIDIA's DeepLearningExamples: the authors' PyTorch model, a cosine after the warm-up, and LAMB of their own.
+        # NVIDIA's DeepLearningExamples: the authors' PyTorch model, and a cosine after the warm-up.
         "nvidia": {
             "compat.shaw_terms": ShawTerms.ORIGINAL,
             "compat.final_norm": False,
-            "compat.lamb": LambRule.NVIDIA,
             "optimizer.adam_eps": 1e-6,
         },
     }
 )
+# Settings of earlier versions with the values at which they did nothing: records may still have them.
+REMOVED: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "model.residual": "sum",
+        "model.end_token": None,
+        "model.dropout.weight": 0.0,
+        "compat.lamb": "paper",
+        "data.tokenizer.lower_case": False,
+        "data.tokenizer.empty_end": "refuse",
+        "data.tokenizer.bin_type": "uint16",
+        "data.epoch_memory": "emptied",
+        "optimizer.adam_b1": 0.9,
+        "optimizer.mu_dtype": None,
+        "mesh.dcn_data": None,
+        "regularization.adversarial": 0.0,
+        "eval.segments_per_call": 8,
+    }
+)
+REMOVED_ADVICE = "the setting was removed, and commit eea3a51 is the last that has it"
+_PRESETS = Path(__file__).parents[1] / "presets"
 
 
 class InitVocabulary(enum.StrEnum):
@@ -98,6 +137,8 @@ class ExperimentConfig(Config):
         for group in (getattr(self, field.name) for field in dataclasses.fields(self)):
             if dataclasses.is_dataclass(group):
                 cast(Any, group).validate()
+        _validate_lengths("train", self.train)
+        _validate_lengths("eval", self.eval)
         self._validate_softmax()
         self._validate_schedule()
         self._validate_warm_start()
@@ -117,7 +158,7 @@ class ExperimentConfig(Config):
             )
 
     def _validate_documents(self) -> None:
-        if self.data.reset_at is None and self.model.end_token is None:
+        if self.data.reset_at is None:
             return
         for name, value, needed in (
             ("model.network", self.model.network, Network.TRANSFORMER_XL),
@@ -143,17 +184,12 @@ class ExperimentConfig(Config):
             )
 
     def _validate_softmax(self) -> None:
-        given = {
-            "eval.temperature": (self.eval.temperature, 1.0),
-            "regularization.adversarial": (self.regularization.adversarial, 0.0),
-        }
-        for name, (value, usual) in given.items():
-            require(
-                value == usual or not (self.model.cutoffs or self.model.has_projections),
-                f"{name} is {value} and the softmax has clusters or projections (model.cutoffs "
-                f"{list(self.model.cutoffs)}, model.d_embed {self.model.d_embed}); "
-                "it goes with a full softmax over d_model",
-            )
+        require(
+            self.eval.temperature == 1 or not (self.model.cutoffs or self.model.has_projections),
+            f"eval.temperature is {self.eval.temperature} and the softmax has clusters or projections (model.cutoffs "
+            f"{list(self.model.cutoffs)}, model.d_embed {self.model.d_embed}); it goes with a full softmax over "
+            "d_model",
+        )
 
     def _validate_schedule(self) -> None:
         optimizer, steps = self.optimizer, self.train.steps
@@ -179,3 +215,65 @@ class ExperimentConfig(Config):
             f"optimizer.warmup_steps is {optimizer.warmup_steps} and {name} is {ends}; "
             "the warm-up must end before that: give a shorter --optimizer.warmup_steps",
         )
+
+
+def _validate_lengths(group: str, lengths: TrainConfig | EvalConfig) -> None:
+    """Raises `UserError` for lengths of a recurrence that cannot go together."""
+    require(
+        lengths.stride is None or lengths.stride <= lengths.segment_len,
+        f"{group}.stride is {lengths.stride} and {group}.segment_len is {lengths.segment_len}; the stride lies between "
+        "1 and that, or is none for all of it",
+    )
+    require(
+        not (lengths.stride and lengths.mem_len),
+        f"{group}.stride is {lengths.stride} and {group}.mem_len is {lengths.mem_len}; tokens that a segment reads "
+        "again are not to be remembered too, so give one of them",
+    )
+    require(
+        not lengths.same_length or lengths.mem_len > 0,
+        f"{group}.same_length is on and {group}.mem_len is {lengths.mem_len}; the window would be empty",
+    )
+
+
+def from_record(values: Mapping[str, Any]) -> ExperimentConfig:
+    """Returns the config that `to_dict` turned into a dictionary, in this version or an earlier one.
+
+    Raises:
+      UserError: If a setting is unknown (with the nearest names) or has been removed, or a value has another type.
+    """
+    values = dict(values)
+    if values.get("data.reset_at") is not None:
+        values.pop("model.end_token", None)  # It follows from that and the vocabulary.
+    if values.get("compat.lamb") == "nvidia":
+        del values["compat.lamb"]
+        if values.get("optimizer.name") == OptimizerName.LAMB:
+            values["optimizer.name"] = OptimizerName.LAMB_NVIDIA
+    for name in REMOVED.keys() & values.keys():
+        if (value := values.pop(name)) != REMOVED[name]:
+            raise UserError(f"{name} is {format_value(value)}; {REMOVED_ADVICE}")
+    return from_dict(ExperimentConfig, values)
+
+
+def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
+    """Returns the config with a preset of `COMPAT_PRESETS`; settings of other presets get their defaults."""
+    named = {setting: get(ExperimentConfig(), setting) for preset in COMPAT_PRESETS.values() for setting in preset}
+    return replace(config, named | dict(COMPAT_PRESETS[name]))
+
+
+def preset_names() -> list[str]:
+    """Returns the names that `preset` takes."""
+    return sorted(path.stem for path in _PRESETS.glob("*.json"))
+
+
+def preset(name: str) -> ExperimentConfig:
+    """Returns a published configuration: the settings of `experiments/flags/NAME.flags`, with its sources.
+
+    >>> preset("enwik8_12l").model.n_layer
+    12
+
+    Raises:
+      UserError: If there is none of this name. The message has all names.
+    """
+    if name not in (known := preset_names()):
+        raise UserError(f"there is no preset {name!r} among {', '.join(known)}{did_you_mean(name, known)}")
+    return from_dict(ExperimentConfig, json.loads((_PRESETS / f"{name}.json").read_text()))

@@ -8,6 +8,21 @@ import enum
 
 from txl_jax.config.settings import Config, check_fields, require, setting
 
+__all__ = [
+    "AttentionPath",
+    "AttentionWindow",
+    "CompatConfig",
+    "DType",
+    "DropoutConfig",
+    "Encoding",
+    "MemoryStart",
+    "ModelConfig",
+    "Network",
+    "NormPlace",
+    "Remat",
+    "ShawTerms",
+]
+
 
 class DType(enum.StrEnum):
     """Type of the activations, of the memory and of the matrix products."""
@@ -45,13 +60,6 @@ class NormPlace(enum.StrEnum):
 
     POST = "post"  # LN(x + f(x)), as the paper.
     PRE = "pre"  # x + f(LN(x)).
-
-
-class Residual(enum.StrEnum):
-    """Residual connection around attention and around the feed-forward network."""
-
-    SUM = "sum"  # x + f(x), as the paper.
-    GATED = "gated"  # A GRU cell (GTrXL; Parisotto et al., 2019), for reinforcement learning.
 
 
 class Remat(enum.StrEnum):
@@ -110,9 +118,6 @@ class DropoutConfig(Config):
     locked: bool = setting(False, "Variational (locked) dropout: one mask for all positions of a row's segment.")
     qkv: float = setting(0.0, "Dropout on queries, keys and values.", at_least=0, below=1)
     embedding: float = setting(0.0, "Embedding dropout: whole words left out of a batch.", at_least=0, below=1)
-    weight: float = setting(
-        0.0, "DropConnect: weights of attention and feed-forward left out of an update.", at_least=0, below=1
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +135,6 @@ class ModelConfig(Config):
     )
     dropout: DropoutConfig = DropoutConfig()
     layer_norm: NormPlace = setting(NormPlace.POST, "Place of the layer norm: post- or pre-norm.", shapes_params=True)
-    residual: Residual = setting(
-        Residual.SUM,
-        "Residual connection: a sum, or the gate of GTrXL, with layer_norm=pre.",
-        flag=False,
-        shapes_params=True,
-    )
     encoding: Encoding = setting(
         Encoding.RELATIVE, "Position encoding: the paper's (relative), or one it compares with.", shapes_params=True
     )
@@ -169,13 +168,6 @@ class ModelConfig(Config):
     dtype: DType = setting(DType.FLOAT32, "Compute type; parameters stay float32.")
     attention: AttentionPath = setting(
         AttentionPath.AUTO, "Implementation of attention; all give the same numbers.", free_on_resume=True
-    )
-    end_token: int | None = setting(
-        None,
-        "Id of the token that data.reset_at names: attention sees nothing before it; none: there is no such token.",
-        at_least=0,
-        free_on_resume=True,  # It follows from data.reset_at and the vocabulary, which are compared.
-        flag=False,
     )
     remat: Remat = setting(
         Remat.NONE,
@@ -229,11 +221,6 @@ class ModelConfig(Config):
         check_fields(self, "model")
         check_fields(self.dropout, "model.dropout")
         require(self.d_model % 2 == 0, f"model.d_model is {self.d_model}; sinusoids come in pairs, so it must be even")
-        require(
-            self.residual is Residual.SUM or self.layer_norm is NormPlace.PRE,
-            f"model.residual is {self.residual} and model.layer_norm is {self.layer_norm}; a gate passes its input on "
-            "as it is, so take model.layer_norm=pre",
-        )
         self._validate_network()
         self._validate_encoding()
         self._validate_clusters()
@@ -245,13 +232,7 @@ class ModelConfig(Config):
             self.encoding is Encoding.RELATIVE,
             f"model.encoding is {self.encoding} and model.network is {self.network}, which has none; leave it out",
         )
-        given = {
-            "dropout.qkv": self.dropout.qkv,
-            "dropout.weight": self.dropout.weight,
-            "tie_positions": self.tie_positions,
-            "residual": "" if self.residual is Residual.SUM else self.residual,
-        }
-        for name, value in given.items():
+        for name, value in {"dropout.qkv": self.dropout.qkv, "tie_positions": self.tie_positions}.items():
             require(not value, f"model.{name} is {value} and model.network is {self.network}, which has none")
 
     def _validate_encoding(self) -> None:
@@ -290,24 +271,13 @@ class ModelConfig(Config):
         )
 
     def validate_vocabulary(self, vocab_size: int) -> None:
-        """Raises `UserError` if the clusters or the end token do not fit a vocabulary of `vocab_size` tokens."""
-        require(
-            self.end_token is None or self.end_token < vocab_size,
-            f"model.end_token is {self.end_token} and the vocabulary has {vocab_size} tokens, from 0 on",
-        )
+        """Raises `UserError` if the clusters do not fit a vocabulary of `vocab_size` tokens."""
         if self.cutoffs:
             require(
                 self.cutoffs[-1] < vocab_size,
                 f"model.cutoffs end at {self.cutoffs[-1]} and the vocabulary has {vocab_size} tokens; "
                 "the last cutoff must lie below that",
             )
-
-
-class LambRule(enum.StrEnum):
-    """Variant of LAMB."""
-
-    PAPER = "paper"  # Bias-corrected moments, and one norm for each of our tensors in each layer: optax.lamb.
-    NVIDIA = "nvidia"  # No bias correction, norms of weights up to 10, one norm for each of NVIDIA's tensors.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +297,6 @@ class CompatConfig(Config):
     final_norm: bool = setting(
         True, "With model.layer_norm=pre: a layer norm after the last layer.", flag=False, shapes_params=True
     )
-    lamb: LambRule = setting(LambRule.PAPER, "With optimizer.name=lamb: variant of LAMB.", flag=False)
 
     def window(self, mem_len: int, *, same_length: bool) -> int | None:
         """Returns the keys that a query sees at most, itself included; None: as many as there are."""

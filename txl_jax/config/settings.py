@@ -1,19 +1,22 @@
-"""A setting: default, help, range and use of one field of a config, declared once.
+"""A setting, declared once, and trees of settings with dotted names: `model.n_layer`, `data.corpus`.
 
-Flags, `--help`, config.json, the comparison on resume and the checks of single fields are all derived from it.
+Flags, `--help`, config.json, the comparison on resume and the checks of single fields are all derived from the
+declaration: default, help, range and use of a field.
 """
 
 import dataclasses
+import difflib
 import enum
 import functools
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from txl_jax.errors import UserError
 
 _KEY = "setting"
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,3 +176,91 @@ def require(condition: Any, message: str) -> None:
     """Raises `UserError` with the message unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+# Trees of settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One setting of a tree: its dotted name, declared type, default (without arguments) and declaration."""
+
+    name: str
+    type: FieldType
+    default: Any
+    setting: Setting
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[Leaf]:
+    """Yields the settings below a config class, in order."""
+    declared = field_types(cls)
+    for field in dataclasses.fields(cls):
+        kind = declared[field.name]
+        if isinstance(kind, FieldType):
+            yield Leaf(f"{prefix}{field.name}", kind, field.default, setting_of(field))
+        else:
+            yield from leaves(kind, f"{prefix}{field.name}.")
+
+
+def get(config: Any, name: str) -> Any:
+    """Returns the value of a dotted name: `get(config, "model.n_layer")`."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def replace(config: Tree, values: Mapping[str, Any]) -> Tree:
+    """Returns a copy of the tree with the dotted names in `values` changed."""
+    groups: dict[str, dict[str, Any]] = {}
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            groups.setdefault(head, {})[rest] = value
+        else:
+            flat[head] = value
+    nested = {head: replace(getattr(config, head), rest) for head, rest in groups.items()}
+    return dataclasses.replace(config, **flat, **nested)  # type: ignore[type-var]
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Returns the JSON values of a tree, or of a group in it, by dotted name."""
+    values = {leaf.name: get(config, leaf.name) for leaf in leaves(type(config))}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
+    """Inverts `to_dict`; settings without a value have their defaults.
+
+    Raises:
+      UserError: If no setting has one of the names (with the nearest ones), or a value has another type.
+    """
+    known = {leaf.name: leaf.type for leaf in leaves(cls)}
+    for name in values:
+        if name not in known:
+            raise UserError(f"no setting is called {name!r}{did_you_mean(name, known)}")
+    return replace(cls(), {name: known[name].convert(name, value) for name, value in values.items()})
+
+
+def differences(old: Tree, new: Tree) -> list[tuple[Leaf, Any, Any]]:
+    """Returns the settings in which two configs of one class differ, with both values."""
+    pairs = ((leaf, get(old, leaf.name), get(new, leaf.name)) for leaf in leaves(type(old)))
+    return [(leaf, before, after) for leaf, before, after in pairs if before != after]
+
+
+def describe_change(leaf: Leaf, old: Any, new: Any) -> str:
+    """Describes a change of a setting: "--train.steps was 10 and is now 20"; a setting without a flag has no dashes."""
+    return f"{'--' if leaf.setting.flag else ''}{leaf.name} was {format_value(old)} and is now {format_value(new)}"
+
+
+def format_value(value: Any) -> str:
+    """Formats a value as a flag takes it."""
+    if isinstance(value, tuple | list):
+        return ",".join(map(str, value))
+    return "none" if value is None else str(value)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean a, b?" with the nearest known names, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"; did you mean {', '.join(near)}?" if near else ""

@@ -3,9 +3,18 @@
 import dataclasses
 import enum
 
-from txl_jax.config.lengths import validate_lengths
-from txl_jax.config.model import DType
 from txl_jax.config.settings import Config, check_fields, require, setting
+
+__all__ = [
+    "AverageConfig",
+    "LossPart",
+    "MeshConfig",
+    "OptimizerConfig",
+    "OptimizerName",
+    "RegularizationConfig",
+    "ScheduleOffset",
+    "TrainConfig",
+]
 
 
 class LossPart(enum.StrEnum):
@@ -27,14 +36,21 @@ class OptimizerName(enum.StrEnum):
 
     ADAM = "adam"
     ADAMW = "adamw"  # Adam with decoupled weight decay.
-    LAMB = "lamb"  # Adam, with each tensor's step as long as the tensor (You et al., 2020); see `compat.lamb`.
+    LAMB = "lamb"  # Adam, with each tensor's step as long as the tensor (You et al., 2020): optax.lamb.
+    LAMB_NVIDIA = "lamb_nvidia"  # NVIDIA's: no bias correction, norms up to 10, one norm for each of their tensors.
     ADAFACTOR = "adafactor"  # Second moments by row and column, no first moment (Shazeer and Stern, 2018).
     LION = "lion"  # The sign of a momentum; b1 0.9, b2 0.99 (Chen et al., 2023).
     MUON = "muon"  # Layers' matrices by orthogonalized momentum (Jordan et al., 2024), all else by Adam.
 
 
 # Optimizers that hold Adam's two moments, of all parameters or of some.
-_WITH_ADAM = (OptimizerName.ADAM, OptimizerName.ADAMW, OptimizerName.LAMB, OptimizerName.MUON)
+_WITH_ADAM = (
+    OptimizerName.ADAM,
+    OptimizerName.ADAMW,
+    OptimizerName.LAMB,
+    OptimizerName.LAMB_NVIDIA,
+    OptimizerName.MUON,
+)
 _WITH_DECAY = tuple(name for name in OptimizerName if name is not OptimizerName.ADAM)
 
 
@@ -48,18 +64,10 @@ class OptimizerConfig(Config):
     schedule_offset: ScheduleOffset = setting(
         ScheduleOffset.AFTER_WARMUP, "Step at which the cosine starts.", flag=False
     )
-    adam_b1: float = setting(
-        0.9, "Adam beta 1: decay of the first moment.", at_least=0, below=1, only_with={"name": _WITH_ADAM}, flag=False
-    )
     adam_b2: float = setting(
         0.999, "Adam beta 2: decay of the second moment.", at_least=0, below=1, only_with={"name": _WITH_ADAM}
     )
     adam_eps: float = setting(1e-8, "Adam epsilon: added to the root of the second moment.", above=0, flag=False)
-    mu_dtype: DType | None = setting(
-        None,
-        "Type of the first moment (momentum): bfloat16 halves its memory; none: that of the parameters.",
-        only_with={"name": (*_WITH_ADAM, OptimizerName.LION)},
-    )
     clip_norm: float = setting(0.25, "Gradient clipping: largest global norm.", above=0)
     decay_steps: int | None = setting(
         None, "Updates after which the rate stays at its minimum; none: train.steps.", at_least=1
@@ -97,12 +105,6 @@ class MeshConfig(Config):
 
     data: int | None = setting(
         None, "Data-parallel replicas in each slice; none: all remaining devices.", at_least=1, free_on_resume=True
-    )
-    dcn_data: int | None = setting(
-        None,
-        "Data parallelism between slices of TPUs, over the data-centre network; none: as many as there are.",
-        at_least=1,
-        free_on_resume=True,
     )
     fsdp: int = setting(1, "FSDP: devices that share the parameters of a replica.", at_least=1, free_on_resume=True)
     tensor: int = setting(
@@ -148,7 +150,6 @@ class TrainConfig(Config):
     def validate(self) -> None:
         """Raises `UserError` for a field out of its range, or fields that cannot go together."""
         check_fields(self, "train")
-        validate_lengths("train", self)
         require(
             not self.stride or self.loss is LossPart.FULL,
             f"train.stride is {self.stride} and train.loss is {self.loss}; the stride decides which tokens are scored",
@@ -177,9 +178,6 @@ class RegularizationConfig(Config):
         0.0,
         "Temporal activation regularization (TAR): factor on their mean squared change between positions.",
         at_least=0,
-    )
-    adversarial: float = setting(
-        0.0, "Adversarial softmax: word vectors move by this part of their length; full softmax only.", at_least=0
     )
 
     def validate(self) -> None:

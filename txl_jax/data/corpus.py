@@ -132,7 +132,8 @@ def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
         for field in dataclasses.fields(config.tokenizer)
         if setting_of(field).shapes_tokens and getattr(config.tokenizer, field.name) is not None
     }
-    settings["sentencepiece_vocab"] = 8000  # It was a setting: without it every text would be encoded again.
+    # They were settings: without them every text would be encoded again.
+    settings |= {"lower_case": False, "sentencepiece_vocab": 8000}
     for name in ("vocab_file", "hf_file"):
         if path := getattr(config.tokenizer, name):
             try:
@@ -145,21 +146,20 @@ def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
 
 def _describe_tokens(config: DataConfig) -> str:
     tokenizer = config.tokenizer
-    lower = "lower-case " if tokenizer.lower_case else ""
     match tokenizer.kind:
         case Tokenizer.BYTE:
             return f"newlines {'dropped' if tokenizer.newlines is Newlines.DROP else 'kept'}"
         case Tokenizer.SUBWORD:
             return "as tokens of a tokenizer.json" if tokenizer.hf_file else "as subwords trained on it"
         case Tokenizer.CHAR:
-            return f"as {lower}characters"
+            return "as characters"
     marks = {
         LineMark.EOS: "a mark after each line",
         LineMark.S: "one <S> between sentences",
         LineMark.DOUBLE_S: "<S> before and after each sentence",
         LineMark.NONE: "lines unmarked",
     }
-    return f"as {lower}words, {marks[tokenizer.line_mark]}"
+    return f"as words, {marks[tokenizer.line_mark]}"
 
 
 # Vocabularies
@@ -180,17 +180,17 @@ def make_vocabulary(config: DataConfig, text: Text) -> Vocabulary:
         case Tokenizer.BYTE:
             return ByteVocabulary.all_bytes(tokenizer.newlines)
         case Tokenizer.CHAR:
-            counts = _count(config, text, split=iter)
+            counts = _count(text, split=iter)
             ranked = rank(counts, min_count=tokenizer.min_count, unknown=UNKNOWN_CHARACTER)
-            return CharacterVocabulary("".join(ranked), tokenizer.lower_case)
+            return CharacterVocabulary("".join(ranked))
         case Tokenizer.WORD:
             unknown, first = UNKNOWN_WORD, [MARKS[tokenizer.line_mark]] if tokenizer.line_mark in MARKS else []
             if tokenizer.vocab_file:
                 words, unknown = _given_words(tokenizer.vocab_file, first)
             else:
-                counts = _count(config, text, split=str.split)
+                counts = _count(text, split=str.split)
                 words = rank(counts, min_count=tokenizer.min_count, unknown=unknown, first=first)
-            return WordVocabulary(tuple(words), tokenizer.line_mark, tokenizer.lower_case, unknown)
+            return WordVocabulary(tuple(words), tokenizer.line_mark, unknown=unknown)
         case Tokenizer.SUBWORD if tokenizer.hf_file:
             return subwords.given_tokenizer(tokenizer.hf_file)
         case Tokenizer.SUBWORD:
@@ -212,10 +212,10 @@ def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
     return [m for m in mark if m not in words] + words + [u for u in [unknown] if u not in words], unknown
 
 
-def _count(config: DataConfig, text: Text, *, split: Callable[[str], Iterable[str]]) -> collections.Counter[str]:
+def _count(text: Text, *, split: Callable[[str], Iterable[str]]) -> collections.Counter[str]:
     counts: collections.Counter[str] = collections.Counter()
     for block in text_blocks(with_bar("counting", text.splits["train"]), close_lines=False):
-        counts.update(split(block.lower() if config.tokenizer.lower_case else block))
+        counts.update(split(block))
     return counts
 
 

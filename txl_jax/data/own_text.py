@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from txl_jax.config import CorpusName, DataConfig, EmptyEnd, LineMark, Tokenizer, TokenizerConfig
+from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, TokenizerConfig
 from txl_jax.data.published import PublishedCorpus
 from txl_jax.data.text import SPLITS, File, Text, checked, expanded, file_part, with_bar
 from txl_jax.errors import UserError
@@ -138,10 +138,10 @@ def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
             end = file.read()
         white = end[len(end.rstrip()) :]
         empty = white.count(b"\n") - white.endswith(b"\n")  # A newline ends a line; what follows is another one.
-        if marked and config.tokenizer.empty_end is EmptyEnd.REFUSE and empty > 0:
+        if marked and empty > 0:
             raise UserError(
                 f"{path} ends in {empty} empty line{'s' if empty > 1 else ''}, each of which would be scored as a "
-                "line; remove them, or keep them with --data.tokenizer.empty_end=keep"
+                "line; remove them"
             )
 
 

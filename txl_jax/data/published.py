@@ -188,7 +188,7 @@ _PTB = PublishedCorpus(
     # The text is lower-case already (but for N, any number), so the original's lower-casing changes no count.
     defaults=DataConfig(
         corpus=CorpusName.PTB,
-        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS, lower_case=False),
+        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS),
     ),
     vocab_size=10_000,
 )

@@ -1,7 +1,7 @@
 """Ready-made token ids: files of ids as a text, ids as tokens without a text, and the ids of callers' documents.
 
-Files are .npy arrays of any integer type, or .bin files of plain numbers, like nanoGPT's. They are memory-mapped where
-they are: they are read once for their digest and largest id, and nothing is copied.
+Files are .npy arrays of any integer type, or .bin files of uint16, little-endian, like nanoGPT's. They are
+memory-mapped where they are: they are read once for their digest and largest id, and nothing is copied.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdT
     """
     tokenizer = config.tokenizer
     named = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
-    arrays = {name: _open(name, paths, str(tokenizer.bin_type)) for name, paths in named.items() if paths}
+    arrays = {name: _open(name, paths) for name, paths in named.items() if paths}
     digests, each_largest = zip(*(_scan(array, name) for name, array in arrays.items()), strict=True)
     largest = max(each_largest)
     if vocabulary is None and tokenizer.hf_file:
@@ -73,7 +73,7 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdT
     )
 
 
-def _open(name: str, paths: Sequence[str], bin_type: str) -> np.memmap:
+def _open(name: str, paths: Sequence[str]) -> np.memmap:
     """Maps the one file of a split."""
     found = expanded(paths, flag=f"--data.{name}")
     if len(found) > 1:
@@ -93,11 +93,11 @@ def _open(name: str, paths: Sequence[str], bin_type: str) -> np.memmap:
                 )
             return array
         case ".bin":
-            dtype, size = np.dtype(bin_type).newbyteorder("<"), Path(path).stat().st_size
+            dtype, size = np.dtype("<u2"), Path(path).stat().st_size
             if size % dtype.itemsize:
                 raise UserError(
-                    f"{path} has {size} bytes, which is no whole number of {dtype.name} ids ({dtype.itemsize} bytes "
-                    "each); give the whole file, or another --data.tokenizer.bin_type"
+                    f"{path} must have 2 bytes for each id (uint16), got {size} bytes. Give the whole file, or ids of "
+                    "another type as .npy (numpy.save)."
                 )
             return np.memmap(path, dtype, mode="r")
     raise UserError(f"{path} is neither a .npy nor a .bin file; ids are read from these (--data.tokenizer.kind=id)")

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from txl_jax.config import EpochMemory, Roll
+from txl_jax.config import Roll
 from txl_jax.data.epoch_order import EpochOrder, RandomRoll, Sequential, ShuffledSentences
 from txl_jax.errors import UserError
 from txl_jax.segments import Segments
@@ -63,7 +63,6 @@ class SegmentReader:
     own: Sequence[int] | np.ndarray | None  # Indices of the rows that are returned, or None for all.
     order: EpochOrder = dataclasses.field(default_factory=Sequential)  # From an epoch's pairs to positions in the text.
     repeats: bool = False  # Whether another epoch follows a pass; otherwise only padding does.
-    epoch_memory: EpochMemory = EpochMemory.EMPTIED  # Whether the rows are reset where it begins.
 
     @property
     def n_segments(self) -> int:
@@ -84,8 +83,8 @@ class SegmentReader:
     def segments(self, first_step: int, count: int) -> Segments:
         """Returns the segments of `count` steps from `first_step` on, of this process's rows: [S, own rows, L].
 
-        Training steps continue through epochs of `n_segments` steps. Rows are reset where one begins, or, if memory is
-        carried, only at step 0. In evaluation, steps from `n_segments` on are padding, so all blocks have one shape.
+        Training steps continue through epochs of `n_segments` steps, and rows are reset where one begins. In
+        evaluation, steps from `n_segments` on are padding, so all blocks have one shape.
 
         Raises:
           ValueError: If a step is negative or a count below 1.
@@ -120,7 +119,6 @@ class SegmentReader:
     def _within_epoch(self, epoch: int, index_S: np.ndarray) -> Segments:
         first_B, scored_B, end_B = self._own_rows()
         live = self.repeats or epoch == 0
-        begins = live and (epoch == 0 or self.epoch_memory is EpochMemory.EMPTIED)
         pair_SxBxL = self._pairs(index_S, first_B)
         real_SxBxL = (pair_SxBxL < end_B[:, None]) & live
         again_SxL = (index_S[:, None] > 0) & (np.arange(self.segment_len) < self.segment_len - self.stride)
@@ -130,7 +128,7 @@ class SegmentReader:
             inputs=self._take(input_SxBxL, real_SxBxL),
             targets=self._take(target_SxBxL, real_SxBxL),
             weights=counts_SxBxL.astype(np.float32),
-            reset=np.repeat(((index_S == 0) & begins | (not live))[:, None], len(first_B), axis=1),
+            reset=np.repeat(((index_S == 0) | (not live))[:, None], len(first_B), axis=1),
         )
 
     def _take(self, position: np.ndarray, real: np.ndarray) -> np.ndarray:
@@ -147,7 +145,6 @@ def training_segments(
     seed: int = 0,
     roll: Roll = Roll.NONE,
     sentence_starts: np.ndarray | None = None,
-    epoch_memory: EpochMemory = EpochMemory.EMPTIED,
     own: Sequence[int] | np.ndarray | None = None,
 ) -> SegmentReader:
     """Builds the training segments: whole ones only, so targets that fill none are skipped.
@@ -166,7 +163,6 @@ def training_segments(
       roll: Rotates the stream, or each row, by a random number in each epoch. NONE skips the same targets in each.
       sentence_starts: Signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
         The sentences are shuffled in each epoch. None keeps the order of the text.
-      epoch_memory: Whether the rows are reset where an epoch begins, or only at step 0.
       own: Indices of the rows that this process reads, ascending, or None for all.
 
     Raises:
@@ -198,7 +194,7 @@ def training_segments(
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
         first_B, order = edges[:-1], RandomRoll(edges, seed)
     rows = Rows(first_B, first_B, first_B + row_len)
-    return SegmentReader(tokens, batch_size, segment_len, stride, rows, own, order, True, epoch_memory)
+    return SegmentReader(tokens, batch_size, segment_len, stride, rows, own, order, True)
 
 
 def evaluation_segments(

@@ -30,6 +30,7 @@ class Scores(NamedTuple):
     nll: jax.Array  # [S, B, L], nats of every position, scored or not.
 
 
+SEGMENTS_PER_CALL = 8  # S, of every evaluation. It also decides which tails are scored together.
 _SCORED_TOGETHER = 1024  # Positions.
 
 # (weights, memory, segments) -> (memory, scores); weights and memory are the scorer's (`txl_jax.inference.scorer`).
@@ -92,7 +93,7 @@ def evaluate(
     memory: Any,
     reader: SegmentReader,
     *,
-    segments_per_call: int,
+    segments_per_call: int = SEGMENTS_PER_CALL,
     place: Callable[[Segments], Segments],
     after_call: Callable[[int, Totals], None] = lambda segments, totals: None,
     keep: Callable[[int, np.ndarray], None] | None = None,

@@ -35,7 +35,6 @@ from txl_jax.modules.block import layer_norm
 from txl_jax.modules.feed_forward import Dense, feed_forward
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.positions.encoding import PositionKeys
-from txl_jax.modules.residual import ResidualConnection
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import CachedVisibility, cached_attention
@@ -53,7 +52,6 @@ class Layer(flax.struct.PyTreeNode):
     position_keys: PositionKeys | None  # None: absolute positions.
     position_vectors: jax.Array | None  # [L, D], added at the distances L - 1, .., 0 from the end; None: nothing.
     norms: tuple[Any, Any]  # Of attention and feed-forward part.
-    residuals: tuple[Any, Any]  # The same; empty where they are sums.
     feed_forward: tuple[Dense, Dense]
 
 
@@ -171,7 +169,7 @@ def forward(
         )
     states = apply_layers(params, model, tokens, cache, window=window)
     cache = cache_lib.write(cache, states.keys, states.values, after=states.hidden)
-    if (documents := memory_lib.documents(tokens, model.config.end_token)) is not None:
+    if (documents := memory_lib.documents(tokens, model.end_token)) is not None:
         cache = cache.replace(valid=documents.valid(cache.valid))
     return finish(params, model, states.hidden), cache
 
@@ -184,7 +182,7 @@ def apply_layers(
     The rows of the cache may also be at indices of their own: `write_index` [B].
     """
     segment_len = tokens.shape[1]
-    documents = memory_lib.documents(tokens, model.config.end_token)
+    documents = memory_lib.documents(tokens, model.end_token)
     start = None if documents is None else documents.start
     visibility = CachedVisibility(cache.valid, cache.write_index, segment_len, cache.capacity, window, start)
     hidden = _apply(model, params.embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed)
@@ -240,9 +238,8 @@ def _forward_layer(
     batch, _, segment_len, _ = attended.shape
     attended = project(attended.swapaxes(1, 2).reshape(batch, segment_len, -1), layer.output)
     if pre:
-        join_attention, join_feed_forward = (_residual(model, params) for params in layer.residuals)
-        middle = join_attention(inputs, attended)
-        return join_feed_forward(middle, feed_forward(feed_forward_norm(middle), *layer.feed_forward)), key, value
+        middle = inputs + attended
+        return middle + feed_forward(feed_forward_norm(middle), *layer.feed_forward), key, value
     middle = attention_norm(inputs + attended)
     return feed_forward_norm(middle + feed_forward(middle, *layer.feed_forward)), key, value
 
@@ -294,12 +291,6 @@ def _norm(model: TransformerXL, scales: Any) -> Callable[[jax.Array], jax.Array]
     return lambda states: _apply(norm, scales, states)
 
 
-def _residual(model: TransformerXL, params: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the residual connection with these parameters."""
-    connection = ResidualConnection(model.config)
-    return lambda inputs, branch: _apply(connection, params, inputs, branch)
-
-
 def _prepare_layer(
     params: Any, shared: Any, model: TransformerXL, *, segment_len: int, capacity: int, clamp_len: int | None
 ) -> Layer:
@@ -314,7 +305,6 @@ def _prepare_layer(
         output=attention["output"].reshape(-1, c.d_model).astype(dtype),
         **terms._asdict(),
         norms=(params["attention_norm"], params["feed_forward_norm"]),
-        residuals=tuple(_cast(params.get(f"{part}_residual", {}), model) for part in ("attention", "feed_forward")),
         feed_forward=(_dense(params["feed_forward"], "inner", dtype), _dense(params["feed_forward"], "outer", dtype)),
     )
 

@@ -1,7 +1,7 @@
 """Weight quantization: int8 in place of the matrices of prepared parameters (`inference.forward.DecodeParams`).
 
 Each has a scale per channel: a column of a matrix, the code of a distance, a word of the softmax. Embeddings (a token
-reads one row), layer norms, biases and the matrices of gated residuals stay as they are.
+reads one row), layer norms and biases stay as they are.
 """
 
 from typing import Any, TypeVar

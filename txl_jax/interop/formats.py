@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from txl_jax.config import AttentionWindow, CompatConfig, EvalConfig, ExperimentConfig, ModelConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config.experiment import apply_preset
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import (
@@ -156,7 +156,7 @@ def _vocabulary(weights: _Weights, vocab_size: int) -> foreign_vocabulary.Found:
 
 def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
     """Returns the differences that give the implementation's numbers."""
-    compat = config_tree.apply_preset(ExperimentConfig(), _PRESETS[format]).compat
+    compat = apply_preset(ExperimentConfig(), _PRESETS[format]).compat
     if format is Format.NVIDIA:
         compat = dataclasses.replace(compat, same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE)
     if format is Format.HUGGINGFACE and isinstance(facts.get("layer_norm_epsilon"), float):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax.config import EvalConfig, ModelConfig, NormPlace, Residual
+from txl_jax.config import EvalConfig, ModelConfig, NormPlace
 from txl_jax.data.vocabulary import MARKS
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
@@ -157,8 +157,6 @@ def _check_encoding(config: ModelConfig) -> None:
     if not encoding_of(config).in_huggingface:
         known = ", ".join(name for name, encoding in ENCODINGS.items() if encoding.in_huggingface)
         raise UserError(f"model.encoding is {config.encoding}, and Hugging Face's model has {known} only")
-    if config.residual is not Residual.SUM:
-        raise UserError(f"model.residual is {config.residual}, and Hugging Face's model has sums only")
     if config.tie_positions:
         raise UserError(
             "model.tie_positions is on, and Hugging Face's model has a matrix of positions, u and v; turn it off"

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace, Residual
-from txl_jax.config import tree as config_tree
+from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import apply_preset
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.data.word_tokens import WordVocabulary
@@ -314,8 +315,6 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
       OSError, LogError: If the files cannot be written.
     """
     model = info.config.model
-    if model.residual is not Residual.SUM:
-        raise UserError(f"model.residual is {model.residual}, but the original PyTorch release only has sums")
     if encoding_of(model).original_type is None or model.tie_positions:
         raise UserError(
             f"model.encoding is {model.encoding} and model.tie_positions is {model.tie_positions}, but the original "
@@ -379,14 +378,14 @@ def differences(config: ExperimentConfig, preset: str, name: str, *, same: tuple
       name: The implementation's name, for people.
       same: Settings that are written for the implementation.
     """
-    theirs = config_tree.apply_preset(config, preset).compat
+    theirs = apply_preset(config, preset).compat
     unused = {*same, "final_norm"}  # A model that has one is rejected.
     if not config.model.has_shaw_terms:
         unused.add("shaw_terms")
     if not config.eval.same_length:
         unused.add("same_length_window")
-    apart = f"documents are kept apart here, by the token {config.model.end_token}, and not by {name}"
-    return [apart] * (config.model.end_token is not None) + [
+    apart = f"documents are kept apart here, by the token {config.data.reset_at!r}, and not by {name}"
+    return [apart] * (config.data.reset_at is not None) + [
         f"{name} has compat.{leaf.name} {config_tree.format_value(there)}, and these weights were read with "
         f"{config_tree.format_value(here)}: it gives other losses"
         for leaf, here, there in config_tree.differences(config.compat, theirs)

@@ -21,8 +21,9 @@ import jax
 import numpy as np
 
 from txl_jax.config import ExperimentConfig
-from txl_jax.config import tree as config_tree
-from txl_jax.config.tree import format_value
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import from_record
+from txl_jax.config.settings import format_value
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
@@ -141,7 +142,7 @@ def read_info(folder: AnyPath) -> ModelInfo:
     """
     path, saved = os.path.join(folder, CONFIG), _read_config(folder)
     try:
-        config = config_tree.from_dict(saved["config"])
+        config = from_record(saved["config"])
         config.model.validate()
         expected = str(saved["sha256"][VOCABULARY])
         step, description, scores = int(saved["step"]), str(saved["description"]), dict(saved["scores"])
@@ -206,7 +207,7 @@ def _place(leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _settings(config: ExperimentConfig) -> dict[str, Any]:
     """Returns the settings to store by dotted name, without paths on this machine."""
-    paths = {leaf.name for leaf in config_tree.leaves() if leaf.setting.path}
+    paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
     values = config_tree.to_dict(config).items()
     return {name: value for name, value in values if name.partition(".")[0] in _GROUPS and name not in paths}
 

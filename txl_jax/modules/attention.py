@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import CompatConfig, ModelConfig
-from txl_jax.modules.dropout import Dropout, DropoutRates, dropout, is_on, weight_dropout
+from txl_jax.modules.dropout import Dropout, DropoutRates, dropout, is_on
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.positions.encoding import Projections
 from txl_jax.ops.attention import Implementation, Visibility, attention
@@ -51,12 +51,11 @@ class Attention(nn.Module):
           parameters: the encoding's `layer_parameters`.
         """
         c, rates, dtype = self.config, self.rates or DropoutRates.of(self.config.dropout), segment.dtype
-        drop_weights = weight_dropout(rates.weight, deterministic=self.deterministic)
         inward = initializers.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
         def matrix(name: str) -> jax.Array:
             """Creates a matrix [D, H, E]."""
-            return drop_weights(self.param(name, inward, (c.d_model, c.n_head, c.d_head))).astype(dtype)
+            return self.param(name, inward, (c.d_model, c.n_head, c.d_head)).astype(dtype)
 
         # Heads before positions: the products over E and K then run on contiguous matrices, which on CPU
         # halves the time of the forward pass.
@@ -89,7 +88,7 @@ class Attention(nn.Module):
             implementation=self.implementation,
         )
         outward = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
-        kernel = drop_weights(self.param("output", outward, (c.n_head, c.d_head, c.d_model)))
+        kernel = self.param("output", outward, (c.n_head, c.d_head, c.d_model))
         output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))
         return dropout(c, rates.rate, deterministic=self.deterministic)(output)
 

@@ -12,7 +12,6 @@ from txl_jax.modules.attention import Attention
 from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.positions import encoding_of
-from txl_jax.modules.residual import ResidualConnection
 from txl_jax.ops.attention import Implementation, Visibility
 from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
@@ -77,9 +76,8 @@ class Block(nn.Module):
         else:  # The memory holds values before the norm and is normalised with the segment.
             normed = attention_norm(jnp.concatenate([memory, inputs], axis=1))
             attended = attend(normed[:, memory.shape[1] :], normed[:, : memory.shape[1]])
-            middle = ResidualConnection(c, name="attention_residual")(inputs, attended)
-            fed = feed_forward(feed_forward_norm(middle))
-            outputs = ResidualConnection(c, name="feed_forward_residual")(middle, fed)
+            middle = inputs + attended
+            outputs = middle + feed_forward(feed_forward_norm(middle))
         return constrain(outputs, axes.BATCH, axes.LENGTH, None), inputs
 
 

@@ -1,9 +1,8 @@
-"""Dropout: on activations, with a mask per number or one for all positions of a segment, and on weights.
+"""Dropout on activations, with a mask per number or one for all positions of a segment.
 
 A rate may be a traced number, so that vmapped runs with different rates are one program (`txl_jax.training.ensemble`).
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -29,7 +28,6 @@ class DropoutRates(NamedTuple):
     output: Rate
     qkv: Rate
     embedding: Rate
-    weight: Rate
 
     @classmethod
     def of(cls, config: DropoutConfig, **changes: Rate) -> "DropoutRates":
@@ -42,7 +40,6 @@ class DropoutRates(NamedTuple):
             output=rate if config.output is None else config.output,
             qkv=config.qkv,
             embedding=config.embedding,
-            weight=config.weight,
         )
         return rates._replace(**changes)
 
@@ -85,10 +82,3 @@ def dropout(config: ModelConfig, rate: Rate, *, deterministic: bool | None = Non
     """
     axes = (-2,) if config.dropout.locked else ()
     return Dropout(rate, broadcast_dims=axes, deterministic=deterministic, name=name)
-
-
-def weight_dropout(rate: Rate, *, deterministic: bool) -> Callable[[jax.Array], jax.Array]:
-    """Returns dropout for entries of a matrix (DropConnect: Wan et al., 2013), the same ones for all positions."""
-    if not is_on(rate):
-        return lambda kernel: kernel
-    return Dropout(rate, deterministic=deterministic, name="drop_weights")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.modules.dropout import DropoutRates, dropout, weight_dropout
+from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.ops.matmul import project
 from txl_jax.sharding import axes, initializers
 from txl_jax.sharding.activations import constrain
@@ -40,27 +40,19 @@ class FeedForward(nn.Module):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Applies the network: [B, L, D] -> [B, L, D]."""
         c, rates = self.config, self.rates or DropoutRates.of(self.config.dropout)
-        drop_weights = weight_dropout(rates.weight, deterministic=self.deterministic)
-        inner = self._parameters("inner", inputs.dtype, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER), drop_weights)
-        outer = self._parameters("outer", inputs.dtype, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED), drop_weights)
+        inner = self._parameters("inner", inputs.dtype, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER))
+        outer = self._parameters("outer", inputs.dtype, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED))
 
         def drop(states: jax.Array) -> jax.Array:
             return dropout(c, rates.rate, deterministic=self.deterministic)(states)
 
         return feed_forward(inputs, inner, outer, drop)
 
-    def _parameters(
-        self,
-        name: str,
-        dtype: jnp.dtype,
-        rows: tuple[int, str],
-        columns: tuple[int, str],
-        drop_weights: Callable[[jax.Array], jax.Array],
-    ) -> Dense:
+    def _parameters(self, name: str, dtype: jnp.dtype, rows: tuple[int, str], columns: tuple[int, str]) -> Dense:
         """Creates `name`_kernel and `name`_bias; `rows` and `columns` are (size, logical axis)."""
         (n_row, row_axis), (n_column, column_axis) = rows, columns
         init = initializers.normal(self.config.init_std, row_axis, column_axis)
-        kernel = drop_weights(self.param(f"{name}_kernel", init, (n_row, n_column))).astype(dtype)
+        kernel = self.param(f"{name}_kernel", init, (n_row, n_column)).astype(dtype)
         bias = self.param(f"{name}_bias", initializers.zeros(column_axis), (n_column,)).astype(dtype)
         return Dense(kernel, bias)
 

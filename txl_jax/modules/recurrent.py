@@ -85,10 +85,6 @@ class RecurrentModel(nn.Module):
         """Computes the log probabilities (logprobs) of all tokens: [B, L, D] -> [B, L, V]."""
         return self.softmax.log_probabilities(hidden, self.embedding.tables, self.embedding.projections)
 
-    def target_vectors(self, targets: jax.Array) -> jax.Array:
-        """Returns the vectors of the targets in a full softmax: int [B, L] -> [B, L, D]."""
-        return self.softmax.target_vectors(targets, self.embedding.tables)
-
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """Returns an empty memory; `mem_len` has no effect."""
         del mem_len

@@ -60,11 +60,6 @@ class Softmax(nn.Module):
         clusters, tails = self._weights(tables, projections)
         return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs)
 
-    def target_vectors(self, targets: jax.Array, tables: Sequence[jax.Array]) -> jax.Array:
-        """Returns the targets' rows of the table of a full softmax without projection: int [B, L] -> [B, L, D]."""
-        table = tables[0] if self.own_tables[0] is None else self.own_tables[0]
-        return jnp.take(table, targets, axis=0)
-
     def log_probabilities(
         self, hidden: jax.Array, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
     ) -> jax.Array:

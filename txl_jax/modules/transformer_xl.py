@@ -37,6 +37,7 @@ class TransformerXL(nn.Module):
     config: ModelConfig
     compat: CompatConfig
     vocab_size: int
+    end_token: int | None = None  # Ends a document and resets the memory. None if documents are not kept apart.
     num_devices: int = 1  # Of the ambient mesh (`jax.set_mesh`); with another number every call raises.
     rates: DropoutRates | None = None  # None: those of the config.
     attention: Implementations | None = None  # None: chosen in each call by `config.attention`.
@@ -96,7 +97,7 @@ class TransformerXL(nn.Module):
         drop = functools.partial(self.drop_input, deterministic=deterministic)
         codes = self.encoding.shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)
         window = self.compat.window(mem_len, same_length=same_length)
-        documents = memory_lib.documents(tokens, self.config.end_token)
+        documents = memory_lib.documents(tokens, self.end_token)
         start = None if documents is None else documents.start
         visibility = Visibility(memory.valid, segment_len, mem_len, window, document_start=start)
         context = LayerContext(codes, visibility, implementation=self.implementations.training)
@@ -142,10 +143,6 @@ class TransformerXL(nn.Module):
     def clusters(self) -> list[adaptive_softmax.Cluster]:
         """Returns the softmax's weights, in the layout of `ops.adaptive_softmax`."""
         return self.softmax.clusters(self.embedding.tables, self.embedding.projections)
-
-    def target_vectors(self, targets: jax.Array) -> jax.Array:
-        """Returns the softmax's vector of each target, where it is full: int [B, L] -> [B, L, D]."""
-        return self.softmax.target_vectors(targets, self.embedding.tables)
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """Returns the memory before the first segment, in the compute type."""

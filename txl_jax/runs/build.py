@@ -15,9 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from txl_jax import sharding
 from txl_jax.config import CacheDType, EvalConfig, ExperimentConfig, Network, TrainConfig
+from txl_jax.data import ready_ids
+from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
-from txl_jax.evaluation.streaming import EvalStep, make_eval_step
+from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, EvalStep, make_eval_step
 from txl_jax.inference import scorer
 from txl_jax.inference.cache import KVCache, cache_capacity
 from txl_jax.inference.scorer import Scorer
@@ -148,7 +150,7 @@ def _of_model(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
         n_keys=1,
         d_head=model.d_head,
         has_position_score=encoding_of(model, config.compat).has_position_score,
-        documents=model.end_token is not None,
+        documents=config.data.reset_at is not None,
     )
 
 
@@ -225,7 +227,8 @@ class Placement:
 
     def abstract_segments(self, lengths: TrainConfig | EvalConfig) -> Segments:
         """Returns shapes, types and shardings of the segments that one call of the train or eval step takes."""
-        shape = (lengths.segments_per_call, lengths.batch_size, lengths.segment_len)
+        per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
+        shape = (per_call, lengths.batch_size, lengths.segment_len)
         shardings: Any = self.segment_shardings(lengths.batch_size)
 
         def abstract(name: str, shape: tuple[int, ...], dtype: str) -> Any:
@@ -440,6 +443,7 @@ def build(
     config: ExperimentConfig,
     *,
     vocab_size: int,
+    end_token: int | None = None,
     mesh: Mesh | None = None,
     recorded: Implementations | None = None,
 ) -> RunComponents:
@@ -448,6 +452,7 @@ def build(
     Args:
       config: The settings.
       vocab_size: V.
+      end_token: Id of the token that `data.reset_at` names.
       mesh: The devices, or None for the mesh of the config.
       recorded: The implementations of attention of an earlier start (`choose_attention`).
 
@@ -456,9 +461,10 @@ def build(
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)
-    if config.data.reset_at is not None and config.model.end_token is None:  # It would act nowhere.
+    if (config.data.reset_at is None) != (end_token is None) or not 0 <= (end_token or 0) < vocab_size:
         raise UserError(
-            f"data.reset_at is {config.data.reset_at!r} and model.end_token is none; give model.end_token its id"
+            f"end_token must be the id of the token data.reset_at ({config.data.reset_at!r}) in a vocabulary of "
+            f"{vocab_size} tokens, got {end_token}"
         )
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     check_devices(config.eval.weight_dtype, mesh.size)
@@ -474,7 +480,14 @@ def build(
         model = RecurrentModel(config.model, config.compat, vocab_size, mesh.size)
     else:
         attention = choose_attention(config, mesh, recorded=recorded)
-        model = TransformerXL(config.model, config.compat, vocab_size, mesh.size, attention=attention.implementations)
+        model = TransformerXL(
+            config.model,
+            config.compat,
+            vocab_size,
+            end_token,
+            num_devices=mesh.size,
+            attention=attention.implementations,
+        )
     return RunComponents(
         config=config,
         model=model,
@@ -483,3 +496,14 @@ def build(
         mesh=mesh,
         attention=attention,
     )
+
+
+def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) -> RunComponents:
+    """Assembles the components of a run with this vocabulary; `options` are the other arguments of `build`.
+
+    Raises:
+      UserError: As `build`, or if `data.reset_at` is not the text of one token.
+    """
+    end = config.data.reset_at
+    end_token = None if end is None else ready_ids.find_token(vocabulary, end, name="data.reset_at")
+    return build(config, vocab_size=vocabulary.size, end_token=end_token, **options)

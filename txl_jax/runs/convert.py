@@ -21,7 +21,7 @@ import numpy as np
 
 from txl_jax import sharding
 from txl_jax.config import ExperimentConfig, MeshConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import formats, huggingface, leaves, original, portable

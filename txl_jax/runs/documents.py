@@ -15,6 +15,7 @@ import numpy as np
 
 from txl_jax.data.documents import Call, Document, DocumentRows, Part
 from txl_jax.errors import UserError
+from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.inference.scorer import Scorer
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import sampling
@@ -76,7 +77,7 @@ class DocumentReader:
             source,
             batch_size=config.eval.batch_size,
             segment_len=config.eval.segment_len,
-            segments_per_call=config.eval.segments_per_call,
+            segments_per_call=SEGMENTS_PER_CALL,
             vectors=(config.model.d_model, dtype) if vectors else None,
         )
         memory = self._components.evaluation.init_memory(self._weights)

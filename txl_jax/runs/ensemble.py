@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from txl_jax.config import ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import train, warm_start
-from txl_jax.runs.build import Compilation, RunComponents, build
+from txl_jax.runs.build import Compilation, RunComponents, build_for
 from txl_jax.runs.run import RESULTS, Run, member_name
-from txl_jax.runs.train import training_reader, with_end_token
+from txl_jax.runs.train import training_reader
 from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runs.validation import TrainTask
 from txl_jax.runs.weights import load_state
@@ -71,11 +71,10 @@ def train_members(
         hook.check_interval(base.train.segments_per_call)
     if profile_steps is not None:
         profiler.check_steps(*profile_steps, steps=base.train.steps)
-    base = with_end_token(base, corpus)
     members = [_in_order(member) for member in members]
     configs = member_configs(base, members)
     run.compare(base, members)
-    components = build(base, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(base))
+    components = build_for(base, corpus.vocabulary, recorded=run.attention_for(base))
     if components.mesh.size != 1:
         raise UserError(
             f"the mesh has {components.mesh.size} devices and the members of an ensemble share one; give "
@@ -218,7 +217,7 @@ def split_off(workdir: str, member: str, target: str) -> None:
     source = Run.read(workdir, member=member)
     with Run.open(target) as made:
         made.claim()
-        components = build(source.config, vocab_size=source.text.vocabulary.size)
+        components = build_for(source.config, source.text.vocabulary)
         restored = load_state(components, source, log=print)
         if restored is None:
             raise UserError(f"{workdir} has no checkpoint yet; train it first")

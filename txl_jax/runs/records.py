@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_jax.config import ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.run import RESULTS, Run, by_name, holds_run
@@ -176,7 +176,8 @@ def swept_settings(runs: Sequence[RunRecords]) -> list[str]:
     """
     first, *others = [run.config for run in runs]
     found = {leaf.name for other in others for leaf, _, _ in config_tree.differences(first, other)}
-    return [leaf.name for leaf in config_tree.leaves() if leaf.name in found and not leaf.setting.free_on_resume]
+    leaves = config_tree.leaves(ExperimentConfig)
+    return [leaf.name for leaf in leaves if leaf.name in found and not leaf.setting.free_on_resume]
 
 
 def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:

@@ -25,8 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from txl_jax.config import ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import DataConfig, ExperimentConfig
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import from_record
 from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import MissingPackageError, UserError
@@ -49,7 +50,7 @@ _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
 # Settings that the choice of attention for evaluation depends on.
 _EVALUATION = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length", "cache_dtype")
 # Hosts may keep their files in different places; the contents are compared.
-_PLACES = {leaf.name for leaf in config_tree.leaves() if leaf.setting.path and leaf.name.startswith("data.")}
+_PLACES = {f"data.{leaf.name}" for leaf in config_tree.leaves(DataConfig) if leaf.setting.path}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,10 +359,11 @@ class Run:
                 "formats 1 and 2, a newer txl_jax later ones"
             )
         try:
-            self.config, text = config_tree.from_dict(saved["config"]), saved["text"]
+            self.config, text = from_record(saved["config"]), saved["text"]
             facts = {name: text[name] for name in _TEXT_FACTS}
             expected, self.members = text["vocabulary_sha256"], saved.get("members", [])
-            by_name(self.members)
+            for changes in by_name(self.members).values():
+                from_record(saved["config"] | changes)
             self.attention, self.weights = saved.get("attention", {}), saved.get("warm_start")
             for implementation in self.attention.values():
                 Implementation.parse(implementation)

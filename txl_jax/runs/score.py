@@ -20,7 +20,7 @@ import numpy as np
 import tqdm
 
 from txl_jax.config import ExperimentConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, evaluation_segments
 from txl_jax.data.vocabulary import Vocabulary, escape
@@ -104,7 +104,6 @@ def score(
                 weights,
                 functions.init_memory(weights),
                 reader,
-                segments_per_call=lengths.segments_per_call,
                 place=functools.partial(components.placement.place, batch_size=lengths.batch_size),
                 after_call=show,
                 keep=None if token_nats is None else functools.partial(put_in_text_order, token_nats, whole),

@@ -16,12 +16,10 @@ import jax
 
 from txl_jax import flops, sharding
 from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, Network, Order
-from txl_jax.config import tree as config_tree
-from txl_jax.data import ready_ids
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.runs import warm_start
-from txl_jax.runs.build import Compilation, RunComponents, build
+from txl_jax.runs.build import Compilation, RunComponents, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_text
 from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runs.validation import TrainTask
@@ -65,12 +63,11 @@ def train_run(
         hook.check_interval(config.train.segments_per_call)
     if profile_steps is not None:
         profiler.check_steps(*profile_steps, steps=config.train.steps)
-    config = with_end_token(config, corpus)
     run.compare(config)
     check_same_text(corpus)
 
     def prepare() -> tuple[RunComponents, SegmentReader]:
-        components = build(config, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(config))
+        components = build_for(config, corpus.vocabulary, recorded=run.attention_for(config))
         components.training.check_batch_size()
         return components, training_reader(components, corpus, config.seed)
 
@@ -122,18 +119,6 @@ def train(
         return train_run(config, corpus, run, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
 
 
-def with_end_token(config: ExperimentConfig, corpus: Corpus) -> ExperimentConfig:
-    """Returns the config with the id of the token that ends a document, as `data.reset_at` names it.
-
-    Raises:
-      UserError: If the text is not one token of the vocabulary.
-    """
-    text, end_token = config.data.reset_at, None
-    if text is not None:
-        end_token = ready_ids.find_token(corpus.vocabulary, text, name="data.reset_at")
-    return config_tree.replace(config, {"model.end_token": end_token})
-
-
 def training_reader(components: RunComponents, corpus: Corpus, seed: int) -> SegmentReader:
     """Cuts the training text into segments in the config's order, shuffled by a seed.
 
@@ -149,7 +134,6 @@ def training_reader(components: RunComponents, corpus: Corpus, seed: int) -> Seg
         seed=seed,
         roll=data.roll,
         sentence_starts=corpus.sentences if data.order is Order.SENTENCES else None,
-        epoch_memory=data.epoch_memory,
         own=components.placement.own_rows(train_config.batch_size).tolist(),
     )
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.prefetch import Prefetcher
 from txl_jax.errors import NonFiniteError
 from txl_jax.runs.checkpoints import RunCheckpoints

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from txl_jax.config import EvalConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import CheckpointError
 from txl_jax.metrics import Totals
@@ -277,5 +277,5 @@ class Validation:
 
 
 def with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """Completes recorded evaluation settings: one that was added later had the effect of its default."""
-    return config_tree.to_dict(EvalConfig()) | evaluation
+    """Returns recorded evaluation settings with defaults for those added later, and without those removed since."""
+    return {name: evaluation.get(name, default) for name, default in config_tree.to_dict(EvalConfig()).items()}

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, TokenizerConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import RunComponents, build_for
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import Weights, open_weights
 from txl_jax.runtime import distributed
@@ -84,9 +84,8 @@ def basis(path: str, run: Run) -> Basis:
 
 def with_trained_settings(defaults: ExperimentConfig, trained: Basis, which: InitVocabulary) -> ExperimentConfig:
     """Returns `defaults` with the trained model's sizes and compatibility and, if its vocabulary is kept, tokens."""
-    names = [
-        leaf.name for leaf in config_tree.leaves() if leaf.setting.shapes_params or leaf.name.startswith("compat.")
-    ]
+    leaves = config_tree.leaves(ExperimentConfig)
+    names = [leaf.name for leaf in leaves if leaf.setting.shapes_params or leaf.name.startswith("compat.")]
     taken = {name: config_tree.get(trained.config, name) for name in names}
     if which is InitVocabulary.KEPT:
         taken |= _tokenizer_settings(trained.vocabulary)
@@ -208,11 +207,11 @@ def _open(path: str) -> Weights:
 
 def _assemble_trained(trained: Weights, components: RunComponents) -> RunComponents:
     """Assembles the trained model on the mesh of the run that begins."""
-    ours = ("mesh.data", "mesh.dcn_data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
+    ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     defaults = {"eval.average_checkpoints": ExperimentConfig().eval.average_checkpoints}
     changed = defaults | {name: config_tree.get(components.config, name) for name in ours}
     config = config_tree.replace(trained.config, changed)
-    return build(config, vocab_size=trained.vocabulary.size, mesh=components.mesh)
+    return build_for(config, trained.vocabulary, mesh=components.mesh)
 
 
 def _has_checkpoint(run: Run) -> bool:

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import CacheDType, ExperimentConfig, WeightDType
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import exported, portable, tensorflow
 from txl_jax.ops.attention import Implementation
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import RunComponents, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
@@ -50,7 +50,7 @@ class Weights:
         """Builds the model over the mesh of its config; raises `UserError` if settings do not fit the devices."""
         if isinstance(self.source, Run):
             return build_trained(self.config, self.source, log=log)
-        return distributed.run_on_all(lambda: build(self.config, vocab_size=self.vocabulary.size))
+        return distributed.run_on_all(lambda: build_for(self.config, self.vocabulary))
 
     def params(self, components: RunComponents, *, log: Callable[[str], None] = lambda line: None) -> tuple[int, Any]:
         """Loads the parameters onto the components' mesh, in their shardings: (training steps, parameters).
@@ -166,8 +166,8 @@ def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], No
     Raises:
       UserError: If settings do not fit each other or the devices, or processes have different devices.
     """
-    recorded, vocab_size = run.attention_for(config), run.text.vocabulary.size
-    components = distributed.run_on_all(lambda: build(config, vocab_size=vocab_size, recorded=recorded))
+    recorded = run.attention_for(config)
+    components = distributed.run_on_all(lambda: build_for(config, run.text.vocabulary, recorded=recorded))
     choice = components.attention
     check_same_attention(choice)
     if choice is not None and recorded.cached != choice.evaluation.implementation:

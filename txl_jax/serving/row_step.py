@@ -90,9 +90,9 @@ class Step:
         Raises:
           UserError: a mesh of several devices, or a model that keeps documents apart.
         """
-        if components.config.model.end_token is not None:  # A row's filled slots follow from its position here.
+        if components.config.data.reset_at is not None:  # A row's filled slots follow from its position here.
             raise UserError(
-                f"the model keeps documents apart by the token {components.config.model.end_token}, which the "
+                f"the model keeps documents apart by the token {components.config.data.reset_at!r}, which the "
                 "server does not; generate with txl_jax.load"
             )
         if components.mesh.size > 1:

@@ -16,4 +16,3 @@ VOCAB = "vocab"  # Rows of an embedding table or of its bias.
 CLUSTERS = "clusters"  # Tail clusters in the head of the adaptive softmax.
 POSITIONS = "positions"  # Distances of a learned table.
 NORM = "norm"  # Scale and bias of a layer norm.
-GATE = "gate"  # D, cells of a gated residual connection.

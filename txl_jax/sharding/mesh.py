@@ -40,7 +40,6 @@ _MESH_AXES = {
     axes.CLUSTERS: None,
     axes.POSITIONS: None,
     axes.NORM: None,
-    axes.GATE: None,
 }
 
 
@@ -55,12 +54,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       devices: None: those of this run; else others, such as those of a topology that is not attached.
 
     Raises:
-      UserError: the sizes need more devices than there are, or leave a remainder where `data` is None; or the devices
-        are of another number of slices.
+      UserError: If the sizes need more devices than there are, or leave a remainder where `data` is None, or slices
+        have different numbers of devices.
     """
     devices = jax.devices() if devices is None else devices
     slices = _slices(devices)
-    shape = _shape(config, len(devices), num_slices=len(slices), is_tpu=devices[0].platform == "tpu")
+    shape = _shape(config, len(devices), num_slices=len(slices))
     return Mesh(_device_grid(slices, shape), _NAMES, axis_types=(AxisType.Auto,) * 3)
 
 
@@ -75,7 +74,7 @@ def abstract_mesh(config: MeshConfig, n_device: int, *, num_slices: int = 1) -> 
     Raises:
       UserError: as `make_mesh`.
     """
-    shape = _shape(config, n_device, num_slices=num_slices, is_tpu=num_slices > 1)
+    shape = _shape(config, n_device, num_slices=num_slices)
     return AbstractMesh(shape, _NAMES, axis_types=(AxisType.Auto,) * 3)
 
 
@@ -119,30 +118,23 @@ def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
     return [found[index] for index in sorted(found)]
 
 
-def _shape(config: MeshConfig, n_device: int, *, num_slices: int, is_tpu: bool) -> tuple[int, int, int]:
+def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, int, int]:
     """Returns data x fsdp x tensor over all slices."""
-    dcn_data = config.dcn_data or num_slices
-    if is_tpu and dcn_data != num_slices:
-        raise UserError(
-            f"mesh.dcn_data is {dcn_data} and the TPUs are of {num_slices} slice{'s' if num_slices > 1 else ''}; give "
-            f"--mesh.dcn_data={num_slices}, or none for as many as there are"
-        )
-    in_slice, rest = divmod(n_device, dcn_data)
+    in_slice, rest = divmod(n_device, num_slices)
     if rest:
         raise UserError(
-            f"mesh.dcn_data is {dcn_data} and there are {n_device} devices; it must divide them, as each slice has as "
-            "many"
+            f"there are {n_device} devices in {num_slices} slices of TPUs; each slice must have as many as the others"
         )
     shared = config.fsdp * config.tensor
     data = config.data or in_slice // shared
     if data * shared > in_slice or (not config.data and data * shared != in_slice):
-        where = f" in each of {dcn_data} slices (mesh.dcn_data)" if dcn_data > 1 else ""
+        where = f" in each of {num_slices} slices" if num_slices > 1 else ""
         raise UserError(
             f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor} and "
             f"there are {in_slice} devices{where}; the product must not exceed that, nor leave a remainder where data "
             "is none"
         )
-    return dcn_data * data, config.fsdp, config.tensor
+    return num_slices * data, config.fsdp, config.tensor
 
 
 def spec(*names: str | None) -> PartitionSpec:

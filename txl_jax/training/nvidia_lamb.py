@@ -23,6 +23,7 @@ from txl_jax.config import ModelConfig, Network, OptimizerConfig
 from txl_jax.modules.positions import encoding_of
 from txl_jax.training.param_axes import is_stacked, names_of
 
+ADAM_B1 = 0.9  # Decay of Adam's first moment.
 LARGEST_NORM = 10.0
 
 
@@ -35,19 +36,16 @@ class _Part(NamedTuple):
 
 def scale_by_moments(optimizer: OptimizerConfig) -> optax.GradientTransformation:
     """Returns m / (sqrt(v) + eps) with Adam's moments, not corrected for their bias; the state is Adam's."""
-    b1, b2, eps = optimizer.adam_b1, optimizer.adam_b2, optimizer.adam_eps
-    init = optax.scale_by_adam(b1, b2, eps, mu_dtype=optimizer.mu_dtype).init
+    b2, eps = optimizer.adam_b2, optimizer.adam_eps
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        mu = optax.tree.update_moment(updates, state.mu, ADAM_B1, 1)
         nu = optax.tree.update_moment(updates, state.nu, b2, 2)
         steps = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
-        return steps, state._replace(
-            count=optax.safe_increment(state.count), mu=optax.tree.cast(mu, optimizer.mu_dtype), nu=nu
-        )
+        return steps, state._replace(count=optax.safe_increment(state.count), mu=mu, nu=nu)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(optax.scale_by_adam().init, update)
 
 
 def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:

@@ -105,17 +105,14 @@ def _make_loss(model: LanguageModel, config: ExperimentConfig) -> Callable[..., 
             mutable=[intermediates.COLLECTION] if penalized else [],
         )
         nll: Any = model.apply(variables, hidden, segment.targets, method=model.nll)
-        scored = nll  # What is reported.
-        if regularization.adversarial:
-            vectors: Any = model.apply(variables, segment.targets, method=model.target_vectors)
-            nll = losses.adversarial_nll(nll, hidden, vectors, regularization.adversarial)
-        mean = losses.weighted_sum(nll, weights)[0] / jnp.maximum(tokens, 1)
+        nats, _ = losses.weighted_sum(nll, weights)
+        mean = nats / jnp.maximum(tokens, 1)
         if penalized:
             new = intermediates.last(kept)[:, -train.new_tokens :]
             penalty = losses.activation_penalty(
                 new, activation=regularization.activation_l2, temporal=regularization.temporal_l2
             )
             mean += penalty / train.grad_accum_steps
-        return mean, (losses.weighted_sum(scored, weights)[0], memory)
+        return mean, (nats, memory)
 
     return loss

@@ -2,7 +2,7 @@
 
 All are optax's, with two adaptations. What is by tensor (trust ratios, root mean squares, factors) is by tensor and
 layer, although `nn.scan` stacks the layers. And a projection of attention is the matrix that it multiplies by, although
-its heads are an axis. `compat.lamb` chooses another LAMB (`txl_jax.training.nvidia_lamb`).
+its heads are an axis. NVIDIA's LAMB is in `txl_jax.training.nvidia_lamb`.
 """
 
 import math
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from txl_jax.config import ExperimentConfig, LambRule, OptimizerConfig, OptimizerName
+from txl_jax.config import ExperimentConfig, OptimizerConfig, OptimizerName
 from txl_jax.training import nvidia_lamb
+from txl_jax.training.nvidia_lamb import ADAM_B1
 from txl_jax.training.param_axes import as_matrices, matrix_axes, matrix_shape, names_of, per_layer
 
 LION_B1, LION_B2 = 0.9, 0.99
@@ -40,7 +41,7 @@ def update_rule(config: ExperimentConfig) -> UpdateRule:
     match optimizer.name:
         case OptimizerName.ADAM | OptimizerName.ADAMW:
             return UpdateRule((_adam(optimizer),))
-        case OptimizerName.LAMB if config.compat.lamb is LambRule.NVIDIA:
+        case OptimizerName.LAMB_NVIDIA:
             return UpdateRule(
                 (nvidia_lamb.scale_by_moments(optimizer),), (nvidia_lamb.scale_by_trust_ratio(config.model, optimizer),)
             )
@@ -52,15 +53,13 @@ def update_rule(config: ExperimentConfig) -> UpdateRule:
             )
             return UpdateRule((per_layer(as_matrices(factored)),))
         case OptimizerName.LION:
-            return UpdateRule((optax.scale_by_lion(LION_B1, LION_B2, mu_dtype=optimizer.mu_dtype),))
+            return UpdateRule((optax.scale_by_lion(LION_B1, LION_B2),))
         case OptimizerName.MUON:
             return UpdateRule((_muon(optimizer),))
 
 
 def _adam(optimizer: OptimizerConfig) -> optax.GradientTransformation:
-    return optax.scale_by_adam(
-        b1=optimizer.adam_b1, b2=optimizer.adam_b2, eps=optimizer.adam_eps, mu_dtype=optimizer.mu_dtype
-    )
+    return optax.scale_by_adam(b1=ADAM_B1, b2=optimizer.adam_b2, eps=optimizer.adam_eps)
 
 
 def _muon(optimizer: OptimizerConfig) -> optax.GradientTransformation:
@@ -81,7 +80,5 @@ def _muon(optimizer: OptimizerConfig) -> optax.GradientTransformation:
     def labels(params: Any) -> Any:
         return jax.tree.map_with_path(lambda path, _: "adam" if matrix_axes(names_of(path)) is None else "muon", params)
 
-    muon = optax.contrib.scale_by_muon(
-        beta=MUON_MOMENTUM, mu_dtype=optimizer.mu_dtype, weight_dimension_numbers=axes_of
-    )
+    muon = optax.contrib.scale_by_muon(beta=MUON_MOMENTUM, weight_dimension_numbers=axes_of)
     return optax.partition({"muon": optax.chain(muon, optax.stateless(by_size)), "adam": _adam(optimizer)}, labels)

@@ -10,7 +10,8 @@ from experiments.bench import huggingface, speed
 from experiments.bench.huggingface import HuggingFaceModel
 from support import tiny, tiny_run
 from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
+from txl_jax.config.experiment import apply_preset
 from txl_jax.errors import UserError
 from txl_jax.runs.build import build
 
@@ -115,7 +116,7 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
 
 
 def test_settings_are_the_presets_with_a_masked_memory_and_those_that_the_peer_lacks_are_refused():
-    preset = config_tree.apply_preset(CONFIG, "hf").compat
+    preset = apply_preset(CONFIG, "hf").compat
     found = huggingface.with_peer_compat(config_tree.replace(CONFIG, {"compat.layer_norm_eps": 1e-3}))
     assert dataclasses.replace(found.compat, memory_start=preset.memory_start) == preset
     assert found.compat.memory_start != preset.memory_start

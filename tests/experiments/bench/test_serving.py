@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.bench.serving import DEFAULTS, Plan, benchmark
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 
 
 @pytest.mark.full

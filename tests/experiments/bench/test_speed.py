@@ -8,14 +8,14 @@ from experiments.bench import speed
 from experiments.bench.speed import Peer, Plan
 from support import tiny, tiny_run
 from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs.build import build
 
 CONFIG = ExperimentConfig(
     model=tiny.CONFIG,
     train=TrainConfig(batch_size=2, segment_len=4, mem_len=6, segments_per_call=2, **dict.fromkeys(tiny_run.COUNTS, 2)),
-    eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7, clamp_len=5, segments_per_call=2),
+    eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7, clamp_len=5),
     generate=GenerateConfig(samples=3, top_k=5),
 )
 

@@ -11,7 +11,7 @@ from experiments.paper.context_length import Plan
 from support import tiny_run
 from txl_jax import plots
 from txl_jax.config import Encoding
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 from txl_jax.runs import score
@@ -19,7 +19,7 @@ from txl_jax.runs.score import Interrupted, Split
 from txl_jax.runs.validation import as_record
 
 # Not the defaults, so that a sweep must set or keep them.
-GIVEN = {"eval.same_length": False, "eval.clamp_len": 4, "eval.batch_size": 2, "eval.segments_per_call": 3}
+GIVEN = {"eval.same_length": False, "eval.clamp_len": 4, "eval.batch_size": 2}
 
 
 @pytest.fixture(scope="module")

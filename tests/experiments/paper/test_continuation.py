@@ -7,7 +7,7 @@ from experiments.paper import continuation
 from experiments.paper.continuation import Plan, detokenize
 from support import drawn_run, tiny_run
 from txl_jax.config import LineMark, Network, Tokenizer
-from txl_jax.config import tree as config_tree
+from txl_jax.config import settings as config_tree
 from txl_jax.inference.generator import Generator
 from txl_jax.runs.score import Interrupted
 

@@ -13,8 +13,8 @@ from support import programs, tiny
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig
 from txl_jax.runs import build
 
-A, L, S = 9, 5, 2
-CONFIG = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(segment_len=L, segments_per_call=S, clamp_len=4))
+A, L, S = 9, 5, 8
+CONFIG = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(segment_len=L, clamp_len=4))
 SMALL = ["--model.n_layer=1", "--model.d_model=16", "--model.n_head=2", "--model.d_head=4", "--model.d_inner=8"]
 
 
@@ -81,7 +81,7 @@ def test_sides_take_turns_and_seconds_are_per_token(monkeypatch):
 @pytest.mark.full
 def test_the_program_prints_a_table_and_writes_all_timings(tmp_path):
     path = tmp_path / "table9.json"
-    flags = ["--lengths=20,800", "--calls=3", f"--out={path}", "--eval.segments_per_call=2"]
+    flags = ["--lengths=20,800", "--calls=3", f"--out={path}"]
     code, out, err = programs.run("experiments.paper.table9", *SMALL, *flags)
     assert code == 0, err
     written = json.loads(path.read_text())
