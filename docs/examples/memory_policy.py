@@ -7,8 +7,8 @@ The task is a T-maze (Bakker, 2001). The first observation shows a light, left o
 light. The observation at the junction is the same in all episodes, so a policy without memory turns left with one
 probability p whatever the light was. Half of the lights are left: its mean reward is p / 2 + (1 - p) / 2 = 0.5.
 
-The policy is a Transformer-XL that reads vectors instead of tokens. Rollouts are a `lax.scan` over single steps with the
-memory as carried state; rows whose episode has ended are reset in the same scan. It is trained by advantage
+The policy is a Transformer-XL that reads vectors instead of tokens. Rollouts are a `lax.scan` over single steps with
+the memory as carried state; rows whose episode has ended are reset in the same scan. It is trained by advantage
 actor-critic (A2C).
 """
 
