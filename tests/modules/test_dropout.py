@@ -140,7 +140,7 @@ def test_rates_of_input_and_output_may_differ_from_the_others(network):
 
 def test_rates_of_input_and_output_follow_the_rate_if_they_are_none():
     rates = DropoutRates.of(DropoutConfig(rate=0.3, output=0.0, qkv=0.1))
-    assert rates == (0.3, 0.0, 0.3, 0.0, 0.1, 0.0, 0.0)
+    assert rates == (0.3, 0.0, 0.3, 0.0, 0.1, 0.0)
     assert DropoutRates.of(DropoutConfig(rate=0.3, output=0.0), rate=0.5)[:4] == (0.5, 0.0, 0.5, 0.0)
     assert DropoutRates.of(DropoutConfig(rate=0.3), input=0.0, rate=0.5)[:4] == (0.5, 0.0, 0.0, 0.5)
     assert set(DropoutRates._fields) == {field.name for field in dataclasses.fields(DropoutConfig)} - {"locked"}
@@ -148,7 +148,7 @@ def test_rates_of_input_and_output_follow_the_rate_if_they_are_none():
 
 @pytest.mark.parametrize("network", full_but([Network.QRNN], Network))
 def test_rates_beside_the_config_are_those_of_the_config(network, x64):
-    """Vmapped over models with other rates, each of all seven: what each would give whose config has them."""
+    """Vmapped over models with other rates, each of all six: what each would give whose config has them."""
     build = TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel
     model = build(config(network=network, dtype=DType.FLOAT64, dropout__rate=0.9), tiny.COMPAT, tiny.V)
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)
@@ -159,7 +159,7 @@ def test_rates_beside_the_config_are_those_of_the_config(network, x64):
     def hidden(model):
         return model.apply({"params": params}, tiny.text(5), memory, rngs=rngs, **DRAWING)[0]
 
-    settings = [dict(zip(DropoutRates._fields, np.arange(7) / 10 + shift, strict=True)) for shift in (0.1, 0.2)]
+    settings = [dict(zip(DropoutRates._fields, np.arange(6) / 10 + shift, strict=True)) for shift in (0.1, 0.2)]
     traced = jax.tree.map(lambda *numbers: jnp.asarray(numbers), *(DropoutRates(**rates) for rates in settings))
     found = jax.jit(jax.vmap(lambda rates: hidden(model.clone(rates=rates))))(traced)
     of_config = {f"dropout__{name}": float(rate) for name, rate in settings[1].items()}
@@ -170,7 +170,7 @@ def test_rates_beside_the_config_are_those_of_the_config(network, x64):
 
 
 def test_scoring_leaves_nothing_out():
-    rates = {f"dropout__{name}": 0.5 for name in ("rate", "attention", "embedding", "weight")}
+    rates = {f"dropout__{name}": 0.5 for name in ("rate", "attention", "embedding")}
     plain, dropped = tiny.make(), tiny.make(dropout__locked=True, **rates)
     variables, memory = tiny.variables(plain), plain.init_memory(batch_size=tiny.B, mem_len=3)
     found = [tiny.encoder(model)(variables, tiny.text(5), memory)[0] for model in (plain, dropped)]
