@@ -70,6 +70,14 @@ def test_a_portable_folder_is_the_run(workdir, folder):
         assert str(Path(workdir.path).parent) not in (folder / name).read_text(), "no path of this machine"
 
 
+def test_a_portable_folder_keeps_documents_apart(tmp_path):
+    made = trained.make(tmp_path / "run", data__reset_at="<eos>")
+    convert(made.path, tmp_path / "portable")
+    run, model = txl_jax.load(made.path), txl_jax.load(tmp_path / "portable")
+    assert model.components.model.end_token == run.components.model.end_token == 0
+    assert model.score(TEXTS) == run.score(TEXTS)
+
+
 def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
     copy = shutil.copytree(workdir.path, tmp_path / "run")
     scores = json.loads((copy / "results.json").read_text())["test"]

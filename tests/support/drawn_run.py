@@ -10,7 +10,7 @@ from support import runs, tiny_run
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import RunComponents, build_for
 from txl_jax.runs.run import Run
 from txl_jax.runtime.checkpoint import Checkpointer
 
@@ -19,7 +19,7 @@ STEP = 7
 
 def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Run, RunComponents]:
     """The workdir, and the parts of its model; `tiny_run.params` are its parameters."""
-    parts = build(config, vocab_size=corpus.vocabulary.size)
+    parts = build_for(config, corpus.vocabulary)
     workdir = runs.record(folder, config, corpus)
     with Checkpointer(workdir.best, keep=1, log=print) as best:
         best.save(STEP, {"params": jax.device_put(tiny_run.params(parts.model))}, {})

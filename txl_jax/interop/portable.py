@@ -40,7 +40,7 @@ from txl_jax.version import __version__
 
 CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
 _KIND, _KIND_VERSION = "txl_jax_model", 1  # The key that only a portable folder's config.json has.
-# Groups of settings that are stored. Data and mesh belong to one machine.
+# Groups of settings that are stored. Data and mesh belong to one machine, except for the end of a document.
 _GROUPS = ("seed", "model", "compat", "optimizer", "train", "regularization", "average", "eval", "generate")
 _CARD = """---
 library_name: txl_jax
@@ -209,7 +209,8 @@ def _settings(config: ExperimentConfig) -> dict[str, Any]:
     """Returns the settings to store by dotted name, without paths on this machine."""
     paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
     values = config_tree.to_dict(config).items()
-    return {name: value for name, value in values if name.partition(".")[0] in _GROUPS and name not in paths}
+    kept = {name: value for name, value in values if name.partition(".")[0] in _GROUPS and name not in paths}
+    return kept | {"data.reset_at": config.data.reset_at}
 
 
 def _read_config(folder: AnyPath) -> dict[str, Any]:
