@@ -11,7 +11,7 @@ import pytest
 from support.cases import nightly_but
 from txl_jax.ops.attention import Dropout, Implementation, Tile, Visibility, attention
 from txl_jax.ops.attention.problem import REFERENCE
-from txl_jax.ops.attention.tiled import groups
+from txl_jax.ops.attention.tiled import training
 
 H = 2
 NAMES = ("query", "key", "value", "position_key", "content_bias", "position_bias", "position_score")
@@ -122,7 +122,7 @@ def assert_close(found, expected, by):
 @pytest.mark.parametrize("name", nightly_but(QUICK, CASES))
 def test_values_and_gradients_equal_the_references(name, monkeypatch):
     if "groups" in name:  # Of two rows.
-        monkeypatch.setattr(groups, "_CPU_SCORES", 2 * 4 * 9)
+        monkeypatch.setattr(training, "_CPU_SCORES", 2 * 4 * 9)
     by, arrays, visibility, dropout = make(CASES[name])
     found = value_and_gradients(by, arrays, visibility, dropout)
     assert_close(found, value_and_gradients(REFERENCE, arrays, visibility, dropout), by)

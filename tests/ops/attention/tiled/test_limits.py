@@ -6,7 +6,7 @@ import pytest
 
 from txl_jax.ops.attention.problem import Problem, Tile
 from txl_jax.ops.attention.tiled import limits
-from txl_jax.ops.attention.tiled.layout import Layout
+from txl_jax.ops.attention.tiled.training import Layout
 
 PROBLEM = Problem("cpu", "cpu", "float32", 2, 8, 512, 1024, 64)
 

@@ -1,4 +1,6 @@
-"""Attention over a KV cache, tile by tile: the twin of `ops.attention.cached`, which defines what is correct.
+"""Attention over a KV cache, tile by tile.
+
+The definition is `ops.attention.cached`; tests/ops/attention/test_cached.py compares with it wherever the ring begins.
 
 The ring is read by age, oldest first, in blocks of slots: where a block begins in the ring follows from the write
 index, everything else about it is static. So the blocks that a window or the clamp cuts are known when the program is
@@ -24,9 +26,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.cached import CachedVisibility, Position
 from txl_jax.ops.attention.problem import Tile
-from txl_jax.ops.attention.tiled.ring import Positions, Region, Stored, is_cut, regions
+from txl_jax.ops.attention.tiled.skew import skew
+
+_REGISTER = 16  # float32 numbers of the widest register of a CPU; several blocks are multiples of it.
 
 
 class _Partial(NamedTuple):
@@ -47,23 +52,23 @@ def tiled_cached_attention(
     *,
     tile: Tile,
 ) -> jax.Array:
-    """Computes weighted sums of the values, as `cached.cached_attention` does, without gradients: [B, H, L, E].
+    """Computes weighted sums of the values, without gradients: [B, H, L, E]; arguments as of `ops.attention.cached`.
 
     Args:
       query: [B, H, L, E], with u added and divided by sqrt(E).
       key: [B, H, L, E], of the segment.
       value: [B, H, L, E].
       ring: stored keys [B, H, E, R] and values [B, H, R, E], of any type.
-      position: as of `cached.cached_attention`.
+      position: position queries, keys and scores, or None.
       visibility: which keys a query sees.
-      tile: rows of scores (those of all heads and rows of the batch count) and keys of a block, about.
+      tile: about how many rows of scores (over all heads and rows of the batch) and keys a block has.
     """
     # The last block may run round the ring and read slots for the second time, at ages above R.
     visibility = dataclasses.replace(visibility, valid=jnp.minimum(visibility.valid, visibility.capacity))
     batch, n_head, n_query, _ = query.shape
     n_row, n_heads = _group(batch, n_head, n_query, tile.query)
     if (n_row, n_heads) == (batch, n_head):
-        stored = Stored(*ring, (0, 0), (batch, n_head), visibility.write_index)
+        stored = _Stored(*ring, (0, 0), (batch, n_head), visibility.write_index)
         return _attend(query, key, value, stored, position, visibility, tile.key)
 
     def step(index: jax.Array, attended: jax.Array) -> jax.Array:
@@ -76,17 +81,10 @@ def tiled_cached_attention(
             return None if table is None else lax.dynamic_slice_in_dim(table, head, n_heads, axis=0)
 
         own_position = None if position is None else (part(position[0]), of_heads(position[1]), of_heads(position[2]))
-        stored = Stored(*ring, (row, head), (n_row, n_heads), visibility.write_index)
+        stored = _Stored(*ring, (row, head), (n_row, n_heads), visibility.write_index)
         valid = lax.dynamic_slice_in_dim(visibility.valid, row, n_row)
-        mine = _attend(
-            part(query),
-            part(key),
-            part(value),
-            stored,
-            own_position,
-            dataclasses.replace(visibility, valid=valid),
-            tile.key,
-        )
+        own_visibility = dataclasses.replace(visibility, valid=valid)
+        mine = _attend(part(query), part(key), part(value), stored, own_position, own_visibility, tile.key)
         return lax.dynamic_update_slice(attended, mine, (row, head, 0, 0))
 
     return lax.fori_loop(0, (batch // n_row) * (n_head // n_heads), step, jnp.zeros(value.shape, value.dtype))
@@ -104,54 +102,40 @@ def _attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    stored: Stored,
+    stored: "_Stored",
     position: Position,
     visibility: CachedVisibility,
     n_key: int,
 ) -> jax.Array:
     """Computes attention of a group of rows and heads, with blocks of about `n_key` keys: [B, H, L, E]."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    of_position = None if position is None else Positions(*position, wide)
-    partial = _own(query, key, value, of_position, visibility, wide)
+    by_distance = None if position is None else _Positions(*position, wide)
 
-    def block(partial: _Partial, oldest: int | jax.Array, size: int, position_score: jax.Array | None) -> _Partial:
-        return _add_block(partial, query, stored.read(oldest, size), position_score, oldest, visibility)
-
-    far, near = regions(visibility, n_key, None if of_position is None else of_position.clamp)
-    far_score = of_position.far() if of_position is not None and far.n_block else None
-    partial = _fold(far, visibility, lambda partial, oldest: block(partial, oldest, far.size, far_score), partial)
-    if of_position is not None and near.n_block:
-        by_distance = of_position
-        if near.n_block == 1:
-            score = by_distance.tile_of_all(by_distance.all(), near.size)
-            partial = block(partial, near.size, near.size, score)
-        else:
-            partial = _fold(
-                near,
-                visibility,
-                lambda partial, oldest: block(partial, oldest, near.size, by_distance.tile(oldest, near.size)),
-                partial,
-            )
-    return (partial.summed / partial.total).astype(value.dtype)
-
-
-def _own(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    position: Positions | None,
-    visibility: CachedVisibility,
-    wide: jnp.dtype,
-) -> _Partial:
-    """Computes the softmax over the segment's own keys, of which a query sees at least its own."""
+    # The segment's own keys, of which a query sees at least its own.
     scores = jnp.einsum("bhle,bhke->bhlk", query, key, preferred_element_type=wide)
-    if position is not None:
-        scores += position.own()
+    if by_distance is not None:
+        scores += by_distance.own()
     scores = jnp.where(visibility.own_mask()[:, None], scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
     summed = jnp.einsum("bhlk,bhke->bhle", weights.astype(value.dtype), value, preferred_element_type=wide)
-    return _Partial(summed, top, jnp.sum(weights, axis=-1, keepdims=True))
+    partial = _Partial(summed, top, jnp.sum(weights, axis=-1, keepdims=True))
+
+    def block(partial: _Partial, oldest: int | jax.Array, size: int, position_score: jax.Array | None) -> _Partial:
+        return _add_block(partial, query, stored.read(oldest, size), position_score, oldest, visibility)
+
+    far, near = _regions(visibility, n_key, None if by_distance is None else by_distance.clamp)
+    far_score = by_distance.far() if by_distance is not None and far.n_block else None
+    partial = _fold(far, visibility, lambda partial, oldest: block(partial, oldest, far.size, far_score), partial)
+    if by_distance is not None and near.n_block == 1:
+        partial = block(partial, near.size, near.size, by_distance.tile_of_all(near.size))
+    elif by_distance is not None and near.n_block:
+
+        def add_near(partial: _Partial, oldest: int | jax.Array) -> _Partial:
+            return block(partial, oldest, near.size, by_distance.tile(oldest, near.size))
+
+        partial = _fold(near, visibility, add_near, partial)
+    return (partial.summed / partial.total).astype(value.dtype)
 
 
 def _add_block(
@@ -171,7 +155,7 @@ def _add_block(
     age = oldest - jnp.arange(n_key, dtype=jnp.int32)
     unseen = age[None, :] > visibility.valid[:, None]
     scores += jnp.where(unseen, -jnp.inf, 0).astype(scores.dtype)[:, None, None, :]
-    if visibility.window is not None and is_cut(oldest, n_query, visibility.window):
+    if visibility.window is not None and _is_cut(oldest, n_query, visibility.window):
         row = jnp.arange(n_query, dtype=jnp.int32)
         scores = jnp.where((row[:, None] + age[None, :] < visibility.window)[None, None], scores, -jnp.inf)
     top = jnp.maximum(partial.top, jnp.max(scores, axis=-1, keepdims=True))
@@ -184,8 +168,24 @@ def _add_block(
     )
 
 
+class _Region(NamedTuple):
+    """Blocks of one kind, oldest first; static.
+
+    Block number t has the ages from `youngest + (n_block - t) * size - 1` down, `size` of them.
+    """
+
+    n_block: int
+    size: int
+    youngest: int
+    n_cut: int  # Blocks at its beginning that are cut by the window or the clamp.
+
+    def oldest(self, index: int | jax.Array) -> int | jax.Array:
+        """Returns the largest age of a block."""
+        return self.youngest + (self.n_block - index) * self.size - 1
+
+
 def _fold(
-    region: Region,
+    region: _Region,
     visibility: CachedVisibility,
     add: Callable[[_Partial, int | jax.Array], _Partial],
     partial: _Partial,
@@ -198,3 +198,170 @@ def _fold(
     n_valid = (jnp.max(visibility.valid) - region.youngest + region.size) // region.size  # Blocks with valid slots.
     first = jnp.clip(region.n_block - n_valid, region.n_cut, region.n_block)
     return lax.fori_loop(first, region.n_block, lambda index, partial: add(partial, region.oldest(index)), partial)
+
+
+def _regions(visibility: CachedVisibility, n_key: int, clamp: int | None) -> tuple[_Region, _Region]:
+    """Returns the blocks that lie beyond the clamp for all queries, and the others.
+
+    Without positions, where `clamp` is None, all are beyond it.
+    """
+    n_query, window = visibility.segment_len, visibility.window
+    n_age = visibility.capacity if window is None else min(visibility.capacity, window - 1)
+    if clamp is None:
+        clamp = 0
+    n_near = min(n_age, max(clamp - 1, 0)) if clamp < n_age + n_query - 1 else n_age
+    near = _region(1, n_near, n_key, visibility, clamp)
+    youngest_far = 1 + near.n_block * near.size
+    return _region(youngest_far, n_age - youngest_far + 1, n_key, visibility, None), near
+
+
+def _region(youngest: int, n_age: int, n_key: int, visibility: CachedVisibility, clamp: int | None) -> _Region:
+    """Returns blocks of about `n_key` keys for the ages from `youngest` up; with None the clamp does not cut them."""
+    if n_age <= 0:
+        return _Region(0, 0, youngest, 0)
+    n_block = max(1, round(n_age / n_key))
+    size = n_age
+    if n_block > 1:
+        size = -(-n_age // n_block)
+        # One block has these ages only, as `tile_of_all` needs it.
+        size = min(-(-size // _REGISTER) * _REGISTER, n_age)
+        n_block = -(-n_age // size)
+    whole = _Region(n_block, size, youngest, 0)
+
+    n_query, n_cut = visibility.segment_len, 0
+    for oldest in map(whole.oldest, range(n_block)):
+        assert isinstance(oldest, int)  # For mypy.
+        n_cut += (clamp is not None and oldest + n_query - 1 > clamp) or _is_cut(oldest, n_query, visibility.window)
+    return whole._replace(n_cut=n_cut)
+
+
+def _is_cut(oldest: int | jax.Array, n_query: int, window: int | None) -> bool:
+    """Returns whether a window hides pairs of a block; those of a loop are whole."""
+    return window is not None and isinstance(oldest, int) and oldest + n_query - 1 >= window
+
+
+@dataclasses.dataclass(frozen=True)
+class _Positions:
+    """Position scores of a group of heads, by distance.
+
+    Attributes:
+      query: [B, H, L, E].
+      key: [H, E, P], or None.
+      score: [H, P], or None.
+      wide: type of the scores.
+    """
+
+    query: jax.Array
+    key: jax.Array | None
+    score: jax.Array | None
+    wide: jnp.dtype
+
+    @property
+    def clamp(self) -> int:
+        """P - 1, the largest distance that has its own scores."""
+        table = self.score if self.key is None else self.key
+        assert table is not None  # For mypy.
+        return table.shape[-1] - 1
+
+    def tile(self, oldest: int | jax.Array, n_key: int) -> jax.Array:
+        """Computes the scores of the ages from `oldest` down: [B or 1, H, L, n]."""
+        n_query = self.query.shape[2]
+        largest, n_column = oldest + n_query - 1, n_key + n_query - 1
+        return skew(self._scores(lambda table: _columns(table, largest, n_column)), n_key)
+
+    def own(self) -> jax.Array:
+        """Computes the scores of the segment's own keys: [B or 1, H, L, L]; future keys get leftovers."""
+        n_query = self.query.shape[2]
+        return positions.relative_shift(self._scores(lambda table: _columns(table, n_query - 1, n_query)))
+
+    def far(self) -> jax.Array:
+        """Computes the scores of all distances from the clamp on: [B or 1, H, L, 1]."""
+        return self._scores(lambda table: table[..., :1])
+
+    def tile_of_all(self, oldest: int) -> jax.Array:
+        """Computes the scores of the ages from `oldest`, P - 1 at most, down to 1: [B or 1, H, L, n].
+
+        It multiplies with all position keys and shifts the product: rows of P columns read as rows of P - 1, from P - 1
+        - n on. What a query has beyond the clamp falls into the row before, and is replaced, so that no position key is
+        copied.
+        """
+        scores = self._scores(lambda table: table)
+        *lead, n_query, n_position = scores.shape
+        first = self.clamp - oldest
+        if first + 1 >= n_query:  # No query reaches beyond the clamp.
+            return skew(scores[..., first + 1 - n_query : -1], oldest)
+        line = scores.reshape(*lead, n_query * n_position)[..., first : first + n_query * (n_position - 1)]
+        shifted = line.reshape(*lead, n_query, n_position - 1)[..., :oldest]
+        distance = jnp.arange(n_query)[:, None] + (oldest - jnp.arange(oldest))[None, :]
+        return jnp.where((distance > self.clamp)[None, None], scores[..., :1], shifted)
+
+    def _scores(self, select: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Computes the scores of a selection of distances: [B, H, L, W]; without keys [1, H, L, W]."""
+        batch, n_head, n_query, width = self.query.shape
+        score = None if self.score is None else select(self.score).astype(self.wide)[None, :, None, :]
+        if self.key is None:
+            assert score is not None  # For mypy.
+            return jnp.broadcast_to(score, (1, n_head, n_query, score.shape[-1]))
+        query_HxBLxE = self.query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)
+        products = jnp.einsum("hne,hep->hnp", query_HxBLxE, select(self.key), preferred_element_type=self.wide)
+        scores = products.reshape(n_head, batch, n_query, -1).transpose(1, 0, 2, 3)
+        return scores if score is None else scores + jnp.broadcast_to(score, scores.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A group of rows and heads of a ring.
+
+    Attributes:
+      key: [B, H, E, R].
+      value: [B, H, R, E].
+      start: first row and head.
+      size: rows and heads.
+      write_index: the oldest slot.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    start: tuple[int | jax.Array, int | jax.Array]
+    size: tuple[int, int]
+    write_index: jax.Array
+
+    def read(self, oldest: int | jax.Array, n_key: int) -> tuple[jax.Array, jax.Array]:
+        """Returns keys [b, h, E, n] and values [b, h, n, E] of the ages from `oldest` down."""
+        capacity = self.key.shape[3]
+        slot = (self.write_index - oldest) % capacity
+
+        def at(slot: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+            row, head, none, slot = (jnp.asarray(index, jnp.int32) for index in (*self.start, 0, slot))
+            key = lax.dynamic_slice(self.key, (row, head, none, slot), (*self.size, self.key.shape[2], n_key))
+            value = lax.dynamic_slice(self.value, (row, head, slot, none), (*self.size, n_key, self.value.shape[3]))
+            return key, value
+
+        def over_the_end() -> tuple[jax.Array, jax.Array]:
+            (key, value), (key_on, value_on), shift = at(capacity - n_key), at(0), slot - (capacity - n_key)
+            # Keys lie along their last axis: without the barrier XLA would test every number for where it comes from.
+            key = lax.optimization_barrier(jnp.concatenate([key, key_on], axis=3))
+            value = jnp.concatenate([value, value_on], axis=2)
+            return (
+                lax.dynamic_slice_in_dim(key, shift, n_key, axis=3),
+                lax.dynamic_slice_in_dim(value, shift, n_key, axis=2),
+            )
+
+        return lax.cond(slot > capacity - n_key, over_the_end, lambda: at(slot))
+
+
+def _columns(table: jax.Array, largest: int | jax.Array, n_column: int) -> jax.Array:
+    """Returns the columns of `n_column` distances from `largest` down: [..., P] -> [..., W].
+
+    Those above the clamp, P - 1, are its own; only an `int` may be above it.
+    """
+    clamp = table.shape[-1] - 1
+    if not isinstance(largest, int):
+        return lax.dynamic_slice_in_dim(table, clamp - largest, n_column, axis=-1)
+    n_beyond = min(max(largest - clamp, 0), n_column)
+    first = clamp - largest + n_beyond
+    inside = table[..., first : first + n_column - n_beyond]
+    if not n_beyond:
+        return inside
+    beyond = jnp.broadcast_to(table[..., :1], (*table.shape[:-1], n_beyond))
+    return jnp.concatenate([beyond, inside], axis=-1)
