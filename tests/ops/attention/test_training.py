@@ -65,18 +65,17 @@ CASES = {
     "tpu: wide heads": {"by": tpu(32), "L": 24, "M": 8, "E": 160},
     "tpu: u only": {"by": tpu(), "L": 20, "M": 12, "names": NAMES[:5]},
     "tpu: no positions": {"by": tpu(), "L": 40, "M": 100, "valid": [70, 0], "names": ABSOLUTE, "rate": 0.2},
-    "tpu: Shaw's terms and scores": {"by": tpu(), "L": 40, "M": 100, "names": (*SHAW, "position_score"), "rate": 0.2},
-    "tpu: scores only": {"by": tpu(), "L": 20, "M": 12, "E": 128, "names": SCORES, "causal": False},
+    "tpu: Shaw's terms": {"by": tpu(), "L": 40, "M": 100, "names": SHAW, "rate": 0.2},
     "tpu: both sides, padding": {"by": tpu(), "L": 140, "M": 0, "causal": False, "lengths": [131, 0], "rate": 0.1},
     "tpu: both sides, window": {"by": tpu(), "L": 40, "M": 100, "causal": False, "window": 20},
-    "tpu: all terms": {"by": tpu(), "L": 40, "M": 100, "valid": [100, 40], "E": 64, "names": NAMES, "rate": 0.2},
+    "tpu: all terms": {"by": tpu(), "L": 40, "M": 100, "valid": [100, 40], "E": 64, "rate": 0.2},
 }
 # One of each kind. The others join two of them, or tile them otherwise.
 QUICK = (
     *("tiled: part-filled, whole rows", "tiled: window", "tiled: one query", "tiled: all terms", "tiled: no positions"),
     *("tiled: dropout, rows in groups", "tiled: both sides, lengths"),
     *("tpu: uneven tiles", "tpu: two strips, dropout", "tpu: window and memory", "tpu: no positions"),
-    *("tpu: Shaw's terms and scores", "tpu: both sides, padding"),
+    *("tpu: Shaw's terms", "tpu: both sides, padding"),
 )
 OF_EACH = {"tiled": "tiled: part-filled, whole rows", "tpu": "tpu: one key"}  # Small ones.
 

@@ -7,7 +7,7 @@ from txl_jax.errors import UserError
 from txl_jax.ops.attention.gpu import limits as gpu
 from txl_jax.ops.attention.problem import PATHS, REFERENCE, Implementation, Problem
 from txl_jax.ops.attention.tiled import limits as tiled
-from txl_jax.ops.attention.tpu import limits as tpu
+from txl_jax.ops.attention.tpu import geometry as tpu
 
 AUTO = "auto"
 _MANY_PAIRS = 128 * 256

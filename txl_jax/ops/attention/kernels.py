@@ -17,7 +17,7 @@ def training(implementation: Implementation) -> Callable[..., jax.Array]:
         return functools.partial(tiled_attention, tile=_tile(implementation))
     options = _options(implementation)
     if implementation.platform == "tpu":
-        from txl_jax.ops.attention.tpu.attention import tpu_attention
+        from txl_jax.ops.attention.tpu.kernels import tpu_attention
 
         return functools.partial(tpu_attention, **options)
     from txl_jax.ops.attention.gpu.attention import gpu_attention

@@ -11,7 +11,7 @@ from ops.attention.tpu.test_compiled import CHIPS, device_of, no_compilation_cac
 from txl_jax.ops.attention import CachedVisibility
 from txl_jax.ops.attention.problem import Problem
 from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
-from txl_jax.ops.attention.tpu.limits import default_tile, refusal
+from txl_jax.ops.attention.tpu.geometry import default_tile, refusal
 
 pytestmark = pytest.mark.nightly(part="tpu")
 

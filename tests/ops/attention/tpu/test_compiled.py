@@ -3,7 +3,6 @@
 That over a KV cache is in `test_cached_compiled`.
 """
 
-import contextlib
 import functools
 import importlib.metadata
 import re
@@ -20,9 +19,8 @@ from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import Visibility, attention
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.problem import Implementation, Problem, Tile
-from txl_jax.ops.attention.tpu.attention import tpu_attention
-from txl_jax.ops.attention.tpu.limits import default_tile, kernel_of
-from txl_jax.ops.attention.tpu.trial import compile_trial
+from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of
+from txl_jax.ops.attention.tpu.kernels import tpu_attention
 
 pytestmark = pytest.mark.nightly(part="tpu")
 
@@ -132,11 +130,3 @@ def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
         program = jax.jit(run).lower(arrays, query).compile()
     assert_no_scores(program, "wt103_base", batch=4)
     assert set(re.findall(r"all-[a-z]+|collective-permute|reduce-scatter", program.as_text())) == {"all-reduce"}
-
-
-@pytest.mark.parametrize("in_mesh", [False, True])
-def test_the_trial_kernel_compiles_wherever_it_is_asked_for(in_mesh):
-    devices = devices_of("v5e:2x2")
-    mesh = sharding.make_mesh(MeshConfig(data=4), devices)
-    with sharding.use_mesh(mesh) if in_mesh else contextlib.nullcontext():
-        jax.make_jaxpr(lambda x: (compile_trial(devices[1]), x)[1])(1.0)

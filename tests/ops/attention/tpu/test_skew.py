@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from txl_jax.ops.attention.tpu.scores import position_scores, strips, widen
-from txl_jax.ops.attention.tpu.skew import skew, unskew
+from txl_jax.ops.attention.tpu.kernels import position_scores, skew, strips, unskew, widen
 
 SIZES = [(16, 256), (80, 384)]
 
@@ -24,19 +23,19 @@ def table(*shape, seed=0):
 
 
 # Interpreted, the rotation is a program of its own for each row.
-@pytest.mark.parametrize(("n_query", "n_key", "way"), [*((*size, "gather") for size in SIZES), (24, 256, "roll")])
-def test_each_pair_reads_the_column_of_its_distance(n_query, n_key, way):
+@pytest.mark.parametrize(("n_query", "n_key", "rotate"), [*((*size, False) for size in SIZES), (24, 256, True)])
+def test_each_pair_reads_the_column_of_its_distance(n_query, n_key, rotate):
     given = table(n_query, n_key + 128)
     row, column = np.arange(n_query)[:, None], np.arange(n_key)[None, :]
     expected = np.asarray(given)[row, n_query - 1 - row + column]
-    np.testing.assert_array_equal(in_kernel(lambda x: skew(x, way), given, expected.shape), expected)
+    np.testing.assert_array_equal(in_kernel(lambda x: skew(x, rotate), given, expected.shape), expected)
 
 
 @pytest.mark.parametrize(("n_query", "n_key"), SIZES)
 def test_unskew_is_the_transpose(n_query, n_key):
     given = table(n_query, n_key)
     out = jax.ShapeDtypeStruct((n_query, n_key + 128), jnp.float32)
-    (expected,) = jax.linear_transpose(lambda x: skew(x, "gather"), out)(given)
+    (expected,) = jax.linear_transpose(lambda x: skew(x, False), out)(given)
     np.testing.assert_array_equal(in_kernel(unskew, given, expected.shape), expected)
 
 
@@ -46,7 +45,7 @@ def test_a_tile_is_skewed_in_strips(n_query):
     query, keys = table(n_query, width), table(n_query + n_key + 128, width, seed=1)
     row, column = np.arange(n_query)[:, None], np.arange(n_key)[None, :]
     expected = np.asarray(query, np.float64) @ np.asarray(keys, np.float64).T
-    got = position_scores(query, lambda at, size: keys[at : at + size], n_key=n_key, way="gather")
+    got = position_scores(query, lambda at, size: keys[at : at + size], n_key=n_key, rotate=False)
     np.testing.assert_allclose(got, expected[row, n_query - 1 - row + column], atol=2e-5)
 
 

@@ -1,12 +1,14 @@
-"""Sizes of one call of the training kernels, and which tiles, pairs and position keys belong together.
+"""Sizes of the kernels' calls, what the kernels can serve, and their tiles; it imports no Pallas.
 
-Query i meets key j at distance M + i - j, column p = L - 1 - i + j of the position keys. Queries are padded behind to
-whole tiles, keys too, and position keys in front by as many rows as queries behind, which keeps this rule.
+Query i meets key j at distance M + i - j, column p = L - 1 - i + j of the position keys. In training queries are padded
+behind to whole tiles, keys too, and position keys in front by as many rows as queries behind, which keeps this rule.
 """
 
 import dataclasses
 import functools
+import importlib.metadata
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,31 +16,219 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from txl_jax.ops.attention.problem import Tile
-from txl_jax.ops.attention.tpu.scores import strip_rows
-from txl_jax.ops.attention.tpu.skew import LANES, Way
+from txl_jax.ops.attention.problem import Problem, Tile
 
-_QUERY_STEP = 16  # Rows of a vector register of bfloat16.
+LANES = 128  # Columns of a vector register.
+SPARE_VMEM = 2 * 2**20  # Bytes that the compiler may add to what is counted for the kernel over a KV cache.
+DEFAULT_VMEM = 16 * 2**20 - SPARE_VMEM  # Bytes that this kernel may take without asking for more.
+FEWEST_PAIRS = 128 * 256  # Below, whole scores are no larger than what else a layer reads.
+
+_ROWS = 16  # Rows of a vector register of bfloat16.
 _NO_KEY = 2**30
+_MIB = 2**20
+_OLDEST_GENERATION = 4  # Mosaic has no product of bfloat16 for older ones, and their gather differs.
+_ITEMSIZES = {"bfloat16": 2, "float32": 4}
+_WIDEST_CACHED_HEAD = 256
+_LARGEST_BLOCK = 1024  # Slots. Fewer cost more steps, of about 400 instructions beside the work; more reach further.
+
+# MiB of a core's VMEM, as jax's `tpu_info` has them, by what it calls the device. Of a choice that was made elsewhere
+# the device is not known, and must not be refused for it.
+_VMEM = {"TPU v4": 16, "TPU v4 lite": 16, "TPU v5": 64, "TPU v5p": 64, "TPU v5 lite": 128, "TPU v6 lite": 128}
+_VMEM_OF_OTHERS = 64
+
+# Mosaic of this version reads no kernel that the jax of its time writes ("Unsupported version: expected <= 7 but got
+# 8", jax 0.7.2), and later jax refuses it; 0.0.42.1 and 0.0.48.1 compile them.
+_TOO_OLD_LIBTPU = (0, 0, 21)
+
+# The most queries and keys of a tile, from the best on. Products of float32 are six of bfloat16, beside which the rest
+# counts less, and its largest tiles take a minute to compile: float32 leaves the first two out.
+_LARGEST_TILES = (Tile(512, 1536), Tile(256, 1536), Tile(256, 512), Tile(128, 256))
+
+
+def refusal(problem: Problem) -> str | None:
+    """Returns why the kernels cannot serve a call, with the limit and the number, or None if they can."""
+    generation, vmem = _generation(problem.device_kind), _vmem(problem.device_kind)
+    if generation is not None and generation < _OLDEST_GENERATION:
+        return f"the kernels are for TPU v{_OLDEST_GENERATION} and later, and the device is {problem.device_kind}"
+    if problem.dtype not in _ITEMSIZES:
+        return f"the kernels are for {' and '.join(_ITEMSIZES)}, and the type is {problem.dtype}"
+    if problem.has_position_score:
+        return "the kernels add no score per distance (position_score), and one is given"
+    pairs = problem.segment_len * problem.n_keys
+    if pairs < FEWEST_PAIRS:
+        return (
+            f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, below {FEWEST_PAIRS}, from "
+            "which on kernels gain"
+        )
+    refused = _cached_refusal(problem, vmem) if problem.cached else _training_refusal(problem, vmem)
+    return refused or _libtpu_refusal()
+
+
+def _training_refusal(problem: Problem, vmem: int) -> str | None:
+    need = _backward_bytes(problem, default_tile(problem))
+    if need > vmem:
+        return (
+            f"{problem.n_keys} keys of width {problem.d_head} need {need / _MIB:.0f} MiB of VMEM in the backward "
+            f"kernel, and a core of {problem.device_kind} has {vmem // _MIB}"
+        )
+    return None
+
+
+def _cached_refusal(problem: Problem, vmem: int) -> str | None:
+    stored = problem.cache_dtype or problem.dtype
+    if stored not in _ITEMSIZES:
+        return f"the kernel reads a cache of {' or '.join(_ITEMSIZES)}, and its type is {stored}"
+    if problem.d_head > _WIDEST_CACHED_HEAD:
+        return f"the head width is {problem.d_head}, above {_WIDEST_CACHED_HEAD}"
+    itemsizes = {"itemsize": _ITEMSIZES[problem.dtype], "cache_itemsize": _ITEMSIZES[stored]}
+    sizes = CachedSizes.of(
+        default_tile(problem),
+        n_head=problem.n_head,
+        segment_len=problem.segment_len,
+        width=problem.d_head,
+        capacity=problem.capacity or 0,
+        n_positions=problem.n_positions,
+        window=problem.window,
+        **itemsizes,
+    )
+    need, most = sizes.vmem_bytes(**itemsizes), vmem - SPARE_VMEM
+    if need > most:
+        return (
+            f"{problem.n_positions} position keys of width {problem.d_head} need {need / _MIB:.1f} MiB of VMEM, above "
+            f"{most / _MIB:.1f}"
+        )
+    return None
+
+
+def _libtpu_refusal() -> str | None:
+    try:
+        version = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers and numbers <= _TOO_OLD_LIBTPU:
+        return f"libtpu is {version}, which compiles no kernels of jax {jax.__version__}"
+    return None
+
+
+def default_tile(problem: Problem) -> Tile:
+    """Returns the tile for a call; in training the largest that fits into VMEM, in equal parts of L and K.
+
+    Larger tiles take less time per pair, by more than smaller ones gain by skipping what is masked. Instructions of the
+    compiler's static schedule for a row and head of enwik8_24l, forward and backward, with bfloat16:
+
+        tile       v4      v5e     v5p     v6e
+        256x512    49 960  32 640  35 928  27 752
+        384x768    48 816  31 204  33 192  23 556
+        256x1536   45 858  28 818          21 129
+        384x1536   43 584  28 322  29 356  19 846
+
+    The parts are equal, as a tile that the last keys fill in part only costs as much as a full one. Over a KV cache a
+    tile has the queries of a segment, and blocks that cut the ring evenly.
+    """
+    if problem.cached:
+        query = round_up(problem.segment_len, _ROWS) if problem.segment_len <= LANES else 2 * LANES
+        return Tile(query, max(_part(problem.capacity or 0, _LARGEST_BLOCK, LANES), LANES))
+    largest = _LARGEST_TILES if problem.dtype == "bfloat16" else _LARGEST_TILES[2:]
+    tiles = [
+        Tile(_part(problem.segment_len, query, _ROWS), _part(problem.n_keys, key, LANES)) for query, key in largest
+    ]
+    return next((tile for tile in tiles if _backward_bytes(problem, tile) <= _vmem(problem.device_kind)), tiles[-1])
+
+
+def _part(size: int, largest: int, step: int) -> int:
+    """Returns the size of equal parts, none above `largest`, in multiples of `step`."""
+    parts = max(-(-size // largest), 1)
+    return round_up(-(-size // parts), step)
+
+
+def kernel_of(problem: Problem) -> str:
+    """Returns the name of the kernel that serves a call: by how it skews a tile, a rotation or a gather of lanes.
+
+    The rotation needs TPU v5, where it saves an eighth of the forward kernel; the gather compiles on every generation.
+    """
+    if problem.cached:  # Its columns begin anywhere, which takes two rotations (TPU v5e: 2600 instructions, not 2410).
+        return "mosaic_gather"
+    generation = _generation(problem.device_kind)
+    return "mosaic_roll" if generation is not None and generation >= 5 else "mosaic_gather"
+
+
+def _generation(device_kind: str) -> int | None:
+    found = re.match(r"TPU ?v?(\d+)", device_kind)
+    return int(found[1]) if found else None
+
+
+def _vmem(device_kind: str) -> int:
+    return _VMEM.get(device_kind, _VMEM_OF_OTHERS) * _MIB
+
+
+def _backward_bytes(problem: Problem, tile: Tile) -> int:
+    return vmem_bytes(
+        tile,
+        segment_len=problem.segment_len,
+        n_keys=problem.n_keys,
+        width=problem.d_head,
+        has_positions=problem.n_positions > 0,
+        itemsize=4 if problem.dtype == "float32" else 2,
+        backward=True,
+    )
+
+
+def vmem_bytes(
+    tile: Tile, *, segment_len: int, n_keys: int, width: int, has_positions: bool, itemsize: int, backward: bool
+) -> int:
+    """Returns about how much VMEM a training kernel takes.
+
+    Of the backward kernel on v4, for E 128, the compiler reports 17.9 MiB with tiles of 256 x 512 at K 4096 and 31.9 at
+    K 8192 in bfloat16, 28.6 with 384 x 1536 at K 1536 in float32, where this gives 18.4, 32.4 and 29.5.
+    """
+    row = round_up(width, LANES)
+    n_query, n_key = tile
+    keys = round_up(n_keys, n_key)
+    positions = round_up(segment_len, n_query) + keys + LANES if has_positions else 0
+    blocks = 2 * itemsize * row * (n_query * (4 if backward else 2) + 2 * n_key + positions)
+    scratch = n_query * row * (2 * itemsize + 8) + 2 * n_query * LANES * 4
+    scores = n_query * (n_key + LANES) * 4 * (3 if backward else 2) * (itemsize // 2)
+    total = blocks + scratch + scores
+    if backward:
+        total += row * (keys * 2 * (2 * itemsize + 4) + positions * 2 * 4)
+    return total
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Returns the smallest multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
+def strip_rows(n_query: int) -> int:
+    """Returns how many queries of a tile are skewed at a time: the largest divisor of the tile up to 128 in eights.
+
+    Each strip of n queries needs its own m + 128 columns by distance, so strips keep the extra products at 128 / m.
+    """
+    return max(rows for rows in range(8, LANES + 1, 8) if n_query % rows == 0)
+
+
+def round_tile(tile: Tile, *, segment_len: int, n_keys: int) -> Tile:
+    """Returns the tile of a training kernel in steps that the registers have, and no larger than the scores."""
+    return Tile(round_up(min(tile.query, segment_len), _ROWS), round_up(min(tile.key, n_keys), LANES))
 
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Sizes of one call, all static.
+    """Sizes of one call of the training kernels, all static.
 
     Attributes:
       batch: B.
       n_head: H.
       segment_len: L.
       n_keys: K.
-      width: E, with what carries scores per distance.
-      scale: 1 / sqrt(E).
-      n_positions: P; 0: no position keys.
+      width: E.
+      n_positions: P, or 0 without position keys.
       tile: queries and keys of a tile; multiples of 16 and 128.
       causal: whether keys behind the query are hidden.
-      window: distances that a query sees; None: all.
-      way: of `skew`.
-      n_drawn_head: heads of all devices, by which dropout counts; None: no dropout.
+      window: distances that a query sees, or None for all.
+      rotate: whether a tile is skewed by a rotation, or else by a gather.
+      n_drawn_head: heads of all devices, by which dropout counts, or None without dropout.
       interpret: whether the kernels run interpreted, on any device.
     """
 
@@ -47,14 +237,18 @@ class Geometry:
     segment_len: int
     n_keys: int
     width: int
-    scale: float
     n_positions: int
     tile: Tile
     causal: bool
     window: int | None
-    way: Way
+    rotate: bool
     n_drawn_head: int | None
     interpret: bool
+
+    @property
+    def scale(self) -> float:
+        """1 / sqrt(E)."""
+        return float(self.width**-0.5)
 
     @property
     def mem_len(self) -> int:
@@ -72,14 +266,6 @@ class Geometry:
         return -(-self.n_keys // self.tile.key)
 
     @property
-    def grid(self) -> tuple[int, int, int, int]:
-        """Steps of the kernels: head, row, tile of queries, tile of keys.
-
-        Heads come first, so that a head's position keys are fetched once and their gradient adds up over all rows.
-        """
-        return self.n_head, self.batch, self.n_query_tile, self.n_key_tile
-
-    @property
     def padded_queries(self) -> int:
         """Rows of the padded queries."""
         return self.n_query_tile * self.tile.query
@@ -91,13 +277,13 @@ class Geometry:
 
     @property
     def position_padding(self) -> tuple[int, int]:
-        """Rows in front of the position keys and behind; the last strip reads up to 128 more than there are."""
+        """Rows in front of the position keys and behind."""
         before = self.padded_queries - self.segment_len
-        return before, self.padded_queries + self.padded_keys + LANES - before - self.n_positions
+        return before, self.n_position_rows - before - self.n_positions
 
     @property
     def n_position_rows(self) -> int:
-        """Rows of the padded position keys."""
+        """Rows of the padded position keys; the last strip reads up to 128 more than there are."""
         return self.padded_queries + self.padded_keys + LANES
 
     @property
@@ -163,8 +349,104 @@ class Geometry:
         return count
 
 
-def round_tile(tile: Tile, *, segment_len: int, n_keys: int) -> Tile:
-    """Returns the tile in steps that the registers have, and no larger than the scores."""
-    query = min(tile.query, segment_len)
-    key = min(tile.key, n_keys)
-    return Tile(-(-query // _QUERY_STEP) * _QUERY_STEP, -(-key // LANES) * LANES)
+@dataclasses.dataclass(frozen=True)
+class CachedSizes:
+    """Sizes of one call of the kernel over a KV cache, all static, in positions.
+
+    Attributes:
+      heads: heads of a step, which do the same with different numbers.
+      width: E.
+      capacity: R.
+      query_block: queries of a tile.
+      ring_block: slots of a tile.
+      own_block: keys of the segment of a tile.
+      n_own: tiles of the segment's keys.
+      n_positions: P, at most R + L, or 0 without position keys.
+      clamped: whether some pair is further apart than P - 1.
+      window: keys that a query sees at most; None means no limit.
+    """
+
+    heads: int
+    width: int
+    capacity: int
+    query_block: int
+    ring_block: int
+    own_block: int
+    n_own: int
+    n_positions: int
+    clamped: bool
+    window: int | None
+
+    @classmethod
+    def of(
+        cls,
+        tile: Tile,
+        *,
+        n_head: int,
+        segment_len: int,
+        width: int,
+        capacity: int,
+        n_positions: int,
+        window: int | None,
+        itemsize: int,
+        cache_itemsize: int,
+    ) -> "CachedSizes":
+        """Returns the sizes of a call, with the tile rounded up to what registers have, and no larger than the scores.
+
+        A step serves two heads where their number is even and it fits: it is bound by waits for results, which the
+        other head's work fills (TPU v5e, 80 queries and 768 slots of width 64: 1480 instructions for one head, 2580 for
+        two).
+        """
+        query_block = min(tile.query, segment_len)
+        query_block = round_up(query_block, _ROWS if query_block <= LANES else LANES)
+        own_block = min(round_up(segment_len, LANES), round_up(tile.key, LANES))
+        sizes = cls(
+            heads=1,
+            width=width,
+            capacity=capacity,
+            query_block=query_block,
+            ring_block=max(round_up(min(tile.key, capacity), LANES), LANES),
+            own_block=own_block,
+            n_own=-(-segment_len // own_block),
+            n_positions=min(n_positions, capacity + segment_len),
+            clamped=0 < n_positions < capacity + segment_len,
+            window=window,
+        )
+        two = dataclasses.replace(sizes, heads=2)
+        return two if n_head % 2 == 0 and two.vmem_bytes(itemsize, cache_itemsize) <= DEFAULT_VMEM else sizes
+
+    @property
+    def n_ring(self) -> int:
+        """Blocks of the ring."""
+        return -(-self.capacity // self.ring_block)
+
+    @property
+    def value_columns(self) -> bool:
+        """Returns whether values are read as [E, R]: XLA lays out [R, E] so where E would not fill the lanes."""
+        return self.width < LANES
+
+    @property
+    def strip(self) -> int:
+        """Queries that are skewed at a time."""
+        return min(self.query_block, LANES)
+
+    @property
+    def margin(self) -> int:
+        """Columns of the table on either side of the position keys: of distances that only tiles in part have."""
+        return round_up(self.query_block + max(self.ring_block, self.own_block), LANES)
+
+    @property
+    def table_columns(self) -> int:
+        """Columns of the table in VMEM."""
+        return self.margin + round_up(self.n_positions, LANES) + self.margin + 2 * LANES
+
+    def vmem_bytes(self, itemsize: int, cache_itemsize: int) -> int:
+        """Returns about how much VMEM a step takes: two of each block that is fetched, and scratch memory."""
+        lanes, rows = round_up(self.width, LANES), round_up(self.width, _ROWS)
+        of_queries = (3 * self.query_block + 2 * self.own_block) * lanes * itemsize
+        of_ring = 2 * self.ring_block * (rows if self.value_columns else lanes) * cache_itemsize
+        of_positions = rows * round_up(self.n_positions, LANES) * itemsize
+        running = (3 * LANES + lanes) * self.query_block * 4
+        table = rows * self.table_columns * itemsize if self.n_positions else 0
+        scores = 3 * self.query_block * (max(self.ring_block, self.own_block) + 2 * LANES) * 4
+        return self.heads * (2 * (of_queries + of_ring + of_positions) + running + table + scores)

@@ -1,0 +1,758 @@
+"""Attention over [memory; segment] with gradients, by a forward and a backward kernel.
+
+The definition is `ops.attention.relative_attention`, and `dot_product_attention` without position keys;
+tests/ops/attention/test_training.py compares the kernels with them, interpreted, and tests/ops/attention/tpu compiles
+them for chips that are not there.
+
+The forward kernel is an online softmax over the tiles of keys (Dao et al., 2022), with the term by distance. The
+backward kernel computes all gradients in one pass over the tiles, from scores that are computed once more. With p the
+probabilities, d their dropout (0 or 1 / (1 - rate)) and o the output, a pair's score has the gradient
+
+    ds = p (d (do . v) - do . o)
+
+which goes to q + u and k through the keys, and, moved back to its distance, to q + v and r through the position keys.
+The kernel leaves the factor 1 / (1 - rate) out of d, multiplies do . o by 1 - rate instead, and the sums at the end.
+
+The relative shift happens in vector registers. A strip of n queries (at most 128) and m keys needs the scores of n + m
+- 1 distances, largest first; query x meets key y at column n - 1 - x + y of them. So row x moves to the left by n - 1 -
+x: at most 127 columns, one register of 128 lanes, which bounds what a row gathers from to a register and its right
+neighbour. For n = 3, m = 2, entry `xp` of query x and column p:
+
+    00 01 02 03        02 03
+    10 11 12 13   ->   11 12
+    20 21 22 23        20 21
+
+Two ways, for float32 (Mosaic rotates no packed types: "unsupported packed type rotation"):
+
+    rotation  one strided rotation; TPU v5 and later. It turns later rows further to the right only, so it cannot undo
+              itself: a rotation with a negative stride does not compile.
+    gather    a gather of lanes within each register, then a choice of one of two neighbours; TPU v4 and later.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from txl_jax.ops.attention.dropout import Dropout, bits
+from txl_jax.ops.attention.masks import Visibility
+from txl_jax.ops.attention.problem import Tile
+from txl_jax.ops.attention.tpu.geometry import LANES, Geometry, round_tile, strip_rows, vmem_bytes
+
+HIDDEN = -1e30  # The score of a pair that is masked; finite, as the difference of two infinities is not a number.
+_DEFAULT_VMEM = 12 * 2**20  # Below, what the compiler grants without being asked (16 MiB) is enough.
+
+# Contracted dimensions of a product of two matrices.
+Contracted = tuple[tuple[int], tuple[int]]
+NT: Contracted = ((1,), (1,))  # [n, e] x [m, e] -> [n, m]
+NN: Contracted = ((1,), (0,))  # [n, m] x [m, e] -> [n, e]
+TN: Contracted = ((0,), (0,))  # [n, m] x [n, e] -> [m, e]
+
+
+def tpu_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    position_key: jax.Array | None = None,
+    *,
+    content_bias: jax.Array | None = None,
+    position_bias: jax.Array | None = None,
+    position_score: jax.Array | None = None,
+    visibility: Visibility,
+    dropout: Dropout | None = None,
+    tile: Tile,
+    kernel: str = "mosaic_gather",
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes weighted sums of the values: [B, H, L, E]; differentiable in every array.
+
+    Args:
+      query: [B, H, L, E].
+      key: [B, H, K, E], memory first.
+      value: [B, H, K, E].
+      position_key: [H, P, E], for the distances K - 1, .. (`Visibility.n_positions`), if any.
+      content_bias: [H, E], u, if any.
+      position_bias: [H, E], v, if any.
+      position_score: must be None (`geometry.refusal`).
+      visibility: which keys a query sees. A query that sees none gets zeros.
+      dropout: dropout on the probabilities, if any.
+      tile: queries and keys of a tile; rounded to what the registers take.
+      kernel: "mosaic_roll" (TPU v5 and later) or "mosaic_gather" (v4 and later): how a tile is skewed.
+      interpret: whether the kernels run interpreted, on any device.
+    """
+    assert position_score is None, "refused: a score per distance"
+    operands = _Operands(
+        query,
+        key.astype(query.dtype),
+        value.astype(query.dtype),
+        None if position_key is None else position_key.astype(query.dtype),
+        None if content_bias is None else content_bias[:, None, :],
+        None if position_bias is None else position_bias[:, None, :],
+    )
+    batch, n_head, segment_len, width = query.shape
+    geometry = Geometry(
+        batch=batch,
+        n_head=n_head,
+        segment_len=segment_len,
+        n_keys=visibility.n_keys,
+        width=width,
+        n_positions=0 if position_key is None else position_key.shape[1],
+        tile=round_tile(tile, segment_len=segment_len, n_keys=visibility.n_keys),
+        causal=visibility.causal,
+        window=visibility.window,
+        rotate=kernel == "mosaic_roll",
+        n_drawn_head=None if dropout is None else dropout.n_head,
+        interpret=interpret,
+    )
+    return _attend(geometry, operands, _make_scalars(visibility, dropout)).astype(value.dtype)
+
+
+class _Operands(NamedTuple):
+    """Arrays of a call, or their gradients; in a kernel references to their blocks."""
+
+    query: Any  # [B, H, L, E]
+    key: Any  # [B, H, K, E]
+    value: Any  # [B, H, K, E]
+    position_key: Any  # [H, P, E], or None without a term by distance.
+    content_bias: Any  # [H, 1, E], u, or None.
+    position_bias: Any  # [H, 1, E], v, or None.
+
+
+class _Scalars(NamedTuple):
+    """Numbers that the kernels read from scalar memory; `draws` with dropout only."""
+
+    start: Any  # int32 [B], first key that the queries of a row may see.
+    stop: Any  # int32 [B], end of these keys.
+    draws: Any  # int32 [4]: seed, threshold, first row, first head.
+    keep: Any  # float32 [2]: 1 - rate, 1 / (1 - rate).
+
+
+def _make_scalars(visibility: Visibility, dropout: Dropout | None) -> _Scalars:
+    start, stop = visibility.key_range()
+    if dropout is None:
+        return _Scalars(start, stop, jnp.zeros(4, jnp.int32), jnp.ones(2, jnp.float32))
+    words = (jnp.asarray(dropout.seed).astype(jnp.uint32), dropout.threshold())
+    seed, threshold = (lax.bitcast_convert_type(word, jnp.int32) for word in words)
+    first_row, first_head = (jnp.asarray(first, jnp.int32) for first in (dropout.first_row, dropout.first_head))
+    keep = 1 - jnp.asarray(dropout.rate, jnp.float32)
+    return _Scalars(start, stop, jnp.stack([seed, threshold, first_row, first_head]), jnp.stack([keep, 1 / keep]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> jax.Array:
+    return _forward(geometry, operands, scalars)[0]
+
+
+def _save(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tuple[jax.Array, Any]:
+    out, log_sum = _forward(geometry, operands, scalars)
+    return out, (operands, scalars, out, log_sum)
+
+
+# The forward kernel.
+
+
+class _ForwardScratch(NamedTuple):
+    """Arrays that stay in VMEM over the tiles of keys."""
+
+    content_query: Any  # [n, E], with u.
+    position_query: Any  # [n, E], with v, or None without position keys.
+    top: Any  # float32 [n, 128], the largest score so far, in every lane.
+    total: Any  # float32 [n, 128], sums of exp(score - top), each lane its own part.
+    weighted: Any  # float32 [n, E], sum of exp(score - top) * value.
+
+
+def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tuple[jax.Array, jax.Array]:
+    """Returns the attention [B, H, L, E] and the logarithms of its sums, [B, H, tiles of queries, 1, n] in float32.
+
+    A query that sees no key gets zeros, and a logarithm so large that its probabilities come out as 0.
+    """
+    rows, width, blocks = geometry.tile.query, geometry.width, _make_blocks(geometry)
+    dtype, wide = operands.query.dtype, jnp.float32
+    scratch = _ForwardScratch(
+        content_query=pltpu.VMEM((rows, width), dtype),
+        position_query=pltpu.VMEM((rows, width), dtype) if geometry.n_positions else None,
+        top=pltpu.VMEM((rows, LANES), wide),
+        total=pltpu.VMEM((rows, LANES), wide),
+        weighted=pltpu.VMEM((rows, width), wide),
+    )
+    log_sum_shape = (geometry.batch, geometry.n_head, geometry.n_query_tile, 1, rows)  # A tile of any size is a row.
+    out, log_sum = _run(
+        functools.partial(_forward_kernel, geometry),
+        geometry,
+        scalars,
+        (_pad_operands(geometry, operands),),
+        in_specs=(_present(blocks.of_operands, operands),),
+        out_specs=(blocks.query, blocks.log_sum),
+        out_shape=(_queries_shape(geometry, dtype), jax.ShapeDtypeStruct(log_sum_shape, wide)),
+        scratch=scratch,
+        backward=False,
+    )
+    return out[:, :, : geometry.segment_len], log_sum
+
+
+def _forward_kernel(
+    geometry: Geometry,
+    scalars: _Scalars,
+    operands: _Operands,
+    out_ref: Any,
+    log_sum_ref: Any,
+    scratch: _ForwardScratch,
+) -> None:
+    step = _Step.current(scalars)
+
+    @pl.when(step.key_tile == 0)
+    def _begin() -> None:
+        _bias_queries(geometry, operands, scratch.content_query, scratch.position_query)
+        scratch.top[...] = jnp.full_like(scratch.top, HIDDEN)
+        _clear(scratch.total, scratch.weighted)
+
+    @pl.when(step.is_needed(geometry))
+    def _add() -> None:
+        # 1s that a row sums before its first visible key fade to 0 then.
+        scores = _tile_scores(geometry, step, operands, scratch.content_query, scratch.position_query)
+        scores = jnp.where(step.visible(geometry), scores, HIDDEN)
+        value, old_top = operands.value[0, 0], scratch.top[...]
+        top = jnp.maximum(old_top, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp(scores - widen(top, geometry.tile.key))
+        fade = jnp.exp(old_top - top)
+        scratch.top[...] = top
+        scratch.total[...] = fade * scratch.total[...] + _lane_sums(weights)
+        if geometry.n_drawn_head is not None:
+            weights = jnp.where(step.kept(geometry), weights, 0)
+        added = dot(weights.astype(value.dtype), value, NN)
+        scratch.weighted[...] = widen(fade, geometry.width) * scratch.weighted[...] + added
+
+    @pl.when(step.key_tile == geometry.n_key_tile - 1)
+    def _end() -> None:
+        top = scratch.top[...]
+        total = jnp.broadcast_to(jnp.sum(scratch.total[...], axis=1, keepdims=True), top.shape)
+        sees = top > HIDDEN
+        inverse = jnp.where(sees, step.scalars.keep[1] / total, 0)
+        out_ref[0, 0] = (scratch.weighted[...] * widen(inverse, geometry.width)).astype(out_ref.dtype)
+        log_sum = jnp.where(sees, top + jnp.log(total), -HIDDEN)
+        log_sum_ref[0, 0, 0] = log_sum.T[:1]  # One number per row: 128 equal ones were most of the temporary memory.
+
+
+# The backward kernel.
+
+
+class _Residuals(NamedTuple):
+    """Arrays that the backward pass reads besides the operands."""
+
+    out: Any  # [B, H, L, E]
+    out_gradient: Any  # [B, H, L, E]
+    log_sum: Any  # float32 [B, H, tiles of queries, 1, n]
+
+
+class _BackwardScratch(NamedTuple):
+    """Arrays that stay in VMEM: over the tiles of keys, and the last two over all tiles of a row and head."""
+
+    content_query: Any  # [n, E], with u.
+    position_query: Any  # [n, E], with v, or None without position keys.
+    log_sum: Any  # float32 [n, 128], in every lane.
+    out_product: Any  # float32 [n, 128], (1 - rate) do . o in every lane.
+    content_gradient: Any  # float32 [n, E], of the queries through the keys.
+    position_gradient: Any  # float32 [n, E], of the queries through the position keys, or None without these.
+    key_gradient: Any  # float32 [K, E]
+    value_gradient: Any  # float32 [K, E]
+
+
+def _backward(
+    geometry: Geometry,
+    saved: tuple[_Operands, _Scalars, jax.Array, jax.Array],
+    gradient: jax.Array,
+) -> tuple[_Operands, None]:
+    """Returns the gradients of the operands. The kernel adds up those with [H, ...] in float32 over all rows."""
+    operands, scalars, out, log_sum = saved
+    rows, width, blocks = geometry.tile.query, geometry.width, _make_blocks(geometry)
+    dtype, wide = operands.query.dtype, jnp.float32
+    has_position = geometry.n_positions > 0
+    scratch = _BackwardScratch(
+        content_query=pltpu.VMEM((rows, width), dtype),
+        position_query=pltpu.VMEM((rows, width), dtype) if has_position else None,
+        log_sum=pltpu.VMEM((rows, LANES), wide),
+        out_product=pltpu.VMEM((rows, LANES), wide),
+        content_gradient=pltpu.VMEM((rows, width), wide),
+        position_gradient=pltpu.VMEM((rows, width), wide) if has_position else None,
+        key_gradient=pltpu.VMEM((geometry.padded_keys, width), wide),
+        value_gradient=pltpu.VMEM((geometry.padded_keys, width), wide),
+    )
+    keys = jax.ShapeDtypeStruct((geometry.batch, geometry.n_head, geometry.padded_keys, width), dtype)
+    positions = jax.ShapeDtypeStruct((geometry.n_head, geometry.n_position_rows, width), wide)
+    bias = jax.ShapeDtypeStruct((geometry.n_head, 1, width), wide)
+    shapes = _Operands(_queries_shape(geometry, dtype), keys, keys, positions, bias, bias)
+    given = _present(blocks.of_operands, operands)
+    residuals = _Residuals(_pad_queries(geometry, out), _pad_queries(geometry, gradient), log_sum)
+    gradients = _run(
+        functools.partial(_backward_kernel, geometry),
+        geometry,
+        scalars,
+        (_pad_operands(geometry, operands), residuals),
+        in_specs=(given, _Residuals(blocks.query, blocks.query, blocks.log_sum)),
+        out_specs=given._replace(key=blocks.all_keys, value=blocks.all_keys),
+        out_shape=_present(shapes, operands),
+        scratch=scratch,
+        backward=True,
+    )
+
+    inverse_keep = scalars.keep[1]
+
+    def finish(gradient: jax.Array | None, array: jax.Array | None) -> jax.Array | None:
+        return None if gradient is None or array is None else (gradient * inverse_keep).astype(array.dtype)
+
+    position_key = gradients.position_key
+    if position_key is not None:
+        before, _ = geometry.position_padding
+        position_key = position_key[:, before : before + geometry.n_positions]
+    of_operands = _Operands(
+        query=gradients.query[:, :, : geometry.segment_len],
+        key=gradients.key[:, :, : geometry.n_keys],
+        value=gradients.value[:, :, : geometry.n_keys],
+        position_key=finish(position_key, operands.position_key),
+        content_bias=finish(gradients.content_bias, operands.content_bias),
+        position_bias=finish(gradients.position_bias, operands.position_bias),
+    )
+    return of_operands, None
+
+
+_attend.defvjp(_save, _backward)
+
+
+def _backward_kernel(
+    geometry: Geometry, scalars: _Scalars, operands: _Operands, residuals: _Residuals, *rest: Any
+) -> None:
+    *outputs, scratch = rest
+    gradients = _Operands(*outputs)
+    step = _Step.current(scalars)
+    _begin_backward(geometry, step, operands, residuals, gradients, scratch)
+
+    @pl.when(step.is_needed(geometry))
+    def _add() -> None:
+        score_gradient = _score_gradient(geometry, step, operands, residuals, scratch)
+        keys, narrow = step.keys(geometry), score_gradient.astype(operands.key.dtype)
+        scratch.key_gradient[keys, :] += dot(narrow, scratch.content_query[...], TN)
+        scratch.content_gradient[...] += dot(narrow, operands.key[0, 0], NN)
+        if not geometry.n_positions:
+            return
+        for rows, at in strips(geometry.tile.query):
+            positions = step.positions(geometry, at, geometry.tile.key + LANES)
+            by_distance = unskew(score_gradient[rows]).astype(operands.query.dtype)
+            scratch.position_gradient[rows, :] += dot(by_distance, operands.position_key[0, positions, :], NN)
+            gradients.position_key[0, positions, :] += dot(by_distance, scratch.position_query[rows, :], TN)
+
+    _end_backward(geometry, step, gradients, scratch)
+
+
+def _begin_backward(
+    geometry: Geometry,
+    step: "_Step",
+    operands: _Operands,
+    residuals: _Residuals,
+    gradients: _Operands,
+    scratch: _BackwardScratch,
+) -> None:
+    """Sets sums to 0 where they begin, and prepares a tile of queries."""
+    first_keys = step.key_tile == 0
+    first_queries = first_keys & (step.query_tile == 0)
+
+    @pl.when(first_queries & (step.row == 0))
+    def _() -> None:
+        _clear(gradients.position_key, gradients.content_bias, gradients.position_bias)
+
+    @pl.when(first_queries)
+    def _() -> None:
+        _clear(scratch.key_gradient, scratch.value_gradient)
+
+    @pl.when(first_keys)
+    def _() -> None:
+        _bias_queries(geometry, operands, scratch.content_query, scratch.position_query)
+        _clear(scratch.content_gradient, scratch.position_gradient)
+        row = residuals.log_sum[0, 0, 0]
+        scratch.log_sum[...] = jnp.broadcast_to(row, (LANES, row.shape[1])).T
+        product = residuals.out[0, 0].astype(jnp.float32) * residuals.out_gradient[0, 0].astype(jnp.float32)
+        sums = jnp.sum(product, axis=1, keepdims=True) * step.scalars.keep[0]
+        scratch.out_product[...] = jnp.broadcast_to(sums, scratch.out_product.shape)
+
+
+def _score_gradient(
+    geometry: Geometry, step: "_Step", operands: _Operands, residuals: _Residuals, scratch: _BackwardScratch
+) -> jax.Array:
+    """Adds to the gradient of the values, and returns the scores' gradient times 1 - rate: [n, m] in float32."""
+    n_key = geometry.tile.key
+    scores = _tile_scores(geometry, step, operands, scratch.content_query, scratch.position_query)
+    probabilities = jnp.exp(scores - widen(scratch.log_sum[...], n_key))
+    probabilities = jnp.where(step.visible(geometry), probabilities, 0)
+    out_gradient = residuals.out_gradient[0, 0]
+    kept_gradient, kept_probabilities = dot(out_gradient, operands.value[0, 0], NT), probabilities
+    if geometry.n_drawn_head is not None:
+        kept = step.kept(geometry)
+        kept_gradient = jnp.where(kept, kept_gradient, 0)
+        kept_probabilities = jnp.where(kept, probabilities, 0)
+    keys = step.keys(geometry)
+    scratch.value_gradient[keys, :] += dot(kept_probabilities.astype(out_gradient.dtype), out_gradient, TN)
+    return probabilities * (kept_gradient - widen(scratch.out_product[...], n_key))
+
+
+def _end_backward(geometry: Geometry, step: "_Step", gradients: _Operands, scratch: _BackwardScratch) -> None:
+    """Writes the sums of a tile of queries, and after the last one the sums of keys and values."""
+    last_keys = step.key_tile == geometry.n_key_tile - 1
+    inverse_keep = step.scalars.keep[1]
+
+    @pl.when(last_keys)
+    def _() -> None:
+        content, scale = scratch.content_gradient[...], geometry.scale
+        both = content
+        if gradients.content_bias is not None:
+            gradients.content_bias[0] += jnp.sum(content, axis=0, keepdims=True) * scale
+        if scratch.position_gradient is not None:
+            position = scratch.position_gradient[...]
+            both = content + position
+            if gradients.position_bias is not None:
+                gradients.position_bias[0] += jnp.sum(position, axis=0, keepdims=True) * scale
+        gradients.query[0, 0] = (both * (inverse_keep * scale)).astype(gradients.query.dtype)
+
+    @pl.when(last_keys & (step.query_tile == geometry.n_query_tile - 1))
+    def _() -> None:
+        gradients.key[0, 0] = (scratch.key_gradient[...] * inverse_keep).astype(gradients.key.dtype)
+        gradients.value[0, 0] = (scratch.value_gradient[...] * inverse_keep).astype(gradients.value.dtype)
+
+
+def _clear(*references: Any) -> None:
+    for reference in references:
+        if reference is not None:
+            reference[...] = jnp.zeros_like(reference)
+
+
+# The call.
+
+
+class _Step(NamedTuple):
+    """One step of the grid."""
+
+    scalars: _Scalars
+    head: jax.Array
+    row: jax.Array
+    query_tile: jax.Array
+    key_tile: jax.Array
+
+    @classmethod
+    def current(cls, scalars: _Scalars) -> "_Step":
+        """Returns the step that the kernel is at."""
+        return cls(scalars, *(pl.program_id(axis) for axis in range(4)))
+
+    @property
+    def key_range(self) -> tuple[jax.Array, jax.Array]:
+        """First key that the row's queries may see, and the end of these."""
+        return self.scalars.start[self.row], self.scalars.stop[self.row]
+
+    def is_needed(self, geometry: Geometry) -> jax.Array:
+        """Returns whether any query of the tile sees any key of it."""
+        first, last = geometry.key_tiles(self.query_tile, *self.key_range)
+        return (first <= self.key_tile) & (self.key_tile <= last)
+
+    def visible(self, geometry: Geometry) -> jax.Array:
+        """Returns the visible pairs: bool [n, m] or [1, m]."""
+        return geometry.visible(self.query_tile, self.key_tile, *self.key_range)
+
+    def kept(self, geometry: Geometry) -> jax.Array:
+        """Returns which probabilities dropout keeps: bool [n, m]."""
+        assert geometry.n_drawn_head is not None  # For mypy.
+        seed, threshold, first_row, first_head = (self.scalars.draws[at] for at in range(4))
+        row_head = (first_row + self.row) * geometry.n_drawn_head + first_head + self.head
+        n_query, n_key = geometry.tile
+        query = self.query_tile * n_query + lax.broadcasted_iota(jnp.int32, (n_query, 1), 0)
+        key = self.key_tile * n_key + lax.broadcasted_iota(jnp.int32, (1, n_key), 1)
+        return bits(seed, row_head, query, key) >= threshold.astype(jnp.uint32)
+
+    def keys(self, geometry: Geometry) -> Any:
+        """Returns the tile's rows of the gradients of all keys."""
+        return pl.ds(pl.multiple_of(self.key_tile * geometry.tile.key, geometry.tile.key), geometry.tile.key)
+
+    def positions(self, geometry: Geometry, at: int, size: int) -> Any:
+        """Returns the rows of the position keys, or of their gradient, `at` behind the tile's first one."""
+        first = geometry.first_position(self.query_tile, self.key_tile) + at
+        return pl.ds(pl.multiple_of(first, geometry.position_step), size)
+
+
+class _Blocks(NamedTuple):
+    """The part of an array that is in VMEM at a step."""
+
+    of_operands: _Operands
+    query: pl.BlockSpec
+    all_keys: pl.BlockSpec
+    log_sum: pl.BlockSpec
+
+
+def _make_blocks(geometry: Geometry) -> _Blocks:
+    """Returns the blocks; a step that is skipped names the keys of its nearest needed one, which fetches nothing."""
+    (n_query, n_key), width = geometry.tile, geometry.width
+
+    def key_block(head: Any, row: Any, query_tile: Any, key_tile: Any, start: Any, stop: Any, *_: Any) -> Any:
+        first, last = geometry.key_tiles(query_tile, start[row], stop[row])
+        return row, head, jnp.maximum(jnp.clip(key_tile, first, last), 0), 0
+
+    query = pl.BlockSpec((1, 1, n_query, width), lambda head, row, query_tile, *_: (row, head, query_tile, 0))
+    key = pl.BlockSpec((1, 1, n_key, width), key_block)
+    positions = pl.BlockSpec((1, geometry.n_position_rows, width), lambda head, *_: (head, 0, 0))
+    bias = pl.BlockSpec((1, 1, width), lambda head, *_: (head, 0, 0))
+    return _Blocks(
+        of_operands=_Operands(query, key, key, positions, bias, bias),
+        query=query,
+        all_keys=pl.BlockSpec((1, 1, geometry.padded_keys, width), lambda head, row, *_: (row, head, 0, 0)),
+        log_sum=pl.BlockSpec((1, 1, 1, 1, n_query), lambda head, row, query_tile, *_: (row, head, query_tile, 0, 0)),
+    )
+
+
+def _present(of_all: _Operands, operands: _Operands) -> _Operands:
+    """Returns what belongs to the operands that are not None."""
+    return _Operands(*(None if array is None else part for array, part in zip(operands, of_all, strict=True)))
+
+
+def _pad_operands(geometry: Geometry, operands: _Operands) -> _Operands:
+    """Returns the operands in whole tiles."""
+    keys = geometry.padded_keys - geometry.n_keys
+    return operands._replace(
+        query=_pad_queries(geometry, operands.query),
+        key=_pad(operands.key, 0, keys),
+        value=_pad(operands.value, 0, keys),
+        position_key=None if operands.position_key is None else _pad(operands.position_key, *geometry.position_padding),
+    )
+
+
+def _pad_queries(geometry: Geometry, array: jax.Array) -> jax.Array:
+    """Pads [B, H, L, E] to whole tiles of queries."""
+    return _pad(array, 0, geometry.padded_queries - geometry.segment_len)
+
+
+def _pad(array: jax.Array, before: int, behind: int) -> jax.Array:
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(before, behind), (0, 0)]) if before or behind else array
+
+
+def _queries_shape(geometry: Geometry, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    """Returns the shape of padded queries."""
+    shape = (geometry.batch, geometry.n_head, geometry.padded_queries, geometry.width)
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _run(
+    kernel: Callable[..., None],
+    geometry: Geometry,
+    scalars: _Scalars,
+    inputs: tuple[Any, ...],
+    *,
+    in_specs: Any,
+    out_specs: Any,
+    out_shape: Any,
+    scratch: Any,
+    backward: bool,
+) -> Any:
+    """Runs a kernel, called with scalars, inputs, outputs and scratch memory, over the grid; returns its outputs.
+
+    Heads come first in the grid, so that a head's position keys are fetched once and their gradient adds up over all
+    rows.
+    """
+
+    def function(*refs: Any) -> None:
+        kernel(_Scalars(*refs[: len(scalars)]), *refs[len(scalars) :])
+
+    need = vmem_bytes(
+        geometry.tile,
+        segment_len=geometry.segment_len,
+        n_keys=geometry.n_keys,
+        width=geometry.width,
+        has_positions=geometry.n_positions > 0,
+        itemsize=jax.tree.leaves(inputs)[0].dtype.itemsize,
+        backward=backward,
+    )
+    return pl.pallas_call(
+        function,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(geometry.n_head, geometry.batch, geometry.n_query_tile, geometry.n_key_tile),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=(scratch,),
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=None if need < _DEFAULT_VMEM else need + need // 2,
+        ),
+        cost_estimate=_cost(geometry, jax.tree.leaves((inputs, out_shape)), backward=backward),
+        interpret=geometry.interpret,
+        name=f"relative_attention_{'backward' if backward else 'forward'}",
+    )(*scalars, *inputs)
+
+
+def _cost(geometry: Geometry, arrays: list[Any], *, backward: bool) -> pl.CostEstimate:
+    """Returns what the compiler is to count for a kernel, which it cannot look into, with full memory.
+
+    Each input and output counts once, and keys and values again for each further tile of queries that reads them. The
+    compiler adds its own copies of inputs from HBM to VMEM, so that its sum is too large rather than too small.
+    """
+    rows, n_query, n_key = geometry.batch * geometry.n_head, *geometry.tile
+    pairs = rows * geometry.n_tile * n_query * n_key
+    n_product, n_position_product = (5, 3) if backward else (2, 1)  # Of 2 n m E operations for each tile.
+    by_distance = n_position_product * (1 + LANES / n_key) if geometry.n_positions else 0
+    once = sum(array.size * array.dtype.itemsize for array in arrays)
+    again = max(geometry.n_tile - geometry.n_key_tile, 0) if geometry.n_key_tile > 1 else 0
+    return pl.CostEstimate(
+        flops=int(2 * pairs * geometry.width * (n_product + by_distance)),
+        transcendentals=pairs,
+        bytes_accessed=once + 2 * rows * again * n_key * geometry.width * arrays[0].dtype.itemsize,
+    )
+
+
+# Tiles of scores inside kernels: products, the term by distance, and rows of numbers.
+
+
+def _bias_queries(geometry: Geometry, operands: _Operands, content_query: Any, position_query: Any) -> None:
+    """Writes the queries of a tile with u and with v, both divided by sqrt(E), so that no score has to be."""
+    query = operands.query[0, 0]
+    pairs = ((content_query, operands.content_bias), (position_query, operands.position_bias))
+    for target, bias in pairs:
+        if target is not None:
+            wide = query.astype(jnp.float32)
+            wide = wide if bias is None else wide + bias[0].astype(jnp.float32)
+            target[...] = (wide * geometry.scale).astype(target.dtype)
+
+
+def _tile_scores(
+    geometry: Geometry, step: _Step, operands: _Operands, content_query: Any, position_query: Any
+) -> jax.Array:
+    """Computes the scores of a tile, [n, m] in float32, before any mask."""
+    scores = dot(content_query[...], operands.key[0, 0], NT)
+    if position_query is None:
+        return scores
+
+    def position_key(at: int, size: int) -> jax.Array:
+        keys: jax.Array = operands.position_key[0, step.positions(geometry, at, size), :]
+        return keys
+
+    query, n_key = position_query[...], geometry.tile.key
+    return scores + position_scores(query, position_key, n_key=n_key, rotate=geometry.rotate)
+
+
+def position_scores(
+    query: jax.Array, position_key: Callable[[int, int], jax.Array], *, n_key: int, rotate: bool
+) -> jax.Array:
+    """Computes the term by distance of a tile, shifted: [n, m] in float32.
+
+    Args:
+      query: [n, E], with v added; n is a multiple of 8.
+      position_key: (at, size) -> [size, E], the position keys of `size` distances from the one on that is `at` smaller
+        than the distance of the tile's last query and first key.
+      n_key: m, a multiple of 128.
+      rotate: as in `skew`.
+    """
+    size = n_key + LANES
+    parts = [skew(dot(query[rows], position_key(at, size), NT), rotate) for rows, at in strips(query.shape[0])]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+
+
+def strips(n_query: int) -> list[tuple[slice, int]]:
+    """Returns for each strip of a tile its rows and the column by distance that its first one has in the tile's."""
+    rows = strip_rows(n_query)
+    return [(slice(at, at + rows), n_query - rows - at) for at in range(0, n_query, rows)]
+
+
+def dot(left: jax.Array, right: jax.Array, contracted: Contracted) -> jax.Array:
+    """Multiplies two matrices with sums in float32.
+
+    Float32 is multiplied as float32: by default the matrix unit rounds it to bfloat16. For bfloat16 the precision must
+    be given too: Mosaic refuses the highest ("Bad lhs type"), which a global `jax_default_matmul_precision` would set.
+    """
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(left, right, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def widen(rows: jax.Array, width: int) -> jax.Array:
+    """Widens one number per row, stored as 128 equal lanes, to `width` lanes: [n, 128] -> [n, width].
+
+    Reading one lane of a reference and broadcasting it instead took 30 % longer in the whole forward kernel.
+    """
+    if width > LANES:
+        rows = jnp.tile(rows, (1, math.ceil(width / LANES)))
+    return rows if rows.shape[1] == width else rows[:, :width]
+
+
+def _lane_sums(array: jax.Array) -> jax.Array:
+    """Adds up the registers of each row, lane by lane: [n, m] -> [n, 128]; the lanes themselves wait for the end."""
+    total = array[:, :LANES]
+    for at in range(LANES, array.shape[1], LANES):
+        total = total + array[:, at : at + LANES]
+    return total
+
+
+def skew(by_distance: jax.Array, rotate: bool) -> jax.Array:
+    """Moves the scores of a strip from "column = distance" to "column = key": [n, m + 128] -> [n, m].
+
+    Args:
+      by_distance: float32 [n, m + 128], column p of the distance that the last query and key p have; n is at most 128
+        and for a rotation a multiple of 8, m a multiple of 128.
+      rotate: whether by a rotation, or else by a gather.
+    """
+    n_query, width = by_distance.shape
+    if rotate:
+        # Row x turns right by W - n + 1 + x, that is left by n - 1 - x.
+        return pltpu.roll(by_distance, width - n_query + 1, 1, stride=1, stride_axis=0)[:, : width - LANES]
+    column = _lane(n_query) + _shift(n_query)
+    lane, is_near = column & (LANES - 1), column < LANES
+    turned = [_gather(block, lane) for block in _blocks(by_distance)]
+    return _join([jnp.where(is_near, near, far) for near, far in itertools.pairwise(turned)])
+
+
+def skew_from(by_distance: jax.Array, first: jax.Array) -> jax.Array:
+    """Moves scores as `skew` does, from any column on: [n, m + 256] -> [n, m].
+
+    Args:
+      by_distance: float32 [n, m + 256], column `first` + p of the distance that the last query and key p have; n is at
+        most 128, m a multiple of 128.
+      first: int32 [], below 128.
+    """
+    n_query = by_distance.shape[0]
+    column = _lane(n_query) + _shift(n_query) + first
+    lane, is_near, is_far = column & (LANES - 1), column < LANES, column >= 2 * LANES
+    turned = [_gather(block, lane) for block in _blocks(by_distance)]
+    triples = zip(turned, turned[1:], turned[2:], strict=False)
+    return _join([jnp.where(is_near, near, jnp.where(is_far, far, middle)) for near, middle, far in triples])
+
+
+def unskew(scores: jax.Array) -> jax.Array:
+    """Moves [n, m] to the columns of [n, m + 128] where `skew` reads them, zeros elsewhere: the transpose of `skew`."""
+    n_query = scores.shape[0]
+    column = _lane(n_query) - _shift(n_query)
+    lane, is_near = column & (LANES - 1), column >= 0
+    none = jnp.zeros((n_query, LANES), scores.dtype)
+    turned = [none, *(_gather(block, lane) for block in _blocks(scores)), none]
+    return _join([jnp.where(is_near, near, far) for far, near in itertools.pairwise(turned)])
+
+
+def _lane(n_query: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, (n_query, LANES), 1)
+
+
+def _shift(n_query: int) -> jax.Array:
+    """Returns by how much each row moves, [n, 128]."""
+    return n_query - 1 - lax.broadcasted_iota(jnp.int32, (n_query, LANES), 0)
+
+
+def _gather(block: jax.Array, lane: jax.Array) -> jax.Array:
+    # Mosaic refuses a gather without the promise, and one over more than 128 columns: "Multiple source vregs along
+    # gather dimension".
+    return jnp.take_along_axis(block, lane, axis=1, mode="promise_in_bounds")
+
+
+def _blocks(array: jax.Array) -> list[jax.Array]:
+    return [array[:, at : at + LANES] for at in range(0, array.shape[1], LANES)]
+
+
+def _join(blocks: list[jax.Array]) -> jax.Array:
+    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
