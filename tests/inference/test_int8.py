@@ -14,7 +14,7 @@ from txl_jax.config import DType, Encoding, EvalConfig, ExperimentConfig, Genera
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.generator import Generator
-from txl_jax.ops.quantized import Int8, Int8Table
+from txl_jax.ops.matmul import Int8, Int8Table
 from txl_jax.runs.build import build
 
 MODELS = {

@@ -1,18 +1,22 @@
-"""Tests the product of rows and a matrix, in each of its forms."""
+"""Tests products of rows and a matrix in each of its forms; of int8 against products in float64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from txl_jax.ops.matmul import multiply_by_rows, project, transpose
+from txl_jax.ops import matmul
+from txl_jax.ops.matmul import Int8, multiply, multiply_by_rows, project, quantize, transpose
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize(("rows", "n"), [((), 7), ((1, 1), 6), ((1,), 1), ((2, 4), 6)])
 def test_project_is_the_product(rows, n, is_transposed, x64):
-    rng = np.random.default_rng(0)
-    inputs, kernel = rng.normal(size=(*rows, n)), rng.normal(size=(n, 3, 2, 4))
+    inputs, kernel = random(*rows, n), random(n, 3, 2, 4, seed=1)
     matrix = transpose(jnp.asarray(kernel)) if is_transposed else jnp.asarray(kernel)
     assert matrix.shape == kernel.shape
     found = project(jnp.asarray(inputs), matrix)
@@ -21,8 +25,7 @@ def test_project_is_the_product(rows, n, is_transposed, x64):
 
 @pytest.mark.parametrize("rows", [(), (2, 1), (257,)])
 def test_products_with_the_rows_of_a_table_and_their_gradients(rows, x64):
-    rng = np.random.default_rng(0)
-    states, table, of_products = rng.normal(size=(*rows, 7)), rng.normal(size=(5, 7)), rng.normal(size=(*rows, 5))
+    states, table, of_products = random(*rows, 7), random(5, 7, seed=1), random(*rows, 5, seed=2)
 
     def products(states, table):
         return multiply_by_rows(states, table, jnp.dtype(jnp.float64))
@@ -42,3 +45,65 @@ def test_narrow_states_are_multiplied_into_a_wide_type(rows):
     found = multiply_by_rows(states, table, jnp.dtype(jnp.float32))
     assert found.dtype == jnp.float32
     np.testing.assert_array_equal(found, np.full((rows, 2), 3.0234375, np.float32))
+
+
+def test_each_channel_has_its_own_steps(x64):
+    array = random(40, 6) * [1e-3, 1, 50, 0, 1, 1]
+    found = quantize(jnp.asarray(array), axis=0)
+    most = np.abs(array).max(axis=0)
+    assert found.values.dtype == jnp.int8 and found.scale.shape == (1, 6)
+    np.testing.assert_allclose(found.scale[0], most / 127, rtol=1e-12)
+    off = np.abs(found.dequantize(jnp.float64) - array).max(axis=0)
+    assert np.all(off <= most / 254 * (1 + 1e-9)) and np.all(off[most > 0] > most[most > 0] / 1000)
+
+
+@pytest.mark.parametrize("terms", [1, 36, 41])
+def test_a_row_is_multiplied_as_numbers_of_its_own_type(terms, x64):
+    """Whatever the number of terms is: those of the last slab that belong to the one before count once."""
+    jitted = jax.jit(multiply)
+    inputs, array = random(3, 1, terms), random(3, terms, 9, seed=1)
+    for axis in (1, 2):
+        matrix = quantize(jnp.asarray(array), axis=axis)
+        expected = inputs @ np.asarray(matrix.dequantize(jnp.float64))
+        np.testing.assert_allclose(jitted(jnp.asarray(inputs), matrix), expected, rtol=0, atol=1e-13)
+        found = jitted(jnp.asarray(inputs, jnp.float32), matrix)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("channel", ["columns", "rows"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_of_int8_keep_sixteen_bits_of_what_is_multiplied(channel, rows, x64, monkeypatch):
+    """Beside the product with the same int8 numbers in float64; batched as in attention, one row as on a GPU or TPU."""
+    monkeypatch.setattr(matmul, "row_product", lambda row, matrix, otherwise: otherwise(row, matrix))
+    inputs, array = random(3, rows, 70), random(3, 70, 9, seed=1)
+    matrix = quantize(jnp.asarray(array), axis=1 if channel == "columns" else 2)
+    found = jax.jit(lambda *of: multiply(*of))(jnp.asarray(inputs), matrix)  # Traced anew.
+    expected = inputs @ np.asarray(matrix.dequantize(jnp.float64))
+    # Each of 70 terms is off by at most half a step of the row, 1 / (2 * 254 * 127) of its largest.
+    bound = 70 * np.abs(inputs).max() * np.abs(array).max() ** (1 if channel == "columns" else 2) / (2 * 254 * 127)
+    assert 0 < np.abs(found - expected).max() < bound / 4
+
+
+def test_rows_of_zeros_give_zeros_and_nan_stays_nan():
+    matrix = quantize(jnp.asarray(random(8, 3), jnp.float32), axis=0)
+    inputs = jnp.zeros((3, 8)).at[1, 2].set(jnp.nan).at[2].set(1.0)
+    found = np.asarray(jax.jit(multiply)(inputs, matrix))
+    assert np.all(found[0] == 0) and np.all(np.isnan(found[1])) and np.all(np.isfinite(found[2]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_project_takes_int8_of_any_shape(dtype):
+    inputs, kernel = jnp.asarray(random(2, 1, 16), dtype), jnp.asarray(random(16, 3, 2, 4, seed=1), jnp.float32)
+    matrix = quantize(kernel, axis=0)
+    found = jax.jit(project)(inputs, matrix)
+    assert found.shape == (2, 1, 3, 2, 4) and found.dtype == dtype
+    expected = np.tensordot(np.asarray(inputs, np.float64), np.asarray(matrix.dequantize(jnp.float32), np.float64), 1)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), expected, rtol=0, atol=1e-3 if dtype == jnp.float32 else 0.05
+    )
+
+
+def test_more_terms_than_int32_holds_are_refused():
+    wide = Int8(jnp.zeros((140_000, 1), jnp.int8), jnp.ones((1, 1)))
+    with pytest.raises(AssertionError):
+        multiply(jnp.ones((1, 140_000)), wide)

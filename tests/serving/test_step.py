@@ -12,8 +12,7 @@ from support.cases import full_but
 from support.serving import ROWS, ids, step_of
 from txl_jax.config import CacheDType, GenerateConfig, WeightDType
 from txl_jax.errors import UserError
-from txl_jax.ops.matmul import Transposed
-from txl_jax.ops.quantized import Int8
+from txl_jax.ops.matmul import Int8, Transposed
 from txl_jax.serving.row_step import TOP, Rows, Step
 
 PROMPT = ids(90)  # A whole segment of 64, one of 16, and 9 tokens of another; the memory has 9.

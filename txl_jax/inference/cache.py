@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from txl_jax.config import MemoryStart
 from txl_jax.memory import start_valid
-from txl_jax.ops.quantized import Int8, quantize
+from txl_jax.ops.matmul import Int8, quantize
 
 
 class KVCache(flax.struct.PyTreeNode):

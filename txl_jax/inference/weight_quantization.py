@@ -11,7 +11,7 @@ import jax
 from txl_jax.errors import UserError
 from txl_jax.modules.feed_forward import Dense
 from txl_jax.ops.adaptive_softmax import Cluster
-from txl_jax.ops.quantized import Int8Table, quantize
+from txl_jax.ops.matmul import Int8Table, quantize
 
 LayerT = TypeVar("LayerT", bound=Any)  # `inference.forward.Layer`, which imports this.
 

@@ -18,10 +18,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from txl_jax import sharding
-from txl_jax.ops import quantized
 from txl_jax.ops.chunked_apply import chunked_apply
 from txl_jax.ops.matmul import multiply_by_rows
-from txl_jax.ops.quantized import Int8Table
 from txl_jax.sharding.activations import batch_spec, shard_map
 
 
@@ -275,14 +273,6 @@ def logits(hidden: jax.Array, cluster: Cluster) -> jax.Array:
     assert cluster.bias is not None, "a cluster of a softmax has a bias"
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     if cluster.projection is not None:
-        hidden = _by_rows(hidden, cluster.projection, hidden.dtype)
-    products = _by_rows(hidden, cluster.table, wide)
+        hidden = multiply_by_rows(hidden, cluster.projection, hidden.dtype)
+    products = multiply_by_rows(hidden, cluster.table, wide)
     return products + jnp.broadcast_to(cluster.bias.astype(wide), products.shape)
-
-
-def _by_rows(states: jax.Array, table: jax.Array | Int8Table, dtype: jnp.dtype) -> jax.Array:
-    """Multiplies with the rows of a table: [..., w] x [v, w] -> [..., v] of type `dtype`."""
-    if not isinstance(table, Int8Table):
-        return multiply_by_rows(states, table, dtype)
-    flat = quantized.multiply(states.reshape(-1, states.shape[-1]), table.columns)
-    return flat.astype(dtype).reshape(*states.shape[:-1], -1)

@@ -14,7 +14,7 @@ import numpy as np
 from txl_jax.ops.attention.cached import CachedVisibility, Position
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
-from txl_jax.ops.quantized import Int8
+from txl_jax.ops.matmul import Int8
 
 _AXES = "[B, H, L, E]"
 

@@ -15,10 +15,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from txl_jax.ops import quantized
 from txl_jax.ops.attention import positions
-from txl_jax.ops.quantized import Int8
-from txl_jax.ops.row_product import row_product
+from txl_jax.ops.matmul import Int8, multiply, row_product
 
 # Queries [B, H, L, E], keys [H, E, P] or None, and scores [H, P] or None (`cached_attention`); None: no positions.
 # Keys, and what is stored, may be `Int8`.
@@ -135,7 +133,7 @@ def _by_stored(rows: jax.Array, stored: jax.Array | Int8, wide: jnp.dtype) -> ja
     cores: 22 ms with products, 4.1 ms so; in float32 2.8 ms).
     """
     if isinstance(stored, Int8):
-        return quantized.multiply(rows, stored).astype(wide)
+        return multiply(rows, stored).astype(wide)
     if rows.shape[2] == 1 and stored.dtype != rows.dtype:
         return jnp.sum(stored.astype(wide) * rows.astype(wide).swapaxes(2, 3), axis=2, keepdims=True)
 
@@ -160,7 +158,7 @@ def _position_scores(
         return jnp.broadcast_to(more.astype(wide)[None, :, None, :], (1, n_head, n_query, more.shape[-1]))
     query_HxBLxE = query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)  # One product per head.
     if isinstance(position_key, Int8):
-        scores = quantized.multiply(query_HxBLxE, position_key).astype(wide)
+        scores = multiply(query_HxBLxE, position_key).astype(wide)
     else:
         scores = jnp.einsum("hne,hep->hnp", query_HxBLxE, position_key, preferred_element_type=wide)
     if more is not None:

@@ -23,7 +23,7 @@ from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.problem import Implementation, Problem
 from txl_jax.ops.attention.relative import relative_attention
 from txl_jax.ops.attention.shards import Shards, shards_of
-from txl_jax.ops.quantized import Int8
+from txl_jax.ops.matmul import Int8
 from txl_jax.sharding.activations import shard_map
 
 
