@@ -12,10 +12,10 @@ import json
 import jax
 import numpy as np
 
+from txl_jax import sharding
 from txl_jax.cli import hosts
 from txl_jax.config import MeshConfig
 from txl_jax.runtime import distributed
-from txl_jax.sharding import mesh as sharding
 
 found = {}
 

@@ -16,7 +16,7 @@ from txl_jax.modules.dropout import Dropout, DropoutRates, dropout, is_on
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.positions.encoding import Projections
 from txl_jax.ops.attention import Implementation, Visibility, attention
-from txl_jax.sharding import axes, initializers
+from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
 
 # Arguments of `ops.attention.score_terms`, by their names in the collection "attention".
@@ -51,7 +51,7 @@ class Attention(nn.Module):
           parameters: the encoding's `layer_parameters`.
         """
         c, rates, dtype = self.config, self.rates or DropoutRates.of(self.config.dropout), segment.dtype
-        inward = initializers.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
+        inward = axes.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
         def matrix(name: str) -> jax.Array:
             """Creates a matrix [D, H, E]."""
@@ -87,7 +87,7 @@ class Attention(nn.Module):
             dropout=on_probabilities.draw_seed(c.n_head),
             implementation=self.implementation,
         )
-        outward = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
+        outward = axes.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
         kernel = self.param("output", outward, (c.n_head, c.d_head, c.d_model))
         output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))
         return dropout(c, rates.rate, deterministic=self.deterministic)(output)

@@ -13,7 +13,7 @@ from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.feed_forward import FeedForward
 from txl_jax.modules.positions import encoding_of
 from txl_jax.ops.attention import Implementation, Visibility
-from txl_jax.sharding import axes, initializers
+from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
 
 
@@ -36,8 +36,8 @@ def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.Layer
         dtype=dtype,
         param_dtype=jnp.result_type(float),  # As every other parameter: float64 in a float64 run.
         use_fast_variance=False,
-        scale_init=initializers.ones(axes.NORM),
-        bias_init=initializers.zeros(axes.NORM),
+        scale_init=axes.ones(axes.NORM),
+        bias_init=axes.zeros(axes.NORM),
         name=name,
     )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from txl_jax.config import ModelConfig
 from txl_jax.modules.dropout import DropoutRates, is_on
 from txl_jax.ops import adaptive_softmax
-from txl_jax.sharding import axes, initializers
+from txl_jax.sharding import axes
 
 
 def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
@@ -35,12 +35,12 @@ class Embedding(nn.Module):
         c = self.config
         sizes = cluster_sizes(c, self.vocab_size) if c.div_val > 1 else [self.vocab_size]
         widths = [c.cluster_width(i) for i in range(len(sizes))]
-        table = initializers.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
+        table = axes.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
         self.tables = [
             self.param(f"table_{i}", table, (size, width))
             for i, (size, width) in enumerate(zip(sizes, widths, strict=True))
         ]
-        projection = initializers.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
+        projection = axes.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
         self.projections = [
             self.param(f"projection_{i}", projection, (width, c.d_model)) if c.has_projections else None
             for i, width in enumerate(widths)

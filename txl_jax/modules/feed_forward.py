@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from txl_jax.config import ModelConfig
 from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.ops.matmul import project
-from txl_jax.sharding import axes, initializers
+from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
 
 
@@ -51,9 +51,9 @@ class FeedForward(nn.Module):
     def _parameters(self, name: str, dtype: jnp.dtype, rows: tuple[int, str], columns: tuple[int, str]) -> Dense:
         """Creates `name`_kernel and `name`_bias; `rows` and `columns` are (size, logical axis)."""
         (n_row, row_axis), (n_column, column_axis) = rows, columns
-        init = initializers.normal(self.config.init_std, row_axis, column_axis)
+        init = axes.normal(self.config.init_std, row_axis, column_axis)
         kernel = self.param(f"{name}_kernel", init, (n_row, n_column)).astype(dtype)
-        bias = self.param(f"{name}_bias", initializers.zeros(column_axis), (n_column,)).astype(dtype)
+        bias = self.param(f"{name}_bias", axes.zeros(column_axis), (n_column,)).astype(dtype)
         return Dense(kernel, bias)
 
 

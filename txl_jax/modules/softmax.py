@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from txl_jax.config import ModelConfig
 from txl_jax.modules.embedding import cluster_sizes
 from txl_jax.ops import adaptive_softmax
-from txl_jax.sharding import axes, initializers
+from txl_jax.sharding import axes
 
 
 class Softmax(nn.Module):
@@ -28,14 +28,14 @@ class Softmax(nn.Module):
         """Creates the parameters."""
         c = self.config
         self.sizes = cluster_sizes(c, self.vocab_size)
-        self.bias = self.param("bias", initializers.zeros(axes.VOCAB), (self.vocab_size,))
-        table = initializers.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
+        self.bias = self.param("bias", axes.zeros(axes.VOCAB), (self.vocab_size,))
+        table = axes.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
         table_sizes = self.sizes if c.div_val > 1 else [self.vocab_size]
         self.own_tables = [
             None if c.tie_weight else self.param(f"table_{i}", table, (size, c.cluster_width(i)))
             for i, size in enumerate(table_sizes)
         ]
-        projection = initializers.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
+        projection = axes.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
         tied = c.tie_projs or (False,) * c.n_cluster
         self.own_projections = [
             self.param(f"projection_{i}", projection, (c.cluster_width(i), c.d_model))
@@ -45,9 +45,9 @@ class Softmax(nn.Module):
         ]
         if c.cutoffs:
             n_tail = len(c.cutoffs)
-            tail_table = initializers.normal(c.init_std, axes.CLUSTERS, axes.CLUSTER_EMBED)
+            tail_table = axes.normal(c.init_std, axes.CLUSTERS, axes.CLUSTER_EMBED)
             self.tail_table = self.param("tail_table", tail_table, (n_tail, c.embed_width))
-            self.tail_bias = self.param("tail_bias", initializers.zeros(axes.CLUSTERS), (n_tail,))
+            self.tail_bias = self.param("tail_bias", axes.zeros(axes.CLUSTERS), (n_tail,))
 
     def nll(
         self,

@@ -1,20 +1,25 @@
-"""The device mesh: logical axis names, the one table that maps them to mesh axes, sharding constraints."""
+"""The device mesh, the one table from logical axis names to its axes, and sharding constraints."""
 
-from txl_jax.sharding.ambient import ambient_mesh, bind_mesh, check_ambient_mesh, use_mesh
+from txl_jax.sharding.axes import (
+    batch_axes,
+    named_sharding,
+    num_batch_shards,
+    num_vocab_shards,
+    param_shardings,
+    spec,
+    vocab_axis,
+)
 from txl_jax.sharding.mesh import (
     DATA,
     FSDP,
     TENSOR,
     abstract_mesh,
-    batch_axes,
+    ambient_mesh,
+    bind_mesh,
+    check_ambient_mesh,
     make_mesh,
-    named_sharding,
-    num_batch_shards,
     num_slices,
-    num_vocab_shards,
-    param_shardings,
-    spec,
-    vocab_axis,
+    use_mesh,
 )
 
 __all__ = [

@@ -12,8 +12,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from txl_jax.sharding import axes
-from txl_jax.sharding.ambient import ambient_mesh
-from txl_jax.sharding.mesh import batch_axes, spec
+from txl_jax.sharding.axes import batch_axes, spec
+from txl_jax.sharding.mesh import ambient_mesh
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

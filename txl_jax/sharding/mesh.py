@@ -1,4 +1,4 @@
-"""The device mesh, and the one table from logical axis names to its axes.
+"""The device mesh: how it is made, and how code enters and finds it.
 
 A mesh has three axes: `data` (data parallel: replicas of the model), `fsdp` (FSDP, fully sharded data parallel:
 devices that share the parameters of one replica) and `tensor` (tensor parallel: devices that share heads, inner width
@@ -8,39 +8,27 @@ all-reduce of the outputs of attention and of the feed-forward layers.
 
 Slices of TPUs that only a data-centre network (DCN) connects (multislice) are replicas: the outermost part of `data` is
 over the slices, so that only the all-reduce of gradients and of a few numbers crosses them.
+
+Code finds the ambient mesh while it is traced (`jax.set_mesh`). A new thread has none. `bind_mesh` makes a compiled
+function enter its mesh itself, whoever calls it. Everywhere else `with use_mesh(mesh):` does. With one device there is
+nothing to enter, and nothing changes.
 """
 
+import contextlib
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from txl_jax.config import MeshConfig
 from txl_jax.errors import UserError
-from txl_jax.sharding import axes
-from txl_jax.sharding.ambient import ambient_mesh
 
 DATA, FSDP, TENSOR = _NAMES = "data", "fsdp", "tensor"
-
-_MESH_AXES = {
-    axes.BATCH: (DATA, FSDP),
-    axes.LENGTH: None,
-    axes.LAYERS: None,
-    axes.EMBED: FSDP,
-    axes.CLUSTER_EMBED: None,
-    axes.HEADS: TENSOR,
-    axes.HEAD_DIM: None,
-    axes.INNER: TENSOR,
-    axes.VOCAB: TENSOR,
-    axes.CLUSTERS: None,
-    axes.POSITIONS: None,
-    axes.NORM: None,
-}
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -137,87 +125,54 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
     return num_slices * data, config.fsdp, config.tensor
 
 
-def spec(*names: str | None) -> PartitionSpec:
-    """Returns the mesh axes of an array with these logical axes; None: replicated.
+def use_mesh(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Enters a mesh of several devices; does nothing with one device or None. Not to be used while tracing."""
+    if mesh is None or mesh.size == 1:
+        return contextlib.nullcontext()
+    if isinstance(mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(mesh)
+    return jax.set_mesh(mesh)
 
-    Raises:
-      ValueError: a name without a row in the table (flax would silently replicate it).
+
+def ambient_mesh() -> AbstractMesh | None:
+    """Returns the ambient mesh if it has several devices, else None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if mesh is not None and not mesh.empty and mesh.size > 1 else None
+
+
+def check_ambient_mesh(num_devices: int) -> None:
+    """Raises `UserError` if the ambient mesh has another number of devices than a model was built for.
+
+    Without this check a model for several devices would run unconstrained, and silently so, wherever the mesh was
+    forgotten.
     """
-    for name in names:
-        if name is not None and name not in _MESH_AXES:
-            raise ValueError(f"logical axis {name!r} has no row in the sharding table; known: {', '.join(_MESH_AXES)}")
-    return PartitionSpec(*(None if name is None else _MESH_AXES[name] for name in names))
+    mesh = ambient_mesh()
+    size = 1 if mesh is None else mesh.size
+    if size != num_devices:
+        raise UserError(
+            f"the model is built for {num_devices} devices (num_devices) and the ambient mesh has {size}; call it "
+            "within `with jax.set_mesh(mesh):`, on every thread"
+        )
 
 
-def named_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
-    """Returns the sharding of an array with these logical axes."""
-    return NamedSharding(mesh, spec(*names))
+def bind_mesh(mesh: Mesh | AbstractMesh | None, jitted: Any) -> Any:
+    """Returns a jitted function that enters `mesh` whenever it is called or lowered; itself with one device or None."""
+    return jitted if mesh is None or mesh.size == 1 else _BoundToMesh(mesh, jitted)
 
 
-def param_shardings(mesh: Mesh, tree: Any) -> Any:
-    """Returns the shardings of a tree of parameters boxed with logical axis names; bare arrays are replicated.
+@dataclasses.dataclass(frozen=True)
+class _BoundToMesh:
+    mesh: Mesh | AbstractMesh
+    jitted: Any
 
-    The sizes of vocabularies and clusters come from the text (205 bytes in enwik8). A table whose tokens do not divide
-    over `tensor` is replicated there, and over `fsdp` its tokens are sharded if its width does not divide. (Sharding
-    the width over `tensor` would need an all-gather for every use, which reads parts of the tokens.)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        with use_mesh(self.mesh):
+            return self.jitted(*arguments, **named)
 
-    The result is shaped like `nn.unbox(tree)`.
-    """
+    def lower(self, *arguments: Any, **named: Any) -> Any:
+        with use_mesh(self.mesh):
+            return self.jitted.lower(*arguments, **named)
 
-    def place(names: PartitionSpec, array: Any) -> NamedSharding:
-        if tuple(names) == (axes.VOCAB,):  # A bias, which is sliced at the cutoffs: replicated.
-            return named_sharding(mesh)
-        if axes.VOCAB not in names:
-            return named_sharding(mesh, *names)
-        return NamedSharding(mesh, _of_table(mesh, dict(zip(names, array.shape, strict=True))))
-
-    return jax.tree.map(
-        place, nn.get_partition_spec(tree), nn.unbox(tree), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
-    )
-
-
-def _of_table(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
-    """Returns the mesh axes of an embedding table, from its sizes by logical axis."""
-    found: dict[str, list[str]] = {name: [] for name in sizes}
-
-    def divides(name: str, axis: str) -> bool:
-        return sizes[name] % math.prod(mesh.shape[other] for other in (axis, *found[name])) == 0
-
-    if divides(axes.VOCAB, TENSOR):
-        found[axes.VOCAB].append(TENSOR)
-    for name in (axes.CLUSTER_EMBED, axes.VOCAB):
-        if divides(name, FSDP):
-            found[name].append(FSDP)
-            break
-    return PartitionSpec(*(tuple(axes_of) or None for axes_of in found.values()))
-
-
-def batch_axes(mesh: Mesh | AbstractMesh, batch_size: int) -> str | None:
-    """Returns `axes.BATCH` if the rows of a batch divide among the devices, else None (replicated).
-
-    Published evaluations read one row, whatever the number of devices.
-    """
-    return axes.BATCH if batch_size % num_batch_shards(mesh) == 0 else None
-
-
-def num_batch_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Returns how many devices share the rows of a batch; of the ambient mesh if `mesh` is None."""
-    return _num_shards(axes.BATCH, mesh)
-
-
-def num_vocab_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Returns how many devices share the tokens of a cluster; of the ambient mesh if `mesh` is None."""
-    return _num_shards(axes.VOCAB, mesh)
-
-
-def vocab_axis(mesh: Mesh | AbstractMesh | None = None) -> str | None:
-    """Returns the mesh axis that shares the tokens of a cluster; None if it has one device."""
-    return spec(axes.VOCAB)[0] if num_vocab_shards(mesh) > 1 else None
-
-
-def _num_shards(name: str, mesh: Mesh | AbstractMesh | None) -> int:
-    """Devices that share an array's axis of this logical name."""
-    mesh = ambient_mesh() if mesh is None else mesh
-    [mesh_axes] = spec(name)
-    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in names)
+    def eval_shape(self, *arguments: Any, **named: Any) -> Any:
+        with use_mesh(self.mesh):
+            return self.jitted.eval_shape(*arguments, **named)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from txl_jax.config import ModelConfig
 from txl_jax.modules.positions.encoding import DecodeTerms, OriginalTensor, PositionEncoding
 from txl_jax.ops.attention import positions
-from txl_jax.sharding import axes, initializers
+from txl_jax.sharding import axes
 
 
 class PositionVectors(nn.Module):
@@ -25,7 +25,7 @@ class PositionVectors(nn.Module):
     def __call__(self) -> jax.Array:
         """Returns the table."""
         c = self.config
-        init = initializers.normal(c.init_std, axes.POSITIONS, axes.EMBED)
+        init = axes.normal(c.init_std, axes.POSITIONS, axes.EMBED)
         return self.param("vector", init, (c.table_size, c.d_model))
 
 

@@ -23,7 +23,7 @@ from txl_jax.modules.positions.encoding import (
 )
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.cached import table_length
-from txl_jax.sharding import axes, initializers
+from txl_jax.sharding import axes
 
 
 class PositionBiases(nn.Module):
@@ -35,7 +35,7 @@ class PositionBiases(nn.Module):
     def __call__(self) -> tuple[jax.Array, jax.Array]:
         """Returns u and v."""
         c = self.config
-        init = initializers.normal(c.init_std, axes.HEADS, axes.HEAD_DIM)
+        init = axes.normal(c.init_std, axes.HEADS, axes.HEAD_DIM)
         shape = (c.n_head, c.d_head)
         return self.param("content", init, shape), self.param("position", init, shape)
 

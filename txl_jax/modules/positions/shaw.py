@@ -22,7 +22,7 @@ from txl_jax.modules.positions.encoding import (
 )
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.cached import table_length
-from txl_jax.sharding import axes, initializers
+from txl_jax.sharding import axes
 
 
 class ShawParameters(NamedTuple):
@@ -48,7 +48,7 @@ class ShawTable(nn.Module):
 
         def learned(name: str, *sizes: tuple[int, str]) -> jax.Array:
             shape, names = zip(*sizes, strict=True)
-            return self.param(name, initializers.normal(c.init_std, *names), shape)
+            return self.param(name, axes.normal(c.init_std, *names), shape)
 
         key = learned("key", lead, heads, width)
         if self.compat.shaw_terms is ShawTerms.PAPER:

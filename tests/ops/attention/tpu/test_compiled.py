@@ -1,10 +1,8 @@
-"""The TPU kernels through Mosaic, for chips that are not there: at the published models' shapes, without the scores.
-
-That over a KV cache is in `test_cached_compiled`.
-"""
+"""The TPU kernels through Mosaic, for chips that are not there: at the published models' shapes, without the scores."""
 
 import functools
 import importlib.metadata
+import math
 import re
 
 import jax
@@ -16,16 +14,26 @@ from experiments.bench import estimate
 from ops.attention.tpu.test_limits import TRAINING
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
-from txl_jax.ops.attention import Visibility, attention
-from txl_jax.ops.attention.dropout import Dropout
-from txl_jax.ops.attention.problem import Implementation, Problem, Tile
-from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of
+from txl_jax.ops.attention import CachedVisibility, Dropout, Implementation, Problem, Tile, Visibility, attention
+from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
+from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of, refusal
 from txl_jax.ops.attention.tpu.kernels import tpu_attention
 
 pytestmark = pytest.mark.nightly(part="tpu")
 
 CHIPS = ("v4:2x2x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1")
 BATCH = 4  # Rows of a chip.
+EVALUATION = {  # Heads, E, L, R, P.
+    "enwik8_12l": (8, 64, 80, 2160, 821),
+    "enwik8_24l": (8, 128, 128, 3840, 1001),
+    "enwik8_24l, no clamp": (8, 128, 128, 3840, 3968),
+    "wt103_base": (10, 41, 64, 640, 401),
+    "wt103_large": (16, 64, 128, 1664, 1001),
+    "absolute positions": (8, 64, 128, 640, 0),
+    "no cache": (8, 64, 300, 0, 300),
+}
+in_both_types = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+on_all_chips = pytest.mark.parametrize("chip", CHIPS)
 
 
 def devices_of(chip):
@@ -48,21 +56,22 @@ def no_compilation_cache():
     jax.config.update("jax_enable_compilation_cache", True)
 
 
+def arrays_on(device, dtype):
+    """Returns the function from a shape to an array on the device that has no numbers."""
+    return functools.partial(jax.ShapeDtypeStruct, dtype=dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+
 def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positions=True):
     n_head, length, _, width, _ = TRAINING[preset]
     device = device_of(chip)
-    place = jax.sharding.SingleDeviceSharding(device)
-    visibility = Visibility(jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=place), length, length, causal=causal)
     problem = Problem("tpu", device.device_kind, dtype, batch, n_head, length, 2 * length, width, 2 * length)
-
-    def array(*shape):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    query, key = array(batch, n_head, length, width), array(batch, n_head, 2 * length, width)
+    array, integers = arrays_on(device, dtype), arrays_on(device, jnp.int32)
+    visibility = Visibility(integers((batch,)), length, length, causal=causal)
+    query, key = array((batch, n_head, length, width)), array((batch, n_head, 2 * length, width))
     arrays = {"query": query, "key": key, "value": key}
     if positions:
-        arrays["position_key"] = array(n_head, visibility.n_positions, width)
-        arrays |= {name: array(n_head, width) for name in ("content_bias", "position_bias")}
+        arrays["position_key"] = array((n_head, visibility.n_positions, width))
+        arrays |= {name: array((n_head, width)) for name in ("content_bias", "position_bias")}
 
     def run(arrays, visibility, seed, gradient):
         dropout = None if rate is None else Dropout(rate=rate, seed=seed, n_head=n_head)
@@ -71,8 +80,7 @@ def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positi
         out, gradients_of = jax.vjp(lambda arrays: attend(**arrays), arrays)
         return out, gradients_of(gradient)
 
-    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=place)
-    return jax.jit(run).lower(arrays, visibility, seed, query).compile()
+    return jax.jit(run).lower(arrays, visibility, arrays_on(device, jnp.uint32)(()), query).compile()
 
 
 def assert_no_scores(program, preset, batch=BATCH):
@@ -80,19 +88,19 @@ def assert_no_scores(program, preset, batch=BATCH):
     n_head, length, *_ = TRAINING[preset]
     scores = batch * n_head * length * 2 * length
     shapes = re.findall(r"(?:f32|bf16|s32|u32|pred)\[([\d,]+)\]", program.as_text())
-    sizes = {shape: functools.reduce(int.__mul__, map(int, shape.split(","))) for shape in set(shapes)}
+    sizes = {shape: math.prod(map(int, shape.split(","))) for shape in set(shapes)}
     assert max(sizes.values()) < scores / 2, max(sizes, key=sizes.get)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@in_both_types
 @pytest.mark.parametrize("preset", TRAINING)
-@pytest.mark.parametrize("chip", CHIPS)
+@on_all_chips
 def test_training_shapes_compile_without_the_scores(chip, preset, dtype):
     assert_no_scores(compiled(chip, preset, dtype), preset)
 
 
 @pytest.mark.parametrize("options", [{"rate": 0.1}, {"causal": False}, {"positions": False}], ids=str)
-@pytest.mark.parametrize("chip", CHIPS)
+@on_all_chips
 def test_dropout_both_directions_and_no_positions_compile(chip, options):
     assert_no_scores(compiled(chip, "enwik8_24l", "bfloat16", **options), "enwik8_24l")
 
@@ -130,3 +138,44 @@ def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
         program = jax.jit(run).lower(arrays, query).compile()
     assert_no_scores(program, "wt103_base", batch=4)
     assert set(re.findall(r"all-[a-z]+|collective-permute|reduce-scatter", program.as_text())) == {"all-reduce"}
+
+
+def check_cached(chip, preset, dtype, *, batch=1, cache_dtype=None, window=None):
+    """Compiles the kernel over a KV cache, which must write nothing of the size of the scores to memory, nor a ring.
+
+    On-chip memory, into which XLA fetches arrays ahead where they fit, has an S in its layout. For E 41 XLA puts
+    another axis than E beside the slots, and does copy rings where they are arguments of a program.
+    """
+    n_head, width, segment_len, capacity, n_positions = EVALUATION[preset]
+    device = device_of(chip)
+    sizes = (batch, n_head, segment_len, capacity + segment_len, width, n_positions)
+    problem = Problem("tpu", device.device_kind, dtype, *sizes, capacity=capacity, cache_dtype=cache_dtype)
+    assert refusal(problem) is None
+
+    array, stored, integers = (arrays_on(device, name) for name in (dtype, cache_dtype or dtype, "int32"))
+    own = array((batch, n_head, segment_len, width))
+    ring = stored((batch, n_head, width, capacity)), stored((batch, n_head, capacity, width))
+    position = (own, array((n_head, width, n_positions)), None) if n_positions else None
+    visibility = CachedVisibility(integers((batch,)), integers(()), segment_len, capacity, window)
+    run = functools.partial(tpu_cached_attention, tile=default_tile(problem))
+    program = jax.jit(run).lower(own, own, own, ring, position, visibility).compile()
+
+    scores, ring_size = batch * n_head * segment_len * (capacity + segment_len), batch * n_head * width * capacity
+    made = re.findall(r"= \(?\w+\[([\d,]+)\](\{\S*\})? (?!parameter|bitcast)", program.as_text())
+    sizes = {math.prod(map(int, shape.split(","))) for shape, layout in made if "S(" not in layout}
+    assert max(sizes - {ring_size}) < scores / 2
+    if capacity and width % 8 == 0:
+        assert ring_size not in sizes
+        assert program.memory_analysis().temp_size_in_bytes < 4 * scores
+
+
+@in_both_types
+@pytest.mark.parametrize("preset", EVALUATION)
+@on_all_chips
+def test_evaluation_shapes_compile_without_the_scores(chip, preset, dtype):
+    check_cached(chip, preset, dtype)
+
+
+@on_all_chips
+def test_a_cache_in_bfloat16_and_a_window_compile(chip):
+    check_cached(chip, "enwik8_12l", "float32", batch=16, cache_dtype="bfloat16", window=2100)
