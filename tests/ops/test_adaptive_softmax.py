@@ -136,14 +136,6 @@ def test_gradients_match_dense_log_probabilities(name, x64):
     check_gradients(name, np.random.default_rng(5).integers(V, size=(B, L)))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 128])
-def test_a_tail_that_is_empty_fills_its_chunks_or_is_one_over(chunk_size, x64):
-    """The first tail holds no target, `chunk_size` targets or one more; the second tail all the rest."""
-    for n_first in {0, min(chunk_size, B * L), min(chunk_size + 1, B * L)}:
-        targets = np.random.default_rng(6).permutation(np.where(np.arange(B * L) < n_first, 5, 11))
-        check_gradients("mixed projections", targets.reshape(B, L), chunk_size=chunk_size)
-
-
 @hypothesis.given(data=st.data())
 def test_any_distribution_of_targets(data):
     """Among them: no target in a tail, all targets in one tail, each cluster's first and last token."""

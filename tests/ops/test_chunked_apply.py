@@ -59,25 +59,6 @@ def test_values_and_gradients_are_those_of_the_function_everywhere(chunk_size, x
         assert_close(found(*args), expected(*args))
 
 
-def test_the_function_runs_once_per_chunk_of_selected_positions():
-    """Once more in the backward pass."""
-    calls = []
-
-    def counted(weights, states, labels):
-        jax.debug.callback(lambda _: calls.append(states.shape[0]), states[0, 0])
-        return squashed(weights, states, labels)
-
-    def f(*args):
-        return chunked_apply(counted, 4, *args)
-
-    for passes, compiled in ((1, jax.jit(f)), (2, jax.jit(with_gradients(f)))):
-        for n_selected, n_chunk in ((0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (T, 3)):
-            jax.block_until_ready(compiled(*inputs(n_selected)))
-            jax.effects_barrier()
-            assert calls == [4] * (passes * n_chunk)
-            calls.clear()
-
-
 def test_positions_that_are_not_selected_are_not_read():
     weights, states, labels, selected = inputs(4)
     states = jnp.where(selected[:, None], states, jnp.nan)

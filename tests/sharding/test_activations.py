@@ -1,14 +1,17 @@
-"""Tests that the activations of a layer are constrained to where their rows, heads and inner width belong on a mesh."""
+"""Tests the ambient mesh, and that it constrains a layer's activations to where rows, heads and inner width belong."""
 
 import collections
+import concurrent.futures
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from support import tiny
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
+from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
@@ -52,12 +55,6 @@ def test_layers_of_training_and_of_inference(batch_size, rows):
     assert found == expected(rows, outputs=tiny.N, heads=3 * tiny.N, inner=tiny.N)
 
 
-def test_one_device_constrains_nothing():
-    model, tokens = tiny.make(), jnp.zeros((8, 2), jnp.int32)
-    variables, memory = tiny.variables(model), model.init_memory(batch_size=8, mem_len=4)
-    assert not constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
-
-
 @pytest.mark.parametrize("mesh", [None, MESH])
 def test_names_are_checked_with_and_without_a_mesh(mesh):
     x = jnp.zeros((4, 2))
@@ -66,3 +63,60 @@ def test_names_are_checked_with_and_without_a_mesh(mesh):
             jax.eval_shape(lambda x: constrain(x, "bach", None), x)
         with pytest.raises(ValueError, match="one per axis"):
             jax.eval_shape(lambda x: constrain(x, axes.BATCH), x)
+
+
+def on_thread(function):
+    """Returns the result of the function, called on a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def shape_of_hidden():
+    """Traces a model for eight devices."""
+    model = tiny.make().clone(num_devices=8)
+    tokens, memory = jnp.zeros((8, 2), jnp.int32), model.init_memory(batch_size=8, mem_len=4)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens, memory)
+    return jax.eval_shape(lambda v: model.apply(v, tokens, memory)[0], variables).shape
+
+
+def test_a_thread_has_no_mesh_of_its_own():
+    x = np.arange(8.0)
+    with sharding.use_mesh(MESH):
+        assert sharding.num_batch_shards() == 4
+        assert sharding.num_vocab_shards() == 2
+        assert sharding.vocab_axis() == "tensor"
+        assert on_thread(sharding.ambient_mesh) is None
+        assert on_thread(lambda: (sharding.num_batch_shards(), sharding.num_vocab_shards())) == (1, 1)
+        assert on_thread(lambda: constrain(x, axes.BATCH)) is x  # The array itself.
+
+
+def test_a_model_for_several_devices_raises_without_its_mesh():
+    with sharding.use_mesh(MESH):
+        assert shape_of_hidden() == (8, 2, tiny.D)
+        with pytest.raises(UserError, match=r"8 devices .* ambient mesh has 1"):
+            on_thread(shape_of_hidden)
+        with pytest.raises(UserError, match=r"1 devices .* ambient mesh has 8"):
+            sharding.check_ambient_mesh(1)
+
+    def entered():
+        with sharding.use_mesh(MESH):
+            return shape_of_hidden()
+
+    assert on_thread(entered) == (8, 2, tiny.D)
+
+
+def test_one_device_is_left_alone():
+    mesh = sharding.make_mesh(MeshConfig(data=1))
+    jitted = jax.jit(lambda x: x + 1)
+    assert sharding.bind_mesh(mesh, jitted) is jitted
+    with sharding.use_mesh(mesh):
+        assert sharding.ambient_mesh() is None
+        sharding.check_ambient_mesh(1)
+    model, tokens = tiny.make(), jnp.zeros((8, 2), jnp.int32)
+    variables, memory = tiny.variables(model), model.init_memory(batch_size=8, mem_len=4)
+    assert not constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
+
+
+def test_bound_functions_enter_their_mesh_on_any_thread(on_eight_devices):
+    found = on_eight_devices("-m", "support.eight_devices", "few", JAX_ENABLE_X64="1")["thread"]
+    assert found == {"bare": [1, 1.0], "bound": [[2, 2], 4.0], "lowered": 8, "shape": [8, 4]}

@@ -28,7 +28,7 @@ class Cluster(NamedTuple):
 
     table: Any  # [rows, width], an array; at inference perhaps `Int8Table`.
     bias: jax.Array | None  # [rows]; None on the input side.
-    projection: Any  # [width, D], the same; None: width is D.
+    projection: Any  # [width, D], the same, or None if the width is D.
 
 
 class TailEntries(NamedTuple):
@@ -67,9 +67,9 @@ def negative_log_likelihood(
       hidden: [B, ..., D].
       targets: int [B, ...].
       clusters: the head and the tails.
-      tails: the head's entries for the tails; None: there are none, or the head ends with them (`with_tails`).
+      tails: the head's entries for the tails, or None without tails or if the head ends with them (`with_tails`).
       cutoffs: first token of each tail.
-      chunk_size: positions of a tail that a device computes at a time; None: `_tail_chunk_size`.
+      chunk_size: positions of a tail that a device computes at a time, or None for `_tail_chunk_size`.
     """
     vocab_axis = sharding.vocab_axis()
     # Without collectives a device's tails need not wait for another's.
@@ -117,18 +117,7 @@ def _nll(
     vocab_axis: str | None,
     sync_axes: tuple[str, ...],
 ) -> jax.Array:
-    """`negative_log_likelihood` on one device.
-
-    Args:
-      hidden: as there, and so are the others.
-      targets: int [B, ...].
-      clusters: the head and the tails.
-      tails: the head's entries for the tails, or None.
-      cutoffs: first token of each tail.
-      chunk_size: positions per chunk of a tail, or None.
-      vocab_axis: the mesh axis over which the clusters' rows are sharded, or None.
-      sync_axes: mesh axes whose devices run the same number of rounds (`chunked_apply`).
-    """
+    """`negative_log_likelihood` on one device; `vocab_axis` as in `_embed`, `sync_axes` as in `chunked_apply`."""
     bounds = [0, *cutoffs]
     cluster_of_target = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
     n_head_token = cutoffs[0] if cutoffs else clusters[0].table.shape[0]

@@ -12,8 +12,8 @@ and the sums are exact in int32, for which matrix units have instructions.
 
 A single row on XLA's CPU backend (512 x 2048, two cores of an Intel Xeon with AMX, jax 0.10.2), times that of float32:
 0.4 to 0.5 as it is done here, 0.65 to 0.85 as two rows of int8 (the matrix is rearranged in every product), 2 as a sum
-over a fusion of conversion and product, 4 with the terms of int8 in batches, 8 as one row of int8, which is no product
-for XLA. With the matrix converted to float32 it is ten (the copy is written first; on an AMD EPYC).
+over a fusion of conversion and product, 4 with the terms of int8 in batches, 8 as one row of int8, which XLA does not
+take for a product. With the matrix converted to float32 it is ten (the copy is written first; on an AMD EPYC).
 """
 
 import functools
@@ -114,7 +114,7 @@ def project(inputs: jax.Array, kernel: jax.Array | Int8 | Transposed) -> jax.Arr
     """Computes x W: [..., n] and [n, ...] -> [..., ...], in the type of `inputs`.
 
     A single row (one token) is split in half and multiplied as a batch of two, unless the matrix is `Transposed`: XLA's
-    CPU backend runs a product of a vector and a matrix on one thread and a batch on all. The time is that of reading W
+    CPU backend runs a product of a vector and a matrix on one thread and a batch on all. It takes as long as reading W
     (512 x 2048 and the like, on two cores: 14 to 21 GB/s in one product, 23 to 28 in two halves).
     """
     n, *columns = kernel.shape

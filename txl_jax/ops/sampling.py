@@ -1,7 +1,7 @@
 """Sampling of the next token, without computing tails of an adaptive softmax that cannot matter.
 
-The probability of a tail bounds that of each of its words. So the k likeliest words, which are all that greedy
-and top-k sampling need, need a tail only if its bound reaches the k-th word found so far, at any temperature.
+The probability of a tail bounds the probability of each of its words. So the k likeliest words, which are all that
+greedy and top-k sampling need, need a tail only if its bound reaches the k-th word found so far, at any temperature.
 Plain sampling at temperature 1 draws the cluster first and computes that tail alone. All other cases, such as top-p
 without top-k, need every probability, and every tail is computed.
 """
@@ -33,8 +33,8 @@ def sample(
       keys: one per row.
       hidden: [B, D].
       clusters: of the softmax, the head ending with the tails' entries (`adaptive_softmax.with_tails`).
-      temperature: logits are divided by it; 0: greedy.
-      top_k: samples among the k likeliest; None: among all.
+      temperature: logits are divided by it; 0 means greedy.
+      top_k: samples among the k likeliest, or among all if it is None.
       top_p: samples among the likeliest (of those) that together reach this probability (nucleus sampling).
     """
     if temperature == 0:
@@ -61,7 +61,7 @@ def sample_rows(
       keys: one per row.
       hidden: [B, D].
       clusters: as of `sample`.
-      temperature: float [B]; 0: greedy.
+      temperature: float [B]; 0 means greedy.
       top_p: float [B], above 0; 1: all tokens.
     """
     greedy = temperature == 0

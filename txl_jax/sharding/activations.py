@@ -17,17 +17,18 @@ from txl_jax.sharding.mesh import ambient_mesh
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Constrains the sharding of an activation, and with it that of its gradient; no number changes.
+    """Constrains the sharding of an activation and of its gradient; no number changes.
 
     Without an ambient mesh of several devices it returns `x` as it is.
 
     Args:
       x: of any shape.
-      names: one logical name (`txl_jax.sharding.axes`) per axis; None: replicated. Rows of a batch (`axes.BATCH`) are
-        replicated if they do not divide among the devices, such as the one row of a published evaluation.
+      names: one logical name (`txl_jax.sharding.axes`) per axis, or None to replicate it. Rows of a batch
+        (`axes.BATCH`) are replicated if they do not divide among the devices, such as the one row of a published
+        evaluation.
 
     Raises:
-      ValueError: an unknown name, or another number of names than `x` has axes; also without a mesh.
+      ValueError: If a name is unknown or their number is not the number of axes of `x`, also without a mesh.
     """
     if len(names) != x.ndim:
         raise ValueError(f"{len(names)} logical names were given for an array of shape {x.shape}; give one per axis")

@@ -1,7 +1,7 @@
 """Logical names of array axes, and the one table that maps them to the axes of the device mesh.
 
-Parameters, memory, activations and batches are labelled with these names; `normal`, `zeros` and `ones` are initializers of
-parameters that carry them.
+Parameters, memory, activations and batches are labelled with these names; `normal`, `zeros` and `ones` are initializers
+of parameters that carry them.
 """
 
 import math

@@ -39,7 +39,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
     Args:
       config: the sizes of the axes.
-      devices: None: those of this run; else others, such as those of a topology that is not attached.
+      devices: this run's if None; others are, for example, the devices of a topology that is not attached.
 
     Raises:
       UserError: If the sizes need more devices than there are, or leave a remainder where `data` is None, or slices
@@ -60,7 +60,7 @@ def abstract_mesh(config: MeshConfig, n_device: int, *, num_slices: int = 1) -> 
       num_slices: slices of TPUs that the devices are in.
 
     Raises:
-      UserError: as `make_mesh`.
+      UserError: If `make_mesh` does.
     """
     shape = _shape(config, n_device, num_slices=num_slices)
     return AbstractMesh(shape, _NAMES, axis_types=(AxisType.Auto,) * 3)
@@ -90,14 +90,14 @@ def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, 
         return mesh_utils.create_hybrid_device_mesh(
             in_slice, (len(slices), 1, 1), chosen, allow_split_physical_axes=True
         )
-    except AssertionError:  # Such a number of chips is no box of the torus; any order within a slice works.
+    except AssertionError:  # Such a number of chips does not fill a box of the torus; any order within a slice works.
         return np.asarray(chosen).reshape(shape)
 
 
 def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
     """Groups devices by slice of TPUs, in the order of the slices' indices; other devices are one group.
 
-    (jax gives GPUs a slice_index too, that of their host. Over those FSDP is usual, and remains a choice.)
+    (jax gives GPUs a slice_index too, their host's. Over those FSDP is usual, and remains a choice.)
     """
     found: dict[int, list[jax.Device]] = {}
     for device in devices:

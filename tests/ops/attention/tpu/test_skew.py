@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from txl_jax.ops.attention.tpu.kernels import position_scores, skew, strips, unskew, widen
+from txl_jax.ops.attention.tpu.kernels import position_scores, skew, unskew, widen
 
 SIZES = [(16, 256), (80, 384)]
 
@@ -47,12 +47,6 @@ def test_a_tile_is_skewed_in_strips(n_query):
     expected = np.asarray(query, np.float64) @ np.asarray(keys, np.float64).T
     got = position_scores(query, lambda at, size: keys[at : at + size], n_key=n_key, rotate=False)
     np.testing.assert_allclose(got, expected[row, n_query - 1 - row + column], atol=2e-5)
-
-
-def test_strips_cover_a_tile_and_have_at_most_128_rows():
-    assert strips(160) == [(slice(0, 80), 80), (slice(80, 160), 0)]
-    assert strips(256) == [(slice(0, 128), 128), (slice(128, 256), 0)]
-    assert strips(16) == [(slice(0, 16), 0)]
 
 
 @pytest.mark.parametrize("width", [41, 160, 256])

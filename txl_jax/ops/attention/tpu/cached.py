@@ -274,8 +274,8 @@ class _Block(NamedTuple):
       first_place: place of the first key.
       size: number of keys.
       needed: whether some query sees some key.
-      columns: of the ring: the keys that count, from the first up to the second; None: of the segment, where a query
-        sees itself and what is before it.
+      columns: in the ring, the keys that count, from the first up to the second. None for keys of the segment, where a
+        query sees itself and what is before it.
     """
 
     first_query: jax.Array
@@ -296,7 +296,7 @@ def _add(
     """Adds a block to the running softmax of each head, with its position scores.
 
     Args:
-      scores: of a head, computes those of contents, [n, m].
+      scores: computes a head's scores of contents, [n, m].
       values: of a head, reads [m, E] or [E, m], and the contraction of weights with them.
     """
 
@@ -364,7 +364,7 @@ def _update(
 def _mask(sizes: CachedSizes, block: _Block) -> jax.Array:
     """Returns which pairs are visible, bool [n, m]."""
     column = lax.broadcasted_iota(jnp.int32, (1, block.size), 1)
-    # Distance of the block's first query and key, less that of a pair.
+    # Distance of the block's first query and key, less the distance of a pair.
     less = column - lax.broadcasted_iota(jnp.int32, (sizes.query_block, 1), 0)
     distance = sizes.capacity + block.first_query - block.first_place
     if block.columns is None:
