@@ -205,19 +205,19 @@ def _forward_kernel(
     log_sum_ref: Any,
     scratch: _ForwardScratch,
 ) -> None:
-    step = _Step.current(scalars)
+    step = _Step.current(geometry, scalars)
 
     @pl.when(step.key_tile == 0)
     def _begin() -> None:
-        _bias_queries(geometry, operands, scratch.content_query, scratch.position_query)
+        _bias_queries(step.geometry.scale, operands, scratch.content_query, scratch.position_query)
         scratch.top[...] = jnp.full_like(scratch.top, HIDDEN)
         _clear(scratch.total, scratch.weighted)
 
-    @pl.when(step.is_needed(geometry))
+    @pl.when(step.is_needed())
     def _add() -> None:
         # 1s that a row sums before its first visible key fade to 0 then.
-        scores = _tile_scores(geometry, step, operands, scratch.content_query, scratch.position_query)
-        scores = jnp.where(step.visible(geometry), scores, HIDDEN)
+        scores = _tile_scores(step, operands, scratch.content_query, scratch.position_query)
+        scores = jnp.where(step.visible(), scores, HIDDEN)
         value, old_top = operands.value[0, 0], scratch.top[...]
         top = jnp.maximum(old_top, jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.exp(scores - widen(top, geometry.tile.key))
@@ -225,7 +225,7 @@ def _forward_kernel(
         scratch.top[...] = top
         scratch.total[...] = fade * scratch.total[...] + _lane_sums(weights)
         if geometry.n_drawn_head is not None:
-            weights = jnp.where(step.kept(geometry), weights, 0)
+            weights = jnp.where(step.kept(), weights, 0)
         added = dot(weights.astype(value.dtype), value, NN)
         scratch.weighted[...] = widen(fade, geometry.width) * scratch.weighted[...] + added
 
@@ -330,33 +330,28 @@ def _backward_kernel(
 ) -> None:
     *outputs, scratch = rest
     gradients = _Operands(*outputs)
-    step = _Step.current(scalars)
-    _begin_backward(geometry, step, operands, residuals, gradients, scratch)
+    step = _Step.current(geometry, scalars)
+    _begin_backward(step, operands, residuals, gradients, scratch)
 
-    @pl.when(step.is_needed(geometry))
+    @pl.when(step.is_needed())
     def _add() -> None:
-        score_gradient = _score_gradient(geometry, step, operands, residuals, scratch)
-        keys, narrow = step.keys(geometry), score_gradient.astype(operands.key.dtype)
+        score_gradient = _score_gradient(step, operands, residuals, scratch)
+        keys, narrow = step.keys(), score_gradient.astype(operands.key.dtype)
         scratch.key_gradient[keys, :] += dot(narrow, scratch.content_query[...], TN)
         scratch.content_gradient[...] += dot(narrow, operands.key[0, 0], NN)
         if not geometry.n_positions:
             return
         for rows, at in strips(geometry.tile.query):
-            positions = step.positions(geometry, at, geometry.tile.key + LANES)
+            positions = step.positions(at, geometry.tile.key + LANES)
             by_distance = unskew(score_gradient[rows]).astype(operands.query.dtype)
             scratch.position_gradient[rows, :] += dot(by_distance, operands.position_key[0, positions, :], NN)
             gradients.position_key[0, positions, :] += dot(by_distance, scratch.position_query[rows, :], TN)
 
-    _end_backward(geometry, step, gradients, scratch)
+    _end_backward(step, gradients, scratch)
 
 
 def _begin_backward(
-    geometry: Geometry,
-    step: "_Step",
-    operands: _Operands,
-    residuals: _Residuals,
-    gradients: _Operands,
-    scratch: _BackwardScratch,
+    step: "_Step", operands: _Operands, residuals: _Residuals, gradients: _Operands, scratch: _BackwardScratch
 ) -> None:
     """Sets sums to 0 where they begin, and prepares a tile of queries."""
     first_keys = step.key_tile == 0
@@ -372,7 +367,7 @@ def _begin_backward(
 
     @pl.when(first_keys)
     def _() -> None:
-        _bias_queries(geometry, operands, scratch.content_query, scratch.position_query)
+        _bias_queries(step.geometry.scale, operands, scratch.content_query, scratch.position_query)
         _clear(scratch.content_gradient, scratch.position_gradient)
         row = residuals.log_sum[0, 0, 0]
         scratch.log_sum[...] = jnp.broadcast_to(row, (LANES, row.shape[1])).T
@@ -381,27 +376,26 @@ def _begin_backward(
         scratch.out_product[...] = jnp.broadcast_to(sums, scratch.out_product.shape)
 
 
-def _score_gradient(
-    geometry: Geometry, step: "_Step", operands: _Operands, residuals: _Residuals, scratch: _BackwardScratch
-) -> jax.Array:
+def _score_gradient(step: "_Step", operands: _Operands, residuals: _Residuals, scratch: _BackwardScratch) -> jax.Array:
     """Adds to the gradient of the values, and returns the scores' gradient times 1 - rate: [n, m] in float32."""
-    n_key = geometry.tile.key
-    scores = _tile_scores(geometry, step, operands, scratch.content_query, scratch.position_query)
+    n_key = step.geometry.tile.key
+    scores = _tile_scores(step, operands, scratch.content_query, scratch.position_query)
     probabilities = jnp.exp(scores - widen(scratch.log_sum[...], n_key))
-    probabilities = jnp.where(step.visible(geometry), probabilities, 0)
+    probabilities = jnp.where(step.visible(), probabilities, 0)
     out_gradient = residuals.out_gradient[0, 0]
     kept_gradient, kept_probabilities = dot(out_gradient, operands.value[0, 0], NT), probabilities
-    if geometry.n_drawn_head is not None:
-        kept = step.kept(geometry)
+    if step.geometry.n_drawn_head is not None:
+        kept = step.kept()
         kept_gradient = jnp.where(kept, kept_gradient, 0)
         kept_probabilities = jnp.where(kept, probabilities, 0)
-    keys = step.keys(geometry)
+    keys = step.keys()
     scratch.value_gradient[keys, :] += dot(kept_probabilities.astype(out_gradient.dtype), out_gradient, TN)
     return probabilities * (kept_gradient - widen(scratch.out_product[...], n_key))
 
 
-def _end_backward(geometry: Geometry, step: "_Step", gradients: _Operands, scratch: _BackwardScratch) -> None:
+def _end_backward(step: "_Step", gradients: _Operands, scratch: _BackwardScratch) -> None:
     """Writes the sums of a tile of queries, and after the last one the sums of keys and values."""
+    geometry = step.geometry
     last_keys = step.key_tile == geometry.n_key_tile - 1
     inverse_keep = step.scalars.keep[1]
 
@@ -436,6 +430,7 @@ def _clear(*references: Any) -> None:
 class _Step(NamedTuple):
     """One step of the grid."""
 
+    geometry: Geometry
     scalars: _Scalars
     head: jax.Array
     row: jax.Array
@@ -443,42 +438,43 @@ class _Step(NamedTuple):
     key_tile: jax.Array
 
     @classmethod
-    def current(cls, scalars: _Scalars) -> "_Step":
+    def current(cls, geometry: Geometry, scalars: _Scalars) -> "_Step":
         """Returns the step that the kernel is at."""
-        return cls(scalars, *(pl.program_id(axis) for axis in range(4)))
+        return cls(geometry, scalars, *(pl.program_id(axis) for axis in range(4)))
 
     @property
     def key_range(self) -> tuple[jax.Array, jax.Array]:
         """First key that the row's queries may see, and the end of these."""
         return self.scalars.start[self.row], self.scalars.stop[self.row]
 
-    def is_needed(self, geometry: Geometry) -> jax.Array:
+    def is_needed(self) -> jax.Array:
         """Returns whether any query of the tile sees any key of it."""
-        first, last = geometry.key_tiles(self.query_tile, *self.key_range)
+        first, last = self.geometry.key_tiles(self.query_tile, *self.key_range)
         return (first <= self.key_tile) & (self.key_tile <= last)
 
-    def visible(self, geometry: Geometry) -> jax.Array:
+    def visible(self) -> jax.Array:
         """Returns the visible pairs: bool [n, m] or [1, m]."""
-        return geometry.visible(self.query_tile, self.key_tile, *self.key_range)
+        return self.geometry.visible(self.query_tile, self.key_tile, *self.key_range)
 
-    def kept(self, geometry: Geometry) -> jax.Array:
+    def kept(self) -> jax.Array:
         """Returns which probabilities dropout keeps: bool [n, m]."""
-        assert geometry.n_drawn_head is not None  # For mypy.
+        assert self.geometry.n_drawn_head is not None  # For mypy.
         seed, threshold, first_row, first_head = (self.scalars.draws[at] for at in range(4))
-        row_head = (first_row + self.row) * geometry.n_drawn_head + first_head + self.head
-        n_query, n_key = geometry.tile
+        row_head = (first_row + self.row) * self.geometry.n_drawn_head + first_head + self.head
+        n_query, n_key = self.geometry.tile
         query = self.query_tile * n_query + lax.broadcasted_iota(jnp.int32, (n_query, 1), 0)
         key = self.key_tile * n_key + lax.broadcasted_iota(jnp.int32, (1, n_key), 1)
         return bits(seed, row_head, query, key) >= threshold.astype(jnp.uint32)
 
-    def keys(self, geometry: Geometry) -> Any:
+    def keys(self) -> Any:
         """Returns the tile's rows of the gradients of all keys."""
-        return pl.ds(pl.multiple_of(self.key_tile * geometry.tile.key, geometry.tile.key), geometry.tile.key)
+        size = self.geometry.tile.key
+        return pl.ds(pl.multiple_of(self.key_tile * size, size), size)
 
-    def positions(self, geometry: Geometry, at: int, size: int) -> Any:
+    def positions(self, at: int, size: int) -> Any:
         """Returns the rows of the position keys, or of their gradient, `at` behind the tile's first one."""
-        first = geometry.first_position(self.query_tile, self.key_tile) + at
-        return pl.ds(pl.multiple_of(first, geometry.position_step), size)
+        first = self.geometry.first_position(self.query_tile, self.key_tile) + at
+        return pl.ds(pl.multiple_of(first, self.geometry.position_step), size)
 
 
 class _Blocks(NamedTuple):
@@ -613,7 +609,7 @@ def _cost(geometry: Geometry, arrays: list[Any], *, backward: bool) -> pl.CostEs
 # Tiles of scores inside kernels: products, the term by distance, and rows of numbers.
 
 
-def _bias_queries(geometry: Geometry, operands: _Operands, content_query: Any, position_query: Any) -> None:
+def _bias_queries(scale: float, operands: _Operands, content_query: Any, position_query: Any) -> None:
     """Writes the queries of a tile with u and with v, both divided by sqrt(E), so that no score has to be."""
     query = operands.query[0, 0]
     pairs = ((content_query, operands.content_bias), (position_query, operands.position_bias))
@@ -621,23 +617,21 @@ def _bias_queries(geometry: Geometry, operands: _Operands, content_query: Any, p
         if target is not None:
             wide = query.astype(jnp.float32)
             wide = wide if bias is None else wide + bias[0].astype(jnp.float32)
-            target[...] = (wide * geometry.scale).astype(target.dtype)
+            target[...] = (wide * scale).astype(target.dtype)
 
 
-def _tile_scores(
-    geometry: Geometry, step: _Step, operands: _Operands, content_query: Any, position_query: Any
-) -> jax.Array:
+def _tile_scores(step: _Step, operands: _Operands, content_query: Any, position_query: Any) -> jax.Array:
     """Computes the scores of a tile, [n, m] in float32, before any mask."""
     scores = dot(content_query[...], operands.key[0, 0], NT)
     if position_query is None:
         return scores
 
     def position_key(at: int, size: int) -> jax.Array:
-        keys: jax.Array = operands.position_key[0, step.positions(geometry, at, size), :]
+        keys: jax.Array = operands.position_key[0, step.positions(at, size), :]
         return keys
 
-    query, n_key = position_query[...], geometry.tile.key
-    return scores + position_scores(query, position_key, n_key=n_key, rotate=geometry.rotate)
+    query, n_key = position_query[...], step.geometry.tile.key
+    return scores + position_scores(query, position_key, n_key=n_key, rotate=step.geometry.rotate)
 
 
 def position_scores(
