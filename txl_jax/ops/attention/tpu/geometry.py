@@ -21,8 +21,8 @@ from txl_jax.ops.attention.problem import Problem, Tile
 LANES = 128  # Columns of a vector register.
 SPARE_VMEM = 2 * 2**20  # Bytes that the compiler may add to what is counted for the kernel over a KV cache.
 DEFAULT_VMEM = 16 * 2**20 - SPARE_VMEM  # Bytes that this kernel may take without asking for more.
-FEWEST_PAIRS = 128 * 256  # Below, whole scores are no larger than what else a layer reads.
 
+_FEWEST_PAIRS = 128 * 256  # Below, whole scores are no larger than what else a layer reads.
 _ROWS = 16  # Rows of a vector register of bfloat16.
 _NO_KEY = 2**30
 _MIB = 2**20
@@ -55,9 +55,9 @@ def refusal(problem: Problem) -> str | None:
     if problem.has_position_score:
         return "the kernels add no score per distance (position_score), and one is given"
     pairs = problem.segment_len * problem.n_keys
-    if pairs < FEWEST_PAIRS:
+    if pairs < _FEWEST_PAIRS:
         return (
-            f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, below {FEWEST_PAIRS}, from "
+            f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, below {_FEWEST_PAIRS}, from "
             "which on kernels gain"
         )
     refused = _cached_refusal(problem, vmem) if problem.cached else _training_refusal(problem, vmem)
