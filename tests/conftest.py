@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from support import BUCKET, compiled_programs, tiny_run
-from support.float64 import enable_x64
+from support.tiny import enable_x64
 
 # An array broadcast by accident is our likeliest bug: adding [L] to [B, L] raises in tests.
 jax.config.update("jax_numpy_rank_promotion", "raise")

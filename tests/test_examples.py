@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, trained
+from support import ROOT, drawn_run
 
 NAMES = ("document_embeddings", "memory_policy", "speech_encoder")
 
@@ -24,8 +24,8 @@ def test_an_example_runs(name):
 
 @pytest.mark.full
 def test_streamed_embeddings_are_means_of_the_hidden_states(tmp_path):
-    model = txl_jax.load(trained.make(tmp_path / "run").path)
-    lines = trained.TEXT[:400].splitlines(keepends=True)
+    model = txl_jax.load(drawn_run.of_words(tmp_path / "run").path)
+    lines = drawn_run.TEXT[:400].splitlines(keepends=True)
     found = np.stack(list(example("document_embeddings")["stream"](model, lines, length=5)))
     [hidden] = model.hidden_states([b"".join(lines)])
     assert len(hidden) > 5 * 9

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support.float64 import enable_x64
+from support.tiny import enable_x64
 from txl_jax.config import CompatConfig, DropoutConfig, DType, Encoding, MemoryStart, ModelConfig, NormPlace, ShawTerms
 from txl_jax.inference import forward
 from txl_jax.interop import huggingface, original

@@ -1,5 +1,6 @@
 """Tests of exported models: the numbers of the model in a process without this project, and what is refused."""
 
+import importlib.metadata
 import json
 import runpy
 import shutil
@@ -12,7 +13,7 @@ import pytest
 
 import txl_jax
 from experiments import export as job
-from support import ROOT, links, trained
+from support import ROOT, drawn_run
 from txl_jax.config import GenerateConfig, Tokenizer
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import exported
@@ -50,7 +51,13 @@ print(json.dumps({
 
 def run_elsewhere(folder, ids, tmp_path):
     """Runs the example in a process whose packages are `PACKAGES` alone."""
-    path = links.link(tmp_path / "packages", *PACKAGES)
+    path = tmp_path / "packages"
+    path.mkdir()
+    for name in PACKAGES:
+        found = importlib.metadata.distribution(name)
+        tops = {file.parts[0] for file in found.files or () if file.parts[0] != ".."}
+        for top in tops - {one.name for one in path.iterdir()}:
+            (path / top).symlink_to(found.locate_file(top))
     words = map(str, (path, EXAMPLE, folder, json.dumps(ids.tolist()), COUNT))
     command = [sys.executable, "-I", "-S", "-c", RUN, *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -60,7 +67,7 @@ def run_elsewhere(folder, ids, tmp_path):
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    return trained.make(tmp_path_factory.mktemp("runs") / "run", **BYTES)
+    return drawn_run.of_words(tmp_path_factory.mktemp("runs") / "run", **BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +78,12 @@ def folder(workdir, tmp_path_factory):
     return target
 
 
-@pytest.mark.parametrize("changes", [BYTES, trained.WT103], ids=["bytes", "clusters"])
+@pytest.mark.parametrize("changes", [BYTES, drawn_run.WT103], ids=["bytes", "clusters"])
 def test_another_process_computes_what_the_model_does(changes, tmp_path):
-    made, folder = trained.make(tmp_path / "run", **changes), tmp_path / "model"
+    made, folder = drawn_run.of_words(tmp_path / "run", **changes), tmp_path / "model"
     export_model(made.path, folder, rows=2)
     model = txl_jax.load(made.path)
-    ids = model.encode(trained.TEXT[:28])  # Six segments; the memory of 9 fills up in the second.
+    ids = model.encode(drawn_run.TEXT[:28])  # Six segments; the memory of 9 fills up in the second.
     found = run_elsewhere(folder, ids, tmp_path)
     assert found["imported"] == []
     np.testing.assert_allclose(found["nats"], model.score([ids], per_token=True)[0], rtol=1e-6, atol=1e-6)
@@ -91,7 +98,7 @@ def test_int8_is_exported_where_it_is_asked_for(workdir, tmp_path):
     target, int8 = tmp_path / "int8", {"weight_dtype": "int8", "cache_dtype": "int8"}
     export_model(workdir.path, target, **int8)
     models = [txl_jax.load(workdir.path, **types) for types in (int8, {})]
-    ids = models[0].encode(trained.TEXT[:150])
+    ids = models[0].encode(drawn_run.TEXT[:150])
     found = run_elsewhere(target, ids, tmp_path)["nats"]
     off, effect = (np.abs(found - model.score([ids], per_token=True)[0]).max() for model in models)
     assert off < effect / 20, (off, effect)
@@ -148,7 +155,7 @@ def test_other_numbers_than_the_models_are_refused(workdir, folder):
 
 
 def test_a_network_that_does_not_generate_is_scored_only(tmp_path, capsys):
-    made = trained.make(tmp_path / "lstm", tokenizer=Tokenizer.BYTE, model__n_layer=1, model__network="lstm")
+    made = drawn_run.of_words(tmp_path / "lstm", tokenizer=Tokenizer.BYTE, model__n_layer=1, model__network="lstm")
     model = txl_jax.load(made.path)
     found = job._functions_of(job._on_one_device(model.config, 1, vocab_size=256), model.params)
     assert list(found.functions) == ["score"] and "lstm" in capsys.readouterr().out

@@ -1,9 +1,11 @@
 """Tests of the TensorFlow release's checkpoints: with a reader of the test's own, and with TensorFlow where it is."""
 
 import dataclasses
+import itertools
 import json
 import pickle
 import sys
+import types
 
 import jax
 import numpy as np
@@ -11,8 +13,6 @@ import pytest
 
 from support import foreign, tiny
 from support.cases import full_but
-from support.foreign_tensorflow import variables_of, write_with_stub
-from support.tensorflow_oracle import Oracle
 from txl_jax.config import DType, EvalConfig
 from txl_jax.errors import UserError
 from txl_jax.interop import formats, leaves
@@ -30,6 +30,192 @@ CONFIGS = {
     "div_val 2, as One Billion Word": {"cutoffs": CUTOFFS, "div_val": 2, "untie_r": True},
 }
 by_config = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+
+
+def variables_of(config, params, *, same_dim=True) -> dict[str, np.ndarray]:
+    """The variables of the release, which has matrices as [in, out] like us, and one bias for each cluster."""
+    layers, found = params["stack"]["layers"], {}
+    heads = config.n_head * config.d_head
+    for i in range(config.n_layer):
+        attention = {name: np.asarray(value[i]) for name, value in layers["attention"].items()}
+        qkv = [attention[name].reshape(config.d_model, heads) for name in ("query", "key", "value")]
+        norm, feed, last = (layers[name] for name in ("attention_norm", "feed_forward", "feed_forward_norm"))
+        found |= {
+            f"layer_{i}/rel_attn/qkv/kernel": np.concatenate(qkv, 1),
+            f"layer_{i}/rel_attn/r/kernel": attention["position_key"].reshape(config.d_model, heads),
+            f"layer_{i}/rel_attn/o/kernel": attention["output"].reshape(heads, config.d_model),
+            f"layer_{i}/rel_attn/LayerNorm/gamma": norm["scale"][i],
+            f"layer_{i}/rel_attn/LayerNorm/beta": norm["bias"][i],
+            f"layer_{i}/ff/layer_1/kernel": feed["inner_kernel"][i],
+            f"layer_{i}/ff/layer_1/bias": feed["inner_bias"][i],
+            f"layer_{i}/ff/layer_2/kernel": feed["outer_kernel"][i],
+            f"layer_{i}/ff/layer_2/bias": feed["outer_bias"][i],
+            f"layer_{i}/ff/LayerNorm/gamma": last["scale"][i],
+            f"layer_{i}/ff/LayerNorm/beta": last["bias"][i],
+        }
+    biases = layers["biases"] if config.untie_r else params["stack"]["biases"]
+    found |= {"r_w_bias": biases["content"], "r_r_bias": biases["position"]}
+    bounds = [0, *config.cutoffs, foreign.V]
+    softmax, several = params["softmax"], config.div_val > 1
+    for c in range(config.n_cluster):
+        embed = f"adaptive_embed/cutoff_{c}/" if several else "adaptive_embed/"
+        if several or c == 0:
+            found[f"{embed}lookup_table"] = params["embedding"][f"table_{c}"]
+            if f"projection_{c}" in params["embedding"]:
+                found[f"{embed}proj_W"] = params["embedding"][f"projection_{c}"]
+        if f"projection_{c}" in softmax:
+            found[f"adaptive_softmax/cutoff_{c}/proj"] = softmax[f"projection_{c}"]
+        if config.cutoffs:
+            found[f"adaptive_softmax/cutoff_{c}/b"] = softmax["bias"][bounds[c] : bounds[c + 1]]
+    if config.cutoffs:
+        found["adaptive_softmax/cutoff_0/cluster_W"] = softmax["tail_table"]
+        found["adaptive_softmax/cutoff_0/cluster_b"] = softmax["tail_bias"]
+    else:
+        found["adaptive_softmax/bias"] = softmax["bias"]
+    if not same_dim:
+        del found["adaptive_embed/cutoff_0/proj_W"], found["adaptive_softmax/cutoff_0/proj"]
+    moments = {f"{name}/{slot}": value for name, value in found.items() for slot in ("Adam", "Adam_1")}
+    moments["r_w_bias/ExponentialMovingAverage"] = found["r_w_bias"]
+    named = {f"transformer/{name}": np.ascontiguousarray(value) for name, value in (found | moments).items()}
+    return named | {"global_step": np.int64(3), "beta1_power": np.float32(0.9)}
+
+
+class DataLossError(Exception):
+    """The error of the reader below."""
+
+
+class Reader:
+    """A checkpoint in an npz file that is called an index."""
+
+    def __init__(self, prefix):
+        try:
+            with np.load(f"{prefix}.index") as arrays:
+                self.arrays = dict(arrays)
+        except (OSError, ValueError) as error:
+            raise DataLossError from error
+
+    def get_variable_to_shape_map(self):
+        return {name.replace("|", "/"): list(value.shape) for name, value in self.arrays.items()}
+
+    def get_tensor(self, name):
+        return self.arrays[name.replace("/", "|")]
+
+
+def write_with_stub(prefix, variables, monkeypatch):
+    """Writes variables for a module of the test that takes TensorFlow's place."""
+    with open(f"{prefix}.index", "wb") as file:
+        np.savez(file, **{name.replace("/", "|"): value for name, value in variables.items()})
+    stub = types.ModuleType("tensorflow")
+    stub.train = types.SimpleNamespace(load_checkpoint=Reader)  # type: ignore[attr-defined]
+    stub.errors = types.SimpleNamespace(OpError=DataLossError)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorflow", stub)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+class Oracle:
+    """The release's model in numpy, from its variables: the losses of one text, segment after segment.
+
+    Its memory begins with zeros that are attended to, a query sees M + 1 keys with same_length, the layer norm adds
+    1e-12 to the variance, and the tail clusters follow the head's tokens in order.
+    """
+
+    def __init__(self, variables, *, cutoffs, vocab_size, n_layer, mem_len, clamp_len, same_length):
+        self.variables = {name.removeprefix("transformer/"): np.float64(value) for name, value in variables.items()}
+        self.bounds = [0, *cutoffs, vocab_size]
+        self.n_layer, self.mem_len, self.clamp_len, self.same_length = n_layer, mem_len, clamp_len, same_length
+        self.width = self.variables["layer_0/ff/layer_1/kernel"].shape[0]
+
+    def losses(self, tokens: np.ndarray, segment_len: int) -> np.ndarray:
+        memory = [np.zeros((self.mem_len, self.width)) for _ in range(self.n_layer)]
+        found = []
+        for start in range(0, len(tokens) - 1, segment_len):
+            inputs = tokens[start : start + segment_len]
+            hidden = np.stack([self.embed(token) for token in inputs])
+            for layer in range(self.n_layer):
+                before, memory[layer] = memory[layer], np.concatenate([memory[layer], hidden])[-self.mem_len :]
+                hidden = self.layer(layer, hidden, before)
+            targets = tokens[start + 1 : start + segment_len + 1]
+            found += [self.loss(row, target) for row, target in zip(hidden, targets, strict=False)]
+        return np.array(found)
+
+    def cluster(self, token: int) -> tuple[int, int]:
+        """The cluster of a token, and its row there."""
+        for c, (begin, end) in enumerate(itertools.pairwise(self.bounds)):
+            if token < end:
+                return c, token - begin
+        raise AssertionError(token)
+
+    def table(self, c: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The rows of a cluster, and the projection of the embedding."""
+        v = self.variables
+        if "adaptive_embed/lookup_table" in v:
+            rows = v["adaptive_embed/lookup_table"][self.bounds[c] : self.bounds[c + 1]]
+            return rows, v.get("adaptive_embed/proj_W")
+        return v[f"adaptive_embed/cutoff_{c}/lookup_table"], v.get(f"adaptive_embed/cutoff_{c}/proj_W")
+
+    def embed(self, token: int) -> np.ndarray:
+        c, row = self.cluster(token)
+        table, projection = self.table(c)
+        return (table[row] if projection is None else table[row] @ projection) * self.width**0.5
+
+    def layer(self, i: int, x: np.ndarray, memory: np.ndarray) -> np.ndarray:
+        def get(name):
+            return self.variables[f"layer_{i}/{name}"]
+
+        u, v = (self.variables[name] for name in ("r_w_bias", "r_r_bias"))
+        u, v = (u[i], v[i]) if u.ndim == 3 else (u, v)
+        (heads, size), length, offset = u.shape, len(x), len(memory)
+        projected = np.concatenate([memory, x]) @ get("rel_attn/qkv/kernel")
+        q, k, values = (part.reshape(-1, heads, size) for part in np.split(projected, 3, axis=-1))
+        attended = np.zeros((length, heads, size))
+        for row, n in itertools.product(range(length), range(heads)):
+            first = row if self.same_length else 0
+            query, scores = q[offset + row, n], []
+            for key in range(first, offset + row + 1):
+                position = self.position(offset + row - key) @ get("rel_attn/r/kernel")
+                code = position.reshape(heads, size)[n]
+                scores.append(((query + u[n]) @ k[key, n] + (query + v[n]) @ code) / size**0.5)
+            weights = np.exp(log_softmax(np.array(scores)))
+            attended[row, n] = weights @ values[first : offset + row + 1, n]
+        x = norm(x + attended.reshape(length, -1) @ get("rel_attn/o/kernel"), get, "rel_attn")
+        inner = np.maximum(x @ get("ff/layer_1/kernel") + get("ff/layer_1/bias"), 0)
+        return norm(x + inner @ get("ff/layer_2/kernel") + get("ff/layer_2/bias"), get, "ff")
+
+    def position(self, distance: int) -> np.ndarray:
+        distance = min(distance, self.clamp_len)
+        angles = distance / 10000 ** (np.arange(0, self.width, 2) / self.width)
+        return np.concatenate([np.sin(angles), np.cos(angles)])
+
+    def loss(self, hidden: np.ndarray, target: int) -> float:
+        v, (c, row) = self.variables, self.cluster(target)
+        if len(self.bounds) == 2:
+            table, projection = self.table(0)
+            return -log_softmax(table @ project(hidden, projection) + v["adaptive_softmax/bias"])[target]
+        rows = np.concatenate([self.table(0)[0], v["adaptive_softmax/cutoff_0/cluster_W"]])
+        biases = [v["adaptive_softmax/cutoff_0/b"], v["adaptive_softmax/cutoff_0/cluster_b"]]
+        head = log_softmax(rows @ project(hidden, self.output(0)) + np.concatenate(biases))
+        if c == 0:
+            return -head[row]
+        tail = self.table(c)[0] @ project(hidden, self.output(c)) + v[f"adaptive_softmax/cutoff_{c}/b"]
+        return -head[self.bounds[1] + c - 1] - log_softmax(tail)[row]
+
+    def output(self, c: int) -> np.ndarray | None:
+        """The projection of a cluster's softmax: its own, or the embedding's."""
+        return self.variables.get(f"adaptive_softmax/cutoff_{c}/proj", self.table(c)[1])
+
+
+def project(hidden: np.ndarray, projection: np.ndarray | None) -> np.ndarray:
+    return hidden if projection is None else projection @ hidden
+
+
+def norm(x: np.ndarray, get, scope: str) -> np.ndarray:
+    centred = x - x.mean(-1, keepdims=True)
+    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-12)
+    return scaled * get(f"{scope}/LayerNorm/gamma") + get(f"{scope}/LayerNorm/beta")
 
 
 def write_with_tensorflow(prefix, variables, monkeypatch):

@@ -24,6 +24,36 @@ from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runtime.log import read_metrics
 
+TINY = """
+program = "text"
+[base]
+data.file = "WORK/words.txt"
+cache_dir = "WORK/cache"
+model = { n_layer = 1, d_model = 16, n_head = 2, d_head = 8, d_inner = 16 }
+optimizer.warmup_steps = 10
+train.batch_size = 4
+train.segment_len = 16
+train.mem_len = 16
+train.segments_per_call = 2
+train.steps = 1200
+train.log_every = 10
+train.eval_every = 100
+train.checkpoint_every = 600
+eval = { batch_size = 4, segment_len = 16, mem_len = 32 }
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes the file of a sweep, on tiny runs unless given others; returns its path."""
+    (tmp_path / "words.txt").write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three"], 12_000)))
+
+    def make(text, base=TINY):
+        (tmp_path / "sweep.toml").write_text(base.replace("WORK", str(tmp_path)) + text)
+        return tmp_path / "sweep.toml"
+
+    return make
+
 
 def read(path):
     return sweep.read(path, path.parent / "out")

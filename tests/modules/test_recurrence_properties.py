@@ -13,7 +13,7 @@ import pytest
 
 from support import tiny
 from support.cases import nightly_but
-from support.float64 import enable_x64
+from support.tiny import enable_x64
 from txl_jax import memory as memory_lib
 from txl_jax.config import AttentionWindow, CompatConfig, Encoding, MemoryStart, NormPlace
 

@@ -11,7 +11,7 @@ import pytest
 
 from support import oracles
 from support.cases import nightly_but
-from support.float64 import enable_x64
+from support.tiny import enable_x64
 from txl_jax.ops import adaptive_softmax
 
 B, L, D, V = 2, 5, 6, 13

@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 import txl_jax
-from support import drawn_run, foreign, torch_bytes, trained
+from support import drawn_run, foreign, torch_bytes
 from txl_jax.config import LineMark, NormPlace
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import CheckpointError, UserError
@@ -22,7 +22,7 @@ from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
 
-TEXTS = [trained.TEXT[:200], trained.TEXT[200:230]]
+TEXTS = [drawn_run.TEXT[:200], drawn_run.TEXT[200:230]]
 convert = functools.partial(convert_job.convert, log=lambda line: None)
 
 
@@ -40,7 +40,7 @@ def rewrite(path, **values):
 def workdir(tmp_path_factory):
     """A workdir of words with wt103's structure, and results."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    made = trained.make(folder, **trained.WT103)
+    made = drawn_run.of_words(folder, **drawn_run.WT103)
     scores = {"loss": 1.5, "bpc": 2.25, "perplexity": 4.5, "tokens": 100.0, "step": drawn_run.STEP}
     results = {"best_valid": scores, "test": scores | {"loss": 1.75}, "eval": {"segment_len": 5, "mem_len": 9}}
     (folder / "results.json").write_text(json.dumps(results))
@@ -95,7 +95,7 @@ def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
     ],
 )
 def test_to_another_format_and_back(tmp_path, to_format, changes):
-    made = trained.make(tmp_path / "run", **trained.WT103, **changes)
+    made = drawn_run.of_words(tmp_path / "run", **drawn_run.WT103, **changes)
     lines = []
     convert(made.path, tmp_path / "there", to_format=to_format, log=lines.append)
     assert any(line.startswith("verified") for line in lines)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import trained
+from support import drawn_run
 from txl_jax.config import GenerateConfig
 from txl_jax.runs.convert import TargetFormat, convert
 from txl_jax.runs.weights import open_weights
@@ -90,7 +90,7 @@ def check_greedy(torch, peer, model, prompt):
 
 def test_its_tokenizer_reads_the_words(library, tmp_path):
     _, transformers = library
-    made = trained.make(tmp_path / "run", **trained.WT103)
+    made = drawn_run.of_words(tmp_path / "run", **drawn_run.WT103)
     convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE, log=lambda line: None)
     tokenizer = transformers.TransfoXLTokenizer.from_pretrained(tmp_path / "theirs")
     vocabulary = open_weights(made.path).vocabulary

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support import runs
-from support.run_records import StopAfter
+from support.runs import StopAfter
 from txl_jax.config import settings as config_tree
 from txl_jax.runs.build import build
 from txl_jax.runs.run import Run

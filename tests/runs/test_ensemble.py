@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support import drawn_run, runs, tiny, tiny_run
-from support.run_records import StopAfter
+from support.runs import StopAfter
 from txl_jax.config import DType
 from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support import runs
-from support.run_records import numbers
+from support.runs import numbers
 from txl_jax.config import settings as config_tree
 from txl_jax.runs import score
 from txl_jax.runs.build import build

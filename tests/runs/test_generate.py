@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from support import drawn_run, runs, trained
+from support import drawn_run, runs
 from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines
 from txl_jax.config import settings as config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
@@ -69,7 +69,7 @@ def test_each_sample_ends_with_its_first_stop_token(run, whole):
 
 @pytest.mark.parametrize(("prompt", "begins"), [("the  zebra\ncat", "the <unk> \ncat "), (" ", "")])
 def test_prompts_are_words_and_may_be_unknown(prompt, begins, tmp_path):
-    workdir = trained.make(tmp_path / "run")
+    workdir = drawn_run.of_words(tmp_path / "run")
     written = []
     asked = config_tree.replace(workdir.config, {"generate.prompt": prompt, "generate.length": 12})
     runs.generate_text(asked, workdir, log=str, write=written.append)

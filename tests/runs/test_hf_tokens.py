@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import hf_tokenizers, trained
+from support import drawn_run, hf_tokenizers
 from txl_jax.config import Tokenizer
 from txl_jax.data.corpus import read_corpus
 from txl_jax.runs.convert import convert
@@ -18,7 +18,7 @@ def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
     (folder / "tokenizer.json").write_text(hf_tokenizers.byte_level())
     changes = {"data__tokenizer__hf_file": str(folder / "tokenizer.json")}
-    workdir = trained.make(folder / "run", tokenizer=Tokenizer.SUBWORD, **changes)
+    workdir = drawn_run.of_words(folder / "run", tokenizer=Tokenizer.SUBWORD, **changes)
     (folder / "tokenizer.json").rename(folder / "elsewhere.json")  # The run has its own copy.
     return workdir
 
@@ -51,5 +51,5 @@ def test_a_text_is_read_in_the_runs_tokens_though_the_file_is_gone(workdir, tmp_
     corpus = read_corpus(config.data, "nowhere", str(tmp_path), vocabulary=text.vocabulary)
     assert corpus.vocabulary == text.vocabulary and corpus.sentences is None
     splits = [corpus.train, corpus.valid, corpus.test]
-    assert b"".join(map(corpus.vocabulary.decode, splits)) == trained.TEXT
+    assert b"".join(map(corpus.vocabulary.decode, splits)) == drawn_run.TEXT
     assert {split.dtype for split in splits} == {np.dtype(np.uint16)}

@@ -13,7 +13,7 @@ import pytest
 
 from support import runs
 from support.metadata_server import MetadataServer
-from support.run_records import StopAfter, numbers
+from support.runs import StopAfter, numbers
 from txl_jax.config import settings as config_tree
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runs import score, validation

@@ -8,8 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from support.http_server import ask, served, wait_idle
-from support.serve_tiny import in_its_own_process, resident_mib
+from support.http_server import ask, in_its_own_process, resident_mib, served, wait_idle
 from support.serving import FEW, SECONDS, engine, make_store
 from txl_jax.serving.app import Settings
 

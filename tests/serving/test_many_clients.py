@@ -9,8 +9,7 @@ import time
 import pytest
 
 from support import tiny_model
-from support.http_server import ask, events, metrics, served, wait_idle
-from support.serve_tiny import in_its_own_process, resident_mib
+from support.http_server import ask, events, in_its_own_process, metrics, resident_mib, served, wait_idle
 from support.serving import SECONDS, engine, make_store
 from support.waiting import wait_until
 from txl_jax.serving.app import Settings

@@ -1,4 +1,4 @@
-"""A run in place of a trained one: a workdir with parameters that were drawn, in a second instead of a minute."""
+"""Runs in place of trained ones: workdirs with parameters that were drawn, in a second instead of a minute."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from support import runs, tiny_run
-from txl_jax.config import CorpusName, ExperimentConfig
+from txl_jax.config import CorpusName, EvalConfig, ExperimentConfig, Tokenizer
 from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.runs.build import RunComponents, build_for
@@ -15,6 +15,17 @@ from txl_jax.runs.run import Run
 from txl_jax.runtime.checkpoint import Checkpointer
 
 STEP = 7
+SENTENCE = b"the cat sat on a mat and saw the dog run . it ran to the cat , which ran away from it too"
+TEXT = b"\n".join(b" ".join(SENTENCE.split()[k % 7 : k % 7 + 5 + k % 11]) for k in range(300))
+# wt103_large's structure, scaled down: three tails of width d_embed / 4**c, all projections but the head's shared.
+WT103 = {
+    "model.cutoffs": (5, 8, 14),
+    "model.div_val": 4,
+    "model.d_embed": 64,
+    "model.d_model": 64,
+    "model.tie_projs": (False, True, True, True),
+    "compat.final_norm": False,
+}
 
 
 def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Run, RunComponents]:
@@ -34,6 +45,14 @@ def on_text(folder: Path, content: bytes, **changes: Any) -> tuple[ExperimentCon
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     config: ExperimentConfig = config_tree.replace(tiny_run.CONFIG, values)
     return config, read_corpus(config.data, "nowhere", str(folder))
+
+
+def of_words(folder: Path, *, tokenizer=Tokenizer.WORD, **changes: Any) -> Run:
+    """Returns a workdir on `TEXT`, which lies beside it; settings are changed as by `on_text`."""
+    beside = folder.with_name(f"{folder.name}-text")
+    beside.mkdir()
+    own = {"eval": EvalConfig(segment_len=5, mem_len=9, clamp_len=6), "data.tokenizer.kind": tokenizer}
+    return make(folder, *on_text(beside, TEXT, **own, **changes))[0]
 
 
 def letters(length: int = 1110) -> bytes:

@@ -20,9 +20,8 @@ import pytest
 from etils import epath
 
 from support import ROOT
+from support.runs import numbers
 from txl_jax.runtime import checkpoint
-from txl_jax.runtime.log import read_metrics
-from txl_jax.runtime.sinks import MEASURED
 
 STEPS = 24
 # Evaluations and checkpoints at steps of their own; at 24 all meet. Dropout, for its keys; the best is not the last.
@@ -160,11 +159,6 @@ def finished(victim):
     ended = victim.end()
     assert ended.code == 0, ended.err
     return ended
-
-
-def numbers(workdir):
-    """The records of a run in order, without what the clock decides."""
-    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(workdir)]
 
 
 def result(workdir, name="results.json"):

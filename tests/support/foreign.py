@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from support import tiny, torch_bytes
-from support.checkpoints import assert_same
+from support.tiny_run import assert_equal
 from txl_jax.config import EvalConfig, ModelConfig, NormPlace
 from txl_jax.interop import huggingface, leaves, original
 from txl_jax.interop.formats import Foreign
@@ -39,7 +39,7 @@ def make(preset: str, **changes) -> tuple[ModelConfig, dict]:
 
 def check(found: Foreign, config: ModelConfig, params: dict) -> None:
     """The parameters, and what of the config has to do with them, are those that were written."""
-    assert_same(leaves.to_tree(found.params), params)
+    assert_equal(leaves.to_tree(found.params), params)
     drawn = {"dropout", "init_std", "projection_init_std"}
     for field in dataclasses.fields(ModelConfig):
         assert field.name in drawn or getattr(found.config, field.name) == getattr(config, field.name), field.name

@@ -1,19 +1,29 @@
-"""A server over the tiny model in a thread of the test, and plain requests to it."""
+"""A server over the tiny model in a thread of the test or in a process of its own, and plain requests to it.
+
+`python -m support.http_server SESSIONS LIMITS`, with tests/ on the path, prints its port, and ends when its input does.
+"""
 
 import asyncio
 import contextlib
+import dataclasses
 import http.client
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from support.serving import SECONDS
+from support import ROOT
+from support.serving import SECONDS, engine, make_store
 from support.waiting import wait_until
 from txl_jax.serving.app import Settings, make_app
 from txl_jax.serving.engine import Engine
+from txl_jax.serving.requests import Limits
 
 
 @contextlib.contextmanager
@@ -66,3 +76,32 @@ def wait_idle(port: int) -> None:
         return not (found["txl_rows_busy"] or found["txl_choices_waiting"] or any(each["busy"] for each in sessions))
 
     wait_until(idle, SECONDS)
+
+
+@contextlib.contextmanager
+def in_its_own_process(*, num_sessions: int, limits: Limits) -> Iterator[tuple[int, subprocess.Popen]]:
+    """The port of a server, and its process."""
+    given = [str(num_sessions), json.dumps(dataclasses.asdict(limits))]
+    command = [sys.executable, "-m", "support.http_server", *given]
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | path, stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline()), process
+    finally:
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+
+
+def resident_mib(process: subprocess.Popen) -> int:
+    """The resident memory of a process."""
+    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+if __name__ == "__main__":
+    limits = Limits(**json.loads(sys.argv[2]))
+    store = make_store(limit=int(sys.argv[1]))
+    with engine(store=store, limits=limits, start=False) as made, served(made, Settings("tiny", limits=limits)) as port:
+        print(port, flush=True)
+        sys.stdin.read()

@@ -1,4 +1,4 @@
-"""Runs as programs make them: opened, trained, recorded."""
+"""Runs as programs make them: opened, trained, stopped, recorded; and the records that do not depend on the clock."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +9,8 @@ from txl_jax.runs import ensemble, generate
 from txl_jax.runs import train as train_lib
 from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runs.trainer import Outcome
+from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.sinks import MEASURED
 
 
 def train(config: ExperimentConfig, corpus: Corpus, run: Any, **more: Any) -> Outcome:
@@ -35,6 +37,22 @@ def record(path: Any, config: ExperimentConfig, text: TextInfo | Corpus, members
     with Run.open(path) as run:
         run.begin(config, text, members=members)
     return Run.read_all(path)
+
+
+class StopAfter:
+    """Requests a stop at the `calls`-th question."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self):
+        self.calls -= 1
+        return self.calls <= 0
+
+
+def numbers(run):
+    """Returns the records of a run in order, without measured times and rates."""
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(_path(run))]
 
 
 def _path(run: Any) -> Any:

@@ -4,6 +4,7 @@ import functools
 
 import flax.linen as nn
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +18,8 @@ B, D, H, E, F, V, N = 3, 6, 4, 5, 10, 13, 2
 _SIZES = {"n_layer": N, "d_model": D, "n_head": H, "d_head": E, "d_inner": F}
 CONFIG = ModelConfig(**_SIZES, init_std=0.4, projection_init_std=0.4, dropout=DropoutConfig(rate=0.0))
 COMPAT = CompatConfig()
+# A context of float64. jax 0.7 has it in jax.experimental only, jax 0.12 in jax only.
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 
 
 def make(*, compat: CompatConfig = COMPAT, end_token: int | None = None, **changes) -> TransformerXL:

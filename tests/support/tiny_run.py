@@ -97,6 +97,7 @@ def train(updates: int, **changes: Any) -> tuple[TrainState, UpdateMetrics]:
 
 def assert_equal(found: Any, expected: Any) -> None:
     """Equality bit for bit of two trees, naming the first leaf that differs."""
-    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True)
-    for (path, a), b in pairs:
-        assert a.dtype == b.dtype and np.array_equal(a, b), jax.tree_util.keystr(path)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), jax.tree_util.keystr(path)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
