@@ -44,28 +44,16 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def compare_compressors(
-    config: ExperimentConfig,
-    corpus: Corpus,
-    run: Run,
-    *,
-    with_memory: float,
-    log: Callable[[str], None] = print,
-) -> dict[str, float]:
+def compare_compressors(config: ExperimentConfig, corpus: Corpus, run: Run, *, with_memory: float) -> dict[str, float]:
     """Returns bits per byte of the test text by name: of the compressors, and of the model with and without memory.
 
-    Args:
-      config: of the trained run, on bytes.
-      corpus: has the test text.
-      run: the trained run.
-      with_memory: the run's own result on the test text.
-      log: takes lines for the user.
+    `with_memory` is the trained run's own result on the test text.
     """
     text = corpus.vocabulary.decode(corpus.test)
     without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
     components = build_for(without, corpus.vocabulary)
-    _, params = load_parameters(components, run, log=log)
-    totals = score(components, params, corpus.test, name="test without memory", log=log)
+    _, params = load_parameters(components, run, log=print)
+    totals = score(components, params, corpus.test, name="test without memory", log=print)
     return {
         **{name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()},
         f"without memory (segments of {config.eval.segment_len})": totals.bpc,
@@ -125,7 +113,8 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         run.compare(config)
         corpus = read_corpus(config.data, data_dir="", cache_dir=prepared)
         print(f"{corpus.description}\nsha256 {corpus.digest}")
-        _print_shorter(config.train)
+        if config.train.steps == DEFAULTS.train.steps:
+            print(f"for a quarter of the time give --train.steps={config.train.steps // 4} --workdir=runs/quick")
         with job.stop:
             outcome = train_run(config, corpus, run, stop_requested=lambda: job.stop)
     if not outcome.finished or outcome.results is None:
@@ -139,13 +128,6 @@ def run(plan: Plan, job: cli.Job) -> int | None:
     print()
     generate_text(config, trained)
     return 0
-
-
-def _print_shorter(train_config: TrainConfig) -> None:
-    """Prints the flags of a run that takes a quarter of the time; the run itself states how long it takes."""
-    steps = train_config.steps // 4 // train_config.log_every * train_config.log_every
-    if train_config.steps == DEFAULTS.train.steps:
-        print(f"for a quarter of the time give --train.steps={steps} --workdir=runs/quick")
 
 
 def _draw(workdir: str, rows: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Parts that the notebooks of launch/notebooks share: folders, devices, a live curve, TensorBoard, the download.
+"""Parts that the notebooks of launch/notebooks share: folders, devices, training, TensorBoard, the download.
 
 In Colab a folder can be in Google Drive, and the browser downloads a result. In any other Jupyter both are local.
 """
@@ -15,9 +15,15 @@ import jax
 
 from txl_jax import plots
 from txl_jax.cli import keep_compiled
+from txl_jax.config import ExperimentConfig, TrainConfig
+from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.runs.convert import convert
+from txl_jax.runs.run import Run
+from txl_jax.runs.train import train_run
+from txl_jax.runs.trainer import Outcome
 from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.stop import StopRequest
 from txl_jax.training.loop import Hook, HookContext
 
 DRIVE = Path("/content/drive")
@@ -79,24 +85,32 @@ def device_settings() -> dict[str, object]:
     return {} if jax.default_backend() == "cpu" else dict(_LARGER)
 
 
-def live_curve(workdir: Path, *, every: int, steps: int, title: str) -> Hook:
-    """Returns a hook that draws the learning curve below the cell, and again as training goes on.
+def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str) -> Outcome:
+    """Trains in a workdir, or resumes there, with a live curve below the cell, and returns the finished run's outcome.
 
-    The picture is `learning_curve.png` in the workdir. Without matplotlib or IPython nothing is drawn.
+    The curve is `learning_curve.png` in the workdir. Without matplotlib or IPython nothing is drawn.
 
-    Args:
-      workdir: The run's, whose records are drawn.
-      every: Steps between two readings of the records: `train.log_every`, since a curve has no more points.
-      steps: Steps of the whole run. After the last one the curve is drawn in any case.
-      title: The picture's.
+    Raises:
+      SystemExit: If training was stopped, since the cells below need a finished run.
     """
+    can_show = plots.can_draw() and importlib.util.find_spec("IPython") is not None
+    hooks = [_live_curve(workdir, config.train, title)] if can_show else []
+    with Run.open(workdir) as run, StopRequest() as stop:
+        outcome = train_run(config, corpus, run, hooks=hooks, stop_requested=lambda: stop)
+    if outcome.results is None:
+        raise SystemExit("Run this cell again to resume; the cells below need a finished run.")
+    return outcome
+
+
+def _live_curve(workdir: Path, lengths: TrainConfig, title: str) -> Hook:
+    """Returns a hook that draws the learning curve, and again as training goes on, in any case after the last step."""
     path = workdir / "learning_curve.png"
     shown: Any = None
     drawn_at = 0.0
 
     def draw(context: HookContext) -> None:
         nonlocal shown, drawn_at
-        if context.step < steps and time.monotonic() - drawn_at < _REDRAW_SECONDS:
+        if context.step < lengths.steps and time.monotonic() - drawn_at < _REDRAW_SECONDS:
             return
         from IPython.display import Image, display
 
@@ -107,8 +121,7 @@ def live_curve(workdir: Path, *, every: int, steps: int, title: str) -> Hook:
             shown.update(Image(path))
         drawn_at = time.monotonic()
 
-    can_show = plots.can_draw() and importlib.util.find_spec("IPython") is not None
-    return Hook(every, draw if can_show else lambda context: None)
+    return Hook(lengths.log_every, draw)
 
 
 def show_tensorboard(folder: Path) -> None:
@@ -148,15 +161,10 @@ def download_model(workdir: Path) -> Path:
         portable = Path(temporary) / workdir.name
         convert(workdir, portable)
         archive = Path(shutil.make_archive(str(workdir), "zip", temporary, workdir.name))
-    return download(archive)
-
-
-def download(path: Path) -> Path:
-    """Offers a file as a download of the browser in Colab, prints its path elsewhere, and returns it."""
     if in_colab():
         from google.colab import files
 
-        files.download(str(path))
+        files.download(str(archive))
     else:
-        print(f"written {path}")
-    return path
+        print(f"written {archive}")
+    return archive

@@ -1,4 +1,4 @@
-"""Attention of one layer: the reference, tiles, fused kernels and plain attention, at the sizes of configurations.
+"""Attention of one layer at the sizes of configurations: each path, and what it is without position keys.
 
     python -m experiments.bench.attention
     python -m experiments.bench.attention --configs=enwik8_24l --tasks=training --batch_size=16 --dtype=bfloat16
@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import timing
-from experiments.bench.timing import Task
+from experiments.bench.timing import Task, Timing
 from txl_jax import cli, flops, sharding
 from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network
 from txl_jax.config import settings as config_tree
@@ -35,23 +35,18 @@ from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cache
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.problem import Implementation, Problem
 from txl_jax.runs.build import evaluation_problem, training_problem
-from txl_jax.runtime import environment
-from txl_jax.runtime.storage import write_json
+from txl_jax.runtime.environment import megabytes
 
 CONFIGS = ("enwik8_12l", "enwik8_24l", "wt103_base", "wt103_large")
 TASKS = ("training", "evaluation")
-PATHS = ("reference", "tiled", "fused", "plain", "cudnn")
+PLAIN = "plain"  # The path that is the fastest on the device, without position keys.
+PATHS = ("reference", "tiled", "stored", "fused", PLAIN)
 PRODUCTS = "products"  # The row of the matrix products alone.
 Arrays = dict[str, jax.Array]
 # Relative differences beyond which an implementation is wrong, not rounded: in float32, and in 16 bits, where tiles
 # differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 2e-2
 _SECONDS = 0.02  # A timing calls so often in a row that it takes this long.
-# Of a case, in the JSON file.
-_SIZES = (
-    *("config", "task", "dtype", "batch", "n_head", "d_head", "segment_len", "mem_len", "n_positions"),
-    *("window", "dropout_rate", "capacity"),
-)
 # Axes of the inputs by the letters of `Case.lengths`.
 _INPUTS = {
     "training": {
@@ -85,15 +80,14 @@ class Plan(cli.Plan):
     tasks: tuple[str, ...] = setting(TASKS, f"Of {', '.join(TASKS)}, with commas: forward and backward, or forward.")
     paths: tuple[str, ...] = setting(
         PATHS,
-        f"Of {', '.join(PATHS)}, with commas. plain: the fused (else the tiled) one without position keys; cudnn: "
-        "jax.nn.dot_product_attention without position keys and mask, on GPUs.",
+        f"Of {', '.join(PATHS)}, with commas. plain: without position keys, the fused path (on a GPU the stored one), "
+        "else the tiled one.",
     )
     batch_size: int | None = setting(
         4, "B, rows of training on one device; none: the whole batch that was published.", at_least=1
     )
     dtype: DType | None = setting(None, "Type of queries, keys and values; none: bfloat16, on a CPU float32.")
     calls: int = setting(7, "Timings of each path, interleaved.", at_least=1)
-    json: str | None = setting(None, "File for all figures; none: only the table.", path=True)
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task or path."""
@@ -104,30 +98,20 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Runs the benchmark with the configurations of the plan."""
-    benchmark({name: job.config_of_flagfile(name) for name in plan.configs}, plan)
-
-
-def benchmark(configs: Mapping[str, ExperimentConfig], plan: Plan) -> list[dict[str, Any]]:
-    """Checks and times the paths of each case; prints a table, writes the JSON file and returns its rows.
+    """Checks and times the paths of each configuration and task, and prints a table.
 
     Raises:
       UserError: If a configuration has another attention, or a path computes other numbers than the reference.
     """
-    facts, records, refused = environment.describe(), [], collections.defaultdict(list)
-    print(f"{timing.describe(facts)}\n\n{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
+    print(f"{timing.machine()}\n\n{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
+    refused = collections.defaultdict(list)
     dtype = plan.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    for (name, config), task in itertools.product(configs.items(), plan.tasks):
-        rows, refusals = measure(make_case(name, config, task, batch=plan.batch_size, dtype=dtype), plan)
-        records += rows
-        for refusal in refusals.items():
+    for name, task in itertools.product(plan.configs, plan.tasks):
+        case = make_case(name, job.config_of_flagfile(name), task, batch=plan.batch_size, dtype=dtype)
+        for refusal in measure(case, plan).items():
             refused[refusal].append(f"{name} {task}")
     for (path, reason), names in refused.items():
         print(f"\nno {path}: {reason} ({', '.join(names)})")
-    if plan.json:
-        write_json(plan.json, {**facts, "plan": config_tree.to_dict(plan), "rows": records})
-        print(f"\nresults   {plan.json}")
-    return records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +131,6 @@ class Case(Problem):
     def passes(self) -> int:
         """Times that each product of the forward pass is done: backward it has two of them."""
         return 1 if self.cached else 3
-
-    @property
-    def shape(self) -> str:
-        """Sizes for a table."""
-        return f"{self.batch} x {self.n_head} x {self.segment_len} x {self.n_keys}, {self.d_head}"
 
     def lengths(self, axes: str) -> tuple[Any, ...]:
         """Returns the lengths of axes by letters: as in `Problem`, and M for the segment's own keys over a cache."""
@@ -201,86 +180,66 @@ class NotHereError(Exception):
     """A path does not exist on this device, for this case."""
 
 
-def has_positions(path: str) -> bool:
-    """Returns whether a path has position keys."""
-    return path not in ("plain", "cudnn")
-
-
 def find_implementation(case: Case, path: str) -> Implementation:
-    """Returns what a path is: "plain" is the fused or else the tiled one without position keys.
+    """Returns what a path is on the case's device.
 
     Raises:
       NotHereError: If it cannot serve the case.
     """
-    problem = case if has_positions(path) else dataclasses.replace(case, n_positions=0)
-    for name in ("fused", "tiled") if path == "plain" else (path,):
-        refusal = choice.refusal_of(name, problem)
+    names = (path,)
+    if path == PLAIN:
+        case = dataclasses.replace(case, n_positions=0)
+        names = ("stored" if case.platform == "gpu" else "fused", "tiled")
+    for name in names:
+        refusal = choice.refusal_of(name, case)
         if refusal is None:
-            return choice.choose(name, problem)[0]
+            return choice.choose(name, case)[0]
     raise NotHereError(refusal)
 
 
-def measure(case: Case, plan: Plan) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Checks, compiles and times the paths of a case; prints their rows, returns them and why others are not there."""
-    tasks: list[Task] = []
-    differences, implementations, refusals = {}, {}, {}
-    for path in (*plan.paths, PRODUCTS):
+def measure(case: Case, plan: Plan) -> dict[str, str]:
+    """Checks, compiles and times the paths of a case; prints their rows and returns why others are not there."""
+    tasks, names, differences, refusals = [], {}, {}, {}
+    for path in plan.paths:
         try:
+            implementation = find_implementation(case, path)
             differences[path] = largest_difference(case, path)
-            implementations[path], function, inputs = _path(case, path)
-            tasks.append(_task(path, function, inputs))
+            function = make_function(case, implementation, positions=path != PLAIN)
+            tasks.append(_task(path, function, make_inputs(case)))
+            names[path] = path if str(implementation) == path else f"{path} ({implementation})"
         except NotHereError as error:
             refusals[path] = str(error)
-    timings = {each.task.name: each for each in timing.interleaved(tasks, warmup=0, calls=plan.calls)}
+    tasks.append(_task(PRODUCTS, *products(case)))
+    found = {each.task.name: each for each in timing.interleaved(tasks, warmup=0, calls=plan.calls)}
+    for path, measured in found.items():
+        print(
+            f"| {case.config} | {case.task} | {case.batch} x {case.n_head} x {case.segment_len} x {case.n_keys}, "
+            f"{case.d_head} | {names.get(path, path)} | {_number(differences.get(path), '.0e')} | "
+            f"{' | '.join(_figures(case, measured, found))} |",
+            flush=True,
+        )
+    return refusals
+
+
+def _figures(case: Case, measured: Timing, found: Mapping[str, Timing]) -> list[str]:
+    """Returns the table's cells of a path, from its time on. Ratios are medians over timings of the same round."""
+    path = measured.task.name
+    seconds = [each / measured.task.tokens for each in measured.seconds]
+    operations = case.flops_of_products if path == PRODUCTS else case.flops(positions=path != PLAIN)
+    rate, reference = operations / statistics.median(seconds), found.get("reference")
     peak = flops.device_peak(jax.devices()[0].device_kind) if case.dtype == "bfloat16" else None
-    rows = []
-    for path, measured in timings.items():
-        seconds = [each / measured.task.tokens for each in measured.seconds]
-        visible = case.flops(positions=has_positions(path))
-        rate = (case.flops_of_products if path == PRODUCTS else visible) / statistics.median(seconds)
-        reference = timings.get("reference")
-        row = {
-            **{name: getattr(case, name) for name in _SIZES},
-            "shape": case.shape,
-            "path": path,
-            "implementation": implementations[path],
-            "difference": differences[path],
-            "median_seconds": statistics.median(seconds),
-            "slowest_seconds": max(seconds),
-            "fastest_seconds": min(seconds),
-            "seconds": seconds,
-            # Ratios are medians over timings, each with the other's of the same round.
-            "speedup": statistics.median(measured.speedups(reference)) if reference else None,
-            "times_products": statistics.median(timings[PRODUCTS].speedups(measured)),
-            "flops_per_second": rate,
-            "share_of_peak": rate / peak if peak else None,
-            "scratch_bytes": measured.task.memory_bytes,
-        }
-        rows.append(row)
-        print(format_row(row), flush=True)
-    return rows, refusals
-
-
-def format_row(row: Mapping[str, Any]) -> str:
-    """Formats the table row of a path."""
-
-    def known(name: str, form: str) -> str:
-        return "" if row[name] is None else form.format(row[name])
-
-    cells = [
-        row["config"],
-        row["task"],
-        row["shape"],
-        row["path"] if row["implementation"] in ("", row["path"]) else f"{row['path']} ({row['implementation']})",
-        known("difference", "{:.0e}"),
-        *(f"{1e3 * row[name]:.3g} ms" for name in ("median_seconds", "slowest_seconds", "fastest_seconds")),
-        known("speedup", "{:.2f}"),
-        known("times_products", "{:.2f}"),
-        f"{row['flops_per_second'] / 1e9:,.0f} G",
-        known("share_of_peak", "{:.1%}"),
-        environment.megabytes(row["scratch_bytes"]),
+    return [
+        *(f"{1e3 * each:.3g} ms" for each in (statistics.median(seconds), max(seconds), min(seconds))),
+        _number(statistics.median(measured.speedups(reference)) if reference else None, ".2f"),
+        f"{statistics.median(found[PRODUCTS].speedups(measured)):.2f}",
+        f"{rate / 1e9:,.0f} G",
+        _number(rate / peak if peak else None, ".1%"),
+        megabytes(measured.task.memory_bytes or 0),
     ]
-    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def largest_difference(case: Case, path: str) -> float | None:
@@ -293,18 +252,18 @@ def largest_difference(case: Case, path: str) -> float | None:
     Raises:
       UserError: If the difference is too large to be rounding.
     """
-    if path in ("reference", "cudnn", PRODUCTS):
+    if path == "reference":
         return None
     small = dataclasses.replace(case, batch=1)
     implementation = find_implementation(small, path)
-    # Kernels for GPUs are for 16 bits only, and of float32 fewer position keys fit into a TPU's VMEM.
+    # Of float32 fewer position keys fit into a TPU's VMEM.
     with contextlib.suppress(NotHereError):
         exact = dataclasses.replace(small, dtype="float32")
         found = find_implementation(exact, path)
         if found.path == implementation.path:
             small, implementation = exact, found
     tolerance = _TOLERANCE if small.dtype == "float32" else _TOLERANCE_OF_16_BITS
-    inputs, positions = make_inputs(small), has_positions(path)
+    inputs, positions = make_inputs(small), path != PLAIN
     in_float32 = {name: array if name == "valid" else array.astype(jnp.float32) for name, array in inputs.items()}
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(make_function(small, "reference", positions=positions))(in_float32)
@@ -320,19 +279,6 @@ def largest_difference(case: Case, path: str) -> float | None:
         f"{differences[worst]:.1e} of its largest element, in {small.dtype}; at most {tolerance:.0e} is rounding",
     )
     return differences[worst]
-
-
-def _path(case: Case, path: str) -> tuple[str, Callable[..., Any], Any]:
-    """Returns the name of what a path is here, its function and that function's argument."""
-    if path == PRODUCTS:
-        return "", *products(case, platform=jax.default_backend())
-    if path == "cudnn":
-        if jax.default_backend() != "gpu" or case.capacity is not None or case.dtype != "bfloat16":
-            raise NotHereError("it is only timed in training on GPUs, in bfloat16")
-        return "", _cudnn, make_inputs(case)
-    implementation = find_implementation(case, path)
-    function = make_function(case, implementation, positions=has_positions(path))
-    return str(implementation), function, make_inputs(case)
 
 
 def _task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
@@ -352,7 +298,7 @@ def _task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
         jax.block_until_ready(result)
 
     sizes: Any = compiled.memory_analysis()
-    return Task(path, "", 0, runs, call, memory_bytes=sizes.temp_size_in_bytes)
+    return Task(path, runs, call, memory_bytes=sizes.temp_size_in_bytes)
 
 
 def make_inputs(case: Case) -> Arrays:
@@ -407,17 +353,6 @@ def _evaluation(
     return {"output": cached_attention(*own, ring, position, visibility, implementation=implementation)}
 
 
-def _cudnn(inputs: Mapping[str, jax.Array]) -> list[jax.Array]:
-    """Computes plain attention of all pairs by cuDNN, and its gradients."""
-
-    def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        lengths_first = (array.swapaxes(1, 2) for array in (query, key, value))
-        return jax.nn.dot_product_attention(*lengths_first, implementation="cudnn").swapaxes(1, 2)
-
-    output, pull_back = jax.vjp(forward, inputs["query"], inputs["key"], inputs["value"])
-    return [output, *pull_back(inputs["cotangent"])]
-
-
 # Operands with their axes: L queries, K and P keys, own keys M and R slots of the KV cache in evaluation, E. Scores or
 # probabilities ("by_") are the same for all heads, and in the order that the product reads.
 _PRODUCTS = {
@@ -442,7 +377,7 @@ _PRODUCTS = {
 }
 
 
-def products(case: Case, *, platform: str) -> tuple[Callable[..., list[jax.Array]], tuple[Arrays, Arrays]]:
+def products(case: Case) -> tuple[Callable[..., list[jax.Array]], tuple[Arrays, Arrays]]:
     """Returns the matrix products of all pairs, which no implementation leaves out: a function and random inputs.
 
     On a CPU they are done head by head into arrays that stay in the cache (written to memory for all heads at once,
@@ -450,7 +385,7 @@ def products(case: Case, *, platform: str) -> tuple[Callable[..., list[jax.Array
     """
     pairs = [[operand.split(":") for operand in product.split()] for product in _PRODUCTS[case.task]]
     heads = case.batch * case.n_head
-    group = 1 if platform == "cpu" else heads
+    group = 1 if case.platform == "cpu" else heads
     per_group: Arrays = {}
     scores: Arrays = {}
     for number, (name, axes) in enumerate(dict(itertools.chain(*pairs)).items()):
@@ -466,10 +401,7 @@ def products(case: Case, *, platform: str) -> tuple[Callable[..., list[jax.Array
 
     def all_groups(inputs: tuple[Arrays, Arrays]) -> list[jax.Array]:
         per_group, scores = inputs
-        first = {name: array[0] for name, array in per_group.items()}
-        if group == heads:
-            return of_group(scores, first)
-        shapes = jax.eval_shape(functools.partial(of_group, scores), first)
+        shapes = jax.eval_shape(of_group, scores, {name: array[0] for name, array in per_group.items()})
         empty = [jnp.zeros(each.shape, each.dtype) for each in shapes]
         # The last group's results are what is returned; a loop's state is overwritten in place.
         return jax.lax.scan(lambda _, own: (of_group(scores, own), None), empty, per_group)[0]

@@ -10,8 +10,7 @@ from the shapes of arrays is printed. TPUs: pip install 'jax[tpu]' (libtpu, 0.7 
 NVLink): pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, in the version of jax. A GPU's peak is larger than
 what jax may use: it takes three quarters of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is higher.
 That a program compiles shows that it shards and fits, not that it is fast. The least time of an update is its FLOPs, by
-txl_jax.flops, at the peak of the data sheet. XLA's own count of FLOPs has the body of each loop (over segments, over
-layers) once, and no kernels.
+txl_jax.flops, at the peak of the data sheet.
 
 With --configs each of these flagfiles is estimated on a mesh that the program chooses: all devices, as many as can be
 on fsdp, and remat=full where it fits only so. A generation or a GPU alone means the smallest slice of it, or the fewest
@@ -22,6 +21,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -47,7 +47,6 @@ from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.train import device_bytes
 from txl_jax.runtime.environment import megabytes
-from txl_jax.runtime.storage import write_json
 
 TASKS = ("training", "evaluation", "generation")
 _ENVIRONMENT = {
@@ -118,8 +117,9 @@ class Plan(cli.Plan):
     configs: tuple[str, ...] = setting(
         (), "Published configurations or flagfiles, with commas; default: the settings of the flags alone."
     )
-    vocab_size: int | None = setting(None, timing.VOCAB_SIZE_HELP, at_least=2)
-    json: str | None = setting(None, "File for all figures; none: only what is printed.", path=True)
+    vocab_size: int | None = setting(
+        None, "V; none: the size published with the corpus, or 256 for your own text.", at_least=2
+    )
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task or topology."""
@@ -131,55 +131,40 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Estimates the settings of the flags, or each of --configs, on each topology; writes the JSON file."""
+    """Estimates the settings of the flags, or each of --configs, on each topology."""
     versions = {"jax": jax.__version__}
     for topology in plan.topology:
         versions |= compiler_versions(topology)
     versions["date"] = datetime.date.today().isoformat()
     print(", ".join(f"{name} {value}" for name, value in versions.items()), flush=True)
-    records: list[dict[str, Any]] = []
-    if plan.configs:
-        for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
-            require(
-                name not in job.places,
-                f"--{name} was given and --configs chooses its own meshes; leave one out",
-            )
-        configs = {name: job.config_of_flagfile(name) for name in plan.configs}
+    if not plan.configs:
         for topology in plan.topology:
-            missing = missing_compiler(topology)
-            require(not missing, f"--configs needs the compiler of {topology} and {missing}")
-        for name, config in configs.items():
-            for topology in plan.topology:
-                records += estimate_smallest(name, config, topology, plan)
-    else:
-        name, config = job.flagfile or "the flags", job.config()
-        for topology in plan.topology:
-            records += estimate(name, config, topology, plan)
-    if plan.json:
-        write_json(plan.json, {**versions, "plan": config_tree.to_dict(plan), "estimates": records})
-        print(f"\nresults   {plan.json}")
+            list(estimate(job.flagfile or "the flags", job.config(), topology, plan))
+        return
+    for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
+        require(name not in job.places, f"--{name} was given and --configs chooses its own meshes; leave one out")
+    configs = {name: job.config_of_flagfile(name) for name in plan.configs}
+    for topology in plan.topology:
+        missing = missing_compiler(topology)
+        require(not missing, f"--configs needs the compiler of {topology} and {missing}")
+    for (name, config), topology in itertools.product(configs.items(), plan.topology):
+        estimate_smallest(name, config, topology, plan)
 
 
-def estimate_smallest(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> list[dict[str, Any]]:
+def estimate_smallest(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> None:
     """Estimates a configuration on the smallest topology of a name, and the first of its meshes, that all tasks fit on.
 
-    Returns:
-      The records of `estimate`. If none fits, those of the last try, and if no mesh divides the sizes, none.
+    If none fits, the last try is the largest topology.
     """
-    records: list[dict[str, Any]] = []
+    tried = False
     for candidate in slices(topology):
         for changes in candidate_meshes(config, parse(candidate).num_devices):
-            records = []
-            for record in estimate(name, config_tree.replace(config, changes), candidate, plan):
-                records.append(record)
-                if "does_not_fit" in record:
-                    break
-            else:
-                return records
-    if not records:
+            if all(estimate(name, config_tree.replace(config, changes), candidate, plan)):
+                return
+            tried = True
+    if not tried:
         rows, heads = config.train.batch_size // config.train.grad_accum_steps, config.model.n_head
         print(f"\n{name}: no mesh of {candidate} divides its {rows} rows and {heads} heads")
-    return records
 
 
 def candidate_meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any]]:
@@ -200,10 +185,10 @@ def candidate_meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dic
         return
 
 
-def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Prints what a configuration needs on a topology, and yields a record per task, as in the JSON file.
+def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> Iterator[bool]:
+    """Prints what a configuration needs on a topology, and yields for each task whether it fits.
 
-    Without the topology's compiler the only record has no figures of a compiled program.
+    Without the topology's compiler no task is compiled.
 
     Raises:
       UserError: If the settings do not fit the topology, or each other.
@@ -214,42 +199,31 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
         mesh = sharding.abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
     else:
         mesh = sharding.make_mesh(config.mesh, devices_or_none)
-    components = build(config, vocab_size=plan.vocab_size or timing.default_vocab_size(config.data.corpus), mesh=mesh)
+    vocab_size = plan.vocab_size or timing.vocab_size_of(config.data.corpus)
+    components = build(config, vocab_size=vocab_size, mesh=mesh)
     components.training.check_batch_size()
-    # Which implementation of attention it is depends on the devices.
-    chosen = components.attention if devices_or_none else None
-    attention = {task: str(one.implementation) for task, one in chosen._asdict().items()} if chosen else {}
-    persistent, update_flops = device_bytes(components), flops_of_update(components)
-    peak = flops.device_peak(found.chip.kind)
-    assert peak
     print(
         f"\n{name} on {topology}: {components.num_parameters:,} parameters, computed in {config.model.dtype}, "
         f"{mesh.size} x {found.chip.kind} ({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())})\n"
         f"{config.train.batch_size} rows x {config.train.segment_len}, memory {config.train.mem_len}, "
         f"remat {config.model.remat}"
     )
-    lines = {f"attention, {task}": implementation for task, implementation in attention.items()}
-    lines |= {kind: f"{megabytes(size)} per device" for kind, size in persistent.items()}
-    least_seconds = update_flops / peak
-    lines["an update"] = f"{update_flops / 1e12:.4g} TFLOP per device, at least {1e3 * least_seconds:.1f} ms"
+    lines = {}
+    if devices_or_none is not None and components.attention:  # Which path it is depends on the devices.
+        lines |= {f"attention, {task}": path for task, path in components.attention.record().items()}
+    lines |= {kind: f"{megabytes(size)} per device" for kind, size in device_bytes(components).items()}
+    update_flops, peak = flops_of_update(components), flops.device_peak(found.chip.kind)
+    assert peak
+    lines["an update"] = f"{update_flops / 1e12:.4g} TFLOP per device, at least {1e3 * update_flops / peak:.1f} ms"
     print("\n".join(f"{label:<24}{line}" for label, line in lines.items()), flush=True)
-    facts = {
-        "configuration": name,
-        "topology": topology,
-        "mesh": dict(mesh.shape),
-        "parameters": components.num_parameters,
-        "device_bytes": persistent,
-        "attention": attention,
-        "config": config_tree.to_dict(config),
-        "flops_of_update": update_flops,
-        "least_seconds_of_update": least_seconds,
-    }
     if devices_or_none is None:
         print(f"{missing_compiler(topology)}: nothing is compiled, activations are not known")
-        yield facts | {"task": None}
         return
     for task in plan.tasks:
-        yield facts | {"task": task} | estimate_task(components, task, found.chip.memory_bytes)
+        does_not_fit = estimate_task(components, task, found.chip.memory_bytes)
+        if does_not_fit:
+            print(f"{task}: does not fit, it {does_not_fit}", flush=True)
+        yield not does_not_fit
 
 
 def flops_of_update(components: RunComponents) -> float:
@@ -262,43 +236,32 @@ def flops_of_update(components: RunComponents) -> float:
     return per_token * train.batch_size * train.segment_len / components.mesh.size
 
 
-def estimate_task(components: RunComponents, task: str, memory_bytes: int) -> dict[str, Any]:
-    """Compiles a task; prints and returns what it needs on a device with this memory, or why it is not possible."""
-    start, does_not_fit = time.monotonic(), ""
+def estimate_task(components: RunComponents, task: str, memory_bytes: int) -> str:
+    """Compiles a task and prints what it needs on a device; returns both sizes if it needs more memory than this."""
+    start = time.monotonic()
     try:
         if task == "generation":
             check_can_generate(components.config)
         compiled = compile_task(components, task)
-        seconds, sizes, costs = time.monotonic() - start, compiled.memory_analysis(), compiled.cost_analysis() or {}
-        # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
-        needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes
-        if needed > memory_bytes:  # The compiler for GPUs accepts a program that is too large.
-            does_not_fit = f"needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB"
     except UserError as error:
         print(f"{task}: not possible, {error}", flush=True)
-        return {"not_possible": str(error)}
+        return ""
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        does_not_fit = _needed_and_available(str(error))
-    if does_not_fit:
-        print(f"{task}: does not fit, it {does_not_fit}", flush=True)
-        return {"does_not_fit": does_not_fit}
-    by_xla = f", {costs['flops'] / 1e12:.4g} TFLOP by XLA" if "flops" in costs else ""
+        return _needed_and_available(str(error))
+    seconds, sizes = time.monotonic() - start, compiled.memory_analysis()
+    # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
+    needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes
+    if needed > memory_bytes:  # The compiler for GPUs accepts a program that is too large.
+        return f"needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB"
     print(
         f"{task}: fits, needs {megabytes(needed)} of {megabytes(memory_bytes)} per device: arguments "
         f"{megabytes(arguments)}, activations, gradients and other scratch {megabytes(needed - arguments)}; output "
-        f"{megabytes(sizes.output_size_in_bytes)}{by_xla}; compiled in {seconds:.0f} s",
+        f"{megabytes(sizes.output_size_in_bytes)}; compiled in {seconds:.0f} s",
         flush=True,
     )
-    return {
-        "peak_bytes": needed,
-        "argument_bytes": arguments,
-        "scratch_bytes": needed - arguments,
-        "output_bytes": sizes.output_size_in_bytes,
-        "flops_by_xla": costs.get("flops"),  # None on GPUs.
-        "compile_seconds": seconds,
-    }
+    return ""
 
 
 def _needed_and_available(error: str) -> str:

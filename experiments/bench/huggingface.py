@@ -4,7 +4,6 @@ torch and transformers are an optional extra, imported when a model is made. The
 only the part of the softmax that it needs, and Adam is the fused one.
 """
 
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -16,17 +15,14 @@ import numpy as np
 
 from experiments.bench import timing
 from experiments.bench.timing import Task
-from txl_jax import sharding
-from txl_jax.config import CacheDType, DType, EvalConfig, ExperimentConfig, MemoryStart
+from txl_jax.config import DType, EvalConfig, ExperimentConfig, MemoryStart
 from txl_jax.config import settings as config_tree
 from txl_jax.config.experiment import apply_preset
 from txl_jax.config.settings import require
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import UserError
-from txl_jax.evaluation.streaming import make_eval_step
-from txl_jax.inference.scorer import make_scorer
 from txl_jax.interop import huggingface
-from txl_jax.runs.build import RunComponents
+from txl_jax.runs.build import RunComponents, build
 from txl_jax.training.nvidia_lamb import ADAM_B1
 
 # Largest difference of a token's nats that float32 explains over the segments compared; measured: 1e-5 and less.
@@ -64,21 +60,10 @@ class HuggingFaceModel:
         self._token = self._torch.zeros((1, 1), dtype=self._torch.int64)
         self._draws = self._torch.Generator().manual_seed(0)
 
-    def nll(self, tokens: np.ndarray) -> np.ndarray:
-        """Scores all tokens but the first in segments from an empty memory: int [B, T + 1] -> nats, float32 [B, T]."""
-        self._memory["scoring"], length = None, self._config.eval.segment_len
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Returns the nats [B, L] of a segment; inputs and targets are int [B, L]."""
         with self._torch.no_grad():
-            parts = [
-                self._losses(self._model, "scoring", inputs[:, i : i + length], targets[:, i : i + length])
-                for i in range(0, inputs.shape[1], length)
-            ]
-        return np.concatenate([part.numpy() for part in parts], axis=1)
-
-    def evaluate_segment(self, inputs: np.ndarray, targets: np.ndarray) -> float:
-        """Returns the summed nats of a segment; inputs and targets are int [B, L]."""
-        with self._torch.no_grad():
-            return float(self._losses(self._model, "evaluation", inputs, targets).sum())
+            return self._losses(self._model, "evaluation", inputs, targets).numpy()
 
     def generate_token(self, top_k: int | None) -> int:
         """Draws the token after the last one (first after token 0) among the `top_k` most likely, or among all if None.
@@ -109,20 +94,19 @@ class HuggingFaceModel:
         adam.zero_grad()
         return float(loss.detach())
 
-    def fill_memory(self, seed: int) -> None:
+    def fill_memory(self) -> None:
         """Fills the memories of evaluation, generation and training with M random states of unit variance each."""
-        generator, model = self._torch.Generator().manual_seed(seed), self._config.model
+        generator, model = self._torch.Generator().manual_seed(0), self._config.model
         lengths, train = self._config.eval, self._config.train
         sizes = {"evaluation": (lengths.mem_len, lengths.batch_size), "generation": (lengths.mem_len, 1)}
         for use, (mem_len, rows) in (sizes | {"training": (train.mem_len, train.batch_size)}).items():
             shape = (mem_len, rows, model.d_model)
             self._memory[use] = [self._torch.randn(shape, generator=generator) for _ in range(model.n_layer)]
 
-    def versions(self) -> dict[str, str | int]:
+    def versions(self) -> str:
         """Returns the versions and threads that a measurement depends on."""
         torch, transformers = self._torch, self._transformers
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        return {**versions, "threads": torch.get_num_threads()}
+        return f"torch {torch.__version__}, transformers {transformers.__version__}, threads {torch.get_num_threads()}"
 
     def _losses(self, model: Any, use: str, inputs: np.ndarray, targets: np.ndarray) -> Any:
         """Returns nats [B, L] in the order of the targets; moves the memory of that use on (the model detaches it).
@@ -188,7 +172,7 @@ def _import_packages() -> tuple[Any, Any]:
 def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
     """Returns the config with the peer's attention window and layer norms.
 
-    The memory is masked at the start instead of zeros, which only affects `check_same_losses`.
+    The memory is masked at the start instead of zeros, which only affects `print_difference`.
 
     Raises:
       UserError: If the peer's step of generation does not have its settings.
@@ -202,44 +186,40 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
     return config_tree.replace(apply_preset(config, "hf"), {"compat.memory_start": MemoryStart.MASKED})
 
 
-def print_difference(components: RunComponents, params: Any, peer: HuggingFaceModel) -> float:
-    """Scores the same tokens with both models, from zeros in the memory.
+def checked_peer(components: RunComponents) -> HuggingFaceModel:
+    """Returns the peer with our untrained parameters and full memories, once its losses were found to be ours."""
+    params = components.training.init_params()
+    peer = HuggingFaceModel(components.config, params, vocab_size=components.model.vocab_size)
+    print_difference(components, params, peer)
+    peer.fill_memory()
+    return peer
 
-    Prints the largest difference of a token's loss in nats, which it returns, and the effect of storing keys and values
-    in another dtype than the model's.
+
+def print_difference(components: RunComponents, params: Any, peer: HuggingFaceModel) -> float:
+    """Scores the same tokens with both models, from zeros in the memory; prints and returns the largest difference.
 
     Raises:
-      UserError: If the difference is more than rounding explains.
+      UserError: If a token's loss differs by more nats than rounding explains.
     """
-    tokens, losses = _score(components, params, None)
-    worst = float(np.abs(losses - np.ravel(peer.nll(tokens[None, :]))).max())
+    config = apply_preset(components.config, "hf")
+    config = config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1})
+    parts = build(config, vocab_size=components.model.vocab_size)
+    tokens = timing.draw_tokens(components.model.vocab_size, config.eval.segment_len * _COMPARED_SEGMENTS + 1)
+    reader = evaluation_segments(tokens, batch_size=1, segment_len=config.eval.segment_len)
+    segments = reader.segments(0, _COMPARED_SEGMENTS)
+    weights = parts.evaluation.prepare_params(params)
+    memory = parts.evaluation.init_memory(weights)
+    _, scores = parts.evaluation.eval_step(weights, memory, parts.placement.place(segments))
+    theirs = [peer.evaluate(*each) for each in zip(segments.inputs, segments.targets, strict=True)]
+    worst = float(np.abs(np.ravel(scores.nll) - np.ravel(theirs)).max())
     require(
         worst <= TOLERANCE,
         f"the peer's losses differ by up to {worst:.2g} nats, more than {TOLERANCE:g}, so the two do not compute "
         "the same function; nothing was timed",
     )
-    versions = ", ".join(f"{name} {value}" for name, value in peer.versions().items())
-    print(f"peer: {versions}; --compat=hf on both sides\nlargest difference of a token's loss: {worst:.1e} nats")
-    cache_dtype = components.evaluation.memory_dtype
-    if cache_dtype != components.config.model.dtype:
-        effect = np.abs(losses - _score(components, params, components.config.eval.cache_dtype)[1]).max()
-        print(f"storing keys and values as {cache_dtype} changes a token's loss by up to {effect:.1e} nats")
-    print()
+    print(f"peer: {peer.versions()}; --compat=hf on both sides")
+    print(f"largest difference of a token's loss: {worst:.1e} nats\n")
     return worst
-
-
-def _score(components: RunComponents, params: Any, cache_dtype: CacheDType | None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens and the nats of all but the first, from zeros in the memory."""
-    eval_config = dataclasses.replace(components.config.eval, cache_dtype=cache_dtype, batch_size=1)
-    model = components.model.clone(compat=apply_preset(components.config, "hf").compat)
-    tokens = timing.draw_tokens(model.vocab_size, eval_config.segment_len * _COMPARED_SEGMENTS + 1)
-    reader = evaluation_segments(tokens, batch_size=1, segment_len=eval_config.segment_len)
-    segments = reader.segments(0, _COMPARED_SEGMENTS)
-    scorer = make_scorer(model, eval_config)
-    weights = sharding.bind_mesh(components.mesh, jax.jit(scorer.prepare_params))(params)
-    eval_step = sharding.bind_mesh(components.mesh, jax.jit(make_eval_step(model, eval_config)))
-    _, scores = eval_step(weights, scorer.init_memory(weights), segments)
-    return tokens, np.ravel(scores.nll)
 
 
 def peer_task(name: str, ours: Task, components: RunComponents, peer: HuggingFaceModel) -> Task:
@@ -249,8 +229,8 @@ def peer_task(name: str, ours: Task, components: RunComponents, peer: HuggingFac
     """
     config = components.config
     if name == "generation":
-        return Task(f"{ours.name}, peer", "1 x 1", ours.mem_len, 1, lambda: peer.generate_token(config.generate.top_k))
-    step = peer.train_step if name == "training" else peer.evaluate_segment
+        return Task(f"{ours.name}, peer", 1, lambda: peer.generate_token(config.generate.top_k))
+    step = peer.train_step if name == "training" else peer.evaluate
     segments = timing.random_segments(components, config.train if name == "training" else config.eval)
     turns = itertools.cycle(list(zip(np.asarray(segments.inputs), np.asarray(segments.targets), strict=True)))
-    return Task(f"{ours.name}, peer", ours.shape, ours.mem_len, segments.inputs[0].size, lambda: step(*next(turns)))
+    return Task(f"{ours.name}, peer", segments.inputs[0].size, lambda: step(*next(turns)))

@@ -36,7 +36,6 @@ from txl_jax.cli import setting
 from txl_jax.config import ExperimentConfig, ModelConfig, TrainConfig
 from txl_jax.config.settings import require
 from txl_jax.modules.softmax import Softmax
-from txl_jax.runtime import environment
 from txl_jax.runtime.environment import megabytes
 
 # WikiText-103 and the paper's large model.
@@ -60,61 +59,44 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Measures both softmaxes of the settings of the flags."""
-    benchmark(job.config(), plan)
-
-
-def benchmark(config: ExperimentConfig, plan: Plan) -> None:
     """Measures both softmaxes and prints a markdown table.
 
     Raises:
       UserError: If the settings have no adaptive softmax, or the memory limit is too small for one token.
     """
+    config = job.config()
     adaptive = dataclasses.replace(config.model, tie_weight=False, tie_projs=())
     adaptive.validate()
     adaptive.validate_vocabulary(plan.vocab_size)
     require(adaptive.cutoffs, "model.cutoffs is empty; the adaptive softmax needs at least one")
-    whole = {
-        name: Program(model, plan.vocab_size, config.train.batch_size * config.train.segment_len)
-        for name, model in (("adaptive", adaptive), ("full", dataclasses.replace(adaptive, cutoffs=(), div_val=1)))
-    }
-    tokens = whole["full"].tokens
+    tokens = config.train.batch_size * config.train.segment_len
     limit = device_memory() if plan.memory_gb is None else int(plan.memory_gb * 1e9)
 
-    facts = environment.describe()
-    print(f"{facts['devices']} x {timing.describe(facts)}")
+    law = timing.probabilities(plan.vocab_size)
+    shares = (law[a:b].sum() for a, b in itertools.pairwise((0, *adaptive.cutoffs, plan.vocab_size)))
+    print(timing.machine())
     print(f"vocabulary {plan.vocab_size:,}, width {adaptive.d_model}, {adaptive.dtype}, cutoffs {[*adaptive.cutoffs]}")
-    print(f"{format_shares(adaptive.cutoffs, plan.vocab_size, tokens)}\n", flush=True)
+    print(f"targets: p(rank) ~ 1 / (rank + {timing.SHIFT})^{timing.EXPONENT}; ", end="")
+    print(f"shares of head and tails: {', '.join(f'{share:.1%}' for share in shares)}\n", flush=True)
+    models = {"adaptive": adaptive, "full": dataclasses.replace(adaptive, cutoffs=(), div_val=1)}
+    whole = {name: Program(model, plan.vocab_size, tokens) for name, model in models.items()}
     programs = {name: largest_that_fits(program, limit) for name, program in whole.items()}
-    peaks = [program.peak_of_own_process() for program in programs.values()]  # Before this process fills its memory.
+    peaks = [peak_of_a_process(program) for program in programs.values()]  # Before this process fills its memory.
     print("| softmax | tokens | seconds | slowest | fastest | per token | memory needed | peak of a process |")
     print("|---|---|---|---|---|---|---|---|")
-    tasks = [program.task(name) for name, program in programs.items()]
+    tasks = [Task(name, program.tokens, program.call) for name, program in programs.items()]
     for measured, peak in zip(timing.interleaved(tasks, warmup=1, calls=plan.calls), peaks, strict=True):
-        task, seconds = measured.task, measured.seconds
+        name, seconds = measured.task.name, measured.seconds
         median = statistics.median(seconds)
         print(
-            f"| {task.name} | {task.tokens:,} | {median:.3g} | {max(seconds):.3g} | {min(seconds):.3g} | "
-            f"{median / task.tokens * 1e6:,.0f} µs | {megabytes(task.memory_bytes or 0)} | "
+            f"| {name} | {measured.task.tokens:,} | {median:.3g} | {max(seconds):.3g} | {min(seconds):.3g} | "
+            f"{median / measured.task.tokens * 1e6:,.0f} µs | {megabytes(programs[name].memory_bytes)} | "
             f"{'' if peak is None else megabytes(peak)} |"
         )
     for name, program in programs.items():
         if program.tokens < tokens:
             needed, most = megabytes(whole[name].memory_bytes), megabytes(limit)
             print(f"\nThe {name} softmax of all {tokens:,} tokens would need {needed}; the limit is {most}.")
-
-
-def format_shares(cutoffs: tuple[int, ...], vocab_size: int, tokens: int) -> str:
-    """Formats the distribution of the targets: the share of each cluster, expected and among the tokens drawn."""
-    law, drawn = timing.probabilities(vocab_size), timing.draw_tokens(vocab_size, tokens)
-    shares = [
-        f"{law[start:end].sum():.1%} ({((start <= drawn) & (drawn < end)).mean():.1%})"
-        for start, end in itertools.pairwise((0, *cutoffs, vocab_size))
-    ]
-    return (
-        f"targets: p(rank) ~ 1 / (rank + {timing.SHIFT})^{timing.EXPONENT}; "
-        f"shares of head and tails, expected (and drawn): {', '.join(shares)}"
-    )
 
 
 def device_memory() -> int:
@@ -141,15 +123,23 @@ class Program:
             nll: Any = self._softmax.apply({"params": params}, hidden, targets, *self._untied, method="nll")
             return jnp.mean(nll)
 
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*jax.eval_shape(self.inputs)).compile()
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*jax.eval_shape(self._draw)).compile()
 
     @functools.cached_property
     def memory_bytes(self) -> int:
         """Arguments, results and scratch, by the compiler's account."""
         return timing.program_bytes(self.compiled) or 0
 
+    @functools.cached_property
     def inputs(self) -> tuple[Any, jax.Array, jax.Array]:
-        """Returns (parameters, hidden states [T, D], targets [T])."""
+        """Parameters, hidden states [T, D] and targets [T]."""
+        return self._draw()
+
+    def call(self) -> None:
+        """Runs both passes once."""
+        jax.block_until_ready(self.compiled(*self.inputs))
+
+    def _draw(self) -> tuple[Any, jax.Array, jax.Array]:
         keys = jax.random.split(jax.random.key(0))
         targets = jnp.asarray(timing.draw_tokens(self.vocab_size, self.tokens))
         hidden = jax.random.normal(keys[0], (self.tokens, self.config.d_model), self.config.dtype)
@@ -159,25 +149,6 @@ class Program:
             return nn.unbox(self._softmax.init(key, hidden[:1], targets[:1], *self._untied, method="nll"))["params"]
 
         return init(keys[1]), hidden, targets
-
-    def task(self, name: str) -> Task:
-        """Returns the task of one call."""
-        inputs, shape = self.inputs(), f"{self.tokens} x 1"
-
-        def call() -> None:
-            jax.block_until_ready(self.compiled(*inputs))
-
-        return Task(name, shape, 0, self.tokens, call, memory_bytes=self.memory_bytes)
-
-    def peak_of_own_process(self) -> int | None:
-        """Returns the peak memory of a fresh process that compiles and calls once, or None if it is not known.
-
-        An accelerator's memory is not the process's.
-        """
-        if jax.default_backend() != "cpu":
-            return None
-        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_call_once, self.config, self.vocab_size, self.tokens).result()
 
     @property
     def _softmax(self) -> Softmax:
@@ -201,17 +172,22 @@ def largest_that_fits(program: Program, limit: int) -> Program:
     return program
 
 
-def _call_once(*program: Any) -> int | None:
-    """Compiles and calls a program; returns this process's peak memory, if the system reports it.
+def peak_of_a_process(program: Program) -> int | None:
+    """Returns the peak memory of a fresh process that calls a program once, or None if it is not known.
 
-    `resource.getrusage` would start with the parent's peak.
+    An accelerator's memory is not the process's.
     """
-    Program(*program).task("").call()
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
+    if jax.default_backend() != "cpu":
         return None
-    peak = re.search(r"VmHWM:\s*(\d+) kB", status)
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_call_once, program.config, program.vocab_size, program.tokens).result()
+
+
+def _call_once(*program: Any) -> int | None:
+    """Calls a program; returns this process's peak memory. `resource.getrusage` would start with the parent's."""
+    Program(*program).call()
+    status = Path("/proc/self/status")
+    peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
     return int(peak[1]) * 1024 if peak else None
 
 

@@ -2,7 +2,7 @@
 
     python -m experiments.bench.speed --flagfile=enwik8_12l
     python -m experiments.bench.speed --flagfile=small --tasks=training,generation --calls=10
-    python -m experiments.bench.speed --flagfile=wt103_base --peer=hf --tasks=evaluation,generation --json=speed.json
+    python -m experiments.bench.speed --flagfile=wt103_base --peer=hf --tasks=evaluation,generation
 
 Tokens are random, as frequent as words are (`experiments.bench.softmax_speed` prints the law), weights untrained,
 memories full. It prints a markdown table: the median over calls, after warm-up, with the slowest and the fastest call.
@@ -29,11 +29,9 @@ import jax
 import numpy as np
 
 from experiments.bench import huggingface, timing
-from experiments.bench.huggingface import HuggingFaceModel
 from experiments.bench.timing import Task, Timing
 from txl_jax import cli, flops
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Order
-from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.segments import training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
@@ -43,7 +41,6 @@ from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.train import step_cost
 from txl_jax.runtime import environment
-from txl_jax.runtime.storage import write_json
 
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
@@ -71,9 +68,7 @@ class Plan(cli.Plan):
         5, "Timed calls of each task: train.segments_per_call or 8 segments, or 16 tokens.", at_least=1
     )
     warmup: int = setting(2, "Warm-up calls before the timed ones.", at_least=0)
-    vocab_size: int | None = setting(None, timing.VOCAB_SIZE_HELP, at_least=2)
     peer: Peer | None = setting(None, "Compare with Hugging Face's TransfoXLLMHeadModel; without data_loading.")
-    json: str | None = setting(None, "File for all figures; none: only the table.", path=True)
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task, or settings that do not go together."""
@@ -93,96 +88,54 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Runs the benchmark with the settings of the flags."""
-    benchmark(job.config(), plan)
-
-
-def benchmark(config: ExperimentConfig, plan: Plan) -> dict[str, Any]:
-    """Measures the tasks with untrained weights, prints a table, writes the JSON file and returns its figures.
+    """Measures the tasks with untrained weights and prints a table.
 
     Raises:
       UserError: If a task cannot run with the settings, or the peer computes other losses.
     """
-    if plan.peer:
-        config = huggingface.with_peer_compat(config)
+    config = huggingface.with_peer_compat(job.config()) if plan.peer else job.config()
     if "generation" in plan.chosen_tasks:
         check_can_generate(config)
-    vocab_size = plan.vocab_size or timing.default_vocab_size(config.data.corpus)
-    components = build(config, vocab_size=vocab_size)
-    facts = environment.describe()
-    print(f"{components.num_parameters:,} parameters, vocabulary {vocab_size:,}, {config.model.dtype}")
-    print(f"{facts['devices']} x {timing.describe(facts)}\n")
-    record = facts | {"vocab_size": vocab_size, "config": config_tree.to_dict(config)}
-    peer = None
-    if plan.peer:
-        params = components.training.init_params()
-        peer = HuggingFaceModel(config, params, vocab_size=vocab_size)
-        worst = huggingface.print_difference(components, params, peer)
-        peer.fill_memory(seed=0)
-        record |= {"peer": peer.versions(), "largest_difference_nats": worst}
+    components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
+    timing.print_head(components)
+    peer = huggingface.checked_peer(components) if plan.peer else None
     print(f"{_HEAD_WITH_PEER if peer else _HEAD}\n{_RULE}")
-    found: list[Timing] = []
-    record |= {"plan": config_tree.to_dict(plan), "tasks": []}
+    found = []
     for name in plan.chosen_tasks:
         for task in tasks(name, components):
             sides = [task, huggingface.peer_task(name, task, components, peer)] if peer else [task]
             ours, *theirs = timing.interleaved(sides, warmup=plan.warmup, calls=plan.calls)
+            cells = (task.name, task.shape, str(task.mem_len), *_figures(ours, *theirs))
+            print(f"| {' | '.join(cells)} |", flush=True)
             found.append(ours)
-            record["tasks"].append(_compare(ours, *theirs) if theirs else _print_alone(ours))
-    print()
-    for measured in found:
-        print_remarks(measured, components, facts["device"], with_peer=peer is not None)
-    if plan.json:
-        write_json(plan.json, record)
-        print(f"\nresults   {plan.json}")
-    return record
+    if jax.default_backend() != "cpu":
+        print()
+        for measured in found:
+            _print_flops(measured, components.mesh.size)
 
 
-def _print_alone(measured: Timing) -> dict[str, Any]:
-    """Prints the table row of a task; returns its record."""
+def _figures(ours: Timing, theirs: Timing | None = None) -> list[str]:
+    """Returns the table's cells of a task: its rates and needs, or its rate beside the peer's."""
+    if theirs:
+        speedups = ours.speedups(theirs)
+        ratios = (statistics.median(speedups), min(speedups), max(speedups))
+        return [ours.cells[0], theirs.cells[0], *(f"{ratio:.2f}" for ratio in ratios)]
+    needed = ours.task.memory_bytes
+    needs = "" if needed is None else environment.megabytes(needed)
+    return [*ours.cells, f"{ours.task.compile_seconds:.1f} s", needs]
+
+
+def _print_flops(measured: Timing, num_devices: int) -> None:
+    """Prints the FLOP/s of a task, and the MFU if the device's peak is known."""
     task = measured.task
-    needs = "" if task.memory_bytes is None else environment.megabytes(task.memory_bytes)
-    rates = (measured.rate, min(measured.rates), max(measured.rates))
-    _print_row(task, *(f"{rate:,.4g}" for rate in rates), f"{task.compile_seconds:.1f} s", needs)
-    return measured.as_record()
-
-
-def _compare(ours: Timing, theirs: Timing) -> dict[str, Any]:
-    """Prints the table row of a task with the peer's; returns its record."""
-    speedups = ours.speedups(theirs)
-    speedup = statistics.median(speedups)
-    ratios = (f"{ratio:.2f}" for ratio in (speedup, min(speedups), max(speedups)))
-    _print_row(ours.task, f"{ours.rate:,.4g}", f"{theirs.rate:,.4g}", *ratios)
-    return {"ours": ours.as_record(), "peer": theirs.as_record(), "speedup": speedup, "speedups": speedups}
-
-
-def _print_row(task: Task, *cells: str) -> None:
-    print(f"| {' | '.join((task.name, task.shape, str(task.mem_len), *cells))} |", flush=True)
-
-
-def print_remarks(measured: Timing, components: RunComponents, device: str, *, with_peer: bool) -> None:
-    """Prints latency, memory bandwidth and FLOP/s of a task, where they are known.
-
-    The peer's table has no columns for compile time and memory, so they are remarks too.
-    """
-    task = measured.task
-    if with_peer:
-        needs = "" if task.memory_bytes is None else f", needs {environment.megabytes(task.memory_bytes)}"
-        print(f"{task.name}: compiled in {task.compile_seconds:.1f} s{needs}")
-    if task.first_token_seconds is not None:
-        prompt_len = task.mem_len + 1
-        print(f"{task.name}: first token {task.first_token_seconds:.3f} s after a prompt of {prompt_len} tokens")
-    if task.bytes_per_step is not None:
-        bandwidth = task.bytes_per_step * measured.rate / components.config.generate.samples
-        print(f"{task.name}: {task.bytes_per_step:,} bytes read per step, {bandwidth / 1e9:.1f} GB/s")
-    if task.flops_per_token is not None and not device.startswith("CPU"):
-        achieved = task.flops_per_token * measured.rate / components.mesh.size
-        peak = flops.device_peak(device)
-        share = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
-        print(
-            f"{task.name}: {task.flops_per_token / 1e6:,.1f} million operations per token, "
-            f"{achieved / 1e12:.1f} TFLOP/s per device{share}"
-        )
+    if task.flops_per_token is None:
+        return
+    achieved, peak = task.flops_per_token * measured.rate / num_devices, flops.device_peak(environment.device_kind())
+    share = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
+    print(
+        f"{task.name}: {task.flops_per_token / 1e6:,.1f} million operations per token, "
+        f"{achieved / 1e12:.1f} TFLOP/s per device{share}"
+    )
 
 
 def tasks(name: str, components: RunComponents) -> Iterator[Task]:
@@ -231,8 +184,9 @@ def data_loading(components: RunComponents) -> Task:
 
     start = time.monotonic()
     call()  # The first call prepares an epoch's order.
-    shape, seconds = f"{train.batch_size} x {train.segment_len}", time.monotonic() - start
-    return Task("data loading", shape, train.mem_len, tokens_per_call, call, compile_seconds=seconds)
+    seconds = time.monotonic() - start
+    shape = f"{train.batch_size} x {train.segment_len}"
+    return Task("data loading", tokens_per_call, call, shape, train.mem_len, compile_seconds=seconds)
 
 
 def training(components: RunComponents) -> Task:
@@ -250,10 +204,10 @@ def training(components: RunComponents) -> Task:
 
     return Task(
         name="training",
-        shape=f"{train.batch_size} x {train.segment_len}",
-        mem_len=train.mem_len,
         tokens=cost.tokens * train.segments_per_call,
         call=call,
+        shape=f"{train.batch_size} x {train.segment_len}",
+        mem_len=train.mem_len,
         compile_seconds=compilation.seconds,
         memory_bytes=None if scratch is None else scratch + environment.bytes_on_device(state),
         flops_per_token=cost.flops and cost.flops / cost.tokens,
@@ -279,7 +233,7 @@ def evaluation(components: RunComponents, params: Any) -> Task:
     eval_step: Any = components.evaluation.eval_step  # It is jitted, which its type does not show.
     start = time.monotonic()
     step = eval_step.lower(weights, memory, segments).compile()
-    compile_seconds = time.monotonic() - start
+    seconds = time.monotonic() - start
 
     def call() -> None:
         nonlocal memory
@@ -288,11 +242,11 @@ def evaluation(components: RunComponents, params: Any) -> Task:
 
     return Task(
         name="evaluation",
-        shape=f"{eval_config.batch_size} x {eval_config.segment_len}",
-        mem_len=eval_config.mem_len,
         tokens=eval_config.batch_size * eval_config.segment_len * SEGMENTS_PER_CALL,
         call=call,
-        compile_seconds=compile_seconds,
+        shape=f"{eval_config.batch_size} x {eval_config.segment_len}",
+        mem_len=eval_config.mem_len,
+        compile_seconds=seconds,
         memory_bytes=timing.program_bytes(step),
         flops_per_token=_inference_flops(components, segment_len=eval_config.segment_len),
     )
@@ -304,38 +258,28 @@ def generation(components: RunComponents, params: Any, *, every_tail: bool = Fal
     `every_tail` raises the probability of the tails of an adaptive softmax so far that with top-k every tail is read
     for every token. With untrained weights hardly any is.
     """
-    if every_tail:
-        params = timing.with_every_tail(params)
     mem_len, samples = components.config.eval.mem_len, components.config.generate.samples
     generator = make_generator(components)
-    weights = generator.prepare_params(params)
-    prompt = timing.draw_tokens(components.model.vocab_size, mem_len + 1)
-    context = generator.read(weights, prompt)
+    weights = generator.prepare_params(timing.with_every_tail(params) if every_tail else params)
+    context = generator.read(weights, timing.draw_tokens(components.model.vocab_size, mem_len + 1))
     start = time.monotonic()
     write = generator.write.lower(weights.token, context, 0, BLOCK, count=BLOCK).compile()
-    compile_seconds = time.monotonic() - start
+    seconds = time.monotonic() - start
 
     def call() -> None:
         nonlocal context
         context, tokens, _ = write(weights.token, context, 0, BLOCK)
         jax.block_until_ready((context, tokens))
 
-    for _ in range(2):  # The first compiles.
-        start = time.perf_counter()
-        next(generator.tokens(weights, prompt, block=1))
-        first_token_seconds = time.perf_counter() - start
-    read = weights.token.layers, weights.token.clusters[: None if every_tail else 1], context.memory
     return Task(
         name="generation, every tail read" if every_tail else "generation",
-        shape=f"{samples} x 1",
-        mem_len=mem_len,
         tokens=samples * BLOCK,
         call=call,
-        compile_seconds=compile_seconds,
+        shape=f"{samples} x 1",
+        mem_len=mem_len,
+        compile_seconds=seconds,
         memory_bytes=timing.program_bytes(write),
         flops_per_token=_inference_flops(components, segment_len=1),
-        bytes_per_step=environment.bytes_on_device(read),
-        first_token_seconds=first_token_seconds,
     )
 
 

@@ -7,10 +7,9 @@ p(rank) ~ 1 / (rank + SHIFT)^EXPONENT. An adaptive softmax takes as long for a t
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from txl_jax.config import CorpusName, EvalConfig, TrainConfig
@@ -20,10 +19,10 @@ from txl_jax.data.published import CORPORA
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.runs.build import RunComponents
+from txl_jax.runtime import environment
 from txl_jax.segments import Segments
 
 SHIFT, EXPONENT = 2.7, 1.1
-VOCAB_SIZE_HELP = "V; none: the size published with the corpus, or 256 for your own text."
 _TAIL_BIAS = 12.0  # Added to the logits of tails: more than a head of 20,000 words has together.
 
 
@@ -32,15 +31,13 @@ class Task:
     """Something to time."""
 
     name: str
-    shape: str  # Rows x tokens per row and segment.
-    mem_len: int  # M.
     tokens: int  # Per call.
     call: Callable[[], Any]  # Runs once and returns when the results are there.
-    compile_seconds: float | None = None  # Or of what the first call prepares.
+    shape: str = ""  # Batch size x tokens per row and segment.
+    mem_len: int = 0  # M.
+    compile_seconds: float = 0.0  # Or of what the first call prepares.
     memory_bytes: int | None = None  # Arguments, results and scratch of the compiled program, per device.
     flops_per_token: float | None = None  # By `txl_jax.flops`.
-    bytes_per_step: int | None = None  # Read for one token of every sample: weights, position keys, KV cache.
-    first_token_seconds: float | None = None  # From a prompt that fills the memory to the first token.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +57,14 @@ class Timing:
         """Median of `rates`."""
         return statistics.median(self.rates)
 
+    @property
+    def cells(self) -> list[str]:
+        """The median, the slowest and the fastest rate, for a table."""
+        return [f"{rate:,.4g}" for rate in (self.rate, min(self.rates), max(self.rates))]
+
     def speedups(self, other: "Timing") -> list[float]:
         """Returns this throughput divided by the other's, for each pair of calls."""
         return [own / theirs for own, theirs in zip(self.rates, other.rates, strict=True)]
-
-    def as_record(self) -> dict[str, Any]:
-        """Returns the values for a JSON file."""
-        record = {name: value for name, value in vars(self.task).items() if name != "call"}
-        rates = {"tokens_per_second": self.rate, "slowest": min(self.rates), "fastest": max(self.rates)}
-        return record | rates | {"seconds": list(self.seconds)}
 
 
 def interleaved(tasks: Sequence[Task], *, warmup: int, calls: int) -> list[Timing]:
@@ -110,12 +106,11 @@ def random_segments(components: RunComponents, lengths: TrainConfig | EvalConfig
 
 def with_every_tail(params: Any) -> Any:
     """Returns parameters with which greedy and top-k sampling read every tail of the softmax for every token."""
-    params = jax.tree.map(lambda leaf: leaf, params)  # A tree of its own; the arrays are the same.
-    params["softmax"]["tail_bias"] = params["softmax"]["tail_bias"] + _TAIL_BIAS
-    return params
+    softmax = params["softmax"]
+    return params | {"softmax": softmax | {"tail_bias": softmax["tail_bias"] + _TAIL_BIAS}}
 
 
-def default_vocab_size(corpus: CorpusName) -> int:
+def vocab_size_of(corpus: CorpusName) -> int:
     """Returns the vocabulary size of a published corpus, or 256 (bytes) for your own text."""
     return CORPORA[corpus].vocab_size if corpus in CORPORA else 256
 
@@ -129,9 +124,17 @@ def program_bytes(compiled: Any) -> int | None:
     return sizes - found.alias_size_in_bytes
 
 
-def describe(facts: Mapping[str, Any]) -> str:
-    """Formats what `environment.describe` returns."""
-    return f"{facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}"
+def machine() -> str:
+    """Describes what a measurement depends on: devices, versions and date."""
+    facts = environment.describe()
+    return f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}"
+
+
+def print_head(components: RunComponents) -> None:
+    """Prints the size of a model, and the machine."""
+    model = components.model
+    print(f"{components.num_parameters:,} parameters, vocabulary {model.vocab_size:,}, {model.config.dtype}")
+    print(f"{machine()}\n")
 
 
 def check_names(setting: str, given: Collection[str], known: Sequence[str]) -> None:

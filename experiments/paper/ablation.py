@@ -227,14 +227,7 @@ def train_and_score(
 ) -> dict[str, list[Score]]:
     """Trains and scores what is not done yet; writes ablation.md, .csv and .json into `plan.out` after each run.
 
-    Args:
-      config: Base of all rows.
-      corpus: The text.
-      plan: Rows, seeds, attention lengths and directory.
-      stop_requested: Returns whether to stop.
-
-    Returns:
-      Scores by row, one per seed.
+    Returns the scores by row, one per seed.
 
     Raises:
       UserError: If settings do not fit together, in any row, before the first is trained.

@@ -16,7 +16,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,13 @@ from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.memory import Memory
-from txl_jax.metrics import Measure, Totals
+from txl_jax.metrics import Totals
 from txl_jax.modules.attention import SCORE_PARTS
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import masks
 from txl_jax.ops.attention.relative import ScoreTerms, score_terms
+from txl_jax.runs.build import RunComponents
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, progress_bar, with_duration
 from txl_jax.runs.weights import load_to_score
@@ -117,15 +118,7 @@ def draw(
 ) -> np.ndarray:
     """Writes average.png, plots of heads and terms, their arrays and the tokens attended to into `plan.out`.
 
-    Args:
-      config: Config of the trained run.
-      corpus: The text. It may be another text than the run's if its vocabulary is the same.
-      trained: The run.
-      plan: Split, heads and queries.
-      stop_requested: Returns whether to stop.
-
-    Returns:
-      Mean probabilities [N, H, A].
+    The corpus may be another text than the run's if its vocabulary is the same. Returns mean probabilities [N, H, A].
 
     Raises:
       UserError: If the model has no such attention or no memory, lacks the heads, positions or tokens, or has no
@@ -135,23 +128,26 @@ def draw(
     plan.validate()
     plan.check(config)
     parts, step, params = load_to_score(config, corpus, trained, log=print)
-    eval_config, tokens = config.eval, np.asarray(getattr(corpus, plan.split)[: plan.tokens])
-    n_segment = len(tokens) // eval_config.segment_len
-    first_full = -(-eval_config.mem_len // eval_config.segment_len)
+    length, mem_len = config.eval.segment_len, config.eval.mem_len
+    tokens = np.asarray(getattr(corpus, plan.split)[: plan.tokens])
+    first, last = -(-mem_len // length) * length, len(tokens) // length * length - 1
     require(
-        n_segment > first_full,
-        f"{len(tokens):,} tokens are read and the memory has {eval_config.mem_len:,} slots, which would not be full; "
+        first <= last,
+        f"{len(tokens):,} tokens are read and the memory has {mem_len:,} slots, which would not be full; "
         "read more, or give a shorter --eval.mem_len",
     )
-    first, last = first_full * eval_config.segment_len, n_segment * eval_config.segment_len - 1
     positions = plan.positions or (last,)
     for position in positions:
         require(
             first <= position <= last,
             f"position {position:,} was asked for; queries with a full memory are at {first:,} to {last:,}",
         )
-    began = time.monotonic()
-    average, queries = _read(parts, params, tokens, first_full, positions, corpus.vocabulary.measure, stop_requested)
+    began, measure = time.monotonic(), corpus.vocabulary.measure
+    bar = progress_bar(
+        "attention", (last + 1) // length, unit="segment", measure=measure, log=print, stop_requested=stop_requested
+    )
+    with bar as show:
+        average, queries = _read(parts, params, tokens[: last + 1], first, positions, show)
     folder = plan.out or os.path.join(trained.outputs, "attention")
     make_folder(folder)
     heads = plan.layer_heads or widest(average, _DEFAULT_HEADS)
@@ -220,16 +216,15 @@ class Query:
 
 
 def _read(
-    parts: Any,
+    parts: RunComponents,
     params: Any,
     tokens: np.ndarray,
-    first_full: int,
+    first: int,
     positions: Sequence[int],
-    measure: Measure,
-    stop_requested: Callable[[], Any],
+    show: Callable[..., Any],
 ) -> tuple[np.ndarray, list[Query]]:
-    """Reads the text segment by segment; returns mean probabilities, and the queries at `positions`."""
-    eval_config, model = parts.config.eval, parts.model
+    """Reads whole segments; returns mean probabilities from token `first` on, and the queries at `positions`."""
+    eval_config, model = parts.config.eval, cast(TransformerXL, parts.model)
     length = eval_config.segment_len
 
     def weights_of(params: Any, segment: jax.Array, memory: Any) -> Any:
@@ -245,20 +240,17 @@ def _read(
     memory = model.init_memory(batch_size=1, mem_len=eval_config.mem_len)
     total: Any = 0.0
     found: dict[int, Query] = {}
-    n_segment = len(tokens) // length
-    progress: dict[str, Any] = {"measure": measure, "log": print, "stop_requested": stop_requested}
-    with progress_bar("attention", total=n_segment, unit="segment", **progress) as show:
-        for k in range(n_segment):
-            segment = tokens[None, k * length : (k + 1) * length].astype(np.int32)
-            here = [position for position in positions if position // length == k]
-            if here:
-                weights, _ = all_weights(params, segment, memory)
-                found |= {position: _query(weights, position, position % length) for position in here}
-            summed, memory = summed_weights(params, segment, memory)
-            if k >= first_full:
-                total = total + np.asarray(summed, np.float64)
-            show(k + 1, Totals())
-    return total / ((n_segment - first_full) * length), [found[position] for position in positions]
+    for start in range(0, len(tokens), length):
+        segment = tokens[None, start : start + length].astype(np.int32)
+        here = [position for position in positions if start <= position < start + length]
+        if here:
+            weights, _ = all_weights(params, segment, memory)
+            found |= {position: _query(weights, position, position - start) for position in here}
+        summed, memory = summed_weights(params, segment, memory)
+        if start >= first:
+            total = total + np.asarray(summed, np.float64)
+        show(start // length + 1, Totals())
+    return total / (len(tokens) - first), [found[position] for position in positions]
 
 
 def _query(weights: AttentionWeights, position: int, row: int) -> Query:

@@ -73,12 +73,7 @@ def score_lengths(
 ) -> dict[int, Totals]:
     """Scores a split at each length; writes context_length.csv after each, and context_length.png at the end.
 
-    Args:
-      config: Config of the trained run.
-      corpus: The text. It may be another text than the run's if its vocabulary is the same.
-      trained: The run.
-      plan: Lengths, split and stride.
-      stop_requested: Returns whether to stop.
+    The corpus may be another text than the run's if its vocabulary is the same.
 
     Raises:
       UserError: As `at_lengths`, or if the text has another vocabulary or the run has no checkpoint.

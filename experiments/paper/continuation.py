@@ -63,14 +63,9 @@ def write(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> None:
-    """Writes a markdown file with a context, the model's continuation and the text's own, for each start.
+    """Writes a markdown file with a context, `generate.length` tokens of the model and the text's own, for each start.
 
-    Args:
-      config: Config of the trained run; `generate.length` tokens are written after a context.
-      corpus: The text. It may be another text than the run's if its vocabulary is the same.
-      trained: The run.
-      plan: Split, starts and length of the contexts.
-      stop_requested: Returns whether to stop.
+    The corpus may be another text than the run's if its vocabulary is the same.
 
     Raises:
       UserError: If a start is too near the end, the model cannot generate, or the run has no checkpoint.

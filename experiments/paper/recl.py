@@ -114,14 +114,7 @@ def compare(
 ) -> dict[str, list[int | None]]:
     """Scores what is not scored yet and writes recl.json, .csv, .md and two plots into `plan.out`.
 
-    Args:
-      runs: The group, as returned by `plan.load_runs`.
-      corpus: The text.
-      plan: Contexts, ratios and directory.
-      stop_requested: Returns whether to stop.
-
-    Returns:
-      For each model, RECL at each ratio, or None if it is longer than the longest context.
+    Returns, for each model, RECL at each ratio, or None if it is longer than the longest context.
 
     Raises:
       UserError: If the group is a single model, if the plan or the text does not fit, if the directory has losses of

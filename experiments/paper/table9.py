@@ -18,25 +18,21 @@ scored. On a CPU a call of the sliding window takes seconds: --calls and --lengt
 
 import dataclasses
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import flax.linen as nn
 import jax
 
-from experiments.bench.timing import draw_tokens
+from experiments.bench import speed
+from experiments.bench.timing import Task, draw_tokens, interleaved
 from txl_jax import cli, sharding
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
-from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
-from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import build
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import write_json
-from txl_jax.training.state import init_params
 
 # Attention length, and how many times slower than ours the authors found the sliding window (on one GPU, 2019).
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
@@ -83,34 +79,22 @@ def run(plan: Plan, job: cli.Job) -> None:
         "| paper's ratio |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    timings = []
+    rows = []
     for length in plan.lengths:
-        timing = measure(config, vocab_size=VOCABULARY, attention_len=length, warmup=plan.warmup, calls=plan.calls)
-        timings.append(timing)
+        row = measure(config, vocab_size=VOCABULARY, attention_len=length, warmup=plan.warmup, calls=plan.calls)
+        rows.append({"attention_len": length, **row, "paper_ratio": PAPER.get(length)})
         cells = [f"{length:,}"]
-        for seconds in (timing.sliding_window, timing.ours):
+        for seconds in (row["sliding_window"], row["ours"]):
             cells += [f"{value:.3g}" for value in (statistics.median(seconds), max(seconds), min(seconds))]
-        cells += [f"{timing.ratio:,.0f}", f"{PAPER[length]:,}" if length in PAPER else ""]
+        cells += [f"{row['ratio']:,.0f}", f"{PAPER[length]:,}" if length in PAPER else ""]
         print(f"| {' | '.join(cells)} |")
         if plan.out:
-            write_json(plan.out, _record(config, plan, facts, timings))
+            write_json(plan.out, _record(config, plan, facts, rows))
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Both sides at one attention length: seconds per token of each timed call."""
-
-    attention_len: int  # A.
-    sliding_window: tuple[float, ...]  # Of calls that predict one token each.
-    ours: tuple[float, ...]  # Of calls that read S segments of L tokens each.
-
-    @property
-    def ratio(self) -> float:
-        """Ratio of the medians: sliding window over ours."""
-        return statistics.median(self.sliding_window) / statistics.median(self.ours)
-
-
-def measure(config: ExperimentConfig, *, vocab_size: int, attention_len: int, warmup: int, calls: int) -> Timing:
+def measure(
+    config: ExperimentConfig, *, vocab_size: int, attention_len: int, warmup: int, calls: int
+) -> dict[str, Any]:
     """Times both at one attention length, on one device; calls take turns, so that a slow minute affects both.
 
     Args:
@@ -120,18 +104,21 @@ def measure(config: ExperimentConfig, *, vocab_size: int, attention_len: int, wa
       attention_len: A.
       warmup: Untimed calls of each, at least 1, since the first compiles.
       calls: Timed calls of each.
+
+    Returns:
+      Seconds per token of each timed call, "sliding_window" and "ours", and "ratio", the former's median over the
+      latter's.
     """
-    sides = {
-        "sliding_window": _sliding_window(sliding_window_config(config), vocab_size, attention_len),
-        "ours": _streaming(our_config(config, attention_len), vocab_size),
+    ours = build(our_config(config, attention_len), vocab_size=vocab_size)
+    tasks = [
+        _sliding_window(sliding_window_config(config), vocab_size, attention_len),
+        speed.evaluation(ours, ours.training.init_params()),
+    ]
+    found: dict[str, Any] = {
+        side: [seconds / timing.task.tokens for seconds in timing.seconds]
+        for side, timing in zip(("sliding_window", "ours"), interleaved(tasks, warmup=warmup, calls=calls), strict=True)
     }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(warmup + calls):
-        for name, side in sides.items():
-            began = time.perf_counter()
-            side.call()
-            seconds[name].append((time.perf_counter() - began) / side.tokens)
-    return Timing(attention_len, **{name: tuple(found[warmup:]) for name, found in seconds.items()})
+    return found | {"ratio": statistics.median(found["sliding_window"]) / statistics.median(found["ours"])}
 
 
 def sliding_window_config(config: ExperimentConfig) -> ExperimentConfig:
@@ -147,54 +134,21 @@ def our_config(config: ExperimentConfig, attention_len: int) -> ExperimentConfig
     return dataclasses.replace(config, model=model, eval=eval_config, mesh=MeshConfig(data=1))
 
 
-class _Side(NamedTuple):
-    """One side of the comparison."""
-
-    call: Callable[[], Any]  # Returns when its results are there.
-    tokens: int  # Number of tokens that a call predicts.
-
-
-def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: int) -> _Side:
+def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: int) -> Task:
     """Returns the call that scores the last position of a window of A random tokens."""
     parts = build(config, vocab_size=vocab_size)
-    params = _params(parts)
+    params = parts.training.init_params()
     step = sharding.bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
     # The text's second window is the first that scores one token.
     tokens = draw_tokens(vocab_size, attention_len + 2)
     _, window = window_batches(tokens, attention_len=attention_len, stride=1, batch_size=1)
     inputs, targets = jax.device_put((window.inputs, window.targets))
-    return _Side(lambda: jax.block_until_ready(step(params, inputs, targets)), tokens=1)
+    return Task("sliding window", 1, lambda: jax.block_until_ready(step(params, inputs, targets)))
 
 
-def _streaming(config: ExperimentConfig, vocab_size: int) -> _Side:
-    """Returns the call that scores S segments of random tokens with a full memory."""
-    parts, eval_config = build(config, vocab_size=vocab_size), config.eval
-    weights = parts.evaluation.prepare_params(_params(parts))
-    memory = parts.evaluation.init_memory(weights)
-    memory = memory.replace(valid=memory.valid * 0 + eval_config.mem_len)
-    n_token = eval_config.segment_len * SEGMENTS_PER_CALL
-    reader = evaluation_segments(
-        draw_tokens(vocab_size, n_token + 1), batch_size=1, segment_len=eval_config.segment_len
-    )
-    drawn = reader.segments(0, SEGMENTS_PER_CALL)
-    # As in the middle of a text: no row has its memory reset.
-    segments = parts.placement.place(drawn._replace(reset=drawn.reset & False))
-
-    def call() -> None:
-        nonlocal memory
-        memory, *scores = parts.evaluation.eval_step(weights, memory, segments)
-        jax.block_until_ready((memory, scores))
-
-    return _Side(call, tokens=n_token)
-
-
-def _params(parts: RunComponents) -> Any:
-    """Returns untrained parameters."""
-    init = jax.jit(lambda: nn.unbox(init_params(parts.model, jax.random.key(parts.config.seed))))
-    return sharding.bind_mesh(parts.mesh, init)()
-
-
-def _record(config: ExperimentConfig, plan: Plan, facts: dict[str, Any], timings: Sequence[Timing]) -> dict[str, Any]:
+def _record(
+    config: ExperimentConfig, plan: Plan, facts: dict[str, Any], rows: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """Returns all timings with the sizes and the environment they were measured with."""
     model, evaluation = config_tree.to_dict(config.model), config_tree.to_dict(config.eval)
     del model["encoding"]  # Each side has its own.
@@ -205,10 +159,7 @@ def _record(config: ExperimentConfig, plan: Plan, facts: dict[str, Any], timings
         "vocab_size": VOCABULARY,
         "eval": {name: evaluation[name] for name in ("segment_len", "clamp_len", "cache_dtype")},
         "warmup": plan.warmup,
-        "rows": [
-            {**dataclasses.asdict(timing), "ratio": timing.ratio, "paper_ratio": PAPER.get(timing.attention_len)}
-            for timing in timings
-        ],
+        "rows": rows,
     }
 
 

@@ -118,18 +118,6 @@ import txl_jax
 from experiments import quickstart
 from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.runs.run import Run
-from txl_jax.runs.train import train_run
-from txl_jax.runtime.stop import StopRequest
-
-
-def train_in(path, config, corpus, title):
-    curve = notebook.live_curve(path, every=config.train.log_every, steps=config.train.steps, title=title)
-    with Run.open(path) as run, StopRequest() as stop:
-        outcome = train_run(config, corpus, run, hooks=[curve], stop_requested=lambda: stop)
-    if outcome.results is None:
-        raise SystemExit("Run this cell again to resume; the cells below need a finished run.")
-
 
 defaults = config_tree.to_dict(quickstart.DEFAULTS) | notebook.device_settings()
 if BASE:
@@ -143,7 +131,7 @@ else:
         txl_jax.ExperimentConfig, defaults | {"data.corpus": "text", "data.file": str(source)} | SETTINGS
     )
     base_corpus = read_corpus(base_config.data, data_dir="", cache_dir="prepared")
-    train_in(base_path, base_config, base_corpus, "The base model, on source text")
+    notebook.train(base_config, base_corpus, base_path, title="The base model, on source text")
 base = txl_jax.load(base_path)
 
 # %% [markdown]
@@ -156,6 +144,7 @@ base = txl_jax.load(base_path)
 # %%
 from txl_jax.config import InitVocabulary
 from txl_jax.runs import warm_start
+from txl_jax.runs.run import Run
 
 tuned_path = folder / "tuned"
 vocabulary = InitVocabulary.OWN if base.vocabulary.kind == "byte" else InitVocabulary.KEPT
@@ -178,7 +167,7 @@ with Run.open(tuned_path) as run:
     )
     config = config_tree.from_dict(txl_jax.ExperimentConfig, config_tree.to_dict(begins_with) | changes | SETTINGS)
     corpus = warm_start.read_corpus(config, run, data_dir="", cache_dir="prepared")
-train_in(tuned_path, config, corpus, f"Fine-tuning on {text.name}")
+notebook.train(config, corpus, tuned_path, title=f"Fine-tuning on {text.name}")
 tuned = txl_jax.load(tuned_path)
 
 # %% [markdown]

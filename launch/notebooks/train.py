@@ -144,17 +144,7 @@ if TENSORBOARD:
 # just before. Stopping the cell (the square button) saves a checkpoint; running it again resumes.
 
 # %%
-from txl_jax.runs.run import Run
-from txl_jax.runs.train import train_run
-from txl_jax.runtime.stop import StopRequest
-
-curve = notebook.live_curve(
-    workdir, every=config.train.log_every, steps=config.train.steps, title=f"Transformer-XL on {corpus.name}"
-)
-with Run.open(workdir) as run, StopRequest() as stop:
-    outcome = train_run(config, corpus, run, hooks=[curve], stop_requested=lambda: stop)
-if outcome.results is None:
-    raise SystemExit("Run this cell again to resume; the cells below need a finished run.")
+outcome = notebook.train(config, corpus, workdir, title=f"Transformer-XL on {corpus.name}")
 
 # %% [markdown]
 # ## Results with and without the memory
@@ -165,8 +155,8 @@ if outcome.results is None:
 # %%
 from IPython.display import Image, display
 
-from experiments import quickstart
 from txl_jax import plots
+from txl_jax.runs.run import Run
 from txl_jax.runtime.log import read_metrics
 
 run = Run.read(workdir)

@@ -50,12 +50,12 @@ def segments(tokens: np.ndarray):
 def test_losses_are_ours_and_each_task_has_its_counterpart(changes):
     components, params, peer = components_and_peer(changes)
     assert huggingface.print_difference(components, params, peer) < 2e-5
-    peer.fill_memory(seed=0)
+    peer.fill_memory()
     for name, tokens in (("training", tiny.B * L), ("evaluation", tiny.B * L), ("generation", 1)):
         ours, *_ = speed.tasks(name, components)
         theirs = huggingface.peer_task(name, ours, components, peer)
         theirs.call()
-        assert (theirs.mem_len, theirs.tokens) == (ours.mem_len, tokens)
+        assert theirs.tokens == tokens
     clamped = config_tree.replace(components.config, {"eval.clamp_len": 2})
     with pytest.raises(UserError, match=rf"nats.*\b{huggingface.TOLERANCE:g}\b"):  # Then nothing is timed.
         huggingface.print_difference(components, params, HuggingFaceModel(clamped, params, vocab_size=tiny.V))
@@ -78,13 +78,11 @@ def test_generation_draws_what_the_library_draws(top_k):
 @HUGGINGFACE
 def test_training_and_evaluation_carry_their_memory():
     """Each step's loss is the text's so far, at a learning rate of almost 0 and without dropout."""
-    peer = make(optimizer__learning_rate=1e-12)
-    tokens = tiny.text(T + 1)
-    whole = peer.nll(tokens)
-    losses = [peer.train_step(inputs, targets) for inputs, targets in segments(tokens)]
-    np.testing.assert_allclose(losses, [whole[:, s : s + L].mean() for s in range(0, T, L)], rtol=1e-5)
-    parts = [peer.evaluate_segment(inputs, targets) for inputs, targets in segments(tokens)]
-    np.testing.assert_allclose(parts, [whole[:, s : s + L].sum() for s in range(0, T, L)], rtol=1e-5)
+    peer, (first, second, *_) = make(optimizer__learning_rate=1e-12), segments(tiny.text(T + 1))
+    parts = [peer.evaluate(*each) for each in (first, second)]
+    losses = [peer.train_step(*each) for each in (first, second)]
+    np.testing.assert_allclose(losses, [part.mean() for part in parts], rtol=1e-5)
+    assert np.abs(parts[1] - make().evaluate(*second)).max() > 1e-3, "from an empty memory"
 
 
 @HUGGINGFACE
@@ -93,16 +91,16 @@ def test_only_training_has_dropout(name):
     peer, without = make(**{f"model__dropout__{name}": 0.5}), make()
     tokens = tiny.text(T + 1)
     inputs, targets = next(segments(tokens))
-    np.testing.assert_array_equal(peer.nll(tokens), without.nll(tokens))
+    np.testing.assert_array_equal(peer.evaluate(inputs, targets), without.evaluate(inputs, targets))
     assert peer.train_step(inputs, targets) != pytest.approx(without.train_step(inputs, targets), rel=1e-4)
 
 
 @HUGGINGFACE
 def test_filled_memories_are_read_by_evaluation_training_and_generation():
     peer, empty = (make(eval__same_length=False, train__same_length=False) for _ in range(2))
-    peer.fill_memory(seed=0)
+    peer.fill_memory()
     inputs, targets = next(segments(tiny.text(T + 1)))
-    assert peer.evaluate_segment(inputs, targets) != empty.evaluate_segment(inputs, targets)
+    assert not np.array_equal(peer.evaluate(inputs, targets), empty.evaluate(inputs, targets))
     assert peer.train_step(inputs, targets) != empty.train_step(inputs, targets)
     assert [peer.generate_token(None) for _ in range(20)] != [empty.generate_token(None) for _ in range(20)]
     for use, rows in (("evaluation", tiny.B), ("generation", 1)):

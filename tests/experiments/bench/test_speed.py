@@ -1,6 +1,6 @@
 """Tests of the speed benchmark: its settings, its tasks, its table and its record."""
 
-import json
+import types
 
 import pytest
 
@@ -26,13 +26,16 @@ def components():
 
 
 @pytest.mark.full
-def test_a_row_per_task_and_generation_twice_with_tails(tmp_path):
-    path = tmp_path / "speed.json"
-    plan = Plan(tasks=("data_loading", "generation"), calls=2, warmup=0, vocab_size=tiny.V, json=str(path))
-    record = speed.benchmark(config_tree.replace(CONFIG, {"model.cutoffs": (4, 9)}), plan)
-    assert json.loads(path.read_text()) == json.loads(json.dumps(record))
-    assert [len(task["seconds"]) for task in record["tasks"]] == [2, 2, 2]
-    assert record["vocab_size"] == tiny.V and record["plan"]["calls"] == 2 and record["config"]["train.mem_len"] == 6
+def test_a_row_per_task_and_generation_twice_with_tails(capsys):
+    config = config_tree.replace(CONFIG, {"model.cutoffs": (4, 9), "data.corpus": "python_stdlib"})
+    plan = Plan(tasks=("data_loading", "generation"), calls=2, warmup=0)
+    speed.run(plan, types.SimpleNamespace(config=lambda: config))
+    rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[3:]]
+    assert [row[1:4] for row in rows[2:]] == [
+        ["data loading", "2 x 4", "6"],
+        ["generation", "3 x 1", "7"],
+        ["generation, every tail read", "3 x 1", "7"],
+    ]
 
 
 def test_the_peer_has_all_tasks_but_data_loading_and_others_are_refused():
@@ -64,8 +67,6 @@ def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_
     assert task.compile_seconds > 0
     if name != "data_loading":
         assert task.memory_bytes > 1000 and task.flops_per_token > 1000
-    if name == "generation":
-        assert task.first_token_seconds > 0 and task.bytes_per_step > 1000
 
 
 @pytest.mark.full

@@ -8,6 +8,8 @@ import statistics
 import jax
 import pytest
 
+from experiments.bench import timing
+from experiments.bench.timing import Task
 from experiments.paper import table9
 from support import programs, tiny
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig
@@ -64,18 +66,16 @@ def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
     assert windows == [((1, A), (1, 1), Encoding.VASWANI)] * 3
     assert segments == [((S, 1, L), A, Encoding.RELATIVE)]  # Traced once.
     assert memories == [[[A], [[False]] * S]] * 3  # Full, and no row starts anew.
-    assert (row.attention_len, len(row.sliding_window), len(row.ours)) == (A, 2, 2)
+    assert (len(row["sliding_window"]), len(row["ours"])) == (2, 2)
 
 
-def test_sides_take_turns_and_seconds_are_per_token(monkeypatch):
-    clock, turns = itertools.count(), []
-    monkeypatch.setattr(table9.time, "perf_counter", lambda: float(next(clock)))  # A call takes a second.
-    for name, side, tokens in (("_sliding_window", "window", 1), ("_streaming", "ours", 8)):
-        made = table9._Side(lambda side=side: turns.append(side), tokens)
-        monkeypatch.setattr(table9, name, lambda *_, made=made: made)
+def test_seconds_are_per_token(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))  # A call takes a second.
+    monkeypatch.setattr(table9, "_sliding_window", lambda *_: Task("", 1, lambda: None))
+    monkeypatch.setattr(table9.speed, "evaluation", lambda *_: Task("", 8, lambda: None))
     row = table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, warmup=2, calls=3)
-    assert turns == ["window", "ours"] * 5
-    assert (row.sliding_window, row.ours, row.ratio) == ((1.0,) * 3, (0.125,) * 3, 8)
+    assert row == {"sliding_window": [1.0] * 3, "ours": [0.125] * 3, "ratio": 8}
 
 
 @pytest.mark.full
