@@ -39,7 +39,7 @@ from txl_jax.runtime.environment import megabytes
 
 CONFIGS = ("enwik8_12l", "enwik8_24l", "wt103_base", "wt103_large")
 TASKS = ("training", "evaluation")
-PLAIN = "plain"  # The path that is the fastest on the device, without position keys.
+PLAIN = "plain"  # Without position keys.
 PATHS = ("reference", "tiled", "stored", "fused", PLAIN)
 PRODUCTS = "products"  # The row of the matrix products alone.
 Arrays = dict[str, jax.Array]
@@ -80,8 +80,7 @@ class Plan(cli.Plan):
     tasks: tuple[str, ...] = setting(TASKS, f"Of {', '.join(TASKS)}, with commas: forward and backward, or forward.")
     paths: tuple[str, ...] = setting(
         PATHS,
-        f"Of {', '.join(PATHS)}, with commas. plain: without position keys, the fused path (on a GPU the stored one), "
-        "else the tiled one.",
+        f"Of {', '.join(PATHS)}, with commas. plain is fused without position keys, or else tiled, on a GPU stored.",
     )
     batch_size: int | None = setting(
         4, "B, rows of training on one device; none: the whole batch that was published.", at_least=1
@@ -103,13 +102,16 @@ def run(plan: Plan, job: cli.Job) -> None:
     Raises:
       UserError: If a configuration has another attention, or a path computes other numbers than the reference.
     """
+    dtype = plan.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    cases = [
+        make_case(name, job.config_of_flagfile(name), task, batch=plan.batch_size, dtype=dtype)
+        for name, task in itertools.product(plan.configs, plan.tasks)
+    ]
     print(f"{timing.machine()}\n\n{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
     refused = collections.defaultdict(list)
-    dtype = plan.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    for name, task in itertools.product(plan.configs, plan.tasks):
-        case = make_case(name, job.config_of_flagfile(name), task, batch=plan.batch_size, dtype=dtype)
+    for case in cases:
         for refusal in measure(case, plan).items():
-            refused[refusal].append(f"{name} {task}")
+            refused[refusal].append(f"{case.config} {case.task}")
     for (path, reason), names in refused.items():
         print(f"\nno {path}: {reason} ({', '.join(names)})")
 
@@ -181,19 +183,16 @@ class NotHereError(Exception):
 
 
 def find_implementation(case: Case, path: str) -> Implementation:
-    """Returns what a path is on the case's device.
+    """Returns what a path is: "plain" is fused without position keys, or else tiled, on a GPU stored.
 
     Raises:
       NotHereError: If it cannot serve the case.
     """
-    names = (path,)
-    if path == PLAIN:
-        case = dataclasses.replace(case, n_positions=0)
-        names = ("stored" if case.platform == "gpu" else "fused", "tiled")
-    for name in names:
-        refusal = choice.refusal_of(name, case)
+    given = dataclasses.replace(case, n_positions=0) if path == PLAIN else case
+    for name in ("fused", "stored" if case.platform == "gpu" else "tiled") if path == PLAIN else (path,):
+        refusal = choice.refusal_of(name, given)
         if refusal is None:
-            return choice.choose(name, case)[0]
+            return choice.choose(name, given)[0]
     raise NotHereError(refusal)
 
 

@@ -117,9 +117,6 @@ class Plan(cli.Plan):
     configs: tuple[str, ...] = setting(
         (), "Published configurations or flagfiles, with commas; default: the settings of the flags alone."
     )
-    vocab_size: int | None = setting(
-        None, "V; none: the size published with the corpus, or 256 for your own text.", at_least=2
-    )
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task or topology."""
@@ -199,8 +196,7 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
         mesh = sharding.abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
     else:
         mesh = sharding.make_mesh(config.mesh, devices_or_none)
-    vocab_size = plan.vocab_size or timing.vocab_size_of(config.data.corpus)
-    components = build(config, vocab_size=vocab_size, mesh=mesh)
+    components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
     components.training.check_batch_size()
     print(
         f"\n{name} on {topology}: {components.num_parameters:,} parameters, computed in {config.model.dtype}, "
