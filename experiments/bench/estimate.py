@@ -204,7 +204,7 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
         f"{config.train.batch_size} rows x {config.train.segment_len}, memory {config.train.mem_len}, "
         f"remat {config.model.remat}"
     )
-    lines = {}
+    lines: dict[str, str] = {}
     if devices_or_none is not None and components.attention:  # Which path it is depends on the devices.
         lines |= {f"attention, {task}": path for task, path in components.attention.record().items()}
     lines |= {kind: f"{megabytes(size)} per device" for kind, size in device_bytes(components).items()}
