@@ -26,7 +26,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,31 +65,29 @@ _PER_HOST = 8  # GPUs that share NVLink.
 _HOST = ("1", "2", "4", "8")
 
 
-class Gpu(NamedTuple):
-    """What XLA must know of a GPU, as CUDA reports it, and as XLA's own files of known GPUs have it."""
-
-    description: str  # Its name in CUDA.
-    capability: tuple[int, int]  # Compute capability, (major, minor).
-    cores: int  # Streaming multiprocessors.
-    units_per_core: int  # Multiply-add units of a core for float32.
-    clock_ghz: float  # Highest clock.
-    bandwidth: int  # Bytes per second to and from its memory.
-    l2_bytes: int  # Size of its level 2 cache.
-    shared_bytes: int  # Shared memory of a core; a block can have 1 KiB less.
-
-
 class Chip(NamedTuple):
     """A kind of device."""
 
     kind: str  # Its name in jax; `flops.device_peak` knows its peak.
     memory_bytes: int  # Size of a device's memory; of a GPU as CUDA reports it.
     sizes: tuple[str, ...]  # Slices that Google Cloud offers, or numbers of GPUs of a host, from small to large.
-    gpu: Gpu | None = None  # None for TPUs.
+    gpu: Mapping[str, Any] = {}  # Empty for TPUs.
 
 
-_H200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 4_800_000_000_000, 60 << 20, 228 << 10)
-_H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 3_352_320_000_000, 50 << 20, 228 << 10)
-_A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 2_039_040_000_000, 40 << 20, 164 << 10)
+def _gpu(name: str, capability: tuple[int, int], *, shared: int, **info: float) -> dict[str, Any]:
+    """Returns what XLA must know of a GPU by `GpuDeviceInfoProto`, as CUDA and XLA's own files of known GPUs have it.
+
+    `shared` is the shared memory of a core in bytes; a block can have 1 KiB less.
+    """
+    per_core = {"shared_memory_per_core": shared, "shared_memory_per_block_optin": shared - 1024}
+    return {"name": name, "capability": capability, "info": info | per_core}
+
+
+_HOPPER = {"core_count": 132, "fpus_per_core": 128, "clock_rate_ghz": 1.98, "shared": 228 << 10}
+_AMPERE = {"core_count": 108, "fpus_per_core": 64, "clock_rate_ghz": 1.41, "shared": 164 << 10}
+_H200 = _gpu("NVIDIA H200", (9, 0), memory_bandwidth=4_800_000_000_000, l2_cache_size=60 << 20, **_HOPPER)
+_H100 = _gpu("NVIDIA H100 80GB HBM3", (9, 0), memory_bandwidth=3_352_320_000_000, l2_cache_size=50 << 20, **_HOPPER)
+_A100 = _gpu("NVIDIA A100-SXM4-80GB", (8, 0), memory_bandwidth=2_039_040_000_000, l2_cache_size=40 << 20, **_AMPERE)
 # GPUs are the modules with NVLink (SXM), not the cards.
 CHIPS = {
     "v3": Chip("TPU v3", 16 << 30, ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16")),
@@ -375,7 +373,7 @@ def slices(name: str) -> list[str]:
 
 def compiler_versions(name: str) -> dict[str, str]:
     """Returns name and version of the compiler of a topology."""
-    is_gpu = parse(slices(name)[0]).chip.gpu
+    is_gpu = bool(parse(slices(name)[0]).chip.gpu)
     found = [package for package in (_PLUGINS if is_gpu else _LIBTPU) if importlib.util.find_spec(package)]
     version = importlib.metadata.version(found[0]) if found else "not installed"
     return {"CUDA plugin" if is_gpu else "libtpu": version}
@@ -384,11 +382,11 @@ def compiler_versions(name: str) -> dict[str, str]:
 def missing_compiler(name: str) -> str | None:
     """Says which compiler a topology lacks and how to install it, or returns None if it is installed."""
     [(compiler, version)] = compiler_versions(name).items()
-    if version != "not installed":
-        return None
-    if compiler == "libtpu":
-        return "libtpu, the TPU's compiler, is not installed (pip install 'jax[tpu]')"
-    return "jax's CUDA plugin is not installed (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt)"
+    remedies = {
+        "libtpu": "libtpu, the TPU's compiler, is not installed (pip install 'jax[tpu]')",
+        "CUDA plugin": "jax's CUDA plugin is not installed (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt)",
+    }
+    return remedies[compiler] if version == "not installed" else None
 
 
 def devices(name: str) -> Sequence[jax.Device] | None:
@@ -436,35 +434,27 @@ def lower_for(device: jax.Device, function: Callable[..., Any], *arguments: Any,
 
 def target_config(chip: Chip) -> str:
     """Returns the description of a GPU as XLA reads it (`GpuTargetConfigProto` as text)."""
-    gpu = chip.gpu
-    assert gpu
     info = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "threads_per_core_limit": 2048,
-        "core_count": gpu.cores,
-        "fpus_per_core": gpu.units_per_core,
         "block_dim_limit_x": 2**31 - 1,
         "block_dim_limit_y": 2**16 - 1,
         "block_dim_limit_z": 2**16 - 1,
         "registers_per_core_limit": 2**16,
         "registers_per_block_limit": 2**16,
         "shared_memory_per_block": 48 << 10,
-        "shared_memory_per_block_optin": gpu.shared_bytes - 1024,
-        "shared_memory_per_core": gpu.shared_bytes,
-        "l2_cache_size": gpu.l2_bytes,
-        "clock_rate_ghz": gpu.clock_ghz,
         "device_memory_size": chip.memory_bytes,
-        "memory_bandwidth": gpu.bandwidth,
+        **chip.gpu["info"],
     }
     fields = "\n".join(f"{name}: {value}" for name, value in info.items())
-    major, minor = gpu.capability
+    major, minor = chip.gpu["capability"]
     return (
         f"gpu_device_info {{\n{fields}\ncuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
         'platform_name: "CUDA"\n'
         "dnn_version_info { major: 9 minor: 12 patch: 0 }\n"
         "runtime_version { major: 13 minor: 0 patch: 0 }\n"
-        f'device_description_str: "{gpu.description}"\n'
+        f'device_description_str: "{chip.gpu["name"]}"\n'
     )
 
 
