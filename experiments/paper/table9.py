@@ -30,6 +30,7 @@ from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
+from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.runs.build import build
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import write_json

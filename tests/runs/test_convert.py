@@ -71,7 +71,7 @@ def test_a_portable_folder_is_the_run(workdir, folder):
 
 
 def test_a_portable_folder_keeps_documents_apart(tmp_path):
-    made = trained.make(tmp_path / "run", data__reset_at="<eos>")
+    made = drawn_run.of_words(tmp_path / "run", data__reset_at="<eos>")
     convert(made.path, tmp_path / "portable")
     run, model = txl_jax.load(made.path), txl_jax.load(tmp_path / "portable")
     assert model.components.model.end_token == run.components.model.end_token == 0
