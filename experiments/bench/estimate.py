@@ -83,8 +83,8 @@ def _gpu(name: str, capability: tuple[int, int], *, shared: int, **info: float) 
     return {"name": name, "capability": capability, "info": info | per_core}
 
 
-_HOPPER = {"core_count": 132, "fpus_per_core": 128, "clock_rate_ghz": 1.98, "shared": 228 << 10}
-_AMPERE = {"core_count": 108, "fpus_per_core": 64, "clock_rate_ghz": 1.41, "shared": 164 << 10}
+_HOPPER: dict[str, Any] = {"core_count": 132, "fpus_per_core": 128, "clock_rate_ghz": 1.98, "shared": 228 << 10}
+_AMPERE: dict[str, Any] = {"core_count": 108, "fpus_per_core": 64, "clock_rate_ghz": 1.41, "shared": 164 << 10}
 _H200 = _gpu("NVIDIA H200", (9, 0), memory_bandwidth=4_800_000_000_000, l2_cache_size=60 << 20, **_HOPPER)
 _H100 = _gpu("NVIDIA H100 80GB HBM3", (9, 0), memory_bandwidth=3_352_320_000_000, l2_cache_size=50 << 20, **_HOPPER)
 _A100 = _gpu("NVIDIA A100-SXM4-80GB", (8, 0), memory_bandwidth=2_039_040_000_000, l2_cache_size=40 << 20, **_AMPERE)
