@@ -54,7 +54,7 @@ def test_the_peer_has_all_tasks_but_data_loading_and_others_are_refused():
     [
         ("data_loading", 16, "2 x 4", 6),
         pytest.param("training", 16, "2 x 4", 6, marks=pytest.mark.full),
-        ("evaluation", 6, "1 x 3", 7),
+        ("evaluation", 24, "1 x 3", 7),
         pytest.param("generation", 48, "3 x 1", 7, marks=pytest.mark.full),
     ],
 )
