@@ -371,7 +371,7 @@ def test_a_table_of_any_runs(tmp_path, capsys):
         rows = {row["run"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["job-1", "job-2", "half"] and rows["half"]["state"] == "500 of 1,000 updates"
     for name in ("job-1", "job-2"):
-        assert float(rows[name]["test"]) == pytest.approx(runs[name].test)
+        assert float(rows[name]["test"]) == pytest.approx(runs[name].row([])["test"])
     assert "± " in capsys.readouterr().out and (tmp_path / "tables" / "means.csv").exists()
     assert sweep.main(["sweep", "--table", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err

@@ -22,7 +22,6 @@ def test_a_run_has_its_records_and_results(tmp_path):
     results = json.loads((folder / "results.json").read_text())
     assert (run.name, run.state, run.last_step) == ("mine", "finished", 1000)
     assert run.scores("valid") == valid and run.best_valid == min(valid, key=lambda point: point[1])
-    assert run.test == pytest.approx(results["test"]["perplexity"])
     assert run.training_seconds == pytest.approx(seconds) and run.tokens_per_second == statistics.median(rates)
     facts = {"run": "mine", "state": "finished", "seed": "3", "init_from": "none", "measure": "ppl", "steps": 1000}
     scores = {name: pytest.approx(results[name]["perplexity"]) for name in ("best_valid", "test")}
@@ -38,7 +37,7 @@ def test_members_of_an_ensemble_are_runs(tmp_path):
     assert [run.config.seed for run in runs] == [1, 2]
     results = json.loads((folder / "results.json").read_text())
     for run in runs:
-        assert run.test == pytest.approx(results["members"][run.name]["test"]["perplexity"])
+        assert run.row([])["test"] == pytest.approx(results["members"][run.name]["test"]["perplexity"])
         assert {record["member"] for record in run.records} == {run.name}
     runs = read_runs([str(folder), str(recorded_run.make(tmp_path / "own"))])
     assert [run.name for run in runs] == ["both: seed=1", "both: seed=2+learning_rate=0.001", "own"]
@@ -58,7 +57,7 @@ def test_a_folder_of_runs_and_folders_of_the_same_name(tmp_path):
 def test_a_run_that_goes_on_and_damaged_results(tmp_path):
     [run] = read_runs([str(recorded_run.make(tmp_path / "half", done=500))])
     row = run.row([])
-    assert (run.state, run.test, run.results) == ("500 of 1,000 updates", None, None)
+    assert (run.state, run.results) == ("500 of 1,000 updates", None)
     assert row["best_valid"] == run.best_valid[1] and not {"test", "steps"} & row.keys()
     folder = recorded_run.make(tmp_path / "damaged")
     (folder / "results.json").write_text("{")

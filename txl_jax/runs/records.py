@@ -4,6 +4,7 @@ A row is a dict by column name: "run", the settings that differ, "best_valid", "
 "state". Columns whose values are not known yet are missing.
 """
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -56,9 +57,8 @@ class RunRecords:
 
     def curve(self, kind: str, field: str) -> list[Point]:
         """Returns the finite values of a field in the records of a kind ("train", "valid", "test"), by step."""
-        found = [each for each in self.records if each["kind"] == kind and field in each]
-        points = [(int(each["step"]), float(each[field])) for each in found]
-        return [point for point in points if math.isfinite(point[1])]
+        found = (each for each in self.records if each["kind"] == kind and field in each)
+        return [(int(each["step"]), value) for each in found if math.isfinite(value := float(each[field]))]
 
     def scores(self, kind: str) -> list[Point]:
         """Returns the curve of the measure in the records of a kind."""
@@ -75,16 +75,10 @@ class RunRecords:
         return min(self.scores("valid"), key=lambda point: point[1], default=None)
 
     @property
-    def test(self) -> float | None:
-        """The test score of the best parameters, or None before training has ended."""
-        return self._result("test")
-
-    @property
     def state(self) -> str:
         """The word "finished", or how far training is."""
-        if self.results is not None:
-            return "finished"
-        return f"{self.last_step:,} of {self.config.train.steps:,} updates"
+        progress = f"{self.last_step:,} of {self.config.train.steps:,} updates"
+        return progress if self.results is None else "finished"
 
     @property
     def training_seconds(self) -> float:
@@ -107,16 +101,12 @@ class RunRecords:
         if seconds := self.training_seconds:
             row["seconds"] = round(seconds, 1)
         if self.results is not None:
-            scores = {name: score for name in _SCORES if (score := self._result(name)) is not None}
-            steps = self.results.get("steps", self.last_step)
-            return row | scores | {"measure": str(self.measure), "steps": steps}
-        if self.best_valid:
+            found = {name: self.results[name]["loss"] for name in _SCORES if self.results.get(name)}
+            row |= {name: Totals(float(loss), 1).value(self.measure) for name, loss in found.items()}
+            row |= {"measure": str(self.measure), "steps": self.results.get("steps", self.last_step)}
+        elif self.best_valid:
             row |= {"best_valid": self.best_valid[1], "measure": str(self.measure)}
         return row
-
-    def _result(self, name: str) -> float | None:
-        found = (self.results or {}).get(name)
-        return Totals(float(found["loss"]), 1).value(self.measure) if found else None
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecords]:
@@ -146,7 +136,10 @@ def _workdirs(path: str) -> list[str]:
 def _read(folder: str, name: str) -> Iterator[RunRecords]:
     """Yields a run, or each member of an ensemble, whose own name is enough if `name` is empty."""
     record, records = Run.read_all(folder), read_metrics(folder)
-    members, found = by_name(record.members), _results(folder)
+    members, found = by_name(record.members), None
+    with contextlib.suppress(OSError, ValueError):  # Training writes missing and corrupted results again.
+        found = json.loads(read(os.path.join(folder, RESULTS)))
+    found = found if isinstance(found, dict) else None
     for member in members or [None]:
         scores = found.get("members", {}).get(member) if found and member else found
         yield RunRecords(
@@ -158,15 +151,6 @@ def _read(folder: str, name: str) -> Iterator[RunRecords]:
             records=[each for each in records if each.get("member") == member],
             results=found | scores if found and scores else None,
         )
-
-
-def _results(folder: str) -> dict[str, Any] | None:
-    """Returns the content of results.json, or None if it is missing or corrupted: training writes it again."""
-    try:
-        content = json.loads(read(os.path.join(folder, RESULTS)))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def swept_settings(runs: Sequence[RunRecords]) -> list[str]:
@@ -201,13 +185,11 @@ def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
         if ended:
             mean["measure"] = ended[0]["measure"]
         for name in _SCORES:
-            values = [
-                row[name] for row in ended if math.isfinite(row.get(name, math.nan))
-            ]  # Not of runs that diverged.
-            if values:
-                mean[name] = statistics.fmean(values)
-            if len(values) > 1:
-                mean[f"{name}_deviation"] = statistics.stdev(values)
+            known = [row[name] for row in ended if math.isfinite(row.get(name, math.nan))]  # Not of runs that diverged.
+            if known:
+                mean[name] = statistics.fmean(known)
+            if len(known) > 1:
+                mean[f"{name}_deviation"] = statistics.stdev(known)
         found.append(mean)
     return found if len(groups) < len(rows) else []
 
