@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, TokenizerConfig
+from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, Tokenizer, TokenizerConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
+from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.runs.build import RunComponents, build_for
@@ -221,14 +222,11 @@ def _has_checkpoint(run: Run) -> bool:
 
 def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the settings that make token ids what they are, as a given vocabulary has them."""
-    values = {"kind": vocabulary.kind, **vocabulary.header()}
+    kind = Tokenizer.SUBWORD if isinstance(vocabulary, SubwordVocabulary) else vocabulary.kind  # Its saved kind is hf.
+    given = {"kind": kind, **vocabulary.header()}
     names = [leaf.name for leaf in config_tree.leaves(TokenizerConfig) if leaf.setting.shapes_tokens]
-    defaults = TokenizerConfig()
-    found = {f"data.tokenizer.{name}": values.get(name, getattr(defaults, name)) for name in names}
-    return {
-        name: config_tree.get(config_tree.replace(ExperimentConfig(), {name: value}), name)
-        for name, value in found.items()
-    }
+    tokenizer = TokenizerConfig(**{name: given[name] for name in names if name in given})
+    return {f"data.tokenizer.{name}": getattr(tokenizer, name) for name in names}
 
 
 def _is_read(name: str, config: ExperimentConfig) -> bool:
