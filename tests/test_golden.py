@@ -21,7 +21,8 @@ import pytest
 from support.tiny import enable_x64
 from txl_jax.config import CompatConfig, DropoutConfig, DType, Encoding, MemoryStart, ModelConfig, NormPlace, ShawTerms
 from txl_jax.inference import forward
-from txl_jax.interop import huggingface, original
+from txl_jax.interop import original
+from txl_jax.interop.original import Format
 from txl_jax.memory import Memory
 from txl_jax.modules.attention import Attention
 from txl_jax.modules.block import Block
@@ -51,7 +52,6 @@ QUICK_CACHED = {
     "tpu": ("s08_clamp-empty",),
     "gpu": (),
 }
-LIBRARIES = {"original": original, "huggingface": huggingface}
 ENCODINGS = {0: Encoding.RELATIVE, 1: Encoding.SHAW, 2: Encoding.VASWANI, 3: Encoding.AL_RFOU}
 
 
@@ -90,7 +90,8 @@ def load(file, start, path):
     if golden["ext_len"] > 0:
         pytest.skip(f"ext_len {golden['ext_len']}: no published run uses an extended context")
     config, compat = configs(golden, start, dtype)
-    params = LIBRARIES[golden["library"]].to_flax(under(arrays, "param/"), config, vocab_size=golden["n_token"])
+    tensors, format = under(arrays, "param/"), Format(golden["library"])
+    params = original.to_flax(tensors, config, vocab_size=golden["n_token"], format=format)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
     model = TransformerXL(config, compat, golden["n_token"], attention=Implementations(implementation, implementation))
     return arrays, golden, model, params, "" if start == golden["initial_memory"][0] else f"{start}/"
@@ -98,13 +99,13 @@ def load(file, start, path):
 
 def check_run(arrays, golden, model, params, prefix):
     """Compares every segment of a run, and the gradients of one."""
-    library, config = LIBRARIES[golden["library"]], model.config
+    format, config = Format(golden["library"]), model.config
     for k, found in enumerate(run_segments(params, arrays, golden, model)):
         check_segment(found, k, arrays, golden, prefix)
         if k == golden["grad_segment"]:
-            gradients = library.from_flax(found["gradients"], config)
+            gradients = original.from_flax(found["gradients"], config, format=format)
             expected = under(arrays, f"{prefix}grad/")
-            assert expected.keys() == set(under(arrays, "param/")) - set(library.aliases(config))
+            assert expected.keys() == set(under(arrays, "param/")) - set(original.aliases(config, format))
             for name, value in expected.items():
                 assert_close(gradients[name], value, f"gradient of {name}")
 

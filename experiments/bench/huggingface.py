@@ -21,7 +21,8 @@ from txl_jax.config.experiment import apply_preset
 from txl_jax.config.settings import require
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import UserError
-from txl_jax.interop import huggingface
+from txl_jax.interop import huggingface, original
+from txl_jax.interop.original import Format
 from txl_jax.runs.build import RunComponents, build
 from txl_jax.training.nvidia_lamb import ADAM_B1
 
@@ -53,7 +54,7 @@ class HuggingFaceModel:
         )
         self._torch, self._transformers = _import_packages()
         self._config, self._vocab_size = config, vocab_size
-        arrays = huggingface.from_flax(jax.tree.map(np.asarray, params), config.model)
+        arrays = original.from_flax(jax.tree.map(np.asarray, params), config.model, format=Format.HUGGINGFACE)
         tensors = {name: self._torch.from_numpy(array) for name, array in arrays.items()}
         self._model = self._make_model(config.eval, tensors).eval()
         self._memory: dict[str, list[Any] | None] = {}  # By use; without one, Hugging Face starts with zeros.

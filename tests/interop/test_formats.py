@@ -11,41 +11,33 @@ import pytest
 
 from support import foreign, tiny, torch_bytes
 from txl_jax.config import AttentionWindow, Encoding, EvalConfig, ShawTerms
+from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
-from txl_jax.interop import formats, huggingface, leaves, original, safetensors
-from txl_jax.interop.formats import Format
+from txl_jax.interop import formats, leaves, original, safetensors
+from txl_jax.interop.original import Format
 
 by_config = pytest.mark.parametrize("changes", foreign.CONFIGS.values(), ids=foreign.CONFIGS)
 
 
-def write_safetensors(path, tensors, aliases):
-    """One name of each group of shared tensors, as transformers does."""
-    kept = {name: np.asarray(value) for name, value in tensors.items() if name not in aliases}
-    safetensors.write(path, leaves.from_tree(kept))
+def write_safetensors(path, tensors):
+    """Writes one name of each group of shared tensors, as transformers does."""
+    first = {id(value): name for name, value in reversed(tensors.items())}
+    kept = {name: np.asarray(tensors[name]) for name in first.values()}
+    safetensors.write(path.with_name("model.safetensors"), leaves.from_tree(kept))
 
 
 @by_config
-@torch_bytes.by_format
+@pytest.mark.parametrize("write", [torch_bytes.write_legacy, torch_bytes.write_zip, write_safetensors])
 def test_a_folder_of_hugging_face(changes, write, tmp_path):
     config, params = foreign.make("hf", **changes)
     folder = foreign.huggingface_folder(tmp_path / "model", config, params, write=write)
     (folder / "vocab.txt").write_text("\n".join(foreign.WORDS))
     found = formats.read(folder)
     foreign.check(found, config, params)
-    assert found.format is Format.HUGGINGFACE and found.compat == tiny.compat_config("hf")
-    assert found.eval_config == foreign.LENGTHS
-    assert isinstance(found.vocabulary, WordVocabulary) and found.vocabulary.words == foreign.WORDS
-
-
-@by_config
-def test_safetensors_of_hugging_face(changes, tmp_path):
-    config, params = foreign.make("hf", **changes)
-    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
-    (folder / "pytorch_model.bin").unlink()
-    tensors = huggingface.from_flax(params, config)
-    write_safetensors(folder / "model.safetensors", tensors, huggingface.aliases(config))
-    foreign.check(formats.read(folder), config, params)
+    assert found.format is Format.HUGGINGFACE and found.info.config.compat == tiny.compat_config("hf")
+    assert found.info.config.eval == foreign.LENGTHS
+    assert isinstance(found.info.vocabulary, WordVocabulary) and found.info.vocabulary.words == foreign.WORDS
 
 
 @by_config
@@ -58,7 +50,7 @@ def test_a_config_is_inferred_without_a_config_file(changes, tmp_path):
     (folder / "config.json").write_text(json.dumps(needed))
     found = formats.read(folder)
     foreign.check(found, config, params)
-    assert found.eval_config == EvalConfig()
+    assert found.info.config.eval == EvalConfig()
     assert any("no lengths" in note for note in found.notes)
 
 
@@ -69,7 +61,7 @@ def test_half_precision(write, tmp_path):
     params = jax.tree.map(lambda value: value.astype(np.float16), params)
     found = formats.read(foreign.huggingface_folder(tmp_path / "model", config, params, write=write))
     foreign.check(found, config, params)
-    assert {leaf.dtype for leaf in found.params.values()} == {np.dtype(np.float16)}
+    assert {leaf.dtype for leaf in found.leaves.values()} == {np.dtype(np.float16)}
     torch_bytes.write_zip(tmp_path / "model.pt", foreign.pickled_module(config, params))
     foreign.check(formats.read(tmp_path / "model.pt"), config, params)
 
@@ -78,7 +70,7 @@ def test_weights_in_several_files(tmp_path):
     config, params = foreign.make("hf", untie_r=True)
     folder = foreign.huggingface_folder(tmp_path / "model", config, params)
     (folder / "pytorch_model.bin").unlink()
-    tensors = huggingface.from_flax(params, config)
+    tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
     files = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(tensors)}
     for file in set(files.values()):
         torch_bytes.write_zip(folder / file, {name: tensors[name] for name in tensors if files[name] == file})
@@ -99,8 +91,8 @@ def test_a_pickled_module_of_the_original(changes, write, tmp_path):
     found = formats.read(path)
     assert found.format is Format.ORIGINAL
     foreign.check(found, config, params)
-    assert found.compat == tiny.compat_config("pytorch") and found.vocabulary is None
-    assert found.eval_config == dataclasses.replace(foreign.LENGTHS, segment_len=3)
+    assert found.info.config.compat == tiny.compat_config("pytorch") and isinstance(found.info.vocabulary, IdVocabulary)
+    assert found.info.config.eval == dataclasses.replace(foreign.LENGTHS, segment_len=3)
 
 
 @by_config
@@ -110,8 +102,7 @@ def test_a_state_dict_of_the_original_with_a_config_file(changes, tmp_path):
     torch_bytes.write_zip(tmp_path / "weights.pt", {"state_dict": tensors, "epoch": 3})
     (tmp_path / "config.json").write_text(json.dumps(foreign.facts_of(config)))
     foreign.check(formats.read(tmp_path), config, params)
-    (tmp_path / "weights.pt").unlink()
-    write_safetensors(tmp_path / "model.safetensors", tensors, original.aliases(config))
+    write_safetensors(tmp_path / "weights.pt", tensors)  # Now preferred.
     foreign.check(formats.read(tmp_path), config, params)
 
 
@@ -128,9 +119,9 @@ def test_a_checkpoint_of_nvidia(changes, tmp_path):
     assert found.format is Format.NVIDIA
     foreign.check(found, config, params)
     window = AttentionWindow.MEM_LEN_PLUS_ONE
-    assert found.compat == dataclasses.replace(tiny.compat_config("pytorch"), same_length_window=window)
-    assert found.eval_config == dataclasses.replace(foreign.LENGTHS, segment_len=3)
-    assert isinstance(found.vocabulary, WordVocabulary) and found.vocabulary.words == foreign.WORDS
+    assert found.info.config.compat == dataclasses.replace(tiny.compat_config("pytorch"), same_length_window=window)
+    assert found.info.config.eval == dataclasses.replace(foreign.LENGTHS, segment_len=3)
+    assert isinstance(found.info.vocabulary, WordVocabulary) and found.info.vocabulary.words == foreign.WORDS
 
 
 @pytest.mark.parametrize(
@@ -146,7 +137,7 @@ def test_other_encodings_of_the_original(encoding, changes, tmp_path):
     path = torch_bytes.write_legacy(tmp_path / "model.pt", foreign.pickled_module(config, params))
     found = formats.read(path)
     foreign.check(found, config, params)
-    assert found.compat.shaw_terms is ShawTerms.ORIGINAL
+    assert found.info.config.compat.shaw_terms is ShawTerms.ORIGINAL
 
 
 @pytest.mark.parametrize(
@@ -171,7 +162,7 @@ def test_a_config_that_contradicts_the_tensors(change, message, tmp_path):
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | change))
     if message is None:
-        assert formats.read(folder).compat.layer_norm_eps == change.get("layer_norm_epsilon", 1e-5)
+        assert formats.read(folder).info.config.compat.layer_norm_eps == change.get("layer_norm_epsilon", 1e-5)
         return
     with pytest.raises(UserError, match=message) as caught:
         formats.read(folder)
@@ -180,7 +171,9 @@ def test_a_config_that_contradicts_the_tensors(change, message, tmp_path):
 
 def test_cutoffs_that_no_shape_gives_are_asked_for(tmp_path):
     config, params = foreign.make("hf", cutoffs=foreign.CUTOFFS)
-    path = torch_bytes.write_zip(tmp_path / "pytorch_model.bin", huggingface.from_flax(params, config))
+    path = torch_bytes.write_zip(
+        tmp_path / "pytorch_model.bin", original.from_flax(params, config, format=Format.HUGGINGFACE)
+    )
     with pytest.raises(UserError, match=r"crit\.cluster_weight has shape \[2, 6\].*cutoffs"):
         formats.read(path)
 
@@ -209,8 +202,7 @@ def test_bytes_take_the_order_of_their_values(tmp_path):
     corpus = {"dataset": "enwik8", "vocab": {"idx2sym": [str(value) for value in text]}}
     (tmp_path / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))
     found = formats.read(tmp_path)
-    assert found.vocabulary is not None
-    again = leaves.to_tree(found.params)
-    ids = found.vocabulary.encode(bytes(text))  # In the order of their ids in the release.
+    again = leaves.to_tree(found.leaves)
+    ids = found.info.vocabulary.encode(bytes(text))  # In the order of their ids in the release.
     for path in (("embedding", "table_0"), ("softmax", "table_0"), ("softmax", "bias")):
         np.testing.assert_array_equal(again[path[0]][path[1]][ids], params[path[0]][path[1]])

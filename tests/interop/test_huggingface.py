@@ -1,4 +1,4 @@
-"""Tests Hugging Face's weights: shared tensors, refusals, and with its package the same names and numbers."""
+"""Tests of Hugging Face's arguments, and with its package of the same names and numbers."""
 
 import dataclasses
 
@@ -8,51 +8,13 @@ import numpy as np
 import pytest
 
 from support import foreign, tiny
-from txl_jax.config import DType, Encoding, EvalConfig, ModelConfig, NormPlace
-from txl_jax.interop import huggingface
+from txl_jax.config import DType, EvalConfig, ModelConfig, NormPlace
+from txl_jax.interop import huggingface, original
+from txl_jax.interop.original import Format
 from txl_jax.modules.transformer_xl import TransformerXL
 
 V, L, M = tiny.V, 3, 7
 SPAN = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=None, same_length=False)
-
-
-def test_shared_biases_have_every_name_and_one_array():
-    config, params = foreign.make("hf")
-    tensors = huggingface.from_flax(params, config)
-    for layer in range(config.n_layer):
-        assert tensors[f"transformer.layers.{layer}.dec_attn.r_w_bias"] is tensors["transformer.r_w_bias"]
-    np.testing.assert_array_equal(tensors["transformer.r_w_bias"], params["stack"]["biases"]["content"])
-
-
-U0, U1 = (f"transformer.layers.{layer}.dec_attn.r_w_bias" for layer in range(2))
-SHARED = "transformer.r_w_bias"
-
-
-@pytest.mark.parametrize(
-    ("untie_r", "change", "message"),
-    [
-        (False, {U1: np.ones((4, 5))}, rf"{U1}\b.*{SHARED}\b.*\bmodel\.untie_r\b"),
-        (False, {U1: None}, rf"{U1}\b[^\[]*\[4, 5\]"),
-        (True, {U0: np.zeros((5, 4))}, rf"{U0}\b[^\[]*\[5, 4\].*\[4, 5\]"),
-        (True, {SHARED: np.zeros((4, 5))}, rf"{SHARED}\b.*\bmodel\.untie_r\b"),
-        (False, {"word_emb.emb_layers.0.weight": np.zeros((13, 6))}, r" word_emb\S+\b.*\btransformer\."),
-        (False, {"transformer.crit.out_layers.0.bias": np.zeros(13)}, r"\bcrit\S+\b.*\btransformer\."),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(untie_r, change, message):
-    """`change` holds the tensors that are replaced or added; None: taken away."""
-    config, params = foreign.make("hf", untie_r=untie_r)
-    tensors = huggingface.from_flax(params, config) | change
-    tensors = {name: value for name, value in tensors.items() if value is not None}
-    with pytest.raises(ValueError, match=message):
-        huggingface.to_flax(tensors, config, vocab_size=V)
-
-
-def test_absolute_positions_have_no_names():
-    config = tiny.model_config(encoding=Encoding.VASWANI)
-    for convert in (huggingface.from_flax, lambda tensors, config: huggingface.to_flax(tensors, config, vocab_size=V)):
-        with pytest.raises(ValueError, match=r"\bmodel\.encoding\b.*\bvaswani\b"):
-            convert({}, config)
 
 
 def test_config_of_holds_sizes_ties_and_lengths():
@@ -95,7 +57,7 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
     params = jax.tree.map(np.float64, params)
     arguments = transformers.TransfoXLConfig(**huggingface.config_of(config, span, vocab_size=V))
     peer = transformers.TransfoXLLMHeadModel(arguments).eval().double()
-    tensors = huggingface.from_flax(params, config)
+    tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
     peer.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()}, strict=True)
     tokens = tiny.text(3 * L + 1)
     tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1  # Each cluster, and one row of the first alone.

@@ -16,7 +16,7 @@ from support.cases import full_but
 from txl_jax.config import DType, EvalConfig
 from txl_jax.errors import UserError
 from txl_jax.interop import formats, leaves
-from txl_jax.interop.formats import Format
+from txl_jax.interop.original import Format
 from txl_jax.modules.transformer_xl import TransformerXL
 
 CUTOFFS = foreign.CUTOFFS
@@ -96,6 +96,10 @@ class Reader:
 
     def get_variable_to_shape_map(self):
         return {name.replace("|", "/"): list(value.shape) for name, value in self.arrays.items()}
+
+    def get_variable_to_dtype_map(self):
+        types_of = {name.replace("|", "/"): value.dtype for name, value in self.arrays.items()}
+        return {name: types.SimpleNamespace(as_numpy_dtype=dtype) for name, dtype in types_of.items()}
 
     def get_tensor(self, name):
         return self.arrays[name.replace("/", "|")]
@@ -239,10 +243,10 @@ def test_a_checkpoint(write, changes, tmp_path, monkeypatch):
     found = formats.read(tmp_path / "model.ckpt-3")
     assert found.format is Format.TENSORFLOW
     foreign.check(found, config, params)
-    assert found.compat == tiny.compat_config("tf") and found.compat.layer_norm_eps == 1e-12
-    assert found.eval_config == EvalConfig()
+    assert found.info.config.compat == tiny.compat_config("tf") and found.info.config.compat.layer_norm_eps == 1e-12
+    assert found.info.config.eval == EvalConfig()
     number = len(variables_of(config, params))
-    assert f"{(number - 3) // 3 * 2 + 3} variables of the optimizer" in found.notes[-1]
+    assert any(f"{(number - 3) // 3 * 2 + 3} variables of the optimizer" in note for note in found.notes)
 
 
 @by_writer
@@ -270,8 +274,8 @@ def test_the_published_layout(tmp_path, monkeypatch):
     (tmp_path / "model" / "checkpoint").write_text('model_checkpoint_path: "/old/place/model.ckpt-0"\n')
     found = formats.read(tmp_path)
     foreign.check(found, config, params)
-    assert found.vocabulary is not None and found.vocabulary.size == foreign.V
-    assert found.eval_config == EvalConfig(segment_len=128, mem_len=1600, clamp_len=1000, same_length=True)
+    assert found.info.vocabulary.size == foreign.V
+    assert found.info.config.eval == EvalConfig(segment_len=128, mem_len=1600, clamp_len=1000, same_length=True)
 
 
 def test_without_tensorflow_the_extra_is_named(tmp_path, monkeypatch):
@@ -302,8 +306,9 @@ def test_the_release_gives_the_same_losses(changes, tmp_path, monkeypatch, x64):
     found = formats.read(tmp_path)
     tokens = tiny.text(3 * 4 + 1, rows=1)
     tokens[0, 2:6] = (0, 5, foreign.V - 1, 10)  # Each cluster.
-    model = TransformerXL(dataclasses.replace(found.config, dtype=DType.FLOAT64), found.compat, found.vocab_size)
-    read = {"params": jax.tree.map(np.float64, leaves.to_tree(found.params))}
+    whole = found.info.config
+    model = TransformerXL(dataclasses.replace(whole.model, dtype=DType.FLOAT64), whole.compat, foreign.V)
+    read = {"params": jax.tree.map(np.float64, leaves.to_tree(found.leaves))}
     sizes = {"cutoffs": config.cutoffs, "vocab_size": foreign.V, "n_layer": config.n_layer, "mem_len": 5}
     for same_length in (False, True):
         lengths = {"clamp_len": 4, "same_length": same_length}

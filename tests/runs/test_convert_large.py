@@ -13,6 +13,7 @@ from support import ROOT
 from txl_jax.config import EvalConfig, ModelConfig
 from txl_jax.interop import huggingface, original, safetensors
 from txl_jax.interop.leaves import Leaf
+from txl_jax.interop.original import Format
 
 SIZES = {"n_layer": 18, "d_model": 1024, "n_head": 16, "d_head": 64, "d_inner": 4096}
 CONFIG = ModelConfig(**SIZES, cutoffs=(20000, 40000, 200000), div_val=4, tie_projs=(False, True, True, True))
@@ -43,8 +44,8 @@ def folder(tmp_path_factory):
     """A folder as Hugging Face's, of 285,170,506 random weights."""
     made = tmp_path_factory.mktemp("large") / "huggingface"
     made.mkdir()
-    pieces = original._pieces(CONFIG, V, original.ClusterOrder.FORWARD)
-    tensors = {huggingface._name(piece.name): drawn(piece.name, piece.shape) for piece in pieces}
+    pieces = original._pieces(CONFIG, V, Format.HUGGINGFACE)
+    tensors = {piece.name: drawn(piece.name, piece.shape) for piece in pieces}
     safetensors.write(made / "model.safetensors", tensors, metadata={"format": "pt"})
     arguments = huggingface.config_of(CONFIG, EvalConfig(mem_len=1600, clamp_len=1000), vocab_size=V)
     (made / "config.json").write_text(json.dumps(arguments))

@@ -11,7 +11,8 @@ from support import tiny, torch_bytes
 from support.tiny_run import assert_equal
 from txl_jax.config import EvalConfig, ModelConfig, NormPlace
 from txl_jax.interop import huggingface, leaves, original
-from txl_jax.interop.formats import Foreign
+from txl_jax.interop.formats import Model
+from txl_jax.interop.original import Format
 
 V = tiny.V
 CUTOFFS = (4, 9)
@@ -37,19 +38,19 @@ def make(preset: str, **changes) -> tuple[ModelConfig, dict]:
     return model.config, jax.tree.map(np.asarray, tiny.variables(model)["params"])
 
 
-def check(found: Foreign, config: ModelConfig, params: dict) -> None:
+def check(found: Model, config: ModelConfig, params: dict) -> None:
     """The parameters, and what of the config has to do with them, are those that were written."""
-    assert_equal(leaves.to_tree(found.params), params)
-    drawn = {"dropout", "init_std", "projection_init_std"}
+    assert_equal(leaves.to_tree(found.leaves), params)
+    drawn, inferred = {"dropout", "init_std", "projection_init_std"}, found.info.config.model
     for field in dataclasses.fields(ModelConfig):
-        assert field.name in drawn or getattr(found.config, field.name) == getattr(config, field.name), field.name
-    assert found.vocab_size == V
+        assert field.name in drawn or getattr(inferred, field.name) == getattr(config, field.name), field.name
+    assert found.info.vocabulary.size == V
 
 
 def huggingface_folder(folder: Path, config: ModelConfig, params: dict, *, write=torch_bytes.write_legacy) -> Path:
     """The folder of `save_pretrained`, with its weights as torch writes them; shared tensors share storages."""
     folder.mkdir(exist_ok=True)
-    tensors = huggingface.from_flax(params, config)
+    tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
     arguments = huggingface.config_of(config, LENGTHS, vocab_size=V)
     arguments["model_type"] = "transfo-xl"
     (folder / "config.json").write_text(json.dumps(arguments))

@@ -32,7 +32,7 @@ from txl_jax.errors import CheckpointError, UserError
 from txl_jax.inference import forward
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.interop import safetensors
-from txl_jax.interop.leaves import leaf_of
+from txl_jax.interop.leaves import from_tree
 from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.modules.transformer_xl import TransformerXL
@@ -159,7 +159,7 @@ def write(folder: Path, model: Functions, vocabulary: Vocabulary, metadata: Mapp
     Raises:
       OSError, LogError: If the files cannot be written.
     """
-    safetensors.write(folder / _WEIGHTS, {name: leaf_of(array) for name, array in model.weights.items()})
+    safetensors.write(folder / _WEIGHTS, from_tree(model.weights))
     storage.write_json(folder / _TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)])
     functions = {}
     for name, function in model.functions.items():
@@ -225,7 +225,8 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str,
         raise CheckpointError(f"{folder / changed[0]} does not match {_MANIFEST} (sha256). Export the model again.")
     files = {name: folder / entry["file"] for name, entry in manifest["functions"].items()}
     functions = {name: export.deserialize(bytearray(file.read_bytes())) for name, file in files.items()}
-    return manifest, dict(SafeTensors(folder / _WEIGHTS)), functions
+    weights = {name: leaf.read() for name, leaf in SafeTensors(folder / _WEIGHTS).items()}
+    return manifest, weights, functions
 
 
 def _digest_line(content: bytes) -> bytes:

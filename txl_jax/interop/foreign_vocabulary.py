@@ -37,23 +37,14 @@ class Found(NamedTuple):
 
 
 def find(folder: Path, vocab_size: int) -> Found:
-    """Reads a directory's vocabulary, if it has one. Arguments and errors are as for `read`."""
+    """Reads a directory's vocabulary, if it has one: a pickle, a file of PyTorch, or a text with a token per line.
+
+    Raises:
+      UserError: If the file is damaged, would run something, or has no vocabulary of the model's size.
+    """
     path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if path is None:
         return Found(None, None, [f"{folder} has no vocabulary ({', '.join(NAMES[:-1])})"])
-    return read(path, vocab_size)
-
-
-def read(path: Path, vocab_size: int) -> Found:
-    """Reads a file's vocabulary.
-
-    Args:
-      path: A pickle, a file of PyTorch, or a text file with one token per line.
-      vocab_size: V of the model.
-
-    Raises:
-      UserError: If the file is damaged, would run something, or has no vocabulary of this size.
-    """
     found = _of_text(path) if path.suffix == ".txt" else of_object(torch_files.read(path).root, name=str(path))
     return check_size(found, vocab_size, name=str(path))
 
@@ -86,7 +77,7 @@ def of_object(root: Any, *, name: str) -> Found:
     raise UserError(f"{name} has no list idx2sym of tokens. Pass the vocabulary of the model's tokenizer.")
 
 
-def of_symbols(symbols: list[Any], *, lower_case: bool = False, dataset: Any = None, name: str) -> Found:
+def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, dataset: Any = None) -> Found:
     """Returns the vocabulary of a list of tokens; `dataset` is the release's name of the corpus, if known."""
     if not symbols or not all(isinstance(symbol, str) for symbol in symbols) or len(set(symbols)) != len(symbols):
         raise UserError(f"{name} has {len(symbols)} tokens that are not distinct texts. Download it again.")

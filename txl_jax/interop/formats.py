@@ -1,12 +1,6 @@
-"""Reads other implementations' models: recognises the format, infers the configuration, finds the vocabulary.
+"""Reads other implementations' models: recognises the format, infers the configuration, finds the vocabulary."""
 
-found = read("transfo-xl-wt103")       # a directory or a file
-found.config, found.compat, found.vocabulary, found.params
-"""
-
-import collections
 import dataclasses
-import enum
 import json
 import os
 from collections.abc import Mapping
@@ -15,37 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from txl_jax.config import AttentionWindow, CompatConfig, EvalConfig, ExperimentConfig, ModelConfig
+from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig, ModelConfig
 from txl_jax.config.experiment import apply_preset
-from txl_jax.data.vocabulary import Vocabulary
+from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.errors import UserError
-from txl_jax.interop import (
-    foreign_vocabulary,
-    huggingface,
-    infer_config,
-    nvidia,
-    original,
-    state_dict,
-    tensorflow,
-    torch_files,
-)
-from txl_jax.interop.leaves import Leaf, Leaves, Renamed
+from txl_jax.interop import foreign_vocabulary, infer_config, nvidia, original, state_dict, tensorflow, torch_files
+from txl_jax.interop.leaves import Leaf, Leaves
+from txl_jax.interop.original import Format
+from txl_jax.interop.portable import ModelInfo
 from txl_jax.interop.safetensors import SafeTensors
-from txl_jax.interop.state_dict import StateDict
 
 _MAX_JSON = 1 << 24
-
-
-class Format(enum.StrEnum):
-    """Formats of other implementations."""
-
-    HUGGINGFACE = "huggingface"
-    ORIGINAL = "original"  # The authors' PyTorch release.
-    TENSORFLOW = "tensorflow"  # Their TensorFlow release.
-    NVIDIA = "nvidia"  # DeepLearningExamples.
-
-
-_PRESETS = {Format.HUGGINGFACE: "hf", Format.ORIGINAL: "pytorch", Format.TENSORFLOW: "tf", Format.NVIDIA: "pytorch"}
+_PREFIX = "transformer."  # Hugging Face's, before all names but the softmax's.
 # Files of weights in a directory, in order of preference.
 _NAMES = (
     *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -54,32 +29,28 @@ _NAMES = (
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
-class Foreign(NamedTuple):
-    """A model of another implementation."""
+class Model(NamedTuple):
+    """A trained model whose parameters are read one at a time."""
 
-    format: Format
-    config: ModelConfig  # Sizes, ties and encoding, inferred.
-    compat: CompatConfig  # The differences that give the same numbers.
-    eval_config: EvalConfig  # Lengths of evaluation, if the files record them.
-    vocabulary: Vocabulary | None  # None if the files have none.
-    vocab_size: int
-    params: Leaves  # The parameters of `TransformerXL`, read one at a time.
-    notes: list[str]  # What was chosen or omitted, for people.
+    format: str
+    info: ModelInfo
+    leaves: Leaves  # The parameters of `TransformerXL` by path.
+    notes: list[str]  # What was chosen or omitted: lines for the user.
 
 
 class _Weights(NamedTuple):
     """A file's tensors and everything known about them."""
 
     path: Path
-    tensors: Mapping[str, np.ndarray]  # By the file's names.
-    format: Format | None  # By these names, or None if they belong to another model.
-    names: Mapping[str, str]  # The file's names of the model's tensors, by the PyTorch release's names.
+    tensors: Leaves  # By the format's names (`original.Format`).
+    format: Format | None  # None if they belong to another model.
     facts: Mapping[str, Any]  # The model's arguments, as a pickled module or a checkpoint records them.
-    vocabulary: Any  # A pickled vocabulary in the file itself.
     folders: list[Path]  # Where a vocabulary may be.
+    vocabulary: Any = None  # A pickled vocabulary in the file itself.
+    notes: tuple[str, ...] = ()
 
 
-def read(path: str | os.PathLike[str], format: Format | None = None) -> Foreign:
+def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
     """Reads a model of another implementation.
 
     Args:
@@ -109,38 +80,22 @@ def read(path: str | os.PathLike[str], format: Format | None = None) -> Foreign:
         raise UserError(f"{file}: {error}") from error  # Errors of the correspondence name tensors alone.
 
 
-def _read_weights(weights: _Weights, format: Format) -> Foreign:
-    tensors, names = weights.tensors, weights.names
+def _read_weights(weights: _Weights, format: Format) -> Model:
     beside = weights.path.with_name("config.json")
     facts = dict(weights.facts) | (_read_json(beside) if beside.is_file() else {})
-    if isinstance(tensors, tensorflow.Checkpoint):
-        shapes = dict(tensors.shapes)  # Without reading the tensors.
-    else:
-        shapes = {own: np.shape(tensors[name]) for own, name in names.items()}
-    _join_biases(shapes)
-
-    def is_shared(a: str, b: str) -> bool:
-        a, b = names[a], names[b]
-        return (isinstance(tensors, StateDict) and tensors.is_same(a, b)) or np.array_equal(tensors[a], tensors[b])
-
-    inferred = infer_config.infer(shapes, facts, is_shared, name=str(weights.path))
-    config, vocab_size = inferred.config, inferred.vocab_size
-    params: Mapping[str, Leaf]
-    if format is Format.HUGGINGFACE:
-        filled = original.fill_shared(tensors, huggingface.aliases(config))
-        params = huggingface.to_leaves(filled, config, vocab_size=vocab_size)
-    else:
-        order = original.ClusterOrder.FORWARD if format is Format.TENSORFLOW else original.ClusterOrder.REVERSED
-        filled = original.fill_shared(Renamed(tensors, names), original.aliases(config))
-        params = original.to_leaves(filled, config, vocab_size=vocab_size, cluster_order=order)
-    found = _vocabulary(weights, vocab_size)
-    if found.order is not None:
-        params = _in_order(params, found.order, config)
-    notes = inferred.notes + found.notes
-    if isinstance(tensors, tensorflow.Checkpoint):
-        notes.append(f"{tensors.left_out} variables of the optimizer and of averages are left out")
-    compat = _compat(format, facts)
-    return Foreign(format, config, compat, inferred.eval_config, found.vocabulary, vocab_size, params, notes)
+    by_release = {name.removeprefix(_PREFIX): leaf for name, leaf in weights.tensors.items()}
+    config, vocab_size, eval_config, notes = infer_config.infer(by_release, facts, name=str(weights.path))
+    tensors = original.fill_shared(weights.tensors, original.aliases(config, format))
+    params = original.to_leaves(tensors, config, vocab_size=vocab_size, format=format)
+    vocabulary, order, more = _vocabulary(weights, vocab_size)
+    notes += [*more, *weights.notes]
+    if order is not None:
+        params = _in_order(params, order, config)
+    if vocabulary is None:
+        vocabulary = IdVocabulary(vocab_size)
+        notes.append("the tokens are named by their ids; a vocabulary beside the weights would be read")
+    whole = dataclasses.replace(ExperimentConfig(), model=config, compat=_compat(format, facts), eval=eval_config)
+    return Model(format, ModelInfo(whole, vocabulary, 0, f"converted from the {format} format"), params, notes)
 
 
 def _vocabulary(weights: _Weights, vocab_size: int) -> foreign_vocabulary.Found:
@@ -156,7 +111,7 @@ def _vocabulary(weights: _Weights, vocab_size: int) -> foreign_vocabulary.Found:
 
 def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
     """Returns the differences that give the implementation's numbers."""
-    compat = apply_preset(ExperimentConfig(), _PRESETS[format]).compat
+    compat = apply_preset(ExperimentConfig(), original.PRESETS[format]).compat
     if format is Format.NVIDIA:
         compat = dataclasses.replace(compat, same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE)
     if format is Format.HUGGINGFACE and isinstance(facts.get("layer_norm_epsilon"), float):
@@ -184,21 +139,23 @@ def _open_any(path: Path) -> _Weights | None:
         return _open_tensorflow(prefix) if prefix else None
     tensors, root = _open_parts(file) if file.name.endswith(".index.json") else _open_file(file)
     # Frequencies are a constant. In 16 bits a cast has rounded it.
-    rounded = {name for name in tensors if name.endswith(original.FREQUENCIES) and tensors[name].dtype.itemsize == 2}
-    if rounded:
-        tensors = Renamed(tensors, {name: name for name in tensors if name not in rounded})
-    if any(name.startswith(("transformer.layers.", "transformer.word_emb.")) for name in tensors):
-        names = {name.removeprefix("transformer."): name for name in tensors}
-        return _Weights(file, tensors, Format.HUGGINGFACE, names, state_dict.facts_of_module(root), None, [file.parent])
-    if "word_emb.emb_layers.0.weight" in tensors and nvidia.is_checkpoint(root):
-        names, facts = nvidia.original_names(tensors), nvidia.facts(root)
-        return _Weights(file, tensors, Format.NVIDIA, names, facts, root.get("vocab"), [file.parent])
-    format = Format.ORIGINAL if "word_emb.emb_layers.0.weight" in tensors else None
-    names, facts = {name: name for name in tensors}, state_dict.facts_of_module(root)
-    return _Weights(file, tensors, format, names, facts, None, [file.parent])
+    tensors = {
+        name: leaf
+        for name, leaf in tensors.items()
+        if not (name.endswith(original.FREQUENCIES) and leaf.dtype.itemsize == 2)
+    }
+    folders, facts = [file.parent], state_dict.facts_of_module(root)
+    if any(name.startswith((f"{_PREFIX}layers.", f"{_PREFIX}word_emb.")) for name in tensors):
+        return _Weights(file, tensors, Format.HUGGINGFACE, facts, folders)
+    if "word_emb.emb_layers.0.weight" not in tensors:
+        return _Weights(file, tensors, None, facts, folders)
+    if nvidia.is_checkpoint(root):
+        tensors, facts = nvidia.by_original_names(tensors), root["model_config"]
+        return _Weights(file, tensors, Format.NVIDIA, facts, folders, root.get("vocab"))
+    return _Weights(file, tensors, Format.ORIGINAL, facts, folders)
 
 
-def _open_file(file: Path) -> tuple[Mapping[str, np.ndarray], Any]:
+def _open_file(file: Path) -> tuple[Leaves, Any]:
     """Returns a file's tensors, and the value of a PyTorch file."""
     if file.suffix == ".safetensors":
         return SafeTensors(file), None
@@ -206,35 +163,26 @@ def _open_file(file: Path) -> tuple[Mapping[str, np.ndarray], Any]:
     return state_dict.of(found), found.root
 
 
-def _open_parts(file: Path) -> tuple[Mapping[str, np.ndarray], Any]:
+def _open_parts(file: Path) -> tuple[Leaves, Any]:
     """Returns the tensors of the files that an index lists."""
     parts = _read_json(file).get("weight_map")
     names = sorted(set(map(str, parts.values()))) if isinstance(parts, dict) else []
     if not names or any(Path(name).name != name for name in names):
         raise UserError(f"{file} lists no files of its directory under weight_map. Download it again.")
-    return collections.ChainMap(*(_open_file(file.with_name(name))[0] for name in names)), None  # type: ignore[arg-type]
+    return {name: leaf for part in reversed(names) for name, leaf in _open_file(file.with_name(part))[0].items()}, None
 
 
 def _open_tensorflow(prefix: Path) -> _Weights:
     """Opens a checkpoint of TensorFlow, with the evaluation lengths published for its corpus."""
-    tensors = tensorflow.Checkpoint(prefix)
+    tensors, cutoffs, left_out = tensorflow.read(prefix)
     folders = tensorflow.folders_of_vocabulary(prefix)
     about = next((folder / "corpus-info.json" for folder in folders if (folder / "corpus-info.json").is_file()), None)
-    facts: dict[str, Any] = {"pre_lnorm": False, "cutoffs": tensors.cutoffs}
+    facts: dict[str, Any] = {"pre_lnorm": False, "cutoffs": cutoffs}
     if "word_emb.emb_projs.0" in tensors:
-        facts["tie_projs"] = [f"crit.out_projs.{c}" not in tensors for c in range(len(tensors.cutoffs) + 1)]
+        facts["tie_projs"] = [f"crit.out_projs.{c}" not in tensors for c in range(len(cutoffs) + 1)]
     facts |= tensorflow.lengths(_read_json(about).get("dataset")) if about else {}
-    return _Weights(prefix, tensors, Format.TENSORFLOW, {name: name for name in tensors}, facts, None, folders)
-
-
-def _join_biases(shapes: dict[str, tuple[int, ...]]) -> None:
-    """Moves u and v from every layer of Hugging Face's model to where the release has them."""
-    for bias in ("r_w_bias", "r_r_bias"):
-        layers = [name for name in shapes if name.endswith(f"dec_attn.{bias}")]
-        if layers and bias not in shapes:
-            shapes[bias] = (len(layers), *shapes[layers[0]])
-        for name in layers:
-            del shapes[name]
+    note = f"{left_out} variables of the optimizer and of averages are left out"
+    return _Weights(prefix, tensors, Format.TENSORFLOW, facts, folders, notes=(note,))
 
 
 def _in_order(params: Mapping[str, Leaf], order: np.ndarray, config: ModelConfig) -> dict[str, Leaf]:

@@ -9,55 +9,49 @@ names the tensor and both shapes.
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from txl_jax.config import Encoding, EvalConfig, ModelConfig, NormPlace
 from txl_jax.errors import UserError
+from txl_jax.interop.leaves import Leaf, Leaves, is_same
 
-Shapes = Mapping[str, tuple[int, ...]]
 # Cutoffs of the published models by vocabulary size. NVIDIA's files with other cutoffs record them.
 _PUBLISHED_CUTOFFS = {267_735: (20_000, 40_000, 200_000), 793_470: (60_000, 100_000, 640_000)}
 _SIZES = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val")
 _OTHER_NAMES = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
 
 
-class Inferred(NamedTuple):
-    """A model's configuration."""
-
-    config: ModelConfig  # Sizes, ties and encoding.
-    vocab_size: int
-    eval_config: EvalConfig  # Lengths, if the facts have them.
-    notes: list[str]  # One line per choice that shapes and facts leave open.
-
-
-def infer(shapes: Shapes, facts: Mapping[str, Any], is_shared: Callable[[str, str], bool], *, name: str) -> Inferred:
+def infer(tensors: Leaves, facts: Mapping[str, Any], *, name: str) -> tuple[ModelConfig, int, EvalConfig, list[str]]:
     """Infers a model's configuration.
 
     Args:
-      shapes: Shapes of the tensors by the release's names.
+      tensors: The tensors by the release's names, of which only those that may be shared are read.
       facts: Known keyword arguments of MemTransformerLM or TransfoXLConfig.
-      is_shared: Returns whether two tensors are equal.
       name: The file's name, for errors.
+
+    Returns:
+      Sizes, ties and encoding, V, the lengths if the facts have them, and one line per choice that is left open.
 
     Raises:
       UserError: If a tensor that decides on a size is missing or has another rank, a fact has another type, or the
         facts lack something that the shapes leave open.
     """
-    shapes = _Shapes(shapes, name)
+    tensors = _Tensors(tensors, name)
     facts = _checked(facts, name)
     notes: list[str] = []
-    tables, vocab_size = _tables(shapes)
-    d_inner, d_model = shapes.of_rank("layers.0.pos_ff.CoreNet.0.weight", 2)
+    tables = _tables(tensors)
+    vocab_size = sum(rows for rows, _ in tables)
+    d_inner, d_model = tensors.shape("layers.0.pos_ff.CoreNet.0.weight", 2)
+    n_layer = _num_layers(tensors)
     values: dict[str, Any] = {
-        "n_layer": _num_layers(shapes),
+        "n_layer": n_layer,
         "d_model": d_model,
         "d_inner": d_inner,
         "d_embed": tables[0][1],
         "div_val": max(tables[0][1] // tables[1][1], 2) if len(tables) > 1 else 1,
-        "cutoffs": _cutoffs(shapes, tables, facts, vocab_size),
-        **_attention(shapes, facts),
+        "cutoffs": _cutoffs(tensors, tables, facts, vocab_size),
+        **_attention(tensors, facts),
     }
-    n_layer = values["n_layer"]
     values |= {size: facts[size] for size in (*_SIZES, "untie_r") if size in facts}
     values["n_layer"] = min(values["n_layer"], n_layer + 1)  # A huge number is wrong as soon as one layer is missing.
     if values["d_embed"] == values["d_model"]:
@@ -65,95 +59,96 @@ def infer(shapes: Shapes, facts: Mapping[str, Any], is_shared: Callable[[str, st
     if "pre_lnorm" not in facts:
         notes.append("the file does not record the place of the layer norm: post-norm, as all published models")
     values["layer_norm"] = NormPlace.PRE if facts.get("pre_lnorm") else NormPlace.POST
-    values |= _ties(shapes, ModelConfig(**values), facts, is_shared)
+    values |= _ties(tensors, ModelConfig(**values), facts)
     config = ModelConfig(**values)
     config.validate()
     vocab_size = facts.get("n_token", vocab_size)
     config.validate_vocabulary(vocab_size)
-    return Inferred(config, vocab_size, _lengths(facts, notes), notes)
+    return config, vocab_size, _lengths(facts, notes), notes
 
 
-class _Shapes(dict[str, tuple[int, ...]]):
-    """Shapes by name, with errors that name the tensor."""
+class _Tensors(dict[str, Leaf]):
+    """Tensors by name, with errors that name the file and the tensor."""
 
-    def __init__(self, shapes: Shapes, name: str):
-        super().__init__(shapes)
+    def __init__(self, tensors: Leaves, name: str):
+        super().__init__(tensors)
         self.name = name
 
-    def of_rank(self, tensor: str, *ranks: int) -> tuple[int, ...]:
+    def shape(self, tensor: str, *ranks: int) -> tuple[int, ...]:
         """Returns a tensor's shape, which must have one of these ranks."""
         if tensor not in self:
             raise UserError(f"{self.name} has no tensor {tensor}. Its names are not a Transformer-XL's.")
-        if len(self[tensor]) not in ranks or 0 in self[tensor]:
+        shape = self[tensor].shape
+        if len(shape) not in ranks or 0 in shape:
             raise UserError(
                 f"{self.name}: tensor {tensor} must have rank {' or '.join(map(str, ranks))} and no axis of 0, got "
-                f"shape {list(self[tensor])}"
+                f"shape {list(shape)}"
             )
-        return self[tensor]
+        return shape
 
 
-def _num_layers(shapes: _Shapes) -> int:
-    numbers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+def _num_layers(tensors: _Tensors) -> int:
+    numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     for layer in range(len(numbers)):
         if str(layer) not in numbers:
-            raise UserError(f"{shapes.name} has tensors of {len(numbers)} layers, but none of layer {layer}")
+            raise UserError(f"{tensors.name} has tensors of {len(numbers)} layers, but none of layer {layer}")
     return len(numbers)
 
 
-def _tables(shapes: _Shapes) -> tuple[list[tuple[int, ...]], int]:
-    """Returns the shapes of the embedding's tables, one per cluster or one for all, and V."""
+def _tables(tensors: _Tensors) -> list[tuple[int, ...]]:
+    """Returns the shapes of the embedding's tables, one per cluster or one for all."""
     names = (f"word_emb.emb_layers.{cluster}.weight" for cluster in itertools.count())
-    found = [shapes.of_rank(next(names), 2)]
-    found += [shapes.of_rank(name, 2) for name in itertools.takewhile(shapes.__contains__, names)]
-    return found, sum(rows for rows, _ in found)
+    found = [tensors.shape(next(names), 2)]
+    return found + [tensors.shape(name, 2) for name in itertools.takewhile(tensors.__contains__, names)]
 
 
 def _cutoffs(
-    shapes: _Shapes, tables: list[tuple[int, ...]], facts: Mapping[str, Any], vocab_size: int
+    tensors: _Tensors, tables: list[tuple[int, ...]], facts: Mapping[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
     """Returns the cutoffs: from the tables, or from the facts if all clusters have one table."""
     if len(tables) > 1:
         return tuple(itertools.accumulate(rows for rows, _ in tables[:-1]))
     if "cutoffs" in facts:
         return tuple(facts["cutoffs"])
-    if "crit.cluster_weight" not in shapes:
+    if "crit.cluster_weight" not in tensors:
         return ()
-    tails = shapes.of_rank("crit.cluster_weight", 2)[0]
+    tails, width = tensors.shape("crit.cluster_weight", 2)
     known = _PUBLISHED_CUTOFFS.get(vocab_size, ())
     if len(known) == tails:
         return known
     raise UserError(
-        f"{shapes.name}: tensor crit.cluster_weight has shape {list(shapes['crit.cluster_weight'])}, but no shape "
-        f"gives the cutoffs of {tails} tail clusters in a vocabulary of {vocab_size} tokens. Put a config.json with "
-        '{"cutoffs": [...]} next to it.'
+        f"{tensors.name}: tensor crit.cluster_weight has shape {[tails, width]}, but no shape gives the cutoffs of "
+        f'{tails} tail clusters in a vocabulary of {vocab_size} tokens. Put a config.json with {{"cutoffs": [...]}} '
+        "next to it."
     )
 
 
-def _attention(shapes: _Shapes, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _attention(tensors: _Tensors, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the encoding, its heads and its positions."""
-    heads = shapes.of_rank("layers.0.dec_attn.o_net.weight", 2)[1]
-    if "layers.0.dec_attn.r_net.weight" in shapes:
-        *layers, n_head, d_head = shapes.of_rank("r_w_bias", 2, 3)
-        return {"encoding": Encoding.RELATIVE, "n_head": n_head, "d_head": d_head, "untie_r": bool(layers)}
-    if "r_bias" in shapes or "r_emb" in shapes:  # Al-Rfou's is cut into heads too, though it is added to the input.
-        _, num_positions, n_head, d_head = shapes.of_rank("r_emb", 4)
-        encoding = Encoding.SHAW if "r_bias" in shapes else Encoding.AL_RFOU
+    heads = tensors.shape("layers.0.dec_attn.o_net.weight", 2)[1]
+    if "layers.0.dec_attn.r_net.weight" in tensors:
+        of_layer = "layers.0.dec_attn.r_w_bias"  # Hugging Face's, which has the shared one too if all are equal.
+        by_layer = of_layer in tensors and "r_w_bias" not in tensors
+        *layers, n_head, d_head = tensors.shape(of_layer, 2) if by_layer else tensors.shape("r_w_bias", 2, 3)
+        untie_r = by_layer or bool(layers)
+        return {"encoding": Encoding.RELATIVE, "n_head": n_head, "d_head": d_head, "untie_r": untie_r}
+    if "r_bias" in tensors or "r_emb" in tensors:  # Al-Rfou's is cut into heads too, though it is added to the input.
+        _, num_positions, n_head, d_head = tensors.shape("r_emb", 4)
+        encoding = Encoding.SHAW if "r_bias" in tensors else Encoding.AL_RFOU
         return {"encoding": encoding, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
     if "n_head" not in facts:
         raise UserError(
-            f"{shapes.name} adds sinusoids to its input, and then no shape gives the number of heads. Put a "
+            f"{tensors.name} adds sinusoids to its input, and then no shape gives the number of heads. Put a "
             'config.json with {"n_head": ...} next to it.'
         )
     return {"encoding": Encoding.VASWANI, "n_head": facts["n_head"], "d_head": heads // facts["n_head"]}
 
 
-def _ties(
-    shapes: _Shapes, config: ModelConfig, facts: Mapping[str, Any], is_shared: Callable[[str, str], bool]
-) -> dict[str, Any]:
+def _ties(tensors: _Tensors, config: ModelConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tables and projections that embedding and softmax share, by the facts, or by equal values."""
 
     def tied(own: str, other: str) -> bool:
-        return own not in shapes or (shapes.get(other) == shapes[own] and is_shared(own, other))
+        return own not in tensors or (other in tensors and is_same(tensors[own], tensors[other]))
 
     tie_weight = facts.get("tie_weight")
     if tie_weight is None:
@@ -176,14 +171,12 @@ def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
             f"{config.mem_len} and a clamp of {config.clamp_len} until others are given"
         )
         return config
-    values: dict[str, Any] = {"mem_len": facts["mem_len"], "clamp_len": None, "same_length": False}
-    if facts.get("tgt_len", 0) > 0:
-        values["segment_len"] = facts["tgt_len"]
-    if facts.get("clamp_len", -1) > 0:
-        values["clamp_len"] = facts["clamp_len"]
-    if facts["mem_len"]:
-        values["same_length"] = facts.get("same_length", False)
-    found = EvalConfig(**values)
+    found = EvalConfig(
+        segment_len=max(facts.get("tgt_len", 0), 0) or config.segment_len,
+        mem_len=facts["mem_len"],
+        clamp_len=max(facts.get("clamp_len", 0), 0) or None,
+        same_length=facts["mem_len"] > 0 and facts.get("same_length", False),
+    )
     found.validate()
     return found
 

@@ -1,6 +1,6 @@
-"""Parameters by path, read one at a time, so that a conversion needs memory for one array instead of all."""
+"""Arrays by name, read one at a time, so that a conversion needs memory for one array instead of all."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
         return part
 
 
-# Leaves by path: "stack/layers/attention/query" for params["stack"]["layers"]["attention"]["query"].
+# A file's tensors by name, or parameters by path: "stack/layers/attention/query".
 Leaves = Mapping[str, Leaf]
 
 
@@ -37,9 +37,14 @@ def leaf_of(array: Any) -> Leaf:
     return Leaf(tuple(np.shape(array)), np.dtype(array.dtype), lambda: np.asarray(array))
 
 
-def from_tree(params: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Returns nested parameters as leaves."""
-    return {path: leaf_of(value) for path, value in flax.traverse_util.flatten_dict(params, sep="/").items()}
+def is_same(a: Leaf, b: Leaf) -> bool:
+    """Returns whether two leaves have equal values, without reading them if they are one."""
+    return a is b or (a.shape == b.shape and np.array_equal(a.read(), b.read()))
+
+
+def from_tree(arrays: Mapping[str, Any]) -> dict[str, Leaf]:
+    """Returns arrays by name, or nested parameters, as leaves."""
+    return {path: leaf_of(value) for path, value in flax.traverse_util.flatten_dict(arrays, sep="/").items()}
 
 
 def to_tree(leaves: Leaves) -> dict[str, Any]:
@@ -57,33 +62,3 @@ def as_type(leaves: Leaves, dtype: np.dtype) -> dict[str, Leaf]:
         return Leaf(leaf.shape, dtype, lambda: leaf.read().astype(dtype, copy=False), part)
 
     return {path: converted(leaf) for path, leaf in leaves.items()}
-
-
-class Renamed(Mapping[str, np.ndarray]):
-    """Tensors under other names, read from the original tensors on each access."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, np.ndarray],
-        names: Mapping[str, str],
-        added: Mapping[str, np.ndarray] | None = None,
-    ):
-        """Keeps the arguments.
-
-        Args:
-          tensors: The tensors by their original names.
-          names: The original name of each wanted tensor, by its new name.
-          added: Further tensors by their new names.
-        """
-        self._tensors, self._names, self._added = tensors, names, added or {}
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        """Returns a tensor by its new name."""
-        return self._added[name] if name in self._added else self._tensors[self._names[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._names
-        yield from (name for name in self._added if name not in self._names)
-
-    def __len__(self) -> int:
-        return len(self._names.keys() | self._added.keys())

@@ -7,11 +7,12 @@ twice. With same_length a query sees one key more than in the release.
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-_LISTS = {"crit.out_layers_biases": "bias", "crit.out_layers_weights": "weight"}
-_LISTED = re.compile(r"(crit\.out_layers_(?:biases|weights))\.(\d+)")
+from txl_jax.interop.leaves import Leaf, Leaves
+
+_LISTS = {"biases": "bias", "weights": "weight"}
+_LISTED = re.compile(r"\Acrit\.out_layers_(biases|weights)\.(\d+)\Z")
 # Frequencies are a constant, which mixed precision rounds to 10 bits: they are not compared.
 _LEFT_OUT = re.compile(r"crit\.shared_out_projs\.\d+|pos_emb\.inv_freq")
 
@@ -21,17 +22,10 @@ def is_checkpoint(root: Any) -> bool:
     return isinstance(root, dict) and isinstance(root.get("model_config"), dict) and "model_state" in root
 
 
-def original_names(names: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the release's name of each tensor that it has, and the name here."""
-    found: dict[str, str] = {}
-    for name in names:
-        if match := _LISTED.fullmatch(name):
-            found[f"crit.out_layers.{match[2]}.{_LISTS[match[1]]}"] = name
-        elif not _LEFT_OUT.fullmatch(name):
-            found[name] = name
-    return found
-
-
-def facts(root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of MemTransformerLM."""
-    return dict(root["model_config"])
+def by_original_names(tensors: Leaves) -> dict[str, Leaf]:
+    """Returns the tensors that the release has, by its names."""
+    return {
+        _LISTED.sub(lambda match: f"crit.out_layers.{match[2]}.{_LISTS[match[1]]}", name): leaf
+        for name, leaf in tensors.items()
+        if not _LEFT_OUT.fullmatch(name)
+    }

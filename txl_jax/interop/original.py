@@ -1,4 +1,4 @@
-"""Weights of the authors' PyTorch release, in both directions, as a dict of numpy arrays.
+"""Weights of the authors' PyTorch release, in both directions, by its names and by those of other implementations.
 
     params = to_flax(tensors, config, vocab_size=204)    # {"params": params} is what `model.apply` takes
     tensors = from_flax(params, config)                  # every name of the release's state_dict
@@ -7,7 +7,7 @@
 [out, in], stacks q, k and v in one matrix, has one tensor per layer and, in the softmax, one bias per cluster. Here
 matrices are [in, out] with heads as their own axis, layers are stacked, and there is one bias. The release's attn_type
 0 is our relative encoding, 1 Shaw's (with `compat.shaw_terms=original`), 2 Vaswani's and 3 Al-Rfou's. Its tables begin
-with the greatest distance, ours with 0.
+with the greatest distance, ours with 0. `Format` has the differences of the other implementations.
 
 `write` makes a directory: `model.safetensors`, with one name for each shared tensor, `config.json` with the arguments
 of the release's `MemTransformerLM`, and the vocabulary.
@@ -15,7 +15,7 @@ of the release's `MemTransformerLM`, and the vocabulary.
 
 import enum
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,22 +30,33 @@ from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import portable, safetensors
-from txl_jax.interop.leaves import Leaf, Leaves, Renamed
+from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.portable import ModelInfo
-from txl_jax.modules.positions import encoding_of
+from txl_jax.modules.positions import ENCODINGS, encoding_of
 from txl_jax.runtime.storage import write_json, write_lines
 
+
+class Format(enum.StrEnum):
+    """Implementations, whose tensors are by the names of the authors' PyTorch release."""
+
+    ORIGINAL = "original"  # That release. The last row of the softmax's head belongs to the first tail cluster.
+    NVIDIA = "nvidia"  # DeepLearningExamples, once `nvidia.by_original_names` has renamed its tensors.
+    TENSORFLOW = "tensorflow"  # The authors' TensorFlow release (`tensorflow.read`). Tails are in order, as here.
+    HUGGINGFACE = "huggingface"  # Tails in order, "transformer." before all but the softmax, u and v in every layer.
+
+
+PRESETS = {Format.ORIGINAL: "pytorch", Format.NVIDIA: "pytorch", Format.TENSORFLOW: "tf", Format.HUGGINGFACE: "hf"}
+_TITLES = {
+    Format.ORIGINAL: "the original PyTorch release",
+    Format.NVIDIA: "NVIDIA's release",
+    Format.TENSORFLOW: "the original TensorFlow release",
+    Format.HUGGINGFACE: "Hugging Face's model",
+}
 FREQUENCIES = "pos_emb.inv_freq"  # A constant in the release's state_dict, checked when read.
+_BIASES = ("r_w_bias", "r_r_bias")  # u and v.
 _UNKNOWN = ("<UNK>", "<unk>")  # In the order in which TransfoXLTokenizer searches for them.
 
 _DOUBLE = np.dtype(np.float64)
-
-
-class ClusterOrder(enum.StrEnum):
-    """Order of the rows of cluster_weight and cluster_bias: which tail cluster each belongs to."""
-
-    REVERSED = "reversed"  # Last row for the first tail: the authors' PyTorch release.
-    FORWARD = "forward"  # First row for the first tail, as here: Hugging Face.
 
 
 class Piece(NamedTuple):
@@ -53,73 +64,65 @@ class Piece(NamedTuple):
 
     name: str  # The original's tensor,
     shape: tuple[int, ...]  # its shape,
-    rows: slice | tuple[slice, slice]  # and which of its rows, or of its first two axes.
     path: str  # Our parameter, "a/b/c",
     path_shape: tuple[int, ...]  # its shape,
-    place: slice | int  # and where along its first axis.
-    transposed: bool  # [out, in] there, [in, out] here.
+    place: slice | int = slice(None)  # and where along its first axis.
+    rows: slice | tuple[slice, slice] = slice(None)  # Which rows of the tensor, or which of its first two axes.
+    transposed: bool = False  # [out, in] there, [in, out] here.
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns the rows of the original tensor in our order of axes."""
+        rows = tensor[self.rows]
+        return rows.T if self.transposed else rows
 
 
 def to_flax(
-    tensors: Mapping[str, np.ndarray],
-    config: ModelConfig,
-    *,
-    vocab_size: int,
-    cluster_order: ClusterOrder = ClusterOrder.REVERSED,
+    tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_size: int, format: Format = Format.ORIGINAL
 ) -> dict[str, Any]:
     """Returns the nested parameters of `TransformerXL` that `to_leaves` describes."""
-    return leaves_lib.to_tree(to_leaves(tensors, config, vocab_size=vocab_size, cluster_order=cluster_order))
+    return leaves_lib.to_tree(to_leaves(leaves_lib.from_tree(tensors), config, vocab_size=vocab_size, format=format))
 
 
 def to_leaves(
-    tensors: Mapping[str, np.ndarray],
-    config: ModelConfig,
-    *,
-    vocab_size: int,
-    cluster_order: ClusterOrder = ClusterOrder.REVERSED,
+    tensors: Leaves, config: ModelConfig, *, vocab_size: int, format: Format = Format.ORIGINAL
 ) -> dict[str, Leaf]:
     """Returns the parameters of `TransformerXL` (with `final_norm` off) by path, in the tensors' dtypes.
 
     Args:
-      tensors: Every tensor by its original name, shared ones under all their names. They are read when leaves are.
+      tensors: Every tensor by its name in `format`, shared ones under all their names.
       config: Sizes and ties.
       vocab_size: V.
-      cluster_order: Order of the tails in `crit.cluster_weight` and `crit.cluster_bias`.
+      format: The implementation.
 
     Raises:
-      UserError: If a tensor is missing, unknown or of the wrong shape, or shared tensors differ.
+      UserError: If a tensor is missing, unknown or of the wrong shape, shared tensors differ, or the implementation has
+        no such model.
     """
-    pieces = list(_pieces(config, vocab_size, cluster_order))
-    shared = aliases(config)
+    check_names(config, format)
+    pieces = _pieces(config, vocab_size, format)
+    shared = aliases(config, format)
     expected = {piece.name: piece.shape for piece in pieces}
     expected |= {name: expected[first] for name, first in shared.items()}
-    constants = {FREQUENCIES} if encoding_of(config).has_original_frequencies else set()
-    _check({name: np.shape(tensors[name]) for name in tensors if name not in constants}, expected, "tensor")
-    for name in constants & tensors.keys():
-        _check_frequencies(tensors[name], config.d_model)
+    constant = _name(FREQUENCIES, format) if encoding_of(config).has_original_frequencies else None
+    _check({name: leaf.shape for name, leaf in tensors.items() if name != constant}, expected, "tensor")
+    if constant and constant in tensors:
+        _check_frequencies(tensors[constant].read(), config.d_model)
     for name, first in shared.items():
-        if not np.array_equal(tensors[name], tensors[first]):
+        if not leaves_lib.is_same(tensors[name], tensors[first]):
             raise UserError(
-                f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight} and model.tie_projs "
-                f"{list(config.tie_projs)} share them. Turn the tie off or pass equal values."
+                f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight}, model.tie_projs "
+                f"{list(config.tie_projs)} and model.untie_r {config.untie_r} share them. Turn the tie off or pass "
+                "equal values."
             )
-    return {path: _leaf_of_tensors(tensors, parts) for path, parts in _grouped(pieces, "path").items()}
+    return {path: _parameter(tensors, parts) for path, parts in _grouped(pieces, lambda piece: piece.path).items()}
 
 
-def _grouped(pieces: list[Piece], field: str) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        found.setdefault(getattr(piece, field), []).append(piece)
-    return found
-
-
-def _leaf_of_tensors(tensors: Mapping[str, np.ndarray], pieces: list[Piece]) -> Leaf:
-    """Returns one of our parameters, which is made of pieces of original tensors."""
+def _parameter(tensors: Leaves, pieces: list[Piece]) -> Leaf:
+    """Returns one of our parameters, made of pieces of original tensors."""
     shape, dtype = pieces[0].path_shape, tensors[pieces[0].name].dtype
 
     def fill(target: np.ndarray, piece: Piece) -> None:
-        source = tensors[piece.name][piece.rows]
-        target[...] = (source.T if piece.transposed else source).reshape(target.shape)
+        target[...] = piece.view(tensors[piece.name].read()).reshape(target.shape)
 
     def read() -> np.ndarray:
         array = np.empty(shape, dtype)
@@ -138,61 +141,67 @@ def _leaf_of_tensors(tensors: Mapping[str, np.ndarray], pieces: list[Piece]) -> 
 
 
 def from_flax(
-    params: Mapping[str, Any], config: ModelConfig, *, cluster_order: ClusterOrder = ClusterOrder.REVERSED
+    params: Mapping[str, Any], config: ModelConfig, *, format: Format = Format.ORIGINAL
 ) -> dict[str, np.ndarray]:
     """Inverts `to_flax`. Also takes a tree of gradients: a shared tensor's is then the sum over its uses."""
-    leaves = from_leaves(leaves_lib.from_tree(params), config, cluster_order=cluster_order)
+    leaves = from_leaves(leaves_lib.from_tree(params), config, format=format)
     tensors = {name: leaf.read() for name, leaf in leaves.items()}
-    return tensors | {name: tensors[first] for name, first in aliases(config).items()}
+    return tensors | {name: tensors[first] for name, first in aliases(config, format).items()}
 
 
-def from_leaves(
-    leaves: Leaves, config: ModelConfig, *, cluster_order: ClusterOrder = ClusterOrder.REVERSED
-) -> dict[str, Leaf]:
+def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.ORIGINAL) -> dict[str, Leaf]:
     """Inverts `to_leaves`, with only the first name of a shared tensor.
 
     Raises:
-      UserError: If a parameter is missing, unknown or of the wrong shape, or has no name in the original.
+      UserError: If a parameter is missing, unknown or of the wrong shape, or has no name in the implementation.
     """
+    check_names(config, format)
     if any(path.startswith("final_norm/") for path in leaves):
         raise UserError("final_norm has no name in the original. To export pre-norm, train with compat.final_norm off.")
     if "softmax/bias" not in leaves:
         raise UserError("parameter softmax/bias is missing, expected with shape [V]. Pass the tree below 'params'.")
     bias = leaves["softmax/bias"]
-    pieces = list(_pieces(config, bias.shape[0], cluster_order))
+    pieces = _pieces(config, bias.shape[0], format)
     expected = {piece.path: piece.path_shape for piece in pieces}
     _check({path: leaf.shape for path, leaf in leaves.items()}, expected, "parameter")
-    tensors = {name: _tensor_of_leaves(leaves, parts) for name, parts in _grouped(pieces, "name").items()}
+    tensors = {name: _tensor(leaves, parts) for name, parts in _grouped(pieces, lambda piece: piece.name).items()}
     if encoding_of(config).has_original_frequencies:
-        tensors[FREQUENCIES] = leaves_lib.leaf_of(_frequencies(config.d_model, bias.dtype))
+        tensors[_name(FREQUENCIES, format)] = leaves_lib.leaf_of(_frequencies(config.d_model, bias.dtype))
     return tensors
 
 
-def _tensor_of_leaves(leaves: Leaves, pieces: list[Piece]) -> Leaf:
-    """Returns an original tensor, which is made of pieces of our parameters."""
+def _tensor(leaves: Leaves, pieces: list[Piece]) -> Leaf:
+    """Returns an original tensor, made of pieces of our parameters."""
     shape, dtype = pieces[0].shape, leaves[pieces[0].path].dtype
 
     def read() -> np.ndarray:
-        tensor = np.empty(shape, dtype)
+        array = np.empty(shape, dtype)
         for piece in pieces:
-            source, target = leaves[piece.path].part(piece.place), tensor[piece.rows]
-            target[...] = source.reshape(target.shape[::-1]).T if piece.transposed else source.reshape(target.shape)
-        return tensor
+            target = piece.view(array)
+            target[...] = leaves[piece.path].part(piece.place).reshape(target.shape)
+        return array
 
     return Leaf(shape, dtype, read)
 
 
-def fill_shared(tensors: Mapping[str, np.ndarray], shared: Mapping[str, str]) -> Mapping[str, np.ndarray]:
+def _grouped(pieces: list[Piece], key: Callable[[Piece], str]) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(key(piece), []).append(piece)
+    return found
+
+
+def fill_shared(tensors: Leaves, shared: Mapping[str, str]) -> dict[str, Leaf]:
     """Returns a file's tensors under all their names, because files have only one of the names in `aliases`."""
-    names = {name: name for name in tensors}
+    found = dict(tensors)
     for first in set(shared.values()):
         group = [first, *(second for second, of in shared.items() if of == first)]
-        if found := next((name for name in group if name in tensors), None):
-            names |= {name: found for name in group if name not in tensors}
-    return Renamed(tensors, names)
+        if one := next((tensors[name] for name in group if name in tensors), None):
+            found |= {name: one for name in group if name not in tensors}
+    return found
 
 
-def aliases(config: ModelConfig) -> dict[str, str]:
+def aliases(config: ModelConfig, format: Format = Format.ORIGINAL) -> dict[str, str]:
     """Returns the second names of shared tensors, each with its first name."""
     n_table = config.n_cluster if config.div_val > 1 else 1
     shared: dict[str, str] = {}
@@ -202,22 +211,59 @@ def aliases(config: ModelConfig) -> dict[str, str]:
         for c, tied in enumerate(config.tie_projs):
             if tied:
                 shared[f"crit.out_projs.{c}"] = f"word_emb.emb_projs.{c if config.div_val > 1 else 0}"
-    return shared
+    if format is Format.HUGGINGFACE and not config.untie_r:
+        layers = itertools.product(range(config.n_layer), _BIASES)
+        shared |= {f"layers.{layer}.dec_attn.{bias}": bias for layer, bias in layers}
+    return {_name(name, format): _name(first, format) for name, first in shared.items()}
 
 
-def _pieces(config: ModelConfig, vocab_size: int, cluster_order: ClusterOrder) -> Iterator[Piece]:
-    """Yields the correspondence, tensor by tensor, without second names of shared tensors."""
-    for tensor in encoding_of(config).original_tensors():
-        rows = (slice(None), slice(None, None, -1)) if tensor.reversed else slice(None)
-        yield Piece(tensor.name, tensor.shape, rows, tensor.path, tensor.path_shape, slice(None), False)
+def _name(name: str, format: Format) -> str:
+    """Returns an implementation's name of an original tensor."""
+    is_softmax = name.startswith("crit.")
+    return name if format is not Format.HUGGINGFACE or is_softmax else f"transformer.{name}"
+
+
+def check_names(config: ModelConfig, format: Format) -> None:
+    """Raises `UserError` for a model that an implementation lacks, so that its parameters have no names there."""
+    title, in_huggingface = _TITLES[format], format is Format.HUGGINGFACE
+    known = [
+        name
+        for name, encoding in ENCODINGS.items()
+        if (encoding.in_huggingface if in_huggingface else encoding.original_type is not None)
+    ]
+    if config.encoding not in known:
+        raise UserError(f"model.encoding is {config.encoding}, and {title} has {', '.join(known)} only")
+    if config.tie_positions:
+        raise UserError(
+            f"model.tie_positions is on, and {title} has a matrix of positions, u and v. Train with it turned off."
+        )
+
+
+def _pieces(config: ModelConfig, vocab_size: int, format: Format) -> list[Piece]:
+    """Returns the correspondence, tensor by tensor, without second names of shared tensors."""
+    pieces = [*_encoding(config, format)]
     for layer in range(config.n_layer):
-        yield from _layer(config, layer)
-    yield from _embedding_and_softmax(config, vocab_size)
+        pieces += _layer(config, layer)
+    pieces += _embedding_and_softmax(config, vocab_size)
     if config.cutoffs:
-        rows = slice(None, None, -1) if cluster_order is ClusterOrder.REVERSED else slice(None)
-        for name, kind, shape in (("weight", "table", (config.embed_width,)), ("bias", "bias", ())):
-            shape = (len(config.cutoffs), *shape)
-            yield Piece(f"crit.cluster_{name}", shape, rows, f"softmax/tail_{kind}", shape, slice(None), False)
+        in_order = format in (Format.HUGGINGFACE, Format.TENSORFLOW)
+        rows, tails = slice(None, None, None if in_order else -1), len(config.cutoffs)
+        weights = (tails, config.embed_width)
+        pieces.append(Piece("crit.cluster_weight", weights, "softmax/tail_table", weights, rows=rows))
+        pieces.append(Piece("crit.cluster_bias", (tails,), "softmax/tail_bias", (tails,), rows=rows))
+    return [piece._replace(name=_name(piece.name, format)) for piece in pieces]
+
+
+def _encoding(config: ModelConfig, format: Format) -> Iterator[Piece]:
+    """Yields the encoding's own tensors."""
+    for tensor in encoding_of(config).original_tensors():
+        if format is Format.HUGGINGFACE and config.untie_r:
+            for layer in range(config.n_layer):
+                name = f"layers.{layer}.dec_attn.{tensor.name}"
+                yield Piece(name, tensor.shape[1:], tensor.path, tensor.path_shape, layer)
+        else:
+            rows = (slice(None), slice(None, None, -1)) if tensor.reversed else slice(None)
+            yield Piece(tensor.name, tensor.shape, tensor.path, tensor.path_shape, rows=rows)
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
@@ -227,7 +273,7 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
 
     def piece(name: str, shape: tuple[int, ...], path: str, ours: tuple[int, ...], rows: slice = slice(None)) -> Piece:
         stacked = (config.n_layer, *ours)
-        return Piece(f"layers.{layer}.{name}", shape, rows, f"stack/layers/{path}", stacked, layer, len(shape) == 2)
+        return Piece(f"layers.{layer}.{name}", shape, f"stack/layers/{path}", stacked, layer, rows, len(shape) == 2)
 
     inward = (d_model, n_head, d_head)
     for net, parts in encoding_of(config).original_projections.items():
@@ -250,22 +296,21 @@ def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Pie
     bounds = [0, *config.cutoffs, vocab_size] if config.div_val > 1 else [0, vocab_size]
     shared = aliases(config)
 
-    def piece(name: str, path: str, shape: tuple[int, ...], transposed: bool) -> Piece:
-        return Piece(name, shape, slice(None), path, shape[::-1] if transposed else shape, slice(None), transposed)
+    def projection(name: str, path: str, width: int) -> Piece:
+        return Piece(name, (config.d_model, width), path, (width, config.d_model), transposed=True)
 
     for c, (start, end) in enumerate(itertools.pairwise(bounds)):
         width = config.cluster_width(c)
-        yield piece(f"word_emb.emb_layers.{c}.weight", f"embedding/table_{c}", (end - start, width), False)
+        table = (end - start, width)
+        yield Piece(f"word_emb.emb_layers.{c}.weight", table, f"embedding/table_{c}", table)
         if f"crit.out_layers.{c}.weight" not in shared:
-            yield piece(f"crit.out_layers.{c}.weight", f"softmax/table_{c}", (end - start, width), False)
+            yield Piece(f"crit.out_layers.{c}.weight", table, f"softmax/table_{c}", table)
         if _is_projected(config):
-            yield piece(f"word_emb.emb_projs.{c}", f"embedding/projection_{c}", (config.d_model, width), True)
-        name, rows = f"crit.out_layers.{c}.bias", (end - start,)
-        yield Piece(name, rows, slice(None), "softmax/bias", (vocab_size,), slice(start, end), False)
+            yield projection(f"word_emb.emb_projs.{c}", f"embedding/projection_{c}", width)
+        yield Piece(f"crit.out_layers.{c}.bias", (end - start,), "softmax/bias", (vocab_size,), slice(start, end))
     for c in range(config.n_cluster):
         if _is_projected(config) and f"crit.out_projs.{c}" not in shared:
-            shape = (config.d_model, config.cluster_width(c))
-            yield piece(f"crit.out_projs.{c}", f"softmax/projection_{c}", shape, True)
+            yield projection(f"crit.out_projs.{c}", f"softmax/projection_{c}", config.cluster_width(c))
 
 
 def _is_projected(config: ModelConfig) -> bool:
@@ -290,18 +335,12 @@ def _check_frequencies(found: np.ndarray, d_model: int) -> None:
 
 def _check(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], kind: str) -> None:
     """Raises `UserError` for the first name that is missing, of another shape, or unknown."""
-    for name, shape in expected.items():
-        if name not in found:
-            raise UserError(f"{kind} {name} is missing, expected with shape {list(shape)}; does the config fit?")
-        if found[name] != shape:
-            raise UserError(
-                f"{kind} {name} has shape {list(found[name])}, expected {list(shape)}; does the config fit?"
-            )
-    for name, shape in found.items():
-        if name not in expected:
-            raise UserError(
-                f"{kind} {name} of shape {list(shape)} was given, expected no such {kind}; does the config fit?"
-            )
+    for name in [*expected, *found]:
+        if found.get(name) != expected.get(name):
+            there = f"has shape {list(found[name])}" if name in found else "is missing"
+            wanted = f"expected shape {list(expected[name])}" if name in expected else f"expected no such {kind}"
+            settings = "the config, model.untie_r included," if name.endswith(_BIASES) else "the config"
+            raise UserError(f"{kind} {name} {there}, {wanted}; does {settings} fit?")
 
 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
@@ -314,18 +353,19 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
       UserError: If the model has parts that the release lacks.
       OSError, LogError: If the files cannot be written.
     """
-    model = info.config.model
-    if encoding_of(model).original_type is None or model.tie_positions:
-        raise UserError(
-            f"model.encoding is {model.encoding} and model.tie_positions is {model.tie_positions}, but the original "
-            "PyTorch release has no such model"
-        )
-    write_weights(folder, from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), model))
-    notes = write_vocabulary(folder, info.vocabulary)
-    write_json(folder / portable.CONFIG, arguments_of(model, info.config.eval, vocab_size=info.vocabulary.size))
-    if model.untie_r:
-        notes.append("the release's class shares u and v among the layers; here each layer has its own (untie_r)")
-    return notes + differences(info.config, "pytorch", "the original PyTorch release")
+    arguments = arguments_of(info.config.model, info.config.eval, vocab_size=info.vocabulary.size)
+    return write_model(folder, info, leaves, arguments, Format.ORIGINAL)
+
+
+def write_model(
+    folder: Path, info: ModelInfo, leaves: Leaves, arguments: Mapping[str, Any], format: Format
+) -> list[str]:
+    """Writes tensors, arguments and vocabulary for an implementation; returns notes and raises as `write`."""
+    tensors = from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format)
+    # transformers rejects a file without this word.
+    safetensors.write(folder / portable.WEIGHTS, tensors, metadata={"format": "pt"})
+    write_json(folder / portable.CONFIG, arguments)
+    return _write_vocabulary(folder, info.vocabulary) + _differences(info.config, format)
 
 
 def arguments_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
@@ -348,13 +388,7 @@ def arguments_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: in
     }
 
 
-def write_weights(folder: Path, tensors: Leaves) -> None:
-    """Writes `model.safetensors` for programs that read it with PyTorch."""
-    # transformers rejects a file without this word.
-    safetensors.write(folder / portable.WEIGHTS, tensors, metadata={"format": "pt"})
-
-
-def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
+def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
     """Writes vocabulary.txt, and tokenizer.json or a vocab.txt that TransfoXLTokenizer reads; returns notes on it."""
     portable.write_vocabulary(folder, vocabulary)
     if isinstance(vocabulary, SubwordVocabulary):
@@ -369,24 +403,23 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
     return []
 
 
-def differences(config: ExperimentConfig, preset: str, name: str, *, same: tuple[str, ...] = ()) -> list[str]:
-    """Lists the compatibility settings that differ from an implementation's and change the losses.
-
-    Args:
-      config: The model's settings.
-      preset: The implementation's preset.
-      name: The implementation's name, for people.
-      same: Settings that are written for the implementation.
-    """
-    theirs = apply_preset(config, preset).compat
-    unused = {*same, "final_norm"}  # A model that has one is rejected.
+def _differences(config: ExperimentConfig, format: Format) -> list[str]:
+    """Lists the ways in which a model differs from an implementation's, some of which change the losses."""
+    notes = []
+    if format is Format.ORIGINAL and config.model.untie_r:
+        notes.append("the release's class shares u and v among the layers; here each layer has its own (untie_r)")
+    theirs, title = apply_preset(config, PRESETS[format]).compat, _TITLES[format]
+    unused = {"final_norm"}  # A model that has one is rejected.
+    if format is Format.HUGGINGFACE:
+        unused.add("layer_norm_eps")  # Its config.json has it.
     if not config.model.has_shaw_terms:
         unused.add("shaw_terms")
     if not config.eval.same_length:
         unused.add("same_length_window")
-    apart = f"documents are kept apart here, by the token {config.data.reset_at!r}, and not by {name}"
-    return [apart] * (config.data.reset_at is not None) + [
-        f"{name} has compat.{leaf.name} {config_tree.format_value(there)}, and these weights were read with "
+    if config.data.reset_at is not None:
+        notes.append(f"documents are kept apart here, by the token {config.data.reset_at!r}, and not by {title}")
+    return notes + [
+        f"{title} has compat.{leaf.name} {config_tree.format_value(there)}, and these weights were read with "
         f"{config_tree.format_value(here)}: it gives other losses"
         for leaf, here, there in config_tree.differences(config.compat, theirs)
         if leaf.name not in unused

@@ -77,7 +77,7 @@ class Omitted(NamedTuple):
     size: int
 
 
-class DamagedError(Exception):
+class DamagedError(ValueError):
     """An instruction that cannot be carried out."""
 
 
@@ -95,6 +95,11 @@ def _key(key: Any) -> Any:
 def _dict(entries: Any = ()) -> dict[Any, Any]:
     pairs: Iterable[Any] = entries.items() if isinstance(entries, dict) else entries
     return {_key(key): value for key, value in pairs}
+
+
+def _pairs(values: list[Any]) -> Iterable[tuple[Any, Any]]:
+    """Pairs keys and values, which take turns."""
+    return zip(values[::2], values[1::2], strict=True)
 
 
 def _set(elements: Any = ()) -> set[Any]:
@@ -155,7 +160,7 @@ def load(
       UserError: If the pickle is damaged, ends early, or calls anything else.
     """
     file: Any = io.BytesIO(data) if isinstance(data, bytes) else data  # A map reads like a file.
-    machine = _Machine(name, {**_CALLS, **(calls or {})}, persistent, 4 * len(data) + (1 << 20))
+    machine = _Machine(name, {**_CALLS, **(calls or {})}, persistent, budget=4 * len(data) + (1 << 20))
     try:
         file.seek(start)
         for instruction, argument, _ in pickletools.genops(file):
@@ -164,10 +169,7 @@ def load(
             getattr(machine, instruction.name)(argument)
     except UserError:
         raise
-    except (
-        *(DamagedError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError),
-        *(RecursionError, MemoryError),
-    ) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
         reason = str(error) if isinstance(error, DamagedError) else type(error).__name__
         raise UserError(
             f"{name}: the pickle at byte {start} is damaged or ends early at byte {file.tell()} ({reason}). Copy or "
@@ -181,6 +183,7 @@ def _pushes(value: Callable[["_Machine", Any], Any]) -> Callable[["_Machine", An
     return lambda machine, argument: machine.push(value(machine, argument))
 
 
+@dataclasses.dataclass(eq=False)
 class _Machine:
     """The stack machine of protocols 0 to 5, with one method per instruction.
 
@@ -188,14 +191,13 @@ class _Machine:
     (protocol 5) are the only instructions without a method, because no file has them.
     """
 
-    def __init__(
-        self, name: str, calls: Mapping[str, Call], persistent: Callable[[Any], Any] | None, budget: int
-    ) -> None:
-        self.name, self.calls, self.persistent = name, calls, persistent
-        self.budget = budget  # Elements that calls may still copy.
-        self.stack: list[Any] = []
-        self.below_marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+    name: str
+    calls: Mapping[str, Call]
+    persistent: Callable[[Any], Any] | None
+    budget: int  # Elements that calls may still copy.
+    stack: list[Any] = dataclasses.field(default_factory=list)
+    below_marks: list[list[Any]] = dataclasses.field(default_factory=list)
+    memo: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -272,11 +274,7 @@ class _Machine:
     TUPLE3 = _pushes(lambda m, _: (m.pop(), m.pop(), m.pop())[::-1])
     LIST = _pushes(lambda m, _: m.POP_MARK())
     FROZENSET = _pushes(lambda m, _: _set(m.POP_MARK()))
-
-    def DICT(self, _: Any) -> None:
-        values = self.POP_MARK()
-        self.push({})
-        self.set_entries(values)
+    DICT = _pushes(lambda m, _: _dict(_pairs(m.POP_MARK())))
 
     def APPEND(self, _: Any) -> None:
         self.add_elements([self.pop()])
@@ -308,7 +306,7 @@ class _Machine:
         entries = target.entries if isinstance(target, Record) else target
         if not isinstance(entries, dict):
             raise DamagedError("an entry has no dict")
-        entries.update(zip(map(_key, values[::2]), values[1::2], strict=True))
+        entries.update(_dict(_pairs(values)))
 
     # Names, calls and objects.
 

@@ -10,6 +10,7 @@ Weights and vocabulary are checked against their sha256 when they are read, to f
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -120,6 +121,11 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     sha256 = safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
     write_vocabulary(folder, info.vocabulary)
     num_parameters = sum(math.prod(leaf.shape) for leaf in leaves.values())
+    paths = {
+        leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path
+    }  # On this machine, so not stored.
+    values = config_tree.to_dict(info.config).items()
+    settings = {name: value for name, value in values if name.split(".")[0] in _GROUPS and name not in paths}
     storage.write(os.path.join(folder, CARD), _card(info, num_parameters).encode())
     saved = {
         _KIND: _KIND_VERSION,
@@ -127,7 +133,7 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
         "parameters": num_parameters,
         "vocab_size": info.vocabulary.size,
         "step": info.step,
-        "config": _settings(info.config),
+        "config": settings | {"data.reset_at": info.config.data.reset_at},
         "scores": dict(info.scores),
         "sha256": {WEIGHTS: sha256, VOCABULARY: digest(info.vocabulary)},
     }
@@ -172,7 +178,7 @@ def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
         raise CheckpointError(
             f"{tensors.path} is damaged: its sha256 does not match {CONFIG}. Copy or convert the directory again."
         )
-    return {name.replace(".", "/"): tensors.leaf(name) for name in tensors}
+    return {name.replace(".", "/"): leaf for name, leaf in tensors.items()}
 
 
 def place(leaves: Leaves, abstract_params: Any) -> Any:
@@ -190,27 +196,17 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
     found = {path: f"{np.dtype(np.float32)}{list(leaf.shape)}" for path, leaf in leaves.items()}
     if difference := describe_difference(found, describe_arrays(abstract_params)):
         raise CheckpointError(f"the weights do not match the config ({difference}). Convert them again.")
-    # The largest comes first, when memory is empty: the host holds an array twice while it is placed.
+
+    def part(path: str, index: Any) -> np.ndarray:
+        # A copy: where a device shares the host's memory, jax would keep the mapped file as its array.
+        return np.array(leaves[path].read()[index], named[path].dtype)
+
     placed: dict[str, Any] = {}
-    for path in sorted(named, key=lambda path: -math.prod(named[path].shape)):
-        placed[path] = jax.block_until_ready(_place(leaves[path], named[path]))
+    # The largest comes first, when memory is empty: the host holds an array twice while it is placed.
+    for path, like in sorted(named.items(), key=lambda item: -math.prod(item[1].shape)):
+        array = jax.make_array_from_callback(like.shape, like.sharding, functools.partial(part, path))
+        placed[path] = jax.block_until_ready(array)
     return jax.tree_util.tree_unflatten(structure, [placed[path] for path in named])
-
-
-def _place(leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
-    # Parts are copied: where a device shares the host's memory, jax would keep the mapped file as its array.
-    def part(index: Any) -> np.ndarray:
-        return np.array(leaf.read()[index], like.dtype)
-
-    return jax.make_array_from_callback(like.shape, like.sharding, part)
-
-
-def _settings(config: ExperimentConfig) -> dict[str, Any]:
-    """Returns the settings to store by dotted name, without paths on this machine."""
-    paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
-    values = config_tree.to_dict(config).items()
-    kept = {name: value for name, value in values if name.partition(".")[0] in _GROUPS and name not in paths}
-    return kept | {"data.reset_at": config.data.reset_at}
 
 
 def _read_config(folder: AnyPath) -> dict[str, Any]:
@@ -273,16 +269,13 @@ def _card(info: ModelInfo, num_parameters: int) -> str:
 
 def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
     """Returns the card's section of scores, empty for a model without scores."""
-
-    def number(value: Any, form: str) -> str:
-        return format(value, form) if isinstance(value, int | float) else ""
-
     name = "bpc" if measure is Measure.BPC else "perplexity"
     lines = ["## Scores", "", f"| text | {name} | nats per token | tokens |", "|---|---|---|---|"]
     rows = [(label, scores[key]) for key, label in (("best_valid", "validation"), ("test", "test")) if scores.get(key)]
     for label, row in rows:
-        values = number(row.get(name), ".4f"), number(row.get("loss"), ".4f"), number(row.get("tokens"), ",.0f")
-        lines.append(f"| {label} | {' | '.join(values)} |")
+        values = ((row.get(key), form) for key, form in ((name, ".4f"), ("loss", ".4f"), ("tokens", ",.0f")))
+        cells = (format(value, form) if isinstance(value, int | float) else "" for value, form in values)
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     if lengths := scores.get("eval"):
         names = ("segment_len", "mem_len", "clamp_len", "same_length", "stride")
         settings = ", ".join(f"{key} {format_value(lengths[key])}" for key in names if key in lengths)

@@ -31,14 +31,12 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
-class SafeTensors(Mapping[str, np.ndarray]):
-    """The tensors of a file by name. Each access maps a tensor anew, so that pages of a dropped one are freed.
+class SafeTensors(Mapping[str, Leaf]):
+    """The tensors of a file by name, read-only. Each read maps one anew, so that pages of a dropped array are freed.
 
     Attributes:
       path: The file.
       local: The same file, or its copy on this machine if it is on object storage.
-      shapes: The shape of each tensor.
-      dtypes: The dtype of each tensor.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -50,12 +48,16 @@ class SafeTensors(Mapping[str, np.ndarray]):
         self.path = os.fspath(path)
         try:
             self.local = local_copy(self.path, self)
-            with safe_open(self.local, "np"):  # Checks header and size.
-                header, start = _read_header(self.local)
-            header.pop(_METADATA, None)
-            self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-            self.dtypes = {name: _dtype(name, entry["dtype"]) for name, entry in header.items()}
-            self._offsets = {name: start + entry["data_offsets"][0] for name, entry in header.items()}
+            with safe_open(self.local, "np"):  # Checks all but names that occur twice.
+                pass
+            with open(self.local, "rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                self._header = json.loads(file.read(length), object_pairs_hook=_distinct)
+                self._start = file.tell()
+            self._header.pop(_METADATA, None)
+            for name, entry in self._header.items():
+                if entry["dtype"] not in _DTYPES:
+                    raise ValueError(f"tensor {name} has dtype {entry['dtype']}, must be one of {', '.join(_DTYPES)}")
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read ({error.strerror or error}). Check the path.") from error
         except (SafetensorError, ValueError) as error:
@@ -63,22 +65,24 @@ class SafeTensors(Mapping[str, np.ndarray]):
                 f"{self.path} is damaged or not a safetensors file ({error}). Copy or download it again."
             ) from error
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        """Returns a tensor as a read-only map of the file."""
-        shape, dtype = self.shapes[name], self.dtypes[name]
-        if not math.prod(shape):
-            return np.empty(shape, dtype)
-        return np.memmap(self.local, dtype, mode="r", offset=self._offsets[name], shape=shape).view(np.ndarray)
+    def __getitem__(self, name: str) -> Leaf:
+        """Returns a tensor."""
+        entry = self._header[name]
+        shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+
+        def read() -> np.ndarray:
+            if not math.prod(shape):
+                return np.empty(shape, dtype)
+            offset = self._start + entry["data_offsets"][0]
+            return np.memmap(self.local, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)
+
+        return Leaf(shape, dtype, read)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
+        return iter(self._header)
 
     def __len__(self) -> int:
-        return len(self.shapes)
-
-    def leaf(self, name: str) -> Leaf:
-        """Returns a tensor as a leaf."""
-        return Leaf(self.shapes[name], self.dtypes[name], lambda: self[name])
+        return len(self._header)
 
 
 def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> str:
@@ -126,21 +130,8 @@ def _read_bytes(name: str, leaf: Leaf) -> Any:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _read_header(path: str) -> tuple[dict[str, Any], int]:
-    """Returns the header and the position after it. The package has checked all but names that occur twice."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        return json.loads(file.read(length), object_pairs_hook=_distinct), file.tell()
-
-
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("its header has a name twice")
     return found
-
-
-def _dtype(name: str, code: str) -> np.dtype:
-    if code not in _DTYPES:
-        raise ValueError(f"tensor {name} has dtype {code}, must be one of {', '.join(_DTYPES)}")
-    return _DTYPES[code]

@@ -1,11 +1,10 @@
 """A model's tensors by name from a PyTorch file: a state_dict, a dict around one, or a pickled module."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from txl_jax.errors import UserError
+from txl_jax.interop.leaves import Leaf
 from txl_jax.interop.pickles import Record
 from txl_jax.interop.torch_files import Tensor, TorchFile
 
@@ -16,65 +15,40 @@ _AROUND = ("model_state", "model_state_dict", "state_dict", "model", "module", "
 _REPLICA = "module."  # DataParallel puts it before every name.
 
 
-class StateDict(Mapping[str, np.ndarray]):
-    """The tensors of a model by name. Each access maps one anew.
+def of(file: TorchFile) -> dict[str, Leaf]:
+    """Returns a model's tensors by name, with one leaf for all names of a shared one.
 
-    Attributes:
-      shapes: The shape of each tensor.
+    Raises:
+      UserError: If the file has none.
     """
-
-    def __init__(self, file: TorchFile, tensors: Mapping[str, Tensor]):
-        self._file, self._tensors = file, dict(tensors)
-        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        """Returns a tensor, read-only."""
-        return self._file.array(self._tensors[name])
-
-    def is_same(self, a: str, b: str) -> bool:
-        """Returns whether two names share one tensor."""
-        return self._tensors[a].is_same(self._tensors[b])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def of(file: TorchFile) -> StateDict:
-    """Returns a model's tensors by name, or raises `UserError` if the file has none."""
-    tensors = _find(file.root, 0)
+    model, tensors = model_in(file.root), {}
+    if isinstance(model, Record):
+        tensors = _of_module(model)
+    elif isinstance(model, dict):
+        tensors = {name: value for name, value in model.items() if isinstance(name, str) and isinstance(value, Tensor)}
     if not tensors:
         raise UserError(f"{file.path} contains {_described(file.root)} and no tensors by name. Pass a file of weights.")
     if all(name.startswith(_REPLICA) for name in tensors):
         tensors = {name.removeprefix(_REPLICA): tensor for name, tensor in tensors.items()}
-    return StateDict(file, tensors)
+    leaves = {tensor: file.leaf(tensor) for tensor in tensors.values()}
+    return {name: leaves[tensor] for name, tensor in tensors.items()}
 
 
-def find_module(root: Any) -> Record | None:
-    """Returns a file's pickled module, by itself or in a dict under a usual key, or None if absent."""
+def model_in(root: Any) -> Any:
+    """Returns the pickled module or state_dict in a file's value, without the dicts and the DataParallel around it."""
     for _ in range(_MAX_DEPTH):
+        inner: list[Any] = []
         if isinstance(root, Record):
-            parts = root.attributes().get("_modules")
-            wrapped = parts.get("module") if isinstance(parts, dict) and list(parts) == ["module"] else None
-            if not isinstance(wrapped, Record):
-                return root if "_parameters" in root.attributes() else None
-            root = wrapped  # DataParallel's model.
+            parts = _dict_in(root.attributes(), "_modules")
+            inner = list(parts.values()) if list(parts) == ["module"] else []
         elif isinstance(root, dict):
-            root = next((root[name] for name in _AROUND if isinstance(root.get(name), Record)), None)
-    return None
-
-
-def _find(value: Any, depth: int) -> dict[str, Tensor]:
-    if isinstance(value, Record):
-        return _of_module(value)
-    if not isinstance(value, dict) or depth > _MAX_DEPTH:
-        return {}
-    for name in _AROUND:
-        if isinstance(value.get(name), (dict, Record)):
-            return _find(value[name], depth + 1)
-    return {name: tensor for name, tensor in value.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
+            inner = [root[name] for name in _AROUND if name in root]
+        # A module records more than its tensors.
+        found = next((value for kind in (Record, dict) for value in inner if isinstance(value, kind)), None)
+        if found is None:
+            break
+        root = found
+    return root
 
 
 def _of_module(root: Record) -> dict[str, Tensor]:
@@ -115,8 +89,8 @@ def _described(root: Any) -> str:
 
 def facts_of_module(root: Any) -> dict[str, Any]:
     """Returns the keyword arguments that a pickled MemTransformerLM still records."""
-    module = find_module(root)
-    if module is None:
+    module = model_in(root)
+    if not isinstance(module, Record):
         return {}
     facts: dict[str, Any] = {
         name: value for name, value in module.attributes().items() if isinstance(value, (bool, int, float))

@@ -4,7 +4,7 @@ There are two formats: the zip archive of torch 1.6 and later, and the older seq
 storages' bytes, which the published transfo-xl weights have. A file is mapped into memory, and each access reads anew.
 
     file = read("pytorch_model.bin")        # .root: the file's value, with `Tensor` in place of tensors
-    tensors = state_dict.of(file)           # a Mapping, name -> array; also for a pickled module (model.pt)
+    tensors = state_dict.of(file)           # leaves by name; also for a pickled module (model.pt)
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ import numpy as np
 
 from txl_jax.errors import UserError
 from txl_jax.interop import pickles
+from txl_jax.interop.leaves import Leaf
 from txl_jax.interop.pickles import Symbol
 
 _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -56,24 +57,14 @@ class _Storage:
     begin: int = 0  # and its first element there.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor's place in a file."""
+    """A tensor's place in a file. Equal ones are the same numbers of one storage."""
 
     storage: _Storage
     begin: int  # First element of the storage.
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # In elements.
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Returns the numbers' dtype."""
-        return self.storage.dtype
-
-    def is_same(self, other: "Tensor") -> bool:
-        """Returns whether both are the same numbers of one storage."""
-        place = (self.storage, self.begin, self.shape, self.strides)
-        return place == (other.storage, other.begin, other.shape, other.strides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +74,27 @@ class TorchFile:
     path: Path
     root: Any
 
-    def array(self, tensor: Tensor) -> np.ndarray:
-        """Returns a tensor's numbers, read-only. Each call maps them anew, so that a dropped array frees its pages."""
-        itemsize, storage = tensor.dtype.itemsize, tensor.storage
-        if not math.prod(tensor.shape):
-            return np.empty(tensor.shape, tensor.dtype)
-        assert storage.offset is not None  # All storages are found before a file is returned.
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-        offset = storage.offset + tensor.begin * itemsize
-        mapped = np.memmap(self.path, tensor.dtype, mode="r", offset=offset, shape=(last + 1,)).view(np.ndarray)
-        strides = [stride * itemsize for stride in tensor.strides]
-        return np.lib.stride_tricks.as_strided(mapped, tensor.shape, strides, writeable=False)
+    def leaf(self, tensor: Tensor) -> Leaf:
+        """Returns a tensor's numbers, read-only. Each read maps them anew, so that a dropped array frees its pages."""
+        storage, shape, dtype = tensor.storage, tensor.shape, tensor.storage.dtype
+
+        def read() -> np.ndarray:
+            if not math.prod(shape):
+                return np.empty(shape, dtype)
+            assert storage.offset is not None  # All storages are found before a file is returned.
+            offset = storage.offset + tensor.begin * dtype.itemsize
+            size = _last(tensor) + 1 - tensor.begin
+            mapped = np.memmap(self.path, dtype, mode="r", offset=offset, shape=(size,)).view(np.ndarray)
+            strides = [stride * dtype.itemsize for stride in tensor.strides]
+            return np.lib.stride_tricks.as_strided(mapped, shape, strides, writeable=False)
+
+        return Leaf(shape, dtype, read)
+
+
+def _last(tensor: Tensor) -> int:
+    """Returns the index of a tensor's last number in its storage."""
+    steps = zip(tensor.shape, tensor.strides, strict=True)
+    return tensor.begin + sum((size - 1) * stride for size, stride in steps)
 
 
 def read(path: str | os.PathLike[str]) -> TorchFile:
@@ -164,13 +165,11 @@ def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tens
     sizes = (begin, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else None
     if not isinstance(storage, _Storage) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
         raise TensorError("a tensor without storage or sizes")
-    numel = math.prod(shape)
-    last = begin + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    numel, last = math.prod(shape), _last(Tensor(storage, begin, shape, strides))
     # A stride of 0 repeats numbers, so that a small file could claim any number of them.
     if len(shape) > _MAX_RANK or numel > storage.numel or (numel and last >= storage.numel):
         raise TensorError(f"a tensor of shape {list(shape)} at element {begin} of {storage.numel:,}")
-    base = storage.base or storage
-    return Tensor(base, begin + storage.begin, shape, strides)
+    return Tensor(storage.base or storage, begin + storage.begin, shape, strides)
 
 
 def _parameter(data: Any = None, *_: Any) -> Any:

@@ -11,9 +11,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,11 @@ import numpy as np
 from txl_jax import sharding
 from txl_jax.config import ExperimentConfig, MeshConfig
 from txl_jax.config import settings as config_tree
-from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import formats, huggingface, leaves, original, portable
+from txl_jax.interop.formats import Model
 from txl_jax.interop.leaves import Leaves
+from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.run import RESULTS, Run
@@ -37,7 +38,7 @@ _SEGMENTS, _SEGMENT_LEN, _MEM_LEN = 3, 8, 12  # Of verification: memory is empty
 
 
 class SourceFormat(enum.StrEnum):
-    """Formats that can be read: our own, and those of `formats.Format`."""
+    """Formats that can be read: our own, and the implementations of `interop.original.Format`."""
 
     NATIVE = "native"
     HUGGINGFACE = "huggingface"
@@ -52,6 +53,13 @@ class TargetFormat(enum.StrEnum):
     NATIVE = "native"  # The portable checkpoint (`interop.portable`).
     HUGGINGFACE = "huggingface"  # For `TransfoXLLMHeadModel.from_pretrained`, transformers 4.35.2.
     ORIGINAL = "original"  # Names and layouts of the authors' PyTorch release, as safetensors.
+
+
+_WRITE: Mapping[TargetFormat, Callable[[Path, ModelInfo, Leaves], list[str] | None]] = {
+    TargetFormat.NATIVE: portable.write,
+    TargetFormat.HUGGINGFACE: huggingface.write,
+    TargetFormat.ORIGINAL: original.write,
+}
 
 
 def convert(
@@ -87,7 +95,7 @@ def convert(
     read = _read(source, from_format, member, log)
     _describe(read, log)
     with storage.new_folder(target) as folder:
-        for note in _write(folder, read, to_format):
+        for note in _WRITE[to_format](folder, read.info, read.leaves) or []:
             log(f"note      {note}")
         size = sum(map(storage.size, folder.iterdir())) / 1e6
         log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s; reading it back")
@@ -98,31 +106,27 @@ def convert(
     log(f"to        {to_format}: {target}")
 
 
-class _Weights(NamedTuple):
-    """Weights that were read, array by array when they are used."""
-
-    format: str
-    info: ModelInfo  # Config, vocabulary and origin.
-    leaves: Leaves  # The parameters of `TransformerXL` by path.
-    notes: list[str]  # Lines for the user.
-
-
-def _read(source: str, from_format: str | None, member: str | None, log: Callable[[str], None]) -> _Weights:
+def _read(source: str, from_format: str | None, member: str | None, log: Callable[[str], None]) -> Model:
     """Opens the weights of a run, a portable checkpoint, or another implementation."""
     is_foreign = holds_other_weights(source) and not portable.is_portable(source)
     if from_format != SourceFormat.NATIVE and (from_format is not None or is_foreign):
         if member is not None:
             raise UserError(f"the member {member!r} was given and {source} is no workdir of an ensemble; leave it out")
-        return _read_foreign(source, from_format)
+        if storage.is_remote(source):
+            raise UserError(
+                f"{source} holds weights of another implementation, which are read at random; copy the folder to this "
+                "machine, and give the copy"
+            )
+        return formats.read(source, None if from_format is None else Format(from_format))
     found = open_weights(source, member=member)
     if not isinstance(found.source, Run):
-        return _Weights(SourceFormat.NATIVE, found.source, portable.read_leaves(source), [])
+        return Model(SourceFormat.NATIVE, found.source, portable.read_leaves(source), [])
     step, params = found.params(found.build(log=log), log=log)
     # If checkpoints were averaged, the weights are the mean already, and results.json has the scores of others.
     config = config_tree.replace(found.config, {"eval.average_checkpoints": None})
     scores = {} if found.config.eval.average_checkpoints is not None else _scores(found.source, step)
     description = f"{found.description.partition(', ')[2]}, after {step:,} updates"
-    return _Weights("run", ModelInfo(config, found.vocabulary, step, description, scores), leaves.from_tree(params), [])
+    return Model("run", ModelInfo(config, found.vocabulary, step, description, scores), leaves.from_tree(params), [])
 
 
 def _scores(run: Run, step: int) -> dict[str, Any]:
@@ -135,25 +139,7 @@ def _scores(run: Run, step: int) -> dict[str, Any]:
         return {}
 
 
-def _read_foreign(source: str | os.PathLike[str], from_format: str | None) -> _Weights:
-    """Opens a file or directory of another implementation."""
-    if storage.is_remote(source):
-        raise UserError(
-            f"{source} holds weights of another implementation, which are read at random; copy the folder to this "
-            "machine, and give the copy"
-        )
-    source = Path(source)
-    found = formats.read(source, None if from_format is None else formats.Format(from_format))
-    vocabulary, notes = found.vocabulary, list(found.notes)
-    if vocabulary is None:
-        vocabulary = IdVocabulary(found.vocab_size)
-        notes.append("the tokens are named by their ids; a vocabulary beside the weights would be read")
-    config = dataclasses.replace(ExperimentConfig(), model=found.config, compat=found.compat, eval=found.eval_config)
-    info = ModelInfo(config, vocabulary, 0, f"converted from the {found.format} format")
-    return _Weights(found.format, info, found.params, notes)
-
-
-def _describe(read: _Weights, log: Callable[[str], None]) -> None:
+def _describe(read: Model, log: Callable[[str], None]) -> None:
     """Logs the format, the sizes, the settings that are not the defaults, and the notes."""
     info, count = read.info, sum(math.prod(leaf.shape) for leaf in read.leaves.values())
     log(f"from      {read.format}: {info.description}")
@@ -167,23 +153,12 @@ def _describe(read: _Weights, log: Callable[[str], None]) -> None:
         log(f"note      {note}")
 
 
-def _write(folder: Path, read: _Weights, to_format: TargetFormat) -> list[str]:
-    """Writes the files; returns notes for the user."""
-    match to_format:
-        case TargetFormat.HUGGINGFACE:
-            return huggingface.write(folder, read.info, read.leaves)
-        case TargetFormat.ORIGINAL:
-            return original.write(folder, read.info, read.leaves)
-    portable.write(folder, read.info, read.leaves)
-    return []
-
-
-def _verify(read: _Weights, folder: Path, to_format: TargetFormat) -> float:
+def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
     """Reads the directory back and compares; returns the largest difference of a loss, in nats."""
     if to_format is TargetFormat.NATIVE:
-        back = _Weights(to_format, portable.read_info(folder), portable.read_leaves(folder), [])
+        back = Model(to_format, portable.read_info(folder), portable.read_leaves(folder), [])
     else:
-        back = _read_foreign(folder, to_format)
+        back = formats.read(folder, Format(to_format))
     config, again, vocabulary = read.info.config, back.info.config, read.info.vocabulary
     for name in ("mem_len", "clamp_len", "same_length"):  # The lengths that other formats have too.
         before, after = getattr(config.eval, name), getattr(again.eval, name)

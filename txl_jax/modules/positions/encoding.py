@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import CompatConfig, ModelConfig
-from txl_jax.errors import UserError
 
 
 class Projections(NamedTuple):
@@ -163,12 +162,5 @@ class PositionEncoding:
     # Names in other implementations' checkpoints.
 
     def original_tensors(self) -> Sequence[OriginalTensor]:
-        """Returns the correspondence of parameters beside `original_projections`; () if there are none.
-
-        Raises:
-          UserError: the original has no such encoding, which is the default, or no such parameters.
-        """
-        raise UserError(
-            f"model.encoding is {self.config.encoding}, which the original lacks, so that its weights have no names "
-            "there; convert a model with an encoding of the paper"
-        )
+        """Returns the correspondence of parameters beside `original_projections`, or () if there are none."""
+        return ()

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.errors import UserError
 from txl_jax.modules.positions.encoding import (
     DecodeTerms,
     OriginalTensor,
@@ -105,10 +104,6 @@ class RelativePositions(PositionEncoding):
     def original_tensors(self) -> list[OriginalTensor]:
         """Returns u and v: [H, E], or [N, H, E] if each layer has its own."""
         c = self.config
-        if c.tie_positions:
-            raise UserError(
-                "model.tie_positions is on, and the original has a matrix of positions, u and v; turn it off"
-            )
         shape = (*((c.n_layer,) if c.untie_r else ()), c.n_head, c.d_head)
         parent = "stack/layers/biases" if c.untie_r else "stack/biases"
         names = {"r_w_bias": "content", "r_r_bias": "position"}

@@ -5,12 +5,10 @@ original's attn_type 2). Only a segment's own rows get a code. The memory is reu
 where the original adds another one to it in every segment.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
-from txl_jax.modules.positions.encoding import OriginalTensor, PositionEncoding
+from txl_jax.modules.positions.encoding import PositionEncoding
 from txl_jax.ops.attention import positions
 
 
@@ -25,7 +23,3 @@ class SinusoidalPositions(PositionEncoding):
         c = self.config
         distances = positions.key_distances(embedded.shape[1], clamp_len=clamp_len)
         return embedded + positions.sinusoids(distances, c.d_model, jnp.dtype(c.dtype))[None]
-
-    def original_tensors(self) -> Sequence[OriginalTensor]:
-        """Returns no tensors: the encoding has no parameters."""
-        return ()
