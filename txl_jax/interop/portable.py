@@ -121,9 +121,8 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     sha256 = safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
     write_vocabulary(folder, info.vocabulary)
     num_parameters = sum(math.prod(leaf.shape) for leaf in leaves.values())
-    paths = {
-        leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path
-    }  # On this machine, so not stored.
+    # Paths are this machine's.
+    paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
     values = config_tree.to_dict(info.config).items()
     settings = {name: value for name, value in values if name.split(".")[0] in _GROUPS and name not in paths}
     storage.write(os.path.join(folder, CARD), _card(info, num_parameters).encode())
