@@ -24,7 +24,7 @@ from txl_jax.segments import Segments
 _LOOKAHEAD = 16
 
 
-class Document(NamedTuple):
+class Pairs(NamedTuple):
     """Inputs and targets of a document, T positions."""
 
     inputs: np.ndarray  # Integer ids [T], or vectors [T, D].
@@ -54,7 +54,7 @@ class _Row:
     """A document that is being read."""
 
     number: int
-    document: Document
+    document: Pairs
     position: int = 0
 
 
@@ -63,7 +63,7 @@ class DocumentRows:
 
     def __init__(
         self,
-        source: Iterator[Document],
+        source: Iterator[Pairs],
         *,
         batch_size: int,
         segment_len: int,

@@ -1,4 +1,4 @@
-"""Scores of a trained model: the losses of a text, of both splits of a corpus, and of the documents of a file."""
+"""Scores of a trained model: the losses of a text, of both splits of a corpus, and of many documents side by side."""
 
 import collections
 import contextlib
@@ -13,8 +13,9 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tqdm
@@ -22,19 +23,22 @@ import tqdm
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus
+from txl_jax.data.documents import Call, DocumentRows, Pairs
 from txl_jax.data.segments import SegmentReader, evaluation_segments
 from txl_jax.data.vocabulary import Vocabulary, escape
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.evaluation.sliding_window import evaluate_windows
-from txl_jax.evaluation.streaming import evaluate
+from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, evaluate
 from txl_jax.metrics import Measure, Totals
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.ops import sampling
 from txl_jax.runs.build import RunComponents
-from txl_jax.runs.documents import DocumentReader
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import Weights, load_to_score
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.storage import as_path, download, is_remote, write_json, write_lines
+from txl_jax.segments import Segments
 
 _SECONDS_BETWEEN_LINES = 20.0
 _TOKENS_PER_BLOCK = 1 << 16
@@ -128,7 +132,7 @@ def evaluate_splits(
       UserError: If the text has another vocabulary, or the run has no checkpoint.
       Interrupted: If a stop was requested. Nothing is written then.
     """
-    components, step, params = load_to_score(config, corpus, run, log=log)
+    step, score_split = _load(config, corpus, run, log, stop_requested)
     results: dict[str, Any] = {
         "text": corpus.description,
         "text_sha256": corpus.digest,
@@ -136,8 +140,7 @@ def evaluate_splits(
         "eval": config_tree.to_dict(config.eval),
         **environment.describe(),
     }
-    for split in Split:
-        results[split] = as_result(_score_split(components, params, corpus, split, log, stop_requested))
+    results |= {split: as_result(score_split(split, None)) for split in Split}
     path = os.path.join(run.outputs, "evaluation.json")
     distributed.broadcast_from_primary(lambda: write_json(path, results))
     log(f"results   {path}")
@@ -167,17 +170,177 @@ def score_tokens(
     Raises:
       UserError, Interrupted: As `evaluate_splits`. The files that are complete stay.
     """
-    components, _, params = load_to_score(config, corpus, run, log=log)
+    _, score_split = _load(config, corpus, run, log, stop_requested)
     totals: dict[str, Totals] = {}
     for split in Split:
         tokens = getattr(corpus, split)
         nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, config.model.dtype))
-        totals[split] = _score_split(components, params, corpus, split, log, stop_requested, token_nats=nats)
+        totals[split] = score_split(split, nats)
         path = os.path.join(run.outputs, f"scores-{split}.tsv")
         lines = token_lines(tokens, nats, corpus.vocabulary)
         distributed.broadcast_from_primary(functools.partial(write_lines, path, lines))
         log(f"scores    {path}")
     return totals
+
+
+def _load(
+    config: ExperimentConfig, corpus: Corpus, run: Run, log: Callable[[str], None], stop_requested: Callable[[], Any]
+) -> tuple[int, Callable[[Split, np.ndarray | None], Totals]]:
+    """Returns the step of a run's parameters, and a function that scores a split with them and logs the result."""
+    components, step, params = load_to_score(config, corpus, run, log=log)
+    measure = corpus.vocabulary.measure
+
+    def score_split(split: Split, token_nats: np.ndarray | None) -> Totals:
+        began, tokens = time.monotonic(), getattr(corpus, split)
+        reported = {"measure": measure, "log": log, "stop_requested": stop_requested}
+        totals = score(components, params, tokens, name=split, token_nats=token_nats, **reported)
+        log(with_duration(f"{split} {format_scores(totals, measure)}", time.monotonic() - began))
+        return totals
+
+    return step, score_split
+
+
+# Documents
+
+
+class Likeness(NamedTuple):
+    """Losses of a document's targets [T], and which of them greedy decoding would have written."""
+
+    nats: Any  # Floats [T].
+    greedy: Any  # bool [T], whether the target is the most likely token. Of equally likely tokens, the lowest id is.
+
+
+class DocumentReader:
+    """The compiled functions that read documents with one model, at the evaluation lengths; each is compiled once.
+
+    Each document starts from an empty memory, and its results are the ones that it has alone. One function of fixed
+    shape [S, B, L] reads any number of documents of any lengths. `txl_jax.data.documents` says how they share its rows.
+    `eval.stride` and `eval.warmup_tokens` have no effect: a document is read once. The results come in the order of the
+    documents. If the iterator of documents raises `UserError`, the results of the documents before it come first.
+    """
+
+    def __init__(self, components: RunComponents, weights: Any, *, batch_size: int):
+        """Takes prepared parameters (`EvaluationFunctions.prepare_params`) and the number of documents side by side."""
+        check_batch_size(batch_size)
+        lengths = dataclasses.replace(components.config.eval, batch_size=batch_size, stride=None, warmup_tokens=0)
+        config = dataclasses.replace(components.config, eval=lengths)
+        self._components = dataclasses.replace(components, config=config)
+        self._weights = weights
+
+    def nats(self, tokens: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yields the nats [T - 1] of all tokens but the first of each document, ids [T]."""
+        return self._read((Pairs(ids[:-1], ids[1:]) for ids in tokens), "nats")
+
+    def likeness(self, tokens: Iterable[np.ndarray]) -> Iterator[Likeness]:
+        """Yields the `Likeness` [T - 1] of all tokens but the first of each document, ids [T]."""
+        return self._read((Pairs(ids[:-1], ids[1:]) for ids in tokens), "likeness")
+
+    def hidden_states(self, inputs: Iterable[np.ndarray], *, vectors: bool = False) -> Iterator[np.ndarray]:
+        """Yields the final hidden states [T, D] of each document, ids [T] or, with `vectors`, floats [T, D]."""
+        if vectors:
+            takes_embeddings(self._components)
+        documents = (Pairs(each, np.zeros(len(each), np.int32)) for each in inputs)
+        return self._read(documents, "hidden_states", vectors=vectors)
+
+    def _read(self, source: Iterator[Pairs], what: str, *, vectors: bool = False) -> Iterator[Any]:
+        """Yields the results of each document, a tree of arrays [T, ..]."""
+        config, step = self._components.config, self._step(what)
+        dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
+        rows = DocumentRows(
+            source,
+            batch_size=config.eval.batch_size,
+            segment_len=config.eval.segment_len,
+            segments_per_call=SEGMENTS_PER_CALL,
+            vectors=(config.model.d_model, dtype) if vectors else None,
+        )
+        memory = self._components.evaluation.init_memory(self._weights)
+        kept: dict[int, list[Any]] = collections.defaultdict(list)  # Parts of documents that are being read.
+        finished: dict[int, Any] = {}
+        pending: tuple[Call, Any] | None = None
+        while pending is not None or not rows.ended:
+            call, following = rows.next_call(), None
+            if call is not None:
+                segments = self._components.placement.place(call.segments)
+                memory, results = step(self._weights, memory, segments, np.int32(call.n_segments))
+                following = call, results
+            if pending is not None:  # Fetched one call late, so that the device never waits for the host.
+                results = jax.tree.map(distributed.to_host, pending[1])
+                for part in pending[0].parts:
+                    here = part.segment, part.row, slice(part.length)
+                    # Copied, or a short document's result would keep the whole array.
+                    kept[part.number].append(jax.tree.map(lambda array, here=here: array[here].copy(), results))
+                    if part.ends:
+                        finished[part.number] = jax.tree.map(lambda *each: np.concatenate(each), *kept.pop(part.number))
+                while rows.delivered in finished:
+                    rows.delivered += 1
+                    yield finished.pop(rows.delivered - 1)
+            pending = following
+        if rows.error is not None:
+            raise rows.error
+
+    @functools.cache  # noqa: B019 (a reader lives as long as its compiled programs)
+    def _step(self, what: str) -> Callable[..., Any]:
+        """Returns (weights, memory, segments, their number) -> (memory, results [S, B, L, ..]), the memory donated."""
+        scorer = self._components.evaluation.scorer
+        # (weights, hidden states [B, L, D], targets [B, L]) -> the results to keep, a tree of arrays [B, L, ..].
+        collect: Callable[[Any, jax.Array, jax.Array], Any] = {
+            "nats": scorer.nll,
+            "likeness": lambda *of: Likeness(scorer.nll(*of), self._is_greedy(*of)),
+            "hidden_states": lambda weights, hidden, targets: hidden,
+        }[what]
+
+        def document_step(weights: Any, memory: Any, segments: Segments, count: Any) -> tuple[Any, Any]:
+            def read(memory: Any, segment: Any) -> tuple[Any, Any]:
+                memory = scorer.reset(weights, memory, segment.reset)
+                hidden, memory = scorer.forward(weights, memory, segment.inputs)
+                return memory, collect(weights, hidden, segment.targets)
+
+            def body(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                memory, results = carry
+                memory, found = read(memory, jax.tree.map(lambda array: array[i], segments))
+                return memory, jax.tree.map(lambda kept, new: kept.at[i].set(new), results, found)
+
+            n_segment = segments.targets.shape[0]
+            _, shapes = jax.eval_shape(read, memory, jax.tree.map(lambda array: array[0], segments))
+            results = jax.tree.map(lambda shape: jnp.zeros((n_segment, *shape.shape), shape.dtype), shapes)
+            # A loop instead of a `lax.scan`: few documents fill few of the S segments, and the others take no time.
+            memory, results = jax.lax.fori_loop(0, count, body, (memory, results))
+            return memory, results
+
+        return self._components.jit(document_step, donate_argnums=1)
+
+    def _is_greedy(self, weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        """Returns whether each target [B, L] is the most likely token after the hidden states [B, L, D]."""
+        model: Any = self._components.model
+        if isinstance(model, TransformerXL):
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            likeliest = sampling.top_k_tokens(flat, weights.clusters, 1)[1].reshape(targets.shape)
+        else:
+            log_p = model.apply({"params": weights}, hidden, method=model.log_probabilities)
+            likeliest = jnp.argmax(log_p, axis=-1)
+        return likeliest == targets
+
+
+def read_all(documents: Iterable[np.ndarray], read: Callable[[Iterator[np.ndarray]], Iterator[Any]]) -> list[Any]:
+    """Returns the results of documents in their order. The longest are read first, so that rows end together."""
+    listed = list(documents)
+    order = sorted(range(len(listed)), key=lambda i: -len(listed[i]))
+    found = dict(zip(order, read(listed[i] for i in order), strict=True))
+    return [found[i] for i in range(len(listed))]
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raises `UserError` if a batch size is below 1."""
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; give the number of documents read side by side, at least 1")
+
+
+def takes_embeddings(components: RunComponents) -> TransformerXL:
+    """Returns the model, or raises `UserError` if it takes only token ids."""
+    model = components.model
+    if not isinstance(model, TransformerXL):
+        raise UserError(f"model.network is {model.config.network}, which reads token ids and no embeddings")
+    return model
 
 
 class InputFormat(enum.StrEnum):
@@ -188,11 +351,7 @@ class InputFormat(enum.StrEnum):
 
 
 def open_input(path: str) -> BinaryIO:
-    """Opens a file, or a copy of a remote one.
-
-    Raises:
-      UserError: If it cannot be read.
-    """
+    """Opens a file, or a copy of a remote one; raises `UserError` if it cannot be read."""
     try:
         if is_remote(path):
             with tempfile.NamedTemporaryFile() as copy:  # Its name goes; its bytes go with the descriptor.
@@ -355,31 +514,6 @@ def check_finite(totals: Totals, name: str) -> None:
     """Raises `NonFiniteError` if the loss of a text is nan or infinite."""
     if not math.isfinite(totals.nats):
         raise NonFiniteError(f"{name}: the summed loss is {totals.nats}, so these parameters cannot be used")
-
-
-def _score_split(
-    components: RunComponents,
-    params: Any,
-    corpus: Corpus,
-    split: str,
-    log: Callable[[str], None],
-    stop_requested: Callable[[], Any],
-    token_nats: np.ndarray | None = None,
-) -> Totals:
-    """Scores one split of a corpus with `score`, and logs the result."""
-    began, measure = time.monotonic(), corpus.vocabulary.measure
-    totals = score(
-        components,
-        params,
-        getattr(corpus, split),
-        name=split,
-        measure=measure,
-        log=log,
-        stop_requested=stop_requested,
-        token_nats=token_nats,
-    )
-    log(with_duration(f"{split} {format_scores(totals, measure)}", time.monotonic() - began))
-    return totals
 
 
 def token_lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Iterator[str]:
