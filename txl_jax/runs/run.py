@@ -6,14 +6,8 @@ checkpoints/      latest/ (everything), best/ (parameters of the lowest validati
 metrics.jsonl, log.txt, tensorboard/
 results.json      written when training has ended
 
-A start of training in one place (`txl_jax.runs.train`):
-
-    with Run.open(path) as run:                   # takes the lock, if a run is recorded, and reads the record
-        run.compare(config)                       # refuses other settings, before a text is read
-        corpus = read_corpus(config.data, ...)
-        parts = build(config, ..., recorded=run.attention_for(config))
-        weights = warm_start.load(parts, corpus.vocabulary, run)
-        run.begin(config, corpus, ...)                # the first write
+A start of training (`txl_jax.runs.train`) opens a run, compares the settings, reads the text, builds the model, loads
+the weights of a warm start, and then begins the run, which is the first write.
 """
 
 import contextlib
@@ -22,7 +16,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from txl_jax.config import DataConfig, ExperimentConfig
@@ -100,9 +93,8 @@ class Run:
     def read(cls, path: str | os.PathLike[str], *, member: str | None = None) -> "Run":
         """Reads a trained run, or one member of an ensemble; takes no lock and writes nothing.
 
-        Raises:
-          UserError: If the directory contains no run, its record is corrupted or from another version, its storage
-            cannot be reached, or the member does not exist or must be chosen.
+        Raises `UserError` if the directory contains no run, its record is corrupted or from another version, its
+        storage cannot be reached, or the member does not exist or must be chosen.
         """
         run = cls.read_all(path)
         names = by_name(run.members)
@@ -110,8 +102,8 @@ class Run:
             raise UserError(f"{run.path} holds an ensemble; choose a member with --ensemble_member: {', '.join(names)}")
         if member is not None:
             if member not in names:
-                there = f"its members are {', '.join(names)}" if names else "it holds one run, so leave the flag out"
-                raise UserError(f"--ensemble_member is {member!r} and {run.path} has none such; {there}")
+                there = f"Its members are {', '.join(names)}" if names else "It contains one run, so omit the flag"
+                raise UserError(f"{run.path} has no member for --ensemble_member={member!r}. {there}")
             run.member, run.config = member, config_tree.replace(run.config, dict(names[member]))
         return run
 
@@ -130,10 +122,8 @@ class Run:
         """Opens a run that is to be trained, new or recorded; a context manager.
 
         A recorded one is locked before it is read, so that its record cannot change. Of a new one nothing is made
-        before `begin`, so that mistakes in settings leave no folder.
-
-        Raises:
-          UserError: If another run has the lock, or as `read`, except for a run that does not exist.
+        before `begin`, so that mistakes in settings leave no folder. Raises `UserError` if another run has the lock, or
+        as `read`, except for a run that does not exist.
         """
         run = cls(path)
         run.is_open = True
@@ -154,9 +144,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -206,11 +194,7 @@ class Run:
     # Training
 
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
-        """Compares settings, between processes and with the record.
-
-        Raises:
-          UserError: If the members or settings that shape the training differ; names every setting.
-        """
+        """Compares settings between processes and with the record; raises `UserError` if any differ that must not."""
         check_same_settings(config)
         if self.is_new:
             return
@@ -231,13 +215,8 @@ class Run:
     ) -> None:
         """Claims the folder and records the run in it: the first write of a start, and the only one of the record.
 
-        Args:
-          attention: The implementations that were chosen, or None for a network without attention.
-          weights: The record of a warm start.
-
-        Raises:
-          UserError: If the text, its vocabulary or the weights are not the recorded ones, the folder cannot be written
-            to, not all processes see it, or another run is in it.
+        `weights` is the record of a warm start. Raises `UserError` if the text, its vocabulary or the weights are not
+        the recorded ones, the folder cannot be written to, not all processes see it, or another run is in it.
         """
         if not self.is_new:
             old, now = self.text.vocabulary, text.vocabulary
@@ -285,8 +264,7 @@ class Run:
     def claim(self) -> None:
         """Takes the folder of a run that is made of another one, in one process; `record` is then its last write.
 
-        Raises:
-          UserError: If it contains a run already, another run is in it, or it cannot be written to.
+        Raises `UserError` if it contains a run already, another run is in it, or it cannot be written to.
         """
         if not self.is_new:
             raise UserError(f"{self.path} holds a run already; give another folder with --to=PATH")
@@ -384,18 +362,17 @@ class Run:
         file = os.path.join(self.path, _VOCABULARY)
         return UserError(f"{file} cannot be read ({error}); restore it: without it the run's ids mean nothing")
 
-    def _parse_vocabulary(self, text: str, expected_sha256: str) -> Vocabulary:
+    def _parse_vocabulary(self, text: str, expected: str) -> Vocabulary:
         try:
             vocabulary = loads(text, KINDS)
         except MissingPackageError:
             raise
         except ValueError as error:
             raise self._without_vocabulary(error) from error
-        if (found := digest(vocabulary)) != expected_sha256:
+        if (found := digest(vocabulary)) != expected:
             raise UserError(
-                f"{os.path.join(self.path, _VOCABULARY)} holds {vocabulary.size:,} tokens that are not those of the "
-                f"run's checkpoints (its sha256 is {found[:12]}..., the run's {expected_sha256[:12]}...); restore the "
-                "file"
+                f"{os.path.join(self.path, _VOCABULARY)} must contain the tokens of the run's checkpoints (sha256 "
+                f"{expected[:12]}...), got {vocabulary.size:,} others (sha256 {found[:12]}...). Restore the file"
             )
         return vocabulary
 
@@ -464,47 +441,37 @@ def short_name(setting: str) -> str:
     return setting.removeprefix("model.").removeprefix("optimizer.")
 
 
-# What all processes must have alike. Each raises `UserError` in all of them if one differs from process 0.
+# What all processes must have alike
 
 
 def check_same_settings(config: ExperimentConfig) -> None:
-    """Checks that all processes have the same settings, but for the places of files."""
+    """Raises `UserError` in all processes if one has other settings than process 0, except for the places of files."""
     settings = {name: value for name, value in config_tree.to_dict(config).items() if name not in _PLACES}
-
-    def complaint(first: str, other: str) -> str:
-        ours, theirs = json.loads(first), json.loads(other)
-        names = [name for name in ours if theirs.get(name) != ours[name]]
-        differ = ", ".join(f"{name} is {theirs.get(name)} there and {ours[name]} in process 0" for name in names[:3])
-        return f"{differ}; start all hosts with the same command"
-
-    distributed.assert_same_on_all(json.dumps(settings), complaint)
+    _check_same(settings, "start all hosts with the same command")
 
 
 def check_same_text(text: Corpus) -> None:
-    """Checks that all processes have the same text; each reads its own rows of it."""
-    distributed.assert_same_on_all(
-        f"{text.description} (sha256 {text.digest[:12]}...)",
-        lambda first, other: f"its text is {other} and that of process 0 is {first}; give all hosts the same files",
-    )
-    distributed.assert_same_on_all(
-        digest(text.vocabulary),
-        lambda first, other: (
-            f"its vocabulary has the sha256 {other[:12]}... and that of process 0 {first[:12]}...; give all hosts the "
-            "same files and the same versions of the libraries"
-        ),
-    )
+    """Raises `UserError` in all processes if one has another text, of which each reads its own rows."""
+    facts = {
+        "the text": f"{text.description} (sha256 {text.digest[:12]}...)",
+        "the vocabulary": f"sha256 {digest(text.vocabulary)[:12]}...",
+    }
+    _check_same(facts, "give all hosts the same files and the same versions of the libraries")
 
 
 def check_same_attention(choice: AttentionChoice | None) -> None:
-    """Checks that all processes have chosen the same implementations of attention."""
-
-    def named(record: str) -> str:
-        return ", ".join(f"{text} in {use}" for use, text in json.loads(record).items()) or "none"
-
-    distributed.assert_same_on_all(
-        json.dumps({} if choice is None else choice.record()),
-        lambda first, other: (
-            f"it would compute attention by {named(other)} and process 0 by {named(first)}; start all hosts with the "
-            "same devices and versions of the libraries, or choose with --model.attention"
-        ),
+    """Raises `UserError` in all processes if one has chosen other implementations of attention."""
+    facts = {} if choice is None else {f"attention in {use}": name for use, name in choice.record().items()}
+    _check_same(
+        facts, "start all hosts with the same devices and versions of the libraries, or choose with --model.attention"
     )
+
+
+def _check_same(facts: Mapping[str, Any], advice: str) -> None:
+    def complaint(first: str, other: str) -> str:
+        ours, theirs = json.loads(first), json.loads(other)
+        names = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
+        found = (f"{name} is {theirs.get(name)} there and {ours.get(name)} in process 0" for name in names[:3])
+        return f"{', '.join(found)}; {advice}"
+
+    distributed.assert_same_on_all(json.dumps(facts), complaint)
