@@ -1,8 +1,6 @@
 """Tests from a config to three splits of ids: vocabularies that a text gives rise to, shared stores, real text."""
 
 import collections
-import hashlib
-import random
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,6 @@ from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-SMALL_TEXT = bytes(random.Random(0).choices(b"abcdefgh\n", k=99)) + b"\n"
 
 
 def splits(corpus):
@@ -58,26 +55,6 @@ def poem(tmp_path):
 
 
 # Own text
-
-
-def test_bytes(tmp_path, read):
-    (tmp_path / "poem.txt").write_bytes(SMALL_TEXT)
-    corpus = read(own_text(file=str(tmp_path / "poem.txt")))
-    assert texts(corpus) == [SMALL_TEXT[:90], SMALL_TEXT[90:95], SMALL_TEXT[95:]]
-    assert corpus.vocabulary == ByteVocabulary.all_bytes() and corpus.sentences is None
-    assert corpus.name == "text" and corpus.digest == hashlib.sha256(SMALL_TEXT).hexdigest()
-    dropped = read(own_text(file=str(tmp_path / "poem.txt"), newlines=Newlines.DROP))
-    assert texts(dropped) == [text.replace(b"\n", b"") for text in texts(corpus)]
-
-
-def test_characters(poem, read):
-    corpus = read(own_text(kind=Tokenizer.CHAR, **poem))
-    assert corpus.vocabulary.characters.startswith(" et")
-    assert [text.decode() for text in texts(corpus)] == [
-        "The cat sat\nthe dog sat\n\nThe end",
-        "a dog sat\n",
-        f"T{UNKNOWN * 2} {UNKNOWN * 3}\nthe cat",
-    ]
 
 
 def test_words(poem, read):
@@ -290,11 +267,6 @@ def test_words_are_ranked_by_count_and_first_occurrence(texts, line_mark, min_co
     mark = {LineMark.EOS: ["<eos>"], LineMark.NONE: []}.get(line_mark, ["<S>"])
     got = words(text_of(texts, block=block), line_mark=line_mark, min_count=min_count)
     assert got == mark + sorted(ranks, key=ranks.get)
-
-
-def test_only_the_training_text_is_counted():
-    text = text_of("a b b", "valid valid valid", "test test test test")
-    assert words(text, line_mark=LineMark.NONE) == ["b", "a", "<unk>"]
 
 
 def test_an_unknown_word_and_a_mark_in_the_text_are_those_tokens():

@@ -117,10 +117,3 @@ def test_closing_drops_the_queue_and_waits_for_the_block_in_the_making():
     with pytest.raises(RuntimeError):
         prefetcher(1)
     assert recorder.calls == [0, 1], "nothing more is read"
-
-
-def test_an_error_of_the_caller_closes_too():
-    recorder = Recorder()
-    with pytest.raises(KeyError), Prefetcher(recorder, segments_per_call=1, steps=9) as prefetcher:
-        raise KeyError(prefetcher(0) is None)
-    assert not alive(recorder)

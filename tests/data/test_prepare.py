@@ -1,7 +1,6 @@
 """Tests published corpora: archives, checks, places of files in miniature, records, their damage, and downloads."""
 
 import dataclasses
-import fcntl
 import hashlib
 import http.server
 import io
@@ -11,8 +10,6 @@ import random
 import re
 import shutil
 import stat
-import subprocess
-import sys
 import tarfile
 import threading
 import zipfile
@@ -22,9 +19,8 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support import ROOT, miniature
+from support import miniature
 from support.cases import full_but
-from support.full_disk import largest_file
 from support.published_corpora import (
     ONE_FILE,
     TABLE,
@@ -58,7 +54,7 @@ LAYOUT = {"one": ("b.txt",), "two": ("box/a.txt", "box/c.txt")}
 
 
 def open_archive(path):
-    return open_files(str(path), {path.name: str(path)}, again={str(path): URL})
+    return open_files(str(path), [(path.name, str(path), URL)])
 
 
 def opened(tmp_path, file, members=MEMBERS):
@@ -71,8 +67,10 @@ def write(path, content):
 
 
 def unpacked_from(files, names):
-    sizes = {name: files.sizes[name] for name in names}
-    return {name: b"".join(blocks) for name, blocks in files.read(sizes)}
+    found = {}
+    for name, block in files.read({name: files.places[name].size for name in names}):
+        found[name] = found.get(name, b"") + block
+    return found
 
 
 @pytest.fixture(params=["x.zip", "x.tar", "x.tar.gz", "x.tgz"])
@@ -82,7 +80,8 @@ def container(request, tmp_path):
 
 def test_sizes_and_contents(container, tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    assert container.sizes == {name: len(content) for name, content in MEMBERS.items()}
+    sizes = {name: place.size for name, place in container.places.items()}
+    assert sizes == {name: len(content) for name, content in MEMBERS.items()}
     wanted = ["box/a.txt", "box/c.txt", "box/b.txt"]
     assert unpacked_from(container, wanted) == {name: MEMBERS[name] for name in wanted}
     assert unpacked_from(container, ["c.txt"]) == {"c.txt": b"sea"}
@@ -93,7 +92,7 @@ def test_a_tar_is_read_in_its_own_order_and_not_beyond_what_is_wanted(tmp_path):
     tar = opened(tmp_path, "x.tar", {"z": b"1", "m": b"2", "a": b"3"})
     assert list(unpacked_from(tar, ["a", "z"])) == ["z", "a"]
     long = opened(tmp_path, "long.tar.gz", {"z": b"1", "a": random.Random(0).randbytes(1_000_000)})
-    with open(long.name, "r+b") as file:
+    with open(long.holder, "r+b") as file:
         file.truncate(500_000)
     assert unpacked_from(long, ["z"]) == {"z": b"1"}
 
@@ -112,9 +111,9 @@ def test_files_are_found_by_the_ends_of_their_paths(prefix, container, tmp_path)
 def test_missing_files_and_two_that_could_be_meant_are_named(container):
     with pytest.raises(UserError) as caught:
         fit(container, [{"one": ("x", "y", "z")}, {"one": ("b.txt", "absent.txt")}])
-    assert re.search(rf"^{container.name}\b.*\babsent\.txt\b.*{URL}", str(caught.value))
+    assert re.search(rf"^{container.holder}\b.*\babsent\.txt\b.*{URL}", str(caught.value))
     assert not re.search(r"\b[yz]\b", str(caught.value)), "of the layout that lacks more"
-    with pytest.raises(UserError, match=rf"{container.name}\b.* box/c\.txt\b.* c\.txt\b"):
+    with pytest.raises(UserError, match=rf"{container.holder}\b.* box/c\.txt\b.* c\.txt\b"):
         fit(container, [{"one": ("c.txt",)}])
 
 
@@ -161,7 +160,7 @@ def test_links_that_stay_inside_are_no_harm(file, tmp_path):
 
 def test_hard_links_count_from_the_archives_root(tmp_path):
     write_links(tmp_path / "x.tar", {"box/deep/link": "box/a.txt"}, kind=tarfile.LNKTYPE)
-    assert list(open_archive(tmp_path / "x.tar").sizes) == ["box/a.txt"]
+    assert list(open_archive(tmp_path / "x.tar").places) == ["box/a.txt"]
     for target in ("../a.txt", "/etc/passwd"):
         write_links(tmp_path / "x.tar", {"box/deep/link": target}, kind=tarfile.LNKTYPE)
         with pytest.raises(UserError, match=r"x\.tar\b.*'box/deep/link'"):
@@ -226,12 +225,6 @@ def test_a_member_of_another_size_and_one_with_a_password(tmp_path):
             unpacked_from(open_archive(path), ["a"])
 
 
-def test_what_is_no_archive(tmp_path):
-    for path in (tmp_path / "x.zip", tmp_path / "x.tar", tmp_path / "x.tgz"):
-        with pytest.raises(UserError, match=rf"{path}\b.*{URL}"):
-            open_archive(write(path, b"<html><body>404 Not Found</body></html>" * 30))
-
-
 # Counts
 
 PIECES = st.sampled_from(["a", "bc", " ", "\n", "\r\n", "\n\n", "é", "\u3000", "\u00a0", "日本", "\t"])
@@ -273,6 +266,8 @@ QUICK = [(name, place_official) for name in miniature.NAMES] + [(CorpusName.PTB,
 )
 def test_a_corpus_in_each_arrangement_of_files(name, arrange, tmp_path):
     arrange(tmp_path, name)
+    records = tmp_path / "cache" / "tfds" / f"txl_{name}"
+    (records / "1.0.0.incompleteX").mkdir(parents=True)  # Left by a killed process.
     before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "data").rglob("*"))}
     text = read(name, tmp_path)
     expected = miniature.texts(name)
@@ -287,7 +282,7 @@ def test_a_corpus_in_each_arrangement_of_files(name, arrange, tmp_path):
     after = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "data").rglob("*"))}
     assert after == before, "the files are left alone"
     left = sorted(os.listdir(tmp_path / "cache" / "tfds"))
-    assert left == [f".txl_{name}.lock", f"txl_{name}"], "nothing is left over"
+    assert left == [f".txl_{name}.lock", f"txl_{name}"] and os.listdir(records) == ["1.0.0"], "nothing is left over"
 
 
 @pytest.mark.parametrize("name", [CorpusName.TEXT8, CorpusName.PTB, CorpusName.LM1B])
@@ -460,51 +455,6 @@ def test_without_files_and_network_every_source_is_asked_once_and_named(name, tm
     assert not (tmp_path / "cache").exists(), "nothing is left"
 
 
-# Waits for ever once the first bytes have been counted.
-WAITS = """
-import sys, time
-from support import miniature
-from txl_jax.config import CorpusName
-from txl_jax.data import prepare
-miniature.install()
-def wait(self, block):
-    print("inside", flush=True)
-    time.sleep(600)
-prepare.Tally.add = wait
-prepare.read(CorpusName.LM1B, data_dir=sys.argv[1] + "/data", cache_dir=sys.argv[1] + "/cache")
-"""
-
-
-def test_a_thread_waits_too(tmp_path):
-    place_official(tmp_path, CorpusName.PTB)
-    folder = tmp_path / "cache" / "tfds"
-    folder.mkdir(parents=True)
-    digests = []
-    with open(folder / ".txl_ptb.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        thread = threading.Thread(target=lambda: digests.append(read(CorpusName.PTB, tmp_path).digest))
-        thread.start()
-        thread.join(0.3)
-        assert thread.is_alive() and not (folder / "txl_ptb").exists()
-    thread.join(60)
-    assert digests == [expected_digest(CorpusName.PTB)]
-
-
-@pytest.mark.full
-def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path):
-    place_official(tmp_path, CorpusName.LM1B)
-    command = [sys.executable, "-c", WAITS, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        while process.stdout.readline() not in ("inside\n", ""):
-            pass
-        process.kill()
-    assert list((tmp_path / "cache" / "tfds").rglob("incomplete*")), "the test must kill in the middle"
-    assert contents(read(CorpusName.LM1B, tmp_path)) == miniature.texts(CorpusName.LM1B)
-    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [".txl_lm1b.lock", "txl_lm1b"]
-    assert os.listdir(tmp_path / "cache" / "tfds" / "txl_lm1b") == ["1.0.0"], "what was left is gone"
-
-
 @pytest.mark.parametrize("cache", ["file", "file/below", "/proc/nowhere"])
 def test_a_cache_that_cannot_be_made(cache, tmp_path):
     place_official(tmp_path, CorpusName.PTB)
@@ -512,16 +462,6 @@ def test_a_cache_that_cannot_be_made(cache, tmp_path):
     cache = tmp_path / cache
     with pytest.raises(UserError, match=rf"\bPenn Treebank\b.*{cache}/tfds\b.*--cache_dir\b"):
         prepare.read(CorpusName.PTB, data_dir=str(tmp_path / "data"), cache_dir=str(cache))
-
-
-@pytest.mark.full
-def test_a_full_disk(tmp_path):
-    place_official(tmp_path, CorpusName.LM1B)
-    folder = tmp_path / "cache" / "tfds"
-    with largest_file(100_000):
-        message = refusal(CorpusName.LM1B, tmp_path, UserError)
-    assert re.search(rf"One Billion Word.*{folder}\b.*\bFile too large\b.*--cache_dir\b", message)
-    assert contents(read(CorpusName.LM1B, tmp_path)) == miniature.texts(CorpusName.LM1B)
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "flipped"])
@@ -622,12 +562,6 @@ def serve(server, file, content):
     return miniature.remote(file, content, server.url)
 
 
-def left_in_the_cache(tmp_path):
-    """Files that a download would leave."""
-    found = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and "txl" not in path.name]
-    return [path for path in found if path.parent.name != "1.0.0"]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", miniature.NAMES)
 def test_a_corpus_is_downloaded_once(name, server, source, tmp_path):
@@ -699,19 +633,7 @@ def test_the_next_source_is_taken(dead, server, source, tmp_path):
     source(CorpusName.ENWIK8, (bad,), (good,))
     assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
     assert "GET /enwik8.zip" in server.asked
-    assert not left_in_the_cache(tmp_path)
-
-
-@pytest.mark.full
-def test_a_wrong_checksum_is_reported_with_both(server, source, tmp_path):
-    whole = miniature.official(CorpusName.TEXT8)
-    served = serve(server, "text8.zip", whole[:-1] + bytes([whole[-1] ^ 1]))
-    right = hashlib.sha256(whole).hexdigest()
-    source(CorpusName.TEXT8, (dataclasses.replace(served, sha256=right),))
-    message = refusal(CorpusName.TEXT8, tmp_path, UserError)
-    assert re.search(rf"{served.url}.*\b{served.sha256}\b.*\b{right}\b", message), "what came, then what should"
-    assert not left_in_the_cache(tmp_path)
-    assert server.asked == ["HEAD /text8.zip", "GET /text8.zip"]
+    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [".txl_enwik8.lock", "txl_enwik8"]
 
 
 @pytest.mark.full

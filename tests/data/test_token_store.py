@@ -1,13 +1,10 @@
 """Tests token stores: contents, reuse, memory, and what errors, full disks, kills and second processes leave."""
 
-import dataclasses
 import functools
 import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from hypothesis import strategies as st
 
 from support.encoded_text import in_blocks, joined, text_of
 from support.full_disk import largest_file
-from support.waiting import wait_until
 from txl_jax.config import DataConfig, LineMark, Tokenizer, TokenizerConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.data import token_store
@@ -130,18 +126,11 @@ def test_the_same_text_and_settings_are_not_encoded_again(tmp_path):
     assert len(names(tmp_path)) == 1
 
 
-def test_another_text_setting_or_version_is_another_store(tmp_path, monkeypatch):
+def test_another_version_is_another_store_and_what_killed_processes_left_is_cleared(tmp_path, monkeypatch):
+    path = tmp_path / f"own-text-{fingerprint(text_of(), SETTINGS)}"
+    path.with_name(f"{path.name}.123").mkdir()
     open_store(text_of(), SETTINGS, words, folder=tmp_path)
-    others = [
-        (text_of(digest="e"), SETTINGS),
-        (text_of(), SETTINGS | {"min_count": 2}),
-        (text_of(), SETTINGS | {"tokenizer": "char"}),
-        (text_of(), SETTINGS | {"more": None}),
-    ]
-    for count, (text, settings_) in enumerate(others, start=2):
-        assert find_store(text, settings_, tmp_path) is None
-        open_store(text, settings_, words, folder=tmp_path)
-        assert len(names(tmp_path)) == count
+    assert names(tmp_path) == [path.name]
     monkeypatch.setattr(token_store, "VERSION", token_store.VERSION + 1)
     assert find_store(text_of(), SETTINGS, tmp_path) is None
 
@@ -282,78 +271,3 @@ def test_a_read_only_folder_is_enough_for_a_store_that_is_there(tmp_path, monkey
     monkeypatch.setattr(Path, "mkdir", never)
     monkeypatch.setattr(os, "mkdir", never)
     assert_same(open_store(text_of(), SETTINGS, never, folder=tmp_path), made)
-
-
-def make_slowly(folder, name):
-    """Makes the store of `text_of()` in folder / tokens; waits in each file for a file go-on."""
-    folder = Path(folder)
-
-    def make():
-        (folder / f"{name}-makes").touch()
-        return words()
-
-    def slowly(file):
-        first, *rest = file.blocks()
-        yield first
-        (folder / f"{name}-is-inside").touch()
-        wait_until((folder / "go-on").exists)
-        yield from rest
-
-    text = text_of()
-    for split, (file,) in text.splits.items():
-        text.splits[split] = (dataclasses.replace(file, blocks=functools.partial(slowly, file)),)
-    tokens = open_store(text, SETTINGS, make, folder=folder / "tokens")
-    print(tokens.splits["train"].tolist(), tokens.sentences.tolist())
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Starts a process that runs `make_slowly` in this folder."""
-    started = []
-
-    def start(name):
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        script = "import sys; from data.test_token_store import make_slowly; make_slowly(*sys.argv[1:])"
-        command = [sys.executable, "-c", script, str(tmp_path), name]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_of_two_processes_one_makes_the_store_and_the_other_waits(is_killed, tmp_path, start):
-    """If the first is killed, the second makes it."""
-    first = start("first")
-    wait_until((tmp_path / "first-is-inside").exists)
-    second = start("second")
-    assert second.stdout.readline().strip(), "it logs that it waits"
-    assert not (tmp_path / "second-makes").exists()
-    if is_killed:
-        first.kill()
-        wait_until((tmp_path / "second-is-inside").exists)
-    (tmp_path / "go-on").touch()
-    results = [process.communicate(timeout=60)[0] for process in (first, second)]
-    assert results == ["" if is_killed else "[0, 2, 1, 5, 1] [0, 3, 5]\n", "[0, 2, 1, 5, 1] [0, 3, 5]\n"]
-    assert (tmp_path / "second-makes").exists() == is_killed
-    assert len(names(tmp_path / "tokens")) == 1
-
-
-@pytest.mark.full
-def test_a_killed_process_leaves_no_store_and_what_it_left_is_cleared(tmp_path, start):
-    killed = start("first")
-    wait_until((tmp_path / "first-is-inside").exists)
-    killed.kill()
-    killed.wait()
-    assert len(names(tmp_path / "tokens")) == 1, "its unfinished store"
-    assert find_store(text_of(), SETTINGS, tmp_path / "tokens") is None
-    open_store(text_of(digest="another"), SETTINGS, words, folder=tmp_path / "tokens")
-    made = open_store(text_of(), SETTINGS, words, folder=tmp_path / "tokens")
-    assert made.splits["train"].tolist() == [0, 2, 1, 5, 1]
-    assert names(tmp_path / "tokens") == sorted(
-        f"own-text-{fingerprint(text_of(digest=digest), SETTINGS)}" for digest in ("d", "another")
-    )

@@ -43,19 +43,6 @@ def test_words_against_plain_python(line_mark, texts, size, lower_case):
     assert all(block.dtype == np.uint8 and block.ndim == 1 for block in blocks)
 
 
-@pytest.mark.parametrize(
-    ("line_mark", "ids"),
-    [
-        (LineMark.EOS, [0, 2, 1, 1, 3, 1]),
-        (LineMark.S, [4, 0, 2, 4, 4, 3, 4]),
-        (LineMark.DOUBLE_S, [4, 0, 2, 4, 4, 4, 4, 3, 4]),
-        (LineMark.NONE, [0, 2, 3]),
-    ],
-)
-def test_line_marks_by_hand(line_mark, ids):
-    assert joined(words_of(line_mark).blocks([in_blocks(b"the cat\n\nelephant\n")])) == ids
-
-
 @pytest.mark.parametrize("line_mark", LineMark)
 @given(
     texts=st.lists(st.lists(st.lists(st.sampled_from(["the", "cat", "日本"])), min_size=1), min_size=1, max_size=2),

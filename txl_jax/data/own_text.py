@@ -8,9 +8,11 @@ Ids are memory-mapped and archives are read at random, so remote files are copie
 An object that was replaced is copied again. You can delete the directory at any time.
 """
 
+import contextlib
 import dataclasses
 import glob
 import hashlib
+import itertools
 import os
 import platform
 import sysconfig
@@ -20,7 +22,7 @@ from typing import Any
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, TokenizerConfig
 from txl_jax.data.published import PublishedCorpus
-from txl_jax.data.text import SPLITS, File, Text, checked, expanded, file_part, with_bar
+from txl_jax.data.text import SPLITS, File, Text, checked, digest_of, expanded, file_part, with_bar
 from txl_jax.errors import UserError
 from txl_jax.runtime.storage import as_path, download, is_remote, matching, modified, names, remote_error, size
 
@@ -34,11 +36,8 @@ def read_own_text(config: DataConfig) -> Text:
     """Reads one file, split 90/5/5, or the user's own files, a list per split, each concatenated in the order given.
 
     With a published corpus the file is a part of it. A name with * or ? in a list matches any number of files, in the
-    order of their names.
-
-    Raises:
-      UserError: If a name has no file, or a file is a directory, empty, a NumPy array, or ends in empty lines, each of
-        which would be a token.
+    order of their names. Raises `UserError` if a name has no file, or a file is a directory, empty, a NumPy array, or
+    ends in empty lines, each of which would be a token.
     """
     if config.file:
         path = checked(config.file, flag="--data.file")
@@ -53,18 +52,14 @@ def read_own_text(config: DataConfig) -> Text:
     splits = {split: tuple(map(file_part, paths)) for split, paths in lists.items()}
     sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
     # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
-    digest = _of_digests(
-        _of_digests(_digest([file]) for file in with_bar(f"reading {split}", files)) for split, files in splits.items()
+    digest = digest_of(
+        digest_of(_digest([file]) for file in with_bar(f"reading {split}", files)) for split, files in splits.items()
     )
     return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, splits)
 
 
 def read_python_stdlib(config: DataConfig) -> Text:
-    """Reads the modules of the running Python's standard library in the order of their paths, split 90/5/5.
-
-    Raises:
-      UserError: If the library has no source files.
-    """
+    """Reads the modules of the running Python's standard library in the order of their paths, split 90/5/5."""
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED_DIRS]
@@ -145,10 +140,6 @@ def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
             )
 
 
-def _of_digests(digests: Iterable[str]) -> str:
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
 def _digest(files: Iterable[File]) -> str:
     digest = hashlib.sha256()
     for file in files:
@@ -174,66 +165,62 @@ def local_config(config: DataConfig, cache: Path) -> DataConfig:
     return dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, **tokenizer), **files)
 
 
-def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
-    """Returns a directory of this machine with copies of a corpus's files in a remote one."""
-    root = as_path(data_dir)
-    wanted = {file for layout in corpus.layouts + corpus.own_layouts for files in layout.values() for file in files}
-    wanted = wanted.union(*corpus.packed)
-    target = cache / "fetched" / hashlib.sha256(data_dir.encode()).hexdigest()[:16]
-    try:
-        for place in corpus.places(root):
-            for name in wanted & _names_in(place, wanted):
-                url = os.path.join(place, name)
-                local = target / os.path.relpath(url, root)
-                if not local.exists() or (local.stat().st_size, local.stat().st_mtime) != (size(url), modified(url)):
-                    _fetch(url, local)
-    except OSError as error:
-        raise remote_error("read", root, error) from error
-    target.mkdir(parents=True, exist_ok=True)
-    return str(target)
-
-
-def _names_in(place: str, wanted: Iterable[str]) -> set[str]:
-    """Returns names of files, with the directories above them, relative to a place."""
-    found: set[str] = set()
-    for folder in {os.path.dirname(name) for name in wanted}:
-        try:
-            found |= {os.path.join(folder, name) for name in names(os.path.join(place, folder).rstrip("/"))}
-        except FileNotFoundError:
-            continue
-    return found
-
-
 def _copies(path: str, cache: Path, *, expand: bool) -> list[str]:
     """Returns the local files of a path, or with `expand` of a pattern, in order of name; a local path as it is."""
     if not is_remote(path):
         return [path]
-    url = as_path(path)
-    try:
+    url, copies = as_path(path), []
+    with _reading(url):
         urls = matching(url) if expand and glob.has_magic(path) else [url]
         if not urls:
             raise UserError(f"no object matches {path}; check the pattern")
-        return [str(_copy(each, cache)) for each in urls]
+        for each in urls:
+            identity = f"{each} {size(each)} {modified(each)}"
+            copies.append(_fetch(each, _fetched(identity, cache) / os.path.basename(each)))
+    return copies
+
+
+def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
+    """Returns a directory of this machine with copies of a corpus's files in a remote one."""
+    root, target = as_path(data_dir), _fetched(data_dir, cache)
+    wanted = {file for layout in corpus.layouts + corpus.own_layouts for files in layout.values() for file in files}
+    wanted = wanted.union(*corpus.packed)
+    target.mkdir(parents=True, exist_ok=True)
+    found: set[str] = set()
+    with _reading(root):
+        for place, folder in itertools.product(corpus.places(root), {os.path.dirname(name) for name in wanted}):
+            with contextlib.suppress(FileNotFoundError):
+                there = names(os.path.join(place, folder).rstrip("/"))
+                found |= {os.path.join(place, folder, each) for each in there if os.path.join(folder, each) in wanted}
+        for url in sorted(found):
+            _fetch(url, target / os.path.relpath(url, root))
+    return str(target)
+
+
+@contextlib.contextmanager
+def _reading(url: str) -> Iterator[None]:
+    """Turns an error of object storage into a `UserError`."""
+    try:
+        yield
     except OSError as error:
         raise remote_error("read", url, error) from error
 
 
-def _copy(url: str, cache: Path) -> Path:
-    identity = f"{url} {size(url)} {modified(url)}"
-    local = cache / "fetched" / hashlib.sha256(identity.encode()).hexdigest()[:16] / os.path.basename(url)
-    if not local.exists():
-        _fetch(url, local)
-    return local
+def _fetched(identity: str, cache: Path) -> Path:
+    return cache / "fetched" / hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
-def _fetch(url: str, local: Path) -> None:
-    """Downloads under a temporary name first; the copy gets the object's time."""
+def _fetch(url: str, local: Path) -> str:
+    """Downloads an object under a temporary name first, unless there is a copy of its size and time."""
+    time = modified(url)  # Before the download: an object that is replaced meanwhile is copied again.
+    if local.exists() and (local.stat().st_size, local.stat().st_mtime) == (size(url), time):
+        return str(local)
     local.parent.mkdir(parents=True, exist_ok=True)
     part = local.with_name(f".{local.name}.{os.getpid()}.tmp")
     try:
-        time = modified(url)  # Before the download: an object that is replaced meanwhile is copied again.
         download(url, part)
         os.utime(part, (time, time))
         os.replace(part, local)
     finally:
         part.unlink(missing_ok=True)
+    return str(local)

@@ -7,8 +7,8 @@ metadata.json stores what was counted on the way:
 sha256   by part: of its file, or of its files' sha256 in order
 files    by split: name, bytes and records of each file, in the order of the records
 
-Archives are read as streams. Nothing is unpacked to the disk, but an archive with a member that would leave its
-directory is rejected all the same, because no corpus has one.
+Archives are read as streams. Nothing is unpacked, but an archive with a member that would leave its directory is
+rejected all the same, because no corpus has one.
 """
 
 import codecs
@@ -26,9 +26,10 @@ import shutil
 import stat
 import tarfile
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, NamedTuple
 
 import numpy as np
 import requests
@@ -37,7 +38,7 @@ from tensorflow_datasets.core.download.download_manager import NonMatchingChecks
 
 from txl_jax.config import CorpusName, Heldout
 from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, USE_PREFIX, Layout, PublishedCorpus, Remote
-from txl_jax.data.text import SPLITS, File, Text, bar
+from txl_jax.data.text import File, Text, bar, digest_of
 from txl_jax.errors import UserError
 from txl_jax.runtime import storage
 
@@ -95,21 +96,21 @@ def _open(name: CorpusName, folder: Path, records: Path, heldout: Heldout) -> Te
     builder, corpus, same = BUILDERS[name](data_dir=folder), CORPORA[name], heldout is Heldout.PUBLISHED
     metadata = builder.info.metadata
     # Both held-out shards are in the cache.
-    stored = {split: "test" if split == "valid" and same else split for split in SPLITS}
+    stored = {"train": "train", "valid": "test" if same else "valid", "test": "test"}
     source = functools.cache(builder.as_data_source)  # Opened when a text is first read.
     splits = {
         split: tuple(_files(f"{name} {of}", metadata["files"][of], functools.partial(source, of), records))
         for split, of in stored.items()
     }
     sums = [metadata["sha256"][corpus.ranges()[of][0]] for of in stored.values()]
-    digest = sums[0] if corpus.cuts else hashlib.sha256("".join(sums).encode()).hexdigest()
-    size = sum(file.size for split in SPLITS if stored[split] == split for file in splits[split])
+    digest = sums[0] if corpus.cuts else digest_of(sums)
+    size = sum(file.size for split, of in stored.items() if split == of for file in splits[split])
     description = f"{corpus.title}, {size:,} bytes{', validation on the test text' if same else ''}"
     return Text(str(name), description, digest, splits, closed_alphabet=corpus.closed_alphabet)
 
 
 def _files(name: str, stored: list[tuple[str, int, int]], source: Callable[[], Any], records: Path) -> Iterator[File]:
-    """Yields the files of a split in the order of their names, which need not be the order of their records."""
+    """Yields the files of a split in the order of their names, which may differ from the order of their records."""
     starts = itertools.accumulate((count for _, _, count in stored), initial=0)
     for (file, size, count), first in sorted(zip(stored, starts, strict=False)):
         blocks = functools.partial(_stored_blocks, source, range(first, first + count), records)
@@ -127,7 +128,7 @@ def _stored_blocks(source: Callable[[], Any], numbers: range, records: Path) -> 
 def _damaged(records: Path, error: Exception) -> UserError:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return UserError(
-        f"the prepared text in {records} is damaged ({reason}); remove this folder, and it is prepared again"
+        f"the prepared text in {records} is corrupted ({reason}). Remove this directory to prepare it again"
     )
 
 
@@ -135,109 +136,98 @@ def _damaged(records: Path, error: Exception) -> UserError:
 
 
 class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """A corpus as records, written without TensorFlow.
+    """A corpus as records of the files that `find` returns, written without TensorFlow.
 
     `ShardBasedBuilder` writes records as they come. `GeneratorBasedBuilder` sorts them first, for which it needs
     TensorFlow above 1 GB.
-
-    Args:
-      find: Returns the corpus's files; needed to prepare them.
     """
 
     VERSION = tfds.core.Version("1.0.0")  # Raise it whenever the same corpus would give other records or metadata.
     NAME: ClassVar[CorpusName]
 
     def __init__(self, *, find: "Find | None" = None, **kwargs: Any):
-        super().__init__(**({"file_format": "array_record"} | kwargs))
-        self._find = find
+        self._corpus, self._find = CORPORA[self.NAME], find
         self._tallies: dict[str, dict[str, Tally]] = {}  # By part and file.
-        self._files: dict[str, list[tuple[str, int, int]]] = {}  # By split, as in the metadata.
-
-    @property
-    def corpus(self) -> PublishedCorpus:
-        """Returns the corpus's row of the table."""
-        return CORPORA[self.NAME]
+        super().__init__(**({"file_format": "array_record"} | kwargs))
 
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(
             builder=self,
-            description=self.corpus.title,
+            description=self._corpus.title,
             features=tfds.features.FeaturesDict({"block": tfds.features.Tensor(shape=(), dtype=np.object_)}),
             disable_shuffling=True,
             metadata=tfds.core.MetadataDict(),
         )
 
     def _download_and_prepare(self, dl_manager: Any, download_config: Any = None) -> None:
+        self.info.metadata["files"] = {}  # `_records` fills it.
         super()._download_and_prepare(dl_manager, download_config)
-        self.info.metadata["files"] = self._files
         self.info.metadata["sha256"] = {part: digest(files) for part, files in self._tallies.items()}
 
     def _shard_iterators_per_split(self, dl_manager: Any) -> dict[str, list[Callable[[], Iterator[Any]]]]:
         assert self._find is not None, "a corpus is prepared by `read`"
         files = self._find(dl_manager)
-        layout = fit(files, self.corpus.layouts + self.corpus.own_layouts)
+        sizes = {name: place.size for name, place in files.places.items()}
+        layout = fit(files, self._corpus.layouts + self._corpus.own_layouts)
         for part, names in layout.items():  # Before any is read.
-            known, size = self.corpus.facts[part].size, sum(files.sizes[name] for name in names)
+            known, size = self._corpus.facts[part].size, sum(sizes[name] for name in names)
             if known not in (None, size):
-                self._refuse(files, names, f"{size:,} bytes and {self.corpus.title} has exactly {known:,}")
+                self._refuse(files, names, f"{size:,} bytes and {self._corpus.title} has exactly {known:,}")
         shards = {}
-        for split, (part, first, last) in self.corpus.ranges().items():
-            sizes = {file: len(range(files.sizes[file])[first:last]) for file in layout[part]}
-            records = self._records(files, split, sizes)
+        for split, (part, first, last) in self._corpus.ranges().items():
+            wanted = {name: len(range(sizes[name])[first:last]) for name in layout[part]}
+            records = self._records(files, split, wanted)
             # All shards take from the same stream; the last one reaches its end, where the part is checked.
             take = functools.partial(itertools.islice, records, SHARD_RECORDS)
-            n_full = max(sum(map(_n_record, sizes.values())) - 1, 0) // SHARD_RECORDS
+            n_full = max(sum(map(_n_record, wanted.values())) - 1, 0) // SHARD_RECORDS
             shards[split] = [take] * n_full + [functools.partial(iter, records)]
         return shards
 
     def _records(self, files: "Files", split: str, sizes: dict[str, int]) -> Iterator[tuple[int, dict[str, bytes]]]:
         """Yields a split's records and counts them; its part is checked once all of it was read."""
-        part, first, last = self.corpus.ranges()[split]
-        words = self.corpus.facts[part].tokens is not None
-        tallies = self._tallies.setdefault(part, {})
-        keys = itertools.count()
-        self._files[split] = []
+        part, first, last = self._corpus.ranges()[split]
+        words = self._corpus.facts[part].tokens is not None
+        tallies = self._tallies.setdefault(part, defaultdict(lambda: Tally(words=words)))
+        names, keys = dict[str, None](), itertools.count()
         with bar(f"preparing {split}", sum(sizes.values())) as shown:
-            for name, blocks in files.read(sizes, first):
-                self._files[split].append((name.rpartition("/")[2], sizes[name], _n_record(sizes[name])))
-                counted = tallies.setdefault(name, Tally(words=words))
-                for block in blocks:
-                    counted.add(block)
-                    shown.update(len(block))
+            for name, block in files.read(sizes, first):
+                names[name] = None
+                tallies[name].add(block)
+                shown.update(len(block))
+                if block:
                     yield next(keys), {"block": block}
-        if last is None or split == list(self.corpus.cuts)[-1]:
+        stored = [(posixpath.basename(name), sizes[name], _n_record(sizes[name])) for name in names]
+        self.info.metadata["files"][split] = stored
+        if last is None or split == list(self._corpus.cuts)[-1]:
             self._check(files, part)
 
     def _check(self, files: "Files", part: str) -> None:
-        known, tallies = self.corpus.facts[part], self._tallies[part]
-        of = self.corpus.title if self.corpus.cuts else f"the {part} split of {self.corpus.title}"
+        known, tallies = self._corpus.facts[part], self._tallies[part]
+        of = self._corpus.title if self._corpus.cuts else f"the {part} split of {self._corpus.title}"
         for name, what in (("tokens", "tokens (words and line ends)"), ("lines", "lines")):
-            expected = getattr(known, name)
-            if expected is not None and (count := sum(getattr(tally, name) for tally in tallies.values())) != expected:
-                empty = max(tally.empty_lines for tally in tallies.values())
-                ends = f" (it ends in {empty} empty line{'s' if empty > 1 else ''}; remove them)" if empty else ""
-                self._refuse(files, list(tallies), f"{count:,} {what} and {of} has exactly {expected:,}{ends}")
+            expected, count = getattr(known, name), sum(getattr(tally, name) for tally in tallies.values())
+            if expected not in (None, count):
+                self._refuse(files, list(tallies), f"{count:,} {what} and {of} has exactly {expected:,}")
         if known.sha256 not in (None, found := digest(tallies)):
             if known.tokens is None:
                 self._refuse(files, list(tallies), f"text of sha256 {found} and {of} has {known.sha256}")
             print(
-                f"note: {of} in {files.name} has as many tokens as the published one, but other bytes; scores are "
+                f"note: {of} in {files.holder} has as many tokens as the published one, but other bytes; scores are "
                 "comparable only if just its white space differs",
                 flush=True,
             )
 
     def _refuse(self, files: "Files", names: list[str], wrong: str) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        prefix = f", or, to run on a part of it, {USE_PREFIX}" if self.corpus.cuts else ""
-        path, member = files.places[names[0]]
-        where = f"{member} in {path}" if member else path
-        raise UserError(f"{where}{more} holds {wrong}; get it again from {files.again[path]}{prefix}")
+        prefix = f", or, to run on a part of it, {USE_PREFIX}" if self._corpus.cuts else ""
+        place = files.places[names[0]]
+        where = f"{place.member} in {place.path}" if place.member else place.path
+        raise UserError(f"{where}{more} holds {wrong}; get it again from {place.url}{prefix}")
 
     def _log_download_bytes(self) -> None:
         """Does nothing: tensorflow-datasets would print that sizes are unknown."""
 
-    def _log_download_done(self) -> None:
-        """Does nothing: the program prints it."""
+    _log_download_done = _log_download_bytes
 
 
 BUILDERS = {  # Their names are those of the directories of records.
@@ -255,9 +245,7 @@ def _n_record(size: int) -> int:
 def find_files(corpus: PublishedCorpus, data_dir: Path) -> "Find":
     """Returns the first place that has the corpus's files, or the sources that answer.
 
-    Raises:
-      UserError: If no place has them (the message names the files, their directory and the answers of the sources), or
-        a directory has some of the files and lacks others.
+    Raises `UserError`, which names files, directory and answers, if there are neither, or only some of the files.
     """
     places, partly = list(map(Path, corpus.places(str(data_dir)))), list[str]()
     for place in places:
@@ -285,10 +273,10 @@ def _open_local(corpus: PublishedCorpus, holder: str, paths: dict[str, str], man
     """Opens files of this machine; an archive of an official name must be the official file."""
     del manager
     official = {remote.file: remote for remote in itertools.chain(*corpus.sources) if remote.is_archive}
-    for file in official.keys() & paths.keys():
-        if wrong := _difference(paths[file], official[file]):
-            raise UserError(f"{paths[file]} has {wrong} like {corpus.url_of(file)}; get it again from there")
-    return open_files(holder, paths, again={path: corpus.url_of(path) for path in paths.values()})
+    for name in official.keys() & paths.keys():
+        if wrong := _difference(paths[name], official[name]):
+            raise UserError(f"{paths[name]} has {wrong} like {corpus.url_of(name)}; get it again from there")
+    return open_files(holder, [(name, path, corpus.url_of(name)) for name, path in paths.items()])
 
 
 def _difference(path: str, official: Remote) -> str:
@@ -325,20 +313,19 @@ def _ask(url: str) -> str:
 def _download(corpus: PublishedCorpus, places: list[Path], answers: dict[Source, str], manager: Any) -> "Files":
     """Downloads the first source that can be, of those that answered; raises `UserError` if none can."""
     for source in [source for source, why in answers.items() if not why]:
-        paths: dict[str, str] = {}
+        files: list[tuple[str, str, str]] = []
         try:
             for remote in source:  # One by one, so that the one that fails is known.
-                paths[remote.file] = str(manager.download(remote.url))
-                if wrong := _difference(paths[remote.file], remote):
+                files.append((remote.file, str(manager.download(remote.url)), remote.url))
+                if wrong := _difference(files[-1][1], remote):
                     raise UserError(f"{remote.url} gave a file with {wrong}")
-            holder = paths[source[0].file] if len(source) == 1 else source[0].url.rpartition("/")[0]
-            return open_files(holder, paths, again={paths[remote.file]: remote.url for remote in source})
+            return open_files(files[0][1] if len(source) == 1 else posixpath.dirname(remote.url), files)
         except (tfds.download.DownloadError, NonMatchingChecksumError, requests.RequestException) as error:
             answers[source] = f"{remote.url} {_reason(error)}"
         except ValueError as error:  # The file has another size, or is not an archive, and the error has its path.
             answers[source] = str(error)
-            for remote in source:
-                answers[source] = answers[source].replace(paths.get(remote.file, remote.url), remote.url)
+            for _, path, url in files:
+                answers[source] = answers[source].replace(path, url)
     raise UserError(_missing(corpus, places, answers))
 
 
@@ -360,78 +347,70 @@ def _missing(corpus: PublishedCorpus, places: list[Path], answers: dict[Source, 
 
 # Files and archives as streams
 
-_LONGEST_LINK = 4096  # Bytes that are read of the target of a link.
+
+class Place(NamedTuple):
+    """Where a file is."""
+
+    path: str  # Of the file, or of the archive that it is a member of.
+    member: str  # Its name in the archive; empty for a plain file.
+    size: int  # Bytes.
+    url: str  # To get the file or the archive from again.
 
 
 @dataclasses.dataclass(frozen=True)
 class Files:
     """A corpus's files: plain ones, and the members of archives."""
 
-    name: str  # For errors.
-    again: Mapping[str, str]  # URLs to get them from, by the path of the file or archive.
-    places: dict[str, tuple[str, str]]  # By name: the path of the file, or of an archive and the member's name there.
-    sizes: dict[str, int]  # By name, in bytes.
+    holder: str  # Archive or directory, for errors.
+    places: dict[str, Place]  # By name.
 
-    def read(self, sizes: Mapping[str, int], first: int = 0) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """Yields each of the files and its bytes from byte `first` on, in blocks of a record.
+    def read(self, sizes: Mapping[str, int], first: int = 0) -> Iterator[tuple[str, bytes]]:
+        """Yields the bytes of files, so many of each from byte `first` on, in blocks of a record after the file's name.
 
-        Plain files come in the order of their names, members in that of their archive, which is read no further than
-        needed. Blocks can be read until the next file is yielded.
-
-        Args:
-          sizes: The number of bytes to read, by file.
-
-        Raises:
-          UserError: If an archive is damaged, or a file became shorter.
+        Plain files come in the order of their names, members in the order of their archive, which is read no further
+        than needed. The first block of each is empty, so that a file without bytes is counted too. Raises `UserError`
+        if an archive is damaged, or a file became shorter.
         """
-        wanted: dict[str, dict[str, str]] = {}
+        wanted: dict[tuple[str, str], dict[str, str]] = {}
         for name in sorted(sizes):
-            path, member = self.places[name]
-            wanted.setdefault(path, {})[member] = name
-        for path, names in wanted.items():
-            reading = functools.partial(_reading, path, self.again[path])
-            with reading():
+            place = self.places[name]
+            wanted.setdefault((place.path, place.url), {})[place.member] = name
+        for (path, url), names in wanted.items():
+            with _reading(path, url):
                 for member, _, open_member in members(path):
                     if member in names:
                         name = names.pop(member)
                         with open_member() as stream:
-                            yield name, _blocks(stream, first, sizes[name], reading)
+                            for _ in _blocks(stream, first):  # They belong to another split.
+                                pass
+                            yield name, b""
+                            yield from ((name, block) for block in _blocks(stream, sizes[name]))
                     if not names:
                         break
 
 
-def _blocks(stream: IO[bytes], first: int, size: int, reading: Callable[[], Any]) -> Iterator[bytes]:
-    for left, wanted in ((first, False), (size, True)):
-        while left:
-            with reading():
-                block = stream.read(min(left, RECORD_BYTES))
-                if not block:
-                    raise EOFError(f"it ends {left:,} bytes early")
-            left -= len(block)
-            if wanted:
-                yield block
+def _blocks(stream: IO[bytes], size: int) -> Iterator[bytes]:
+    for left in range(size, 0, -RECORD_BYTES):
+        block = stream.read(min(left, RECORD_BYTES))
+        if len(block) < min(left, RECORD_BYTES):
+            raise EOFError(f"it ends {left - len(block):,} bytes early")
+        yield block
 
 
-def open_files(name: str, paths: Mapping[str, str], *, again: Mapping[str, str]) -> Files:
-    """Opens files, and of archives their members.
+def open_files(holder: str, files: Sequence[tuple[str, str, str]]) -> Files:
+    """Opens files, given by name, path and URL, and of archives their members; a member of several is archive/member.
 
-    Args:
-      name: What holds them, for errors.
-      paths: Their paths, by their names. A member of one of several archives is called archive/member.
-      again: URLs to get them from, by their paths.
-
-    Raises:
-      UserError: If an archive is damaged, or a member's name leads out of it.
+    Raises `UserError` if an archive is damaged or empty, or a member's name leads out of it.
     """
-    places: dict[str, tuple[str, str]] = {}
-    sizes: dict[str, int] = {}
-    for file, path in paths.items():
-        with _reading(path, again[path]):
+    places: dict[str, Place] = {}
+    for file, path, url in files:
+        with _reading(path, url):
             for member, size, _ in members(path):
-                called = f"{file}/{member}" if member and len(paths) > 1 else member or file
-                places.setdefault(called, (path, member))  # `read` takes the first of two as well.
-                sizes.setdefault(called, size)
-    return Files(name, again, places, sizes)
+                called = f"{file}/{member}" if member and len(files) > 1 else member or file
+                places.setdefault(called, Place(path, member, size, url))  # `read` takes the first of two as well.
+    if not places:
+        raise UserError(f"{holder} holds nothing; get it again from {' and '.join(url for _, _, url in files)}")
+    return Files(holder, places)
 
 
 Members = Iterator[tuple[str, int, Callable[[], Any]]]
@@ -440,11 +419,8 @@ Members = Iterator[tuple[str, int, Callable[[], Any]]]
 def members(path: str) -> Members:
     """Yields the files of a zip or tar archive: name, bytes, and a function that opens it until the next one comes.
 
-    Another file is its own only member, without a name.
-
-    Raises:
-      UserError: If a member's name leads out of the archive, or it is a device.
-      Exception: Of nearly any type, if the archive is damaged.
+    Another file is its own only member, without a name. Raises `UserError` if a member's name leads out of the archive,
+    or it is a device, and nearly any exception if the archive is damaged.
     """
     if path.endswith(".zip"):
         yield from _zip_members(path)
@@ -460,7 +436,7 @@ def _zip_members(path: str) -> Members:
             target = None
             if stat.S_ISLNK(entry.external_attr >> 16):  # Its content is the target.
                 with archive.open(entry) as stream:
-                    target = stream.read(_LONGEST_LINK).decode("utf-8", "replace")
+                    target = stream.read(4096).decode("utf-8", "replace")
             _check_safe(path, entry.filename, target, posixpath.dirname(entry.filename))
         for entry in map(archive.getinfo, sorted(set(archive.namelist()))):
             if not entry.is_dir():
@@ -520,26 +496,25 @@ def _check_safe(path: str, name: str, target: str | None, folder: str) -> None:
 def fit(files: Files, layouts: Sequence[Layout]) -> dict[str, list[str]]:
     """Returns the files of each part, by the first layout whose files are all there.
 
-    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'.
-
-    Raises:
-      UserError: If no layout fits (names what is missing and what is there), or a file is there twice.
+    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` if no layout
+    fits (it names what is missing and what is there), or a file is there twice.
     """
     missing: list[list[str]] = []
     for layout in layouts:
         found = {
-            tail: [name for name in files.sizes if f"/{name}".replace("\\", "/").endswith(f"/{tail}")]
+            tail: [name for name in files.places if f"/{name}".replace("\\", "/").endswith(f"/{tail}")]
             for tail in itertools.chain(*layout.values())
         }
         missing.append([tail for tail, names in found.items() if not names])
         if missing[-1]:
             continue
         if twice := next((names for names in found.values() if len(names) > 1), None):
-            raise UserError(f"{files.name} holds {twice[0]} and {twice[1]}; remove one, as both could be meant")
+            raise UserError(f"{files.holder} holds {twice[0]} and {twice[1]}; remove one, as both could be meant")
         return {part: [found[tail][0] for tail in tails] for part, tails in layout.items()}
+    urls = " and ".join(dict.fromkeys(place.url for place in files.places.values()))
     raise UserError(
-        f"{files.name} has no {_some(min(missing, key=len))} (it holds {_some(list(files.sizes)) or 'nothing'}"
-        f"); get it again from {' and '.join(dict.fromkeys(files.again.values()))}"
+        f"{files.holder} has no {_some(min(missing, key=len))} (it holds {_some(list(files.places))}); get it again "
+        f"from {urls}"
     )
 
 
@@ -552,24 +527,21 @@ Find = Callable[[Any], Files]  # From a download manager to the corpus's files.
 
 # Counts, taken while files are read
 
-_END_BYTES = 1 << 12  # Length of a file's end that is searched for empty lines.
-
 
 class Tally:
     """Counts of one file. Words, as of `str.split`, are only counted on request: that takes longer than the rest."""
 
     def __init__(self, *, words: bool):
-        self._newlines = 0
-        self._words: int | None = 0 if words else None
-        self._digest, self._end, self._in_word = hashlib.sha256(), b"", False
+        self._digest, self._newlines, self._last = hashlib.sha256(), 0, b""
+        self._words, self._in_word, self._counts_words = 0, False, words
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, block: bytes) -> None:
-        """Counts the file's next bytes, at least one."""
-        self._newlines += block.count(b"\n")
+        """Counts the file's next bytes."""
         self._digest.update(block)
-        self._end = (self._end + block)[-_END_BYTES:]
-        if self._words is not None and (text := self._decoder.decode(block)):  # Else it ended inside a character.
+        self._newlines += block.count(b"\n")
+        self._last = block[-1:] or self._last
+        if self._counts_words and (text := self._decoder.decode(block)):  # Else it ended inside a character.
             self._words += len(text.split()) - (self._in_word and not text[0].isspace())
             self._in_word = not text[-1].isspace()
 
@@ -581,20 +553,15 @@ class Tally:
     @property
     def lines(self) -> int:
         """Returns the number of lines; a last line without its newline is a line too."""
-        return self._newlines + (self._end[-1:] not in (b"", b"\n"))
+        return self._newlines + (self._last not in (b"", b"\n"))
 
     @property
-    def tokens(self) -> int | None:
-        """Returns the number of words and line ends, or None if words were not counted."""
-        return None if self._words is None else self._words + self.lines
-
-    @property
-    def empty_lines(self) -> int:
-        """Returns the number of empty lines at the end."""
-        return max(self._end.count(b"\n", len(self._end.rstrip(b"\r\n"))) - 1, 0)
+    def tokens(self) -> int:
+        """Returns the number of words and line ends."""
+        return self._words + self.lines
 
 
 def digest(tallies: Mapping[str, Tally]) -> str:
     """Returns sha256 of a part: of its file's bytes, or, if it has several files, of their digests in order of name."""
-    sums = [tallies[name].sha256 for name in sorted(tallies, key=lambda name: name.rpartition("/")[2])]
-    return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
+    sums = [tallies[name].sha256 for name in sorted(tallies, key=posixpath.basename)]
+    return sums[0] if len(sums) == 1 else digest_of(sums)

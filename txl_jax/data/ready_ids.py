@@ -205,10 +205,8 @@ def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
 def find_token(vocabulary: Vocabulary, text: str, *, name: str) -> int:
     r"""Returns the id of the token that the setting `name` names by its text, with \n and \r for line ends.
 
-    The token that ends a line is named by a newline or by its own word, `<eos>`.
-
-    Raises:
-      UserError: If the text is not exactly one token of the vocabulary.
+    The token that ends a line is named by a newline or by its own word, `<eos>`. Raises `UserError` if the text is not
+    exactly one token of the vocabulary.
     """
     content, names = os.fsencode(unescape(text)), vocabulary.names()
     # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower case for a word.

@@ -166,11 +166,7 @@ class SubwordVocabulary(Vocabulary):
 def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
     """Trains a byte-level BPE vocabulary of V = `size` tokens, 256 bytes among them; a short text may give fewer.
 
-    Any UTF-8 text comes back from its tokens exactly.
-
-    Raises:
-      UserError: If size is below 256, or the text is not UTF-8.
-      MissingPackageError: If the package tokenizers is not installed.
+    Any UTF-8 text comes back from its tokens exactly. Raises `UserError` if size is below 256 or the text is not UTF-8.
     """
     if size < 256:
         raise UserError(

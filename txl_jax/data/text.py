@@ -6,6 +6,7 @@ Nothing is held in memory: a block is at most a few megabytes, and a split may b
 import dataclasses
 import functools
 import glob
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,11 @@ class Text:
     digest: str  # sha256 of the content, in hexadecimal.
     splits: dict[str, tuple[File, ...]]  # Keys: SPLITS.
     closed_alphabet: bool = False  # Byte tokens are the values that occur in it: a whole published corpus.
+
+
+def digest_of(digests: Iterable[str]) -> str:
+    """Returns sha256 of concatenated digests, in hexadecimal."""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def bar(description: str, size: int) -> tqdm.tqdm:

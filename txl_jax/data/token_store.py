@@ -54,14 +54,10 @@ def fingerprint(text: Text, settings: dict[str, Any]) -> str:
 def open_store(
     text: Text, settings: dict[str, Any], make_vocabulary: Callable[[], Vocabulary], *, folder: Path
 ) -> TokenStore:
-    """Opens the store of a text in `folder`, or writes it first.
+    """Opens the store of a text in `folder`, or writes it first, with the vocabulary that `make_vocabulary` returns.
 
-    Args:
-      settings: Everything but the text that the ids depend on, as JSON.
-      make_vocabulary: Called if the store must be written.
-
-    Raises:
-      UserError: If the text cannot be encoded, or the directory cannot be written to.
+    `settings` are everything but the text that the ids depend on, as JSON. Raises `UserError` if the text cannot be
+    encoded, or the directory cannot be written to.
     """
     path = _path(text, settings, folder)
     if not _is_whole(path):
