@@ -80,9 +80,7 @@ def read_corpus(
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
     config = own_text.local_config(config, cache)
     if config.tokenizer.kind is Tokenizer.ID:
-        ids = read_ids(config, vocabulary=vocabulary)
-        train, valid, test = (ids.splits[split] for split in SPLITS)
-        corpus = Corpus("ids", ids.description, ids.digest, ids.vocabulary, train, valid, test)
+        corpus = Corpus(**read_ids(config, vocabulary=vocabulary))
     else:
         corpus = _encoded(config, _read_text(config, data_dir, cache), cache / "tokens", vocabulary)
     for split in SPLITS:
@@ -119,10 +117,9 @@ def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabular
         store = token_store.open_store(
             text, settings, lambda: vocabulary or make_vocabulary(config, text), folder=folder
         )
-    train, valid, test = (store.splits[split] for split in SPLITS)
     described = f"{text.description}, {_describe_tokens(config)}"
     vocabulary = vocabulary or loads(store.vocabulary, KINDS)
-    return Corpus(text.name, described, text.digest, vocabulary, train, valid, test, store.sentences)
+    return Corpus(text.name, described, text.digest, vocabulary, **store.splits, sentences=store.sentences)
 
 
 def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from txl_jax.config import DataConfig
 from txl_jax.data.subwords import given_tokenizer
-from txl_jax.data.text import SPLITS, expanded, file_part, with_bar
+from txl_jax.data.text import SPLITS, digest_of, expanded, file_part, with_bar
 from txl_jax.data.vocabulary import Vocabulary, check_ids, id_type, unescape
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
@@ -25,23 +25,12 @@ Token = str | bytes | int  # A token's text or id.
 _LARGEST_SIZE = 2**31 - 1  # Of a vocabulary: ids are int32 on a device.
 
 
-class IdText(NamedTuple):
-    """Ids in three splits."""
-
-    description: str  # One human-readable line.
-    digest: str  # sha256 of the ids as they are stored, in hexadecimal.
-    vocabulary: Vocabulary  # Of the ids.
-    splits: dict[str, np.ndarray]  # Memory-mapped, read-only [T].
-
-
-def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdText:
+def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
     """Opens the user's files of ids: one, split 90/5/5 by position (borders are rounded down), or one per split.
 
     Without a test file the validation ids are the test split too. `vocabulary` is a trained run's, or None for the
-    config's: its tokenizer.json, or numbers up to its size.
-
-    Raises:
-      UserError: If a file is missing or has no ids, or an id is outside the vocabulary.
+    config's: its tokenizer.json, or numbers up to its size. Returns the fields of a `Corpus`, the splits memory-mapped
+    and read-only. Raises `UserError` if a file is missing or has no ids, or an id is outside the vocabulary.
     """
     tokenizer = config.tokenizer
     named = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
@@ -65,12 +54,12 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> IdT
     is_counted = isinstance(vocabulary, IdVocabulary) and tokenizer.vocab_size is None
     counted = " (the largest id and one)" if is_counted else ""
     tested = "" if config.file or config.test else ", tested on the validation ids"
-    return IdText(
-        f"own ids, {sizes} in train + valid + test{tested}, of {vocabulary.size:,} tokens{counted}",
-        digests[0] if config.file else hashlib.sha256("".join(digests).encode()).hexdigest(),
-        vocabulary,
-        splits,
-    )
+    return splits | {
+        "name": "ids",
+        "description": f"own ids, {sizes} in train + valid + test{tested}, of {vocabulary.size:,} tokens{counted}",
+        "digest": digests[0] if config.file else digest_of(digests),
+        "vocabulary": vocabulary,
+    }
 
 
 def _open(name: str, paths: Sequence[str]) -> np.memmap:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from txl_jax.data.text import File, read_named, text_blocks
-from txl_jax.data.vocabulary import Vocabulary, check_ids, escape, id_type, unescape
+from txl_jax.data.vocabulary import Vocabulary, escape, id_type, unescape
 from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
 
@@ -77,10 +77,6 @@ class SubwordVocabulary(Vocabulary):
                     yield self._encode(text)
                 except UserError as error:
                     raise UserError(f"{file.name}: {error}") from error
-
-    def decode(self, ids: Any) -> bytes:
-        """Concatenates the tokens' bytes, of which a character may need several."""
-        return b"".join(self._texts[token] for token in check_ids(ids, self.size).tolist())
 
     def lines(self) -> Iterator[str]:
         """Yields the file's content as one line."""

@@ -76,6 +76,11 @@ class Vocabulary(Protocol):
 
         Texts of successive ids may be concatenated.
         """
+        return b"".join(map(self._texts.__getitem__, check_ids(ids, self.size).tolist()))
+
+    @property
+    def _texts(self) -> Sequence[bytes]:
+        """Returns the text of each token, unless a kind defines `decode`."""
 
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form."""

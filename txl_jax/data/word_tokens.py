@@ -10,7 +10,7 @@ import numpy as np
 
 from txl_jax.config import LineMark
 from txl_jax.data.text import File, text_blocks
-from txl_jax.data.vocabulary import MARKS, Vocabulary, check_ids, escape, id_type, unescape
+from txl_jax.data.vocabulary import MARKS, Vocabulary, escape, id_type, unescape
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
@@ -76,10 +76,6 @@ class WordVocabulary(Vocabulary):
         # Where a line's end opens the next line too, the last one opens nothing.
         yield pending[:-1] if self.line_mark is LineMark.DOUBLE_S else pending
 
-    def decode(self, ids: Any) -> bytes:
-        """Returns each word and a space; a newline for a mark."""
-        return "".join(map(self._texts.__getitem__, check_ids(ids, self.size).tolist())).encode()
-
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form."""
         return {"line_mark": self.line_mark.value, "lower_case": self.lower_case, "unknown": self.unknown}
@@ -107,9 +103,10 @@ class WordVocabulary(Vocabulary):
         return {word: token for token, word in enumerate(self.words)}
 
     @functools.cached_property
-    def _texts(self) -> list[str]:
+    def _texts(self) -> list[bytes]:
+        """Returns each word and a space; a newline for a mark."""
         mark = MARKS.get(self.line_mark)
-        return ["\n" if word == mark else word + " " for word in self.words]
+        return [b"\n" if word == mark else f"{word} ".encode() for word in self.words]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +137,6 @@ class CharacterVocabulary(Vocabulary):
         """Returns the id of tokens that the vocabulary lacks."""
         return self.characters.index(UNKNOWN_CHARACTER)
 
-    def decode(self, ids: Any) -> bytes:
-        """Returns the text of ids of any shape, in row-major order."""
-        return "".join(map(self.characters.__getitem__, check_ids(ids, self.size).tolist())).encode()
-
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form."""
         return {"lower_case": self.lower_case}
@@ -160,6 +153,10 @@ class CharacterVocabulary(Vocabulary):
     def _encode(self, text: str) -> np.ndarray:
         text = text.lower() if self.lower_case else text
         return self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
+
+    @functools.cached_property
+    def _texts(self) -> list[bytes]:
+        return list(map(str.encode, self.characters))
 
     @functools.cached_property
     def _ids(self) -> np.ndarray:
