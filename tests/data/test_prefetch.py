@@ -74,13 +74,6 @@ def test_the_following_blocks_are_made_while_the_caller_does_something_else():
     assert recorder.threads.isdisjoint([threading.current_thread()]) and len(recorder.threads) == 1
 
 
-def test_a_finished_block_does_not_wait_for_the_following_ones():
-    recorder = Recorder(hold_from=1)
-    with Prefetcher(recorder, segments_per_call=1, steps=100) as prefetcher:
-        assert prefetcher(0) == (0, 1)
-        recorder.go.set()
-
-
 def test_an_error_is_raised_where_its_block_is_asked_for_and_only_there():
     recorder = Recorder(fail_at=[4])
     with Prefetcher(recorder, segments_per_call=2, steps=10) as prefetcher:

@@ -149,19 +149,6 @@ def test_evaluation_against_lists(warmup, length, batch_size, segment_len):
     assert (reader.tokens_per_epoch, reader.skipped_tokens) == (length - 1, 0)
 
 
-@given(**SIZES, warmup=WARMUP, hosts=st.integers(1, 3), first=st.integers(0, 20), count=st.integers(1, 20))
-def test_the_token_that_each_position_of_evaluation_scores(
-    warmup, hosts, first, count, length, batch_size, segment_len
-):
-    """The same in steps past the end, which are padding."""
-    for host in range(hosts):
-        sizes = {"length": length, "batch_size": batch_size * hosts, "segment_len": segment_len}
-        reader = make("evaluation", **sizes, warmup_tokens=warmup, own=range(host, batch_size * hosts, hosts))
-        got = reader.segments(first, count)
-        # The text is numbered, so a target is its own position.
-        np.testing.assert_array_equal(reader.scored(first, count), np.where(got.weights == 1, got.targets, 0))
-
-
 @pytest.mark.parametrize("kind", ["evaluation", "warm-up"])
 @given(**SIZES, steps_beyond=st.integers(0, 20))
 def test_evaluation_is_padding_past_the_end(kind, steps_beyond, length, batch_size, segment_len):

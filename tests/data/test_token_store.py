@@ -260,12 +260,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_store(split, tmp_path):
     assert len(open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new").splits[split]) == 300_000
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=rf"{tmp_path}/file/tokens\b.*\bNot a directory\b.*--cache_dir\b"):
-        open_store(text_of(), SETTINGS, words, folder=tmp_path / "file" / "tokens")
-
-
 def test_a_read_only_folder_is_enough_for_a_store_that_is_there(tmp_path, monkeypatch):
     made = open_store(text_of(), SETTINGS, words, folder=tmp_path)
     monkeypatch.setattr(Path, "mkdir", never)

@@ -319,7 +319,7 @@ def _download(corpus: PublishedCorpus, places: list[Path], answers: dict[Source,
                 files.append((remote.file, str(manager.download(remote.url)), remote.url))
                 if wrong := _difference(files[-1][1], remote):
                     raise UserError(f"{remote.url} gave a file with {wrong}")
-            return open_files(files[0][1] if len(source) == 1 else posixpath.dirname(remote.url), files)
+            return open_files(files[0][1] if len(source) == 1 else posixpath.dirname(source[0].url), files)
         except (tfds.download.DownloadError, NonMatchingChecksumError, requests.RequestException) as error:
             answers[source] = f"{remote.url} {_reason(error)}"
         except ValueError as error:  # The file has another size, or is not an archive, and the error has its path.

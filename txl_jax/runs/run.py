@@ -58,36 +58,28 @@ class TextInfo:
     cache_dir: str = ""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Run:
-    """The folder of one run and its record. All processes make the same calls; process 0 reads and writes the files.
+    """The folder of one run and its record. All processes make the same calls; process 0 reads and writes the files."""
 
-    Attributes:
-      path: the folder, absolute.
-      member: The chosen member of an ensemble, or None for all members and for a single run.
-      is_new: Whether nothing is recorded yet. `config` and `text` are not set then.
-      config: As recorded, with the member's settings.
-      text: As recorded.
-      members: The settings that the members of an ensemble differ in. Empty for a single run.
-      attention: Implementations by use, as first chosen: `{"training": "tiled 128x256", "evaluation": ...}`.
-      weights: Path, step, sha256 and tokens of a warm start, or None if the run began with random weights.
-      notes: Lines for the log: settings that changed, a lock that was taken over.
-      is_open: Whether the run is to be trained.
-    """
+    path: str  # Absolute.
+    member: str | None = None  # Chosen member of an ensemble, or None for all members and for a single run.
+    is_new: bool = True  # Whether nothing is recorded yet. `config` and `text` are not set then.
+    config: ExperimentConfig = dataclasses.field(init=False)  # As recorded, with the member's settings.
+    text: TextInfo = dataclasses.field(init=False)  # As recorded.
+    members: MemberSettings = ()  # Settings that the members of an ensemble differ in. Empty for a single run.
+    # Implementations by use, as first chosen: {"training": "tiled 128x256", "evaluation": ...}.
+    attention: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Path, step, sha256 and tokens of a warm start, or None if the run began with random weights.
+    weights: Mapping[str, Any] | None = None
+    # Lines for the log: settings that changed, a lock that was taken over.
+    notes: list[str] = dataclasses.field(default_factory=list)
+    is_open: bool = False  # Whether the run is to be trained.
+    _saved: list[str] | None = None
+    _lock: RunLock | None = None
 
-    config: ExperimentConfig
-    text: TextInfo
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = storage.as_path(path)
-        self.member: str | None = None
-        self.is_new = True
-        self.members: MemberSettings = ()
-        self.attention: Mapping[str, str] = {}
-        self.weights: Mapping[str, Any] | None = None
-        self.notes: list[str] = []
-        self.is_open = False
-        self._saved: list[str] | None = None
-        self._lock: RunLock | None = None
+    def __post_init__(self) -> None:
+        self.path = storage.as_path(self.path)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, member: str | None = None) -> "Run":
@@ -110,7 +102,7 @@ class Run:
     @classmethod
     def read_all(cls, path: str | os.PathLike[str]) -> "Run":
         """Reads a run, or an ensemble with all of its members; as `read`."""
-        run = cls(path)
+        run = cls(os.fspath(path))
         texts = distributed.broadcast_from_primary(run._texts)
         distributed.run_on_all(lambda: run._take_in(texts))
         if run.is_new:
@@ -125,8 +117,7 @@ class Run:
         before `begin`, so that mistakes in settings leave no folder. Raises `UserError` if another run has the lock, or
         as `read`, except for a run that does not exist.
         """
-        run = cls(path)
-        run.is_open = True
+        run = cls(os.fspath(path), is_open=True)
 
         def lock_and_read() -> list[str] | None:
             if holds_run(run.path):
