@@ -119,7 +119,8 @@ def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabular
         )
     described = f"{text.description}, {_describe_tokens(config)}"
     vocabulary = vocabulary or loads(store.vocabulary, KINDS)
-    return Corpus(text.name, described, text.digest, vocabulary, **store.splits, sentences=store.sentences)
+    train, valid, test = (store.splits[split] for split in SPLITS)
+    return Corpus(text.name, described, text.digest, vocabulary, train, valid, test, store.sentences)
 
 
 def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:

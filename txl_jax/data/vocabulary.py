@@ -80,7 +80,8 @@ class Vocabulary(Protocol):
 
     @property
     def _texts(self) -> Sequence[bytes]:
-        """Returns the text of each token, unless a kind defines `decode`."""
+        """Returns the text of each token; empty if a kind defines `decode`."""
+        return ()
 
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form."""
