@@ -192,7 +192,7 @@ def _load(
 
     def score_split(split: Split, token_nats: np.ndarray | None) -> Totals:
         began, tokens = time.monotonic(), getattr(corpus, split)
-        reported = {"measure": measure, "log": log, "stop_requested": stop_requested}
+        reported: dict[str, Any] = {"measure": measure, "log": log, "stop_requested": stop_requested}
         totals = score(components, params, tokens, name=split, token_nats=token_nats, **reported)
         log(with_duration(f"{split} {format_scores(totals, measure)}", time.monotonic() - began))
         return totals
@@ -283,11 +283,12 @@ class DocumentReader:
         """Returns (weights, memory, segments, their number) -> (memory, results [S, B, L, ..]), the memory donated."""
         scorer = self._components.evaluation.scorer
         # (weights, hidden states [B, L, D], targets [B, L]) -> the results to keep, a tree of arrays [B, L, ..].
-        collect: Callable[[Any, jax.Array, jax.Array], Any] = {
+        kinds: dict[str, Callable[[Any, jax.Array, jax.Array], Any]] = {
             "nats": scorer.nll,
             "likeness": lambda *of: Likeness(scorer.nll(*of), self._is_greedy(*of)),
             "hidden_states": lambda weights, hidden, targets: hidden,
-        }[what]
+        }
+        collect = kinds[what]
 
         def document_step(weights: Any, memory: Any, segments: Segments, count: Any) -> tuple[Any, Any]:
             def read(memory: Any, segment: Any) -> tuple[Any, Any]:
