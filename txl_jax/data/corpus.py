@@ -164,11 +164,7 @@ def _describe_tokens(config: DataConfig) -> str:
 
 
 def make_vocabulary(config: DataConfig, text: Text) -> Vocabulary:
-    """Builds the vocabulary of a text from its training split, or reads the one that the config names.
-
-    Raises:
-      UserError: If the training split, or a file that the config names, cannot be read or used.
-    """
+    """Builds the vocabulary of a text from its training split, or reads the one that the config names."""
     tokenizer = config.tokenizer
     match tokenizer.kind:
         case Tokenizer.BYTE if text.closed_alphabet:  # Counted over all splits, as in the original.

@@ -50,15 +50,9 @@ _RECORDS_PER_BLOCK = 16  # Together a megabyte.
 def read(name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = Heldout.SEPARATE) -> Text:
     """Reads a published corpus, checked against its published facts.
 
-    Args:
-      name: The corpus.
-      data_dir: Directory to search for its files, unless it is prepared already.
-      cache_dir: Directory for the prepared corpus, which is kept in its `tfds`.
-      heldout: The held-out shard that validates.
-
-    Raises:
-      UserError: If the files are missing and cannot be downloaded, or are not the published ones, if the prepared
-        corpus is damaged, or `cache_dir` cannot be written to.
+    Unless it is prepared in the directory `tfds` of `cache_dir` already, its files are searched for in `data_dir`.
+    Raises `UserError` if the files are missing and cannot be downloaded, or are not the published ones, if the prepared
+    corpus is corrupted, or `cache_dir` cannot be written to.
     """
     corpus, folder = CORPORA[name], Path(cache_dir, "tfds").absolute()
     records = folder / f"txl_{name}" / str(PublishedText.VERSION)

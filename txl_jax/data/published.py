@@ -4,23 +4,8 @@ A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, 
 Sizes and checksums are those that public code states (tensorflow-datasets, Hugging Face datasets and others).
 One that could not be confirmed is None, and then the content decides.
 
-To add a corpus:
-
-1. Name it: a member of `CorpusName` (txl_jax/config/data.py), such as `MY_NEWS = "my_news"`.
-2. Add its row to `CORPORA`: one file that is split by position is written like `_mahoney`, files by split like `_PTB`.
-   A source is one archive, plain files, or several archives that complete each other:
-   `sources=((Remote("https://a.org/train.zip", size, sha256), Remote("https://a.org/heldout.tgz", size, sha256)),)`.
-   A layout lists plain paths, matched by their end, or `train.zip/text` if two archives have members of one path.
-3. Run `python -m experiments.prepare --corpus=my_news --data_dir=data`, and copy its token counts (`Facts.tokens`, with
-   one line mark per line) and its vocabulary (`vocab_size`) into the row. Add its program experiments/my_news.py, like
-   experiments/ptb.py, unless the row names another corpus's `program`.
-4. Run `python -m pytest tests/data tests/experiments/test_list.py`, and `python -m pytest -m full tests/data`. Every
-   row is tested with small files made from it. Only an archive that is built in its own way needs a case in
-   `miniature.files` (tests/support/miniature.py).
-5. Add a row to docs/data.md and a line to CHANGELOG.md. If no flagfile fits (`--flagfile=small` fits any corpus), add
-   one to experiments/flags, and to `FLAGFILES` of tests/experiments/test_flagfiles.py.
-
 No other code knows a corpus by its name: preparing, --help, the list of programs, sweeps and studies read the row.
+CONTRIBUTING.md lists the steps of adding one.
 """
 
 import dataclasses

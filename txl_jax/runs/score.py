@@ -478,9 +478,8 @@ def progress_bar(
 ) -> Iterator[Callable[[float, Totals], None]]:
     """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
 
-    Yields:
-      A function to call with how much of `total` is done and the scores so far. It raises `Interrupted` once a stop is
-      requested.
+    Yields a function to call with how much of `total` is done and the scores so far. It raises `Interrupted` once a
+    stop is requested.
     """
     began = last_line = time.monotonic()
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line takes its place.
