@@ -146,7 +146,7 @@ def test_a_file_too_many_or_too_few_is_refused(folder, tmp_path):
 
 def test_other_numbers_than_the_models_are_refused(workdir, folder):
     config = txl_jax.load(workdir.path).config
-    components = job._on_one_device(config, 2, vocab_size=256)
+    components = job._on_one_device(config, workdir.text.vocabulary, 2)
     model = job._functions_of(components, txl_jax.load(workdir.path).params)
     name = "layers.0.output"
     other = model._replace(weights=model.weights | {name: model.weights[name] * 1.001})
@@ -157,7 +157,7 @@ def test_other_numbers_than_the_models_are_refused(workdir, folder):
 def test_a_network_that_does_not_generate_is_scored_only(tmp_path, capsys):
     made = drawn_run.of_words(tmp_path / "lstm", tokenizer=Tokenizer.BYTE, model__n_layer=1, model__network="lstm")
     model = txl_jax.load(made.path)
-    found = job._functions_of(job._on_one_device(model.config, 1, vocab_size=256), model.params)
+    found = job._functions_of(job._on_one_device(model.config, model.vocabulary, 1), model.params)
     assert list(found.functions) == ["score"] and "lstm" in capsys.readouterr().out
 
 
