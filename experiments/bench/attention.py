@@ -190,7 +190,7 @@ def find_implementation(case: Case, path: str) -> Implementation:
     """
     given = dataclasses.replace(case, n_positions=0) if path == PLAIN else case
     for name in ("fused", "stored" if case.platform == "gpu" else "tiled") if path == PLAIN else (path,):
-        refusal = choice.refusal_of(name, given)
+        refusal = choice.refusal(name, given)
         if refusal is None:
             return choice.choose(name, given)[0]
     raise NotHereError(refusal)

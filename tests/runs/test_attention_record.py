@@ -40,6 +40,8 @@ def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
         ({"model.attention": "reference"}, ("reference", "reference")),
     ):
         assert run.attention_for(config_tree.replace(run.config, changes)) == Implementations(*kept)
+    run.attention = {"training": "fused triton 64x64", "evaluation": "fused cudnn"}
+    assert run.attention_for(run.config) == Implementations("auto", "auto"), "kernels that are gone"
 
 
 def test_what_changed_is_named_with_its_reason():
@@ -54,11 +56,11 @@ def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
     """That what they compare reaches all of them is tested in runtime/test_distributed.py."""
     compared: list = []
     monkeypatch.setattr(distributed, "assert_same_on_all", lambda *given: compared.append(given))
-    for training in ("tiled 4x8", "tiled 4x8", "fused triton 64x64"):
+    for training in ("tiled 4x8", "tiled 4x8", "fused mosaic_roll 64x128"):
         check_same_attention(choice_of(training))
     (first, complaint), (same, _), (other, _) = compared
     assert first == same != other
-    differ = "attention in training is fused triton 64x64 there and tiled 4x8 in process 0"
+    differ = "attention in training is fused mosaic_roll 64x128 there and tiled 4x8 in process 0"
     assert complaint(first, other).startswith(differ)
 
 
@@ -77,9 +79,9 @@ class Tiles:
         self.refusal = None
 
     def patch(self, monkeypatch):
-        refusal_of = choice.refusal_of
+        refusal = choice.refusal
         monkeypatch.setattr(
-            choice, "refusal_of", lambda path, problem: self.refusal if path == "tiled" else refusal_of(path, problem)
+            choice, "refusal", lambda path, problem: self.refusal if path == "tiled" else refusal(path, problem)
         )
         monkeypatch.setattr(limits, "is_faster", lambda problem: self.refusal is None)
         monkeypatch.setattr(limits, "default_tile", lambda problem: self.tile)
@@ -154,10 +156,11 @@ def start_again(workdir, config, corpus):
 
 @pytest.mark.full
 def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, tiles):
-    rewrite(stopped, {"training": "fused mosaic_roll 128x256", "evaluation": "tiled 4x8"})
-    [line] = start_again(stopped, CONFIG, corpus)
-    assert "training was fused mosaic_roll 128x256 and is now tiled 4x8 " in line and "evaluation" not in line
-    assert recorded(stopped) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+    for gone in ("fused mosaic_roll 128x256", "fused triton 64x64", "fused cudnn"):
+        rewrite(stopped, {"training": gone, "evaluation": "tiled 4x8"})
+        [line] = start_again(stopped, CONFIG, corpus)
+        assert f"training was {gone} and is now tiled 4x8 " in line and "evaluation" not in line
+        assert recorded(stopped) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
     tiles.refusal = "the head width is 4, below 8"
     [line] = start_again(stopped, CONFIG, corpus)
     assert "training was tiled 4x8 and is now reference, " in line

@@ -53,7 +53,7 @@ FLAGS = flags.FLAGS
 Settings = TypeVar("Settings")
 
 _RESUME = "start the same command on all hosts again, it resumes from the last checkpoint"
-_SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, or --model.remat=full"
+_SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, --model.remat=full or --model.attention=tiled"
 _TRAINED = "Settings that are not given are those of the trained run, instead of the defaults shown."
 # JAX compiles dozens of programs for a run; those that take less would gain little.
 _MIN_COMPILE_SECONDS = 0.1

@@ -76,7 +76,8 @@ class AttentionPath(enum.StrEnum):
     AUTO = "auto"  # The fastest that serves the platform, the lengths and the type.
     REFERENCE = "reference"  # Scores of all pairs in memory: the definition of correct.
     TILED = "tiled"  # XLA loops over tiles of the scores.
-    FUSED = "fused"  # Kernels for TPU and GPU.
+    STORED = "stored"  # Probabilities of all pairs, stored once: for training on GPUs.
+    FUSED = "fused"  # Kernels for TPUs.
 
 
 class MemoryStart(enum.StrEnum):

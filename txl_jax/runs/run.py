@@ -171,15 +171,15 @@ class Run:
 
         `auto` may choose others on another device or with another version, and numbers of two implementations agree up
         to rounding only, so that a resumed run keeps its own and stays equal bit for bit. Not if `model.attention` was
-        changed; that of evaluation only at the lengths that it was chosen for. The others are as `config` asks for.
+        changed; that of evaluation only at the lengths that it was chosen for. The others are as `config` asks for, and
+        so are kernels that are gone.
         """
         asked, kept = str(config.model.attention), dict[str, Implementation]()
         if not self.is_new and self.config.model.attention is config.model.attention:
             old, new = self.config.eval, config.eval
             same = all(getattr(old, name) == getattr(new, name) for name in _EVALUATION)
-            kept = {
-                use: Implementation.parse(text) for use, text in self.attention.items() if same or use == "training"
-            }
+            recorded = {use: Implementation.parse(text) for use, text in self.attention.items()}
+            kept = {use: one for use, one in recorded.items() if one and (same or use == "training")}
         return Implementations(kept.get("training", asked), kept.get("evaluation", asked))
 
     # Training

@@ -1,4 +1,4 @@
-"""Tests of the definition of attention, and of tiles: values against a loop over pairs, gradients against four terms.
+"""Tests of the definition, of tiles and of `stored`: values against a loop over pairs, gradients against four terms.
 
 Causal or with keys on both sides of a query, as in an encoder whose rows have padding behind them.
 """
@@ -33,7 +33,8 @@ CASES = {
     "both sides, memory, window, padding": BOTH | {"valid": [M, 2, 0], "window": 3, "lengths": [5, 0, 1]},
 }
 REFERENCE, TILED = Implementation("reference"), Implementation("tiled", tile=Tile(2, 4))
-of_both = pytest.mark.parametrize("implementation", [REFERENCE, TILED], ids=str)
+PATHS = (REFERENCE, TILED, Implementation("stored"))
+of_each = pytest.mark.parametrize("implementation", PATHS, ids=str)
 
 
 def make(*, mem_len=M, valid=None, names=NAMES, dtype=float, **options):
@@ -78,8 +79,11 @@ def four_terms(arrays, mask):
 @pytest.mark.parametrize(
     ("implementation", "name"),
     nightly_but(
-        [*((REFERENCE, name) for name in CASES), (TILED, "whole memory"), (TILED, list(CASES)[-1])],
-        [(implementation, name) for implementation in (REFERENCE, TILED) for name in CASES],
+        [
+            *((REFERENCE, name) for name in CASES),
+            *((implementation, name) for implementation in PATHS[1:] for name in ("whole memory", list(CASES)[-1])),
+        ],
+        [(implementation, name) for implementation in PATHS for name in CASES],
     ),
     ids=str,
 )
@@ -107,7 +111,7 @@ def test_values_match_a_loop_over_pairs_and_gradients_explicit_terms(implementat
     assert not np.any(found["key"][unseen]) and not np.any(found["value"][unseen])
 
 
-@of_both
+@of_each
 @pytest.mark.parametrize("name", ["window", "no positions", "both sides, memory, window, padding"])
 def test_dropout_has_the_mask_of_a_loop_over_pairs(implementation, name, x64):
     visibility, mask, arrays = make(**CASES[name])
@@ -119,7 +123,7 @@ def test_dropout_has_the_mask_of_a_loop_over_pairs(implementation, name, x64):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
-@of_both
+@of_each
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_query_that_sees_no_key_gets_zeros_in_narrow_types(implementation, dtype):
     visibility, mask, arrays = make(**CASES["both sides, window, padding"], dtype=dtype)

@@ -6,7 +6,8 @@
     dot_product.py  `dot_product_attention`, without position keys, and the softmax that both share
     cached.py       the reference of inference: the memory as a KV cache, a ring of slots
     tiled/          the same over tiles of the scores, in plain XLA
-    tpu/, gpu/      the same in Pallas kernels
+    stored.py       the same in plain XLA with its own backward pass, for GPUs
+    tpu/            the same in Pallas kernels for TPUs
     masks.py        `Visibility`, which keys a query sees, as a description and as booleans
     dropout.py      `Dropout` on the probabilities, the same mask in every implementation
     positions.py    distances, their sinusoids, and the relative shift

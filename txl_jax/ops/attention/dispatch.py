@@ -2,7 +2,8 @@
 
     reference  whole scores [B, H, L, K] (`relative.py`, `dot_product.py`, `cached.py`): the definition of correct
     tiled      XLA loops over tiles of the scores (`tiled/`), on any platform
-    fused      Pallas kernels (`tpu/`, `gpu/`)
+    stored     plain XLA with its own backward pass (`stored.py`), in training on any platform: what GPUs take
+    fused      Pallas kernels for TPUs (`tpu/`)
 
 All give the same numbers up to rounding, and draw the same dropout masks.
 """
@@ -59,7 +60,8 @@ def attention(
       visibility: which keys a query sees; one that sees none gets zeros.
       dropout: dropout on the probabilities, as (rate, seed) with a seed uint32 [] that is new in each layer and update;
         None: none.
-      implementation: a path ("auto", "reference", "tiled", "fused"), or what was chosen before (`choice.resolve`).
+      implementation: a path ("auto", "reference", "tiled", "stored", "fused"), or what was chosen before
+        (`choice.resolve`).
 
     Raises:
       ValueError: shapes or types that do not fit each other, a bias without position keys, a rate not in [0, 1).

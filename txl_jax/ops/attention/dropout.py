@@ -55,12 +55,15 @@ class Dropout(flax.struct.PyTreeNode):
         """Returns which probabilities are kept, bool, of broadcasting integers."""
         return bits(self.seed, row_head, query, key) >= self.threshold()
 
-    def apply(self, probabilities: jax.Array) -> jax.Array:
-        """Applies the mask to whole probabilities, [B, H, L, K], and divides by 1 - rate."""
-        batch, n_head, n_query, n_key = probabilities.shape
+    def mask(self, batch: int, n_head: int, n_query: int, n_key: int) -> jax.Array:
+        """Returns which of the whole probabilities of this device are kept: bool [B, H, L, K]."""
         row_head = self.row_heads(batch, n_head)[:, :, None, None]
         query, key = jnp.arange(n_query, dtype=jnp.int32), jnp.arange(n_key, dtype=jnp.int32)
-        kept = self.keep(row_head, query[None, None, :, None], key[None, None, None, :])
+        return self.keep(row_head, query[None, None, :, None], key[None, None, None, :])
+
+    def apply(self, probabilities: jax.Array) -> jax.Array:
+        """Applies the mask to whole probabilities, [B, H, L, K], and divides by 1 - rate."""
+        kept = self.mask(*probabilities.shape)
         return jnp.where(kept, probabilities / jnp.asarray(1 - self.rate, probabilities.dtype), 0)
 
 

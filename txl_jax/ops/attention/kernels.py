@@ -1,4 +1,4 @@
-"""Functions of the tiled and the fused implementations, imported when they are first used: Pallas takes a while."""
+"""Functions of the faster implementations, imported when they are first used: Pallas takes a while."""
 
 import functools
 from collections.abc import Callable
@@ -15,14 +15,14 @@ def training(implementation: Implementation) -> Callable[..., jax.Array]:
         from txl_jax.ops.attention.tiled.training import tiled_attention
 
         return functools.partial(tiled_attention, tile=_tile(implementation))
-    options = _options(implementation)
-    if implementation.platform == "tpu":
-        from txl_jax.ops.attention.tpu.kernels import tpu_attention
+    if implementation.path == "stored":
+        from txl_jax.ops.attention.stored import stored_attention
 
-        return functools.partial(tpu_attention, **options)
-    from txl_jax.ops.attention.gpu.attention import gpu_attention
+        return stored_attention
+    from txl_jax.ops.attention.tpu.kernels import tpu_attention
 
-    return functools.partial(gpu_attention, **options)
+    options: Any = {"kernel": implementation.kernel, "interpret": implementation.interpret}
+    return functools.partial(tpu_attention, tile=_tile(implementation), **options)
 
 
 def cached(implementation: Implementation) -> Callable[..., jax.Array]:
@@ -31,19 +31,11 @@ def cached(implementation: Implementation) -> Callable[..., jax.Array]:
         from txl_jax.ops.attention.tiled.cached import tiled_cached_attention
 
         return functools.partial(tiled_cached_attention, tile=_tile(implementation))
-    if implementation.platform == "tpu":
-        from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
+    from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
 
-        return functools.partial(tpu_cached_attention, tile=_tile(implementation), interpret=implementation.interpret)
-    from txl_jax.ops.attention.gpu.cached import gpu_cached_attention
-
-    return functools.partial(gpu_cached_attention, **_options(implementation))
+    return functools.partial(tpu_cached_attention, tile=_tile(implementation), interpret=implementation.interpret)
 
 
 def _tile(implementation: Implementation) -> Tile:
     assert implementation.tile is not None, "it has a tile"
     return implementation.tile
-
-
-def _options(implementation: Implementation) -> dict[str, Any]:
-    return {"tile": implementation.tile, "kernel": implementation.kernel, "interpret": implementation.interpret}

@@ -4,8 +4,9 @@ import dataclasses
 import re
 from typing import NamedTuple
 
-PATHS = ("reference", "tiled", "fused")
-KERNELS = {"mosaic_roll": "tpu", "mosaic_gather": "tpu", "triton": "gpu", "cudnn": "gpu"}  # Each with its platform.
+PATHS = ("reference", "tiled", "stored", "fused")
+KERNELS = ("mosaic_roll", "mosaic_gather")
+_GONE = re.compile(r"fused (triton( \d+x\d+)?|cudnn)")  # Kernels for GPUs, which versions before 0.3 recorded.
 
 
 class Tile(NamedTuple):
@@ -76,7 +77,7 @@ class Implementation:
     Attributes:
       path: one of `PATHS`.
       kernel: of "fused", what it is made of, one of `KERNELS`; None: plain XLA.
-      tile: None: it has no tiles, as the reference and cuDNN.
+      tile: Size of a tile, or None for the paths without tiles.
       interpret: whether kernels are interpreted, on any device and slowly, as tests do.
 
     Raises:
@@ -95,25 +96,26 @@ class Implementation:
             wrong = f"the path must be of {', '.join(PATHS)}"
         elif (self.kernel in KERNELS) != (self.path == "fused"):
             wrong = f"fused has a kernel of {', '.join(KERNELS)}, other paths have none"
-        elif self.tile is None and self.path != "reference" and self.kernel != "cudnn":
+        elif self.tile is None and self.path in ("tiled", "fused"):
             wrong = "it needs a tile, such as 128x256"
         elif self.tile is not None and min(self.tile) < 1:
             wrong = "the sides of a tile are at least 1"
         if wrong is not None:
             raise ValueError(f"{str(self)!r} is no implementation of attention: {wrong}")
 
-    @property
-    def platform(self) -> str | None:
-        """The platform that its kernel is for; None: any."""
-        return None if self.kernel is None else KERNELS[self.kernel]
-
     def __str__(self) -> str:
         words = [self.path, self.kernel, self.tile, "interpreted" if self.interpret else None]
         return " ".join(str(word) for word in words if word is not None)
 
     @classmethod
-    def parse(cls, text: str) -> "Implementation":
-        """Returns the implementation that a string describes; raises `ValueError` for any other string."""
+    def parse(cls, text: str) -> "Implementation | None":
+        """Returns the implementation that a string describes, or None for a kernel that is gone.
+
+        Raises:
+          ValueError: If the string describes no implementation.
+        """
+        if _GONE.fullmatch(text):
+            return None
         found = re.fullmatch(r"(\w+)(?: ([a-z]\w*?))??(?: (\d+)x(\d+))?( interpreted)?", text)
         if not found:
             raise ValueError(f"{text!r} is no implementation of attention; expected such as 'tiled 128x256'")

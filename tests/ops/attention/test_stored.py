@@ -1,0 +1,100 @@
+"""Tests of `stored` beyond the reference's numbers, which test_training has: narrow scores, training, traffic."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.bench import estimate
+from experiments.bench.attention import Case, make_function, make_inputs
+from ops.attention.tpu.test_compiled import no_compilation_cache  # noqa: F401 (a fixture)
+from ops.attention.tpu.test_limits import TRAINING
+from support import tiny_run
+from txl_jax.ops.attention import Implementation, Visibility, attention
+
+_BYTES = {"pred": 1, "f16": 2, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scores_beyond_the_narrow_type_are_its_largest(dtype):
+    """A query that meets one large score and others near 0 takes that key's value, and no nan."""
+    n_keys, largest = 8, {"bfloat16": 1e7, "float16": 6e4}[dtype]
+    rng = np.random.default_rng(0)
+    query, *keys = (jnp.asarray(rng.normal(size=(2, 3, n, 4)), dtype) for n in (5, n_keys, n_keys))
+    score = jnp.zeros((3, n_keys), dtype).at[:, 4].set(largest)
+    query = query.at[0].multiply(100)  # Products of these reach 10^2 and more.
+    visibility = Visibility(jnp.full(2, 3, jnp.int32), 5, 3)
+
+    def sums(*arrays):
+        return attention(*arrays, position_score=score, visibility=visibility, implementation="stored")
+
+    found, pull = jax.vjp(sums, query, *keys)
+    exact = attention(
+        *(array.astype(jnp.float32) for array in (query, *keys)),
+        position_score=score.astype(jnp.float32),
+        visibility=visibility,
+        implementation="reference",
+    )
+    np.testing.assert_allclose(found.astype(np.float32), exact, rtol=0, atol=2e-2)
+    assert all(np.isfinite(gradient.astype(np.float32)).all() for gradient in pull(jnp.ones_like(found)))
+
+
+@pytest.mark.nightly(part="cases")
+def test_200_updates_in_bfloat16_stay_beside_the_reference():
+    """Losses fall from 3.8 to 3.0 nats; by rounding alone the reference in bfloat16 leaves float32 by 0.028."""
+    losses = {}
+    for path, dtype in (("stored", "bfloat16"), ("reference", "bfloat16"), ("reference", "float32")):
+        changes = {"model__dtype": dtype, "model__attention": path, "model__d_model": 32}
+        changes |= {"model__dropout__rate": 0.0, "model__dropout__attention": 0.1, "optimizer__learning_rate": 0.003}
+        metrics = tiny_run.train(200, **changes)[1]
+        losses[path, dtype] = metrics.nats / metrics.tokens
+    reference, exact = losses["reference", "bfloat16"], losses["reference", "float32"]
+    assert exact[-20:].mean() < exact[0] - 0.5
+    difference, rounding = losses["stored", "bfloat16"] - reference, reference - exact
+    assert np.sqrt(np.mean(difference**2)) < np.sqrt(np.mean(rounding**2))  # 0.019 and 0.028 nats.
+    assert abs(difference.mean()) < 0.01  # 0.004 nats.
+
+
+def bytes_moved(program):
+    """The bytes that a program's steps read and write, each operand and result once."""
+
+    def size(shapes):
+        found = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+        return sum(_BYTES[kind] * math.prod(map(int, filter(None, lengths.split(",")))) for kind, lengths in found)
+
+    shapes, total = {}, 0
+    for line in program.as_text().partition("\nENTRY ")[2].splitlines():
+        found = re.match(r" *(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(([^)]*)\)", line)
+        if found:
+            name, shapes[name], step, operands = found.groups()
+            if step not in ("parameter", "constant", "bitcast", "tuple", "get-tuple-element"):
+                total += size(shapes[name]) + sum(
+                    size(shapes.get(each, "")) for each in re.findall(r"[\w.-]+", operands)
+                )
+    return total
+
+
+@functools.cache
+def compiled(path, rate):
+    """The program of one layer of enwik8_24l with 8 rows, forward and backward."""
+    [device] = estimate.devices("h200")
+    n_head, segment_len, n_keys, width, n_positions = TRAINING["enwik8_24l"]
+    sizes = 8, n_head, segment_len, n_keys, width, n_positions
+    case = Case("gpu", "", "bfloat16", *sizes, mem_len=n_keys - segment_len, dropout=rate > 0, dropout_rate=rate)
+    inputs = jax.eval_shape(functools.partial(make_inputs, case))
+    return estimate.lower_for(device, make_function(case, Implementation(path)), inputs).compile()
+
+
+@pytest.mark.nightly(part="cuda")
+@pytest.mark.parametrize("rate", [0.0, 0.15])
+def test_it_moves_at_most_seven_tenths_of_the_references_bytes(rate):
+    """On an H200 they are 3.6 and 3.9 of 6.1 GB; the reference's own are counted as they are known."""
+    stored, reference = (compiled(path, rate) for path in ("stored", "reference"))
+    assert bytes_moved(reference) == pytest.approx(6.14e9, rel=0.1)
+    assert bytes_moved(stored) <= 0.7 * bytes_moved(reference)
+    scratch = [each.memory_analysis().temp_size_in_bytes for each in (stored, reference)]
+    assert scratch[0] <= 0.5 * scratch[1]
