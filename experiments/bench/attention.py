@@ -31,7 +31,7 @@ from txl_jax import cli, flops, sharding
 from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network
 from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
-from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cached_attention, choice
+from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cached_attention, choose
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.problem import Implementation, Problem
 from txl_jax.runs.build import evaluation_problem, training_problem
@@ -190,9 +190,9 @@ def find_implementation(case: Case, path: str) -> Implementation:
     """
     given = dataclasses.replace(case, n_positions=0) if path == PLAIN else case
     for name in ("fused", "stored" if case.platform == "gpu" else "tiled") if path == PLAIN else (path,):
-        refusal = choice.refusal(name, given)
+        refusal = choose.refusal(name, given)
         if refusal is None:
-            return choice.choose(name, given)[0]
+            return choose.choose(name, given)[0]
     raise NotHereError(refusal)
 
 

@@ -422,8 +422,8 @@ def devices(name: str) -> Sequence[jax.Device] | None:
 def lower_for(device: jax.Device, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Lowers a function for one device of a topology; `.compile()` of the result compiles it.
 
-    Pallas asks the ambient mesh what device it lowers for, and from jax 0.11 on fails without one ("No supported GPU
-    devices found"). Arguments are trees of arrays, or of their shapes and types; options are those of `jax.jit`.
+    Pallas asks the ambient mesh what device it lowers for, and from jax 0.11 on fails without one. Arguments are trees
+    of arrays, or of their shapes and types; options are those of `jax.jit`.
     """
     mesh = Mesh([device], ("device",))
     placed = NamedSharding(mesh, PartitionSpec())

@@ -32,8 +32,7 @@ from txl_jax.metrics import Totals
 from txl_jax.modules.attention import SCORE_PARTS
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.ops.attention import masks
-from txl_jax.ops.attention.relative import ScoreTerms, score_terms
+from txl_jax.ops.attention import ScoreTerms, Visibility, score_terms
 from txl_jax.runs.build import RunComponents
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, progress_bar, with_duration
@@ -188,7 +187,7 @@ def attention_weights(
     parts = kept["attention"]["stack"]["layers"]["attention"]
     mem_len, segment_len = memory.mem_len, tokens.shape[1]
     window = model.compat.window(mem_len, same_length=True)
-    mask = masks.attention_mask(memory.valid, segment_len=segment_len, mem_len=mem_len, window=window)[None, :, None]
+    mask = Visibility(memory.valid, segment_len, mem_len, window).mask()[None, :, None]
     terms = jax.vmap(
         lambda query, key, position_key, u, v: score_terms(query, key, position_key, content_bias=u, position_bias=v)
     )(*(parts[name] for name in SCORE_PARTS))

@@ -13,8 +13,7 @@ from txl_jax.config import DType, MemoryStart, Network, NormPlace
 from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.ops.attention import Visibility, attention, choice
-from txl_jax.ops.attention.cached import CachedVisibility
+from txl_jax.ops.attention import CachedVisibility, Visibility, attention, choose
 from txl_jax.segments import Segments
 from txl_jax.training import step as step_lib
 
@@ -153,7 +152,7 @@ def test_the_mask_by_hand():
     assert visibility.stored_mask().sum(-1).tolist() == [[2, 0, 0], [1, 1, 1]]
 
 
-def test_no_other_path_takes_documents():
+def test_tiles_and_kernels_take_no_documents():
     arrays = [jnp.zeros((1, 2, 3, 4))] * 3
     visibility = Visibility(jnp.zeros(1, jnp.int32), 3, 0, document_start=jnp.zeros((1, 3), jnp.int32))
     for path in ("tiled", "fused"):
@@ -165,7 +164,7 @@ def test_no_other_path_takes_documents():
 def test_a_run_chooses_the_reference_for_a_reason():
     found = tiny_run.parts(end_token=END, data__reset_at="x").attention
     for chosen in found:
-        assert chosen.implementation == choice.REFERENCE and "data.reset_at" in chosen.reason
+        assert chosen.implementation == choose.REFERENCE and "data.reset_at" in chosen.reason
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 from support import runs, tiny_run
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, Network
 from txl_jax.config import settings as config_tree
-from txl_jax.ops.attention import Implementation, Implementations, Tile, cached, choice, dispatch, kernels
-from txl_jax.ops.attention.tiled import limits
+from txl_jax.ops.attention import Implementation, Implementations, Tile, choose, dispatch, reference
 from txl_jax.runs import weights
 from txl_jax.runs.build import AttentionChoice, Chosen, build
 from txl_jax.runs.run import Run, check_same_attention
@@ -79,24 +78,21 @@ class Tiles:
         self.refusal = None
 
     def patch(self, monkeypatch):
-        refusal = choice.refusal
+        refusal = choose.refusal
         monkeypatch.setattr(
-            choice, "refusal", lambda path, problem: self.refusal if path == "tiled" else refusal(path, problem)
+            choose, "refusal", lambda path, problem: self.refusal if path == "tiled" else refusal(path, problem)
         )
-        monkeypatch.setattr(limits, "is_faster", lambda problem: self.refusal is None)
-        monkeypatch.setattr(limits, "default_tile", lambda problem: self.tile)
-        monkeypatch.setattr(kernels, "training", self._training)
-        monkeypatch.setattr(kernels, "cached", self._cached)
+        monkeypatch.setattr(choose, "tiles_are_faster", lambda problem: self.refusal is None)
+        monkeypatch.setattr(choose, "default_tile", lambda problem: self.tile)
+        monkeypatch.setattr(dispatch, "_of_training", self._training)
+        monkeypatch.setattr(dispatch, "_of_inference", self._cached)
         return self
 
     def _training(self, implementation):
-        def compute(*, visibility, dropout, **arrays):
-            return dispatch._reference(arrays, visibility, dropout) * (1 + 1e-5 * implementation.tile.key)
-
-        return compute
+        return lambda *arguments: reference.attention(*arguments) * (1 + 1e-5 * implementation.tile.key)
 
     def _cached(self, implementation):
-        return lambda *arguments: cached.cached_attention(*arguments) * (1 + 1e-5 * implementation.tile.key)
+        return lambda *arguments: reference.cached_attention(*arguments) * (1 + 1e-5 * implementation.tile.key)
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ from txl_jax.modules.language_model import LanguageModel
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.ops.attention import Implementation, Implementations, Problem, choice
-from txl_jax.ops.attention.cached import table_length
+from txl_jax.ops.attention import Implementation, Implementations, Problem, choose
+from txl_jax.ops.attention.positions import table_length
 from txl_jax.segments import Segments
 from txl_jax.sharding import axes
 from txl_jax.training import optimizer as optimizer_lib
@@ -160,9 +160,9 @@ def _if_position_keys(config: ExperimentConfig, n_positions: int) -> int:
 
 
 def _choose(kept: Implementation | str, path: str, problem: Problem) -> Chosen:
-    if isinstance(kept, Implementation) and path in (choice.AUTO, kept.path) and choice.can_serve(kept, problem):
+    if isinstance(kept, Implementation) and path in (choose.AUTO, kept.path) and choose.can_serve(kept, problem):
         return Chosen(kept, "as the run was begun")
-    return Chosen(*choice.choose(path, problem))
+    return Chosen(*choose.choose(path, problem))
 
 
 # Shardings of batches and memories over a mesh, and their transfer to the devices.

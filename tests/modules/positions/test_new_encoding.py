@@ -17,7 +17,7 @@ from txl_jax.interop import original
 from txl_jax.modules import positions as encodings
 from txl_jax.modules.positions.encoding import DecodeTerms, PositionEncoding, PositionKeys, PositionTerms
 from txl_jax.ops.attention import positions
-from txl_jax.ops.attention.cached import table_length
+from txl_jax.ops.attention.positions import table_length
 
 L, M = 4, 10
 

@@ -14,7 +14,7 @@ import pytest
 from support import oracles
 from support.cases import nightly_but
 from txl_jax.ops.attention import CachedVisibility, Implementation, Tile, Visibility, cached_attention
-from txl_jax.ops.attention.cached import table_length
+from txl_jax.ops.attention.positions import table_length
 from txl_jax.ops.attention.problem import REFERENCE
 
 B, H, L, R, E = 2, 3, 4, 8, 5

@@ -25,7 +25,7 @@ def drawn(*rows: str) -> list[list[bool]]:
     ],
 )
 def test_masks_drawn_by_hand(valid, window, expected):
-    mask = masks.attention_mask(jnp.asarray([valid]), segment_len=3, mem_len=3, window=window)
+    mask = masks.Visibility(jnp.asarray([valid]), 3, 3, window).mask()
     np.testing.assert_array_equal(mask[0], expected)
 
 

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import Visibility, attention
-from txl_jax.ops.attention.shards import Shards, shards_of
+from txl_jax.ops.attention.dispatch import Shards, shards_of
 
 ROWS = ("data", "fsdp")
 

@@ -146,7 +146,7 @@ class PositionEncoding:
         """Computes the terms of one layer once, for segments of up to L tokens and a cache of R slots.
 
         `position_keys` belong to the P distances P - 1, .., 0, where P is
-        `ops.attention.cached.table_length(segment_len=, capacity=, clamp_len=)`. That applies the clamp: they end at
+        `ops.attention.positions.table_length(segment_len=, capacity=, clamp_len=)`. That applies the clamp: they end at
         `clamp_len`, and attention uses the largest distance for all beyond. A learned encoding passes
         `config.clamp(clamp_len)`. The distances of `position_vectors` are clamped by the encoding itself.
 

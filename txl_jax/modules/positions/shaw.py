@@ -21,7 +21,7 @@ from txl_jax.modules.positions.encoding import (
     Projections,
 )
 from txl_jax.ops.attention import positions
-from txl_jax.ops.attention.cached import table_length
+from txl_jax.ops.attention.positions import table_length
 from txl_jax.sharding import axes
 
 

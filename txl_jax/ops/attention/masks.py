@@ -1,4 +1,4 @@
-"""The keys that a query sees: causal or on both sides, filled slots and tokens only, within a window.
+"""The keys that a query sees, in training and over a KV cache: causal or on both sides, filled slots, a window.
 
 For L = 3 and M = 3 (memory | segment), 1 = visible:
 
@@ -88,6 +88,50 @@ class Visibility:
         return visible_BxLxK & (key_K[None, None, :] >= first_BxL[:, :, None])
 
 
-def attention_mask(valid: jax.Array, *, segment_len: int, mem_len: int, window: int | None = None) -> jax.Array:
-    """Returns the visible pairs of causal attention as bool [B, L, K]; arguments as of `Visibility`."""
-    return Visibility(valid, segment_len, mem_len, window).mask()
+@flax.struct.dataclass
+class CachedVisibility:
+    """Description of the keys of a KV cache that the queries of a segment see; all layers share it.
+
+    Attributes:
+      valid: int32 [B], how many of the newest slots count.
+      write_index: int32 [], the oldest slot.
+      segment_len: L.
+      capacity: R.
+      window: keys that a query sees at most, itself included, or None for no limit but `valid`.
+      document_start: int32 [B, L], the position of the segment from which each query sees keys, where 0 means from the
+        slots on, or None for 0.
+    """
+
+    valid: jax.Array
+    write_index: jax.Array
+    segment_len: int = flax.struct.field(pytree_node=False)
+    capacity: int = flax.struct.field(pytree_node=False)
+    window: int | None = flax.struct.field(pytree_node=False, default=None)
+    document_start: jax.Array | None = None
+
+    def age(self) -> jax.Array:
+        """Returns the age of each slot, int32 [R]; 1 is the position just before the segment."""
+        if not self.capacity:
+            return jnp.zeros(0, jnp.int32)
+        return (self.write_index - 1 - jnp.arange(self.capacity, dtype=jnp.int32)) % self.capacity + 1
+
+    def stored_mask(self) -> jax.Array:
+        """Returns the visible pairs of queries and slots, bool [B, L, R]."""
+        row_L, age_R = jnp.arange(self.segment_len, dtype=jnp.int32), self.age()
+        shape = self.valid.shape[0], self.segment_len, self.capacity
+        stored_BxLxR = jnp.broadcast_to((age_R[None, :] <= self.valid[:, None])[:, None, :], shape)
+        if self.window is not None:
+            stored_BxLxR &= (row_L[:, None] + age_R[None, :] < self.window)[None]
+        if self.document_start is not None:
+            stored_BxLxR &= (self.document_start == 0)[:, :, None]
+        return stored_BxLxR
+
+    def own_mask(self) -> jax.Array:
+        """Returns the visible pairs within the segment, bool [B, L, L]; [1, L, L] where rows do not differ."""
+        row_L = jnp.arange(self.segment_len, dtype=jnp.int32)
+        own_LxL = row_L[:, None] >= row_L[None, :]
+        if self.window is not None:
+            own_LxL &= row_L[:, None] - row_L[None, :] < self.window
+        if self.document_start is None:
+            return own_LxL[None]
+        return own_LxL[None] & (row_L[None, None, :] >= self.document_start[:, :, None])

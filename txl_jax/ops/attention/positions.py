@@ -23,7 +23,7 @@ def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array
     few thousand radians would be off by whole turns. Distances may be negative, as of keys ahead of a query.
 
     Raises:
-      ValueError: D is odd.
+      ValueError: If D is odd.
     """
     if d_model % 2:
         raise ValueError(f"d_model is {d_model}; sinusoids have pairs of sine and cosine, so it must be even")
@@ -31,6 +31,12 @@ def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array
     frequencies = jnp.asarray(10000.0 ** -(np.arange(0, d_model, 2) / d_model), wide)
     angles_KxF = distances.astype(wide)[:, None] * frequencies[None, :]
     return jnp.concatenate([jnp.sin(angles_KxF), jnp.cos(angles_KxF)], axis=-1).astype(dtype)
+
+
+def table_length(*, segment_len: int, capacity: int, clamp_len: int | None) -> int:
+    """Returns P, the number of position keys that a segment needs: of the distances P - 1, .., 0."""
+    longest = capacity + segment_len - 1
+    return (min(clamp_len, longest) if clamp_len is not None else longest) + 1
 
 
 def relative_shift(scores: jax.Array) -> jax.Array:
@@ -58,11 +64,58 @@ def by_key(scores: jax.Array, n_keys: int) -> jax.Array:
     """Moves scores from "column = distance" to "column = key": [..., L, P] -> [..., L, K].
 
     Column p belongs to the distance K - 1 - p, and query i meets key j at column (L - 1 - i) + j. With P = K, all that
-    causal attention needs, this is `relative_shift`. With P = K + L - 1 there is a column for every pair: the buffer
-    without its first L - 1 entries, read with rows of P - 1, has row i begin at column L - 1 - i.
+    causal attention needs, this is `relative_shift`. With P = K + L - 1 there is a column for every pair (`skew`).
     """
-    *lead, n_query, n_position = scores.shape
-    if n_position == n_keys:
-        return relative_shift(scores)
-    flat = scores.reshape(*lead, n_query * n_position)[..., n_query - 1 : -1]
-    return flat.reshape(*lead, n_query, n_position - 1)[..., :n_keys]
+    return relative_shift(scores) if scores.shape[-1] == n_keys else skew(scores, n_keys)
+
+
+def skew(by_distance: jax.Array, n_key: int) -> jax.Array:
+    """Moves scores from "column = distance" to "column = key": [..., n, W] -> [..., n, m].
+
+    Query x meets key y at column n - 1 - x + y. Read as one line of numbers, rows that are one column shorter begin one
+    column later each time, which is the shift. For n = 3, m = 2 and a fifth column that nothing needs, entry `xp` of
+    query x and column p:
+
+        00 01 02 03 04                                        02 03 04 10        02 03
+        10 11 12 13 14   ->  from 02 on, rows of 4 columns -> 11 12 13 14   ->   11 12
+        20 21 22 23 24                                        20 21 22 23        20 21
+
+    Args:
+      by_distance: [..., n, W], column p of the distance that the last query and key p of a tile have. W is n + m - 1 or
+        more. Where distances below 0 are hidden anyway, a tile that ends with the last query's own key needs m + 1
+        columns, of which the last is not used: pairs whose column does not exist read the next row.
+      n_key: m, keys of the tile.
+
+    Raises:
+      ValueError: If W is too small.
+    """
+    *lead, n_query, width = by_distance.shape
+    _check_columns(n_query, n_key, width)
+    if n_query == 1:
+        return by_distance[..., :n_key]
+    line = by_distance.reshape(*lead, n_query * width)
+    line = line[..., n_query - 1 : n_query - 1 + n_query * (width - 1)]
+    return line.reshape(*lead, n_query, width - 1)[..., :n_key]
+
+
+def unskew(scores: jax.Array, width: int) -> jax.Array:
+    """Moves [..., n, m] to the columns of [..., n, W] where `skew` reads them, zeros elsewhere: its transpose.
+
+    Pairs whose column does not exist must be 0.
+
+    Raises:
+      ValueError: If W is too small.
+    """
+    *lead, n_query, n_key = scores.shape
+    _check_columns(n_query, n_key, width)
+    none = [(0, 0)] * len(lead)
+    if n_query == 1:
+        return jnp.pad(scores, [*none, (0, 0), (0, width - n_key)])
+    line = jnp.pad(scores, [*none, (0, 0), (0, width - 1 - n_key)]).reshape(*lead, n_query * (width - 1))
+    return jnp.pad(line, [*none, (n_query - 1, 1)]).reshape(*lead, n_query, width)
+
+
+def _check_columns(n_query: int, n_key: int, width: int) -> None:
+    needed = n_key if n_query == 1 else n_key + 1
+    if width < needed:
+        raise ValueError(f"{width} columns for {n_query} queries and {n_key} keys, which need {needed}")

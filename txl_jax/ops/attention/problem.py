@@ -1,12 +1,32 @@
-"""Static description of one attention call, and the implementations that can serve it."""
+"""The arrays of one attention call, its static description, and the implementations that can serve it."""
 
 import dataclasses
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
 
 PATHS = ("reference", "tiled", "stored", "fused")
 KERNELS = ("mosaic_roll", "mosaic_gather")
-_GONE = re.compile(r"fused (triton( \d+x\d+)?|cudnn)")  # Kernels for GPUs, which versions before 0.3 recorded.
+_GONE = re.compile(r"fused (triton( \d+x\d+)?|cudnn)")  # Kernels for GPUs, which records up to commit 624573f name.
+
+# Queries [B, H, L, E] with v in place of u, position keys [H, E, P] or None, and scores [H, P] to add, divided by
+# sqrt(E), or None: of the distances P - 1, .., 0, of which the largest stands for all beyond it. None without relative
+# positions. Keys, and what is stored, may be `Int8`.
+Position = tuple[jax.Array, Any, jax.Array | None] | None
+Ring = tuple[Any, Any]  # Stored keys [B, H, E, R] and values [B, H, R, E].
+
+
+class Operands(NamedTuple):
+    """The arrays of attention over [memory; segment], or their gradients."""
+
+    query: jax.Array  # [B, H, L, E]
+    key: jax.Array  # [B, H, K, E], memory first.
+    value: jax.Array  # [B, H, K, E]
+    position_key: jax.Array | None = None  # [H, P, E], of the distances K - 1, .. (`Visibility.n_positions`).
+    content_bias: jax.Array | None = None  # [H, E], u.
+    position_bias: jax.Array | None = None  # [H, E], v.
+    position_score: jax.Array | None = None  # [H, P], added before the division by sqrt(E).
 
 
 class Tile(NamedTuple):
@@ -21,7 +41,7 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Facts of a call that decide who can serve it, of one device.
+    """What decides which implementation can serve a call, on one device.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
@@ -30,15 +50,15 @@ class Problem:
       batch: B.
       n_head: H.
       segment_len: L.
-      n_keys: K; of a KV cache R + L.
+      n_keys: K, with a KV cache R + L.
       d_head: E.
-      n_positions: P, position keys; 0: none.
+      n_positions: P, the number of position keys, which may be 0.
       has_position_score: whether there is a score per distance.
       causal: whether keys behind the query are hidden.
-      window: keys that a query sees at most; None: no limit.
+      window: keys that a query sees at most, or None for no limit.
       dropout: whether there is dropout on the probabilities.
-      capacity: R, slots of the KV cache; None: training, with memory and segment in one array.
-      cache_dtype: type of the stored keys and values; None: `dtype`.
+      capacity: R, slots of the KV cache, or None in training, where memory and segment are one array.
+      cache_dtype: type of the stored keys and values, or None for `dtype`.
       documents: whether documents are kept apart within a segment (`Visibility.document_start`).
     """
 
@@ -76,12 +96,12 @@ class Implementation:
 
     Attributes:
       path: one of `PATHS`.
-      kernel: of "fused", what it is made of, one of `KERNELS`; None: plain XLA.
-      tile: Size of a tile, or None for the paths without tiles.
+      kernel: one of `KERNELS` for "fused", otherwise None.
+      tile: size of a tile, or None for the paths without tiles.
       interpret: whether kernels are interpreted, on any device and slowly, as tests do.
 
     Raises:
-      ValueError: an unknown path or kernel, a path without what it is made of, or an empty tile.
+      ValueError: If the path or kernel is unknown, a kernel or a tile is missing, or a tile is empty.
     """
 
     path: str
@@ -90,7 +110,7 @@ class Implementation:
     interpret: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses what no implementation could be made of; records of a run may be damaged."""
+        """Checks that the parts fit each other; the record of a run may be damaged."""
         wrong = None
         if self.path not in PATHS:
             wrong = f"the path must be of {', '.join(PATHS)}"
@@ -131,3 +151,10 @@ class Implementations(NamedTuple):
 
     training: Implementation | str
     cached: Implementation | str
+
+
+def default_device() -> jax.Device:
+    """Returns the device that jax places arrays on, which a call of attention is for, as no mesh need be given."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    found: jax.Device = device if isinstance(device, jax.Device) else jax.devices()[0]
+    return found

@@ -1,100 +1,57 @@
-"""Attention with its own backward pass in plain XLA, which stores the probabilities once: the path of GPUs.
+"""Attention in plain XLA with its own backward pass, which stores the probabilities once: the path of GPUs in training.
 
-The definition is `relative.py`, and without position keys `dot_product.py`; tests/ops/attention/test_training.py holds
-values, gradients and dropout masks equal to them. Left to XLA's differentiation, the reference keeps seven arrays of
-the scores' size for the backward pass in 16 bits, and moves such arrays some 40 times. Here one is kept, the
-probabilities before dropout, and they move some 25 times:
+The definition is `reference.attention`; tests/ops/attention/test_training.py compares values, gradients and dropout
+masks with it, tests/ops/attention/test_reference.py both with a loop over pairs.
 
-- Scores are stored in 16 bits where the arrays have 16: in float16, which keeps 11 bits of a number where bfloat16
-  keeps 8, clipped to its range, as infinity would become nan.
-- Scores by distance are stored with columns of zeros around them, so that the relative shift reads the rows of another
-  length from the same buffer.
-- Arrays are heads first, [H, B, L, K], the order in which the products of position keys have them.
+Left to XLA's differentiation, the reference keeps seven arrays of the scores' size in 16 bits for the backward pass,
+and moves such arrays some 40 times. Here one is kept, the probabilities before dropout, and they move some 25 times
+(enwik8_24l on an H200, by the compiler; test_stored.py counts them):
+
+- Where arrays have 16 bits, scores are stored in float16, which keeps 11 bits of a number where bfloat16 keeps 8. They
+  are clipped to its range, as infinity would become nan.
+- Scores by distance have columns of zeros behind them, so that the relative shift reads the same buffer with rows of
+  another length (`positions.skew`).
+- Arrays are heads first, [H, B, L, K], the order that the product of position keys has.
 
 Letters as in `txl_jax.ops.attention`, and W columns of the scores by distance.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
+from txl_jax.ops.attention.positions import skew, unskew
+from txl_jax.ops.attention.problem import Operands
 
 _HIDDEN = -1e30  # Finite, so that a query that sees no key yields no nan.
 _ALIGNED = 8  # Columns: rows that begin at multiples of 16 bytes suit the libraries of matrix products.
 
 
-class _Operands(NamedTuple):
-    """Arguments with gradients, heads first."""
-
-    query: jax.Array  # [H, B, L, E]
-    key: jax.Array  # [H, B, K, E]
-    value: jax.Array  # [H, B, K, E]
-    position_key: jax.Array | None  # [H, P, E]
-    content_bias: jax.Array | None  # [H, E]
-    position_bias: jax.Array | None  # [H, E]
-    position_score: jax.Array | None  # [H, P]
-
-    @property
-    def wide(self) -> jnp.dtype:
-        """The type of sums."""
-        return jnp.promote_types(self.query.dtype, jnp.float32)
-
-    @property
-    def scale(self) -> float:
-        """1 / sqrt(E)."""
-        return self.query.shape[-1] ** -0.5
-
-    @property
-    def n_positions(self) -> int:
-        """P, or 0 if nothing depends on distances."""
-        given = self.position_score if self.position_key is None else self.position_key
-        return 0 if given is None else given.shape[1]
-
-    def content_rows(self) -> jax.Array:
-        """Returns q + u: [H, B, L, E]."""
-        return _biased(self.query, self.content_bias)
-
-    def position_rows(self) -> jax.Array:
-        """Returns q + v: [H, B L, E]."""
-        n_head, *_, width = self.query.shape
-        return _biased(self.query, self.position_bias).reshape(n_head, -1, width)
-
-
-def stored_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    position_key: jax.Array | None = None,
-    *,
-    content_bias: jax.Array | None = None,
-    position_bias: jax.Array | None = None,
-    position_score: jax.Array | None = None,
-    visibility: Visibility,
-    dropout: Dropout | None = None,
-) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E]; arguments as for `txl_jax.ops.attention.attention`."""
-    heads_first = (array.swapaxes(0, 1) for array in (query, key, value))
-    operands = _Operands(*heads_first, position_key, content_bias, position_bias, position_score)
-    return _attend(operands, visibility, dropout).swapaxes(0, 1)
+def stored_attention(operands: Operands, visibility: Visibility, dropout: Dropout | None = None) -> jax.Array:
+    """Computes weighted sums of the values: [B, H, L, E]; a query that sees no key gets zeros."""
+    heads_first = {name: getattr(operands, name).swapaxes(0, 1) for name in ("query", "key", "value")}
+    return _attend(operands._replace(**heads_first), visibility, dropout).swapaxes(0, 1)
 
 
 @jax.custom_vjp
-def _attend(operands: _Operands, visibility: Visibility, dropout: Dropout | None) -> jax.Array:
+def _attend(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> jax.Array:
     return _forward(operands, visibility, dropout)[0]
 
 
-def _forward(operands: _Operands, visibility: Visibility, dropout: Dropout | None) -> tuple[jax.Array, Any]:
-    o = operands
-    scores = _narrow(_product("hble,hbke->hblk", o.content_rows(), o.key) * o.scale, o).astype(o.wide)
-    table = _scores_by_distance(o)
-    if table is not None:
-        scores += _by_key(table, visibility.n_keys).astype(o.wide)
+def _forward(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> tuple[jax.Array, Any]:
+    o, scale, wide = operands, operands.query.shape[-1] ** -0.5, _wide(operands.query)
+    content = _product("hble,hbke->hblk", _biased(o.query, o.content_bias), o.key)
+    scores_HxBxLxK = _narrow(content * scale, o.query.dtype).astype(wide)
+    by_distance = _scores_by_distance(o)
+    if by_distance is not None:
+        by_distance = _narrow(by_distance * scale, o.query.dtype)
+        scores_HxBxLxK += skew(by_distance, visibility.n_keys).astype(wide)
     visible_1xBxLxK = visibility.mask()[None]
-    scores = jnp.where(visible_1xBxLxK, scores, _HIDDEN)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    scores_HxBxLxK = jnp.where(visible_1xBxLxK, scores_HxBxLxK, _HIDDEN)
+    weights = jnp.exp(scores_HxBxLxK - jnp.max(scores_HxBxLxK, axis=-1, keepdims=True))
     if visibility.may_hide_all:
         weights = jnp.where(visible_1xBxLxK, weights, 0)
     total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)  # It is at least 1 where a key is seen.
@@ -104,83 +61,62 @@ def _forward(operands: _Operands, visibility: Visibility, dropout: Dropout | Non
     return output, (operands, dropout, probabilities, output)
 
 
-def _backward(residuals: Any, gradient: jax.Array) -> tuple[_Operands, None, None]:
+def _backward(residuals: Any, gradient: jax.Array) -> tuple[Operands, None, None]:
     o, dropout, probabilities, output = residuals
-    dtype = o.query.dtype
+    n_head, batch, n_query, width = o.query.shape
+    wide, dtype = _wide(o.query), o.query.dtype
     of_value = _product("hblk,hble->hbke", _drop(probabilities, dropout), gradient)
-    of_weighted = _product("hble,hbke->hblk", gradient, o.value).astype(dtype)
-    mean = jnp.sum(gradient.astype(o.wide) * output.astype(o.wide), axis=-1, keepdims=True)
-    of_probabilities = _drop(of_weighted.astype(o.wide), dropout) - mean
-    of_scores = (probabilities.astype(o.wide) * of_probabilities * o.scale).astype(dtype)
-    of_query = of_content_rows = _product("hblk,hbke->hble", of_scores, o.key)
-    of_key = _product("hblk,hble->hbke", of_scores, o.content_rows())
-    found = {"key": of_key, "value": of_value, "content_bias": jnp.sum(of_content_rows, axis=(1, 2))}
-    if o.n_positions:
-        of_table = _by_distance(of_scores, 1 + o.n_positions + _behind(o.n_positions))
+    of_weights = _product("hble,hbke->hblk", gradient, o.value).astype(dtype)
+    mean = jnp.sum(gradient.astype(wide) * output.astype(wide), axis=-1, keepdims=True)
+    of_scores = probabilities.astype(wide) * (_drop(of_weights.astype(wide), dropout) - mean)
+    of_scores = (of_scores * width**-0.5).astype(dtype)
+    of_query = of_content_query = _product("hblk,hbke->hble", of_scores, o.key)
+    of_key = _product("hblk,hble->hbke", of_scores, _biased(o.query, o.content_bias))
+    found = {"key": of_key, "value": of_value, "content_bias": jnp.sum(of_content_query, axis=(1, 2))}
+    by_distance = o.position_score if o.position_key is None else o.position_key
+    if by_distance is not None:
+        n_positions = by_distance.shape[1]
+        columns = unskew(of_scores, n_positions + _behind(n_positions)).reshape(n_head, batch * n_query, -1)
+        found["position_score"] = jnp.sum(columns.astype(wide), axis=1)[:, :n_positions]
         if o.position_key is not None:
-            of_position_rows = _product("hnw,hwe->hne", of_table, _padded(o.position_key)).reshape(o.query.shape)
-            of_query += of_position_rows
-            found["position_key"] = _unpadded(_product("hnw,hne->hwe", of_table, o.position_rows()), o)
-            found["position_bias"] = jnp.sum(of_position_rows, axis=(1, 2))
-        found["position_score"] = _unpadded(jnp.sum(of_table.astype(o.wide), axis=1), o)
+            of_position_query = _product("hnw,hwe->hne", columns, _padded(o.position_key)).reshape(o.query.shape)
+            found["position_bias"] = jnp.sum(of_position_query, axis=(1, 2))
+            found["position_key"] = _product("hnw,hne->hwe", columns, _position_rows(o))[:, :n_positions]
+            of_query += of_position_query
     found["query"] = of_query
-    gradients = _Operands(
-        *(None if given is None else found[name].astype(given.dtype) for name, given in o._asdict().items())
-    )
-    return gradients, None, None
+    given = {name: array for name, array in o._asdict().items() if array is not None}
+    return Operands(**{name: found[name].astype(array.dtype) for name, array in given.items()}), None, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _scores_by_distance(operands: _Operands) -> jax.Array | None:
-    """Returns scores of all distances [H, B or 1, L, W], or None if there are neither position keys nor scores."""
-    o = operands
+def _scores_by_distance(o: Operands) -> jax.Array | None:
+    """Returns scores by distance [H, B or 1, L, W], or None if there are neither position keys nor scores."""
     n_head, batch, n_query, _ = o.query.shape
-    if o.position_key is not None:
-        table = _product("hne,hwe->hnw", o.position_rows(), _padded(o.position_key))
-        table = table.reshape(n_head, batch, n_query, -1)
-        if o.position_score is not None:
-            table += _padded(o.position_score).astype(o.wide)[:, None, None, :]
-    elif o.position_score is not None:
-        row = _padded(o.position_score).astype(o.wide)[:, None, None, :]
-        table = jnp.broadcast_to(row, (n_head, 1, n_query, row.shape[-1]))
-    else:
-        return None
-    return _narrow(table * o.scale, o)
+    score = None if o.position_score is None else _padded(o.position_score).astype(_wide(o.query))[:, None, None, :]
+    if o.position_key is None:
+        return None if score is None else jnp.broadcast_to(score, (n_head, 1, n_query, score.shape[-1]))
+    scores = _product("hne,hwe->hnw", _position_rows(o), _padded(o.position_key))
+    scores = scores.reshape(n_head, batch, n_query, -1)
+    return scores if score is None else scores + score
+
+
+def _position_rows(o: Operands) -> jax.Array:
+    """Returns q + v of all rows: [H, B L, E]."""
+    n_head, *_, width = o.query.shape
+    return _biased(o.query, o.position_bias).reshape(n_head, -1, width)
 
 
 def _padded(by_distance: jax.Array) -> jax.Array:
-    """Puts zeros around [H, P, ..]: [H, W, ..]. The first column is what the shift of causal scores takes away."""
+    """Puts zeros behind the distances: [H, P, ..] -> [H, W, ..]."""
     behind = _behind(by_distance.shape[1])
-    return jnp.pad(by_distance, [(0, 0), (1, behind), *[(0, 0)] * (by_distance.ndim - 2)])
+    return jnp.pad(by_distance, [(0, 0), (0, behind), *[(0, 0)] * (by_distance.ndim - 2)])
 
 
 def _behind(n_positions: int) -> int:
-    return -(n_positions + 1) % _ALIGNED
-
-
-def _unpadded(by_column: jax.Array, operands: _Operands) -> jax.Array:
-    """[H, W, ..] -> [H, P, ..]."""
-    return by_column[:, 1 : operands.n_positions + 1]
-
-
-def _by_key(table: jax.Array, n_keys: int) -> jax.Array:
-    """Moves scores from "column = distance" to "column = key": [H, B, L, W] -> [H, B, L, K].
-
-    Query i meets key j in column 1 + (L - 1 - i) + j, so that it is number i (W - 1) + j behind the first L numbers.
-    Pairs of a causal segment whose column does not exist read the next row.
-    """
-    *lead, n_query, width = table.shape
-    behind = table.reshape(*lead, n_query * width)[..., n_query:]
-    return behind.reshape(*lead, n_query, width - 1)[..., :n_keys]
-
-
-def _by_distance(scores: jax.Array, width: int) -> jax.Array:
-    """Returns the transpose of `_by_key`, where those pairs are 0: [H, B, L, K] -> [H, B L, W]."""
-    n_head, batch, n_query, n_keys = scores.shape
-    wide = jnp.pad(scores, [(0, 0)] * 3 + [(0, width - 1 - n_keys)]).reshape(n_head, batch, -1)
-    return jnp.pad(wide, [(0, 0), (0, 0), (n_query, 0)]).reshape(n_head, batch * n_query, width)
+    """Returns W - P, at least the one column that the shift of causal scores needs."""
+    return 1 + -(n_positions + 1) % _ALIGNED
 
 
 def _drop(array: jax.Array, dropout: Dropout | None) -> jax.Array:
@@ -197,14 +133,17 @@ def _biased(rows: jax.Array, bias: jax.Array | None) -> jax.Array:
     return rows if bias is None else rows + bias[:, None, None, :]
 
 
+def _wide(array: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(array.dtype, jnp.float32)
+
+
 def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
     """Multiplies, and adds in at least float32."""
-    wide = jnp.promote_types(left.dtype, jnp.float32)
-    return jnp.einsum(equation, left, right, preferred_element_type=wide)
+    return jnp.einsum(equation, left, right, preferred_element_type=_wide(left))
 
 
-def _narrow(scores: jax.Array, operands: _Operands) -> jax.Array:
-    if operands.query.dtype.itemsize > 2:
+def _narrow(scores: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    if dtype.itemsize > 2:
         return scores
     largest = float(jnp.finfo(jnp.float16).max)
     return jnp.clip(scores, -largest, largest).astype(jnp.float16)

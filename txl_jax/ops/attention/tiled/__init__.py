@@ -2,6 +2,4 @@
 
 training.py  `tiled_attention`, forward and backward
 cached.py    `tiled_cached_attention`, a KV cache in place of the memory, for inference
-skew.py      the relative shift of one tile
-limits.py    its tiles, and where it is faster
 """

@@ -1,6 +1,7 @@
 """Attention over a KV cache, tile by tile.
 
-The definition is `ops.attention.cached`; tests/ops/attention/test_cached.py compares with it wherever the ring begins.
+The definition is `ops.attention.reference.cached_attention`; tests/ops/attention/test_cached.py compares with it
+wherever the ring begins.
 
 The ring is read by age, oldest first, in blocks of slots: where a block begins in the ring follows from the write
 index, everything else about it is static. So the blocks that a window or the clamp cuts are known when the program is
@@ -27,9 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from txl_jax.ops.attention import positions
-from txl_jax.ops.attention.cached import CachedVisibility, Position
-from txl_jax.ops.attention.problem import Tile
-from txl_jax.ops.attention.tiled.skew import skew
+from txl_jax.ops.attention.masks import CachedVisibility
+from txl_jax.ops.attention.positions import skew
+from txl_jax.ops.attention.problem import Position, Tile
 
 _REGISTER = 16  # float32 numbers of the widest register of a CPU; several blocks are multiples of it.
 
@@ -52,7 +53,7 @@ def tiled_cached_attention(
     *,
     tile: Tile,
 ) -> jax.Array:
-    """Computes weighted sums of the values, without gradients: [B, H, L, E]; arguments as of `ops.attention.cached`.
+    """Computes weighted sums of the values, without gradients: [B, H, L, E]; arguments as of the reference.
 
     Args:
       query: [B, H, L, E], with u added and divided by sqrt(E).

@@ -1,12 +1,12 @@
 """Attention over tiles of the scores, forward and backward, in plain XLA: the scores [B, H, L, K] are never written.
 
-The definition is `ops.attention.relative_attention`, and `dot_product_attention` without position keys;
-tests/ops/attention/test_training.py compares values and all gradients with them.
+The definition is `ops.attention.reference.attention`; tests/ops/attention/test_training.py compares values and all
+gradients with it.
 
 A loop runs over groups of rows of one head. Its body cuts the scores into strips of queries (`Layout`), each with
-blocks of keys: a product for content, one for positions, the shift of the tile (`skew.py`), an online softmax (Milakov
-and Gimelshein, 2018) over the blocks, the product with the values. Kept for the backward pass are the result and the
-logarithm of each query's sum; it computes the scores again (Dao et al., 2022).
+blocks of keys: a product for content, one for positions, the shift of the tile (`positions.skew`), an online softmax
+(Milakov and Gimelshein, 2018) over the blocks, the product with the values. Kept for the backward pass are the result
+and the logarithm of each query's sum; it computes the scores again (Dao et al., 2022).
 
 Tried on an AMD EPYC (2 cores), forward and backward in processor time, L = M = 512, B 2, H 8, E 64; the reference
 takes 290 ms, this 145, its products alone 110:
@@ -28,11 +28,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from txl_jax.ops.attention.device import default_device
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
-from txl_jax.ops.attention.problem import Tile
-from txl_jax.ops.attention.tiled.skew import skew, unskew
+from txl_jax.ops.attention.positions import skew, unskew
+from txl_jax.ops.attention.problem import Tile, default_device
 
 # Most scores of a group on a CPU: they should stay in a cache of 1 or 2 MB a core between one pass and the next, and
 # a pass over too few is not shared among cores (L = M = 512, B 2, AMD EPYC, 2 cores: 2^17 142 ms, 2^18 109, 2^20 109).

@@ -1,6 +1,7 @@
 """Attention over a KV cache as a Pallas kernel for inference: the ring is read where it lies, no scores are written.
 
-The definition is `ops.attention.cached`; tests/ops/attention/test_cached.py compares with it, interpreted.
+The definition is `ops.attention.reference.cached_attention`; tests/ops/attention/test_cached.py compares with it,
+interpreted.
 
 A key's place is its rank by age: 0 is the ring's oldest slot, R the segment's first key; query i meets place j at the
 distance R + i - j. Softmax does not ask for an order, so the ring's blocks are read as they lie. The slots before
@@ -35,8 +36,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from txl_jax.ops.attention.cached import CachedVisibility, Position
-from txl_jax.ops.attention.problem import Tile
+from txl_jax.ops.attention.masks import CachedVisibility
+from txl_jax.ops.attention.problem import Position, Tile
 from txl_jax.ops.attention.tpu.geometry import DEFAULT_VMEM, LANES, SPARE_VMEM, CachedSizes, round_up
 from txl_jax.ops.attention.tpu.kernels import HIDDEN, NN, NT, Contracted, dot, skew_from, widen
 
@@ -52,7 +53,7 @@ def tpu_cached_attention(
     tile: Tile,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E]; arguments as of `ops.attention.cached.cached_attention`.
+    """Computes weighted sums of the values: [B, H, L, E]; arguments as of the reference.
 
     Args:
       tile: queries and slots per tile; queries a multiple of 16 up to 128 or a multiple of 128, slots a multiple of

@@ -1,8 +1,7 @@
 """Attention over [memory; segment] with gradients, by a forward and a backward kernel.
 
-The definition is `ops.attention.relative_attention`, and `dot_product_attention` without position keys;
-tests/ops/attention/test_training.py compares the kernels with them, interpreted, and tests/ops/attention/tpu compiles
-them for chips that are not there.
+The definition is `ops.attention.reference.attention`; tests/ops/attention/test_training.py compares the kernels with
+it, interpreted, and tests/ops/attention/tpu compiles them for chips that are not there.
 
 The forward kernel is an online softmax over the tiles of keys (Dao et al., 2022), with the term by distance. The
 backward kernel computes all gradients in one pass over the tiles, from scores that are computed once more. With p the

@@ -1,82 +1,93 @@
-"""Attention over a KV cache, a ring of stored keys and values, and the segment itself.
+"""The definition of attention: the numbers that every faster path must give, in training and over a KV cache.
 
-It gives the numbers of `relative_attention` over [memory; segment], its twin of training, for a memory whose slots are
-overwritten in turn: slot s holds the position `age(s)` before the segment, and a query at row i meets it at the
-distance age(s) + i. Nothing of the memory is moved, joined or sorted; what is rotated are the position scores.
+In training (Dai et al., 2019, section 3.3) the score of query i and key j has four terms,
 
-With `clamp_len` most distances share one position code. Their scores, one number per query, need no table: only
-distances below the clamp are gathered, which at M = 3800 and a clamp of 1000 saves three quarters of the product
-with position keys and of the shift.
+    (a) q_i . k_j    (b) q_i . r_(i-j)    (c) u . k_j    (d) v . r_(i-j)
+
+(a) + (c) is one product of q + u with the keys, (b) + (d) one product of q + v with the position keys followed by the
+relative shift. Shaw et al. (2018) have (a) and (b), with learned position keys. Without position keys it is scaled
+dot-product attention (Vaswani et al., 2017, section 3.2).
+
+Over a KV cache, a ring of stored keys and values, and the segment itself, the numbers are those of training over
+[memory; segment]. Slots are overwritten in turn: slot s holds the position `age(s)` before the segment, and a query at
+row i meets it at the distance age(s) + i. Nothing of the memory is moved, joined or sorted; what is rotated are the
+position scores. With `clamp_len` most distances share one position code. Their scores, one number per query, need no
+table: only distances below the clamp are gathered, which at M = 3800 and a clamp of 1000 saves three quarters of the
+product with position keys and of the shift.
+
+tests/ops/attention/test_reference.py compares training with a loop over pairs, test_cached.py and
+tests/inference/test_forward.py the cache with loops and with training.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from txl_jax.ops.attention import positions
+from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.masks import CachedVisibility, Visibility
+from txl_jax.ops.attention.problem import Operands, Position, Ring
 from txl_jax.ops.matmul import Int8, multiply, row_product
 
-# Queries [B, H, L, E], keys [H, E, P] or None, and scores [H, P] or None (`cached_attention`); None: no positions.
-# Keys, and what is stored, may be `Int8`.
-Position = tuple[jax.Array, Any, jax.Array | None] | None
-Ring = tuple[Any, Any]  # Stored keys [B, H, E, R] and values [B, H, R, E].
+
+def attention(operands: Operands, visibility: Visibility, dropout: Dropout | None = None) -> jax.Array:
+    """Computes weighted sums of the values: [B, H, L, E]; a query that sees no key gets zeros."""
+    o = operands
+    wide = jnp.promote_types(o.query.dtype, jnp.float32)
+    content_query = _biased(o.query, o.content_bias)
+    scores_BxHxLxK = jnp.einsum("bhle,bhke->bhlk", content_query, o.key, preferred_element_type=wide)
+    if o.position_key is not None or o.position_score is not None:
+        position_query = _biased(o.query, o.position_bias)
+        by_distance = _position_scores(position_query, _by_rows(o.position_key, wide), o.position_score, wide)
+        scores_BxHxLxK += positions.by_key(by_distance, visibility.n_keys)
+    scores_BxHxLxK *= o.query.shape[-1] ** -0.5
+    visible_Bx1xLxK = visibility.mask()[:, None, :, :]
+    scores_BxHxLxK = jnp.where(visible_Bx1xLxK, scores_BxHxLxK, -jnp.inf)
+    if visibility.may_hide_all:  # A softmax of nothing is nan, and so are its gradients.
+        sees_Bx1xLx1 = jnp.any(visible_Bx1xLxK, axis=-1, keepdims=True)
+        scores_BxHxLxK = jnp.where(sees_Bx1xLx1, scores_BxHxLxK, 0)
+    probabilities_BxHxLxK = jax.nn.softmax(scores_BxHxLxK, axis=-1).astype(o.value.dtype)
+    if visibility.may_hide_all:
+        probabilities_BxHxLxK = jnp.where(sees_Bx1xLx1, probabilities_BxHxLxK, 0)
+    if dropout is not None:
+        probabilities_BxHxLxK = dropout.apply(probabilities_BxHxLxK)
+    return jnp.einsum("bhlk,bhke->bhle", probabilities_BxHxLxK, o.value)
 
 
-@flax.struct.dataclass
-class CachedVisibility:
-    """Description of the keys that the queries of a segment see; all layers share it.
+class ScoreTerms(NamedTuple):
+    """The four terms of the scores [B, H, L, K], each divided by sqrt(E); their sum is what the softmax takes."""
 
-    Attributes:
-      valid: int32 [B], how many of the newest slots count.
-      write_index: int32 [], the oldest slot.
-      segment_len: L.
-      capacity: R.
-      window: keys that a query sees at most, itself included; None: no limit but `valid`.
-      document_start: int32 [B, L], the position of the segment from which each query sees keys; 0: from the slots on.
-        None: 0.
+    a: jax.Array  # Content with content.
+    b: jax.Array  # Content with distance.
+    c: jax.Array  # u with content.
+    d: jax.Array  # v with distance.
+
+
+def score_terms(
+    query: jax.Array, key: jax.Array, position_key: jax.Array, *, content_bias: jax.Array, position_bias: jax.Array
+) -> ScoreTerms:
+    """Computes the four terms of causal scores, of which `attention` shifts the sum of two; future keys get leftovers.
+
+    The arrays are as in `Operands`.
     """
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    none = jnp.zeros_like(query)
 
-    valid: jax.Array
-    write_index: jax.Array
-    segment_len: int = flax.struct.field(pytree_node=False)
-    capacity: int = flax.struct.field(pytree_node=False)
-    window: int | None = flax.struct.field(pytree_node=False, default=None)
-    document_start: jax.Array | None = None
+    def content(rows: jax.Array) -> jax.Array:
+        return jnp.einsum("bhle,bhke->bhlk", rows, key, preferred_element_type=wide)
 
-    def age(self) -> jax.Array:
-        """Returns the age of each slot, int32 [R]; 1 is the position just before the segment."""
-        if not self.capacity:
-            return jnp.zeros(0, jnp.int32)
-        return (self.write_index - 1 - jnp.arange(self.capacity, dtype=jnp.int32)) % self.capacity + 1
+    def distance(rows: jax.Array) -> jax.Array:
+        return positions.relative_shift(_position_scores(rows, _by_rows(position_key, wide), None, wide))
 
-    def stored_mask(self) -> jax.Array:
-        """Returns the visible pairs of queries and slots, bool [B, L, R]."""
-        row_L, age_R = jnp.arange(self.segment_len, dtype=jnp.int32), self.age()
-        shape = self.valid.shape[0], self.segment_len, self.capacity
-        stored_BxLxR = jnp.broadcast_to((age_R[None, :] <= self.valid[:, None])[:, None, :], shape)
-        if self.window is not None:
-            stored_BxLxR &= (row_L[:, None] + age_R[None, :] < self.window)[None]
-        if self.document_start is not None:
-            stored_BxLxR &= (self.document_start == 0)[:, :, None]
-        return stored_BxLxR
-
-    def own_mask(self) -> jax.Array:
-        """Returns the visible pairs within the segment, bool [B, L, L]; [1, L, L] where rows do not differ."""
-        row_L = jnp.arange(self.segment_len, dtype=jnp.int32)
-        own_LxL = row_L[:, None] >= row_L[None, :]
-        if self.window is not None:
-            own_LxL &= row_L[:, None] - row_L[None, :] < self.window
-        if self.document_start is None:
-            return own_LxL[None]
-        return own_LxL[None] & (row_L[None, None, :] >= self.document_start[:, :, None])
-
-
-def table_length(*, segment_len: int, capacity: int, clamp_len: int | None) -> int:
-    """Returns P, the number of position keys that a segment needs: of the distances P - 1, .., 0."""
-    longest = capacity + segment_len - 1
-    return (min(clamp_len, longest) if clamp_len is not None else longest) + 1
+    terms = (
+        content(query),
+        distance(query),
+        content(_biased(none, content_bias)),
+        distance(_biased(none, position_bias)),
+    )
+    return ScoreTerms(*(term * query.shape[-1] ** -0.5 for term in terms))
 
 
 def cached_attention(
@@ -103,7 +114,8 @@ def cached_attention(
     stored_key, stored_value = ring
     own = jnp.einsum("bhle,bhke->bhlk", query, key, preferred_element_type=wide)
     if position is not None:
-        table = _position_scores(*position, wide)
+        position_query, position_key, more = position
+        table = _position_scores(position_query, _by_columns(position_key, wide), more, wide)
         own += _own_positions(table)
     own = jnp.where(visibility.own_mask()[:, None], own, -jnp.inf)
     top = jnp.max(own, axis=-1, keepdims=True)
@@ -145,22 +157,41 @@ def _by_stored(rows: jax.Array, stored: jax.Array | Int8, wide: jnp.dtype) -> ja
     return products(rows, stored)
 
 
-def _position_scores(
-    query: jax.Array, position_key: jax.Array | Int8 | None, more: jax.Array | None, wide: jnp.dtype
-) -> jax.Array:
-    """Computes scores of the distances P - 1, .., 0: [B, H, L, E] x [H, E, P] + [H, P] -> [B, H, L, P].
+def _biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """[B, H, L, E] and [H, E] -> [B, H, L, E]."""
+    return query if bias is None else query + bias[None, :, None, :]
 
-    Without position keys they are the same for all rows and queries: [1, H, L, P].
+
+Multiply = Callable[[jax.Array], jax.Array]  # [H, B L, E] -> [H, B L, P], wide.
+
+
+def _by_rows(position_key: jax.Array | None, wide: jnp.dtype) -> Multiply | None:
+    """Returns the product with position keys [H, P, E]."""
+    if position_key is None:
+        return None
+    return lambda rows: jnp.einsum("hne,hke->hnk", rows, position_key, preferred_element_type=wide)
+
+
+def _by_columns(position_key: jax.Array | Int8 | None, wide: jnp.dtype) -> Multiply | None:
+    """Returns the product with position keys [H, E, P]."""
+    if position_key is None:
+        return None
+    if isinstance(position_key, Int8):
+        return lambda rows: multiply(rows, position_key).astype(wide)
+    return lambda rows: jnp.einsum("hne,hep->hnp", rows, position_key, preferred_element_type=wide)
+
+
+def _position_scores(query: jax.Array, product: Multiply | None, more: jax.Array | None, wide: jnp.dtype) -> jax.Array:
+    """Computes scores by distance, before the shift: [B, H, L, P]; without a product [1, H, L, P], as all rows' are.
+
+    One [B L, E] x [E, P] product per head: left to itself, XLA's CPU backend turns the einsum bhle,hke->bhlk into B
+    small products.
     """
     batch, n_head, n_query, width = query.shape
-    if position_key is None:
-        assert more is not None, "refused: neither keys nor scores"
+    if product is None:
+        assert more is not None, "neither keys nor scores"
         return jnp.broadcast_to(more.astype(wide)[None, :, None, :], (1, n_head, n_query, more.shape[-1]))
-    query_HxBLxE = query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)  # One product per head.
-    if isinstance(position_key, Int8):
-        scores = multiply(query_HxBLxE, position_key).astype(wide)
-    else:
-        scores = jnp.einsum("hne,hep->hnp", query_HxBLxE, position_key, preferred_element_type=wide)
+    scores = product(query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width))
     if more is not None:
         scores += more.astype(wide)[:, None, :]
     return scores.reshape(n_head, batch, n_query, -1).transpose(1, 0, 2, 3)

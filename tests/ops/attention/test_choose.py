@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from txl_jax.errors import UserError
-from txl_jax.ops.attention import Implementation, Problem, Tile, choice
+from txl_jax.ops.attention import Implementation, Problem, Tile, choose
 from txl_jax.ops.attention.problem import PATHS
+from txl_jax.ops.attention.tiled.training import Layout
 
 LARGE = Problem("cpu", "cpu", "float32", 2, 8, 512, 1024, 64, 1024)
 ON_TPU = dataclasses.replace(LARGE, platform="tpu", device_kind="TPU v5 lite", dtype="bfloat16")
@@ -39,19 +40,19 @@ def test_other_words_are_no_implementation(text):
 
 @pytest.mark.parametrize(("problem", "path"), [(LARGE, "tiled"), (ON_TPU, "fused"), (ON_GPU, "stored")])
 def test_auto_takes_the_path_of_the_platform_and_the_reference_in_float64(problem, path):
-    implementation, reason = choice.choose("auto", problem)
+    implementation, reason = choose.choose("auto", problem)
     assert implementation.path == path and reason
-    assert choice.choose("auto", dataclasses.replace(problem, dtype="float64"))[0].path == "reference"
+    assert choose.choose("auto", dataclasses.replace(problem, dtype="float64"))[0].path == "reference"
 
 
 def test_an_earlier_choice_is_kept_where_it_can_serve():
     tiled, fused = WRITTEN[1], WRITTEN[2]
-    assert choice.resolve(tiled, LARGE) == tiled
+    assert choose.resolve(tiled, LARGE) == tiled
     # A kernel is resolved on a machine that only compiles for it.
-    assert choice.resolve(fused, dataclasses.replace(ON_TPU, platform="cpu", device_kind="cpu")) == fused
-    assert not choice.can_serve(fused, LARGE) and choice.can_serve(fused, ON_TPU)
+    assert choose.resolve(fused, dataclasses.replace(ON_TPU, platform="cpu", device_kind="cpu")) == fused
+    assert not choose.can_serve(fused, LARGE) and choose.can_serve(fused, ON_TPU)
     tiny = dataclasses.replace(ON_TPU, segment_len=4, n_keys=8, n_positions=8)
-    assert choice.resolve(fused, tiny).path == "stored"
+    assert choose.resolve(fused, tiny).path == "stored"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_an_earlier_choice_is_kept_where_it_can_serve():
         (ON_TPU, {"device_kind": "TPU v2"}, "stored"),
         (ON_TPU, {"segment_len": 32, "n_keys": 64}, "stored"),
         (ON_TPU, {"documents": True}, "stored"),
+        (ON_TPU, {"has_position_score": True}, "stored"),
         (ON_TPU, CACHED | {"d_head": 320}, "reference"),
         (ON_GPU, {}, "stored"),
         (ON_GPU, {"dtype": "float32"}, "stored"),
@@ -71,36 +73,58 @@ def test_an_earlier_choice_is_kept_where_it_can_serve():
 )
 def test_where_no_kernel_serves_auto_takes_stored_on_accelerators_and_the_reference_elsewhere(problem, changes, path):
     problem = dataclasses.replace(problem, **changes)
-    implementation, reason = choice.choose("auto", problem)
+    implementation, reason = choose.choose("auto", problem)
     assert implementation.path == path
     if problem.platform == "tpu":
-        assert choice.refusal("fused", problem) in reason
+        assert choose.refusal("fused", problem) in reason
 
 
 def test_on_a_gpu_fused_is_refused_with_what_there_is():
     for problem in (ON_GPU, dataclasses.replace(ON_GPU, **CACHED)):
         with pytest.raises(UserError, match=r"platform is gpu\b.*\bstored\b"):
-            choice.choose("fused", problem)
+            choose.choose("fused", problem)
 
 
 @pytest.mark.parametrize("problem", [LARGE, ON_TPU, ON_GPU], ids=lambda problem: problem.platform)
 def test_stored_over_a_cache_is_the_reference(problem):
     stored, cached = Implementation("stored"), dataclasses.replace(problem, **CACHED)
     for given in (problem, dataclasses.replace(problem, documents=True, dtype="float64")):
-        assert choice.choose("stored", given)[0] == choice.resolve(stored, given) == stored
-    assert choice.choose("stored", cached)[0] == choice.resolve(stored, cached) == choice.REFERENCE
-    assert not choice.can_serve(stored, cached)
+        assert choose.choose("stored", given)[0] == choose.resolve(stored, given) == stored
+    assert choose.choose("stored", cached)[0] == choose.resolve(stored, cached) == choose.REFERENCE
+    assert not choose.can_serve(stored, cached)
 
 
 @pytest.mark.parametrize("problem", [LARGE, ON_TPU, ON_GPU], ids=lambda problem: problem.platform)
 def test_one_token_over_a_cache_is_the_references_whatever_was_asked_for(problem):
     one = dataclasses.replace(problem, segment_len=1, capacity=4096, n_keys=4097, n_positions=4097)
     for path in ("auto", *PATHS):
-        assert choice.choose(path, one)[0].path == "reference"
-        assert (choice.refusal(path, one) is None) == (path == "reference")
+        assert choose.choose(path, one)[0].path == "reference"
+        assert (choose.refusal(path, one) is None) == (path == "reference")
     for implementation in WRITTEN:
-        assert choice.resolve(implementation, one).path == "reference"
-        assert choice.can_serve(implementation, one) == (implementation.path == "reference")
+        assert choose.resolve(implementation, one).path == "reference"
+        assert choose.can_serve(implementation, one) == (implementation.path == "reference")
     with pytest.raises(UserError, match="'flash'"):
-        choice.choose("flash", one)
-    assert choice.refusal("tiled", dataclasses.replace(one, capacity=None)) is None
+        choose.choose("flash", one)
+    assert choose.refusal("tiled", dataclasses.replace(one, capacity=None)) is None
+
+
+def test_a_long_segment_has_at_most_eight_strips():
+    for segment_len, tile in ((1, Tile(64, 1024)), (512, Tile(128, 1024)), (4000, Tile(500, 1024))):
+        problem = dataclasses.replace(LARGE, segment_len=segment_len, n_keys=2 * segment_len)
+        assert choose.default_tile(problem) == tile
+        assert len(Layout(segment_len, segment_len, None, True, tile).strips()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "faster"),
+    [
+        ({}, True),
+        ({"segment_len": 32, "n_keys": 64, "batch": 600}, False),
+        ({"segment_len": 150, "n_keys": 300, "batch": 4}, False),
+        ({"platform": "gpu"}, False),
+        ({"segment_len": 64, "n_keys": 704, "capacity": 640}, True),
+        ({"segment_len": 4, "n_keys": 16, "capacity": 12}, False),
+    ],
+)
+def test_auto_takes_it_where_it_is_faster(changes, faster):
+    assert choose.tiles_are_faster(dataclasses.replace(LARGE, **changes)) is faster
