@@ -22,7 +22,7 @@ from txl_jax.errors import UserError
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.serving.engine import Engine
 from txl_jax.serving.requests import Limits
-from txl_jax.serving.row_step import Step
+from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import SessionStore
 from txl_jax.trained_model import load
 

@@ -10,6 +10,7 @@ from support import tiny
 from txl_jax import flops
 from txl_jax.config import Encoding, Network
 from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 
 
 @pytest.mark.full
@@ -19,13 +20,13 @@ def test_a_token_costs_what_xla_counts(encoding):
     sizes = {"n_layer": 2, "d_model": 64, "n_head": 2, "d_head": 48, "d_inner": 160}
     table = {"num_positions": 300} if encoding.is_learned else {}
     model = tiny.make(encoding=encoding, **table, **sizes)
-    freeze = functools.partial(forward.prepare_params, model=model, segment_len=1, mem_len=256, clamp_len=None)
+    freeze = functools.partial(prepare_params, model=model, segment_len=1, mem_len=256, clamp_len=None)
     weights = jax.jit(freeze)(tiny.variables(model)["params"])
-    memory = forward.init_cache(weights, model, batch_size=2, mem_len=256, segment_len=1)
+    memory = forward.init_cache(weights, batch_size=2, mem_len=256, segment_len=1)
 
     def step(weights, memory):
-        hidden, memory = forward.forward(weights, model, jnp.zeros((2, 1), jnp.int32), memory, window=None)
-        return forward.nll(weights, model, hidden, jnp.zeros((2, 1), jnp.int32)), memory
+        hidden, memory = forward.forward(weights, jnp.zeros((2, 1), jnp.int32), memory)
+        return forward.nll(weights, hidden, jnp.zeros((2, 1), jnp.int32)), memory
 
     counted = jax.jit(step).lower(weights, memory).compile().cost_analysis()["flops"] / 2
     for same_length in (False, True):

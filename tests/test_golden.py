@@ -21,6 +21,7 @@ import pytest
 from support.tiny import enable_x64
 from txl_jax.config import CompatConfig, DropoutConfig, DType, Encoding, MemoryStart, ModelConfig, NormPlace, ShawTerms
 from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 from txl_jax.interop import original
 from txl_jax.interop.original import Format
 from txl_jax.memory import Memory
@@ -117,16 +118,16 @@ def check_run_with_kv_cache(arrays, golden, model, params, prefix):
     if len(lengths) > 1:
         pytest.skip(f"segments of {sorted(lengths)} tokens: a ring takes segments of one length")
     sizes = {"segment_len": lengths.pop(), "mem_len": golden["mem_len"]}
-    weights = forward.prepare_params(params, model, clamp_len=clamp_len(golden), **sizes)
-    memory = forward.init_cache(weights, model, batch_size=golden["bsz"], **sizes)
     window = model.compat.window(golden["mem_len"], same_length=golden["same_length"])
+    weights = prepare_params(params, model, window=window, clamp_len=clamp_len(golden), **sizes)
+    memory = forward.init_cache(weights, batch_size=golden["bsz"], **sizes)
     # Absolute positions: from the second segment on, the original adds more to what it has stored.
     n_segment = len(golden["seg_lens"]) if encoding_of(model.config).generates_by_token else 1
 
     @jax.jit
     def score(weights, memory, tokens, targets):
-        hidden, memory = forward.forward(weights, model, tokens, memory, window=window)
-        return hidden, memory, forward.nll(weights, model, hidden, targets)
+        hidden, memory = forward.forward(weights, tokens, memory)
+        return hidden, memory, forward.nll(weights, hidden, targets)
 
     for k in range(n_segment):
         tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))

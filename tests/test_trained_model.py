@@ -7,12 +7,11 @@ import pytest
 from jax._src import compiler
 
 import txl_jax
-from support import tiny, tiny_model
+from support import tiny, tiny_model, tiny_run
 from support.cases import full_but
 from txl_jax.config import DType
 from txl_jax.data.vocabulary import TextStream
 from txl_jax.errors import UserError
-from txl_jax.inference.generator import Generator
 from txl_jax.metrics import Totals
 
 LENGTHS = [0, 1, 2, 6, 7, 40, 3, 11, 0, 23, 5]  # L = 5, M = 9: empty, one token, parts of a segment, past the memory.
@@ -185,11 +184,10 @@ def settings(**changes):
 
 def alone(model, prompts, config):
     """The text after each prompt alone, as --mode=generate writes it."""
-    generator = Generator(model.components.model, model.config.eval, config)
-    weights, texts = generator.prepare_params(model.params), []
+    generator, texts = tiny_run.generator(model.components.model, model.config.eval), []
     for prompt in prompts:
-        prompt = prompt if len(prompt) else model.vocabulary.start
-        texts.append(model.decode(np.concatenate(list(generator.tokens(weights, prompt)), axis=1)[0]))
+        blocks = generator.tokens(prompt if len(prompt) else model.vocabulary.start, config)
+        texts.append(model.decode(np.concatenate(list(blocks), axis=1)[0]))
     return texts
 
 
@@ -225,7 +223,7 @@ def test_few_programs_are_compiled_for_any_number_and_lengths(compiled):
     for lengths in ([3], [40], [3, 8, 0], [1, 2, 3, 4], [9, 17, 2, 33, 6]):
         for length in (2, 30):
             model.generate(tiny_model.documents(lengths), settings(length=length), stop=["never written"])
-    assert compiled.count("jit__write_block") == compiled.count("jit__read_segment") == 3
+    assert compiled.count("jit_decode_block") == compiled.count("jit_prefill") == 3
 
 
 def test_stop_strings_end_a_text_wherever_they_are_found():

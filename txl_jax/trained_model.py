@@ -14,12 +14,9 @@ from txl_jax.data import ready_ids
 from txl_jax.data.ready_ids import Document, Token, refuse_single_text
 from txl_jax.data.vocabulary import Vocabulary, check_ids
 from txl_jax.errors import UserError
-from txl_jax.inference.batch_generator import BatchGenerator
-from txl_jax.inference.forward import for_single_tokens
-from txl_jax.inference.generator import Weights
+from txl_jax.inference.generate import Generator
 from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
-from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runs.build import RunComponents
 from txl_jax.runs.generate import check_can_generate, read_stop
 from txl_jax.runs.score import DocumentReader, check_batch_size, read_all, takes_embeddings
@@ -265,12 +262,11 @@ class LanguageModel:
         given = [self._ids(prompt) for prompt in prompts]
         if seeds is not None and len(seeds) != len(given):
             raise UserError(f"{len(seeds)} seeds and {len(given)} prompts were given; give one for each prompt")
-        return self._generator(settings.temperature, settings.top_k, settings.top_p).pieces(
-            Weights(self._weights, for_single_tokens(self._weights, mem_len=self.config.eval.mem_len)),
+        return self._generator.pieces(
             [ids if len(ids) else self.vocabulary.start for ids in given],
+            settings,
             seeds=[settings.seed] * len(given) if seeds is None else seeds,
             decode=self.vocabulary.decode,
-            length=settings.length,
             stop_token=read_stop(settings, self.vocabulary),
             stop_strings=stop_strings,
             batch_size=batch_size,
@@ -327,16 +323,9 @@ class LanguageModel:
     def _reader(self, batch_size: int) -> DocumentReader:
         return DocumentReader(self.components, self._weights, batch_size=batch_size)
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019 (a model lives as long as its compiled programs)
-    def _generator(self, temperature: float, top_k: int | None, top_p: float) -> BatchGenerator:
-        assert isinstance(self.components.model, TransformerXL)  # As `check_can_generate` has seen.
-        return BatchGenerator(
-            self.components.model,
-            self.config.eval,
-            GenerateConfig(temperature=temperature, top_k=top_k, top_p=top_p),
-            memory_dtype=self.components.evaluation.memory_dtype,
-            mesh=self.components.mesh,
-        )
+    @functools.cached_property
+    def _generator(self) -> Generator:
+        return self.components.evaluation.generator(self._weights)
 
     def _with_first(self, documents: Iterable[Document], first: Token | None) -> Iterator[np.ndarray]:
         """Returns the ids of each document, after the token `first` unless that is None."""

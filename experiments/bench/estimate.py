@@ -30,19 +30,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.bench import timing
-from experiments.bench.speed import BLOCK, GROUPS, make_generator
+from experiments.bench.speed import BLOCK, GROUPS, generation_arguments
 from txl_jax import cli, flops, sharding
 from txl_jax.config import ExperimentConfig, Remat
 from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
-from txl_jax.inference.generator import Context
+from txl_jax.inference.decode import decode_block
 from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.train import device_bytes
@@ -275,17 +274,7 @@ def compile_task(components: RunComponents, task: str) -> Any:
         return components.training.compile_step().program
     params = components.training.abstract_state.params
     if task == "generation":
-        generator, samples = make_generator(components), components.config.generate.samples
-        weights = _abstract_result(generator.prepare_segment, params)
-        tokens = _abstract_result(jax.jit(generator.for_tokens), weights)
-
-        def start(weights: Any) -> Context:
-            memory = cache_lib.unrotate(generator.empty(weights))
-            memory = jax.tree.map(lambda array: array.repeat(samples, axis=0) if array.ndim else array, memory)
-            return Context(memory, jnp.zeros(samples, jnp.int32), jnp.zeros(samples, bool))
-
-        context = _abstract_result(jax.jit(start), weights)
-        return generator.write.lower(tokens, context, 0, BLOCK, count=BLOCK).compile()
+        return _compile_generation(components, params)
     evaluation: Any = components.evaluation  # Its functions are jitted, which their types do not show.
     eval_config = components.config.eval
     if eval_config.stride:
@@ -297,6 +286,24 @@ def compile_task(components: RunComponents, task: str) -> Any:
     init = jax.jit(evaluation.scorer.init_memory, out_shardings=evaluation.memory_shardings)
     memory = _abstract_result(init, weights)
     return evaluation.eval_step.lower(weights, memory, components.placement.abstract_segments(eval_config)).compile()
+
+
+def _compile_generation(components: RunComponents, params: Any) -> Any:
+    """Compiles the step of 16 tokens of each sample."""
+    generate, mem_len = components.config.generate, components.config.eval.mem_len
+
+    def for_tokens(weights: Any) -> Any:
+        return weights.for_generation(mem_len=mem_len).for_single_tokens(mem_len=mem_len)
+
+    def start(weights: Any) -> Any:
+        memory = components.evaluation.scorer.init_memory(weights)
+        row = jax.tree.map(lambda array: array[:1] if array.ndim else array, memory)
+        return cache_lib.repeat_rows(cache_lib.unrotate(row), generate.samples)
+
+    weights = _abstract_result(components.evaluation.prepare_params, params)
+    tokens, cache = (_abstract_result(jax.jit(function), weights) for function in (for_tokens, start))
+    decode = components.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
+    return decode.lower(tokens, cache, *generation_arguments(generate), count=BLOCK).compile()
 
 
 def _abstract_result(function: Any, *arguments: Any) -> Any:

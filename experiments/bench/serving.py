@@ -18,10 +18,9 @@ from experiments.bench.speed import DEFAULTS
 from experiments.bench.timing import Task
 from txl_jax import cli
 from txl_jax.cli import setting
-from txl_jax.inference.generator import Weights
 from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
-from txl_jax.serving.row_step import Rows, Step
+from txl_jax.serving.rows import Rows, Step, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +55,14 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 def _task(components: RunComponents, step: Step, weights: Weights, processor: list[float]) -> Task:
     """Returns the task of drawing K tokens of every row; appends the processor seconds of each call."""
-    rows, rings = Rows.idle(step.batch_size), step.init_rings(weights)
+    rows, cache = Rows.idle(step.batch_size), step.init_cache(weights)
     rows.position[:], rows.steps[:] = 2 * step.capacity, step.block
     rows.last[:] = np.arange(step.batch_size) % components.model.vocab_size
 
     def call() -> None:
-        nonlocal rings
+        nonlocal cache
         start = time.process_time()
-        rings, _, _ = step.write(weights, rings, rows)
+        cache, _, _ = step.write(weights, cache, rows)
         processor.append(time.process_time() - start)
 
     return Task("serving", step.batch_size * step.block, call)

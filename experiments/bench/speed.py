@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,12 +31,11 @@ import numpy as np
 from experiments.bench import huggingface, timing
 from experiments.bench.timing import Task, Timing
 from txl_jax import cli, flops
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, Order
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, GenerateConfig, Order
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.segments import training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
-from txl_jax.inference.generator import Generator
-from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.inference.decode import Limits, Rows, row_key
 from txl_jax.runs.build import RunComponents, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.train import step_cost
@@ -259,17 +258,18 @@ def generation(components: RunComponents, params: Any, *, every_tail: bool = Fal
     for every token. With untrained weights hardly any is.
     """
     mem_len, samples = components.config.eval.mem_len, components.config.generate.samples
-    generator = make_generator(components)
-    weights = generator.prepare_params(timing.with_every_tail(params) if every_tail else params)
-    context = generator.read(weights, timing.draw_tokens(components.model.vocab_size, mem_len + 1))
+    params, how = timing.with_every_tail(params) if every_tail else params, components.config.generate
+    generator = components.evaluation.generator(components.evaluation.prepare_params(params))
+    cache = generator.read(timing.draw_tokens(components.model.vocab_size, mem_len + 1), how).cache
+    rows, limits = generation_arguments(how)
     start = time.monotonic()
-    write = generator.write.lower(weights.token, context, 0, BLOCK, count=BLOCK).compile()
+    decode = generator.decode.lower(generator.for_tokens, cache, rows, limits, count=BLOCK).compile()
     seconds = time.monotonic() - start
 
     def call() -> None:
-        nonlocal context
-        context, tokens, _ = write(weights.token, context, 0, BLOCK)
-        jax.block_until_ready((context, tokens))
+        nonlocal cache
+        cache, tokens, *_ = decode(generator.for_tokens, cache, rows)
+        jax.block_until_ready((cache, tokens))
 
     return Task(
         name="generation, every tail read" if every_tail else "generation",
@@ -278,20 +278,16 @@ def generation(components: RunComponents, params: Any, *, every_tail: bool = Fal
         shape=f"{samples} x 1",
         mem_len=mem_len,
         compile_seconds=seconds,
-        memory_bytes=timing.program_bytes(write),
+        memory_bytes=timing.program_bytes(decode),
         flops_per_token=_inference_flops(components, segment_len=1),
     )
 
 
-def make_generator(components: RunComponents) -> Generator:
-    """Returns the generator of a run's model, with the settings of its config."""
-    return Generator(
-        cast(TransformerXL, components.model),
-        components.config.eval,
-        components.config.generate,
-        memory_dtype=components.evaluation.memory_dtype,
-        mesh=components.mesh,
-    )
+def generation_arguments(config: GenerateConfig) -> tuple[Rows, Limits]:
+    """Returns the arguments of a call that draws `BLOCK` tokens of each sample."""
+    keys, zeros = np.stack([row_key(0, i) for i in range(config.samples)]), np.zeros(config.samples, np.int32)
+    rows = Rows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1))
+    return rows, Limits.of(config)
 
 
 def _inference_flops(components: RunComponents, *, segment_len: int) -> float:

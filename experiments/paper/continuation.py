@@ -21,8 +21,6 @@ from txl_jax import cli
 from txl_jax.config import ExperimentConfig, Tokenizer
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
-from txl_jax.inference.generator import Generator
-from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Interrupted, Split
@@ -81,11 +79,7 @@ def write(
             f"{plan.split} split has {len(tokens):,}; the last possible start is {len(tokens) - context - length:,}",
         )
     parts, step, params = load_to_score(config, corpus, trained, log=print)
-    assert isinstance(parts.model, TransformerXL)  # As `check_can_generate` found.
-    generator = Generator(
-        parts.model, config.eval, config.generate, memory_dtype=parts.evaluation.memory_dtype, mesh=parts.mesh
-    )
-    weights = generator.prepare_params(params)
+    generator = parts.evaluation.generator(parts.evaluation.prepare_params(params))
     how, facts = config.generate, environment.describe()
     sampled = "from all tokens" if how.top_k is None else f"with top-k, k = {how.top_k}"
     opening = (
@@ -96,7 +90,7 @@ def write(
     sections = [opening]
     for start in plan.starts:
         known = tokens[start : start + context]
-        blocks = list(generator.tokens(weights, known, stop_requested=stop_requested))
+        blocks = list(generator.tokens(known, config.generate, stop_requested=stop_requested))
         if stop_requested():
             raise Interrupted(f"the continuation of token {start:,}")
         written = np.concatenate(blocks, axis=1)

@@ -14,6 +14,7 @@ from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation import streaming
 from txl_jax.evaluation.streaming import evaluate, make_eval_step
 from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 
 T, L, M = 25, 5, 7
 TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
@@ -39,8 +40,10 @@ def totals(
     text=TEXT, *, rows=1, segment_len=L, mem_len=M, per_call=1, clamp_len=None, same_length=False, valid=0, **others
 ):
     """Totals of a text; the memory first holds noise in `valid` slots."""
-    weights = forward.prepare_params(params(), model(), segment_len=segment_len, mem_len=mem_len, clamp_len=clamp_len)
-    memory = forward.init_cache(weights, model(), batch_size=rows, mem_len=mem_len, segment_len=segment_len)
+    lengths = {"segment_len": segment_len, "mem_len": mem_len, "clamp_len": clamp_len}
+    window = model().compat.window(mem_len, same_length=same_length)
+    weights = prepare_params(params(), model(), window=window, **lengths)
+    memory = forward.init_cache(weights, batch_size=rows, mem_len=mem_len, segment_len=segment_len)
     noise = jax.tree.map(lambda ring: jax.random.normal(jax.random.key(9), ring.shape), (memory.keys, memory.values))
     return evaluate(
         eval_step(clamp_len, same_length),
@@ -83,12 +86,12 @@ def test_blocks_and_their_padding_never_change_the_totals(per_call):
 @pytest.mark.parametrize(("per_call", "rows"), full_but([(3, 2)], [(4, 1), (3, 2), (4, 3)]))
 def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per_call, rows):
     words = tiny.make(dtype=DType.FLOAT64, cutoffs=(5, 8), div_val=2)
-    weights = forward.prepare_params(tiny_run.params(words), words, segment_len=L, mem_len=M, clamp_len=None)
+    weights = prepare_params(tiny_run.params(words), words, segment_len=L, mem_len=M, clamp_len=None)
     reader = evaluation_segments(TEXT, batch_size=rows, segment_len=2)
     assert reader.n_segments >= per_call and TEXT.max() >= 8
 
     def losses():
-        memory = forward.init_cache(weights, words, batch_size=rows, mem_len=M, segment_len=2)
+        memory = forward.init_cache(weights, batch_size=rows, mem_len=M, segment_len=2)
         _, scores = jax.jit(make_eval_step(words, EvalConfig()))(weights, memory, reader.segments(0, per_call))
         return scores
 

@@ -13,6 +13,8 @@ from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, ShawTerms
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
+from txl_jax.inference.decode import Limits, Rows, decode_block, row_key
+from txl_jax.inference.prepare import prepare_params
 
 SEGMENTS = 10
 # L, M, clamp_len, same_length. Memories that L divides and does not, shorter than a segment, and none; clamps below a
@@ -48,9 +50,9 @@ MODELS = {
 
 
 @functools.cache
-def frozen(model, lengths: tuple[int, int, int | None]):
-    lengths = dict(zip(("segment_len", "mem_len", "clamp_len"), lengths, strict=True))
-    freeze = functools.partial(forward.prepare_params, model=model, **lengths)
+def frozen(model, lengths: tuple[int, int, int | None], window=None):
+    lengths = dict(zip(("segment_len", "mem_len", "clamp_len"), lengths, strict=True)) | {"window": window}
+    freeze = functools.partial(prepare_params, model=model, **lengths)
     return jax.jit(freeze)(tiny.variables(model)["params"])
 
 
@@ -59,18 +61,18 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
     segment_len, mem_len, clamp_len, same_length = lengths
     variables, text = tiny.variables(model), tiny.text(segment_len * SEGMENTS + 1)
     encode = tiny.encoder(model, clamp_len=clamp_len, same_length=same_length)
-    weights = frozen(model, lengths[:3])
-    start, window = model.compat.memory_start, model.compat.window(mem_len, same_length=same_length)
+    weights = frozen(model, lengths[:3], model.compat.window(mem_len, same_length=same_length))
+    start = model.compat.memory_start
 
     @jax.jit
     def read(weights, tokens, targets, memory):
-        hidden, memory = forward.forward(weights, model, tokens, memory, window=window)
-        return hidden, forward.nll(weights, model, hidden, targets), memory
+        hidden, memory = forward.forward(weights, tokens, memory)
+        return hidden, forward.nll(weights, hidden, targets), memory
 
     nll = jax.jit(functools.partial(model.apply, method=model.nll))
     sizes = {"batch_size": tiny.B, "mem_len": mem_len}
     states = model.init_memory(**sizes)
-    kept = forward.init_cache(weights, model, segment_len=segment_len, dtype=memory_dtype, **sizes)
+    kept = forward.init_cache(weights, segment_len=segment_len, dtype=memory_dtype, **sizes)
     for s in range(SEGMENTS):
         tokens, targets = (text[:, i : i + segment_len] for i in (s * segment_len, s * segment_len + 1))
         if s in resets:
@@ -145,38 +147,37 @@ def test_a_bfloat16_model_agrees_with_its_own_hidden_states():
 
 
 @pytest.mark.full
-def test_a_step_keeps_no_copy_of_the_memory():
-    """Temporary memory of a step, beside the memory that it is given: the point of writing in place."""
+@pytest.mark.parametrize("rows", [None, 1, 3], ids=["one index", "the index of one row", "an index per row"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
+    """Temporary memory of eight steps, beside the memory that they are given: the point of writing in place."""
     model = tiny.make(n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=64)
-    weights = frozen(model, (1, 4096, 64))
-    memory = forward.init_cache(weights, model, batch_size=1, mem_len=4096, segment_len=1)
-
-    def steps(weights, memory):
-        def step(i, memory):
-            return forward.forward(weights, model, jnp.zeros((1, 1), jnp.int32), memory, window=None)[1]
-
-        return jax.lax.fori_loop(0, 8, step, memory)
-
-    compiled = jax.jit(steps, donate_argnums=1).lower(weights, memory).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < memory.keys[0].nbytes + memory.values[0].nbytes
+    weights, zeros = frozen(model, (1, 4096, 64)), np.zeros(rows or 1, np.int32)
+    cache = forward.init_cache(weights, batch_size=len(zeros), mem_len=4096, segment_len=1, dtype=dtype)
+    if rows:
+        cache = cache.replace(write_index=cache.valid)
+    given = Rows(zeros[:, None], zeros, zeros + 8, np.stack([row_key(0)] * len(zeros)), np.int32(-1))
+    steps = jax.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
+    compiled = steps.lower(weights, cache, given, Limits(1.0, 1.0), count=8).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < cache.keys[0].nbytes + cache.values[0].nbytes
 
 
 @pytest.mark.full
 def test_in_order_is_the_same_memory_for_single_tokens(x64):
     """A text read in segments, the memory turned, and read on token by token, as one segment would be."""
     model, (segment_len, mem_len, clamp_len) = tiny.make(dtype=DType.FLOAT64), (4, 10, 6)
-    weights, text, found = frozen(model, (segment_len, mem_len, clamp_len)), tiny.text(28), []
-    memory = forward.init_cache(weights, model, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len)
+    weights, text, found = frozen(model, (segment_len, mem_len, clamp_len), mem_len), tiny.text(28), []
+    memory = forward.init_cache(weights, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len)
     for start in range(0, 20, segment_len):  # The ring of 12 slots goes round once, and is at slot 8.
-        _, memory = forward.forward(weights, model, text[:, start : start + 4], memory, window=mem_len)
+        _, memory = forward.forward(weights, text[:, start : start + 4], memory)
     turned, expected = cache_lib.unrotate(memory), []
     for start in (20, 24):
-        hidden, memory = forward.forward(weights, model, text[:, start : start + 4], memory, window=mem_len)
+        hidden, memory = forward.forward(weights, text[:, start : start + 4], memory)
         expected.append(hidden)
-    single = forward.for_single_tokens(weights, mem_len=mem_len)
+    single = weights.for_single_tokens(mem_len=mem_len)
     assert turned.capacity == mem_len
     for i in range(20, 28):
-        hidden, turned = forward.forward(single, model, text[:, i : i + 1], turned, window=mem_len)
+        hidden, turned = forward.forward(single, text[:, i : i + 1], turned)
         found.append(hidden)
     np.testing.assert_allclose(np.concatenate(found, 1), np.concatenate(expected, 1), rtol=0, atol=1e-12)
 
@@ -189,6 +190,6 @@ def test_in_order_is_the_same_memory_for_single_tokens(x64):
 def test_other_lengths_than_those_of_the_weights_are_refused(mem_len, segment_len, length, named):
     model = tiny.make()
     weights = frozen(model, (4, 8, 0))
-    memory = forward.init_cache(weights, model, batch_size=1, mem_len=mem_len, segment_len=segment_len)
+    memory = forward.init_cache(weights, batch_size=1, mem_len=mem_len, segment_len=segment_len)
     with pytest.raises(ValueError, match=named):
-        forward.forward(weights, model, jnp.zeros((1, length), jnp.int32), memory, window=None)
+        forward.forward(weights, jnp.zeros((1, length), jnp.int32), memory)

@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny, tiny_run
 from txl_jax.config import DType, EvalConfig, GenerateConfig
-from txl_jax.inference.generator import Generator
+from txl_jax.inference.generate import Generator
 
 LENGTH = 11
 PROMPT = np.random.default_rng(2).integers(tiny.V, size=6)
@@ -20,9 +20,8 @@ SPAN = EvalConfig(segment_len=3, mem_len=32, clamp_len=None, same_length=False)
 @functools.cache
 def sampled(*, seed: int = 5, samples: int = 1, block: int = 16) -> np.ndarray:
     """The samples [B, T]."""
-    model, config = tiny.make(), GenerateConfig(length=LENGTH, samples=samples, seed=seed, top_k=None)
-    generator = Generator(model, SPAN, config)
-    blocks = list(generator.tokens(generator.prepare_params(tiny_run.params(model)), PROMPT, block=block))
+    config = GenerateConfig(length=LENGTH, samples=samples, seed=seed, top_k=None)
+    blocks = list(tiny_run.generator(tiny.make(), SPAN).tokens(PROMPT, config, block=block))
     assert all(0 < tokens.shape[1] <= block for tokens in blocks)
     tokens = np.concatenate(blocks, axis=1)
     assert tokens.shape == (samples, LENGTH) and tokens.dtype == np.int32
@@ -44,17 +43,16 @@ def test_the_text_does_not_depend_on_the_other_samples():
 
 
 @functools.cache
-def ring(*, length: int, same_length: bool = False) -> Generator:
-    """A greedy generator with a short memory and segments of 3."""
-    model = tiny.make(dtype=DType.FLOAT64)
+def ring(*, same_length: bool = False) -> Generator:
+    """A generator with a short memory and segments of 3."""
     lengths = EvalConfig(segment_len=3, mem_len=7, clamp_len=5, same_length=same_length)
-    return Generator(model, lengths, GenerateConfig(length=length, temperature=0, samples=2))
+    return tiny_run.generator(tiny.make(dtype=DType.FLOAT64), lengths)
 
 
-def continued(generator: Generator, prompt) -> list[int]:
+def continued(generator: Generator, prompt, *, length: int) -> list[int]:
     """The greedy text after a prompt, which both samples have."""
-    weights = generator.prepare_params(tiny_run.params(tiny.make(dtype=DType.FLOAT64)))
-    text, other = np.concatenate(list(generator.tokens(weights, prompt, block=8)), axis=1).tolist()
+    config = GenerateConfig(length=length, temperature=0, samples=2)
+    text, other = np.concatenate(list(generator.tokens(prompt, config, block=8)), axis=1).tolist()
     assert text == other
     return text
 
@@ -82,7 +80,7 @@ LONGEST = 60
 @pytest.mark.parametrize(("same_length", "window"), [(False, 8), (True, 7)])
 def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(same_length, window, x64):
     """Token for token, where the ring of 7 slots goes round eight times."""
-    text = continued(ring(length=45, same_length=same_length), TEXT)
+    text = continued(ring(same_length=same_length), TEXT, length=45)
     assert len(set(text)) > 2, "a text of one token shows little"
     assert text == argmax_of_one_pass(TEXT + text, window)[len(TEXT) - 1 : -1]
     assert text != argmax_of_one_pass(TEXT + text, window + 1)[len(TEXT) - 1 : -1]
@@ -91,20 +89,16 @@ def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(same_length, w
 @pytest.mark.parametrize("n", [1, 3, 4, 10])
 def test_a_prompt_of_any_length_is_read(n, x64):
     """Shorter than a segment, whole segments, and both; beyond the ring's length."""
-    text = continued(ring(length=6), TEXT[:n])
+    text = continued(ring(), TEXT[:n], length=6)
     assert text == argmax_of_one_pass(TEXT[:n] + text, 8)[n - 1 : -1]
 
 
 @pytest.mark.full
 def test_a_sample_ends_with_its_stop_token_and_the_rest_go_on(x64):
-    stop, model = 5, tiny.make(dtype=DType.FLOAT64)
+    stop, generator = 5, tiny_run.generator(tiny.make(dtype=DType.FLOAT64), SPAN)
     config = GenerateConfig(length=60, samples=3, top_k=None, seed=3)
-
-    def write(stop_token) -> list[np.ndarray]:
-        generator = Generator(model, SPAN, config, stop_token=stop_token)
-        return list(generator.tokens(generator.prepare_params(tiny_run.params(model)), PROMPT, block=7))
-
-    free, stopped = (np.concatenate(write(token), axis=1) for token in (None, stop))
+    blocks = (generator.tokens(PROMPT, config, stop_token=token, block=7) for token in (None, stop))
+    free, stopped = (np.concatenate(list(each), axis=1) for each in blocks)
     ends = [row.index(stop) for row in free.tolist()]
     assert len(set(ends)) > 1 and max(ends) < 50
     assert stopped.shape[1] == max(ends) + 1
@@ -113,15 +107,13 @@ def test_a_sample_ends_with_its_stop_token_and_the_rest_go_on(x64):
 
 
 def test_an_empty_prompt_is_refused():
-    generator = Generator(tiny.make(), SPAN, GenerateConfig())
     with pytest.raises(ValueError, match="prompt"):
-        next(generator.tokens({}, np.zeros(0, np.int32)))
+        next(tiny_run.generator(tiny.make(), SPAN).tokens(np.zeros(0, np.int32), GenerateConfig()))
 
 
 def test_weights_for_single_tokens_share_arrays_with_those_for_segments():
-    model = tiny.make()
-    generator = Generator(model, SPAN, GenerateConfig())
-    segment, token = generator.prepare_params(jax.device_put(tiny_run.params(model)))
-    shared = [jax.tree.leaves((weights.embed_and_norm, weights.clusters)) for weights in (segment, token)]
+    generator = tiny_run.generator(tiny.make(), SPAN)
+    both = generator.for_segments, generator.for_tokens
+    shared = [jax.tree.leaves((params.embed_and_norm, params.clusters)) for params in both]
     of_segment, of_token = ({leaf.unsafe_buffer_pointer() for leaf in leaves} for leaves in shared)
     assert of_segment == of_token

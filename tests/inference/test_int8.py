@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import tiny
+from support import tiny, tiny_run
 from support.cases import full_but, nightly_but
 from txl_jax import sharding
 from txl_jax.config import DType, Encoding, EvalConfig, ExperimentConfig, GenerateConfig, NormPlace, WeightDType
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.inference.generator import Generator
+from txl_jax.inference.decode import Limits, Rows, row_key
+from txl_jax.inference.prepare import prepare_params
 from txl_jax.ops.matmul import Int8, Int8Table
 from txl_jax.runs.build import build
 
@@ -27,8 +28,8 @@ LENGTHS = {"segments": (4, 10), "one token": (1, 6)}
 
 
 def prepared(model, segment_len, mem_len, weight_dtype=WeightDType.INT8):
-    lengths = {"segment_len": segment_len, "mem_len": mem_len, "clamp_len": None}
-    return forward.prepare_params(tiny.variables(model)["params"], model, weight_dtype=weight_dtype, **lengths)
+    lengths = {"window": mem_len, "segment_len": segment_len, "mem_len": mem_len, "clamp_len": None}
+    return prepare_params(tiny.variables(model)["params"], model, weight_dtype=weight_dtype, **lengths)
 
 
 def dequantized(params):
@@ -42,16 +43,16 @@ def dequantized(params):
     return jax.tree.map(dense, params, is_leaf=lambda leaf: isinstance(leaf, Int8 | Int8Table))
 
 
-def scores(model, weights, segment_len, mem_len, *, cache_dtype=None):
+def scores(weights, segment_len, mem_len, *, cache_dtype=None):
     """Nats [B, 8 L] of a text, and the last cache."""
     text = tiny.text(8 * segment_len + 1)
     sizes = {"batch_size": tiny.B, "mem_len": mem_len, "segment_len": segment_len}
-    memory = forward.init_cache(weights, model, dtype=cache_dtype, **sizes)
+    memory = forward.init_cache(weights, dtype=cache_dtype, **sizes)
 
     @jax.jit
     def read(weights, tokens, targets, memory):
-        hidden, memory = forward.forward(weights, model, tokens, memory, window=mem_len)
-        return forward.nll(weights, model, hidden, targets), memory
+        hidden, memory = forward.forward(weights, tokens, memory)
+        return forward.nll(weights, hidden, targets), memory
 
     found = []
     for start in range(0, 8 * segment_len, segment_len):
@@ -70,9 +71,9 @@ def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths,
     weights = prepared(model, *lengths)
     tables = [each for of in weights.clusters for each in (of.table, of.projection) if each is not None]
     assert sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(weights)) == 5 * len(weights.layers) + len(tables)
-    found, _ = scores(model, weights, *lengths)
-    expected, _ = scores(model, dequantized(weights), *lengths)
-    plain, _ = scores(model, prepared(model, *lengths, weight_dtype=None), *lengths)
+    found, _ = scores(weights, *lengths)
+    expected, _ = scores(dequantized(weights), *lengths)
+    plain, _ = scores(prepared(model, *lengths, weight_dtype=None), *lengths)
     # Nats. A token of some of these models moves by 0.35, the mean of none by more than 0.02.
     rounding, quantization = np.abs(found - expected).max(), np.abs(expected - plain).mean()
     assert 0 < rounding < 1e-3 < quantization < 0.04
@@ -82,8 +83,8 @@ def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths,
 def test_an_int8_cache_moves_scores_a_little(lengths, x64):
     model, lengths = tiny.make(dtype=DType.FLOAT64), LENGTHS[lengths]
     weights = prepared(model, *lengths, weight_dtype=None)
-    found, memory = scores(model, weights, *lengths, cache_dtype=jnp.int8)
-    expected, _ = scores(model, weights, *lengths)
+    found, memory = scores(weights, *lengths, cache_dtype=jnp.int8)
+    expected, _ = scores(weights, *lengths)
     assert all(ring.values.dtype == jnp.int8 for ring in (*memory.keys, *memory.values))
     assert 1e-5 < np.abs(found - expected).max() < 0.1
 
@@ -96,10 +97,10 @@ def test_generation_holds_no_wider_copy_of_its_weights():
 
     def step(**weight_dtype):
         lengths = EvalConfig(segment_len=4, mem_len=8, clamp_len=None, **weight_dtype)
-        generator = Generator(model, lengths, GenerateConfig(length=4, temperature=0))
-        weights = generator.prepare_params(tiny.variables(model)["params"])
-        context = generator.read(weights, np.arange(5))
-        return generator.write.lower(weights.token, context, 0, 4, count=4).compile()
+        generator = tiny_run.generator(model, lengths)
+        cache, given, number = generator.read(np.arange(5), GenerateConfig())
+        rows = Rows(given, number, np.full(1, 4, np.int32), row_key(0)[None], np.int32(-1))
+        return generator.decode.lower(generator.for_tokens, cache, rows, Limits(0, 1), count=4).compile()
 
     def wide(text):
         shapes = re.findall(r"\b(?:f16|bf16|f32|f64)\[([\d,]+)\]", text)

@@ -9,7 +9,6 @@ import pytest
 
 from support import tiny, tiny_run
 from txl_jax.config import EvalConfig, GenerateConfig
-from txl_jax.inference.generator import Generator
 
 TOKENS, BLOCK = 100_000, 500
 
@@ -18,8 +17,8 @@ TOKENS, BLOCK = 100_000, 500
 def test_time_and_memory_per_token_stay_the_same():
     model = tiny.make(n_layer=4, d_model=32, n_head=4, d_head=8, d_inner=64)
     span = EvalConfig(segment_len=16, mem_len=512, clamp_len=100, same_length=True)
-    generator = Generator(model, span, GenerateConfig(length=TOKENS, top_k=5))
-    blocks = generator.tokens(generator.prepare_params(tiny_run.params(model)), np.arange(5), block=BLOCK)
+    config = GenerateConfig(length=TOKENS, top_k=5)
+    blocks = tiny_run.generator(model, span).tokens(np.arange(5), config, block=BLOCK)
     seconds, peaks, count = [], [], 0
     began = time.perf_counter()
     for tokens in blocks:

@@ -12,6 +12,7 @@ from support.cases import full_but
 from txl_jax.config import Encoding, NormPlace
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 from txl_jax.ops.attention.problem import REFERENCE, Implementation, Implementations, Tile
 
 FUSED = Implementation("fused", "mosaic_gather", Tile(16, 128), interpret=True)
@@ -23,14 +24,14 @@ def hidden_states(model, *, segment_len, mem_len, clamp_len):
     """Returns the hidden states of segments one after the other; before the fourth one row starts anew."""
     params = tiny.variables(model)["params"]
     lengths = {"segment_len": segment_len, "mem_len": mem_len}
-    weights = forward.prepare_params(params, model, clamp_len=clamp_len, **lengths)
-    cache = forward.init_cache(weights, model, batch_size=tiny.B, **lengths)
-    read = jax.jit(lambda tokens, cache: forward.forward(weights, model, tokens, cache, window=mem_len or None))
+    weights = prepare_params(params, model, window=mem_len or None, clamp_len=clamp_len, **lengths)
+    cache = forward.init_cache(weights, batch_size=tiny.B, **lengths)
+    read = jax.jit(forward.forward)
     hidden, text = [], tiny.text(segment_len * SEGMENTS)
     for s in range(SEGMENTS):
         if s == 3:
             cache = cache_lib.reset_cache(cache, jnp.arange(tiny.B) == 1, weights.initial, model.compat.memory_start)
-        states, cache = read(text[:, s * segment_len : (s + 1) * segment_len], cache)
+        states, cache = read(weights, text[:, s * segment_len : (s + 1) * segment_len], cache)
         hidden.append(states)
     return np.concatenate(hidden, axis=1)
 

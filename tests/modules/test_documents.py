@@ -13,6 +13,7 @@ from txl_jax.config import DType, MemoryStart, Network, NormPlace
 from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 from txl_jax.ops.attention import CachedVisibility, Visibility, attention, choose
 from txl_jax.segments import Segments
 from txl_jax.training import step as step_lib
@@ -83,16 +84,15 @@ def cached(made, variables, tokens, lengths):
     segment_len, mem_len, same_length = lengths
     sizes = {"segment_len": segment_len, "mem_len": mem_len}
     window = made.compat.window(mem_len, same_length=same_length)
-    weights = jax.jit(functools.partial(forward.prepare_params, model=made, clamp_len=None, **sizes))(
-        variables["params"]
-    )
+    prepare = functools.partial(prepare_params, model=made, window=window, clamp_len=None, **sizes)
+    weights = jax.jit(prepare)(variables["params"])
 
     @jax.jit
     def read(tokens, targets, cache):
-        hidden, cache = forward.forward(weights, made, tokens, cache, window=window)
-        return forward.nll(weights, made, hidden, targets), cache
+        hidden, cache = forward.forward(weights, tokens, cache)
+        return forward.nll(weights, hidden, targets), cache
 
-    cache = forward.init_cache(weights, made, batch_size=len(tokens), **sizes)
+    cache = forward.init_cache(weights, batch_size=len(tokens), **sizes)
     return over_segments(read, cache, tokens, segment_len)
 
 

@@ -13,7 +13,7 @@ from txl_jax.config import settings as config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
-from txl_jax.runs import generate
+from txl_jax.inference import forward
 from txl_jax.runs.generate import read_stop
 
 LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
@@ -82,11 +82,11 @@ def test_prompts_are_words_and_may_be_unknown(prompt, begins, tmp_path):
 @pytest.mark.full
 def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypatch):
     config, _, workdir = run
-    made, real = [], generate.Generator
-    monkeypatch.setattr(generate, "Generator", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
+    made, real = [], forward.init_cache
+    monkeypatch.setattr(forward, "init_cache", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
     config = config_tree.replace(config, {"eval.cache_dtype": CacheDType.BFLOAT16, "generate.length": 1})
     runs.generate_text(config, workdir, log=str, write=str)
-    assert [kwargs["memory_dtype"] for kwargs in made] == [jnp.bfloat16]
+    assert [kwargs["dtype"] for kwargs in made] == [jnp.bfloat16]
 
 
 def test_a_stop_ends_after_a_block_and_while_the_prompt_is_read(run):

@@ -12,8 +12,9 @@ from support.cases import full_but
 from support.serving import ROWS, ids, step_of
 from txl_jax.config import CacheDType, GenerateConfig, WeightDType
 from txl_jax.errors import UserError
+from txl_jax.inference.decode import row_key
 from txl_jax.ops.matmul import Int8, Transposed
-from txl_jax.serving.row_step import TOP, Rows, Step
+from txl_jax.serving.rows import TOP, Rows, Step
 
 PROMPT = ids(90)  # A whole segment of 64, one of 16, and 9 tokens of another; the memory has 9.
 
@@ -44,7 +45,7 @@ def write(step, weights, rings, row, last, position, length, *, others=None, see
         if others is not None:
             others(rows)
         values = {"last": tokens[-1] if tokens else last, "position": position + len(tokens), "number": len(tokens)}
-        values |= {"steps": min(step.block, length - len(tokens)), "seed": seed, "scored": True}
+        values |= {"steps": min(step.block, length - len(tokens)), "key": row_key(seed), "scored": True}
         for name, value in (values | {"temperature": temperature, "top_p": top_p}).items():
             getattr(rows, name)[row] = value
         rings, drawn, scores = step.write(weights, rings, rows)
@@ -65,7 +66,7 @@ def test_several_rows_have_transposed_matrices(rows, dtype, kind):
 @pytest.mark.parametrize("start", full_but(["masked"], ["masked", "zeros"]))
 def test_a_prompt_has_the_scores_of_the_library_and_draws_its_tokens(start):
     step, weights, model = programs(compat__memory_start=start)
-    rings = step.init_rings(weights)
+    rings = step.init_cache(weights)
     # What an earlier request left in the row.
     rings, _, _ = read(step, weights, rings, 2, ids(70, seed=8))
     if (beginning := step.empty_row(weights)) is not None:
@@ -88,8 +89,8 @@ def test_a_prompt_has_the_scores_of_the_library_and_draws_its_tokens(start):
 def test_int8_weights_have_the_scores_of_the_library():
     """Other segments round elsewhere: what weights of int8 are multiplied with keeps 16 bits."""
     step, weights, model = programs(eval__weight_dtype=WeightDType.INT8)
-    assert step.init_rings(weights).keys[0].dtype == "float32"
-    _, _, found = read(step, weights, step.init_rings(weights), 2, PROMPT)
+    assert step.init_cache(weights).keys[0].dtype == "float32"
+    _, _, found = read(step, weights, step.init_cache(weights), 2, PROMPT)
     nats, plain = np.concatenate([scores.nats for scores in found]), programs()[2].score([PROMPT], per_token=True)[0]
     np.testing.assert_allclose(nats, model.score([PROMPT], per_token=True)[0], rtol=0, atol=5e-3)
     assert np.abs(nats - plain).max() > 0.02
@@ -100,7 +101,7 @@ def test_rings_of_int8_move_scores_a_little():
     found = []
     for changes in ({}, {"eval__cache_dtype": CacheDType.INT8}):
         step, weights, _ = programs(**changes)
-        rings, position, scores = read(step, weights, step.init_rings(weights), 1, PROMPT)
+        rings, position, scores = read(step, weights, step.init_cache(weights), 1, PROMPT)
         rings, _, nats = write(step, weights, rings, 1, PROMPT[-1], position, 12, temperature=0.0)
         found.append(np.concatenate([*(each.nats for each in scores), nats]))
         stored = {leaf.dtype.name for leaf in jax.tree.leaves(step.take(rings, 1))}
@@ -114,11 +115,11 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_do():
     def busy(rows):
         for row in range(ROWS):
             rows.last[row], rows.position[row], rows.steps[row] = row, 3 + 7 * row, step.block - row
-            rows.seed[row], rows.temperature[row], rows.top_p[row] = row, row / 2, 1 - row / 5
+            rows.key[row], rows.temperature[row], rows.top_p[row] = row_key(row), row / 2, 1 - row / 5
 
     found = []
     for row, others in ((0, None), (3, None), (1, busy), (2, busy)):
-        rings, position, scores = read(step, weights, step.init_rings(weights), row, PROMPT[:30])
+        rings, position, scores = read(step, weights, step.init_cache(weights), row, PROMPT[:30])
         if others:  # The neighbour reads while this row writes.
             rings, _, _ = read(step, weights, rings, (row + 1) % ROWS, PROMPT)
         _, tokens, nats = write(step, weights, rings, row, PROMPT[29], position, 60, others=others)
@@ -130,7 +131,7 @@ def test_a_row_that_goes_back_draws_the_same_again():
     """To the first token of a call, after one in which the row was idle; the ring has no slot more than that needs."""
     step, weights, _ = programs(eval__mem_len=11, eval__same_length=False)
     assert step.capacity == step.mem_len + step.block
-    rings, position, _ = read(step, weights, step.init_rings(weights), 0, PROMPT)
+    rings, position, _ = read(step, weights, step.init_cache(weights), 0, PROMPT)
     rings, first, nats = write(step, weights, rings, 0, PROMPT[-1], position, step.block, temperature=0.0)
     others = Rows.idle(ROWS)
     others.last[0], others.position[0], others.steps[1] = first[-1], position + step.block, step.block
@@ -142,17 +143,17 @@ def test_a_row_that_goes_back_draws_the_same_again():
 def test_a_row_taken_out_goes_on_elsewhere():
     """Far beyond the ring's length, at the smallest position of the same slots."""
     step, weights, _ = programs()
-    rings, position, _ = read(step, weights, step.init_rings(weights), 0, ids(5 * step.capacity + 3))
+    rings, position, _ = read(step, weights, step.init_cache(weights), 0, ids(5 * step.capacity + 3))
     state, other = step.take(rings, 0), step.normal_position(position)
     assert other < position and other % step.capacity == position % step.capacity
     _, expected, _ = write(step, weights, rings, 0, 3, position, 30)
-    rings = step.put(step.init_rings(weights), 3, state)
+    rings = step.put(step.init_cache(weights), 3, state)
     assert write(step, weights, rings, 3, 3, other, 30)[1] == expected
 
 
 def test_the_likeliest_tokens_are_those_of_the_probabilities():
     step, weights, model = programs()
-    _, _, found = read(step, weights, step.init_rings(weights), 1, PROMPT[:9])
+    _, _, found = read(step, weights, step.init_cache(weights), 1, PROMPT[:9])
     logprobs, _ = model.log_probabilities(PROMPT[None, :8], model.init_memory(1))
     order = np.argsort(-np.asarray(logprobs[0]), axis=-1)[:, :TOP]
     np.testing.assert_array_equal(found[0].top_tokens, order)

@@ -13,6 +13,7 @@ from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
 
@@ -49,9 +50,9 @@ def test_layers_of_training_and_of_inference(batch_size, rows):
         variables, memory = tiny.variables(model), model.init_memory(batch_size=batch_size, mem_len=4)
         found = constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
         assert found == expected(rows)  # In the loop over layers.
-        weights = forward.prepare_params(variables["params"], model, segment_len=2, mem_len=4, clamp_len=0)
-        ring = forward.init_cache(weights, model, batch_size=batch_size, mem_len=4, segment_len=2)
-        found = constrained(lambda *both: forward.forward(weights, model, *both, window=None), tokens, ring)
+        weights = prepare_params(variables["params"], model, segment_len=2, mem_len=4, clamp_len=0)
+        ring = forward.init_cache(weights, batch_size=batch_size, mem_len=4, segment_len=2)
+        found = constrained(lambda *both: forward.forward(weights, *both), tokens, ring)
     assert found == expected(rows, outputs=tiny.N, heads=3 * tiny.N, inner=tiny.N)
 
 

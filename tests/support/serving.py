@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from support import tiny_model
+from txl_jax.inference.decode import Scores
 from txl_jax.serving.engine import Engine, Job
 from txl_jax.serving.requests import Choice, Event, Limits, RequestError
-from txl_jax.serving.row_step import Scores, Step
+from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import Session, SessionStore
 from txl_jax.trained_model import LanguageModel
 

@@ -30,7 +30,6 @@ from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.data.vocabulary import dumps
-from txl_jax.inference.generator import Generator
 from txl_jax.runs import score, warm_start
 from txl_jax.runs.build import build, build_for
 from txl_jax.runs.generate import read_prompt, read_stop
@@ -214,8 +213,8 @@ def text(config):
         lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.training.abstract_state.params
     )
     stop = read_stop(config.generate, ByteVocabulary.all_bytes())
-    generator = Generator(parts.model, config.eval, config.generate, stop_token=stop)
-    blocks = generator.tokens(generator.prepare_params(params), np.arange(3))
+    generator = parts.evaluation.generator(parts.evaluation.prepare_params(params))
+    blocks = generator.tokens(np.arange(3), config.generate, stop_token=stop)
     return np.concatenate(list(blocks), axis=1).tolist()
 
 

@@ -16,6 +16,8 @@ from support import tiny
 from txl_jax.config import DropoutConfig, EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.data.segments import SegmentReader, training_segments
+from txl_jax.inference.generate import Generator
+from txl_jax.inference.scorer import make_scorer
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runs.build import Compilation, RunComponents, build
 from txl_jax.segments import Segments
@@ -62,6 +64,11 @@ def params(model: TransformerXL) -> Any:
         return rng.normal(mean, spread, leaf.shape).astype(leaf.dtype)
 
     return jax.tree.map_with_path(draw, shapes)
+
+
+def generator(model: TransformerXL, eval_config: EvalConfig) -> Generator:
+    """Generates with `params` at these lengths."""
+    return Generator(jax.jit(make_scorer(model, eval_config).prepare_params)(params(model)), eval_config)
 
 
 def state(made: RunComponents) -> TrainState:

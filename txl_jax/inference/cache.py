@@ -1,7 +1,7 @@
 """The KV cache of inference, in a ring of slots."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -78,7 +78,7 @@ def init_cache(
 
 
 def as_stored(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Array | Int8:
-    """Returns keys or values in the type of the cache; `axis` is that of E."""
+    """Returns keys or values in the cache's dtype. `axis` is E's."""
     return quantize(states, axis=axis) if dtype == jnp.int8 else states.astype(dtype)
 
 
@@ -86,35 +86,98 @@ def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array]
     """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots.
 
     Args:
-      after: any value that is computed from all reads of the cache. The index is made to depend on it, since otherwise
+      cache: The cache. If each row has its own index, L must be 1.
+      keys: Keys per layer.
+      values: Values per layer.
+      after: As of `write_slots`.
+    """
+    n_row, segment_len, capacity = keys[0].shape[0], keys[0].shape[2], cache.capacity
+    if not capacity:
+        return cache
+    if cache.write_index.ndim:
+        cache = write_slots(cache, keys, values, jnp.arange(n_row), cache.write_index, count=n_row, after=after)
+    else:
+        index = _index_after(cache.write_index, after)
+        cache = _write_rings(cache, keys, values, lambda ring, new, axis: _update(ring, new, {axis: index}))
+    return cache.replace(
+        valid=jnp.minimum(cache.valid + segment_len, cache.mem_len),
+        write_index=(cache.write_index + segment_len) % capacity,
+    )
+
+
+def write_slots(
+    cache: KVCache,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    rows: jax.Array,
+    slots: jax.Array,
+    *,
+    count: jax.Array | int,
+    after: jax.Array,
+) -> KVCache:
+    """Writes tokens to any slots of the rings: those of single rows, or around the ring's end.
+
+    Args:
+      cache: The cache, whose `valid` and `write_index` stay as they are.
+      keys: Keys per layer, [n, H, 1, E] with one token of each row, or [1, H, n, E] with a segment of one row.
+      values: Values per layer, likewise.
+      rows: int32 [n], the row of each token.
+      slots: int32 [n], the slot of each token.
+      count: Number of tokens to write, at most n. The others are left out.
+      after: Any array that is computed from all reads of the cache. The slots are made to depend on it, since otherwise
         XLA may write before the last read and then keeps a copy of the whole cache, in every step (on a CPU 21 ms a
         token more for 12 layers with M = 2100; `lax.optimization_barrier` is removed before it decides).
     """
-    segment_len, capacity = keys[0].shape[2], cache.capacity
-    if not capacity:
-        return cache
-    zero = jnp.minimum(jnp.abs(after.reshape(-1)[0]).astype(jnp.int32), 0)  # Always 0, which XLA cannot prove.
-    index = cache.write_index + zero
+    slots = _index_after(slots, after)
 
-    def write_array(axis: int, ring: jax.Array, new: jax.Array) -> jax.Array:
-        if ring.dtype != jnp.bfloat16:
-            return jax.lax.dynamic_update_slice_in_dim(ring, new, index, axis)
-        # As bits: XLA's CPU backend would turn the ring to float32 for it and back (12 layers with M = 2100, a token:
-        # 11 ms instead of 16 ms, a copy still; in float32 nothing is copied).
-        ring_bits, new_bits = (jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (ring, new))
-        written = jax.lax.dynamic_update_slice_in_dim(ring_bits, new_bits, index, axis)
-        return jax.lax.bitcast_convert_type(written, ring.dtype)
+    def write_tokens(ring: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        token_axis = 0 if new.shape[axis] == 1 else axis
+
+        def write_token(i: jax.Array, ring: jax.Array) -> jax.Array:
+            token = jax.lax.dynamic_slice_in_dim(new, i, 1, token_axis)
+            return _update(ring, token, {0: rows[i], axis: slots[i]})
+
+        written: jax.Array = jax.lax.fori_loop(0, count, write_token, ring)
+        return written
+
+    return _write_rings(cache, keys, values, write_tokens)
+
+
+def _index_after(index: jax.Array, after: jax.Array) -> jax.Array:
+    """Returns the index plus 0, which XLA cannot prove to be independent of `after`."""
+    return index + jnp.minimum(jnp.abs(after.reshape(-1)[0]).astype(jnp.int32), 0)
+
+
+def _update(ring: jax.Array, new: jax.Array, start: dict[int, jax.Array]) -> jax.Array:
+    """Writes `new` into a ring, from the indices `start` by axis, or 0.
+
+    bfloat16 is written as bits: XLA's CPU backend would turn the ring to float32 for it and back (12 layers with
+    M = 2100, a token: 11 ms instead of 16 ms, a copy still; in float32 nothing is copied).
+    """
+    indices = [jnp.asarray(start.get(axis, 0), jnp.int32) for axis in range(ring.ndim)]
+    if ring.dtype != jnp.bfloat16:
+        return jax.lax.dynamic_update_slice(ring, new, indices)
+    ring_bits, new_bits = (jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (ring, new))
+    written = jax.lax.dynamic_update_slice(ring_bits, new_bits, indices)
+    return jax.lax.bitcast_convert_type(written, ring.dtype)
+
+
+def _write_rings(
+    cache: KVCache,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    write_array: Callable[[jax.Array, jax.Array, int], jax.Array],
+) -> KVCache:
+    """Applies `write_array` (ring, new states in its layout, axis of its slots) to each array of the cache."""
 
     def write_ring(ring: jax.Array | Int8, new: jax.Array, axis: int) -> jax.Array | Int8:
         stored = as_stored(new, ring.dtype, axis=5 - axis)
-        found: jax.Array | Int8 = jax.tree.map(functools.partial(write_array, axis), ring, stored)
+        found: jax.Array | Int8 = jax.tree.map(lambda ring, new: write_array(ring, new, axis), ring, stored)
         return found
 
     return cache.replace(
         keys=tuple(write_ring(ring, new.swapaxes(2, 3), 3) for ring, new in zip(cache.keys, keys, strict=True)),
         values=tuple(write_ring(ring, new, 2) for ring, new in zip(cache.values, values, strict=True)),
-        valid=jnp.minimum(cache.valid + segment_len, cache.mem_len),
-        write_index=(cache.write_index + segment_len) % capacity,
     )
 
 
@@ -155,3 +218,19 @@ def unrotate(cache: KVCache) -> KVCache:
         values=jax.tree.map(functools.partial(turn, 2), cache.values),
         write_index=jnp.zeros((), jnp.int32),
     )
+
+
+def take_unrotated(ready: KVCache, cache: KVCache, rows: jax.Array) -> KVCache:
+    """Returns `ready`, for segments of one token, with the `rows` (bool [B]) of a ring of segments."""
+
+    def take(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new, old) if old.ndim else old
+
+    taken: KVCache = jax.tree.map(take, ready, unrotate(cache))
+    return taken
+
+
+def repeat_rows(cache: KVCache, count: int) -> KVCache:
+    """Returns the cache of `count` rows for each row of a cache whose rows share one index."""
+    repeated: KVCache = jax.tree.map(lambda array: jnp.repeat(array, count, axis=0) if array.ndim else array, cache)
+    return repeated

@@ -11,6 +11,7 @@ from txl_jax import memory as memory_lib
 from txl_jax.config import EvalConfig, MemoryStart
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
@@ -50,36 +51,32 @@ def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
     """Returns the scorer of a Transformer-XL."""
     lengths: dict[str, Any] = {"segment_len": eval_config.segment_len, "mem_len": eval_config.mem_len}
 
-    def step(weights: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        window = model.compat.window(memory.mem_len, same_length=eval_config.same_length)
-        return forward.forward(weights, model, tokens, memory, window=window)
-
     def nll(weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         if eval_config.temperature != 1:  # (h w + b) / T; there is one cluster.
             [cluster] = weights.clusters
             weights = weights.replace(clusters=(cluster._replace(bias=cluster.bias / eval_config.temperature),))
             hidden = hidden / eval_config.temperature
-        return forward.nll(weights, model, hidden, targets)
+        return forward.nll(weights, hidden, targets)
 
     def reset(weights: Any, memory: Any, rows: jax.Array) -> Any:
         return cache_lib.reset_cache(memory, rows, weights.initial, model.compat.memory_start)
 
     return Scorer(
         prepare_params=functools.partial(
-            forward.prepare_params,
+            prepare_params,
             model=model,
+            window=model.compat.window(eval_config.mem_len, same_length=eval_config.same_length),
             clamp_len=eval_config.clamp_len,
             weight_dtype=eval_config.weight_dtype,
             **lengths,
         ),
         init_memory=functools.partial(
             forward.init_cache,
-            model=model,
             batch_size=eval_config.batch_size,
             dtype=memory_dtype(model, eval_config),
             **lengths,
         ),
-        forward=step,
+        forward=lambda weights, memory, tokens: forward.forward(weights, tokens, memory),
         nll=nll,
         reset=reset,
     )

@@ -35,7 +35,6 @@ from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import from_tree
 from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.modules.language_model import LanguageModel
-from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import adaptive_softmax
 from txl_jax.runtime import storage
 
@@ -100,9 +99,8 @@ def functions_of(model: LanguageModel, eval_config: EvalConfig, weights: Any, *,
         weights: Arrays, memory: Arrays, token: Any, key: Any, temperature: Any, reset: Any
     ) -> tuple[jax.Array, jax.Array, Arrays]:
         nested, before = nest(weights, memory, reset)
-        assert isinstance(model, TransformerXL)
-        window = forward.generation_window(model, eval_config)
-        hidden, after = forward.forward(nested, model, token[:, None], before, window=window)
+        nested = nested.for_generation(mem_len=eval_config.mem_len)
+        hidden, after = forward.forward(nested, token[:, None], before)
         log_p = adaptive_softmax.log_probabilities(hidden[:, 0], nested.clusters, None)
         return _sample(log_p, key, temperature), log_p, flatten(after)
 

@@ -22,8 +22,9 @@ from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, EvalStep, make_eval_step
 from txl_jax.inference import scorer
 from txl_jax.inference.cache import KVCache, cache_capacity
+from txl_jax.inference.generate import Generator
+from txl_jax.inference.prepare import check_devices
 from txl_jax.inference.scorer import Scorer
-from txl_jax.inference.weight_quantization import check_devices
 from txl_jax.memory import Memory
 from txl_jax.modules.language_model import LanguageModel
 from txl_jax.modules.positions import encoding_of
@@ -421,6 +422,10 @@ class EvaluationFunctions:
     def init_memory(self, weights: Any) -> Any:
         """Returns an empty evaluation memory; `weights` are prepared parameters."""
         return self.components.jit(self.scorer.init_memory, out_shardings=self.memory_shardings)(weights)
+
+    def generator(self, weights: Any) -> Generator:
+        """Returns the generator of a model that can generate; `weights` are prepared parameters."""
+        return Generator(weights, self.components.config.eval, mesh=self.components.mesh)
 
     @property
     def memory_shardings(self) -> Any:

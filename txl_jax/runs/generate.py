@@ -11,9 +11,7 @@ from txl_jax.config import ExperimentConfig, GenerateConfig, Network
 from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
-from txl_jax.inference.generator import Generator
 from txl_jax.modules.positions import encoding_of
-from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runs.run import Run, check_same_settings
 from txl_jax.runs.weights import build_trained, load_parameters
 from txl_jax.runtime import distributed, storage
@@ -57,18 +55,10 @@ def generate_text(
         ids = vocabulary.start
     components = build_trained(config, run, log=log)
     step, params = load_parameters(components, run, log=log)
-    assert isinstance(components.model, TransformerXL)  # As `check_can_generate` has seen.
-    generator = Generator(
-        components.model,
-        config.eval,
-        config.generate,
-        memory_dtype=components.evaluation.memory_dtype,
-        mesh=components.mesh,
-        stop_token=stop,
-    )
+    generator = components.evaluation.generator(components.evaluation.prepare_params(params))
     at_most = "" if stop is None else "at most "
     log(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
-    sampled = generator.tokens(generator.prepare_params(params), ids, stop_requested=stop_requested)
+    sampled = generator.tokens(ids, config.generate, stop_token=stop, stop_requested=stop_requested)
     blocks = _stream(sampled, vocabulary, prompt, stop, write)
     if not blocks:
         return []  # Stopped while the prompt was read.

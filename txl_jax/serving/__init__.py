@@ -1,6 +1,6 @@
 """Serving: an HTTP server over a trained model, with continuous batching and sessions that keep their memory.
 
-    row_step.py   the compiled programs: one token of R rows, a segment of one row
+    rows.py       the rows: one token of R rows, a segment of one row, over `inference.decode`
     requests.py   a request, checked, and the limits of the server
     engine.py     the thread that owns the device: requests join and leave rows between calls
     sessions.py   memories that clients keep, with expiry, and their files

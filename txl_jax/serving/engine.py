@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from txl_jax.data.vocabulary import TextStream, Vocabulary
+from txl_jax.inference.cache import KVCache
+from txl_jax.inference.decode import Scores, row_key
 from txl_jax.serving.requests import Choice, Event, Limits, Piece, RequestError
-from txl_jax.serving.row_step import WIDTHS, Rings, Rows, Scores, Step
+from txl_jax.serving.rows import WIDTHS, Rows, Step
 from txl_jax.serving.sessions import EMPTY, Session, SessionStore, State
 
 
@@ -63,6 +65,7 @@ class _Row:
         self.position = state.position
         self.number = 0  # Tokens written.
         self.text = TextStream(vocabulary.decode, job.choice.stop)
+        self.key = row_key(job.choice.sampling.seed_bits, job.choice.sampling.sample)
         # The first token of a memory follows nothing and has no score.
         self.unscored = len(pending) == 0 and len(job.choice.prompt) > 0
 
@@ -164,7 +167,7 @@ class Engine:
         try:
             self._weights = self.step.prepare_params(self._params)
             self._params = None  # The prepared ones are copies.
-            self._rings: Rings = self.step.init_rings(self._weights)
+            self._cache: KVCache = self.step.init_cache(self._weights)
             self._beginning = self.step.empty_row(self._weights)
             self._compile()
             self.ready = self._refusal is None
@@ -189,12 +192,12 @@ class Engine:
     def _compile(self) -> None:
         """Runs every program once."""
         idle = Rows.idle(self.step.batch_size)
-        self._rings, _, _ = self.step.write(self._weights, self._rings, idle)
+        self._cache, _, _ = self.step.write(self._weights, self._cache, idle)
         for width in WIDTHS:
             tokens = np.zeros(width + 1, np.int32)
-            self._rings, _ = self.step.read(self._weights, self._rings, 0, 0, tokens, scored=False)
+            self._cache, _ = self.step.read(self._weights, self._cache, 0, 0, tokens, scored=False)
         if self._beginning is not None:
-            self._rings = self.step.put(self._rings, 0, self._beginning)
+            self._cache = self.step.put(self._cache, 0, self._beginning)
 
     def _wait(self) -> bool:
         """Waits for work; returns whether the thread goes on."""
@@ -233,7 +236,7 @@ class Engine:
                     taken = self._rows[number] = _Row(job, self.vocabulary)
                 state = taken.before.rings or self._beginning
                 if state is not None:
-                    self._rings = self.step.put(self._rings, number, state)
+                    self._cache = self.step.put(self._cache, number, state)
                 self._guarded(number, taken, self._begin)
 
     def _guarded(self, number: int, row: _Row, do: Callable[[int, _Row], None]) -> None:
@@ -256,7 +259,7 @@ class Engine:
         """Reads one segment of a row's prompt."""
         choice = row.job.choice
         scored = choice.logprobs and choice.echo
-        self._rings, scores = self.step.read(self._weights, self._rings, number, row.position, row.left, scored=scored)
+        self._cache, scores = self.step.read(self._weights, self._cache, number, row.position, row.left, scored=scored)
         count = len(scores.nats)
         self.counters.read += count
         tokens, row.left = row.left[1 : count + 1], row.left[count:]
@@ -280,10 +283,10 @@ class Engine:
             rows.last[number] = row.left[0]
             rows.steps[number] = min(self.step.block, choice.max_tokens - row.number)
             rows.number[number] = row.number
-            rows.seed[number], rows.sample[number] = sampling.seed_bits, sampling.sample
+            rows.key[number] = row.key
             rows.temperature[number], rows.top_p[number] = sampling.temperature, sampling.top_p
             rows.scored[number] = choice.logprobs
-        self._rings, tokens, scores = self.step.write(self._weights, self._rings, rows)
+        self._cache, tokens, scores = self.step.write(self._weights, self._cache, rows)
         self.counters.calls += 1
         self.counters.steps += int(rows.steps.sum())
         for number, row in writing:
@@ -318,7 +321,7 @@ class Engine:
         job = row.job
         if job.session is not None:
             tokens = row.before.tokens + len(job.choice.prompt) + row.number
-            rings = self.step.take(self._rings, number)
+            rings = self.step.take(self._cache, number)
             position = self.step.normal_position(row.position)
             self.store.commit(job.session, State(rings, position, int(row.left[0]), tokens))
             job.session = None

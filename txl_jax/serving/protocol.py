@@ -12,7 +12,7 @@ from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.serving.requests import Choice, Completion, Limits, Piece, RequestError, Sampling, draw_seed
-from txl_jax.serving.row_step import TOP
+from txl_jax.serving.rows import TOP
 
 # Parameters of OpenAI's that have no effect here; given with another value than these they are refused.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {

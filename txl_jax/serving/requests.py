@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from txl_jax.serving.row_step import Scores
+from txl_jax.inference.decode import Scores
 
 _SEEDS = 1 << 32
 

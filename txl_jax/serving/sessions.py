@@ -13,16 +13,16 @@ import threading
 import time
 from collections.abc import Callable
 
+from txl_jax.inference.cache import KVCache
 from txl_jax.serving.requests import RequestError
-from txl_jax.serving.row_step import Rings
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
     """The memory of a session; never changed, only replaced."""
 
-    rings: Rings | None  # Of one row, on the host; None: nothing was read yet.
-    position: int  # Of the row (`serving.row_step.Rows`).
+    rings: KVCache | None  # Of one row, on the host; None: nothing was read yet.
+    position: int  # Of the row (`serving.rows.Rows`).
     pending: int | None  # The newest token, which is not read yet; None: none at all.
     tokens: int  # Of the whole history, the pending one included.
 

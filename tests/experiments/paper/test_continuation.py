@@ -8,7 +8,6 @@ from experiments.paper.continuation import Plan, detokenize
 from support import drawn_run, tiny_run
 from txl_jax.config import LineMark, Network, Tokenizer
 from txl_jax.config import settings as config_tree
-from txl_jax.inference.generator import Generator
 from txl_jax.runs.score import Interrupted
 
 WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "was", "seen", "."]
@@ -36,9 +35,8 @@ def test_context_continuation_and_the_texts_own_are_printed_below_each_other(run
     assert "@-@" not in page
     # The model goes on from the context, as generation does.
     config, corpus, _, parts = run
-    generator = Generator(parts.model, config.eval, config.generate)
-    weights = generator.prepare_params(tiny_run.params(parts.model))
-    written = np.concatenate(list(generator.tokens(weights, np.asarray(corpus.test)[3:14])), axis=1)
+    blocks = tiny_run.generator(parts.model, config.eval).tokens(np.asarray(corpus.test)[3:14], config.generate)
+    written = np.concatenate(list(blocks), axis=1)
     for row in [*written, np.asarray(corpus.test)[14:21]]:
         assert continuation.quoted(corpus, row) in page
 

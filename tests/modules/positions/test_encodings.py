@@ -17,7 +17,7 @@ from support import tiny
 from support.cases import nightly_but
 from txl_jax import memory as memory_lib
 from txl_jax.config import DType, Encoding
-from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 from txl_jax.modules.positions import ENCODINGS
 
 L, M = 5, 4
@@ -111,7 +111,7 @@ def test_encodings_say_what_they_can_do(encoding, x64):
     whole, one_by_one = (tiny.stream(encode, variables, text, lengths, memory) for lengths in ([4], [1] * 4))
     assert (np.abs(whole - one_by_one).max() < 1e-12) == ENCODINGS[encoding].generates_by_token
 
-    prepare = functools.partial(forward.prepare_params, model=model, segment_len=2, mem_len=4, clamp_len=None)
+    prepare = functools.partial(prepare_params, model=model, segment_len=2, mem_len=4, clamp_len=None)
     keys = jax.eval_shape(lambda: prepare(variables["params"])).layers[0].position_keys
     has_keys = keys is not None and keys.key is not None
     assert ENCODINGS[encoding].products_per_key == (3 if has_keys else 2)

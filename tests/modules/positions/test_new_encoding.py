@@ -13,6 +13,7 @@ from txl_jax.config import DType, Encoding
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 from txl_jax.interop import original
 from txl_jax.modules import positions as encodings
 from txl_jax.modules.positions.encoding import DecodeTerms, PositionEncoding, PositionKeys, PositionTerms
@@ -61,15 +62,15 @@ def test_inference_in_segments_and_by_token_equals_training(model, clamp_len):
     encode = tiny.encoder(model, clamp_len=clamp_len, same_length=True)
     expected = tiny.stream(encode, variables, text, lengths, model.init_memory(batch_size=tiny.B, mem_len=M))
 
-    prepare = functools.partial(forward.prepare_params, model=model, segment_len=L, mem_len=M, clamp_len=clamp_len)
-    params = jax.jit(prepare)(variables["params"])
-    cache = forward.init_cache(params, model, batch_size=tiny.B, mem_len=M, segment_len=L)
-    read = jax.jit(lambda params, tokens, cache: forward.forward(params, model, tokens, cache, window=M))
+    lengths = {"window": M, "segment_len": L, "mem_len": M, "clamp_len": clamp_len}
+    params = jax.jit(functools.partial(prepare_params, model=model, **lengths))(variables["params"])
+    cache = forward.init_cache(params, batch_size=tiny.B, mem_len=M, segment_len=L)
+    read = jax.jit(forward.forward)
     found = []
     for start in range(0, n_token, L):
         hidden, cache = read(params, text[:, start : start + L], cache)
         found.append(hidden)
-    params, cache = forward.for_single_tokens(params, mem_len=M), cache_lib.unrotate(cache)
+    params, cache = params.for_single_tokens(mem_len=M), cache_lib.unrotate(cache)
     for i in range(n_token, n_token + 3):
         hidden, cache = read(params, text[:, i : i + 1], cache)
         found.append(hidden)

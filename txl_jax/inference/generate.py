@@ -1,0 +1,221 @@
+"""Generation on the host: prompts in, pieces of text out, over the programs of `inference.decode`.
+
+Whole segments of the prompts are read side by side, from an empty cache. What is left of each prompt, less than a
+segment, is read token by token. No row reads padding into its cache: when the last segment of a row is read, its cache
+is copied to the caches of single tokens, before other rows' segments go on. With L = 3 and prompts of 5 (a) and 8 (b)
+tokens, x marks drawn tokens:
+
+    row 0:   a a a |       | a a x x x ..
+    row 1:   b b b | b b b | b b x x x ..
+
+Every query sees the keys at the distances 0 to M (with `same_length` to M - 1), so a text does not depend on how its
+prompt was cut. A step overwrites the oldest slot of the ring and moves nothing, so time and memory per token stay the
+same however long the text becomes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from txl_jax.config import EvalConfig, GenerateConfig
+from txl_jax.data.vocabulary import TextStream
+from txl_jax.errors import UserError
+from txl_jax.inference import cache as cache_lib
+from txl_jax.inference import decode, forward
+from txl_jax.inference.cache import KVCache
+from txl_jax.inference.decode import Limits, Rows, row_key
+from txl_jax.inference.prepare import DecodeParams
+from txl_jax.inference.scorer import memory_dtype
+from txl_jax.runtime import distributed
+from txl_jax.sharding import bind_mesh
+
+
+class Started(NamedTuple):
+    """R rows whose prompts are read, but for the last tokens."""
+
+    cache: KVCache
+    given: np.ndarray  # int32 [R, G], as of `decode.Rows`.
+    number: np.ndarray  # int32 [R], as of `decode.Rows`: below 0 by the prompt's tokens before the last one.
+
+
+class Generator:
+    """Compiled functions that generate text with prepared parameters, at the lengths of evaluation."""
+
+    def __init__(self, params: DecodeParams, eval_config: EvalConfig, *, mesh: Mesh | AbstractMesh | None = None):
+        """Compiles nothing yet.
+
+        Args:
+          params: Parameters as evaluation prepares them (`Scorer.prepare_params`).
+          eval_config: Segment and memory lengths, and the dtype of stored keys and values.
+          mesh: The devices that the model is built for, or None for one device or the mesh that the caller enters.
+        """
+        self.for_segments = params.for_generation(mem_len=eval_config.mem_len)
+        self.for_tokens = self.for_segments.for_single_tokens(mem_len=eval_config.mem_len)
+        self._eval_config = eval_config
+
+        def jit(function: Any, **options: Any) -> Any:
+            return bind_mesh(mesh, jax.jit(function, **options))
+
+        self._empty = jit(self._init_cache, static_argnums=1)
+        self._read = jit(decode.prefill, donate_argnums=1)
+        self._unrotate = jit(cache_lib.unrotate)
+        self._take = jit(cache_lib.take_unrotated, donate_argnums=0)
+        self._repeat = jit(cache_lib.repeat_rows, static_argnums=1)
+        self.decode = jit(decode.decode_block, static_argnames=("limits", "count"), donate_argnums=1)
+
+    def tokens(
+        self,
+        prompt: np.ndarray,
+        config: GenerateConfig,
+        *,
+        stop_token: int | None = None,
+        block: int = 16,
+        stop_requested: Callable[[], Any] = lambda: False,
+    ) -> Iterator[np.ndarray]:
+        """Yields int32 [B, up to `block`] until `config.length` tokens of B samples are drawn or all have ended.
+
+        A sample that has ended goes on with its stop token.
+
+        Args:
+          prompt: int [T], at least one token, read once for all samples.
+          config: Samples, length, seed and how tokens are drawn.
+          stop_token: A sample ends with this token, or only at `config.length` if it is None.
+          block: Tokens per call. More is a little faster, fewer are seen sooner.
+          stop_requested: Asked between segments of the prompt and between blocks. Once it is true nothing more comes.
+
+        Raises:
+          UserError: If the prompt is empty.
+        """
+        if len(prompt) == 0:
+            raise UserError("the prompt is empty; generation needs at least one token to go on from")
+        started = self.read(prompt, config, stop_requested=stop_requested)
+        keys = [row_key(config.seed, sample) for sample in range(config.samples)]
+        ended = np.zeros(config.samples, bool)
+        if stop_requested():
+            return
+        for tokens, _ in self._blocks(started, keys, config, ended, stop_token, block):
+            if stop_token is not None:
+                ended |= (tokens == stop_token).any(axis=1)
+            yield tokens
+            if stop_requested():
+                return
+
+    def read(
+        self, prompt: np.ndarray, config: GenerateConfig, *, stop_requested: Callable[[], Any] = lambda: False
+    ) -> Started:
+        """Reads a prompt [T], but for its last token, once for all samples."""
+        cache, given, number = self.prefill([prompt], 1, stop_requested=stop_requested)
+        if number[0] < 0:
+            rows = Rows(given, number, -number, row_key(0)[None], np.int32(-1))
+            cache, *_ = self.decode(self.for_tokens, cache, rows, Limits.of(config), count=given.shape[1])
+        if config.samples > 1:
+            cache = self._repeat(cache, config.samples)
+        return Started(cache, np.full((config.samples, 1), prompt[-1], np.int32), np.zeros(config.samples, np.int32))
+
+    def pieces(
+        self,
+        prompts: Sequence[np.ndarray],
+        config: GenerateConfig,
+        *,
+        seeds: Sequence[int],
+        decode: Callable[[Any], bytes],
+        stop_token: int | None,
+        stop_strings: Sequence[str],
+        batch_size: int,
+    ) -> Iterator[tuple[int, str]]:
+        """Yields the texts after all prompts in pieces, each with its prompt's number; each text is as for it alone.
+
+        Args:
+          prompts: Ids [T] of at least one token.
+          config: Maximum tokens of a text, and how they are drawn.
+          seeds: One per prompt.
+          decode: Returns the bytes of ids.
+          stop_token: Ends a text, which includes it; None if nothing does.
+          stop_strings: End a text, which does not include them.
+          batch_size: Maximum number of prompts continued side by side.
+        """
+        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        for first in range(0, len(order), batch_size):
+            group = order[first : first + batch_size]
+            rows = min(1 << (len(group) - 1).bit_length(), batch_size)  # A program for each power of two.
+            keys = [row_key(seeds[number]) for number in group] + [row_key(0)] * (rows - len(group))
+            started = self.prefill([prompts[number] for number in group], rows)
+            streams = [TextStream(decode, stop_strings) for _ in group]
+            ended = np.arange(rows) >= len(group)
+            for tokens, numbers in self._blocks(started, keys, config, ended, stop_token):
+                for row, number in enumerate(group):
+                    if ended[row]:
+                        continue
+                    own = (numbers[row] >= 0) & (numbers[row] < config.length)
+                    ids, stream = tokens[row][own], streams[row]
+                    stops = [] if stop_token is None else np.flatnonzero(ids == stop_token).tolist()
+                    is_last = bool(stops) or bool(np.any(numbers[row][own] == config.length - 1))
+                    text = stream.add(ids[: stops[0] + 1] if stops else ids) + (stream.finish() if is_last else "")
+                    ended[row] = is_last or stream.ended
+                    if text:
+                        yield number, text
+
+    def prefill(
+        self, prompts: Sequence[np.ndarray], rows: int, *, stop_requested: Callable[[], Any] = lambda: False
+    ) -> Started:
+        """Reads the whole segments of prompts [T], each of at least one token, in the first of R = `rows` rows."""
+        segment_len = self._eval_config.segment_len
+        known = [len(prompt) - 1 for prompt in prompts] + [0] * (rows - len(prompts))
+        n_whole, n_rest = np.divmod(known, segment_len)
+        segments = np.zeros((n_whole.max(), rows, segment_len), np.int32)
+        given = np.zeros((rows, segment_len), np.int32)
+        for row, prompt in enumerate(prompts):
+            end = n_whole[row] * segment_len
+            segments[: n_whole[row], row] = np.reshape(prompt[:end], (-1, segment_len))
+            given[row, segment_len - (len(prompt) - end) :] = prompt[end:]
+        memory = self._empty(self.for_segments, rows)
+        ready = self._unrotate(memory)
+        for number, tokens in enumerate(segments, start=1):
+            if stop_requested():
+                break
+            memory = self._read(self.for_segments, memory, tokens)
+            if np.any(ends := n_whole == number):
+                ready = self._take(ready, memory, ends)
+        return Started(ready, given, -n_rest.astype(np.int32))
+
+    def _blocks(
+        self,
+        started: Started,
+        keys: Sequence[np.ndarray],
+        config: GenerateConfig,
+        ended: np.ndarray,
+        stop_token: int | None,
+        block: int = 16,
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Draws tokens until every row has `config.length` of them or has ended.
+
+        Args:
+          started: The rows.
+          keys: `row_key` of each row.
+          config: Length, and how tokens are drawn.
+          ended: bool [R], read before each call: rows of which nothing more is wanted.
+          stop_token: Ends a row, or None.
+          block: Steps per call.
+
+        Yields:
+          Tokens int32 [R, up to `block`], and their numbers in their rows. Numbers below 0 or from the length on count
+          steps without a token.
+        """
+        cache, given, number = started
+        of_keys, stop = np.stack(keys), np.int32(-1 if stop_token is None else stop_token)
+        while np.any(steps := np.where(ended, 0, np.clip(config.length - number, 0, block))):
+            rows = Rows(given, number, steps.astype(np.int32), of_keys, stop)
+            cache, tokens, done, _ = self.decode(self.for_tokens, cache, rows, Limits.of(config), count=block)
+            tokens = distributed.to_host(tokens)[:, : int(distributed.to_host(done))]
+            yield tokens, number[:, None] + np.arange(tokens.shape[1])
+            number = number + np.int32(tokens.shape[1])
+            newest = np.where(number > 0, tokens[:, -1], given[:, -1])
+            given = np.concatenate([given[:, :-1], newest[:, None]], axis=1)
+
+    def _init_cache(self, params: DecodeParams, rows: int) -> KVCache:
+        c = self._eval_config
+        lengths = {"mem_len": c.mem_len, "segment_len": c.segment_len}
+        return forward.init_cache(params, batch_size=rows, dtype=memory_dtype(params.model, c), **lengths)

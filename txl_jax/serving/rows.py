@@ -1,0 +1,204 @@
+"""The rows of the server: the programs of `inference.decode` for R rows, each at a position of its own.
+
+Each row has a ring of slots of its own, which its own position indexes: the number of tokens that it has read. So what
+a row computes depends on its own tokens alone, to the last bit, whenever it joined and whatever the others do:
+
+- The program that writes runs all R rows in every call, with products of one shape. A row's numbers never meet
+  another's. With one index for all rows, a row's slots would lie elsewhere for each moment at which it joined, and sums
+  over them would round differently.
+- The program that reads takes one row out of the rings. Nothing of the others is in it. It reads segments of two
+  widths. The tokens that are left of the row's own decide which.
+- Draws depend on the request's seed, the number of its sample and the number of the token, never on the row.
+
+A ring has M + `block` slots or more, of which the newest M can be seen. `block` is K, the tokens of a row that a call
+writes. The others may hold anything. So a row that has nothing to do needs no branch: it overwrites its oldest slot,
+which cannot be seen. For the same reason a row can go back by K - 1 tokens, exactly, as after a stop string at the
+beginning of a call: its position is set back, and that is all. The host keeps the positions.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from txl_jax.config import MemoryStart
+from txl_jax.errors import UserError
+from txl_jax.inference import decode, forward
+from txl_jax.inference.cache import KVCache, cache_capacity
+from txl_jax.inference.decode import Limits, Scores, row_key
+from txl_jax.inference.prepare import DecodeParams, prepare_params
+from txl_jax.memory import start_valid
+from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.runs.build import RunComponents
+
+WIDTHS = (16, 64)  # Tokens of the segments that are read.
+TOP = 5  # Most likely tokens that come with logprobs: OpenAI's limit.
+
+
+class Weights(NamedTuple):
+    """Parameters prepared for segments of a prompt, and for single tokens."""
+
+    segment: DecodeParams
+    token: DecodeParams
+
+
+class Rows(NamedTuple):
+    """Arguments of a call that writes, of B rows; arrays [B]."""
+
+    last: Any  # int32, the newest token, which is read first.
+    position: Any  # int32, tokens read before.
+    steps: Any  # int32, tokens to draw; 0 if the row does nothing.
+    number: Any  # int32, of the first token to draw.
+    key: Any  # uint32 [B, ..], `decode.row_key`.
+    temperature: Any  # float32
+    top_p: Any  # float32
+    scored: Any  # bool, whether logprobs are wanted.
+
+    @staticmethod
+    def idle(batch_size: int) -> "Rows":
+        """Returns the arguments of rows that have nothing to do."""
+        last, position, steps, number = (np.zeros(batch_size, np.int32) for _ in range(4))
+        temperature, top_p = (np.zeros(batch_size, np.float32) for _ in range(2))
+        key, scored = np.stack([row_key(0)] * batch_size), np.zeros(batch_size, bool)
+        return Rows(last, position, steps, number, key, temperature, top_p, scored)
+
+
+class Step:
+    """The compiled programs of one model at its evaluation lengths, for B rows."""
+
+    def __init__(self, components: RunComponents, *, batch_size: int, block: int = 8):
+        """Compiles nothing yet.
+
+        Args:
+          components: The model, one that can generate (`runs.generate.check_can_generate`), and its settings.
+          batch_size: B, rows.
+          block: K, the maximum tokens of a row per call.
+
+        Raises:
+          UserError: If the mesh has several devices, or the model keeps documents apart.
+        """
+        if components.config.data.reset_at is not None:  # A row's filled slots follow from its position here.
+            raise UserError(
+                f"the model keeps documents apart by the token {components.config.data.reset_at!r}, which the "
+                "server does not; generate with txl_jax.load"
+            )
+        if components.mesh.size > 1:
+            raise UserError(
+                f"the mesh has {components.mesh.size} devices and rows are served by one; start the server where JAX "
+                "finds one device, as with CUDA_VISIBLE_DEVICES=0, or with JAX_NUM_CPU_DEVICES=1"
+            )
+        assert isinstance(components.model, TransformerXL)
+        self._components, self._model = components, components.model
+        self.batch_size, self.block = batch_size, block
+        self.mem_len = components.config.eval.mem_len
+        self.capacity = cache_capacity(mem_len=self.mem_len + block, segment_len=min(WIDTHS))
+        self._prepare = components.jit(self._prepare_params)
+        self._init = components.jit(self._init_rows, static_argnums=1)
+        self._write = components.jit(decode.decode_block, static_argnames=("count", "top"), donate_argnums=1)
+        self._read = components.jit(_read_row, donate_argnums=1)
+        self._put = components.jit(decode.put_row, donate_argnums=0)
+        self._take = components.jit(decode.take_row)
+
+    def prepare_params(self, params: Any) -> Weights:
+        """Prepares the parameters for reading and for writing."""
+        segment = self._prepare(params)
+        return Weights(segment, segment.for_single_tokens(mem_len=self.capacity))
+
+    def init_cache(self, weights: Weights) -> KVCache:
+        """Returns the cache of B rows that have read nothing."""
+        cache: KVCache = self._init(weights.segment, self.batch_size)
+        return cache
+
+    def empty_row(self, weights: Weights) -> KVCache | None:
+        """Returns the cache [1, ..] to `put` before a row begins, or None if a position of 0 is enough."""
+        if self._model.compat.memory_start is MemoryStart.MASKED:
+            return None
+        row: KVCache = self._init(weights.segment, 1)
+        return row
+
+    def width(self, length: int) -> int:
+        """Returns the width of the segment that is read next where `length` tokens are left to read."""
+        return max((width for width in WIDTHS if width <= length), default=min(WIDTHS))
+
+    def write(self, weights: Weights, cache: KVCache, rows: Rows) -> tuple[KVCache, np.ndarray, Scores]:
+        """Draws up to K tokens of each row; the cache is donated.
+
+        Returns:
+          The cache, the tokens int32 [B, K] and their scores [B, K]; of a row's first `steps` tokens.
+        """
+        of_rows = decode.Rows(rows.last[:, None], rows.number, rows.steps, rows.key, np.int32(-1), rows.scored)
+        limits = Limits(rows.temperature, rows.top_p)
+        cache = self._at(cache, rows.position)
+        cache, tokens, _, scores = self._write(weights.token, cache, of_rows, limits, count=self.block, top=TOP)
+        return cache, np.asarray(tokens), Scores(*map(np.asarray, scores))
+
+    def read(
+        self, weights: Weights, cache: KVCache, row: int, position: int, tokens: np.ndarray, *, scored: bool
+    ) -> tuple[KVCache, Scores]:
+        """Reads the next tokens of one row; the cache is donated.
+
+        Args:
+          weights: Prepared parameters.
+          cache: The cache of all rows.
+          row: Its number.
+          position: Tokens that it has read before.
+          tokens: [T], the tokens that are left, the last of which is not read.
+          scored: Whether logprobs are wanted.
+
+        Returns:
+          The cache, and the scores of the tokens that follow those that were read: of up to `width(T - 1)`.
+        """
+        width = self.width(len(tokens) - 1)
+        count = min(width, len(tokens) - 1)
+        given, targets = (np.zeros(width, np.int32) for _ in range(2))
+        given[:count], targets[:count] = tokens[:count], tokens[1 : count + 1]
+        cache = self._at(cache, np.full(self.batch_size, position))
+        numbers = np.int32(row), np.int32(count), np.bool_(scored)
+        cache, scores = self._read(weights.segment, cache, given, targets, *numbers)
+        return cache, Scores(*(np.asarray(each)[:count] for each in scores))
+
+    def put(self, cache: KVCache, row: int, state: Any) -> KVCache:
+        """Returns the cache with `state` [1, ..] in a row; the cache is donated."""
+        cache = self._put(cache, np.int32(row), state)
+        return cache
+
+    def take(self, cache: KVCache, row: int) -> KVCache:
+        """Returns a copy of a row's cache on the host, [1, ..]."""
+        return jax.tree.map(np.array, self._take(cache, np.int32(row)))
+
+    def normal_position(self, position: int) -> int:
+        """Returns the smallest position of the same slots and number of visible ones."""
+        return position if position < 2 * self.capacity else self.capacity + position % self.capacity
+
+    def _at(self, cache: KVCache, position: np.ndarray) -> KVCache:
+        """Returns the cache with its rows at these positions, [B]."""
+        start = start_valid(self.mem_len, self._model.compat.memory_start)
+        valid, index = np.minimum(start + position, self.mem_len), position % self.capacity
+        return cache.replace(valid=valid.astype(np.int32), write_index=index.astype(np.int32))
+
+    def _prepare_params(self, params: Any) -> DecodeParams:
+        c = self._components.config.eval
+        return prepare_params(
+            params,
+            self._model,
+            window=self._model.compat.window(self.mem_len, same_length=c.same_length),
+            segment_len=max(WIDTHS),
+            mem_len=self.capacity,
+            clamp_len=c.clamp_len,
+            weight_dtype=c.weight_dtype,
+            transposed=self.batch_size > 1 and self._components.mesh.devices.flat[0].platform == "cpu",
+        ).for_generation(mem_len=self.mem_len)
+
+    def _init_rows(self, weights: DecodeParams, batch_size: int) -> KVCache:
+        lengths = {"mem_len": self.capacity, "segment_len": min(WIDTHS)}
+        dtype = self._components.evaluation.memory_dtype
+        cache = forward.init_cache(weights, batch_size=batch_size, dtype=dtype, **lengths)
+        return cache.replace(write_index=cache.valid * 0, mem_len=self.mem_len)
+
+
+def _read_row(
+    weights: DecodeParams, cache: KVCache, tokens: Any, targets: Any, row: Any, count: Any, scored: Any
+) -> tuple[KVCache, Scores]:
+    """Reads the first `count` of tokens [W] in one row, and scores their targets [W]."""
+    cache, hidden = decode.prefill_row(weights, cache, row, tokens, count)
+    return cache, decode.score_if(scored, weights, hidden, targets, top=TOP)
