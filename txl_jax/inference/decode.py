@@ -106,11 +106,12 @@ def decode_block(
             )
         draws = active & (number >= 0)
         token_keys = jax.vmap(jax.random.fold_in)(keys, jnp.maximum(number, 0))
-        drawn = jax.lax.cond(
-            jnp.any(draws),
-            lambda: limits.draw(token_keys, hidden, params.clusters),
-            lambda: jnp.zeros(n_row, jnp.int32),
-        )
+
+        def draw() -> jax.Array:
+            return limits.draw(token_keys, hidden, params.clusters)
+
+        # Without tokens to read every step draws.
+        drawn = draw() if n_given == 1 else jax.lax.cond(jnp.any(draws), draw, lambda: jnp.zeros(n_row, jnp.int32))
         if top:
             found = score_if(jnp.any(rows.scored & draws), params, hidden, drawn, top=top)
             scores = jax.tree.map(lambda all_, one: all_.at[:, i].set(one), scores, found)
