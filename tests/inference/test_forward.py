@@ -131,15 +131,6 @@ def test_a_narrower_memory_is_read_in_the_compute_type(x64):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lengths", ["clamp", "one token"])
-def test_stored_as_bfloat16_scores_move_a_little(lengths):
-    """Stored numbers carry 8 bits: about 1 part in 300 each. The memory takes half the bytes."""
-    pairs = list(both(tiny.make(), LENGTHS[lengths], memory_dtype=jnp.bfloat16))
-    assert {ring.dtype for ring in pairs[-1][0][2].keys + pairs[-1][0][2].values} == {jnp.dtype("bfloat16")}
-    assert 1e-4 < max(float(np.abs(found[1] - expected[1]).max()) for found, expected in pairs) < 0.1
-
-
-@pytest.mark.full
 def test_a_bfloat16_model_agrees_with_its_own_hidden_states():
     pairs = list(both(tiny.make(dtype=DType.BFLOAT16), LENGTHS["clamp"]))
     assert all(found[0].dtype == jnp.bfloat16 and found[1].dtype == jnp.float32 for found, _ in pairs)
@@ -160,26 +151,6 @@ def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
     steps = jax.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
     compiled = steps.lower(weights, cache, given, Limits(1.0, 1.0), count=8).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < cache.keys[0].nbytes + cache.values[0].nbytes
-
-
-@pytest.mark.full
-def test_in_order_is_the_same_memory_for_single_tokens(x64):
-    """A text read in segments, the memory turned, and read on token by token, as one segment would be."""
-    model, (segment_len, mem_len, clamp_len) = tiny.make(dtype=DType.FLOAT64), (4, 10, 6)
-    weights, text, found = frozen(model, (segment_len, mem_len, clamp_len), mem_len), tiny.text(28), []
-    memory = forward.init_cache(weights, batch_size=tiny.B, mem_len=mem_len, segment_len=segment_len)
-    for start in range(0, 20, segment_len):  # The ring of 12 slots goes round once, and is at slot 8.
-        _, memory = forward.forward(weights, text[:, start : start + 4], memory)
-    turned, expected = cache_lib.unrotate(memory), []
-    for start in (20, 24):
-        hidden, memory = forward.forward(weights, text[:, start : start + 4], memory)
-        expected.append(hidden)
-    single = weights.for_single_tokens(mem_len=mem_len)
-    assert turned.capacity == mem_len
-    for i in range(20, 28):
-        hidden, turned = forward.forward(single, text[:, i : i + 1], turned)
-        found.append(hidden)
-    np.testing.assert_allclose(np.concatenate(found, 1), np.concatenate(expected, 1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,19 @@ def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths,
     assert 0 < rounding < 1e-3 < quantization < 0.04
 
 
-@pytest.mark.parametrize("lengths", full_but(["segments"], LENGTHS))
-def test_an_int8_cache_moves_scores_a_little(lengths, x64):
+CACHES = [(dtype, lengths) for dtype in ("int8", "bfloat16") for lengths in LENGTHS]
+
+
+@pytest.mark.parametrize(("dtype", "lengths"), full_but([("int8", "segments")], CACHES))
+def test_a_narrow_cache_moves_scores_a_little(dtype, lengths, x64):
+    """Stored as bfloat16, numbers carry 8 bits: about 1 part in 300 each."""
     model, lengths = tiny.make(dtype=DType.FLOAT64), LENGTHS[lengths]
     weights = prepared(model, *lengths, weight_dtype=None)
-    found, memory = scores(weights, *lengths, cache_dtype=jnp.int8)
+    found, memory = scores(weights, *lengths, cache_dtype=jnp.dtype(dtype))
     expected, _ = scores(weights, *lengths)
-    assert all(ring.values.dtype == jnp.int8 for ring in (*memory.keys, *memory.values))
-    assert 1e-5 < np.abs(found - expected).max() < 0.1
+    rings = [getattr(ring, "values", ring) for ring in (*memory.keys, *memory.values)]
+    assert {ring.dtype.name for ring in rings} == {dtype}
+    assert {"int8": 1e-5, "bfloat16": 1e-4}[dtype] < np.abs(found - expected).max() < 0.1
 
 
 @pytest.mark.full
