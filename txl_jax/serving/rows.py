@@ -16,6 +16,7 @@ which cannot be seen. For the same reason a row can go back by K - 1 tokens, exa
 beginning of a call: its position is set back, and that is all. The host keeps the positions.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -59,8 +60,13 @@ class Rows(NamedTuple):
         """Returns the arguments of rows that have nothing to do."""
         last, position, steps, number = (np.zeros(batch_size, np.int32) for _ in range(4))
         temperature, top_p = (np.zeros(batch_size, np.float32) for _ in range(2))
-        key, scored = np.stack([row_key(0)] * batch_size), np.zeros(batch_size, bool)
+        key, scored = np.zeros((batch_size, *_key_shape()), np.uint32), np.zeros(batch_size, bool)
         return Rows(last, position, steps, number, key, temperature, top_p, scored)
+
+
+@functools.cache
+def _key_shape() -> tuple[int, ...]:
+    return row_key(0).shape
 
 
 class Step:
